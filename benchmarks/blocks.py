@@ -29,7 +29,7 @@ from megatron_hexi.runtime import exchange, select_kernel
 from megatron_hexi.runtime.all_to_all import Arriving, Leaving
 from megatron_hexi.runtime.compiled import Recorder, Value
 from megatron_hexi.runtime.kernels import BlockKind
-from megatron_hexi.runtime.passes import Inputs, Layer
+from megatron_hexi.runtime.passes import AttentionLayer, Inputs
 from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import Transfers
 
@@ -76,7 +76,7 @@ class _Here(Arriving):
         return self._values
 
 
-class _Alone(Layer):
+class _Alone(AttentionLayer):
     """A rank whose tensors stay in the heads' layout; of the outputs it returns the last half."""
 
     def arriving(self, recorder: Recorder, half: int, query: Value, *keys: Value) -> Arriving:

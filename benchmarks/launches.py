@@ -35,7 +35,7 @@ from megatron_hexi.runtime import all_to_all, call_rows, exchange, fused
 from megatron_hexi.runtime.attention import _DomainAttentionFunction
 from megatron_hexi.runtime.fused import on_gpu
 from megatron_hexi.runtime.kernels import select_kernel
-from megatron_hexi.runtime.passes import Inputs, Layer
+from megatron_hexi.runtime.passes import AttentionLayer, Inputs
 from megatron_hexi.runtime.wire import Transfers
 
 DEVICE = torch.device("cuda:0")
@@ -144,7 +144,7 @@ def _count(documents: int, schedule: Any, workload: Workload) -> Row:
                 torch.empty(schedule.tokens, 1, heads, 128, dtype=torch.bfloat16, device=DEVICE)
                 for heads in (workload.heads, workload.kv_heads, workload.kv_heads)
             )
-            layer = Layer(schedule, kernel, 0.1, *groups, 1, Inputs.of(query, key, value))
+            layer = AttentionLayer(schedule, kernel, 0.1, *groups, 1, Inputs.of(query, key, value))
             for counter in (_Counter(), _Counter()):  # the first makes what the schedule keeps
                 with counter, mock.patch.object(on_gpu, "launch", counter.launch):
                     context: Any = _Context()

@@ -1,7 +1,7 @@
-"""The one-line import: ``import megatron_hexi.adaptor``, first in a training script.
+"""The one-line import that installs our patches: ``import megatron_hexi.adaptor``, first in a script.
 
-Importing this module chooses the platform (``--hexi-platform``), installs it, and puts our patches on
-Megatron, exactly once a process. It also works after Megatron was imported.
+Importing this module chooses and installs the platform (``--hexi-platform``), and patches Megatron, once in a
+process. It also works after Megatron was imported.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megatron_hexi.runtime import tell_problem
 
 set_fault_listener(tell_problem)
 with user_errors():
-    #: Where this process trains.
+    #: The platform of this process.
     platform = select_platform(requested_platform(sys.argv[1:]))
     platform.install()  # before the next import, which imports Megatron
 
     from megatron_hexi.patch_list import all_patches
 
-    #: What is replaced in Megatron.
+    #: The installed patches.
     patches = PatchSet(all_patches(platform))
     patches.install()

@@ -1,4 +1,4 @@
-"""Files of Megatron's arguments: the words of a launch script as text, split as a shell splits them.
+"""Files of Megatron's arguments: words of a launch script, split as a shell splits them.
 
 Blanks and ends of lines separate words. Quotes hold a word together, a backslash takes the next character as
 it is, and at the end of a line it is a blank. A ``#`` that begins a word begins a comment, to the end of the
@@ -41,8 +41,8 @@ class Word(NamedTuple):
     """A word of a file of arguments.
 
     Attributes:
-        text: what a shell hands to the program.
-        line: of the file, from 1.
+        text: the word as a shell passes it to the program.
+        line: line of the file, from 1.
     """
 
     text: str
@@ -62,11 +62,11 @@ def split_words(text: str, path: Path) -> list[str]:
     """Return the words of a file of arguments.
 
     Args:
-        text: what the file holds.
+        text: contents of the file.
         path: the file, for errors.
 
     Raises:
-        HexiError: as `located_words`.
+        HexiError: see `located_words`.
     """
     return [word.text for word in located_words(text, path)]
 
@@ -75,7 +75,7 @@ def located_words(text: str, path: Path) -> list[Word]:
     """Return the words of a file of arguments, each with its line.
 
     Args:
-        text: what the file holds.
+        text: contents of the file.
         path: the file, for errors.
 
     Raises:
@@ -96,8 +96,8 @@ def located_words(text: str, path: Path) -> list[Word]:
         else:
             # An unquoted parenthesis that closes an array may stand right behind its last word.
             word, closes = token[0], opened is not None and _closes(token[0])
-            if found := word[:-1] if closes else word:
-                (inside if opened else outside).extend(_split(found, line, path))
+            if content := word[:-1] if closes else word:
+                (inside if opened else outside).extend(_split(content, line, path))
             opened = None if closes else opened
     if opened is not None:
         raise HexiError(f"{path}, line {opened.line}: {opened.text}: is not closed; close the parenthesis")
@@ -111,7 +111,7 @@ def located_words(text: str, path: Path) -> list[Word]:
 
 
 def _tokens(text: str, path: Path) -> Iterator[tuple[re.Match[str], int]]:
-    """Words, openings of arrays, and strings of arguments, with their lines; without blanks and comments."""
+    """Yield words, openings of arrays, and strings of arguments, with lines; without blanks and comments."""
     reached, line = 0, 1
     while reached < len(text):
         token = _TOKEN.match(text, reached)
@@ -137,7 +137,7 @@ def _split(word: str, line: int, path: Path) -> Iterator[Word]:
 
 
 def _string(quoted: str, first: int, path: Path) -> list[Word]:
-    """The words of a string of arguments, which a shell splits at blanks where it is used unquoted."""
+    """Return the words of a string of arguments, which a shell splits at blanks where it is not quoted."""
     list(_split(quoted, first, path))  # refuses variables
     body = quoted[1:-1]
     if quoted[0] == '"':  # as a shell reads it, but for joined lines, whose number would be lost
@@ -153,28 +153,28 @@ def _closes(word: str) -> bool:
 
 
 def _refuse_yaml(text: str, path: Path) -> None:
-    """Refuse YAML by its name: as words, its keys would be unknown arguments."""
-    found = _YAML.search(text)
-    if found is not None and (path.suffix in (".yaml", ".yml") or not _FLAG.search(text)):
-        line = text.count("\n", 0, found.start() + len(found[0]) - len(found[0].lstrip())) + 1
+    """Refuse YAML: as words, its keys would be unknown arguments."""
+    match = _YAML.search(text)
+    if match is not None and (path.suffix in (".yaml", ".yml") or not _FLAG.search(text)):
+        line = text.count("\n", 0, match.start() + len(match[0]) - len(match[0].lstrip())) + 1
         raise HexiError(
-            f"{path}, line {line}: {found[0].strip().rstrip(':')}: this file is YAML; write its entries as "
+            f"{path}, line {line}: {match[0].strip().rstrip(':')}: this file is YAML; write its entries as "
             "flags on Megatron's command line, as --num-layers 32"
         )
 
 
 def last_value(words: Sequence[str], flag: str, path: Path) -> str | None:
-    """Return what a flag says, as ``--flag value`` or ``--flag=value``; of several the last, as Megatron.
+    """Return the value of a flag, given as ``--flag value`` or ``--flag=value``; the last, as in Megatron.
 
     Args:
-        words: of the file.
-        flag: with its hyphens.
+        words: words of the file.
+        flag: the flag, with its hyphens.
         path: the file, for errors.
 
     Raises:
         HexiError: the flag has no value.
     """
-    found = None
+    result = None
     for number, word in enumerate(words):
         name, has_value, value = word.partition("=")
         if name != flag:
@@ -183,5 +183,5 @@ def last_value(words: Sequence[str], flag: str, path: Path) -> str | None:
             if number + 1 == len(words) or words[number + 1].startswith("--"):
                 raise HexiError(f"{path}: {flag} without a value; add it")
             value = words[number + 1]
-        found = value
-    return found
+        result = value
+    return result

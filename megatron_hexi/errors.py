@@ -1,4 +1,4 @@
-"""The errors that a user can cause. Everything else is a bug of ours and keeps its traceback."""
+"""Errors that a user can cause. All other errors are bugs and keep their traceback."""
 
 import contextlib
 import os
@@ -12,33 +12,33 @@ from megatron_hexi.speaker import await_end, say_error, under_torchrun
 EXIT_USER_ERROR = 2
 #: Exit code where the input is right, but no plan fits in memory.
 EXIT_NO_PLAN = 3
-#: Seconds in which the other ranks of a job start and find a mistake too.
+#: Seconds in which the other ranks of a job start and find the mistake too.
 _OTHERS_S = 3.0
 
 
 class HexiError(ValueError):
-    """Something the user wrote or asked for cannot be done; the message gives the remedy.
+    """A mistake of the user, with a remedy in the message.
 
-    The message is one line: where (file and place), what was found, what to do about it.
+    The message is one line: place (file and field), value, remedy.
     """
 
     exit_code: ClassVar[int] = EXIT_USER_ERROR
 
 
 class PlanError(HexiError):
-    """A plan that breaks one of its own rules, or does not fit the job it is used for."""
+    """A plan that breaks a rule, or does not fit the job."""
 
 
 class ClusterError(HexiError):
-    """A cluster file that breaks a rule, or a GPU that nothing is known of."""
+    """A cluster file that breaks a rule, or an unknown GPU."""
 
 
 class NothingFitsError(HexiError):
     """No plan fits in the cluster's memory; the message says what is short, and what would fit.
 
     Args:
-        message: for people.
-        details: the same for machines, which ``--json`` adds to the message.
+        message: the message for people.
+        details: the same as plain values, which ``--json`` adds.
     """
 
     exit_code = EXIT_NO_PLAN
@@ -49,24 +49,24 @@ class NothingFitsError(HexiError):
 
 
 class CheckpointError(HexiError):
-    """A checkpoint that this job cannot go on from."""
+    """A checkpoint that this job cannot continue from."""
 
 
 class PatchError(HexiError):
-    """A part of Megatron does not look as the patch for it expects."""
+    """A part of Megatron that differs from what its patch expects."""
 
 
 class PlatformError(HexiError):
-    """The platform asked for is not there, or lacks what the job needs."""
+    """A platform that is not available, or lacks what the job needs."""
 
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn a `HexiError` into one line on standard error and its exit code; let everything else through.
+    """Turn a `HexiError` into one line on standard error and its exit code; pass all other errors.
 
-    Under torchrun or srun the line names the rank, and the first rank of a node to find the mistake says it
-    for all (`speaker`). torchrun ends all ranks as soon as one has ended, and tells of those that had ended
-    by then: the others wait for it.
+    Under torchrun or srun the line names the rank, and only the first rank of a node that finds the mistake
+    prints it (`speaker`). torchrun ends all ranks as soon as one has ended, and lists those that had ended by
+    then: the others wait for it.
 
     Raises:
         SystemExit: the user's input is wrong.
@@ -98,7 +98,7 @@ _EXTRA_OF = {
 
 @contextlib.contextmanager
 def _missing_extras() -> Iterator[None]:
-    """Turn the failed import of a package that an extra installs into a `HexiError` that names the extra."""
+    """Turn a failed import of a package of an extra into a `HexiError` that names the extra."""
     try:
         yield
     except ModuleNotFoundError as problem:
@@ -110,12 +110,12 @@ def _missing_extras() -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """A text for one line of a terminal: a line break in a name starts no line, and ESC no colour."""
+    """Return a text for one line of a terminal, with line breaks and other control characters escaped."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def set_fault_listener(listener: Callable[[str, int], None] | None) -> None:
-    """Call this with the message and exit code of a mistake once it is said, before the process ends."""
+    """Set a function that receives message and exit code of a mistake before the process ends."""
     global _fault_listener
     _fault_listener = listener
 

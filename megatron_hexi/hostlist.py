@@ -1,4 +1,4 @@
-"""Slurm's host lists: many hosts in one word."""
+"""Slurm's host lists, which name many hosts in one word."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST = 2**16
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """The hosts that a SLURM host list names, in its order.
+    """Return the hosts of a Slurm host list, in its order.
 
     >>> expand_hostlist("a[1-3,05],b")
     ['a1', 'a2', 'a3', 'a05', 'b']
@@ -28,7 +28,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
 
 def _split(hostlist: str) -> Iterator[str]:
-    """The entries between commas that stand outside brackets."""
+    """Return the entries between commas outside brackets."""
     if re.fullmatch(r"(?:[^\[\],]|\[[^\[\]]+\]|,)*", hostlist) is None:
         raise PlatformError(
             f"SLURM host list {hostlist[:80]}: the brackets do not match; check SLURM_JOB_NODELIST"
@@ -37,7 +37,7 @@ def _split(hostlist: str) -> Iterator[str]:
 
 
 def _expand(entry: str) -> Iterator[str]:
-    """The hosts of one entry: every combination of its bracketed ranges, the last varying fastest."""
+    """Return the hosts of an entry: all combinations of its bracketed ranges, the last varying fastest."""
     parts = re.split(r"(\[[^\]]+\])", entry)
     choices = [_numbers(part[1:-1]) if part.startswith("[") else [part] for part in parts]
     _check_count(math.prod(map(len, choices)))
@@ -50,7 +50,7 @@ def _check_count(hosts: int) -> None:
 
 
 def _numbers(ranges: str) -> list[str]:
-    """``"1-3,05"`` as strings, leading zeros kept."""
+    """Return the numbers of ranges such as ``"1-3,05"`` as strings, with leading zeros."""
     numbers: list[str] = []
     for item in ranges.split(","):
         match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", item)

@@ -1,4 +1,4 @@
-"""Everything that is replaced in Megatron: the one list that the adaptor installs and `hexi doctor` shows."""
+"""All patches of Megatron: the list that the adaptor installs and `hexi doctor` shows."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
 from megatron_hexi.megatron.datasets import COMPILE_HELPERS, HELPERS_PATH
 from megatron_hexi.megatron.document_datasets import DOCUMENT_DATASET_PATCHES
 from megatron_hexi.megatron.documents_ahead import DOCUMENTS_AHEAD_PATCHES
-from megatron_hexi.megatron.experts import EXPERT_PATCHES
 from megatron_hexi.megatron.groups import group_patches
 from megatron_hexi.megatron.loss_scale import LOSS_SCALE_PATCHES
 from megatron_hexi.megatron.metrics import METRICS_PATCHES
 from megatron_hexi.megatron.multi_token import MULTI_TOKEN_PATCHES
-from megatron_hexi.megatron.onlookers import WRITER_PATCHES
 from megatron_hexi.megatron.optimizer import OPTIMIZER_PATCHES
 from megatron_hexi.megatron.optimizer_buckets import BUCKET_PATCHES
+from megatron_hexi.megatron.optional_output import WRITER_PATCHES
 from megatron_hexi.megatron.pipeline import PIPELINE_PATCHES
 from megatron_hexi.megatron.progress import PROGRESS_PATCHES
 from megatron_hexi.megatron.resume import RESUME_PATCHES
 from megatron_hexi.megatron.rotary import ROTARY_PATCHES
+from megatron_hexi.megatron.router_losses import EXPERT_PATCHES
 from megatron_hexi.megatron.samplers import SAMPLER_PATCHES
 from megatron_hexi.megatron.stages.patches import STAGES_PATCHES
 from megatron_hexi.megatron.step_times import STEP_TIME_PATCHES
@@ -32,7 +32,7 @@ from megatron_hexi.replan.training.replanning import REPLANNING_PATCHES
 
 
 def all_patches(platform: Platform) -> list[Patch]:
-    """The patches of Megatron for a platform, in the order in which they are put on."""
+    """Return the patches of Megatron for a platform, in the order of installation."""
     return [
         *platform.megatron_patches,
         *argument_patches(platform),

@@ -1,10 +1,10 @@
-"""Patches: what we replace in Megatron, each one small, checked before it is put on, and removable.
+"""Patches of Megatron: small replacements, checked before installation, and removable.
 
-A `Patch` says what it replaces (`target`), why, for which versions of megatron-core (or of another
-`package`), and what the target's parameters must be called for the replacement to be right. Where versions
-differ, the parameters are given by version, and a target that only some have has a patch for those (`only`).
-A `PatchSet` puts a list of them on and takes them off again. Modules that imported the original by name
-are rebound too, so it does not matter whether Megatron was imported before us.
+A `Patch` states its `target`, its purpose, the versions of megatron-core (or of another `package`), and the
+names of parameters that the target must have. Where versions differ, the parameters are given by version, and
+a target that only some versions have has a patch for those (`only`). A `PatchSet` installs and removes a list
+of patches. Modules that imported the original by name are rebound too, so Megatron may be imported before
+this package.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ _STEP = (
 #: Parameters of `megatron.training.training:train_step`, which several patches wrap, by version.
 STEP_PARAMETERS = {"<0.19": _STEP, ">=0.19": (*_STEP, "pg_collection", "p2p_communicator")}
 
-#: Stands for "the holder had no such attribute of its own" (a class that inherits it).
+#: Marks an attribute that the holder did not have itself (a class that inherits it).
 _INHERITED = object()
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One replacement of one attribute of one module or class.
+    """A replacement of one attribute of a module or class.
 
     Args:
         target: ``"package.module:attribute"`` or ``"package.module:Class.attribute"``.
-        why: one sentence, shown by ``hexi doctor``.
-        build: takes the original, returns what stands in its place.
-        parameters: the names that the original's signature must have, in order; by version (PEP 440) where
-            they differ; ``None`` where the target is no function.
+        why: the purpose in a sentence, shown by ``hexi doctor``.
+        build: returns the replacement of the original.
+        parameters: names of the original's parameters, in order; by version (PEP 440) where they differ;
+            ``None`` where the target is no function.
         versions: the versions of `package` for which the replacement is right (PEP 440).
-        only: those among them that have the target; in the others the patch is not needed.
+        only: the versions that have the target; in others the patch is not needed.
         requires: a module without which the patch is not needed and is left out (for example
             ``"transformer_engine"``).
         package: the distribution that `target` belongs to and `versions` speaks of.
@@ -72,13 +72,13 @@ class Patch:
     package: str = "megatron-core"
 
     def wanted(self) -> bool:
-        """Whether the module that the patch is for is installed, in a version that has its target."""
+        """Whether the patched module is installed, in a version that has the target."""
         if self.requires is not None and importlib.util.find_spec(self.requires) is None:
             return False
         return not self.only or is_installed(self.only, self.package)
 
     def locate(self) -> tuple[Any, str, Any]:
-        """The object that holds the target, the attribute's name there, and its present value.
+        """Return the object that holds the target, the attribute's name, and its present value.
 
         Raises:
             PatchError: the target is missing, or its version or parameters are not as expected.
@@ -104,23 +104,23 @@ class Patch:
         expected = self._expected_parameters()
         if expected is not None:
             function = original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
-            found = tuple(inspect.signature(function).parameters)
-            if found != expected:
+            actual = tuple(inspect.signature(function).parameters)
+            if actual != expected:
                 raise PatchError(
                     f"patch of {self.target}: expected the parameters {', '.join(expected)}, found "
-                    f"{', '.join(found)}; use {self.package} {self.versions}, unmodified"
+                    f"{', '.join(actual)}; use {self.package} {self.versions}, unmodified"
                 )
         return holder, name, original
 
     def _expected_parameters(self) -> tuple[str, ...] | None:
-        """The parameters of the target in the installed version."""
+        """Return the parameters of the target in the installed version."""
         if not isinstance(self.parameters, Mapping):
             return self.parameters
         return next(names for part, names in self.parameters.items() if is_installed(part, self.package))
 
 
 class PatchSet:
-    """Patches that are put on together and taken off together, in reverse order."""
+    """Patches that are installed together and removed together, in reverse order."""
 
     def __init__(self, patches: Sequence[Patch]) -> None:
         self.patches = tuple(patch for patch in patches if patch.wanted())
@@ -128,15 +128,15 @@ class PatchSet:
 
     @property
     def installed(self) -> bool:
-        """Whether the patches are on."""
+        """Whether the patches are installed."""
         return bool(self._undo)
 
     def install(self) -> None:
         """Check every target, then replace them all.
 
         Raises:
-            PatchError: a target does not look as expected (nothing was replaced then), or the set is
-                on already.
+            PatchError: a target differs from what its patch expects (then nothing is replaced), or the set is
+                installed already.
         """
         if self.installed:
             raise PatchError("these patches are installed already; remove() them first")
@@ -155,7 +155,7 @@ class PatchSet:
             raise
 
     def remove(self) -> None:
-        """Put every original back where it was."""
+        """Restore every original."""
         while self._undo:
             holder, name, original = self._undo.pop()
             if original is _INHERITED:
@@ -177,20 +177,20 @@ class PatchSet:
 
 
 def is_installed(versions: str, package: str = "megatron-core") -> bool:
-    """Whether the installed version of a distribution is one of these.
+    """Whether the installed version of a distribution is in a range.
 
-    A pre-release counts as what it leads to.
+    A pre-release counts as its release.
 
     Args:
-        versions: PEP 440.
-        package: the distribution; one that is not installed has every version.
+        versions: the range (PEP 440).
+        package: the distribution; if it is not installed, every version counts as installed.
     """
     installed = _version(package)
     return installed is None or SpecifierSet(versions).contains(Version(installed).base_version)
 
 
 def _version(package: str) -> str | None:
-    """The version of a distribution that Python would import.
+    """Return the version of a distribution that Python would import.
 
     A Megatron-LM checkout on the path comes before an installed wheel, so Megatron itself is asked first.
     """

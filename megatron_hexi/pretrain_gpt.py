@@ -1,6 +1,6 @@
 """``torchrun … -m megatron_hexi.pretrain_gpt [arguments]``: pretrain a GPT without a Megatron-LM checkout.
 
-The megatron-core wheel holds everything but the training script; this is one.
+The megatron-core wheel has everything but a training script; this is one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Regular files: read without waiting for anybody, written whole or not at all, through symbolic links.
+"""Regular files: non-blocking reads, atomic writes, also through symbolic links.
 
 Devices, FIFOs, sockets and folders are refused by name: reading one may never end, and replacing one destroys
-what others use. What cannot be written is found by `check_output`, before the work whose result it is to
-hold.
+what others use. `check_output` finds out whether a file can be written, before its contents are computed.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ def read_bytes(
     path: str | os.PathLike[str],
     max_bytes: int = MAX_BYTES,
     remedy: str = _CHECK,
-    other: str = "is it the right file?",
+    size_remedy: str = "is it the right file?",
 ) -> bytes:
-    """What a file holds, or what comes through a pipe, as that of ``<(…)``.
+    """Return the contents of a file, or of a pipe such as that of ``<(…)``.
 
     Args:
         path: the file.
-        max_bytes: far above any real file of its kind.
-        remedy: what to do where it cannot be read.
-        other: what to do where it is too large.
+        max_bytes: limit of the size, far above any real file of its kind.
+        remedy: remedy where it cannot be read.
+        size_remedy: remedy where it is too large.
 
     Raises:
         HexiError: it cannot be read, is neither a regular file nor a pipe with a writer, or is too large.
@@ -48,7 +47,7 @@ def read_bytes(
             raise HexiError(f"{path}: cannot be read (a {kind}, no regular file); {remedy}")
         if status.st_size > max_bytes:
             raise HexiError(
-                f"{path}: {status.st_size} bytes, more than the {max_bytes} that are read; {other}"
+                f"{path}: {status.st_size} bytes, more than the {max_bytes} that are read; {size_remedy}"
             )
         # Without waiting: else a FIFO without a writer is opened never.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
@@ -59,15 +58,15 @@ def read_bytes(
     except OSError as problem:
         raise HexiError(f"{path}: cannot be read ({problem.strerror}); {remedy}") from None
     if len(content) > max_bytes:
-        raise HexiError(f"{path}: more than the {max_bytes} bytes that are read; {other}")
+        raise HexiError(f"{path}: more than the {max_bytes} bytes that are read; {size_remedy}")
     return content
 
 
 def check_output(path: str | os.PathLike[str]) -> None:
-    """Find out whether a file can be written, by making one beside it and removing that again.
+    """Check that a file can be written, by creating and removing another in its folder.
 
     Args:
-        path: the file; a symbolic link stands for what it leads to.
+        path: the file; of a symbolic link, its target.
 
     Raises:
         HexiError: it is no regular file, its name is too long, its folder is missing or closed, or its file
@@ -78,13 +77,13 @@ def check_output(path: str | os.PathLike[str]) -> None:
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file whole or not at all: a reader never sees half of it.
+    """Write a file atomically: a reader never sees a part of it.
 
-    A symbolic link stays one: what it leads to is written. A file that is there keeps its mode and, where we
-    may give it away, its owner.
+    A symbolic link stays one: its target is written. An existing file keeps its mode and, where permitted,
+    its owner.
 
     Raises:
-        HexiError: as `check_output`, or the disk is full.
+        HexiError: see `check_output`; or the disk is full.
     """
     with _beside(Path(path)) as (stream, target, status):
         try:
@@ -92,9 +91,9 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
                 with contextlib.suppress(PermissionError):
                     os.fchown(stream.fileno(), status.st_uid, status.st_gid)
                 os.fchmod(stream.fileno(), stat.S_IMODE(status.st_mode))
-            rest = memoryview(content)
-            while rest:
-                rest = rest[stream.write(rest) :]
+            remaining = memoryview(content)
+            while remaining:
+                remaining = remaining[stream.write(remaining) :]
             stream.close()
             os.replace(stream.name, target)
         except OSError as problem:
@@ -103,9 +102,9 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
 
 @contextlib.contextmanager
 def _beside(path: Path) -> Iterator[tuple[FileIO, Path, os.stat_result | None]]:
-    """A new file in the folder of the target, the target, and its status if it is there.
+    """Context with a new file in the target's folder, the target, and its status if it exists.
 
-    The new file is gone at the end, unless it was put in the target's place.
+    The new file is removed at the end, unless it has replaced the target.
     """
     target = Path(os.path.realpath(path)) if os.path.islink(path) else path
     status = _writable_status(path)
@@ -130,7 +129,7 @@ def _beside(path: Path) -> Iterator[tuple[FileIO, Path, os.stat_result | None]]:
 
 
 def _writable_status(path: Path) -> os.stat_result | None:
-    """What is known of a regular file that may be written; ``None``: nothing is there."""
+    """Return the status of a writable regular file; ``None`` where it does not exist."""
     try:
         status = os.stat(path)
         kind = _kind(status.st_mode)
@@ -150,13 +149,13 @@ _FOLDER, _FIFO = "folder", "FIFO"
 
 
 def _kind(mode: int) -> str | None:
-    """What is no regular file, in a word."""
+    """Return the kind of a file that is not regular; ``None`` for a regular file."""
     kinds = {stat.S_IFREG: None, stat.S_IFDIR: _FOLDER, stat.S_IFIFO: _FIFO, stat.S_IFSOCK: "socket"}
     return kinds.get(stat.S_IFMT(mode), "device")
 
 
 def _first_bytes(pipe: BinaryIO) -> bytes:
-    """What comes first, once it comes; nothing where there is no writer (any more)."""
+    """Return the first bytes of a pipe, waiting for them; empty without a writer."""
     begin = None
     with contextlib.suppress(BlockingIOError):  # there is a writer, which takes its time
         begin = os.read(pipe.fileno(), 2**16)

@@ -1,4 +1,4 @@
-"""``torchrun … -m megatron_hexi.run PRETRAIN_SCRIPT.py [its arguments]``: an unmodified script with us in.
+"""``torchrun … -m megatron_hexi.run PRETRAIN_SCRIPT.py [its arguments]``: run an unmodified script.
 
 Works the same under torchrun and under SLURM's ``srun``.
 """
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
 
         adopt_slurm_environment(os.environ)
 
-    # As Python itself does: the script's own directory comes first on the path, in place of ours.
+    # As in Python: the script's own directory comes first on the path, in place of ours.
     sys.argv[:] = argv
     sys.path[0] = os.path.dirname(os.path.abspath(script))
 

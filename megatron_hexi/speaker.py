@@ -1,4 +1,4 @@
-"""One voice a node: the first rank that finds what is wrong says it, and the others would only repeat it.
+"""One error message for each node: only the first rank that finds a mistake prints it.
 
 Ranks that torchrun or srun started write to one screen. The first of a node takes a name in Linux's abstract
 namespace of sockets, which needs no file and is free again when the process has ended.
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-#: Seconds that a rank waits for torchrun to end it, once another has said what is wrong.
+#: Seconds that a rank waits for torchrun to end it, once another has printed the error.
 ENDED_S = 30.0
 
 #: Held by the rank that speaks, until it ends.
@@ -25,12 +25,12 @@ _speaks: bool | None = None
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun started this rank, and will end it as soon as another one has ended."""
+    """Whether torchrun started this rank, and will end it as soon as another rank has ended."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
 
 
 def is_speaker() -> bool:
-    """Whether this rank says what is wrong: the first of its node to ask, or one that shares no screen."""
+    """Whether this rank prints errors: the first of its node to ask, or one that shares no screen."""
     global _claim, _speaks
     if _speaks is None:
         shares = under_torchrun() or "SLURM_STEP_ID" in os.environ
@@ -40,13 +40,13 @@ def is_speaker() -> bool:
 
 
 def say_error(line: str) -> bool:
-    """Write an error to standard error, and where torchrun ends with it, if this rank speaks.
+    """If this rank prints errors, print one to standard error and leave it for torchrun.
 
     Args:
-        line: without a line break.
+        line: the error, without a line break.
 
     Returns:
-        Whether it does.
+        Whether it printed the error.
     """
     if not is_speaker():
         return False
@@ -57,9 +57,9 @@ def say_error(line: str) -> bool:
 
 
 def await_end() -> None:
-    """Wait for torchrun to end this rank; returns where it has not in time.
+    """Wait for torchrun to end this rank; returns if it has not in time.
 
-    The rank ends with exit code 0 then: torchrun names all others beside the one at fault.
+    The rank then ends with exit code 0, or torchrun would name it beside the rank at fault.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -67,7 +67,7 @@ def await_end() -> None:
 
 
 def _claimed() -> socket.socket | None:
-    """The node's claim to speak, for the ranks of one launcher; ``None`` if another rank holds it."""
+    """Return the node's claim to print errors, for one launcher; ``None`` if another rank holds it."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = f"\0megatron-hexi-{os.getuid()}-{os.getppid()}-{again}"
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -81,9 +81,9 @@ def _claimed() -> socket.socket | None:
 
 
 def _tell_torchrun(line: str) -> None:
-    """Leave the line where torchrun looks for the reason of a failure, which it prints last.
+    """Write an error to the file from which torchrun prints the reason of a failure.
 
-    The file's form: torch/distributed/elastic/multiprocessing/errors/error_handler.py
+    Format of the file: torch/distributed/elastic/multiprocessing/errors/error_handler.py
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

@@ -1,4 +1,4 @@
-"""Text files: read with clear errors; a file, or a line at the end of one, written whole or not at all."""
+"""Text files: reading with clear errors, atomic writes, appended lines."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ def read_text(
     path: str | os.PathLike[str],
     max_bytes: int = MAX_BYTES,
     remedy: str = "check the path and its permissions",
-    other: str = "is it the right file?",
+    content_remedy: str = "is it the right file?",
 ) -> str:
-    """What a file in UTF-8 holds, without the mark that some editors begin it with.
+    """Return the contents of a file in UTF-8, without a byte order mark.
 
     Args:
         path: the file.
-        max_bytes: far above any real file of its kind.
-        remedy: what to do where it cannot be read.
-        other: what to do where it is something else than text, or too large.
+        max_bytes: limit of the size, far above any real file of its kind.
+        remedy: remedy where it cannot be read.
+        content_remedy: remedy where it is not text, or too large.
 
     Raises:
         HexiError: the file cannot be read, is too large, or is no text.
     """
-    content = read_bytes(path, max_bytes, remedy, other)
+    content = read_bytes(path, max_bytes, remedy, content_remedy)
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError:
-        raise HexiError(f"{path}: not text (no UTF-8); {other}") from None
+        raise HexiError(f"{path}: not text (no UTF-8); {content_remedy}") from None
 
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file whole or not at all: a reader never sees half of it.
+    """Write a file atomically: a reader never sees a part of it.
 
     Raises:
         HexiError: it is no regular file, or cannot be written.
@@ -47,8 +47,8 @@ def append_line(path: Path, line: str) -> None:
     """Append a line to a file, whole or not at all.
 
     Args:
-        path: the file; its folder must be there.
-        line: what to append, without its end.
+        path: the file; its folder must exist.
+        line: the line, without its end.
 
     Raises:
         HexiError: it cannot be written.

@@ -1,7 +1,7 @@
-"""``python -m megatron_hexi.torchrun …`` in place of ``torchrun …``: a failed job ends as its ranks did.
+"""``python -m megatron_hexi.torchrun …`` in place of ``torchrun …``: exit codes are those of the ranks.
 
-torchrun ends with exit code 1 and a traceback of its own, whatever its ranks said. This ends with the exit
-code of the rank that failed first, and without a traceback where that rank has said why in one line.
+torchrun ends with exit code 1 and a traceback of its own, whatever its ranks printed. This ends with the exit
+code of the rank that failed first, and without a traceback where that rank has printed an error.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import sys
 
 from megatron_hexi.errors import EXIT_NO_PLAN, EXIT_USER_ERROR, user_errors
 
-#: Exit codes of ranks that have said why.
+#: Exit codes of ranks that have printed an error.
 _SAID = (EXIT_USER_ERROR, EXIT_NO_PLAN)
 
 
 def main() -> None:
-    """Run torchrun on the command line's words.
+    """Run torchrun with the words of the command line.
 
     Raises:
         SystemExit: with the exit code of the rank that failed first, or 128 and the signal that ended it.
@@ -25,7 +25,7 @@ def main() -> None:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main as torchrun
 
-    # Its report of who failed, which is printed below where a rank has not said why.
+    # Its report of the failure is printed below, where no rank has printed an error.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         torchrun()

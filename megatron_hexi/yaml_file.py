@@ -1,8 +1,7 @@
-"""YAML as people write it, read with care: no code, no bombs, and every value knows its line.
+"""YAML files read safely: no code, no bombs, no repeated keys, and a line number for every value.
 
-PyYAML's safe loader still lets a key appear twice, expands aliases without bound, crashes on deep
-nesting and forgets where a value stood. Here all of these are refused by name, and `YamlFile.where` finds
-the line of any place, so that an error can say it.
+PyYAML's safe loader accepts repeated keys, expands aliases without bound, crashes on deep nesting and loses
+line numbers. Here these are refused, and `YamlFile.where` gives the line of any place for errors.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ MAX_DEPTH = 50
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A document and where its parts stand.
+    """A document with the lines of its parts.
 
     Args:
-        path: the file it was read from.
+        path: the file that it was read from.
         data: plain Python values.
         lines: line number (from 1) of each place.
     """
@@ -40,7 +39,7 @@ class YamlFile:
     lines: Mapping[Place, int]
 
     def where(self, place: Place) -> str:
-        """``file:line: spelled.out[0].place``; the nearest line above where the place itself is absent."""
+        """Return ``file:line: spelled.out[0].place``, with the nearest line above for an absent place."""
         known = place
         while known and known not in self.lines:
             known = known[:-1]
@@ -49,7 +48,7 @@ class YamlFile:
 
 
 def spell_place(place: Place) -> str:
-    """``("groups", 1, "heads")`` as ``groups[1].heads``."""
+    """Return a place as text: ``groups[1].heads`` for ``("groups", 1, "heads")``."""
     text = ""
     for step in place:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
@@ -57,7 +56,7 @@ def spell_place(place: Place) -> str:
 
 
 def read_yaml(path: str | os.PathLike[str]) -> YamlFile:
-    """Read one YAML document.
+    """Return the YAML document of a file.
 
     Raises:
         HexiError: the file cannot be read, is too large, is not YAML, holds several documents, uses an
@@ -67,7 +66,7 @@ def read_yaml(path: str | os.PathLike[str]) -> YamlFile:
 
 
 def yaml_from_text(path: Path, text: str) -> YamlFile:
-    """The document in a text that stands in a file, or is going to. Raises as `read_yaml` does."""
+    """Return the document of a text; `path` is for errors. Raises as `read_yaml` does."""
     lines: dict[Place, int] = {}
     try:
         _refuse_bombs(path, text)
@@ -91,7 +90,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _refuse_bombs(path: Path, text: str) -> None:
-    """Aliases, which can stand for far more than is written, and nesting that no parser survives."""
+    """Refuse aliases, which can stand for much more than is written, and nesting too deep for the parser."""
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         line = event.start_mark.line + 1 if event.start_mark else 1

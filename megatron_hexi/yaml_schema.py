@@ -1,6 +1,6 @@
-"""What a YAML document must look like, and what is said when it does not.
+"""Validation of YAML documents, with pydantic's errors as ours: place, value and remedy on one line.
 
-The one place where pydantic's findings become our errors: place, value and remedy on one line.
+Only this module turns pydantic's errors into ours.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from megatron_hexi.errors import HexiError
 from megatron_hexi.yaml_file import Place
 
-#: Spells a place for an error; a file puts its name and line in front.
+#: Returns a place as text for an error, with file name and line where there is a file.
 Where = Callable[[Place], str]
 
-#: pydantic's words for a field that is not known.
+#: pydantic's types of errors for an unknown field.
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
-#: What pydantic says, as we say it; its own wording where none is given.
+#: Our messages by pydantic's types of errors; others keep pydantic's message.
 _REMEDIES = {
     "missing": "is missing; add it",
     **dict.fromkeys(_UNKNOWN, "is not a known field; remove it or correct its name"),
@@ -55,37 +55,37 @@ def _without_control_characters(text: str) -> str:
     return text
 
 
-#: What people call something: a line of text, which fits in a table and a picture.
+#: A name: a line of text that fits in a table and a picture.
 Label = Annotated[str, Field(max_length=200), AfterValidator(_without_control_characters)]
 
 
 def parse[T](kind: TypeAdapter[T], data: Any, where: Where, error: type[HexiError]) -> T:
-    """Plain values as that type.
+    """Return plain values as a type.
 
     Args:
         kind: the type.
-        data: what YAML gave.
-        where: spells a place.
-        error: what to raise.
+        data: plain values from YAML.
+        where: spells a place for an error.
+        error: the class of errors.
 
     Raises:
-        HexiError: an `error` about the first thing that does not fit: place, value, remedy.
+        HexiError: an `error` about the first value that does not fit: place, value, remedy.
     """
     try:
         return kind.validate_python(data)
     except ValidationError as problems:
-        found = [(_place(problem, data), problem) for problem in problems.errors(include_url=False)]
-        # A mistyped name is two problems, one unknown and one missing: the unknown one is what stands there.
-        place, problem = min(found, key=lambda one: one[1]["type"] not in _UNKNOWN)
-        here = [other for where_it_is, other in found if where_it_is == place]
+        placed = [(_place(problem, data), problem) for problem in problems.errors(include_url=False)]
+        # A mistyped name is two problems, an unknown and a missing field; the unknown field is in the file.
+        place, problem = min(placed, key=lambda pair: pair[1]["type"] not in _UNKNOWN)
+        here = [problem for problem_place, problem in placed if problem_place == place]
         raise error(f"{where(place)}{_found(problem)} {_said(here)}") from None
 
 
 def _place(problem: ErrorDetails, data: Any) -> Place:
-    """Where in the data a problem is.
+    """Return the place of a problem in the data.
 
-    pydantic tells which of several types it tried too, and of a mapping's bad key that it is one. Neither is
-    in the data, as what is missing is not.
+    pydantic also names which of several types it tried, and marks a mapping's bad key. Neither is in the
+    data, nor is a missing field.
     """
     place: list[int | str] = []
     for step in problem["loc"]:
@@ -103,7 +103,7 @@ def _found(problem: ErrorDetails) -> str:
 
 
 def _said(problems: Sequence[ErrorDetails]) -> str:
-    """What is wrong in one place, and what to do: several where one of several types would do."""
+    """Return problem and remedy for one place: of the literal where one of several types would do."""
     by_type = {problem["type"]: problem for problem in problems}
     if "literal_error" in by_type and len(by_type) > 1:
         if not isinstance(problems[0]["input"], int):
@@ -119,7 +119,7 @@ def _remedy(problem: ErrorDetails) -> str:
 
 
 def short(value: Any) -> str:
-    """A value for an error message, 40 characters at most."""
+    """Return a value for an error message, at most 40 characters long."""
     if isinstance(value, (list, tuple, dict)) and len(value) > 10:  # do not spell out what is thrown away
         return f"{type(value).__name__} of {len(value)}"
     try:
@@ -130,5 +130,5 @@ def short(value: Any) -> str:
 
 
 def _plain(limit: Any) -> Any:
-    """1.0 as 1: limits are written as people write them."""
+    """Return 1.0 as 1, as people write limits."""
     return int(limit) if isinstance(limit, float) and limit.is_integer() else limit

@@ -47,11 +47,11 @@ def _layouts(scenario: Scenario, cluster: Cluster) -> Iterator[Layout]:
     job = scenario.job
     for name, depth in (("one stage", 1), ("two stages", 2)):
         layers = job.model.layers // depth
-        for way, (in_turns, offload, is_dealt) in _WAYS.items():
+        for way, (in_turns, offload, is_assigned) in _WAYS.items():
             ministages = layers if in_turns else None
             stages = tuple(
                 replace(
-                    Stage(_domains(job, number, is_dealt), (number * layers, (number + 1) * layers)),
+                    Stage(_domains(job, number, is_assigned), (number * layers, (number + 1) * layers)),
                     ministages=ministages,
                     offload=offload,
                 )
@@ -70,14 +70,17 @@ def _micro_batches(job: Job) -> int:
     return job.global_batch_size // job.micro_batch_size
 
 
-def _domains(job: Job, stage: int, is_dealt: bool) -> tuple[Domain, ...]:
+def _domains(job: Job, stage: int, is_assigned: bool) -> tuple[Domain, ...]:
     """Units that hold all tokens and heads of as many samples, or whole micro-batches, each."""
-    length, share = job.seq_length, (_micro_batches(job) if is_dealt else job.micro_batch_size) // _UNITS
+    length, share = (
+        job.seq_length,
+        (_micro_batches(job) if is_assigned else job.micro_batch_size) // _UNITS,
+    )
     return tuple(
         Domain(
             (Group(((0, length),), (Member((rank,), length, (0, job.model.heads)),)),),
-            samples=None if is_dealt else share,
-            micro_batches=share if is_dealt else None,
+            samples=None if is_assigned else share,
+            micro_batches=share if is_assigned else None,
         )
         for rank in range(stage * _UNITS, (stage + 1) * _UNITS)
     )

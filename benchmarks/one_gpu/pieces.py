@@ -22,7 +22,7 @@ from megatron_hexi.plan import Workload, proportional_plan
 from megatron_hexi.probe.clock import clock_for, steady_seconds
 from megatron_hexi.runtime.call_rows import Rows
 from megatron_hexi.runtime.fused import on_gpu, plain
-from megatron_hexi.runtime.fused.terms import Slot
+from megatron_hexi.runtime.fused.slots import Slot
 
 _LIMIT_S = 0.3
 _BF16 = torch.bfloat16

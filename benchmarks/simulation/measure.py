@@ -16,7 +16,7 @@ from megatron_hexi.cost import ceiling_tokens_per_s
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.plan import plan_digest, validate_plan, write_plan
 from megatron_hexi.planner import Planned, find_plan
-from megatron_hexi.report.shares import find_shares, spell_layout
+from megatron_hexi.report.share_lines import find_shares, spell_layout
 
 #: Of a cell, or of a pair of cells that must be cut alike.
 _TOO_LARGE = "too little memory on {}, however the model is cut over up to 16 GPUs"

@@ -28,7 +28,7 @@ from megatron_hexi.kubernetes.settings import (
 )
 from megatron_hexi.plan import Plan, dump_plan
 from megatron_hexi.plan.flags import flag_name
-from megatron_hexi.report.launch import SAVE_INTERVAL, flags_text
+from megatron_hexi.report.launch_lines import SAVE_INTERVAL, flags_text
 from megatron_hexi.slurm import plan_start
 from megatron_hexi.text_file import read_text, write_text_atomically
 

@@ -15,7 +15,7 @@ from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import argument_words, constant_flags, model_file, model_flags, read_model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan, read_plan
-from megatron_hexi.report.launch import (
+from megatron_hexi.report.launch_lines import (
     LaunchLines,
     flags_text,
     launch_dict,

@@ -43,13 +43,14 @@ from megatron_hexi.cost import (
     unit_rates,
 )
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.plan import Plan, read_plan, write_plan
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.text_file import write_text_atomically
 
 if TYPE_CHECKING:
     from megatron_hexi.planner import Gain, Planned, Request
-    from megatron_hexi.report.launch import LaunchLines
+    from megatron_hexi.report.launch_lines import LaunchLines
 
 # The planner, the simulator and matplotlib take a second to import: only the commands that use them do, and
 # not before their input was found to be right.
@@ -102,15 +103,15 @@ def plan(
     write_plan(planned.plan, out)
     say(f"wrote {out}")
     if picture is not None:
-        from megatron_hexi.report.holdings import holdings
         from megatron_hexi.report.pictures import draw_plan
+        from megatron_hexi.report.unit_summary import unit_summaries
 
         gpus = [rank.device for rank in planned.cost.ranks]
-        write_picture(draw_plan(planned.plan, holdings(planned.plan), gpus), picture)
-    from megatron_hexi.report.gains import gains_dict, gains_report
-    from megatron_hexi.report.launch import launch_dict, launch_text
+        write_picture(draw_plan(planned.plan, unit_summaries(planned.plan), gpus), picture)
+    from megatron_hexi.report.gain_lines import gains_dict, gains_report
+    from megatron_hexi.report.launch_lines import launch_dict, launch_text
     from megatron_hexi.report.planned import job_dict, planned_dict, planned_report
-    from megatron_hexi.report.rivals import rivals_dict, rivals_report
+    from megatron_hexi.report.rival_lines import rivals_dict, rivals_report
 
     lines: LaunchLines | None = None
     with _without_flags():
@@ -252,7 +253,7 @@ def _play(
 ) -> None:
     """Simulate a scenario and print the result; `files` begin the document of ``--json``."""
     from megatron_hexi.lab.scenario import play_scenario, read_scenario
-    from megatron_hexi.lab.scenario.report import scenario_dict, scenario_report
+    from megatron_hexi.lab.scenario.scenario_report import scenario_dict, scenario_report
     from megatron_hexi.planner import CHOSEN, Request
 
     scenario, events = read_scenario(path, machines)
@@ -264,7 +265,7 @@ def _play(
             progress=progress and (lambda done, total: progress("playing", done, total)),
         )
     if picture is not None:
-        from megatron_hexi.lab.scenario.picture import draw_scenario
+        from megatron_hexi.lab.scenario.scenario_picture import draw_scenario
 
         write_picture(draw_scenario(played), picture)
     if files is not None:
@@ -289,8 +290,8 @@ def _find(path: Path, options: NewJob, *, with_baselines: bool = False) -> tuple
     with progress_bar() as progress:
         planned = find_plan(request, cluster, with_baselines=with_baselines, progress=progress)
     left_open = {"model", "seq_length", "tensor_parallel", "data_parallel", "kernel"}
-    if not planned.plan.is_repeated:
-        left_open.add("recompute")  # stages say it
+    if kind_of(planned.plan) == "stages":  # which state it
+        left_open.add("recompute")
     terms = job_terms(
         {field: value for field, value in vars(planned.job).items() if field not in left_open}, planned.plan
     )

@@ -32,8 +32,8 @@ from megatron_hexi.plan import (
 )
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.report.estimate import estimate_dict, estimate_report
-from megatron_hexi.report.holdings import holdings
 from megatron_hexi.report.tables import plan_report
+from megatron_hexi.report.unit_summary import unit_summaries
 
 #: As many as a cluster file may have GPUs.
 _MOST_RANKS = 2**16
@@ -53,7 +53,7 @@ def show(plan: PlanPath, as_json: AsJson = False, picture: Picture = None) -> No
     """
     check_outputs([plan], [], picture)
     shown_plan = read_plan(plan)
-    rows = holdings(shown_plan)
+    rows = unit_summaries(shown_plan)
     if picture is not None:
         # Takes a second to import, which the other commands need not spend.
         from megatron_hexi.report.pictures import draw_plan

@@ -116,7 +116,7 @@ def _finish(measured: Measurement, out: Path, picture: Path | None, *, as_json: 
     from rich.text import Text
 
     from megatron_hexi import probe as measuring
-    from megatron_hexi.report.catalog import device_report
+    from megatron_hexi.report.catalog_tables import device_report
 
     data, notes = measuring.assemble(measured, out.stem)
     cluster, notes = measuring.write_cluster(out, data, notes, measured)

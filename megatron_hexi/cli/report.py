@@ -12,6 +12,7 @@ from megatron_hexi.cli.output import check_outputs, print_json, print_report, pr
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import Job, estimate
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.plan import Plan, read_plan
 from megatron_hexi.record import Start, read_record
 from megatron_hexi.text_file import write_text_atomically
@@ -50,7 +51,7 @@ def report(
     planned, run_record = read_plan(plan), read_record(record)
     model_file = PlannedJob(model=model).model_file(planned)
     check_outputs([plan, record, cluster, model_file], [out], None, "HTML")
-    from megatron_hexi.report.run import describe_run, last_start, run_dict
+    from megatron_hexi.report.run_summary import describe_run, last_start, run_dict
 
     start = last_start(run_record, planned)
     if cluster is None and model is not None:
@@ -87,7 +88,7 @@ def report(
 def _job(start: Start, plan: Plan, path: Path, model: str | None) -> Job:
     """Return the job as it was recorded."""
     names = ["micro_batch_size", "global_batch_size", "precision"]
-    if plan.is_repeated:  # else each rank has a view of its own of these, and the plan says them
+    if kind_of(plan) != "stages":  # with stages, arguments differ between ranks, and the plan states them
         names += ["pipeline_parallel", "recompute"]
         names += ["distributed_optimizer", "overlap_gradients", "sequence_parallel"]
     # What the plan states was set by it, and may say more: so many layers that are recomputed.

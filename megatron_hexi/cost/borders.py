@@ -43,7 +43,7 @@ def border_seconds(
         gpu[section.ranks] = section.placement.gpus
     row = job.model.hidden_size * job.element_bytes
     depths = [len(replica.stages) for replica in mesh.plan.replicas]
-    borders = [depth - 1 + mesh.goes_round(r) for r, depth in enumerate(depths)]
+    borders = [depth - 1 + mesh.wraps_around(r) for r, depth in enumerate(depths)]
     there, back = ([np.zeros(shape) for shape in zip(borders, micro_batches, strict=True)] for _ in range(2))
 
     @cache
@@ -65,15 +65,15 @@ def border_seconds(
         for found, way in ((there, 0), (back, 1)):
             ends = {r: ((border + way) % depths[r], (border + 1 - way) % depths[r]) for r in crossing}
             # Where none is dealt all micro-batches are alike.
-            for turn in range(max(micro_batches[crossing]) if mesh.plan.has_deal else 1):
+            for turn in range(max(micro_batches[crossing]) if mesh.plan.takes_micro_batches else 1):
                 turns = {r: turn % micro_batches[r] for r in crossing}
                 crossings = tuple((r, *ends[r], _domains(mesh, r, ends[r], turns[r])) for r in crossing)
                 for r, time in zip(crossing, seconds(crossings), strict=True):
-                    own = turns[r] if mesh.plan.has_deal else slice(None)
+                    own = turns[r] if mesh.plan.takes_micro_batches else slice(None)
                     found[r][border, own] = np.maximum(found[r][border, own], time)
     return there, back
 
 
 def _domains(mesh: Mesh, replica: int, ends: tuple[int, int], micro_batch: int) -> _Domains:
     source, target = ends
-    return mesh.taking(replica, source, micro_batch), mesh.taking(replica, target, micro_batch)
+    return mesh.taking_domain(replica, source, micro_batch), mesh.taking_domain(replica, target, micro_batch)

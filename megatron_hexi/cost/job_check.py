@@ -7,7 +7,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.job import Job
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan import Plan, deal_micro_batches, require_repeated
+from megatron_hexi.plan import Plan, assign_micro_batches, require_repeated
 from megatron_hexi.plan.flags import spell_flag
 
 
@@ -44,7 +44,7 @@ def check_job(plan: Plan, job: Job) -> Ints:
         )
     if plan.is_repeated:
         require_repeated(plan, "time")
-    shares = deal_micro_batches(plan, job.global_batch_size, job.micro_batch_size)
+    shares = assign_micro_batches(plan, job.global_batch_size, job.micro_batch_size)
     return np.array([share.count for share in shares])
 
 
@@ -69,7 +69,7 @@ def _check_stages(plan: Plan, job: Job) -> None:
             "their own; leave it out"
         )
     stages = [stage for replica in plan.replicas for stage in replica.stages]
-    shared = any(len(stage.domains) > 1 and not stage.is_dealt for stage in stages)
+    shared = any(len(stage.domains) > 1 and not stage.takes_micro_batches for stage in stages)
     if shared and job.micro_batch_size != plan.job.micro_batch_size:
         raise PlanError(
             f"{spell_flag('micro_batch_size', job.micro_batch_size)}: domains of the plan share "

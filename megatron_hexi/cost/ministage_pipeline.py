@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.phases import Phases
-from megatron_hexi.mesh import Sweep, sweeps
+from megatron_hexi.mesh import MinistagePass, ministage_passes
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,16 +131,16 @@ class MinistagePipeline:
             still = seconds_of(replace(self, passing=nothing))
         return Phases(bubble=max(0.0, still - work), gradients=near - still, offload=here - near)
 
-    def order(self) -> Iterator[tuple[int, Sweep]]:
-        """Stages with their sweeps, in an order in which each follows the sweep whose rows it needs."""
+    def order(self) -> Iterator[tuple[int, MinistagePass]]:
+        """Yield stages and passes, each behind the pass whose rows it needs."""
         depth, count = self.parts.shape
-        own = [iter(sweeps(count, gives_loss=stage == depth - 1)) for stage in range(depth)]
+        own = [iter(ministage_passes(count, gives_loss=stage == depth - 1)) for stage in range(depth)]
         forward = [(stage, number) for number in range(count) for stage in range(depth)]
         # The last of these turns round.
         for stage, _ in (*forward, *reversed(forward[:-1])):
             yield stage, next(own[stage])
 
-    def step_s(self, stage: int, lane: Lane, sweep: Sweep) -> float:
+    def step_s(self, stage: int, lane: Lane, sweep: MinistagePass) -> float:
         """Seconds of a micro-batch in a sweep; all but the turn run forward once more before the backward."""
         part, ahead = float(self.parts[stage][sweep.ministage]), lane.forward_s
         if sweep.way == "forward":
@@ -151,12 +151,12 @@ class MinistagePipeline:
         back = phases.total - phases.logits - (1 + again) * ahead
         return part * (ahead + back) + (phases.logits if sweep.way == "turn" else 0.0)
 
-    def rows_s(self, stage: int, sweep: Sweep) -> float:
+    def rows_s(self, stage: int, sweep: MinistagePass) -> float:
         """Seconds in which the rows that entered for a micro-batch go to host memory, or come back."""
         enter = sweep.way != "turn" and (stage, sweep.ministage) != (0, 0)
         return self.passing[stage].rows if enter else 0.0
 
-    def border_s(self, stage: int, sweep: Sweep) -> Floats:
+    def border_s(self, stage: int, sweep: MinistagePass) -> Floats:
         """Seconds that what leaves a stage after a sweep is under way, [micro-batches]."""
         ways, number = (self.there, stage) if sweep.way == "forward" else (self.back, stage - 1)
         if sweep.way == "backward":
@@ -216,7 +216,7 @@ class _Clock:
         self.left = self._wire = 0.0
         self._here: dict[int, float] = {}
 
-    def begin(self, sweep: Sweep) -> None:
+    def begin(self, sweep: MinistagePass) -> None:
         """Have the weights of a sweep here, and those of the next one on their way."""
         self._here = {number: time for number, time in self._here.items() if number in sweep.weights}
         for number in sweep.weights:
@@ -225,7 +225,7 @@ class _Clock:
                 self._here[number] = self._wire
         self._wait_for(self._here[sweep.ministage])
 
-    def end(self, sweep: Sweep) -> None:
+    def end(self, sweep: MinistagePass) -> None:
         """Let its gradients leave, after those of the sweep before."""
         if sweep.is_backward:
             self._wait_for(self.left)

@@ -19,7 +19,7 @@ from megatron_hexi.cost.memory import GRADIENT_BYTES, ModelPart, Present, part_p
 from megatron_hexi.cost.ministage_pipeline import Passing
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section
-from megatron_hexi.mesh import Bucket, Keeping, Mesh, keeping, sweeps
+from megatron_hexi.mesh import Bucket, Mesh, Residence, bucket_residence, ministage_passes
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +179,7 @@ class _Travel:
         #: Seconds of gathers and sums, bytes from and to host memory, [ranks, ministages].
         self._gathers, self._sums, self._inward, self._outward = np.zeros((4, len(mesh.units), most))
 
-    def add(self, kept: Keeping, rank: int, seconds: Sequence[float], count: float) -> None:
+    def add(self, kept: Residence, rank: int, seconds: Sequence[float], count: float) -> None:
         """Note a bucket: how it is kept, seconds of its gradients and weights, and weights that are kept."""
         number = kept.ministage
         if number is None:
@@ -228,9 +228,9 @@ class _Placing:
         self._by_number: list[defaultdict[int, float]] = [defaultdict(float) for _ in mesh.units]
         self._most = cache(self._most_at_once)  # ranks of a stage are alike
 
-    def add(self, bucket: Bucket, rank: int, whole: float, own: float) -> Keeping:
+    def add(self, bucket: Bucket, rank: int, whole: float, own: float) -> Residence:
         """Note a bucket that a rank holds, all of it and what it owns."""
-        kept, counts = keeping(bucket, rank, self._offload[rank]), self._counts
+        kept, counts = bucket_residence(bucket, rank, self._offload[rank]), self._counts
         if kept.passes:
             assert kept.ministage is not None
             self._by_number[rank][kept.ministage] += whole
@@ -263,7 +263,7 @@ class _Placing:
         of = defaultdict(float, sizes)
         sums = (
             (sum(of[number] for number in one.weights), sum(of[number] for number in one.gradients))
-            for one in sweeps(ministages, gives_loss)
+            for one in ministage_passes(ministages, gives_loss)
         )
         return max(sums, key=lambda pair: self._element * pair[0] + self._gradient * pair[1])
 

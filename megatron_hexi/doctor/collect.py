@@ -1,4 +1,4 @@
-"""All that a process can find out, part by part; a part that fails leaves the others standing."""
+"""Collection of all facts about a process and its machine, part by part; a part may fail alone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_hexi.doctor import gpu_state, kernel_choice, machine, patch_state, software
+from megatron_hexi.doctor import gpu_state, machine, patch_state, software, usable_kernels
 from megatron_hexi.doctor.facts import Checkout, Facts
 
-#: Told what is looked at, how many parts are done, and how many there are.
+#: Callback: receives the part being examined, the number of parts done, and their total.
 Progress = Callable[[str, int, int], None]
 
 _PARTS: dict[str, Callable[[], Any]] = {
@@ -27,8 +27,8 @@ _PARTS: dict[str, Callable[[], Any]] = {
     "gpu_states": gpu_state.find_gpu_states,
     "cpu": machine.find_cpu,
     "nccl_plugins": machine.find_nccl_plugins,
-    "kernels": kernel_choice.find_kernels,
-    "triton_lacks": kernel_choice.find_triton,
+    "kernels": usable_kernels.find_kernels,
+    "triton_lacks": usable_kernels.find_triton,
     "patches": patch_state.find_patches,
     "network": machine.find_network,
     "limits": machine.find_limits,
@@ -36,24 +36,24 @@ _PARTS: dict[str, Callable[[], Any]] = {
 
 
 def collect(rank: int | None, checkout: Checkout | None = None, progress: Progress | None = None) -> Facts:
-    """Look at this machine and this process.
+    """Return the facts about this machine and this process.
 
     Args:
         rank: this process's number in the job; ``None`` without a launcher.
-        checkout: what was found out about a Megatron-LM checkout.
-        progress: told what is looked at.
+        checkout: facts about a Megatron-LM checkout.
+        progress: callback with the part being examined.
     """
-    found: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     unknown: list[tuple[str, str]] = []
     for done, (name, find) in enumerate(_PARTS.items()):
         if progress is not None:
             progress(f"looking at {name}", done, len(_PARTS))
         try:
             with _quiet(), _uncompiled():
-                found[name] = find()
+                parts[name] = find()
         except Exception as problem:  # whatever a broken installation raises is a finding
-            said = (str(problem).strip() or "no message").splitlines()[0]
-            unknown.append((name, f"{type(problem).__name__}: {said}"))
+            line = (str(problem).strip() or "no message").splitlines()[0]
+            unknown.append((name, f"{type(problem).__name__}: {line}"))
     return Facts(
         host=socket.gethostname(),
         rank=rank,
@@ -62,13 +62,13 @@ def collect(rank: int | None, checkout: Checkout | None = None, progress: Progre
         checkout=checkout,
         environment=machine.find_environment(os.environ),
         unknown=tuple(unknown),
-        **found,
+        **parts,
     )
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what libraries say at import out of the report: what matters of it is a rule of ours."""
+    """Suppress what libraries print at import: rules report what matters of it."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -81,13 +81,13 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Leave out what torch imports to compile: as much as all the rest, and nothing is run here.
+    """Skip torch's compiler at import, which takes as long as all the rest; nothing is run here.
 
-    Megatron and our attention layer say at import which functions are compiled, and which are not.
+    Megatron and our attention layer mark functions for compilation at import.
     """
     try:
         import torch
-    except Exception:  # `find_packages` says why
+    except Exception:  # `find_packages` reports it
         yield
         return
     compiled, disabled = torch.compile, torch.compiler.disable

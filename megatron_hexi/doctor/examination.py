@@ -1,4 +1,4 @@
-"""The whole examination: of this process alone, or of a job together with its other ranks."""
+"""Examination of this process alone, or of a job together with its other ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_hexi.doctor.agreement import find_job_problems
 from megatron_hexi.doctor.collect import Progress, collect
+from megatron_hexi.doctor.differences import find_job_problems
 from megatron_hexi.doctor.facts import Checkout, Facts
 from megatron_hexi.doctor.gather import (
-    Job,
+    LaunchedJob,
     adopt_launcher,
     answer,
     find_job,
@@ -22,13 +22,13 @@ from megatron_hexi.doctor.problems import Problem, healthy
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What came out.
+class Examination:
+    """The result of an examination.
 
     Attributes:
-        facts: of the ranks that answered, in rank order; empty on all ranks but the first.
-        problems: the worst first; likewise.
-        healthy: the verdict, on every rank.
+        facts: facts of the ranks that answered, in rank order; empty on all ranks but the first.
+        problems: problems, the worst first; likewise.
+        healthy: whether there is no error; on every rank.
     """
 
     facts: Sequence[Facts]
@@ -36,32 +36,31 @@ class Findings:
     healthy: bool
 
 
-def launched_job() -> Job | None:
-    """The job of several ranks that torchrun or srun started this process for, if it did.
+def launched_job() -> LaunchedJob | None:
+    """Return the job of several ranks for which torchrun or srun started this process, if any.
 
     Raises:
-        HexiError: the launcher's variables are not right.
+        HexiError: the launcher's variables are wrong.
     """
-    # A rank that cannot reach the store shall say so in one line, without the stack of torch's C++ half,
-    # which reads this when torch is imported.
+    # An error of the store is one line, without torch's C++ stack; torch reads this variable at import.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         adopt_launcher()
     except ImportError:
-        return None  # without torch there is no store: every rank says so by itself
+        return None  # without torch there is no store: every rank reports by itself
     return find_job(os.environ)
 
 
 def examine(
-    job: Job | None, checkout: Checkout | None, timeout_s: float, progress: Progress | None = None
-) -> Findings:
-    """Examine this process, and with it the others of its job.
+    job: LaunchedJob | None, checkout: Checkout | None, timeout_s: float, progress: Progress | None = None
+) -> Examination:
+    """Examine this process, and the other ranks of its job.
 
     Args:
-        job: as `launched_job` gives it; ``None`` to look at this process only.
-        checkout: what was found out about a Megatron-LM checkout.
-        timeout_s: how long rank 0 waits for the others, and they for rank 0.
-        progress: told what is looked at.
+        job: the job of `launched_job`; ``None`` to examine this process only.
+        checkout: facts about a Megatron-LM checkout.
+        timeout_s: time for which rank 0 waits for the others, and they for rank 0.
+        progress: callback with the part being examined.
 
     Raises:
         HexiError: the other ranks cannot be reached.
@@ -70,13 +69,13 @@ def examine(
         rank = os.environ.get("RANK", "")
         facts = [collect(int(rank) if rank.isdecimal() else None, checkout, progress)]
         problems = find_job_problems(facts)
-        return Findings(facts, problems, healthy(problems))
-    own = collect(job.rank, checkout, progress)
+        return Examination(facts, problems, healthy(problems))
+    local_facts = collect(job.rank, checkout, progress)
     with joined(job, timeout_s) as store:
         if job.rank != 0:
-            return Findings((), (), send_facts(store, own, 2 * timeout_s))
-        facts, silent = receive_facts(store, job, own, timeout_s)
+            return Examination((), (), send_facts(store, local_facts, 2 * timeout_s))
+        facts, silent = receive_facts(store, job, local_facts, timeout_s)
         problems = find_job_problems(facts, silent)
         verdict = healthy(problems)
         answer(store, job, len(facts), healthy=verdict)
-    return Findings(facts, problems, verdict)
+    return Examination(facts, problems, verdict)

@@ -1,4 +1,4 @@
-"""What was found on a machine: plain values that can be judged, sent to rank 0 and printed as JSON."""
+"""Facts about a machine as plain data: judged by rules, sent to rank 0, printed as JSON."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Package:
-    """One Python package.
+    """A Python package.
 
     Attributes:
-        name: of its distribution.
-        version: as installed; ``None`` where it is not.
-        needs: the versions that megatron-hexi needs (PEP 440), ``None`` where it does without.
-        broken: why it cannot be imported; ``None`` where it can, or was not tried.
-        location: the folder that it is imported from, where that was looked at.
+        name: name of its distribution.
+        version: installed version; ``None`` where it is not installed.
+        needs: versions that megatron-hexi needs (PEP 440); ``None`` where it does not need it.
+        broken: why it cannot be imported; ``None`` where it can be, or was not tried.
+        location: the folder that it is imported from, where known.
     """
 
     name: str
@@ -28,14 +28,14 @@ class Package:
 
 @dataclass(frozen=True)
 class Torch:
-    """How torch was built.
+    """The build of torch.
 
     Attributes:
-        cuda: version of the CUDA runtime in it; ``None`` in a build without.
+        cuda: version of its CUDA runtime; ``None`` in a build without CUDA.
         cudnn: version of cuDNN, likewise.
         nccl: version of NCCL, likewise.
-        architectures: what its CUDA code was compiled for (``sm_90``, ``compute_120``).
-        cudnn_folder: where another cuDNN than torch's was loaded, the folder of torch's.
+        architectures: targets of its CUDA code (``sm_90``, ``compute_120``).
+        cudnn_folder: folder of torch's cuDNN, where another cuDNN was loaded.
     """
 
     cuda: str | None
@@ -50,8 +50,8 @@ class Driver:
     """NVIDIA's driver.
 
     Attributes:
-        version: of the kernel module; ``None`` where none is loaded.
-        cuda: the newest CUDA version that its user library supports; ``None`` where there is no library.
+        version: version of the kernel module; ``None`` where none is loaded.
+        cuda: newest CUDA version that its user library supports; ``None`` without a library.
     """
 
     version: str | None
@@ -60,7 +60,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU that torch sees."""
+    """A GPU that torch sees."""
 
     name: str
     capability: tuple[int, int]
@@ -69,18 +69,18 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuState:
-    """The driver's settings of one GPU, as nvidia-smi reports them; ``None`` for what it does not report.
+    """The driver's settings of a GPU, from nvidia-smi; ``None`` for settings that it does not report.
 
     Attributes:
-        name: of the GPU.
+        name: name of the GPU.
         persistence: whether the driver stays loaded without a process.
         ecc: whether its memory corrects errors.
-        mig: whether it may be cut into slices.
-        power_limit_w: what it may draw.
-        default_power_w: what it may draw as shipped.
-        max_clock_mhz: of its multiprocessors.
-        slowed: why its clocks are held down now.
-        links: to each GPU of the node, as ``nvidia-smi topo -m`` has it: ``X``, ``NV18``, ``PIX``, ``SYS``.
+        mig: whether it is in MIG mode.
+        power_limit_w: power limit.
+        default_power_w: power limit as shipped.
+        max_clock_mhz: highest clock of its multiprocessors.
+        slowed: reasons why its clocks are reduced now.
+        links: link to each GPU of the node, as in ``nvidia-smi topo -m``: ``X``, ``NV18``, ``PIX``, ``SYS``.
     """
 
     name: str
@@ -99,10 +99,10 @@ class Cpu:
     """The processors of a machine.
 
     Attributes:
-        vendor: as the processor spells it: ``GenuineIntel``, ``AuthenticAMD``; empty where it does not.
-        model: as sold.
-        machine: architecture of its instructions: ``x86_64``, ``aarch64``.
-        numa_nodes: parts of the memory.
+        vendor: as the processor reports it: ``GenuineIntel``, ``AuthenticAMD``; may be empty.
+        model: name of the product.
+        machine: instruction set: ``x86_64``, ``aarch64``.
+        numa_nodes: number of NUMA nodes.
     """
 
     vendor: str = ""
@@ -113,14 +113,14 @@ class Cpu:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The attention kernel that ``--hexi-kernel auto`` takes for tensors of one kind.
+    """The attention kernel that ``--hexi-kernel auto`` chooses for one kind of tensors.
 
     Attributes:
         device: the GPU's name, or ``cpu``.
         dtype: ``bf16``, ``fp16`` or ``fp32``.
         head_dim: size of one head.
-        kernel: the one taken.
-        verdicts: all kernels, the fastest first, each with why it refuses; empty where it does not.
+        kernel: the chosen kernel.
+        verdicts: all kernels, the fastest first, each with the reason why it refuses, or an empty text.
     """
 
     device: str
@@ -132,13 +132,13 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class PatchState:
-    """One patch of Megatron, and whether the installed Megatron is what it was written for.
+    """A patch of Megatron, and whether it fits the installed Megatron.
 
     Attributes:
-        target: what it replaces.
-        why: what for.
+        target: the replaced attribute.
+        why: purpose of the patch.
         state: whether it can be put on.
-        problem: what does not fit, and what to do; empty where it fits.
+        problem: error with a remedy; empty where it fits.
     """
 
     target: str
@@ -149,12 +149,12 @@ class PatchState:
 
 @dataclass(frozen=True)
 class Checkout:
-    """A Megatron-LM checkout, and whether our line is in its training scripts.
+    """A Megatron-LM checkout, and whether its training scripts have our import line.
 
     Attributes:
         path: the folder.
-        state: ``unknown`` where it is not a checkout that we have a diff for.
-        problem: why it is unknown, and what to do.
+        state: ``unknown`` where there is no diff for the checkout.
+        problem: why it is unknown, with a remedy.
     """
 
     path: str
@@ -164,13 +164,13 @@ class Checkout:
 
 @dataclass(frozen=True)
 class Interface:
-    """One network interface.
+    """A network interface.
 
     Attributes:
-        speed_mbit_s: nominal; ``None`` where the system does not say (virtual ones, most of InfiniBand's).
-        addresses: IPv4 and IPv6.
-        networks: those of its IPv4 addresses, ``10.0.0.0/24``.
-        mtu: largest packet, bytes; ``None`` where it is not known.
+        speed_mbit_s: nominal speed; ``None`` where unknown (virtual interfaces, most of InfiniBand's).
+        addresses: IPv4 and IPv6 addresses.
+        networks: networks of its IPv4 addresses, ``10.0.0.0/24``.
+        mtu: largest packet, bytes; ``None`` where unknown.
     """
 
     name: str
@@ -183,7 +183,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class InfinibandPort:
-    """One port of an InfiniBand or RoCE device, in the kernel's words: ``ACTIVE``, ``400 Gb/sec (4X)``.
+    """A port of an InfiniBand or RoCE device, in the kernel's words: ``ACTIVE``, ``400 Gb/sec (4X)``.
 
     Attributes:
         vendor: PCI number of the device's vendor, such as ``0x15b3`` (NVIDIA); empty where it has none.
@@ -198,11 +198,11 @@ class InfinibandPort:
 
 
 @dataclass(frozen=True)
-class Network:
-    """How the machine is connected.
+class NetworkFacts:
+    """The network connections of a machine.
 
     Attributes:
-        host_addresses: what its own name resolves to; gloo listens there unless told otherwise.
+        host_addresses: addresses of its own name; gloo listens there by default.
     """
 
     interfaces: tuple[Interface, ...] = ()
@@ -212,11 +212,11 @@ class Network:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the system grants a process.
+    """Limits of the system for a process.
 
     Attributes:
         shared_memory_gib: size of /dev/shm.
-        locked_memory_gib: what may be pinned for a network card; ``None`` for no limit.
+        locked_memory_gib: memory that may be pinned for a network card; ``None`` for no limit.
     """
 
     shared_memory_gib: float | None = None
@@ -225,25 +225,25 @@ class Limits:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that one process found.
+    """All facts about one process and its machine.
 
     Attributes:
         host: name of the machine.
         rank: number in the job; ``None`` without a launcher.
         python: version of the interpreter.
         executable: its path.
-        packages: what matters to a job, whether installed or not.
+        packages: packages that matter to a job, installed or not.
         torch: ``None`` where it cannot be imported.
-        gpus: those that torch sees.
-        gpu_states: of all GPUs of the machine; empty without nvidia-smi.
+        gpus: GPUs that torch sees.
+        gpu_states: states of all GPUs of the machine; empty without nvidia-smi.
         cpu: the machine's processors.
-        nccl_plugins: libraries that NCCL would load, by their names.
-        kernels: empty without torch.
-        triton_lacks: what keeps Triton from launching kernels; empty: nothing, or not known.
-        patches: empty without Megatron.
-        checkout: ``None`` where none was named.
-        environment: the variables that steer communication and CUDA.
-        unknown: parts that could not be looked at: name and reason.
+        nccl_plugins: names of the libraries that NCCL would load.
+        kernels: chosen attention kernels; empty without torch.
+        triton_lacks: what keeps Triton from launching kernels; empty if nothing, or unknown.
+        patches: states of all patches; empty without Megatron.
+        checkout: ``None`` where none was given.
+        environment: variables that affect communication and CUDA.
+        unknown: parts that could not be examined: name and reason.
     """
 
     host: str
@@ -261,11 +261,11 @@ class Facts:
     triton_lacks: str = ""
     patches: tuple[PatchState, ...] = ()
     checkout: Checkout | None = None
-    network: Network = Network()
+    network: NetworkFacts = NetworkFacts()
     limits: Limits = Limits()
     environment: Mapping[str, str] = field(default_factory=dict)
     unknown: tuple[tuple[str, str], ...] = ()
 
     def package(self, name: str) -> Package:
-        """The package of that name; one that is not installed where it was not looked for."""
+        """Return the package with a name; an uninstalled one where it was not looked for."""
         return next((package for package in self.packages if package.name == name), Package(name, None))

@@ -1,7 +1,7 @@
-"""The facts of all ranks, brought to rank 0 through the job's store.
+"""The facts of all ranks, sent to rank 0 through the job's store.
 
-The store works before any process group does, on a machine whose NCCL or gloo is what is wrong, and it knows
-which ranks never came: nothing here waits longer than it was told to.
+The store works before any process group, also where NCCL or gloo do not, and tells which ranks never came:
+nothing here waits longer than its time-out.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from megatron_hexi.errors import HexiError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-#: How long rank 0 lingers so that the others can read its answer, where it is rank 0 that serves the store.
+#: Time that rank 0 leaves the others to read its answer, where it hosts the store.
 _PARTING_S = 10.0
 
 _HEALTHY = "healthy"
 
 
 @dataclass(frozen=True)
-class Job:
-    """Where this process stands in a job of several.
+class LaunchedJob:
+    """The job of this process, and its rank in it.
 
     Attributes:
-        rank: its number.
-        size: how many there are.
+        rank: number of this process.
+        size: number of ranks.
         address: host that serves the store.
         port: its port.
-        served: whether the launcher serves the store already (torchrun does); else rank 0 does.
-        attempt: which start of the job this is, counted by torchrun.
+        served: whether the launcher serves the store (torchrun does); else rank 0 does.
+        attempt: number of the job's start, counted by torchrun.
     """
 
     rank: int
@@ -47,11 +47,11 @@ class Job:
     attempt: str = "0"
 
 
-def find_job(environment: Mapping[str, str]) -> Job | None:
-    """The job that a launcher started this process for; ``None`` where it runs alone.
+def find_job(environment: Mapping[str, str]) -> LaunchedJob | None:
+    """Return the job for which a launcher started this process; ``None`` where it runs alone.
 
     Args:
-        environment: variables of torchrun, or what was derived from SLURM's.
+        environment: variables of torchrun, or derived from SLURM's.
 
     Raises:
         HexiError: the variables contradict each other.
@@ -74,7 +74,7 @@ def find_job(environment: Mapping[str, str]) -> Job | None:
     address = environment.get("MASTER_ADDR")
     if not address:
         raise HexiError("MASTER_ADDR is not set; start with torchrun or srun, or give --local")
-    return Job(
+    return LaunchedJob(
         numbers["RANK"],
         numbers["WORLD_SIZE"],
         address,
@@ -85,12 +85,12 @@ def find_job(environment: Mapping[str, str]) -> Job | None:
 
 
 @contextlib.contextmanager
-def joined(job: Job, timeout_s: float) -> Iterator[Store]:
-    """The job's store, while this process takes part.
+def joined(job: LaunchedJob, timeout_s: float) -> Iterator[Store]:
+    """Context with the job's store.
 
     Args:
-        job: where this process stands.
-        timeout_s: how long to wait for the store to be there.
+        job: the job.
+        timeout_s: time to wait for the store.
 
     Raises:
         HexiError: it cannot be reached, or served.
@@ -109,21 +109,21 @@ def joined(job: Job, timeout_s: float) -> Iterator[Store]:
             multi_tenant=serves,
         )
     except RuntimeError as problem:
-        said = str(problem).splitlines()[0].rstrip(".")
+        line = str(problem).splitlines()[0].rstrip(".")
         raise HexiError(
-            f"{job.address}:{job.port} {'cannot be served' if serves else 'cannot be reached'} ({said}); "
+            f"{job.address}:{job.port} {'cannot be served' if serves else 'cannot be reached'} ({line}); "
             "does rank 0 run there, and is the port open?"
         ) from None
     yield dist.PrefixStore(f"hexi-doctor-{job.attempt}", store)
 
 
 def send_facts(store: Store, facts: Facts, timeout_s: float) -> bool:
-    """Give this rank's facts to rank 0, and wait for its verdict.
+    """Send this rank's facts to rank 0, and return its verdict.
 
     Args:
-        store: the job's.
-        facts: of this rank.
-        timeout_s: how long rank 0 may take.
+        store: the job's store.
+        facts: facts of this rank.
+        timeout_s: time to wait for rank 0.
 
     Returns:
         Whether the job is healthy.
@@ -145,27 +145,29 @@ def send_facts(store: Store, facts: Facts, timeout_s: float) -> bool:
     return verdict == _HEALTHY
 
 
-def receive_facts(store: Store, job: Job, own: Facts, timeout_s: float) -> tuple[list[Facts], list[int]]:
-    """On rank 0: the facts of all ranks that answer in time, in rank order, and the ranks that do not.
+def receive_facts(
+    store: Store, job: LaunchedJob, local_facts: Facts, timeout_s: float
+) -> tuple[list[Facts], list[int]]:
+    """On rank 0, return the facts of all ranks that answer in time, in order, and the silent ranks.
 
     Args:
-        store: the job's.
-        job: for its size.
-        own: rank 0's facts.
-        timeout_s: how long to wait for all others together.
+        store: the job's store.
+        job: the job.
+        local_facts: rank 0's facts.
+        timeout_s: time to wait for all others together.
     """
     deadline = time.monotonic() + timeout_s
-    found, silent = [own], []
+    facts, silent = [local_facts], []
     for rank in range(1, job.size):
         key = f"facts/{rank}"
-        left = max(deadline - time.monotonic(), 0.05)
+        remaining_s = max(deadline - time.monotonic(), 0.05)
         try:
-            store.wait([key], timedelta(seconds=left))
+            store.wait([key], timedelta(seconds=remaining_s))
         except RuntimeError:
             silent.append(rank)
             continue
-        found.append(_read(store.get(key), rank))
-    return found, silent
+        facts.append(_read(store.get(key), rank))
+    return facts, silent
 
 
 def _read(text: bytes, rank: int) -> Facts:
@@ -174,18 +176,18 @@ def _read(text: bytes, rank: int) -> Facts:
     try:
         return TypeAdapter(Facts).validate_json(text)
     except ValidationError:
-        # No version of its own is among these facts, so the ranks do not agree on it either.
+        # These facts have no version of megatron-hexi, so it differs from that of the others too.
         unknown = (("what it sent", "another version of megatron-hexi writes facts differently"),)
         return Facts(f"host of rank {rank}", rank, python="unknown", executable="unknown", unknown=unknown)
 
 
-def answer(store: Store, job: Job, answered: int, *, healthy: bool) -> None:
-    """On rank 0: tell the others, and let them read it before the store goes.
+def answer(store: Store, job: LaunchedJob, answered: int, *, healthy: bool) -> None:
+    """On rank 0, send the verdict to the others, and wait until they have read it.
 
     Args:
-        store: the job's.
-        job: this one.
-        answered: the ranks that gave facts, this one too.
+        store: the job's store.
+        job: the job.
+        answered: number of ranks that sent facts, with rank 0.
         healthy: the verdict.
     """
     store.set("verdict", _HEALTHY if healthy else "ill")

@@ -1,4 +1,4 @@
-"""The driver's settings of this machine's GPUs, as nvidia-smi reports them."""
+"""The driver's settings of this machine's GPUs, from nvidia-smi."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _QUERY = (
     "clocks.max.sm",
     "clocks_throttle_reasons.active",
 )
-#: NVML's nvmlClocksEventReason… (nvml.h), those that hold clocks down against the owner's will.
+#: NVML's nvmlClocksEventReason… (nvml.h) that reduce clocks without a setting of the owner.
 _SLOWED = {0x8: "hardware slowdown", 0x20: "software thermal limit", 0x40: "heat", 0x80: "power brake"}
 _SECONDS = 20
 _STATES = {"Enabled": True, "Disabled": False}
 
 
 def find_gpu_states() -> tuple[GpuState, ...]:
-    """The state of each GPU of the machine; empty without nvidia-smi.
+    """Return the state of each GPU of the machine; empty without nvidia-smi.
 
     Raises:
         subprocess.SubprocessError: nvidia-smi fails, or does not end.
@@ -43,18 +43,18 @@ def _ask(*words: str) -> str:
 
 
 def read_states(states: str, topology: str) -> tuple[GpuState, ...]:
-    """The states in nvidia-smi's answers.
+    """Return the states in nvidia-smi's output.
 
     Args:
         states: rows of `_QUERY`, separated by commas.
-        topology: of ``nvidia-smi topo -m``.
+        topology: output of ``nvidia-smi topo -m``.
     """
     links = read_links(topology)
-    found = []
+    gpu_states = []
     for number, line in enumerate(filter(None, map(str.strip, states.splitlines()))):
         name, persistence, ecc, mig, limit, default, clock, reasons = map(str.strip, line.split(","))
         bits = int(reasons, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) else 0
-        found.append(
+        gpu_states.append(
             GpuState(
                 name,
                 _STATES.get(persistence),
@@ -67,11 +67,11 @@ def read_states(states: str, topology: str) -> tuple[GpuState, ...]:
                 links.get(number, ()),
             )
         )
-    return tuple(found)
+    return tuple(gpu_states)
 
 
 def read_links(topology: str) -> dict[int, tuple[str, ...]]:
-    """By number of a GPU, how it reaches each GPU of its node: the matrix of ``nvidia-smi topo -m``."""
+    """Return each GPU's links to the GPUs of its node, from the matrix of ``nvidia-smi topo -m``."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology.splitlines()]
     header = next((words for words in lines if words[:1] == ["GPU0"] and "X" not in words), [])
     count = sum(bool(re.fullmatch(r"GPU\d+", word)) for word in header)

@@ -1,4 +1,4 @@
-"""Network, limits and environment variables."""
+"""Facts about network, processors, limits and environment variables."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_hexi.doctor.facts import Cpu, InfinibandPort, Interface, Limits, Network
+from megatron_hexi.doctor.facts import Cpu, InfinibandPort, Interface, Limits, NetworkFacts
 
-#: Variables that steer communication and CUDA. The rest of the environment may be private.
+#: Variables that affect communication and CUDA. The rest of the environment may be private.
 _PREFIXES = ("CUDA_", "GLOO_", "NCCL_", "NVTE_", "TORCH_NCCL_", "UCX_")
 _NAMES = (
     *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"),
@@ -26,12 +26,12 @@ _INFINIBAND = Path("/sys/class/infiniband")
 _SHARED_MEMORY = Path("/dev/shm")
 _CPUS = Path("/proc/cpuinfo")
 _NUMA = Path("/sys/devices/system/node")
-#: What NCCL loads where it is found: https://github.com/NVIDIA/nccl/tree/master/plugins.
+#: Plugins that NCCL loads where it finds them: https://github.com/NVIDIA/nccl/tree/master/plugins.
 _PLUGINS = ("nccl-net", "nccl-tuner")
 
 
-def find_network(infiniband: Path = _INFINIBAND) -> Network:
-    """Interfaces, InfiniBand ports, and what the machine's own name resolves to.
+def find_network(infiniband: Path = _INFINIBAND) -> NetworkFacts:
+    """Return interfaces, InfiniBand ports, and the addresses of the machine's own name.
 
     Args:
         infiniband: the kernel's folder of InfiniBand devices.
@@ -39,11 +39,11 @@ def find_network(infiniband: Path = _INFINIBAND) -> Network:
     Raises:
         ImportError: psutil is not installed.
     """
-    return Network(_interfaces(), _ports(infiniband), _host_addresses())
+    return NetworkFacts(_interfaces(), _ports(infiniband), _host_addresses())
 
 
 def find_cpu(cpus: Path = _CPUS, numa: Path = _NUMA) -> Cpu:
-    """Vendor and model of the processors, and how many NUMA nodes there are.
+    """Return vendor and model of the processors, and the number of NUMA nodes.
 
     Args:
         cpus: the kernel's list of processors.
@@ -61,7 +61,7 @@ def find_cpu(cpus: Path = _CPUS, numa: Path = _NUMA) -> Cpu:
 
 
 def find_nccl_plugins(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Names of the plugin libraries that NCCL would find and load.
+    """Return the names of the plugin libraries that NCCL would load.
 
     Args:
         environment: whose ``LD_LIBRARY_PATH`` is searched before the system's folders.
@@ -75,7 +75,7 @@ def find_nccl_plugins(environment: Mapping[str, str] = os.environ) -> tuple[str,
 
 
 def find_limits() -> Limits:
-    """The size of /dev/shm, and how much memory may be locked."""
+    """Return the size of /dev/shm, and the memory that may be locked."""
     shared = shutil.disk_usage(_SHARED_MEMORY).total / 2**30 if _SHARED_MEMORY.is_dir() else None
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Limits(
@@ -85,7 +85,7 @@ def find_limits() -> Limits:
 
 
 def find_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those variables of an environment that steer communication and CUDA, sorted."""
+    """Return the variables of an environment that affect communication and CUDA, sorted."""
     return {
         name: environment[name]
         for name in sorted(environment)
@@ -97,17 +97,17 @@ def _interfaces() -> tuple[Interface, ...]:
     import psutil
 
     states = psutil.net_if_stats()
-    wanted = (socket.AF_INET, socket.AF_INET6)
-    found = []
+    families = (socket.AF_INET, socket.AF_INET6)
+    interfaces = []
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         state = states.get(name)
         speed = state.speed if state is not None else 0
-        found.append(
+        interfaces.append(
             Interface(
                 name,
                 up=state is not None and state.isup,
                 speed_mbit_s=speed if 0 < speed < 65535 else None,  # 65535: the driver does not know
-                addresses=tuple(a.address.partition("%")[0] for a in addresses if a.family in wanted),
+                addresses=tuple(a.address.partition("%")[0] for a in addresses if a.family in families),
                 networks=tuple(
                     str(ipaddress.ip_network(f"{a.address}/{a.netmask}", strict=False))
                     for a in addresses
@@ -116,11 +116,11 @@ def _interfaces() -> tuple[Interface, ...]:
                 mtu=state.mtu if state is not None and state.mtu > 0 else None,
             )
         )
-    return tuple(found)
+    return tuple(interfaces)
 
 
 def _ports(root: Path) -> tuple[InfinibandPort, ...]:
-    found = []
+    ports = []
     for folder in sorted(root.glob("*/ports/*")):
         values = []
         for name in ("state", "rate", "link_layer"):
@@ -132,10 +132,10 @@ def _ports(root: Path) -> tuple[InfinibandPort, ...]:
         device, vendor = folder.parent.parent, ""
         with contextlib.suppress(OSError):
             vendor = (device / "device" / "vendor").read_text().strip()
-        found.append(
+        ports.append(
             InfinibandPort(device.name, int(folder.name), state or "unknown", values[1], values[2], vendor)
         )
-    return tuple(found)
+    return tuple(ports)
 
 
 def _host_addresses() -> tuple[str, ...]:

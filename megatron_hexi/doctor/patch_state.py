@@ -1,4 +1,4 @@
-"""Whether the installed Megatron is what our patches were written for."""
+"""Whether our patches fit the installed Megatron."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_hexi.patching import Patch
 
 
 def find_patches() -> tuple[PatchState, ...]:
-    """The state of every patch of Megatron that a training here would put on; none is put on.
+    """Return the state of every patch of Megatron that a training would apply here; none is applied.
 
     Empty where Megatron is not installed.
 
     Raises:
-        ImportError: torch or Megatron is there and cannot be imported.
+        ImportError: torch or Megatron is installed and cannot be imported.
     """
     if importlib.util.find_spec("megatron") is None:
         return ()
@@ -29,7 +29,7 @@ def find_patches() -> tuple[PatchState, ...]:
 
 
 def patch_state(patch: Patch) -> PatchState:
-    """Whether one patch can be put on."""
+    """Return whether a patch can be applied."""
     if not patch.wanted():
         return PatchState(patch.target, patch.why, "not needed")
     try:

@@ -1,4 +1,4 @@
-"""A problem, and how it is mended."""
+"""Problems with their severity and remedy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Problem:
-    """One line of the doctor's findings.
+    """A problem that the doctor found.
 
     Attributes:
-        severity: ``error``: a job will not start, or not be right; ``warning``: it will be slow, or fail
-            where the network is needed; ``note``: worth knowing.
-        what: what is wrong, with the value that is.
-        remedy: what to do about it.
-        where: the hosts and ranks that have it; empty where there is only this process.
+        severity: ``error``: a job will not start, or be wrong; ``warning``: it will be slow, or fail where
+        the
+            network is needed; ``note``: worth knowing.
+        what: the problem, with the wrong value.
+        remedy: what to do.
+        where: hosts and ranks that have it; empty where there is only this process.
     """
 
     severity: Severity
@@ -29,17 +30,17 @@ class Problem:
     where: str = ""
 
 
-def said(severity: Severity, message: str) -> Problem:
-    """A problem from the line of a `HexiError`, which ends in its remedy: ``place: what; remedy``."""
+def problem_of(severity: Severity, message: str) -> Problem:
+    """Return the problem in a message of a `HexiError`, which ends in its remedy: ``place: what; remedy``."""
     what, _, remedy = message.rpartition("; ")
     return Problem(severity, what or message, remedy if what else "see above")
 
 
 def worst_first(problems: list[Problem]) -> list[Problem]:
-    """Errors, then warnings, then notes; otherwise in the order given."""
+    """Return errors, then warnings, then notes; otherwise in the given order."""
     return sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity))
 
 
 def healthy(problems: list[Problem]) -> bool:
-    """Whether none of them is an error."""
+    """Whether there is no error."""
     return all(problem.severity != "error" for problem in problems)

@@ -1,31 +1,31 @@
-"""What is wrong on one machine: facts in, problems out. Nothing is looked at here."""
+"""Rules that find problems of one machine in its facts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 from megatron_hexi.doctor.facts import Facts
-from megatron_hexi.doctor.problems import Problem, said, worst_first
+from megatron_hexi.doctor.problems import Problem, problem_of, worst_first
 from megatron_hexi.doctor.rules_communication import COMMUNICATION_RULES
 from megatron_hexi.doctor.rules_gpu import GPU_RULES
 from megatron_hexi.doctor.rules_packages import PACKAGE_RULES
 from megatron_hexi.doctor.rules_state import STATE_RULES
 
-#: Parts that cannot be looked at without torch.
+#: Parts that cannot be examined without torch.
 _NEED_TORCH = ("kernels", "triton_lacks", "patches")
 
 Rule = Callable[[Facts], Iterator[Problem]]
 
 
 def find_problems(facts: Facts) -> list[Problem]:
-    """All that is wrong with one process and its machine, the worst first."""
+    """Return all problems of one process and its machine, the worst first."""
     return worst_first([problem for rule in RULES for problem in rule(facts)])
 
 
 def _parts_unknown(facts: Facts) -> Iterator[Problem]:
     for part, reason in facts.unknown:
         if facts.torch is None and part in _NEED_TORCH:
-            continue  # that it is missing is said already
+            continue  # another rule reports that it is missing
         yield Problem(
             "warning", f"could not inspect {part} ({reason})", "fix that first, then run this again"
         )
@@ -36,7 +36,7 @@ def _checkout(facts: Facts) -> Iterator[Problem]:
     if checkout is None:
         return
     if checkout.state == "unknown":
-        yield said("error", checkout.problem)
+        yield problem_of("error", checkout.problem)
     elif checkout.state == "not patched":
         yield Problem(
             "note",

@@ -1,4 +1,4 @@
-"""Network, limits and the variables that steer them: what makes ranks hang, fail or crawl."""
+"""Rules about network, limits and variables that make ranks hang, fail or run slowly."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from megatron_hexi.doctor.facts import Facts, Interface
 from megatron_hexi.doctor.problems import Problem
 
-#: Below this a job's data loaders and NCCL's own buffers run out; Docker gives 0.0625 unless told otherwise.
+#: Size of /dev/shm below which data loaders and NCCL's buffers run out; Docker's default is 0.0625.
 _SHARED_MEMORY_GIB = 1.0
 
-#: Variable and value that turn something off that a job wants, and what.
+#: Variables and values that turn off something that a job needs, with the effect.
 _SLOW = {
     ("NCCL_P2P_DISABLE", "1"): "GPUs of a node exchange through the host's memory",
     ("NCCL_SHM_DISABLE", "1"): "GPUs of a node exchange through the network card",
@@ -28,7 +28,7 @@ _BLACKWELL = 10
 
 
 def _connections(facts: Facts) -> Iterator[Problem]:
-    """With tensor or context parallelism Megatron stops unless it is 1; where it is unset, a plan sets it."""
+    """Report another value than 1: Megatron then stops with tensor or context parallelism."""
     value = facts.environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if value in (None, "1") or (facts.gpus and all(gpu.capability[0] >= _BLACKWELL for gpu in facts.gpus)):
         return
@@ -57,10 +57,10 @@ def _interface_names(facts: Facts) -> Iterator[Problem]:
 
 
 def as_nccl(value: str, interfaces: Sequence[Interface]) -> list[str]:
-    """NCCL takes prefixes; ``^`` before the list excludes, ``=`` (after it) asks for whole names."""
-    excludes, rest = value.startswith("^"), value.removeprefix("^")
-    exact, rest = rest.startswith("="), rest.removeprefix("=")
-    parts = [part.partition(":")[0] for part in rest.split(",") if part]  # "mlx5_0:1": a port of a card
+    """Return the interfaces that NCCL selects by prefix; ``^`` excludes, then ``=`` means whole names."""
+    excludes, names = value.startswith("^"), value.removeprefix("^")
+    exact, names = names.startswith("="), names.removeprefix("=")
+    parts = [part.partition(":")[0] for part in names.split(",") if part]  # "mlx5_0:1": a port of a card
     return [
         interface.name
         for interface in interfaces
@@ -70,7 +70,7 @@ def as_nccl(value: str, interfaces: Sequence[Interface]) -> list[str]:
 
 
 def _as_gloo(value: str, interfaces: Sequence[Interface]) -> list[str]:
-    """Gloo takes whole names."""
+    """Return the interfaces that gloo selects, by whole names."""
     return [interface.name for interface in interfaces if interface.name in value.split(",")]
 
 
@@ -80,11 +80,11 @@ def _cards(facts: Facts) -> Iterator[Problem]:
     if value:
         cards = [Interface(port.device, True, None, ()) for port in ports]
         if not as_nccl(value, cards):
-            found = ", ".join(sorted({port.device for port in ports})) or "none"
+            devices = ", ".join(sorted({port.device for port in ports})) or "none"
             yield Problem(
                 "warning",
                 f"NCCL_IB_HCA={value} names no InfiniBand device of this machine; NCCL falls back to TCP",
-                f"name one of those found ({found}), or unset it",
+                f"name one of those found ({devices}), or unset it",
             )
     for port in ports:
         if port.state != "ACTIVE":
@@ -142,14 +142,14 @@ def _only_loopback(facts: Facts) -> Iterator[Problem]:
 
 
 def _name_is_loopback(facts: Facts) -> Iterator[Problem]:
-    """Gloo listens where the machine's own name points to, and tells the other nodes that address."""
+    """Report a name of the machine that is not its network address: gloo listens at that address."""
     addresses = [ipaddress.ip_address(address) for address in facts.network.host_addresses]
     if "GLOO_SOCKET_IFNAME" in facts.environment or not facts.network.interfaces:
         return
     if not addresses or all(address.is_loopback for address in addresses):
         points = "no address" if not addresses else ", ".join(facts.network.host_addresses)
         usable = [interface.name for interface in facts.network.interfaces if _usable(interface)]
-        # Within one node this is right; under a launcher of several it is what makes gloo fail.
+        # Within one node this is right; with several nodes gloo fails.
         several = facts.environment.get("WORLD_SIZE") != facts.environment.get("LOCAL_WORLD_SIZE")
         yield Problem(
             "warning" if several else "note",

@@ -1,4 +1,4 @@
-"""Rules that find machines which are sound alone and do not go together: from facts of all to problems."""
+"""Rules that find machines which are sound alone but do not work together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from packaging.version import Version
 
 from megatron_hexi.doctor.facts import Facts
-from megatron_hexi.doctor.places import who_has_what
+from megatron_hexi.doctor.places import values_by_rank
 from megatron_hexi.doctor.problems import Problem
 from megatron_hexi.doctor.rules_fleet_network import NETWORK_RULES
 
@@ -22,86 +22,91 @@ _VENDORS = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD"}
 
 
 def _older_nccl(facts: Sequence[Facts], than: Version) -> str | None:
-    """The oldest NCCL of the job where it is older than that."""
-    found = [Version(own.torch.nccl) for own in facts if own.torch is not None and own.torch.nccl]
-    return str(min(found)) if found and min(found) < than else None
+    """Return the oldest NCCL of the job if it is older than a version."""
+    versions = [Version(f.torch.nccl) for f in facts if f.torch is not None and f.torch.nccl]
+    return str(min(versions)) if versions and min(versions) < than else None
 
 
 def _set_alike(facts: Sequence[Facts], *names: str) -> bool:
     """Whether all ranks have these variables, with the same values."""
-    return all(len({own.environment.get(name) for own in facts} - {None}) == 1 for name in names) and all(
-        name in own.environment for own in facts for name in names
-    )
+    return all(
+        len({rank_facts.environment.get(name) for rank_facts in facts} - {None}) == 1 for name in names
+    ) and all(name in rank_facts.environment for rank_facts in facts for name in names)
 
 
 def _cpu_vendors(facts: Sequence[Facts]) -> Iterator[Problem]:
-    """NVIDIA/nccl#1136: the tuner counts another network overhead on AMD, so ranks choose differently."""
-    vendors = [_VENDORS.get(own.cpu.vendor, own.cpu.vendor) for own in facts]
+    """NVIDIA/nccl#1136: the tuner assumes another network overhead on AMD, so ranks choose differently."""
+    vendors = [_VENDORS.get(rank_facts.cpu.vendor, rank_facts.cpu.vendor) for rank_facts in facts]
     nccl = _older_nccl(facts, _VENDORS_ALIGNED)
     if len(set(vendors) - {""}) < 2 or nccl is None or _set_alike(facts, "NCCL_NET_OVERHEAD"):
         return
     yield Problem(
         "error",
-        f"CPUs differ ({who_has_what(facts, vendors)}), and NCCL {nccl} chooses algorithms by them: "
+        f"CPUs differ ({values_by_rank(facts, vendors)}), and NCCL {nccl} chooses algorithms by them: "
         "ranks hang at some sizes (NVIDIA/nccl#1136)",
         f"NCCL {_VENDORS_ALIGNED} or newer; until then export NCCL_NET_OVERHEAD=1000 on every node",
     )
 
 
 def _architectures(facts: Sequence[Facts]) -> Iterator[Problem]:
-    """NVIDIA/nccl#1184 and the notes of 2.24.3 and 2.26.2: so do other generations of GPU or CPU."""
-    gpus = [", ".join(dict.fromkeys(gpu.name for gpu in own.gpus)) for own in facts]
-    generations = {gpu.capability for own in facts for gpu in own.gpus}
-    machines = {own.cpu.machine for own in facts} - {""}
+    """NVIDIA/nccl#1184, notes of 2.24.3 and 2.26.2: ranks of other generations choose differently too."""
+    gpus = [", ".join(dict.fromkeys(gpu.name for gpu in rank_facts.gpus)) for rank_facts in facts]
+    generations = {gpu.capability for rank_facts in facts for gpu in rank_facts.gpus}
+    machines = {rank_facts.cpu.machine for rank_facts in facts} - {""}
     nccl = _older_nccl(facts, _TUNING_ALIGNED)
     if (len(generations) < 2 and len(machines) < 2) or nccl is None:
         return
     if _set_alike(facts, "NCCL_ALGO", "NCCL_PROTO"):
         return
-    values = gpus if len(generations) > 1 else [own.cpu.machine for own in facts]
+    values = gpus if len(generations) > 1 else [rank_facts.cpu.machine for rank_facts in facts]
     yield Problem(
         "error",
-        f"generations differ ({who_has_what(facts, values)}), and NCCL {nccl} chooses algorithms by them: "
+        f"generations differ ({values_by_rank(facts, values)}), and NCCL {nccl} chooses algorithms by them: "
         "ranks may hang (NVIDIA/nccl#1184)",
         f"NCCL {_TUNING_ALIGNED} or newer; until then export NCCL_ALGO=Ring NCCL_PROTO=Simple on every node",
     )
 
 
 def _plugins(facts: Sequence[Facts]) -> Iterator[Problem]:
-    """NVIDIA/nccl#1634: a rank with a network plugin does not talk to one without."""
+    """NVIDIA/nccl#1634: a rank with a network plugin cannot communicate with one without."""
     for plugin, variable in (
         ("libnccl-net.so", "NCCL_NET_PLUGIN"),
         ("libnccl-tuner.so", "NCCL_TUNER_PLUGIN"),
     ):
-        has = ["found" if plugin in own.nccl_plugins else "missing" for own in facts]
+        has = ["found" if plugin in rank_facts.nccl_plugins else "missing" for rank_facts in facts]
         if len(set(has)) < 2 or _set_alike(facts, variable):
             continue
         yield Problem(
             "error",
-            f"NCCL's plugin {plugin} is {who_has_what(facts, has)}: these ranks hang, or choose differently",
+            f"NCCL's plugin {plugin} is {values_by_rank(facts, has)}: these ranks hang, or choose "
+            "differently",
             f"install it on every node, or export {variable}=none on every node",
         )
 
 
 def _alike_kinds(facts: Sequence[Facts]) -> Iterator[tuple[str, list[Facts]]]:
-    """Hosts with the same GPUs, one process of each; only kinds of which there are several."""
+    """Yield kinds of hosts with the same GPUs, one process of each; only kinds with several hosts."""
     kinds: dict[tuple[str, ...], dict[str, Facts]] = {}
-    for own in facts:
-        gpus = tuple(state.name for state in own.gpu_states) or tuple(gpu.name for gpu in own.gpus)
+    for rank_facts in facts:
+        gpus = tuple(state.name for state in rank_facts.gpu_states) or tuple(
+            gpu.name for gpu in rank_facts.gpus
+        )
         if gpus:
-            kinds.setdefault(gpus, {}).setdefault(own.host, replace(own, rank=None))
+            kinds.setdefault(gpus, {}).setdefault(rank_facts.host, replace(rank_facts, rank=None))
     for gpus, hosts in kinds.items():
         if len(hosts) > 1:
             yield f"{len(gpus)} x {gpus[0]}", list(hosts.values())
 
 
-def _links(own: Facts) -> str:
-    """Return the links between the GPUs of a node: ``28 x NV18``."""
-    pairs = Counter(link for number, state in enumerate(own.gpu_states) for link in state.links[number + 1 :])
+def _links(facts: Facts) -> str:
+    """Return the links between the GPUs of a node, such as ``28 x NV18``."""
+    pairs = Counter(
+        link for number, state in enumerate(facts.gpu_states) for link in state.links[number + 1 :]
+    )
     return ", ".join(f"{count} x {link}" for link, count in sorted(pairs.items()))
 
 
-#: What nodes of one kind have alike: what it is, how it is read, and the remedy where it differs.
+#: Facts that are equal on nodes of one kind: name, how to read it, and the remedy where it differs.
 _OF_A_KIND: tuple[tuple[str, Callable[[Facts], Hashable], str], ...] = (
     (
         "links between GPUs",
@@ -110,22 +115,22 @@ _OF_A_KIND: tuple[tuple[str, Callable[[Facts], Hashable], str], ...] = (
     ),
     (
         "NUMA nodes",
-        lambda own: own.cpu.numa_nodes,
+        lambda facts: facts.cpu.numa_nodes,
         "set the firmware alike (NPS, sub-NUMA clustering): NCCL searches other paths otherwise",
     ),
     (
         "ECC",
-        lambda own: _counted("on" if one.ecc else "off" for one in own.gpu_states if one.ecc is not None),
+        lambda facts: _counted("on" if s.ecc else "off" for s in facts.gpu_states if s.ecc is not None),
         "nvidia-smi -e 1 as root where it is off, and restart that node: GPUs have less memory with it",
     ),
     (
         "power limits",
-        lambda own: _counted(f"{one.power_limit_w:g} W" for one in own.gpu_states if one.power_limit_w),
+        lambda facts: _counted(f"{s.power_limit_w:g} W" for s in facts.gpu_states if s.power_limit_w),
         "nvidia-smi -pl WATTS as root, alike; or measure the nodes as they are with hexi probe",
     ),
     (
         "clocks",
-        lambda own: _counted(f"{one.max_clock_mhz} MHz" for one in own.gpu_states if one.max_clock_mhz),
+        lambda facts: _counted(f"{s.max_clock_mhz} MHz" for s in facts.gpu_states if s.max_clock_mhz),
         "nvidia-smi -rgc as root; or measure the nodes as they are with hexi probe",
     ),
 )
@@ -138,12 +143,12 @@ def _counted(values: Iterable[str]) -> str:
 
 def _nodes_of_a_kind(facts: Sequence[Facts]) -> Iterator[Problem]:
     for kind, hosts in _alike_kinds(facts):
-        for what, get, remedy in _OF_A_KIND:
-            values = [str(get(own) or "") for own in hosts]
+        for name, get, remedy in _OF_A_KIND:
+            values = [str(get(host_facts) or "") for host_facts in hosts]
             if len(set(values) - {""}) > 1:
                 yield Problem(
                     "warning",
-                    f"{what} differ between nodes of {kind}: {who_has_what(hosts, values)}",
+                    f"{name} differ between nodes of {kind}: {values_by_rank(hosts, values)}",
                     remedy,
                 )
 

@@ -1,4 +1,4 @@
-"""GPUs, their driver, and the kernels that would run on them."""
+"""Rules about GPUs, their driver, and the kernels that run on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from packaging.version import Version
 from megatron_hexi.doctor.facts import Facts, Gpu, Torch
 from megatron_hexi.doctor.problems import Problem
 
-#: The oldest driver branch of each major version of CUDA on data-centre GPUs, by CUDA's minor version
+#: The oldest driver branch for each major version of CUDA on data-centre GPUs, by CUDA's minor version
 #: compatibility: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 _DRIVER_OF_CUDA = {11: 450, 12: 525, 13: 580}
 
@@ -25,30 +25,30 @@ def _no_gpu(facts: Facts) -> Iterator[Problem]:
             "nothing if intended; otherwise install the driver",
         )
         return
-    found = f"an NVIDIA driver is here ({driver.version or 'its library alone'}), and torch sees no GPU"
+    summary = f"an NVIDIA driver is here ({driver.version or 'its library alone'}), and torch sees no GPU"
     visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
     if built is None:
         yield Problem(
             "error",
-            f"{found}: torch {facts.package('torch').version} is built without CUDA",
+            f"{summary}: torch {facts.package('torch').version} is built without CUDA",
             "install a torch with CUDA, or run in the container (docs/docker.md)",
         )
     elif visible is not None and (not visible.strip() or visible.strip().startswith("-1")):
         yield Problem(
             "error",
-            f"{found}: CUDA_VISIBLE_DEVICES={visible!r} hides all of them",
+            f"{summary}: CUDA_VISIBLE_DEVICES={visible!r} hides all of them",
             "unset CUDA_VISIBLE_DEVICES",
         )
     elif driver.cuda is not None and Version(driver.cuda).major < Version(built).major:
         yield Problem(
             "error",
-            f"{found}: the driver goes up to CUDA {driver.cuda}, torch is built for {built}",
+            f"{summary}: the driver goes up to CUDA {driver.cuda}, torch is built for {built}",
             _newer_driver(built),
         )
     else:
         yield Problem(
             "error",
-            found,
+            summary,
             "see what nvidia-smi says; a container needs --gpus all, a SLURM step --gpus-per-node",
         )
 
@@ -75,11 +75,11 @@ def _no_code_for_gpu(facts: Facts) -> Iterator[Problem]:
 
 
 def _has_code(torch: Torch, gpu: Gpu) -> bool:
-    """Machine code runs on later minor versions of its major one; an intermediate form on all later ones."""
+    """Whether torch runs on a GPU: machine code of its major version, or an intermediate form."""
     major, minor = gpu.capability
     for architecture in torch.architectures:
         kind, _, number = architecture.partition("_")
-        digits = number.rstrip("af")  # sm_90a: for that chip alone
+        digits = number.rstrip("af")  # sm_90a: for one chip alone
         built = (int(digits[:-1]), int(digits[-1]))
         if built <= (major, minor) and (kind == "compute" or built[0] == major):
             return True
@@ -102,7 +102,7 @@ def _no_nccl(facts: Facts) -> Iterator[Problem]:
 
 
 def _kernels(facts: Facts) -> Iterator[Problem]:
-    """What would be faster. Training is in bf16, with heads of 128 more often than not."""
+    """Report kernels that would be faster, for bf16 and heads of 128, the most common case."""
     for choice in facts.kernels:
         if choice.device == "cpu" or (choice.dtype, choice.head_dim) != ("bf16", 128):
             continue
@@ -116,7 +116,7 @@ def _kernels(facts: Facts) -> Iterator[Problem]:
             )
         for name, reason in choice.verdicts:
             if name == choice.kernel:
-                break  # those after it are slower
+                break  # the rest are slower
             if "is not installed" in reason:
                 yield Problem(
                     "note",
@@ -126,7 +126,7 @@ def _kernels(facts: Facts) -> Iterator[Problem]:
 
 
 def _fused_kernels(facts: Facts) -> Iterator[Problem]:
-    """Our kernels for copies and sums, which Triton compiles with what the machine has."""
+    """Report why Triton cannot compile the kernels for copies and sums."""
     if not facts.gpus or not facts.triton_lacks:
         return
     if "compiler" in facts.triton_lacks:

@@ -1,4 +1,4 @@
-"""Packages and patches: what is missing, too old, too new, or built for something else."""
+"""Rules about packages and patches that are missing, too old, too new, or built for something else."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
 from megatron_hexi.doctor.facts import Facts, Package
-from megatron_hexi.doctor.problems import Problem, said
+from megatron_hexi.doctor.problems import Problem, problem_of
 
 _REINSTALL = "pip install --force-reinstall --no-deps"
-#: Built on this machine, against the torch that is there.
+#: Command to build a package on this machine, against the installed torch.
 _REBUILD = f"{_REINSTALL} --no-build-isolation --no-cache-dir"
 
-#: Packages of the extra ``gpu``, as pip knows them.
+#: Packages of the extra ``gpu``, by pip's names.
 _BUILT_HERE = {
     "transformer-engine": "'transformer-engine[pytorch]'",
     "flash-attn": "flash-attn",
@@ -52,7 +52,7 @@ def _broken(facts: Facts) -> Iterator[Problem]:
     missing = [package.name for package in facts.packages if package.version is None]
     for package in facts.packages:
         if package.broken is None or any(f"No module named '{name}'" in package.broken for name in missing):
-            continue  # where it lacks what is missing itself, that is said already
+            continue  # another rule reports the missing package
         if package.name in _BUILT_HERE:
             remedy = f"rebuild it for this torch: {_REBUILD} {_BUILT_HERE[package.name]}"
         elif package.needs is not None:
@@ -65,7 +65,7 @@ def _broken(facts: Facts) -> Iterator[Problem]:
 
 
 def _optional(facts: Facts) -> Iterator[Problem]:
-    """What Megatron takes for granted on a GPU."""
+    """Report packages that Megatron uses by default on a GPU."""
     if not facts.gpus:
         return
     if facts.package("transformer-engine").version is None:
@@ -84,7 +84,7 @@ def _optional(facts: Facts) -> Iterator[Problem]:
 
 
 def _cudnn(facts: Facts) -> Iterator[Problem]:
-    """Transformer Engine loads the system's cuDNN, and torch refuses one that is older than its own."""
+    """Report a cuDNN older than torch's, which Transformer Engine loads and torch refuses."""
     if facts.torch is not None and facts.torch.cudnn_folder:
         yield Problem(
             "error",
@@ -97,20 +97,20 @@ def _cudnn(facts: Facts) -> Iterator[Problem]:
 def _patches(facts: Facts) -> Iterator[Problem]:
     core = facts.package("megatron-core")
     if core.needs is not None and not _in_range(core):
-        return  # said once, instead of once a patch
+        return  # another rule reports it once
     for patch in facts.patches:
         if patch.state == "does not fit":
-            yield said("error", patch.problem)
+            yield problem_of("error", patch.problem)
 
 
 def _in_range(package: Package) -> bool:
-    # What a container builds itself ("2.13.0a0+… .nv26.06") counts as the version that it is on the way to.
+    # A container's own build ("2.13.0a0+… .nv26.06") counts as the version that it precedes.
     try:
         return package.version is not None and SpecifierSet(package.needs or "").contains(
             package.version, prereleases=True
         )
     except InvalidVersion:
-        return package.broken is not None  # then only its distribution's name is known
+        return package.broken is not None  # only its distribution's name is known
 
 
 PACKAGE_RULES = (_ourselves, _needed, _broken, _optional, _cudnn, _patches)

@@ -1,4 +1,4 @@
-"""Rules on a GPU's driver and its settings: clocks, power, MIG, persistence, and drivers that are too old."""
+"""Rules about a GPU's driver and settings: old drivers, power limits, clocks, MIG, persistence."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from packaging.version import Version
 from megatron_hexi.doctor.facts import Facts
 from megatron_hexi.doctor.problems import Problem
 
-#: The first driver branch for each compute capability that came after R525: release notes,
+#: The first driver branch for each compute capability newer than R525: release notes,
 #: https://docs.nvidia.com/datacenter/tesla/ (B200 and RTX Blackwell: 570).
 _DRIVER_OF_CAPABILITY = {(12, 0): 570, (10, 3): 575, (10, 0): 570}
-#: A limit so much below the default is somebody's choice, not rounding.
+#: Part of the default power below which a limit is a setting, not rounding.
 _POWER_SHARE = 0.98
 
 
@@ -53,7 +53,7 @@ def _slowed(facts: Facts) -> Iterator[Problem]:
 
 def _mig(facts: Facts) -> Iterator[Problem]:
     if any(" MIG " in gpu.name for gpu in facts.gpus):
-        return  # slices are what the job was given
+        return  # the job runs on slices
     cut = [state.name for state in facts.gpu_states if state.mig]
     if cut:
         yield Problem(

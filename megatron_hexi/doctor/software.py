@@ -1,4 +1,4 @@
-"""Packages, torch, the driver and the GPUs."""
+"""Facts about packages, torch, the driver and the GPUs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron_hexi.doctor.facts import Driver, Gpu, Package, Torch
 
 _OURS = "megatron-hexi"
 
-#: What a job runs on: `Package.name`, the names of its distribution, and the module to import. Only an
-#: import shows a library that was built against another torch.
+#: Packages of a job: `Package.name`, the names of its distribution, and the module to import. Only an import
+#: shows a library that was built against another torch.
 _IMPORTED: dict[str, tuple[tuple[str, ...], str]] = {
     "torch": (("torch",), "torch"),
     "megatron-core": (("megatron-core",), "megatron.core"),
@@ -34,22 +34,22 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def find_packages() -> tuple[Package, ...]:
-    """What megatron-hexi needs and what it can use, ours first."""
+    """Return the packages that megatron-hexi needs or can use, itself first."""
     needed = _needs()
-    others = [name for name in needed if name not in _IMPORTED]
+    further = [name for name in needed if name not in _IMPORTED]
     return (
         Package(_OURS, _version(_OURS)),
         *(_imported(name, needed.get(name)) for name in _IMPORTED),
-        *(Package(name, _version(name), needed[name]) for name in others),
+        *(Package(name, _version(name), needed[name]) for name in further),
     )
 
 
 def find_torch() -> Torch | None:
-    """How torch was built; ``None`` where it cannot be imported."""
+    """Return the build of torch; ``None`` where it cannot be imported."""
     try:
         import torch
     except (ImportError, OSError):
-        return None  # `find_packages` says why
+        return None  # `find_packages` reports it
     nccl = None
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         with contextlib.suppress(RuntimeError, AttributeError):
@@ -70,25 +70,25 @@ def find_torch() -> Torch | None:
 
 
 def find_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that torch sees; asking for them takes none of their memory."""
+    """Return the GPUs that torch sees, without allocating memory on them."""
     try:
         import torch
     except (ImportError, OSError):
         return ()
     if not torch.cuda.is_available():
         return ()
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    all_properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return tuple(
         Gpu(properties.name, (properties.major, properties.minor), round(properties.total_memory / 2**30, 1))
-        for properties in found
+        for properties in all_properties
     )
 
 
 def find_driver(file: Path = _DRIVER_FILE) -> Driver:
-    """NVIDIA's driver, asked without torch: an old one is why torch may not start.
+    """Return NVIDIA's driver, without torch, which may not start because of an old driver.
 
     Args:
-        file: where the kernel module says its version.
+        file: the kernel module's file with its version.
     """
     module = None
     with contextlib.suppress(OSError):
@@ -109,15 +109,15 @@ def _driver_cuda() -> str | None:
 
 
 def _needs() -> dict[str, str]:
-    """What our own metadata asks for, to plan and to train: names and version ranges."""
+    """Return names and version ranges of our requirements, to plan and to train."""
     try:
         lines = requires(_OURS) or []
     except PackageNotFoundError:
         return {}
-    asked = [Requirement(line) for line in lines]
+    requirements = [Requirement(line) for line in lines]
     return {
         requirement.name: str(requirement.specifier)
-        for requirement in asked
+        for requirement in requirements
         if requirement.marker is None
         or any(requirement.marker.evaluate({"extra": extra}) for extra in ("plan", "train"))
     }
@@ -133,8 +133,8 @@ def _imported(name: str, needs: str | None) -> Package:
     except Exception as problem:  # a library built for another torch fails in ways of its own
         if isinstance(problem, ModuleNotFoundError) and problem.name == module_name:
             return Package(name, None, needs)  # another package lies in a folder of that name
-        said = (str(problem).strip() or "no message").splitlines()[0]
-        return Package(name, installed or "unknown", needs, f"{type(problem).__name__}: {said}")
+        line = (str(problem).strip() or "no message").splitlines()[0]
+        return Package(name, installed or "unknown", needs, f"{type(problem).__name__}: {line}")
     return Package(name, _own_version(module) or installed or "unknown", needs, location=_location(module))
 
 
@@ -147,15 +147,15 @@ def _is_there(module_name: str) -> bool:
 
 
 def _own_version(module: ModuleType) -> str | None:
-    """What the module says itself: a checkout on the path comes before an installed wheel."""
-    found = getattr(module, "__version__", None)
-    if found is None:
+    """Return a module's own version: a checkout on the path comes before an installed wheel."""
+    stated = getattr(module, "__version__", None)
+    if stated is None:
         return None
     if module.__name__ == "megatron.core":
-        # It adds the git commit of the folder that the job was started in, which says nothing of Megatron.
+        # It adds the git commit of the job's working folder, which is not Megatron's.
         with contextlib.suppress(InvalidVersion):
-            return Version(str(found)).public
-    return str(found)
+            return Version(str(stated)).public
+    return str(stated)
 
 
 def _location(module: ModuleType) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_hexi.elastic.launcher.agent import Launch, run_agent
+from megatron_hexi.elastic.launcher.agent import AgentSettings, run_agent
 from megatron_hexi.elastic.launcher.ranks import ENTRY
 from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.text_file import read_text
@@ -130,7 +130,7 @@ def _this_node(path: Path) -> tuple[str, int]:
     raise HexiError(f"--nodes {path}: has no line for {host}; give what hexi place wrote for this job")
 
 
-def _read(words: list[str]) -> tuple[argparse.Namespace, Launch | None]:
+def _read(words: list[str]) -> tuple[argparse.Namespace, AgentSettings | None]:
     options = _parser().parse_args(words)
     host, _, port = options.rdzv_endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -156,7 +156,7 @@ def _read(words: list[str]) -> tuple[argparse.Namespace, Launch | None]:
         raise HexiError(f"--copy-folder {options.copy_folder}: no folder that can be written in")
     if options.script is not None and not os.path.isfile(options.script):
         raise HexiError(f"--script {options.script}: no such training script")
-    return options, Launch(
+    return options, AgentSettings(
         least=int(least),
         most=int(most),
         ranks=options.nproc_per_node,

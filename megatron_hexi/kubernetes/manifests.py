@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.kubernetes.pods import STORE, Kind, Pods
+from megatron_hexi.kubernetes.pods import STORE, PodKind, Pods
 from megatron_hexi.kubernetes.products import PRODUCT_LABEL, product_labels
 from megatron_hexi.kubernetes.settings import FOLDER, SHARED_MEMORY, Settings
 
@@ -57,10 +57,10 @@ def manifests(pods: Pods, files: Mapping[str, str], settings: Settings) -> list[
 
 def manifests_text(objects: Sequence[Mapping[str, Any]]) -> str:
     """The objects as YAML documents, which ``kubectl apply -f`` takes."""
-    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=110, explicit_start=True)
+    return yaml.dump_all(objects, Dumper=_ManifestDumper, sort_keys=False, width=110, explicit_start=True)
 
 
-class _Dumper(yaml.SafeDumper):
+class _ManifestDumper(yaml.SafeDumper):
     """Files as blocks of lines; nothing by reference."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -71,7 +71,7 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Dumper.add_representer(str, _text)
+_ManifestDumper.add_representer(str, _text)
 
 
 def _head(name: str, settings: Settings) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _jobset(specs: Mapping[str, Mapping[str, Any]], settings: Settings) -> dict[
     return {**kind, **_head(settings.name, settings), "spec": spec}
 
 
-def _job(kind: Kind, settings: Settings) -> dict[str, Any]:
+def _job(kind: PodKind, settings: Settings) -> dict[str, Any]:
     """A Job's spec: a pod for each node, by index."""
     count = len(kind.nodes)
     if settings.least is not None:
@@ -136,11 +136,11 @@ def _job(kind: Kind, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _component(kind: Kind) -> str:
+def _component(kind: PodKind) -> str:
     return STORE if kind.entry is None else "ranks"
 
 
-def _pod(kind: Kind, settings: Settings) -> dict[str, Any]:
+def _pod(kind: PodKind, settings: Settings) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [
         {"name": "hexi", "configMap": {"name": settings.name}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
@@ -193,7 +193,7 @@ def _pod(kind: Kind, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _node_terms(kind: Kind, settings: Settings) -> list[dict[str, Any]]:
+def _node_terms(kind: PodKind, settings: Settings) -> list[dict[str, Any]]:
     """Return the nodes that a kind's pods may run on: by the user's labels, else hosts, else GPU product.
 
     Raises:

@@ -12,7 +12,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kubernetes.settings import FOLDER, MAX_NAME, Settings
 from megatron_hexi.plan import Plan
-from megatron_hexi.report.launch import find_agents
+from megatron_hexi.report.launch_lines import find_agents
 from megatron_hexi.slurm import find_gpus
 
 _PORT = 29500
@@ -42,7 +42,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Kind:
+class PodKind:
     """Pods that differ in their index only.
 
     Args:
@@ -71,7 +71,7 @@ class Pods:
         commands: by kind, for each index the processes of that pod.
     """
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[PodKind, ...]
     commands: dict[str, list[list[Command]]]
 
     def table(self) -> dict[str, list[list[dict[str, Any]]]]:
@@ -127,7 +127,7 @@ def elastic_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
             )
     if settings.least is None or not 0 < settings.least <= len(used):
         raise HexiError(f"--elastic {settings.least}: the plan has {len(used)} nodes; give 1 to {len(used)}")
-    store = Kind(STORE, None, "", 0, (-1,))
+    store = PodKind(STORE, None, "", 0, (-1,))
     kinds = _kinds(cluster, used, settings, (store,))
     addresses = _addresses((*kinds, store), settings)
     keep = Command(
@@ -174,8 +174,8 @@ def _torchrun(ranks: int, agents: int, number: int, main: str) -> tuple[str, ...
 
 
 def _kinds(
-    cluster: Cluster, used: Mapping[int, int], settings: Settings, others: Sequence[Kind] = ()
-) -> tuple[Kind, ...]:
+    cluster: Cluster, used: Mapping[int, int], settings: Settings, others: Sequence[PodKind] = ()
+) -> tuple[PodKind, ...]:
     """Return the kinds of pods: the nodes of an entry of which as many GPUs are used.
 
     Args:
@@ -189,13 +189,13 @@ def _kinds(
     for node in sorted(used):
         alike.setdefault((entries[node].name, used[node]), []).append(node)
     several = {entry for entry, _ in alike if sum(other == entry for other, _ in alike) > 1}
-    kinds: list[Kind] = []
+    kinds: list[PodKind] = []
     for (entry, gpus), nodes in alike.items():
         name = _label(f"{entry}-{gpus}" if entry in several else entry)
         while name in (kind.name for kind in (*others, *kinds)):
             name = f"{name}-x"
         named = tuple(host for node in nodes if (host := cluster.file.hosts[node]) is not None)
-        kinds.append(Kind(name, entry, entries[nodes[0]].gpu, gpus, tuple(nodes), named))
+        kinds.append(PodKind(name, entry, entries[nodes[0]].gpu, gpus, tuple(nodes), named))
     for kind in (*others, *kinds):
         longest = _host(kind, len(kind.nodes) - 1, settings)
         if len(longest) > MAX_NAME:
@@ -215,13 +215,13 @@ def _label(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def _host(kind: Kind, index: int, settings: Settings) -> str:
+def _host(kind: PodKind, index: int, settings: Settings) -> str:
     """The host name that Kubernetes gives a pod: job and index, in a JobSet also the job's replica."""
     replica = "-0" if settings.form == "jobset" else ""
     return f"{settings.name}-{kind.name}{replica}-{index}"
 
 
-def _addresses(kinds: Sequence[Kind], settings: Settings) -> dict[int, str]:
+def _addresses(kinds: Sequence[PodKind], settings: Settings) -> dict[int, str]:
     """By number of a node, where other pods reach its pod: the job's Service is their domain."""
     return {
         node: f"{_host(kind, index, settings)}.{settings.name}"

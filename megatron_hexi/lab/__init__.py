@@ -1,5 +1,5 @@
-"""Trying things out without a mixed cluster. Only the command line imports it.
+"""Experiments without a mixed cluster: simulator, scenarios and testbed. Only the command line imports it.
 
-`simulator` replays a plan event by event, `scenario` days of a job on a cluster that changes, and `testbed`
-emulates a cluster on one machine. Each has its tables and pictures beside it.
+`simulator` replays a plan event by event, `scenario` simulates days of a job on a changing cluster, and
+`testbed` emulates a cluster on one machine. Each has its own tables and pictures.
 """

@@ -1,1 +1,1 @@
-"""The only package that knows Megatron: arguments, patches and entry points."""
+"""Megatron under a plan: arguments, patches and entry points; training imports Megatron only here."""

@@ -1,4 +1,4 @@
-"""Our part of Megatron's command line: the argument group ``hexi`` and the checks after parsing."""
+"""The argument group ``hexi`` in Megatron's command line, and the checks after parsing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_hexi.megatron.kernel_choice import kernel_choice
 from megatron_hexi.megatron.metrics import check_metrics
 from megatron_hexi.megatron.plan_arguments import check_interleaving, take_plan
 from megatron_hexi.megatron.session import given_plan
-from megatron_hexi.megatron.stages.arguments import as_one_rank
+from megatron_hexi.megatron.stages.stage_arguments import as_one_rank
 from megatron_hexi.options.refusals import refuse_yaml_configuration
 from megatron_hexi.patching import Patch
 from megatron_hexi.platform import Platform, adjust_cpu_arguments
@@ -26,7 +26,7 @@ from megatron_hexi.runtime import KERNEL_NAMES
 
 
 def argument_patches(platform: Platform) -> tuple[Patch, ...]:
-    """The patches that add our flags and check them."""
+    """Return the patches that add our flags and check them."""
     return (
         Patch(
             target="megatron.training.arguments:add_megatron_arguments",
@@ -65,7 +65,7 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--hexi-batch-shares",
         action="store_true",
-        help="deal documents, rows and heads anew in every batch, by the rates of hexi plan --batch-shares; "
+        help="assign documents, rows and heads in every batch, by the rates of hexi plan --batch-shares; "
         "with --dataloader-inter-document-masking or --sft",
     )
     group.add_argument(
@@ -110,12 +110,12 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def prepare_arguments(args: Namespace, given: set[str], platform: Platform) -> None:
-    """Fit Megatron's parsed arguments to the platform, before Megatron checks them.
+    """Adapt Megatron's parsed arguments to the platform, before Megatron checks them.
 
     Args:
         args: Megatron's arguments; changed in place.
-        given: the flags that the user wrote.
-        platform: where this job runs.
+        given: flags that the user wrote.
+        platform: the platform of this job.
 
     Raises:
         HexiError: the arguments cannot be carried out.
@@ -133,9 +133,9 @@ def prepare_arguments(args: Namespace, given: set[str], platform: Platform) -> N
 
 
 def _order_communication(args: Namespace) -> None:
-    """Set what Megatron demands for tensor and context parallelism before Blackwell, where it is unset.
+    """Set CUDA_DEVICE_MAX_CONNECTIONS as Megatron needs it before Blackwell, where it is unset.
 
-    Sharded data parallelism wants the opposite, and Megatron says so itself.
+    Sharded data parallelism needs the opposite, and Megatron checks that itself.
     """
     parallel = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
     if parallel and not (args.use_torch_fsdp2 or args.use_megatron_fsdp):
@@ -154,7 +154,7 @@ def _with_hexi_arguments(original: Callable[[ArgumentParser], Any]) -> Callable[
 
 
 def _refuse_words(parser: ArgumentParser, message: str) -> NoReturn:
-    """In place of `ArgumentParser.error`, which prints two thousand lines of usage first."""
+    """Replace `ArgumentParser.error`, which prints two thousand lines of usage first."""
     with user_errors():
         known = [name for name in parser._option_string_actions if name.startswith("--")]
         wrong = re.findall(r"(?<!\S)--[\w-]+", message) if message.startswith("unrecognized") else []

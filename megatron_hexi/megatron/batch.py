@@ -1,4 +1,4 @@
-"""The batch: each rank takes the tokens at its own positions."""
+"""The batch of a rank: the tokens at its own positions."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron_hexi.megatron.packing import packed_shard
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import Patch
 
-#: What is cut along its tokens; everything else in a batch says something about it.
+#: Tensors of a batch that are cut along their tokens.
 _TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 Batch = dict[str, Any]
 
 
 def cut_batch(batch: Batch, session: Session) -> Batch:
-    """Cut a batch of whole sequences down to this rank's rows; changed in place, as Megatron does.
+    """Cut a batch of whole sequences down to this rank's rows; changed in place, as in Megatron.
 
     Args:
-        batch: tensors [B, S]; absent ones are ``None``. With the ends of documents it is one sequence.
-        session: what this rank trains by.
+        batch: tensors [B, S], ``None`` where absent. With ends of documents it is one sequence.
+        session: this rank's session.
 
     Returns:
         The batch with tensors [B, L].
@@ -65,7 +65,7 @@ def _by_plan(original: Callable[..., Batch]) -> Callable[..., Batch]:
     return get_batch_on_this_cp_rank
 
 
-#: What cuts a batch, and the versions of Megatron in which it is called so.
+#: Functions that cut a batch, with the versions of Megatron that have them under this name.
 _CUTTERS = (
     ("get_batch_on_this_cp_rank", "<0.18"),
     ("get_pretrain_batch_on_this_cp_rank", ">=0.18,<0.19"),

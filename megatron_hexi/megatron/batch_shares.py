@@ -1,4 +1,4 @@
-"""``--hexi-batch-shares``, held against the job before anything is allocated."""
+"""Checks of ``--hexi-batch-shares`` against the job, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.check import refuse_stages
 
 _FLAG = "--hexi-batch-shares"
-#: What takes the same rows in every batch, or times that depend on the plan alone; by argument.
+#: Features that need the same rows in every batch, or times that depend on the plan alone; by argument.
 _REFUSED = {
     "num_experts": ("--num-experts", "routers count the plan's rows"),
     "mtp_num_layers": ("--mtp-num-layers", "the shift over borders takes the plan's rows"),
@@ -19,29 +20,28 @@ _REFUSED = {
 
 
 def check_batch_shares(args: Namespace, plan: Plan | None) -> None:
-    """Refuse what cannot have other rows in every batch.
+    """Refuse jobs that cannot have different rows in every batch.
 
     Args:
         args: Megatron's arguments.
-        plan: the job's; ``None`` without one.
+        plan: the job's plan; ``None`` without a plan.
 
     Raises:
-        HexiError: with the flag and the remedy.
+        HexiError: the message has the flag and the remedy.
     """
     if not args.hexi_batch_shares:
         return
     if plan is None:
-        raise HexiError(f"{_FLAG}: deals by the units of a plan; give --hexi-plan too, or leave it out")
+        raise HexiError(f"{_FLAG}: needs the units of a plan; give --hexi-plan too, or leave it out")
     if not is_packed(args):
         raise HexiError(
-            f"{_FLAG}: deals documents, the job's sequences are one each; give "
+            f"{_FLAG}: assigns documents, and each sequence of the job is one; give "
             "--dataloader-inter-document-masking or --sft too, or leave it out"
         )
-    if args.pipeline_model_parallel_size > 1 or not plan.is_repeated:
-        raise HexiError(
-            f"{_FLAG}: pipeline stages send the same rows in every batch; make a plan with "
-            "--pipeline-model-parallel-size 1, or leave it out"
-        )
+    remedy = "make a plan with --pipeline-model-parallel-size 1, or leave it out"
+    if args.pipeline_model_parallel_size > 1:
+        raise HexiError(f"{_FLAG}: pipeline stages send the same rows in every batch; {remedy}")
+    refuse_stages(plan, f"{_FLAG}: {args.hexi_plan}", "which send the same rows in every batch", remedy)
     if in_round():
         raise HexiError(
             f"{_FLAG}: the plan for the nodes that are left has no rates; start with torchrun, or leave "

@@ -1,7 +1,7 @@
-"""Checkpoints: nothing of ours is in them but the name of the plan, so that Megatron alone can go on.
+"""Checkpoints without our arguments except the plan's name, so that Megatron alone can continue.
 
-Weights and optimizer state do not know how a sequence was cut. Megatron saves its arguments beside them,
-and ours would be among those.
+Weights and optimizer state do not depend on how a sequence was cut. Megatron saves its arguments with them,
+which would include ours.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hexi.megatron.session import given_plan
-from megatron_hexi.megatron.stages.checkpoints import with_own_boxes
+from megatron_hexi.megatron.stages.stage_checkpoints import with_own_boxes
 from megatron_hexi.patching import Patch
 
 
@@ -26,7 +26,7 @@ def _with_provenance(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_ours(args: Namespace) -> Namespace:
-    """A copy of Megatron's arguments without ours; ``hexi_plan`` says which plan it was, if there was one."""
+    """Return a copy of Megatron's arguments without ours; ``hexi_plan`` names the plan, if there was one."""
     saved = copy.copy(args)
     vars(saved).update(getattr(args, "hexi_saved_as", {}))
     for name in [name for name in vars(saved) if name.startswith("hexi_")]:

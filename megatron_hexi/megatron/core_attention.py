@@ -1,4 +1,4 @@
-"""The attention layer: in place of Megatron's core attention, under either layer spec."""
+"""The attention layer in place of Megatron's core attention, under either layer spec."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from megatron_hexi.runtime.compact import compact
 
 
 class HexiCoreAttention(MegatronModule):
-    """Attention under the active plan.
+    """Core attention under the active plan.
 
-    Has no weights but the sinks that Megatron's own have, under the same name.
+    Its only weights are sinks, under Megatron's name.
 
-    Takes what Megatron's own core attentions take; arguments that only theirs need are accepted and
-    not used: no communication type (the plan says how ranks exchange) and no process groups (the
-    session has them). Dropout is refused with the other options that a plan cannot carry out.
-    ``apply_query_key_layer_scaling`` asks for nothing here: it divides the scores by the layer's number
-    and multiplies them again before the softmax, for the sake of fp16 scores, which our kernels never have.
+    Takes the arguments of Megatron's core attentions. Those that only theirs need are not used: the
+    communication type (the plan says how ranks exchange) and process groups (the session has them). Dropout
+    is refused with the other options that a plan cannot carry out. ``apply_query_key_layer_scaling`` needs
+    nothing here: it divides the scores by the layer's number and multiplies them again before the softmax,
+    because of fp16 scores, which our kernels never have.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class HexiCoreAttention(MegatronModule):
         is_windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
-        #: How many keys before itself a query sees; ``None``: all.
+        #: Number of keys before itself that a query sees; ``None``: all.
         self.window = config.window_size[0] if is_windowed and config.window_size[0] >= 0 else None
         self.tp_group = (
             pg_collection.tp if pg_collection else parallel_state.get_tensor_model_parallel_group()
@@ -75,7 +75,7 @@ class HexiCoreAttention(MegatronModule):
         self.softmax_offset = self._sinks(config)
 
     def _sinks(self, config: TransformerConfig) -> Tensor | None:
-        """The logit of each head's sink, [H]; ``None`` for none."""
+        """Return the logit of each head's sink, [H]; ``None`` without sinks."""
         if config.softmax_type == "vanilla":
             return None
         heads = config.num_attention_heads // self.tp_group.size()
@@ -96,16 +96,16 @@ class HexiCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attention of this rank's rows.
+        """Return the attention of this rank's rows.
 
         Args:
             query: [L, B, H, D], rows of the shard, padding last; [L, H, D] with documents.
             key: [L, B, K, D]; [L, K, D] with documents.
-            value: likewise, of another head size under multi-latent attention.
+            value: likewise; another head size under multi-latent attention.
             attention_mask: must be ``None``: the mask is the plan's.
-            attn_mask_type: ``None``, or the one that the layer was built with.
+            attn_mask_type: ``None``, or the type that the layer was built with.
             attention_bias: must be ``None``.
-            packed_seq_params: where documents end, or ``None``.
+            packed_seq_params: the ends of documents, or ``None``.
 
         Returns:
             [L, B, H D], zero in padding rows; [L, H D] with documents.
@@ -113,8 +113,8 @@ class HexiCoreAttention(MegatronModule):
         Raises:
             PlanError: an argument that a plan cannot carry out.
         """
-        for name, given in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
-            if given is not None:
+        for name, argument in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
+            if argument is not None:
                 raise PlanError(
                     f"attention was given {name}, which a plan does not support yet; train without it"
                 )
@@ -146,7 +146,7 @@ class HexiCoreAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """The sinks, if they are learned, as Megatron's own attention stores them."""
+        """Return learned sinks, as Megatron's own attention stores them."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
             state,
@@ -165,7 +165,7 @@ def _session() -> Session:
 
 
 def _replaceable() -> tuple[type, ...]:
-    """Megatron's core attentions that ours stands in for; ours itself, where it does already."""
+    """Return the core attentions that ours can replace: Megatron's, and ours itself."""
     try:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
     except ImportError:
@@ -225,7 +225,7 @@ ATTENTION_PATCHES = (
                 ">=0.18": (*_PARAMETERS, "pp_layer_offset", "name"),
             },
         )
-        # Multi-latent attention builds a core attention of its own, after that of the class it is made from.
+        # Multi-latent attention builds a core attention of its own, after that of its base class.
         for target, before in (
             ("attention:Attention", ("pp_layer_offset",)),
             ("multi_latent_attention:MultiLatentAttention", ()),
@@ -233,7 +233,7 @@ ATTENTION_PATCHES = (
     ),
     Patch(
         target="megatron.core.transformer.attention:Attention._checkpointed_attention_forward",
-        why="what is kept to compute attention again is query, key and value, not what they were cut from",
+        why="saves query, key and value to recompute attention, not the tensor that they were cut from",
         build=_with_compact_inputs,
         parameters={"<0.19": _RECOMPUTED, ">=0.19": (*_RECOMPUTED, "core_attention_extra_kwargs")},
     ),

@@ -1,7 +1,7 @@
-"""Megatron's data sets: their compiled helpers.
+"""The compiled helpers of Megatron's data sets.
 
-The wheel ships the compiled helpers but no Makefile, a checkout the Makefile but no compiled helpers (and
-make needs pybind11 and a compiler). Megatron runs make in both cases and exits where that fails.
+The wheel ships compiled helpers without a Makefile, a checkout a Makefile without compiled helpers (and make
+needs pybind11 and a compiler). Megatron runs make in both cases and exits where that fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HELPERS = "megatron.core.datasets.helpers_cpp"
 
 
 def _with_helpers_elsewhere(original: list[str]) -> list[str]:
-    """The folders of ``megatron.core.datasets``, with those of other installations that have the helpers."""
+    """Return the folders of ``megatron.core.datasets``, with other installations that have helpers."""
     if importlib.util.find_spec(_HELPERS) is not None:
         return original
     folders = [Path(portion, "core", "datasets") for portion in importlib.import_module("megatron").__path__]

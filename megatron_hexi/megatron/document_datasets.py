@@ -1,7 +1,7 @@
-"""Data sets on pipeline stages between the first and the last, where sequences consist of documents.
+"""Data sets on inner pipeline stages, where sequences consist of documents.
 
-Every stage reads where documents end. NVIDIA's ``pretrain_gpt.py`` builds data sets on the stages between for
-``--sft`` only, so that with ``--dataloader-inter-document-masking`` these have none to read from.
+Every stage reads the ends of documents. NVIDIA's ``pretrain_gpt.py`` builds data sets on inner stages for
+``--sft`` only, so with ``--dataloader-inter-document-masking`` they have nothing to read from.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _on_every_stage(original: Callable[..., None]) -> Callable[..., None]:
         from megatron.training import get_args
 
         if active_session() is not None and is_packed(get_args()):
-            # Other tensor-parallel ranks are sent what the first one reads.
+            # The first tensor-parallel rank reads for the others.
             original(self, cls, sizes, lambda: mpu.get_tensor_model_parallel_rank() == 0, config)
         else:
             original(self, cls, sizes, is_built_on_rank, config)

@@ -1,8 +1,8 @@
-"""Documents of the next micro-batch: read on the host, their split tables derived while this one runs.
+"""Documents of the next micro-batch: read on the host, with split tables derived while this one runs.
 
-Where a rank reads the data itself, each sample is fetched one ahead, in the thread that trains and in the
-same order, and a thread of its own derives the next one's tables. So a rank neither waits for its device to
-read where documents end, nor for 128 documents' tables. Ranks that are sent their batch by another
+Where a rank reads the data itself, it fetches each sample one step ahead, in the training thread and in the
+same order, and another thread derives the next sample's tables. So a rank waits neither for its device to
+read the ends of documents, nor for the tables of 128 documents. Ranks that receive their batch from another
 tensor-parallel rank read it from the device.
 """
 
@@ -28,14 +28,14 @@ _worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexi-documents")
 
 
 class DocumentsAhead:
-    """What is known of documents before attention asks: of the sample just taken, and of the next one."""
+    """The documents of the current sample and of the next, known before attention needs them."""
 
     def __init__(self) -> None:
         self._taken: Documents | None = None
         self._next: tuple[Session, Documents, Future[None]] | None = None
 
     def take(self, sample: Any, seq_length: int) -> None:
-        """A sample enters training."""
+        """Note the sample that enters training."""
         self._taken = documents_of(sample, seq_length)
 
     def prepare(self, session: Session, sample: Any) -> None:
@@ -46,9 +46,9 @@ class DocumentsAhead:
             self._next = session, documents, work
 
     def of(self, ends: Tensor) -> Documents | None:
-        """The documents of the sample that was taken last, if these are its ends; ``None`` otherwise.
+        """Return the documents of the current sample if these are their ends; ``None`` otherwise.
 
-        On a GPU values are compared there, without waiting: others would end the job.
+        On a GPU values are compared there, without waiting; other values end the job.
         """
         known = self._taken
         if known is None or ends.numel() != len(known) + 1:
@@ -71,10 +71,10 @@ AHEAD = DocumentsAhead()
 
 
 def documents_of(sample: Any, seq_length: int) -> Documents | None:
-    """The lengths of a sample's documents; ``None`` where it does not say them.
+    """Return the lengths of a sample's documents; ``None`` where the sample has no ends.
 
     Args:
-        sample: as data loaders give it; ends of documents [1, n], padded with the sequence's length.
+        sample: a sample of a data loader; ends of documents [1, n], padded with the sequence's length.
         seq_length: tokens of the sequence.
     """
     if not isinstance(sample, dict):
@@ -90,18 +90,18 @@ def documents_of(sample: Any, seq_length: int) -> Documents | None:
     return tuple(stop - start for start, stop in itertools.pairwise(places))
 
 
-class _OneAhead:
-    """An iterator of samples that fetches each one before it is asked for."""
+class _Prefetched:
+    """An iterator of samples that fetches each sample before it is needed."""
 
     def __init__(self, samples: Iterator[Any]) -> None:
         self._samples = samples
         self._fetched: Callable[[], Any] | None = None
 
-    def __iter__(self) -> _OneAhead:
+    def __iter__(self) -> _Prefetched:
         return self
 
     def __next__(self) -> Any:
-        """The next sample; what its fetching raised is raised now, at its turn."""
+        """Return the next sample, or raise the error of its fetching."""
         fetched, self._fetched = self._fetched or self._fetch(), None
         sample = fetched()
         self._fetched = self._fetch()
@@ -139,9 +139,9 @@ def _one_ahead(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if (
             is_packed(args)
             and args.dataloader_type != "external"
-            and not isinstance(self.iterable, _OneAhead)
+            and not isinstance(self.iterable, _Prefetched)
         ):
-            self.iterable = _OneAhead(self.iterable)
+            self.iterable = _Prefetched(self.iterable)
         sample = original(self)  # one that is replayed, too
         AHEAD.take(sample, session.seq_length)
         return sample

@@ -1,7 +1,7 @@
-"""Folders that a training saves in and loads from, looked at before anything is allocated.
+"""Checks of the folders that a training saves in and loads from, before anything is allocated.
 
-Megatron finds out late: a file in place of ``--save`` at the first checkpoint, a missing iteration once the
-model is there, and both with a traceback on every rank.
+Megatron fails late: a file in place of ``--save`` at the first checkpoint, a missing iteration once the model
+is built, and both with a traceback on every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_hexi.errors import CheckpointError, HexiError
 _WRITTEN = ("save", "tensorboard_dir", "data_cache_path", "wandb_save_dir")
 #: Folders that weights are loaded from, in the order in which Megatron looks for them.
 _READ = ("load", "pretrained_checkpoint")
-#: Megatron's own name of the file that says which iteration is the last.
+#: Megatron's name of the file with the last iteration.
 _TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7})")
 
@@ -29,8 +29,8 @@ def check_folders(args: Namespace) -> None:
         args: Megatron's arguments, not yet checked.
 
     Raises:
-        HexiError: what a folder is made of is a file, or is closed to this user.
-        CheckpointError: ``--load`` holds no checkpoint, or not the iteration that is asked for.
+        HexiError: a part of a folder's path is a file, or is closed to this user.
+        CheckpointError: ``--load`` holds no checkpoint, or not the wanted iteration.
     """
     for name in _WRITTEN:
         path = getattr(args, name, None)
@@ -41,14 +41,14 @@ def check_folders(args: Namespace) -> None:
 
 
 def loaded_folder(args: Namespace) -> tuple[str, str] | None:
-    """The option and the folder that a job loads its weights from; ``None``: it begins anew."""
-    given = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in _READ if getattr(args, name)]
-    last = given[-1] if given else None
-    return next((pair for pair in given if tracked_iteration(pair[1]) is not None), last)
+    """Return the option and the folder that a job loads its weights from; ``None``: it begins anew."""
+    folders = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in _READ if getattr(args, name)]
+    last = folders[-1] if folders else None
+    return next((pair for pair in folders if tracked_iteration(pair[1]) is not None), last)
 
 
 def saved_iterations(folder: Path) -> list[int]:
-    """The iterations that a folder of checkpoints holds, ascending."""
+    """Return the iterations that a folder of checkpoints holds, ascending."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -57,7 +57,7 @@ def saved_iterations(folder: Path) -> list[int]:
 
 
 def tracked_iteration(folder: str) -> int | str | None:
-    """The iteration that Megatron would load, or ``release``; another text of the tracker file as it is.
+    """Return the iteration that Megatron would load, ``release``, or an unknown text of the tracker file.
 
     ``None``: there is no such file, and so no checkpoint.
     """
@@ -70,53 +70,58 @@ def tracked_iteration(folder: str) -> int | str | None:
     return int(text) if text.isascii() and text.isdecimal() else text
 
 
-def others_hint(folder: Path, without: int | str | None = None) -> str:
-    """Which other iterations a folder holds, and how to load one: the remedy of errors."""
-    others = [iteration for iteration in saved_iterations(folder) if iteration != without]
-    if not others:
+def iterations_hint(folder: Path, without: int | str | None = None) -> str:
+    """Return the remedy of errors: the other iterations in a folder, and how to load one."""
+    iterations = [iteration for iteration in saved_iterations(folder) if iteration != without]
+    if not iterations:
         return "it holds no other; leave --load out to begin anew"
-    listed = ", ".join(map(str, others[-8:]))
-    return f"it holds {listed} too: add --ckpt-step {others[-1]} to go on from there"
+    listed = ", ".join(map(str, iterations[-8:]))
+    return f"it holds {listed} too: add --ckpt-step {iterations[-1]} to go on from there"
 
 
-def _check_written(what: str, path: Path) -> None:
+def _check_written(option: str, path: Path) -> None:
     there = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
     if not os.path.isdir(there):
         raise HexiError(
-            f"{what}: {'' if there == path else f'{there} '}is a file, not a folder; give another"
+            f"{option}: {'' if there == path else f'{there} '}is a file, not a folder; give another"
         )
     if not os.access(there, os.W_OK | os.X_OK):
-        raise HexiError(f"{what}: nothing can be written in {there}; give another folder, or change its mode")
+        raise HexiError(
+            f"{option}: nothing can be written in {there}; give another folder, or change its mode"
+        )
 
 
 def _check_loaded(args: Namespace) -> None:
     source = loaded_folder(args)
     if source is None or any("://" in (getattr(args, name) or "") for name in _READ):
         return
-    what, folder = " ".join(source), Path(source[1])
+    option, folder = " ".join(source), Path(source[1])
     if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise CheckpointError(f"{what}: is a file; give the folder that --save wrote")
+        raise CheckpointError(f"{option}: is a file; give the folder that --save wrote")
     if args.non_persistent_ckpt_type is not None:
         return  # the newest checkpoint may lie elsewhere
-    iteration, said = tracked_iteration(source[1]), f"{_TRACKER} says"
+    iteration, subject = tracked_iteration(source[1]), f"{_TRACKER} says"
     if args.ckpt_step is not None:
-        iteration, said = args.ckpt_step, "--ckpt-step"
+        iteration, subject = args.ckpt_step, "--ckpt-step"
     elif iteration is None and source[0] == "--load" and _is_first_start(args):
         return
     if iteration is None:
         raise CheckpointError(
-            f"{what}: holds no checkpoint (no file {_TRACKER}); give the folder that --save wrote, or leave "
-            f"{source[0]} out to begin anew"
+            f"{option}: holds no checkpoint (no file {_TRACKER}); give the folder that --save wrote, or "
+            f"leave {source[0]} out to begin anew"
         )
     name = iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"
     if isinstance(iteration, str) and name != "release":
-        raise CheckpointError(f"{what}: {said} {name!r}, which is no iteration; {others_hint(folder)}")
+        raise CheckpointError(
+            f"{option}: {subject} {name!r}, which is no iteration; {iterations_hint(folder)}"
+        )
     if not os.path.isdir(folder / name):
         raise CheckpointError(
-            f"{what}: {said} {iteration}, and there is no folder {name}; {others_hint(folder, iteration)}"
+            f"{option}: {subject} {iteration}, and there is no folder {name}; "
+            f"{iterations_hint(folder, iteration)}"
         )
 
 
 def _is_first_start(args: Namespace) -> bool:
-    """Whether the training is to save where it loads from, as one that can be started again does."""
+    """Whether the job saves where it loads from, as a job that can be restarted does."""
     return None not in (args.save, args.load) and Path(args.save).absolute() == Path(args.load).absolute()

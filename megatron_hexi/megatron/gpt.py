@@ -1,4 +1,4 @@
-"""Pretraining on Megatron's own parts: batch, forward step, loss, data sets; a GPT's, or a hybrid model's."""
+"""Pretraining of a GPT or hybrid model on Megatron's parts: batch, forward step, loss, data sets."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from megatron_hexi.options.kinds import masks_documents
 from megatron_hexi.options.refusals import refuse_unsupported
 from megatron_hexi.text_file import read_text
 
-#: What a model takes of a batch, each [B, S] on one context-parallel rank; the mask is [B, 1, S, S].
+#: Inputs of a model, each [B, S] on one context-parallel rank; the mask is [B, 1, S, S].
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
-#: What says where documents end.
+#: Tensors with the ends of documents.
 _PACKING = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 _MEGATRON = versions.installed()
@@ -39,9 +39,9 @@ def pretrain_from_command_line() -> None:
     """Parse the command line and train.
 
     Raises:
-        HexiError: the command line asks for something that this script does not carry out.
+        HexiError: the command line has an option that this script does not carry out.
     """
-    refuse_unsupported(parse_args(), "script")  # before Megatron asks what those flags need
+    refuse_unsupported(parse_args(), "script")  # before Megatron checks these flags
     build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank builds its own
     _MEGATRON.train(build_datasets, forward_step, embedding_ranks)
 
@@ -70,7 +70,7 @@ def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> versions.Batch:
-    """This rank's part of the next microbatch; no tokens on a pipeline stage that needs none."""
+    """Return this rank's part of the next microbatch; no tokens on a pipeline stage that needs none."""
     args = get_args()
     has_mtp = _MEGATRON.predicts_further_tokens(args, vp_stage)
     is_packed, needs_tokens = _is_packed(args), is_first_or_last_pipeline_stage(vp_stage)
@@ -104,7 +104,7 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | 
 
 
 def _packing(batch: versions.Batch) -> PackedSeqParams | None:
-    """Where documents end, for attention; None where a sequence is one."""
+    """Return the ends of documents for attention; ``None`` where a sequence is one document."""
     ends, longest = batch["cu_seqlens"], batch["max_seqlen"]
     if ends is None or longest is None:
         return None
@@ -130,14 +130,14 @@ def _packing(batch: versions.Batch) -> PackedSeqParams | None:
 def reduce_loss(
     loss_mask: torch.Tensor, token_losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum the losses of the tokens that count.
+    """Return the sum of the losses of tokens that count, and their number.
 
     Args:
         loss_mask: 1.0 where a token counts, [B, S of this rank].
-        token_losses: of the same shape.
+        token_losses: loss of each token, of the same shape.
 
     Returns:
-        The sum, the number of tokens, and the two together under the name that Megatron's log gives them.
+        The sum, the number of tokens, and both under the name in Megatron's log.
     """
     mask = loss_mask.float().view(-1)
     loss = torch.sum(token_losses.float().view(-1) * mask)
@@ -151,10 +151,10 @@ def reduce_loss(
 
 
 def build_datasets(sample_counts: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """The training, validation and test sets.
+    """Return the training, validation and test sets.
 
     Args:
-        sample_counts: the samples wanted of each.
+        sample_counts: number of samples of each set.
         vp_stage: the virtual pipeline stage of this rank.
     """
     args = get_args()
@@ -170,7 +170,7 @@ def build_datasets(sample_counts: list[int | None], vp_stage: int | None = None)
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
-    """Megatron's data set configuration, from its arguments."""
+    """Return Megatron's data set configuration, from its arguments."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     sequences = None
     if args.per_dataset_sequences_path is not None:
@@ -205,7 +205,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 
 def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline that hold the word embedding: the first, those that share it, those of MTP."""
+    """Return the ranks of a pipeline that hold the word embedding: first, sharing, and multi-token ranks."""
     args = get_args()
     ranks = {pipeline_ranks[0]}
     if len(pipeline_ranks) > 1:
@@ -216,12 +216,12 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 
 
 def _is_packed(args: Namespace) -> bool:
-    """Whether a sample says where its documents end."""
+    """Whether samples have the ends of their documents."""
     return bool(args.sft or masks_documents(args))
 
 
 def _needs_dataset(args: Namespace, vp_stage: int | None) -> bool:
-    """Only the first tensor-parallel rank reads data, where tokens enter or leave, or where documents end."""
+    """Whether this rank reads data: a first tensor-parallel rank that needs tokens or ends of documents."""
     if mpu.get_tensor_model_parallel_rank() != 0:
         return False
     if _is_packed(args):

@@ -1,9 +1,9 @@
-"""Process groups: after Megatron has made its own, those of the plan.
+"""Process groups of the plan, made after Megatron's own.
 
-Megatron's groups stay as they are: uneven shards need no other ranks in them. What it cannot express
-are the A2A groups, of unequal size inside one domain, and the domains of unequal replicas. Those lie in one
-context-parallel group of all ranks, and one data-parallel group of the same: so gradients, tokens and losses
-are summed over all of them, which is right for any map of sequences and tokens to ranks.
+Megatron's groups stay as they are: uneven shards need no other ranks in them. Megatron cannot express A2A
+groups, of unequal size inside one domain, nor the domains of unequal replicas. These replicas form one
+context-parallel group of all ranks, and one data-parallel group of the same ranks: so gradients, tokens and
+losses are summed over all of them, which is right for any assignment of sequences and tokens to ranks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megatron_hexi.megatron.session import (
     set_active_session,
     set_given_plan,
 )
-from megatron_hexi.megatron.stages.groups import MeshGroups
-from megatron_hexi.megatron.stages.session import start_stages_session
+from megatron_hexi.megatron.stages.mesh_groups import MeshGroups
+from megatron_hexi.megatron.stages.stages_session import start_stages_session
 from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.patching import Patch
 from megatron_hexi.plan import Schedules
@@ -46,12 +46,12 @@ from megatron_hexi.runtime import (
     stop_watch,
 )
 
-#: The job's store, which may end with the last object that knows it.
-_kept: dist.Store | None = None
+#: The job's store, kept alive: it may end with the last reference to it.
+_store: dist.Store | None = None
 
 
 def group_patches(device: torch.device) -> tuple[Patch, ...]:
-    """The patches that make and drop the plan's groups."""
+    """Return the patches that make and drop the plan's groups."""
     return (
         Patch(
             target="megatron.training.initialize:_initialize_distributed",
@@ -73,12 +73,12 @@ def group_patches(device: torch.device) -> tuple[Patch, ...]:
 
 
 def start_session(given: GivenPlan, device: torch.device, options: GroupOptions) -> Session:
-    """Make this rank's groups and split tables; Megatron's own groups exist already.
+    """Make this rank's groups and split tables, after Megatron's own groups.
 
     Args:
         given: the plan.
-        device: of this rank's tensors.
-        options: of the groups.
+        device: device of this rank's tensors.
+        options: options of the groups.
 
     Raises:
         PlanError: Megatron's groups are not those that the plan was checked for.
@@ -94,7 +94,7 @@ def start_session(given: GivenPlan, device: torch.device, options: GroupOptions)
         )
     domains = [replica.domain for replica in given.plan.replicas]
     ranks = [[member.number for member in domain.members] for domain in domains]
-    replica = next(number for number, own in enumerate(ranks) if rank in own)
+    replica = next(number for number, replica_ranks in enumerate(ranks) if rank in replica_ranks)
     index = ranks[replica].index(rank)
     parts = given.plan.exchange.parts
     schedules = Schedules(given.plan.workload, domains[replica], index, parts, given.rates)
@@ -127,7 +127,7 @@ def _with_agreement(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def initialize_distributed(*args: Any, **kwargs: Any) -> Any:
         if not in_round():
-            set_fault_listener(None)  # the agreement tells what is wrong to all by itself
+            set_fault_listener(None)  # the agreement reports errors to all ranks itself
         with user_errors():
             _agree(given_plan(), get_args(), signature.bind(*args, **kwargs).arguments.get("store"))
         return original(*args, **kwargs)
@@ -136,30 +136,30 @@ def _with_agreement(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _agree(given: GivenPlan | None, args: Namespace, store: dist.Store | None) -> None:
-    """Agree on the plan, before ranks with different ones make different groups; then watch each other.
+    """Agree on the plan before ranks make groups, then watch each other.
 
     Args:
         given: this rank's plan.
         args: Megatron's arguments.
-        store: what Megatron was given to make its groups with.
+        store: the store that Megatron was given for its groups.
     """
-    global _kept
+    global _store
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     if getattr(args, "fake_process_group", False):  # one process stands for all; not in every version
         return
     try:
-        _kept = job_store(timeout) if store is None else store
+        _store = job_store(timeout) if store is None else store
     except RuntimeError as problem:
         raise PlanError(
             f"no connection to rank 0 at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
             f"{timeout} ({str(problem).splitlines()[0]}); does rank 0 run, and is its port open?"
         ) from None
-    if _kept is None:
+    if _store is None:
         return
     digest, path = (given.digest, given.path) if given else (NO_PLAN, "")
-    agree_on_plan(meeting(_kept), args.rank, args.world_size, digest, path, timeout)
+    agree_on_plan(meeting(_store), args.rank, args.world_size, digest, path, timeout)
     if given is not None and not in_round():  # whose ranks are watched from the moment that they have numbers
-        start_watch(meeting(_kept), args.rank, args.world_size)
+        start_watch(meeting(_store), args.rank, args.world_size)
 
 
 def _with_plan_groups(original: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -206,7 +206,7 @@ def _with_plan_dropped(original: Callable[[], None]) -> Callable[[], None]:
 
 
 def _refuse_bound_device() -> None:
-    """Refuse a default group for which NCCL would split the plan's groups off; that takes all ranks."""
+    """Refuse a default group for which NCCL would split off the plan's groups: a split needs all ranks."""
     bound = dist.distributed_c10d._get_default_group().bound_device_id
     if bound is not None:
         raise PlanError(

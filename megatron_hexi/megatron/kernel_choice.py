@@ -1,4 +1,4 @@
-"""The attention kernel of a rank: the one that the plan was judged with, unless the command line chooses."""
+"""The attention kernel of a rank: the plan's, unless the command line chooses another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AUTO = "auto"
 
 
 def kernel_choice(text: str) -> str:
-    """What ``--hexi-kernel`` takes: a name, or one for each kind of GPU.
+    """Return a value of ``--hexi-kernel``, checked: a name, or a name for each kind of GPU.
 
     Raises:
         ArgumentTypeError: a name is unknown, or a part is no ``GPU=NAME``.
@@ -32,33 +32,33 @@ def kernel_choice(text: str) -> str:
 
 
 def choose_kernel(args: Namespace, plan: Plan, device: torch.device, dtype: torch.dtype) -> KernelDispatch:
-    """The kernel that this rank computes attention with.
+    """Return the attention kernel of this rank.
 
     Args:
         args: Megatron's arguments.
         plan: the plan.
-        device: of this rank's tensors.
-        dtype: of them.
+        device: device of this rank's tensors.
+        dtype: type of these tensors.
 
     Raises:
-        PlanError: the command line has another kernel for this GPU than the plan; with both.
+        PlanError: the command line has another kernel for this GPU than the plan; the message has both.
         PlatformError: the kernel of the command line refuses.
     """
     widest = max(plan.workload.head_dim, plan.workload.value_size)
     by_kind = split_kernels(args.hexi_kernel)
     named = bool(plan.job.kernel) or "" not in by_kind
     gpu = torch.cuda.get_device_name(device) if named and device.type == "cuda" else ""
-    asked = kernel_by_torch(by_kind, gpu) or _AUTO
+    requested = kernel_by_torch(by_kind, gpu) or _AUTO
     planned = kernel_by_torch(plan.job.kernel or {}, gpu)
     if planned is None:
-        return select_kernel(asked, device, dtype, widest)
-    if asked != _AUTO:
-        if not is_same_kernel(asked, planned):
+        return select_kernel(requested, device, dtype, widest)
+    if requested != _AUTO:
+        if not is_same_kernel(requested, planned):
             raise PlanError(
-                f"{args.hexi_plan}: job.kernel is {planned} for {gpu}, the command line has {asked}; leave "
-                f"--hexi-kernel out, or make a plan for it: hexi plan --kernel {asked}"
+                f"{args.hexi_plan}: job.kernel is {planned} for {gpu}, the command line has {requested}; "
+                f"leave --hexi-kernel out, or make a plan for it: hexi plan --kernel {requested}"
             )
-        return select_kernel(asked, device, dtype, widest)
+        return select_kernel(requested, device, dtype, widest)
     try:
         return select_kernel(planned, device, dtype, widest)
     except PlatformError as problem:

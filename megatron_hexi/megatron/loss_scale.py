@@ -1,9 +1,9 @@
-"""What a loss scale multiplies under a plan, so that it means what it means without one.
+"""Loss scaling under a plan, with the meaning that it has without a plan.
 
-A plan has losses summed over tokens and gradients divided by the tokens of the batch at the end. Gradients in
-fp16 would overflow before that, at a loss scale as much smaller as the batch has tokens, which soon is below
-``--min-loss-scale``. So a loss is divided by the tokens of a full batch when it is scaled, as Megatron takes
-its mean, and gradients only by what is left: a batch in which tokens do not count has fewer.
+Under a plan losses are summed over tokens, and gradients divided by the tokens of the batch at the end.
+Gradients in fp16 would overflow before that; a loss scale smaller by the number of tokens is soon below
+``--min-loss-scale``. So a loss is divided by the tokens of a full batch when it is scaled, as in Megatron's
+mean, and gradients only by the remaining factor: a batch with masked tokens has fewer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def scales_losses(settings: Any) -> bool:
 
 
 def tokens_in_scale() -> int:
-    """The tokens of a global batch, by which a loss is divided when it is scaled.
+    """Return the number by which a scaled loss is divided: the tokens of a global batch.
 
     1 where losses are not scaled, and where the user gave ``--calculate-per-token-loss``: then Megatron
     scales the sum too.

@@ -1,9 +1,9 @@
-"""``--hexi-metrics PATH``: what an iteration gave, at full precision, one JSON line each.
+"""``--hexi-metrics PATH``: the results of each iteration at full precision, as JSON lines.
 
 Megatron's log rounds losses to seven digits and gradient norms to three decimals, which is too little to
 compare two layouts by. The rank that writes Megatron's log (the last) writes this file too; with
-``{rank}`` in the path, every rank writes its own, and its processor time tells how much it had to do:
-wall-clock seconds do not, for ranks wait for each other.
+``{rank}`` in the path, every rank writes its own. Processor time shows the work of a rank; wall-clock seconds
+include waiting for others.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any
 
 import torch
 
-from megatron_hexi.megatron.onlookers import Onlooker
+from megatron_hexi.megatron.optional_output import OptionalOutput
 from megatron_hexi.patching import STEP_PARAMETERS, Patch
 from megatron_hexi.regular_file import check_output
 from megatron_hexi.text_file import append_line
 
-#: Megatron's name of the language model's loss, and ours.
+#: Our names of losses, by Megatron's.
 _NAMES = {"lm loss": "loss"}
 
-_METRICS = Onlooker("--hexi-metrics")
+_METRICS = OptionalOutput("--hexi-metrics")
 
-#: What the last training step took on this rank; Megatron logs a step after it has returned.
+#: Times of the last training step on this rank; Megatron logs a step after it has returned.
 _step_times: dict[str, float] = {}
 
 
 def check_metrics(args: Namespace) -> None:
-    """Find out whether this rank's metrics file can be written.
+    """Check that this rank's metrics file can be written.
 
     Raises:
         HexiError: it cannot.
@@ -45,13 +45,13 @@ def check_metrics(args: Namespace) -> None:
 
 
 def record(path: Path, iteration: int, losses: dict[str, float], **values: float | None) -> None:
-    """Append one iteration to a metrics file.
+    """Append an iteration to a metrics file.
 
     Args:
         path: the file.
         iteration: counted from 1.
         losses: the losses by Megatron's names (``"lm loss"``), each the mean over the batch's tokens.
-        values: more numbers of the iteration.
+        values: further numbers of the iteration.
 
     Raises:
         HexiError: it cannot be written.
@@ -107,7 +107,7 @@ def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own_path(args: Namespace) -> Path | None:
-    """The file that this rank writes, if it writes one."""
+    """Return the file that this rank writes; ``None`` if it writes none."""
     pattern: str | None = args.hexi_metrics
     if pattern is None:
         return None
@@ -140,7 +140,7 @@ METRICS_PATCHES = (
     ),
     Patch(
         target="megatron.training.training:training_log",
-        why="writes what --hexi-metrics asks for",
+        why="writes the file of --hexi-metrics",
         build=_recorded,
         parameters=LOG_PARAMETERS,
     ),

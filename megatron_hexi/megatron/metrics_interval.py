@@ -1,8 +1,8 @@
-"""``--hexi-metrics-interval``: in which iterations the waits inside are measured.
+"""``--hexi-metrics-interval``: the iterations in which waits are measured.
 
-Each wait is two events of CUDA on the stream, a few microseconds of the host each. An iteration of many
-layers and micro-batches has thousands of waits, so by default only as many iterations are measured as keep
-the events below a thousandth of the time.
+Each wait needs two CUDA events, a few microseconds of the host each. An iteration of many layers and
+micro-batches has thousands of waits, so by default only as many iterations are measured as keep the events
+below a thousandth of the time.
 """
 
 from __future__ import annotations
@@ -16,59 +16,60 @@ from megatron_hexi.plan import Exchange, Plan
 from megatron_hexi.plan.program import Wait, attention_program
 
 _FLAG = "--hexi-metrics-interval"
-#: Host seconds of making and recording an event. An estimate; not measured on a GPU.
+#: Host seconds to create and record an event. An estimate; not measured on a GPU.
 _EVENT_S = 3e-6
 #: The part of the time that events may take.
 _MOST_COST = 1e-3
 #: FLOP/s above those of any GPU: a B200 has 2.25e15 in dense bf16, by its datasheet.
 _FASTEST = 2.5e15
-#: The default is no larger: jobs so small that it would be are no jobs to wait for.
+#: Largest default interval: only tiny jobs would have a larger one.
 _LEAST_OFTEN = 100
-#: Measured iterations that re-planning needs between two looks: a new speed shows in so many
+#: Measured iterations that re-planning needs between two looks: a changed speed shows in that many
 #: (`replan.planning.history.WINDOW`).
 LOOKED_AT = 5
 
 
 def set_metrics_interval(args: Namespace, plan: Plan | None, on_gpu: bool) -> None:
-    """Choose the interval where it is not given, and hold it against re-planning.
+    """Choose the interval where it is not given, and check it against re-planning.
 
     Args:
         args: Megatron's arguments; `hexi_metrics_interval` is a number afterwards where there is a plan.
-        plan: the job's; ``None`` without one.
-        on_gpu: whether events are CUDA's; on the CPU one is a look at the clock.
+        plan: the job's plan; ``None`` without a plan.
+        on_gpu: whether events are CUDA's; on the CPU an event reads the clock.
 
     Raises:
-        HexiError: with the flag, its value and the remedy.
+        HexiError: the message has the flag, its value and the remedy.
     """
-    given, looks = args.hexi_metrics_interval, args.hexi_replan_interval
+    stated, looks = args.hexi_metrics_interval, args.hexi_replan_interval
     if plan is None:
-        if given is not None:
-            raise HexiError(f"{_FLAG} {given}: measures a run under a plan; give --hexi-plan too")
+        if stated is not None:
+            raise HexiError(f"{_FLAG} {stated}: measures a run under a plan; give --hexi-plan too")
         return
-    if given is not None and given < 1:
-        raise HexiError(f"{_FLAG} {given}: measures every so many iterations; give 1 or more")
+    if stated is not None and stated < 1:
+        raise HexiError(f"{_FLAG} {stated}: measures every so many iterations; give 1 or more")
     most = None if looks is None else max(1, looks // LOOKED_AT)
-    if given is None:
+    if stated is None:
         chosen = default_interval(args, plan) if on_gpu else 1
         args.hexi_metrics_interval = chosen if most is None else min(most, chosen)
-    elif most is not None and given > most:
+    elif most is not None and stated > most:
         raise HexiError(
-            f"{_FLAG} {given}: --hexi-replan-interval {looks} has {looks // given} measured iterations to "
+            f"{_FLAG} {stated}: --hexi-replan-interval {looks} has {looks // stated} measured iterations to "
             f"look at and needs {min(looks, LOOKED_AT)}; give {_FLAG} {most}, or --hexi-replan-interval "
-            f"{LOOKED_AT * given}"
+            f"{LOOKED_AT * stated}"
         )
 
 
 def default_interval(args: Namespace, plan: Plan) -> int:
-    """Iterations between two that are measured, so that their events take less than a thousandth of all."""
+    """Return the default interval: the events of waits take less than a thousandth of the time."""
     cost = attention_events(args, plan) * _EVENT_S
     return min(_LEAST_OFTEN, math.ceil(cost / (_MOST_COST * least_step_seconds(args, plan))))
 
 
 def attention_events(args: Namespace, plan: Plan) -> int:
-    """Events that a rank records in a measured iteration for the waits of attention, at most.
+    """Return the most events that a rank records for waits of attention in a measured iteration.
 
-    Two a wait of its program, in each layer, pass and micro-batch. Those of gradients and stages are few.
+    There are two for each wait of its program, in each layer, pass and micro-batch. Events of gradients and
+    stages are few.
     """
     layers = args.num_layers // args.pipeline_model_parallel_size
     most = 0
@@ -77,19 +78,19 @@ def attention_events(args: Namespace, plan: Plan) -> int:
             -_global_batch(args, plan) // (args.micro_batch_size or 1) // len(plan.replicas)
         )
         for stage in replica.stages:
-            own = layers if stage.layers is None else stage.layers[1] - stage.layers[0]
+            stage_layers = layers if stage.layers is None else stage.layers[1] - stage.layers[0]
             exchange = stage.exchange or plan.exchange
             groups = max(len(domain.groups) for domain in stage.domains)
             forward, backward = (_waits(groups, exchange, way) for way in (False, True))
             again = args.recompute_granularity is not None or stage.recompute not in (None, "none")
-            most = max(most, 2 * own * micro_batches * (forward * (1 + again) + backward))
+            most = max(most, 2 * stage_layers * micro_batches * (forward * (1 + again) + backward))
     return most
 
 
 def least_step_seconds(args: Namespace, plan: Plan) -> float:
-    """What no iteration is faster than: the FLOPs of query, output, and attention over all ranks' best.
+    """Return a lower bound of an iteration's seconds: FLOPs of query, output and attention at peak rates.
 
-    Attention under a window or with documents has fewer, and is left out.
+    Attention under a window or with documents has fewer FLOPs, and is left out.
     """
     workload = plan.workload
     size = workload.head_dim + workload.value_size
@@ -107,12 +108,12 @@ def is_measured(number: int, interval: int) -> bool:
 
 
 def _global_batch(args: Namespace, plan: Plan) -> int:
-    """Sequences of an iteration; Megatron takes one micro-batch a replica where it is not told."""
+    """Return the sequences of an iteration; by default Megatron takes one micro-batch a replica."""
     return args.global_batch_size or (args.micro_batch_size or 1) * len(plan.replicas)
 
 
 def _waits(groups: int, exchange: Exchange, backward: bool) -> int:
-    """Waits of a pass in a domain of so many groups, at most: the first step may travel in parts."""
+    """Return the most waits of a pass in a domain of `groups` groups: the first step may travel in parts."""
     steps = (exchange.parts, *([1] * (groups - 2))) if groups > 1 else ()
     program = attention_program(backward, steps, exchange.window, 2 if exchange.parts > 1 else 1, 0)
     return sum(isinstance(operation, Wait) for operation in program)

@@ -1,8 +1,8 @@
-"""Multi-token prediction: its shift crosses the borders of shards, and its loss counts tokens.
+"""Multi-token prediction: shifts across the borders of shards, and losses that count tokens.
 
 A head that predicts the token after the next takes tokens, labels and masks one position further on. These
-are a few bytes a token, so they are put together on every rank, shifted there, and cut again: what a
-plan's many small segments would need instead is a message for each of their ends.
+are a few bytes a token, so they are gathered on every rank, shifted there, and cut again: otherwise each end
+of a plan's many small segments would need a message.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _over_all_tokens(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         mask = call.arguments.get("loss_mask")
         if session is not None and mask is not None:
             # Megatron multiplies a head's mean loss by the tokens that count before the shift, so that the
-            # division by all tokens at the end leaves the mean; it takes them from this rank alone. Here they
-            # are those of all ranks, as are those of the mean, and come as part of the loss's factor.
+            # division by all tokens at the end leaves the mean; it takes them from this rank alone. Here the
+            # tokens of all ranks are used, as in the mean, as part of the loss's factor.
             counted = mask.sum()
             dist.all_reduce(counted, group=session.attention.domain_group)
             config = copy.copy(call.arguments["config"])
@@ -77,8 +77,8 @@ def _summed(original: Any) -> Any:
 
         session = active_session()
         if session is not None:
-            # Megatron takes the mean over ranks; each has its part of the sum over the count of all. Unequal
-            # replicas lie in one context-parallel group, and that many ranks divide the sum of their means.
+            # Megatron takes the mean over ranks, each of which has its part of the sum over the total count.
+            # Unequal replicas form one context-parallel group, whose size divides the sum of their means.
             loss = loss * parallel_state.get_context_parallel_world_size()
         function(loss, *args, **kwargs)
 

@@ -1,9 +1,9 @@
 """The distributed optimizer with torch's own Adam, where neither apex nor Transformer Engine is installed.
 
-That Adam keeps its step count beside each parameter's state. Megatron reads it from there before the
-first step, when there is none yet; gives all parameters one count to share, which each of them then
-advances; looks for it among the loaded tensors, where it is not; and in the default format finds there the
-count of before the load. Without these patches such a job can save a checkpoint but not load it.
+That Adam keeps a step count in each parameter's state. Megatron reads it before the first step, when there is
+none yet; gives all parameters one shared count, which each of them then advances; looks for it among the
+loaded tensors, where it is not; and in the default format finds the count from before the load. Without these
+patches such a job can save a checkpoint but not load it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def _with_state(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _without_loaded_step(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        with torch.no_grad():  # an fp32 shard is a view of a parameter, which autograd lets nobody write to
+        with (
+            torch.no_grad()
+        ):  # an fp32 shard is a view of a parameter, which must not be written to under autograd
             original(self, model_param, {**tensors, "step": None})  # anything but a tensor is not copied
 
     return set_main_param_and_optimizer_states

@@ -1,12 +1,15 @@
-"""What the distributed optimizer saves of buckets that end in padding.
+"""Checkpoints of the distributed optimizer's buckets that end in padding.
 
-A bucket of gradients is padded to a multiple of the data-parallel size, context parallelism included. With
-three ranks most buckets are; with a power of two few. Megatron saves the buckets without their padding, but
+A bucket of gradients is padded to a multiple of the data-parallel size, context parallelism included: most
+buckets with three ranks, few with a power of two. Megatron saves the buckets without their padding, but
 
-- in the fully reshardable format, where there are several, looks each parameter up where it would be with
-  it: all behind the first padding are saved shifted, and the last ones as zeros, with a warning in the log;
-- in the default format, fills the gap behind a rank's last parameter beyond the end of what is saved, and
-  the checkpoint is refused as inconsistent.
+- in the fully reshardable format, with several buckets, looks up each parameter at its place with padding:
+all
+  parameters behind the first padding are saved shifted, and the last ones as zeros, with a warning in the
+  log;
+- in the default format, fills the gap behind a rank's last parameter beyond the end of the saved data, and
+the
+  checkpoint is refused as inconsistent.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ def _looked_up_without_padding(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _unpadded_index_map(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """Begin, end and bucket of each parameter, in elements, where the buckets follow without padding."""
+    """Return begin, end and bucket of each parameter, in elements, for buckets without padding."""
     padding, shift = 0, {}
     for bucket in buffer.buckets:
         shift[bucket.bucket_id] = padding
@@ -64,7 +67,7 @@ def _filled_to_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut(tensor: Any) -> Any:
-    """A shard of a vector without what lies beyond the vector's end."""
+    """Return a shard of a vector without the part beyond the vector's end."""
     length = min(tensor.local_shape[0], tensor.global_shape[0] - tensor.global_offset[0])
     return replace(tensor, data=tensor.data[:length], local_shape=(length,))
 
@@ -80,7 +83,7 @@ BUCKET_PATCHES = (
     ),
     Patch(
         target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_dp_reshardable",
-        why="fills a bucket's gaps up to the end of what is saved of it",
+        why="fills a bucket's gaps up to the end of its saved data",
         build=_filled_to_the_end,
         parameters=_PARAMETERS,
     ),

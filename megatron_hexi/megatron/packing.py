@@ -1,8 +1,8 @@
-"""Sequences that consist of documents: Megatron's packed path (THD), in which attention stays within each.
+"""Sequences of documents in Megatron's packed path (THD), in which attention stays within each document.
 
-A rank's shard has other positions than without documents, and as many tokens; where documents are dealt by
-units' rates (``--hexi-batch-shares``), other tokens too, in every batch. They are derived where Megatron
-hands out the documents' ends: in the batch, at the rotary embeddings, in each layer.
+A rank's shard has other positions than without documents, and as many tokens; where documents are assigned by
+units' rates (``--hexi-batch-shares``), another number of tokens in every batch. Shards are derived where
+Megatron provides the documents' ends: in the batch, at the rotary embeddings, in each layer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megatron_hexi.plan import Mask
 
 @dataclass(frozen=True)
 class PackedShard:
-    """This rank's part of one sequence of documents.
+    """This rank's part of a sequence of documents.
 
     Args:
-        documents: their lengths.
+        documents: lengths of the documents.
         shard: the rank's rows.
         in_document: position of each row in its document, [L].
     """
@@ -36,15 +36,15 @@ class PackedShard:
     in_document: Tensor
 
 
-# Known once for each sequence: on a GPU, reading ends that no sample told waits for the device.
+# Cached for each sequence: on a GPU, reading ends that were not read on the host waits for the device.
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def packed_shard(session: Session, ends: Tensor) -> PackedShard:
-    """This rank's part of a sequence.
+    """Return this rank's part of a sequence.
 
     Args:
-        session: what this rank trains by.
+        session: this rank's session.
         ends: 0 and the end of each document, ascending, [documents + 1] or [1, documents + 1].
 
     Raises:
@@ -53,8 +53,8 @@ def packed_shard(session: Session, ends: Tensor) -> PackedShard:
     known: tuple[Session, PackedShard] | None = _known.get(ends)
     if known is not None and known[0] is session:
         return known[1]
-    told = AHEAD.of(ends)
-    places = ends.flatten().tolist() if told is None else [0, *itertools.accumulate(told)]
+    documents_read = AHEAD.of(ends)
+    places = ends.flatten().tolist() if documents_read is None else [0, *itertools.accumulate(documents_read)]
     documents = tuple(stop - start for start, stop in itertools.pairwise(places))
     AHEAD.wait(session, documents)
     if places[0] != 0 or places[-1] != session.seq_length or min(documents) < 0:
@@ -66,12 +66,12 @@ def packed_shard(session: Session, ends: Tensor) -> PackedShard:
     shard = local_shard(schedule, session.given.row_multiple, ends.device)
     starts = ends.flatten()
     document = torch.searchsorted(starts, shard.positions.to(starts.dtype), right=True) - 1
-    found = PackedShard(documents, shard, shard.positions - starts[document])
-    _known[ends] = session, found
-    return found
+    packed = PackedShard(documents, shard, shard.positions - starts[document])
+    _known[ends] = session, packed
+    return packed
 
 
 def document_ends(packed: Any) -> Tensor:
-    """Where documents end, as Megatron chooses between ends with and without padding."""
+    """Return the ends of documents, with padding where Megatron has both."""
     ends: Tensor = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     return ends

@@ -41,7 +41,7 @@ def rows_of(parser: argparse.ArgumentParser, version: str) -> list[Row]:
     """Return a parser's options, in its order, each marked with a version."""
     actions = [action for action in parser._actions if action.option_strings and action.dest != "help"]
     defaults: dict[str, Any] = {}
-    for action in actions:  # of several that set one argument argparse takes the first one's
+    for action in actions:  # of several options of one argument, argparse takes the first default
         defaults.setdefault(action.dest, action.default)
     return [_row(action, defaults[action.dest], version) for action in actions]
 
@@ -63,23 +63,23 @@ def _row(action: argparse.Action, default: Any, version: str) -> Row:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; a member of an enumeration by its name."""
+    """Return a value for JSON; a member of an enumeration as its name."""
     if isinstance(value, enum.Enum):
         return value.name
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def record() -> None:
-    """Write the installed version's options into the data, in place of what is there for it."""
+    """Write the installed version's options into the data, replacing its previous ones."""
     version = series(megatron.core.__version__)
     rows: dict[str, Row] = {}
-    kept = [row for row in read_rows() if row.versions != (version,)] if DATA.exists() else []
-    for row in (*kept, *installed_rows()):
-        others = tuple(one for one in row.versions if one != version or row.versions == (version,))
+    other_rows = [row for row in read_rows() if row.versions != (version,)] if DATA.exists() else []
+    for row in (*other_rows, *installed_rows()):
+        other_versions = tuple(v for v in row.versions if v != version or row.versions == (version,))
         same = json.dumps(row.document() | {"versions": None}, sort_keys=True)
         known = rows.get(same)
-        versions = {*(known.versions if known else ()), *others}
-        rows[same] = row._replace(versions=tuple(one for one in VERSIONS if one in versions))
+        versions = {*(known.versions if known else ()), *other_versions}
+        rows[same] = row._replace(versions=tuple(v for v in VERSIONS if v in versions))
     ordered = sorted(rows.values(), key=lambda row: (row.flags, row.versions))
     write_text_atomically(DATA, "".join(f"{json.dumps(row.document())}\n" for row in ordered if row.versions))
 

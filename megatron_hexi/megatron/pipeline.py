@@ -1,9 +1,8 @@
-"""What Megatron's schedules are told: the rows that a stage sends, and the micro-batches that it runs.
+"""Rows and micro-batches of Megatron's pipeline schedules: this rank's, in place of equal ones.
 
-Megatron computes the rows as ``seq_length // context_parallel_size`` in several places. All of them come
-out right when the schedule is told this rank's rows times that size. Where replicas differ, each runs as
-many micro-batches as it takes of the global batch; what ranks of several replicas do together (gradients,
-the count of tokens, losses) comes once, after the last of them.
+Megatron computes the rows as ``seq_length // context_parallel_size`` in several places. All are right when
+the schedule is given this rank's rows times that size. Where replicas differ, each runs its own number of
+micro-batches; collectives over replicas (gradients, the count of tokens, losses) come once, after the last.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ def _with_own_sizes(original: Callable[..., Callable[..., Any]]) -> Callable[...
     @functools.wraps(original)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         schedule = original(*args, **kwargs)
-        return schedule if active_session() is None else _told(schedule)
+        return schedule if active_session() is None else _with_plan_sizes(schedule)
 
     return get_forward_backward_func
 
 
-def _told(schedule: Callable[..., Any]) -> Callable[..., Any]:
+def _with_plan_sizes(schedule: Callable[..., Any]) -> Callable[..., Any]:
     from megatron.core import parallel_state
 
     @functools.wraps(schedule)
@@ -39,7 +38,7 @@ def _told(schedule: Callable[..., Any]) -> Callable[..., Any]:
         forward_only: bool = False,
         **kwargs: Any,
     ) -> Any:
-        session = active_session()  # Megatron asks for a schedule once; the plan may have been swapped since
+        session = active_session()  # Megatron gets a schedule once; the plan may have been swapped since
         assert session is not None, "no plan is dropped before the training ends"
         length = session.shard.rows * parallel_state.get_context_parallel_world_size()
         share, stages = session.share, session.stages

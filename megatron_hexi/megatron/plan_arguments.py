@@ -1,4 +1,4 @@
-"""``--hexi-plan``: the plan is read and held against the job before anything is allocated."""
+"""``--hexi-plan``: the plan, read and checked against the job before anything is allocated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_hexi.megatron.kernel_choice import choose_kernel
 from megatron_hexi.megatron.metrics_interval import set_metrics_interval
 from megatron_hexi.megatron.session import GivenPlan, given_plan, set_given_plan
 from megatron_hexi.mesh import Mesh
-from megatron_hexi.options.plan_job import PER_TOKEN, hold_job, take_shares
+from megatron_hexi.options.plan_job import PER_TOKEN, hold_job, replica_shares
 from megatron_hexi.plan import plan_digest, read_plan
 from megatron_hexi.record import open_record
 from megatron_hexi.replan.arguments import check_replanning
@@ -26,14 +26,14 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
 
     Args:
         args: Megatron's arguments, not yet checked; changed in place.
-        given: the flags that the user wrote.
-        device: of this rank's tensors.
+        given: flags that the user wrote.
+        device: device of this rank's tensors.
 
     Returns:
-        The flags that were set because the plan needs them and the user had not written them.
+        Flags that were set because the plan needs them and the user had not written them.
 
     Raises:
-        HexiError: the plan is wrong, or was made for another job; with both values.
+        HexiError: the plan is wrong, or was made for another job; the message has both values.
     """
     set_given_plan(None)
     if in_round() and args.hexi_plan is None:
@@ -60,9 +60,9 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
     check_replanning(args, plan)
     check_batch_shares(args, plan)
     set_metrics_interval(args, plan, on_gpu=device.type == "cuda")
-    shares = take_shares(args, plan)
+    shares = replica_shares(args, plan)
     if args.deterministic_mode:
-        # Megatron does so when it checks its arguments, which is later; the choice of a kernel goes by it.
+        # Megatron does so when it checks its arguments, which is later; the choice of a kernel depends on it.
         torch.use_deterministic_algorithms(True)
     kernel = choose_kernel(args, plan, device, _dtype(args))
     mesh = None if plan.is_repeated else Mesh(plan, args.micro_batch_size, args.sequence_parallel)
@@ -81,9 +81,9 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
 
 
 def check_interleaving(args: Namespace) -> None:
-    """Check that an interleaved pipeline can run what each replica takes.
+    """Check that an interleaved pipeline can run each replica's micro-batches.
 
-    It runs micro-batches in groups; Megatron would find out on the ranks of one replica alone, and late.
+    It runs micro-batches in groups; Megatron would fail late, and on the ranks of one replica alone.
 
     Args:
         args: Megatron's arguments, checked by Megatron.

@@ -1,4 +1,4 @@
-"""How the plan's process groups are made: with the options that Megatron gives to its own."""
+"""Options of the plan's process groups: those that Megatron gives to its own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CONTEXT_PARALLEL = "cp"
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What Megatron gives to each process group that it makes, and we to those of the plan.
+    """Options of each process group that Megatron makes, used for the plan's groups too.
 
     Args:
-        timeout: of a collective.
-        communicators: options of NCCL's communicators by Megatron's names for groups, of the file given by
+        timeout: time-out of a collective.
+        communicators: options of NCCL's communicators by Megatron's names of groups, from the file of
             ``--nccl-communicator-config-path``. Those of `cp` hold for the plan's groups.
     """
 
@@ -30,26 +30,29 @@ class GroupOptions:
 
     @classmethod
     def of_call(cls, call: dict[str, Any]) -> GroupOptions:
-        """From the arguments of ``initialize_model_parallel``."""
+        """Return the options from the arguments of ``initialize_model_parallel``."""
         path = call["nccl_communicator_config_path"]
         communicators = {} if path is None else yaml.safe_load(read_text(path))
         if _CONTEXT_PARALLEL in (call["high_priority_stream_groups"] or ()):
-            own = communicators.get(_CONTEXT_PARALLEL, {})
-            communicators = {**communicators, _CONTEXT_PARALLEL: {**own, "is_high_priority_stream": True}}
+            configured = communicators.get(_CONTEXT_PARALLEL, {})
+            communicators = {
+                **communicators,
+                _CONTEXT_PARALLEL: {**configured, "is_high_priority_stream": True},
+            }
         return cls(timedelta(minutes=call["distributed_timeout_minutes"]), communicators)
 
     def make(self, ranks: list[int], name: str) -> dist.ProcessGroup:
-        """A group that this rank belongs to, made by its members alone, on Megatron's list of groups.
+        """Make a group that this rank belongs to, by its members alone, in Megatron's list of groups.
 
-        A rank that is alone makes one too: torch names groups by how many a process has made, and with
-        unequal counts the next group that ranks make together would hang.
+        A rank that is alone makes a group too: torch names groups by the number that a process has made, and
+        with unequal numbers the next common group would hang.
         """
         group = self._make(ranks, name, by_members=True)
         assert isinstance(group, dist.ProcessGroup), "this rank is a member"
         return group
 
     def make_by_all(self, ranks: list[int], name: str) -> dist.ProcessGroup | None:
-        """A group that all ranks of the job make together; ``None`` on those that do not belong to it."""
+        """Make a group by all ranks of the job together; ``None`` on ranks that do not belong to it."""
         group = self._make(ranks, name, by_members=False)
         return group if isinstance(group, dist.ProcessGroup) else None
 

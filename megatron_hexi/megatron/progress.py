@@ -1,7 +1,7 @@
-"""What a run under a plan tells whenever Megatron logs: how fast, who works how long, who waits.
+"""Reports of a run whenever Megatron logs: tokens/s, busy and waiting time of each rank.
 
-One small all-gather an interval, then rank 0 writes the record (``--hexi-record``), and the last rank, which
-writes Megatron's log, adds to its line, to TensorBoard and to Weights & Biases.
+After a small all-gather, rank 0 writes the record (``--hexi-record``), and the last rank, which writes
+Megatron's log, adds to its line, to TensorBoard and to Weights & Biases.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch.distributed as dist
 
 from megatron_hexi.elastic.training.goodput import log_words as round_log_words
 from megatron_hexi.megatron.metrics import LOG_PARAMETERS
-from megatron_hexi.megatron.onlookers import Onlooker
-from megatron_hexi.megatron.recording import Recorder
+from megatron_hexi.megatron.optional_output import OptionalOutput
+from megatron_hexi.megatron.record_writer import RecordWriter
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.step_times import METER
 from megatron_hexi.patching import Patch
 from megatron_hexi.record import Interval, RankTimes
 from megatron_hexi.runtime.waiting import WAITS, StepTimes
 
-#: Up to so many ranks the log line names each; of more, the least and the most busy.
+#: Most ranks that the log line names one by one; of more, it names the least and the most busy.
 _NAMED_RANKS = 16
 _MILLI = 1e3
-_RECORD = Onlooker("--hexi-record")
+_RECORD = OptionalOutput("--hexi-record")
 
-#: Iterations and losses (none but on the last pipeline stage) that were not told of yet.
-_untold: list[tuple[int, torch.Tensor | None]] = []
-#: The last step whose waits were measured, if there is one.
+#: Iterations that are not logged yet, with their losses (``None`` except on the last pipeline stage).
+_unlogged: list[tuple[int, torch.Tensor | None]] = []
+#: The last step whose waits were measured, if any.
 _last_measured: list[StepTimes] = []
-#: What the next line of Megatron's log ends with.
+#: End of the next line of Megatron's log.
 _line_end = ""
-_recorder: Recorder | None = None
+_recorder: RecordWriter | None = None
 
 
 def gather_interval(
@@ -46,14 +46,14 @@ def gather_interval(
     tokens: int,
     session: Session,
 ) -> Interval:
-    """What all ranks measured, on every rank; a collective of all ranks.
+    """Return the measurements of all ranks, on every rank; a collective of all ranks.
 
     Args:
         iterations: numbers of the iterations.
         losses: their losses; ``None`` where this rank knows none.
-        steps: what they took on this rank.
-        tokens: of one iteration.
-        session: says where this rank's tensors are.
+        steps: their times on this rank.
+        tokens: tokens of an iteration.
+        session: this rank's session, for the device of its tensors.
     """
     count = len(steps)
     known = [math.nan if loss is None else float(loss) for loss in losses]
@@ -65,15 +65,15 @@ def gather_interval(
     sent = torch.tensor(mine, dtype=torch.float64, device=device)
     all_ranks = sent.new_empty(dist.get_world_size(), len(mine))
     dist.all_gather_into_tensor(all_ranks.view(-1), sent)
-    peak, step, *waits, rest = all_ranks.cpu().split([1, 1, *[1] * len(WAITS), 2 * count], dim=1)
-    seconds, told = rest.split(count, dim=1)
+    peak, step, *waits, step_columns = all_ranks.cpu().split([1, 1, *[1] * len(WAITS), 2 * count], dim=1)
+    seconds, loss_columns = step_columns.split(count, dim=1)
     waited = {
         f"{kind}_s": tuple(column.flatten().tolist()) for kind, column in zip(WAITS, waits, strict=True)
     }
     return Interval(
         iterations=tuple(iterations),
         seconds=tuple(seconds.amax(dim=0).tolist()),
-        losses=tuple(_known(column) for column in told.T.tolist()),
+        losses=tuple(_known(column) for column in loss_columns.T.tolist()),
         tokens=tokens,
         ranks=RankTimes(
             step_s=tuple(step.flatten().tolist()),
@@ -84,7 +84,7 @@ def gather_interval(
 
 
 def _waiting_shares(steps: Sequence[StepTimes]) -> list[float]:
-    """Of each kind, the part of a step: of those that were measured, or else of the last one before."""
+    """Return the part of a step spent waiting, by kind, of measured steps or else the last measured one."""
     global _last_measured
     measured = [step for step in steps if step.waited] or _last_measured
     _last_measured = measured[-1:]
@@ -93,26 +93,26 @@ def _waiting_shares(steps: Sequence[StepTimes]) -> list[float]:
 
 
 def log_words(interval: Interval) -> str:
-    """What Megatron's log line ends with."""
+    """Return the end of Megatron's log line for an interval."""
     busy = [seconds * _MILLI for seconds in interval.ranks.busy_s]
-    ranks, which = list(range(len(busy))), "busy"
+    ranks, title = list(range(len(busy))), "busy"
     if len(busy) > _NAMED_RANKS:
-        ranks, which = sorted(ranks, key=busy.__getitem__)[:: len(busy) - 1], "least and most busy"
+        ranks, title = sorted(ranks, key=busy.__getitem__)[:: len(busy) - 1], "least and most busy"
     named = ", ".join(f"{rank}: {busy[rank]:.1f}" for rank in ranks)
     idle = f"idle share: {interval.ranks.idle_share:.1%}"
-    return f" tokens/s: {interval.tokens_per_s:.0f} | {idle} | {which} by rank (ms): {named} |"
+    return f" tokens/s: {interval.tokens_per_s:.0f} | {idle} | {title} by rank (ms): {named} |"
 
 
 def scalars(interval: Interval) -> dict[str, float]:
-    """What TensorBoard and Weights & Biases are given, by name."""
+    """Return the values for TensorBoard and Weights & Biases, by name."""
     ranks = interval.ranks
-    found = {"hexi/tokens-per-second": interval.tokens_per_s, "hexi/idle-share": ranks.idle_share}
+    values = {"hexi/tokens-per-second": interval.tokens_per_s, "hexi/idle-share": ranks.idle_share}
     for rank, (busy, share) in enumerate(zip(ranks.busy_s, ranks.idle_shares, strict=True)):
-        found |= {f"hexi-busy-seconds/rank-{rank}": busy, f"hexi-idle-share/rank-{rank}": share}
-    return found
+        values |= {f"hexi-busy-seconds/rank-{rank}": busy, f"hexi-idle-share/rank-{rank}": share}
+    return values
 
 
-def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_progress(original: Callable[..., Any]) -> Callable[..., Any]:
     from megatron.training import get_args
 
     signature = inspect.signature(original)
@@ -126,9 +126,9 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         iteration = call.arguments["iteration"]
-        _untold.append((iteration, call.arguments["loss_dict"].get("lm loss")))
+        _unlogged.append((iteration, call.arguments["loss_dict"].get("lm loss")))
         if iteration % get_args().log_interval == 0 or call.arguments["is_first_iteration"]:
-            _line_end = _tell(session)
+            _line_end = _log_interval(session)
         result = original(*args, **kwargs)
         _line_end = ""
         return result
@@ -136,18 +136,18 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
     return training_log
 
 
-def _tell(session: Session) -> str:
+def _log_interval(session: Session) -> str:
     from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
     global _recorder
-    numbers, losses = zip(*_untold, strict=True)
-    _untold.clear()
+    numbers, losses = zip(*_unlogged, strict=True)
+    _unlogged.clear()
     # Megatron waits for the device too before it logs.
     tokens = get_current_running_global_batch_size() * session.seq_length
     interval = gather_interval(numbers, losses, METER.take(), tokens, session)
-    # On every rank, whatever its flags: making one is a collective.
-    _recorder = _recorder or Recorder(session, get_args())
+    # On every rank, whatever its flags: the constructor calls a collective.
+    _recorder = _recorder or RecordWriter(session, get_args())
     _RECORD.attempt(_recorder.write, interval, session.given.digest)
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
     if tensorboard:
@@ -163,12 +163,12 @@ def _tell(session: Session) -> str:
 
 
 def close_interval(session: Session) -> None:
-    """Tell of the iterations that were not told of yet: those that follow are another plan's.
+    """Log the iterations that are not logged yet, before another plan begins.
 
-    A collective of all ranks. What is told is missing in Megatron's log, not in the record.
+    A collective of all ranks. Megatron's log lacks these iterations, the record has them.
     """
-    if _untold:
-        _tell(session)
+    if _unlogged:
+        _log_interval(session)
 
 
 def _with_line_end(original: Callable[[str], None]) -> Callable[[str], None]:
@@ -182,15 +182,15 @@ def _with_line_end(original: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _known(losses: Sequence[float]) -> float | None:
-    """The loss that some rank knows; none where it is not finite."""
+    """Return the loss that some rank knows; ``None`` where no loss is finite."""
     return next((loss for loss in losses if math.isfinite(loss)), None)
 
 
 PROGRESS_PATCHES = (
     Patch(
         target="megatron.training.training:training_log",
-        why="tells what ranks did and waited, to the record and Megatron's writers",
-        build=_telling,
+        why="gives ranks' busy and waiting time to the record and Megatron's writers",
+        build=_with_progress,
         parameters=LOG_PARAMETERS,
     ),
     Patch(

@@ -1,7 +1,7 @@
-"""Checkpoints that cannot be loaded into this job are refused by name, whatever is wrong with them.
+"""Checks of checkpoints: one that cannot be loaded into this job is refused, and the error names the cause.
 
 Megatron ends such a job with an exception that names no option or a wrong one; in the legacy format some
-ranks end with exit code 0 and without a word that something is wrong.
+ranks end with exit code 0 and without a message.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 import torch.distributed
 
 from megatron_hexi.errors import CheckpointError, user_errors
-from megatron_hexi.megatron.folders import loaded_folder, others_hint, tracked_iteration
+from megatron_hexi.megatron.folders import iterations_hint, loaded_folder, tracked_iteration
 from megatron_hexi.patching import Patch
 
-#: What decides which parameters a rank has: sizes that the formats tied to it must find again.
+#: Sizes that decide which parameters a rank has: formats that depend on them need equal values.
 _LAYOUT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -33,15 +33,15 @@ _RESHARD = "save it again with --dist-ckpt-optim-fully-reshardable"
 _FRESH = "--no-load-optim starts a new optimizer"
 
 
-#: What gives weights their shapes and names, by the names of Megatron's arguments.
+#: Arguments of Megatron that decide on names and shapes of weights.
 _MODEL = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention"),
     *("num_query_groups", "kv_channels", "num_experts", "moe_ffn_hidden_size", "swiglu", "add_bias_linear"),
     *("untie_embeddings_and_output_weights", "normalization", "multi_latent_attention", "qk_layernorm"),
 )
-#: What Megatron and torch raise where a file of a checkpoint is missing, cut off or no such file.
+#: Errors of Megatron and torch where a file of a checkpoint is missing, truncated or of another kind.
 _UNREADABLE = (EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile, json.JSONDecodeError)
-#: Of their messages, what tells damaged files from weights of another model.
+#: Text in their messages that tells damaged files from weights of another model.
 _DAMAGED = re.compile("PytorchStreamReader|Ran out of input|central directory|unpickl|corrupt", re.IGNORECASE)
 _SCHEDULE = re.compile(r"class input value (\S+) and checkpoint\s*value (\S+) for (.+) do not match")
 
@@ -50,12 +50,12 @@ def check_model(folder: str, args: Namespace, saved: Namespace) -> None:
     """Refuse a checkpoint of another model.
 
     Args:
-        folder: that of ``--load``, for the message.
+        folder: the folder of ``--load``, for the message.
         args: this job's arguments.
-        saved: those in the checkpoint.
+        saved: the arguments in the checkpoint.
 
     Raises:
-        CheckpointError: with the options that differ, and both values.
+        CheckpointError: the models differ; the message has the options and both values.
     """
     if getattr(args, "hybrid_layer_pattern", None) != getattr(saved, "hybrid_layer_pattern", None):
         return  # Megatron loads a GPT into a hybrid model
@@ -85,13 +85,13 @@ def check_optimizer_state(folder: str, args: Namespace, saved: Namespace, shardi
     """Refuse a checkpoint whose optimizer state Megatron cannot load into this job.
 
     Args:
-        folder: that of ``--load``, for the message.
+        folder: the folder of ``--load``, for the message.
         args: this job's arguments.
-        saved: those in the checkpoint.
+        saved: the arguments in the checkpoint.
         sharding: its ``distrib_optim_sharding_type``; ``None`` where it has none.
 
     Raises:
-        CheckpointError: with the option, both values, and the remedy.
+        CheckpointError: it cannot; the message has the option, both values, and the remedy.
     """
     here, there = args.use_distributed_optimizer, saved.use_distributed_optimizer
     if here != there:
@@ -141,7 +141,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         if saved is not None and torch.distributed.is_initialized():
             with user_errors():
                 check_model(load_dir, args, saved)
-        # Before the groups are there, only arguments are read (--use-checkpoint-args).
+        # Before groups exist, only arguments are read (--use-checkpoint-args).
         if saved is None or release or not torch.distributed.is_initialized() or not _wanted(args, saved):
             return loaded
         content = state.get("content_metadata") or {}
@@ -162,17 +162,17 @@ def _named(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*rest, **kwargs)
         except (Exception, CheckpointException) as problem:  # torch's is a BaseException
             args = get_args()
-            said = _why(problem, args)
-            if said is None:
+            message = _why(problem, args)
+            if message is None:
                 raise
             with user_errors():
-                raise CheckpointError(f"{' '.join(loaded_folder(args) or ())}: {said}") from problem
+                raise CheckpointError(f"{' '.join(loaded_folder(args) or ())}: {message}") from problem
 
     return load_checkpoint
 
 
 def _why(problem: BaseException, args: Namespace) -> str | None:
-    """What is wrong with a checkpoint, and the remedy; ``None`` where that is not known."""
+    """Return an error message about a checkpoint with the remedy; ``None`` if the cause is unknown."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -180,9 +180,9 @@ def _why(problem: BaseException, args: Namespace) -> str | None:
         problem, _ = next(iter(problem.failures.values()))
     text = " ".join(str(problem).split())
     if schedule := _SCHEDULE.search(text):
-        here, there, what = schedule.groups()
+        here, there, setting = schedule.groups()
         return (
-            f"{what} was {there} in its training, in this job it is {here}; add "
+            f"{setting} was {there} in its training, in this job it is {here}; add "
             "--override-opt-param-scheduler to go on by this job's --train-iters and learning rate, or "
             "--use-checkpoint-opt_param-scheduler by the checkpoint's"
         )
@@ -191,7 +191,7 @@ def _why(problem: BaseException, args: Namespace) -> str | None:
     if isinstance(problem, _UNREADABLE) or (is_checkpoints and _DAMAGED.search(text)):
         _, folder = loaded_folder(args) or ("", "")
         step = args.ckpt_step if args.ckpt_step is not None else tracked_iteration(folder)
-        hint = others_hint(Path(folder), step)
+        hint = iterations_hint(Path(folder), step)
         return f"iteration {step} cannot be read ({last}); a file of it is damaged or missing; {hint}"
     if isinstance(problem, CheckpointingException) or "size mismatch" in text or "shape mismatch" in text:
         return f"its weights are not those of this model ({last}); load a checkpoint of this model"
@@ -217,9 +217,9 @@ def _with_same_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
         }
         if buckets:
             saved = load_tensors_metadata(str(checkpoint_dir))
-            found = {key: tuple(saved[key].global_shape) for key in buckets if key in saved}
+            saved_buckets = {key: tuple(saved[key].global_shape) for key in buckets if key in saved}
             with user_errors():
-                if found != buckets:
+                if saved_buckets != buckets:
                     raise CheckpointError(
                         f"--load {checkpoint_dir}: its optimizer state is in Megatron's default format, and "
                         "in other buckets than this job has; train with the same --overlap-grad-reduce, "
@@ -237,7 +237,7 @@ _OF_LOAD = ("validate_access_integrity", "strict")
 RESUME_PATCHES = (
     Patch(
         target="megatron.training.checkpointing:load_checkpoint",
-        why="says what is wrong with a checkpoint that cannot be loaded",
+        why="names the cause where a checkpoint cannot be loaded",
         build=_named,
     ),
     Patch(

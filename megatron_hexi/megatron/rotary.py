@@ -1,6 +1,6 @@
 """Rotary embeddings at the rank's true positions.
 
-Forgetting this is silent: training runs, and the loss is off in its fifth digit.
+Without this, training runs silently with a loss that is wrong in its fifth digit.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _at_positions_in_documents(original: Callable[..., Tensor]) -> Callable[...,
 
 
 def _length(session: Session) -> int:
-    """Positions that need embeddings: all, with padding where Megatron takes them as they are."""
+    """Return the number of positions with embeddings; with padding where Megatron takes them as they are."""
     from megatron.core import parallel_state
 
     alone = parallel_state.get_context_parallel_world_size() == 1
@@ -157,7 +157,7 @@ ROTARY_PATCHES = (
     ),
     Patch(
         target=f"{_ROTARY}.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache",
-        why="YaRN keeps the embeddings of a shorter sequence at first, of which a plan has no positions",
+        why="YaRN at first caches the embeddings of a shorter sequence, which lacks positions of a plan",
         build=_cached_whole,
         parameters=("self", "seq_len", "offset", "dtype", "packed_seq"),
     ),

@@ -1,10 +1,10 @@
-"""Samplers of unequal replicas: each draws its own micro-batches of every global batch, and no others.
+"""Samplers of unequal replicas: each draws only its own micro-batches of every global batch.
 
 Megatron sees one replica there, whose samplers give every rank the whole global batch, a micro-batch after
-another. Which of them are a rank's own says `Session.share`; its schedule runs as many (`pipeline.py`).
+another. `Session.share` says which are the rank's own; its schedule runs that many (`pipeline.py`).
 
-A swap of plans may change the share. Loaders with workers draw before the swap what is trained on after it,
-so a swap is announced before (`announce_share`), by the iteration that begins with it.
+A swap of plans may change the share. Loaders with workers draw batches before the swap that are trained on
+after it, so a swap is announced in advance (`announce_share`), with its first iteration.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import Patch
 from megatron_hexi.plan import Share
 
-#: From which iteration on which share is trained on, after the first.
+#: Shares after the first one, each with its first iteration.
 _announced: list[tuple[int, Share]] = []
-#: Whether batches are drawn for training now, and not for validation.
+#: Whether batches are being drawn for training, not for validation.
 _training = False
 
 
 def announce_share(iteration: int, share: Share) -> None:
-    """From the global batch of an iteration on, counted from 0, this rank takes another share."""
+    """Give this rank another share, from the global batch of an iteration on, counted from 0."""
     _announced.append((iteration, share))
 
 
 def batches_ahead(workers: int, share: Share) -> int:
-    """Global batches that a loader may have drawn of before they are trained on.
+    """Return the number of global batches that a loader may draw from before they are trained on.
 
     Args:
-        workers: of the loader; each has two micro-batches ahead.
-        share: of the rank.
+        workers: workers of the loader; each has two micro-batches ahead.
+        share: share of the rank.
     """
     return -(-2 * workers // share.count) if workers else 0
 
 
 def set_training(training: bool) -> None:
-    """Say that what is drawn from now on is for training, or not."""
+    """Set whether batches are drawn for training from now on."""
     global _training
     _training = training
 
 
-class _Draws:
-    """What one sampler has drawn; kept with it, for an epoch may end inside of a global batch."""
+class _DrawnBatches:
+    """The position of one sampler; kept with it, since an epoch may end inside a global batch."""
 
     def __init__(self, session: Session) -> None:
         from megatron.training import get_args
@@ -75,7 +75,7 @@ def _of_own_share(original: Callable[[Any], Iterator[list[int]]]) -> Callable[[A
         if session is None or session.share is None:
             yield from original(self)
             return
-        draws = self.hexi_draws = getattr(self, "hexi_draws", None) or _Draws(session)
+        draws = self.hexi_draws = getattr(self, "hexi_draws", None) or _DrawnBatches(session)
         for micro_batch in original(self):
             session = active_session()
             assert session is not None, "no plan is dropped before the training ends"

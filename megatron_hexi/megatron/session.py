@@ -1,6 +1,6 @@
-"""What this process trains by: the plan that was given, and all that was derived from it.
+"""The session of this process: the plan, and everything derived from it.
 
-One object, replaced whole: so a plan is swapped between two iterations (`replan.training`).
+It is one object, which a swap of plans between two iterations replaces (`replan.training`).
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from megatron_hexi.plan import Plan, Schedule, Share, UnitRates
 from megatron_hexi.runtime import DomainAttention
 
 if TYPE_CHECKING:
-    from megatron_hexi.megatron.stages.session import StagesSession
+    from megatron_hexi.megatron.stages.stages_session import StagesSession
 
 
 @dataclass(frozen=True)
 class GivenPlan:
-    """A plan as the command line gave it, checked against the job.
+    """The plan of the command line, checked against the job.
 
     Args:
         plan: the plan.
-        path: where it was read.
-        digest: of what it makes ranks do.
+        path: the plan's file.
+        digest: digest of the plan.
         kernel: name of the attention kernel, or ``auto``.
-        row_multiple: what the number of rows of every local tensor must be a multiple of: the
-            tensor-parallel size under sequence parallelism, else 1.
-        shares: which micro-batches each replica takes; ``None`` where replicas are equal, and Megatron
-            deals them.
-        mesh: where all ranks stand, of a plan whose stages have layers of their own; else ``None``.
-        rates: of its units, if documents are dealt by them, batch by batch; else ``None``.
+        row_multiple: number that divides the rows of every local tensor: the tensor-parallel size under
+            sequence parallelism, else 1.
+        shares: micro-batches of each replica; ``None`` where replicas are equal, and Megatron assigns
+            micro-batches.
+        mesh: the units of all ranks, of a plan whose stages have layers of their own; else ``None``.
+        rates: rates of its units, if documents are assigned by them in each batch; else ``None``.
         scales_mean: whether the loss scale is meant for the mean over a batch, as it is unless the user gives
             ``--calculate-per-token-loss``; the plan has losses summed over tokens all the same.
     """
@@ -59,7 +59,7 @@ class LocalShard:
 
     Args:
         positions: position of each row in the sequence, [L], padding last.
-        tokens: rows that are real tokens (T).
+        tokens: number of rows that are tokens (T).
     """
 
     positions: Tensor
@@ -67,7 +67,7 @@ class LocalShard:
 
     @property
     def rows(self) -> int:
-        """Rows with padding (L)."""
+        """Number of rows with padding (L)."""
         return self.positions.numel()
 
 
@@ -77,12 +77,12 @@ class Session:
 
     Args:
         given: the plan.
-        attention: its part in every attention layer.
-        shard: its rows outside attention; of a batch of documents, `packing.packed_shard` says them.
-        share: the micro-batches that its replica takes of each global batch; ``None``: Megatron deals them.
-        stages: its part in stages that differ; ``None`` where Megatron's own groups can hold the plan.
+        attention: this rank's attention, for every layer.
+        shard: this rank's rows outside attention; with documents, see `packing.packed_shard`.
+        share: micro-batches of its replica in each global batch; ``None``: Megatron assigns them.
+        stages: this rank's part in stages that differ; ``None`` where Megatron's own groups suffice.
         replica: number of its replica in a plan whose stages the job repeats.
-        since: the iteration before which this plan took another's place; 0: never.
+        since: the first iteration of this plan after a swap; 0: there was no swap.
     """
 
     given: GivenPlan
@@ -105,35 +105,35 @@ class Session:
 
 
 def local_shard(schedule: Schedule, row_multiple: int, device: torch.device) -> LocalShard:
-    """The rows of a rank with these split tables."""
+    """Return the rows of a rank with these split tables."""
     pieces = [torch.arange(start, stop) for start, stop in schedule.segments]
     padding = max(1, -(-schedule.tokens // row_multiple)) * row_multiple - schedule.tokens
     positions = torch.cat([*pieces, torch.zeros(padding, dtype=torch.int64)])
     return LocalShard(positions.to(device), schedule.tokens)
 
 
-# Megatron keeps its arguments and groups in module globals; these stand beside them and live as long.
+# Megatron keeps its arguments and groups in module globals; these live as long.
 _given: GivenPlan | None = None
 _session: Session | None = None
 
 
 def given_plan() -> GivenPlan | None:
-    """The plan of the command line; ``None`` without one."""
+    """Return the plan of the command line; ``None`` without a plan."""
     return _given
 
 
-def set_given_plan(given: GivenPlan | None) -> None:
-    """Keep the plan of the command line until the process groups are made."""
+def set_given_plan(plan: GivenPlan | None) -> None:
+    """Set the plan of the command line, for the making of process groups."""
     global _given
-    _given = given
+    _given = plan
 
 
 def active_session() -> Session | None:
-    """What this rank trains by; ``None`` where Megatron runs as it is."""
+    """Return this rank's session; ``None`` where Megatron runs without a plan."""
     return _session
 
 
 def set_active_session(session: Session | None) -> None:
-    """Train by another session from now on, or as Megatron does."""
+    """Train by another session from now on; ``None``: as Megatron does."""
     global _session
     _session = session

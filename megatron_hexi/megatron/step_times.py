@@ -1,8 +1,8 @@
-"""Where Megatron waits for other ranks in a training step, under a plan: what `runtime.waiting` counts.
+"""Measurement of training steps, and of Megatron's waits for other ranks in them.
 
-Our own transfers count themselves. Here are the step, the synchronisation of gradients and weights, and what
-pipeline stages send each other. Everything else is work: also the sums of tensor parallelism, the tokens
-that experts exchange, and the few numbers that ranks agree on, norms and losses.
+Transfers of `runtime` are measured there (`runtime.waiting`). Here are the step, the synchronisation of
+gradients and weights, and messages of pipeline stages. Everything else counts as work: also all-reduces of
+tensor parallelism, tokens that experts exchange, and norms and losses.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megatron_hexi.megatron.session import active_session
 from megatron_hexi.patching import STEP_PARAMETERS, Patch
 from megatron_hexi.runtime.waiting import StepMeter, Wait, waiting
 
-#: Of this process, as Megatron's own timers are.
+#: The meter of this process.
 METER = StepMeter()
 
 
 class _TimedRequest:
-    """A message under way between stages, whose wait counts."""
+    """A message under way between stages, whose wait is measured."""
 
     def __init__(self, request: Any) -> None:
         self._request = request
@@ -42,7 +42,7 @@ def _measured(original: Callable[..., Any]) -> Callable[..., Any]:
         if active_session() is None:
             return original(*args, **kwargs)
         number = signature.bind(*args, **kwargs).arguments["iteration"] + 1
-        # The first of a job is logged by itself.
+        # The first step of a job is logged separately.
         waits = METER.is_new or is_measured(number, get_args().hexi_metrics_interval)
         with METER.step(waits):
             return original(*args, **kwargs)
@@ -51,7 +51,7 @@ def _measured(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _waits(kind: Wait) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What makes a function count as waiting."""
+    """Return a function that wraps another so that its time counts as waiting."""
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -4,7 +4,14 @@ from megatron_hexi.mesh.border import HeldRows, RowBlock, RowMessage, border_mes
 from megatron_hexi.mesh.experts import ExpertDomain, job_experts
 from megatron_hexi.mesh.mesh import Mesh
 from megatron_hexi.mesh.pieces import Box, Cell, MinistageId, Piece, cell_contains, cell_size, cut_pieces
-from megatron_hexi.mesh.residence import ROWS_ON_DEVICE, Keeping, Sweep, is_summed_last, keeping, sweeps
+from megatron_hexi.mesh.residence import (
+    ROWS_ON_DEVICE,
+    MinistagePass,
+    Residence,
+    bucket_residence,
+    is_summed_last,
+    ministage_passes,
+)
 from megatron_hexi.mesh.shares import Bucket, Slab, make_buckets
 
 __all__ = [
@@ -14,23 +21,23 @@ __all__ = [
     "Cell",
     "ExpertDomain",
     "HeldRows",
-    "Keeping",
     "Mesh",
     "MinistageId",
+    "MinistagePass",
     "Piece",
+    "Residence",
     "RowBlock",
     "RowMessage",
     "Slab",
-    "Sweep",
     "border_messages",
+    "bucket_residence",
     "cell_contains",
     "cell_size",
     "cut_pieces",
     "held_rows",
     "is_summed_last",
     "job_experts",
-    "keeping",
     "make_buckets",
+    "ministage_passes",
     "row_messages",
-    "sweeps",
 ]

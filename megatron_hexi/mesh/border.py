@@ -1,7 +1,7 @@
-"""The border between two stages: who holds which rows, and who sends which of them to whom.
+"""The border between two stages: the rows that each rank holds, and the messages that carry them over.
 
-Both ends of each message derive the same table from the plan, so nothing is asked for. A row, a position of a
-sample, travels to each rank that holds it behind the border, straight from a rank that holds it before the
+Both ends of each message derive the same table from the plan, without communication. A row (a position of a
+sample) travels to each rank that holds it behind the border, straight from a rank that holds it before the
 border. Where several ranks hold the same rows (tensor parallelism without sequence parallelism), each of them
 sends a part. No rank leads, nothing is broadcast, and no size must divide another.
 """
@@ -24,9 +24,9 @@ class HeldRows:
     """The rows that a rank holds of a stage's [S, B, hidden] activations, padding left out.
 
     Args:
-        rank: its number in the job.
-        positions: of the sequence, ascending.
-        samples: of the micro-batch.
+        rank: the rank's number in the job.
+        positions: positions of the sequence, ascending.
+        samples: samples of the micro-batch.
         rows: local rows with padding (L).
     """
 
@@ -36,7 +36,7 @@ class HeldRows:
     rows: int
 
     def local(self, positions: Sequence[Range]) -> tuple[Range, ...]:
-        """The local rows of some of its positions, a range for each range."""
+        """Return the local rows of some positions, a range for each range."""
         ranges = []
         for start, stop in positions:
             offset = 0
@@ -52,20 +52,20 @@ class HeldRows:
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows of one message: some positions of some samples."""
+    """Rows of a message: positions of the sequence, for some samples."""
 
     positions: tuple[Range, ...]
     samples: Range
 
     @property
     def rows(self) -> int:
-        """How many rows, over all samples."""
+        """Number of rows, over all samples."""
         return sum(stop - start for start, stop in self.positions) * (self.samples[1] - self.samples[0])
 
 
 @dataclass(frozen=True)
 class RowMessage:
-    """All that one rank sends another over a border for one micro-batch.
+    """All rows that a rank sends another over a border for one micro-batch.
 
     Args:
         source: rank of the stage before; gradients travel from `target` to `source`.
@@ -79,17 +79,17 @@ class RowMessage:
 
     @property
     def rows(self) -> int:
-        """How many rows, over all samples."""
+        """Number of rows, over all samples."""
         return sum(block.rows for block in self.blocks)
 
 
 def held_rows(mesh: Mesh, rank: int, documents: tuple[int, ...] | None = None) -> HeldRows:
-    """The rows that a rank holds outside attention and outside tensor-parallel layers.
+    """Return the rows that a rank holds outside attention and outside tensor-parallel layers.
 
     Args:
         mesh: the units of all ranks.
-        rank: its number in the job.
-        documents: lengths of the documents of the sequence; ``None``: it is one.
+        rank: the rank's number in the job.
+        documents: lengths of the documents of the sequence; ``None``: the sequence is one document.
     """
     unit = mesh.units[rank]
     domain = unit.domain
@@ -114,17 +114,17 @@ def border_messages(
     documents: tuple[int, ...] | None = None,
     domains: tuple[int | None, int | None] = (None, None),
 ) -> tuple[RowMessage, ...]:
-    """What travels from one stage of a replica to a neighbour for one micro-batch.
+    """Return the messages from one stage of a replica to a neighbour for one micro-batch.
 
     Forward these are activations. Backward they are gradients: behind the border every rank that holds a row
-    holds its whole gradient, so the same rule says who sends it.
+    holds its whole gradient, so the same table applies.
 
     Args:
         mesh: the units of all ranks.
         replica: number of the replica.
         source: number of the stage that sends.
         target: number of the stage that receives.
-        documents: lengths of the documents of the sequence; ``None``: it is one.
+        documents: lengths of the documents of the sequence; ``None``: the sequence is one document.
         domains: the number of the domain that takes the micro-batch in each of the two stages; ``None``: all
             take some of its samples.
     """
@@ -140,61 +140,63 @@ def border_messages(
 
 
 def row_messages(sources: Sequence[HeldRows], targets: Sequence[HeldRows]) -> tuple[RowMessage, ...]:
-    """Who sends which rows to whom, so that each target receives each of its rows once.
+    """Return the messages with which each target receives each of its rows once.
 
     Args:
-        sources: what is held where rows come from; together every row that a target holds.
-        targets: what is held where they go.
+        sources: rows held by the sending ranks; together every row that a target holds.
+        targets: rows held by the receiving ranks.
 
     Returns:
-        One message a pair at most, by source and target; pairs that share nothing have none.
+        At most one message a pair of ranks, ordered by source and target; none for pairs without common rows.
     """
     cuts = sorted({end for source in sources for end in source.samples})
-    held: dict[Range, _HolderIndex] = {}
+    holders: dict[Range, _HolderIndex] = {}
     blocks: dict[tuple[int, int], list[RowBlock]] = {}
     for turn, target in enumerate(targets):
         for samples in _cut(target.samples, cuts):
-            if samples not in held:
-                held[samples] = _HolderIndex([one for one in sources if _contains(one.samples, samples)])
+            if samples not in holders:
+                holders[samples] = _HolderIndex(
+                    [source for source in sources if _contains(source.samples, samples)]
+                )
             by_holders: dict[tuple[int, ...], list[Range]] = {}
             for span in target.positions:
-                for owners, part in held[samples].by_holders(span):
+                for owners, part in holders[samples].by_holders(span):
                     assert owners, f"nobody holds positions {part} of samples {samples}"
                     by_holders.setdefault(owners, []).append(part)
             for owners, spans in by_holders.items():
-                for owner, own in _dealt(merge_segments(spans), owners, turn):
-                    blocks.setdefault((owner, target.rank), []).append(RowBlock(own, samples))
-    return tuple(RowMessage(*pair, tuple(found)) for pair, found in sorted(blocks.items()))
+                for owner, part_spans in _divided(merge_segments(spans), owners, turn):
+                    blocks.setdefault((owner, target.rank), []).append(RowBlock(part_spans, samples))
+    return tuple(RowMessage(*pair, tuple(row_blocks)) for pair, row_blocks in sorted(blocks.items()))
 
 
 class _HolderIndex:
-    """Who holds which positions: messages of a thousand ranks are found in their number.
+    """An index from positions to the ranks that hold them, linear in the number of ranks.
 
     Args:
-        holders: of the same samples.
+        holders: rows of ranks that hold the same samples.
     """
 
     def __init__(self, holders: Sequence[HeldRows]) -> None:
-        #: Where holders change, and the ranks that hold the positions from there on.
-        self._ends = sorted({end for one in holders for span in one.positions for end in span})
+        #: Positions at which holders change, and the ranks that hold the positions from there on.
+        self._ends = sorted({end for holder in holders for span in holder.positions for end in span})
         owners: list[list[int]] = [[] for _ in self._ends]
-        for one in holders:
-            for first, last in one.positions:
+        for holder in holders:
+            for first, last in holder.positions:
                 for place in range(bisect_left(self._ends, first), bisect_left(self._ends, last)):
-                    owners[place].append(one.rank)
+                    owners[place].append(holder.rank)
         self._owners = [tuple(ranks) for ranks in owners]
 
     def by_holders(self, span: Range) -> Iterator[tuple[tuple[int, ...], Range]]:
-        """A range of positions, cut where holders change, with these; nobody where none holds it."""
+        """Yield a range of positions, cut where holders change, each part with its holders (perhaps none)."""
         for part in _cut(span, self._ends):
             place = bisect_right(self._ends, part[0]) - 1
             yield self._owners[place] if place >= 0 else (), part
 
 
-def _dealt(
+def _divided(
     spans: tuple[Range, ...], owners: tuple[int, ...], turn: int
 ) -> Iterable[tuple[int, tuple[Range, ...]]]:
-    """Equal parts of some positions for all that hold them; who sends the first changes with the target."""
+    """Yield equal parts of some positions, one for each holder; `turn` changes who sends the first."""
     total, count = sum(stop - start for start, stop in spans), len(owners)
     cuts = [total * number // count for number in range(count + 1)]
     for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
@@ -203,7 +205,7 @@ def _dealt(
 
 
 def _cut(span: Range, ends: Sequence[int]) -> Iterator[Range]:
-    """A range, cut at the ends inside it; `ends` ascend."""
+    """Return the parts of a range, cut at the ends inside it; `ends` ascend."""
     inside = ends[bisect_right(ends, span[0]) : bisect_left(ends, span[1])]
     return (part for part in itertools.pairwise((span[0], *inside, span[1])) if part[0] < part[1])
 

@@ -1,14 +1,14 @@
-"""The units of all ranks of a job whose stages differ, and the ranks that work together."""
+"""The mesh: the unit of every rank of a job with stages, and the ranks that work together."""
 
 from __future__ import annotations
 
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.shares import stage_deal
+from megatron_hexi.plan.shares import domain_micro_batches
 from megatron_hexi.plan.units import Unit, unit_rows
 
 
 class Mesh:
-    """The units of all ranks, and what follows from them. All ranks derive the same.
+    """The units of all ranks, and tables that follow from them; the same on all ranks.
 
     Args:
         plan: a plan that passed its checks, with layers in every stage.
@@ -25,36 +25,36 @@ class Mesh:
         #: The unit of each rank, by rank.
         self.units: tuple[Unit, ...] = tuple(unit_of[rank] for rank in range(len(unit_of)))
 
-    def goes_round(self, replica: int) -> bool:
+    def wraps_around(self, replica: int) -> bool:
         """Whether the last stage of a replica sends to the first, for the next ministage."""
         stages = self.plan.replicas[replica].stages
         return len(stages) > 1 and (stages[0].ministages or 1) > 1
 
     def stage_ranks(self, replica: int, stage: int) -> tuple[int, ...]:
-        """All ranks of a stage, ascending."""
+        """Return all ranks of a stage, ascending."""
         members = self.plan.replicas[replica].stages[stage].members
         return tuple(sorted(rank for member in members for rank in member.ranks))
 
-    def taking(self, replica: int, stage: int, micro_batch: int) -> int | None:
-        """The number of the domain that takes a micro-batch; ``None``: all take some samples of it."""
-        domains = enumerate(stage_deal(self.plan.replicas[replica].stages[stage]))
-        return next((number for number, own in domains if own is not None and micro_batch in own), None)
+    def taking_domain(self, replica: int, stage: int, micro_batch: int) -> int | None:
+        """Return the number of the domain that takes a micro-batch; ``None``: all take samples of it."""
+        domains = enumerate(domain_micro_batches(self.plan.replicas[replica].stages[stage]))
+        return next((number for number, taken in domains if taken is not None and micro_batch in taken), None)
 
-    def lane(self, rank: int) -> tuple[int, ...]:
-        """The ranks that exchange keys with a rank: its counterpart in each unit of its domain."""
+    def context_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that exchange keys with a rank: its counterpart in each unit of its domain."""
         unit = self.units[rank]
         index = unit.ranks.index(rank)
         return tuple(member.ranks[index] for member in unit.domain.members)
 
-    def chain(self, rank: int) -> tuple[int, ...]:
-        """A rank of each stage of a rank's replica, itself at its own: the pipeline as it sees it."""
+    def pipeline_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the pipeline of a rank: a rank of each stage of its replica, itself at its own stage."""
         unit = self.units[rank]
-        chain = [self.stage_ranks(unit.replica, stage)[0] for stage in range(unit.depth)]
-        chain[unit.stage] = rank
-        return tuple(chain)
+        ranks = [self.stage_ranks(unit.replica, stage)[0] for stage in range(unit.depth)]
+        ranks[unit.stage] = rank
+        return tuple(ranks)
 
     def loss_ranks(self) -> tuple[int, ...]:
-        """One rank of each unit that computes the loss: together they hold each token of the batch once."""
+        """Return a rank of each unit that computes the loss: together these hold each token once."""
         return tuple(sorted({unit.ranks[-1] for unit in self.units if unit.is_last}))
 
     def copy(self, unit: Unit) -> int:

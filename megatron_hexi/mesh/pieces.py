@@ -1,9 +1,9 @@
-"""Pieces of the weights: where ranks hold different parts of one weight, the parts that all of them share.
+"""Pieces of weights: the parts into which the ranks' boxes cut a weight, each held whole by its holders.
 
 Megatron says of each parameter which boxes of which weights it holds (its `sharded_state_dict`): a layer, the
 rows of a tensor-parallel rank, the gate's half of a fused projection. Cutting each box wherever another
-begins or ends gives pieces: whoever holds a part of a piece holds all of it. One rule covers unequal stages,
-unequal tensor-parallel sizes (the smallest common chunk), copies, and tied embeddings.
+begins or ends gives pieces: a rank that holds a part of a piece holds all of it. One rule covers unequal
+stages, unequal tensor-parallel sizes (the smallest common chunk), copies, and tied embeddings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_hexi.plan.model import Range
 
 #: A part of a weight: a range of each of its axes.
 Cell = tuple[Range, ...]
-#: The ministage that uses a part of a weight: replica, stage, and number in it.
+#: A ministage: replica, stage, and number in the stage.
 MinistageId = tuple[int, int, int]
 
 
@@ -29,9 +29,9 @@ class Box:
     Args:
         key: name of the weight, the same on all ranks; all layers may share one, along their first axis.
         cell: the part.
-        shape: of the whole weight.
-        depth: how early the forward pass uses it, the same on all ranks that hold it there: layers in order.
-        ministage: the one that uses it; ``None``: no one alone.
+        shape: shape of the whole weight.
+        depth: place in the order in which the forward pass uses weights, the same on all ranks.
+        ministage: the only ministage that uses it; ``None``: there is no such ministage.
     """
 
     key: str
@@ -43,15 +43,15 @@ class Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a weight that some ranks hold, all of them whole.
+    """A part of a weight that each of its holders holds whole.
 
     Args:
         key: name of the weight.
         cell: the part.
-        shape: of the whole weight.
-        depth: the least depth at which any of them uses it: its gradient is complete last.
+        shape: shape of the whole weight.
+        depth: the least depth of its boxes: there its gradient is complete.
         holders: the ranks, ascending.
-        used_in: the only ministage in which each of them uses it; ``None``: it has none.
+        used_in: for each holder the only ministage that uses it; ``None``: there is no such ministage.
     """
 
     key: str
@@ -63,52 +63,52 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return cell_size(self.cell)
 
 
 def cell_size(cell: Cell) -> int:
-    """Elements of a part of a weight."""
+    """Return the number of elements of a part of a weight."""
     return math.prod(stop - start for start, stop in cell)
 
 
 def cell_contains(outer: Cell, inner: Cell) -> bool:
-    """Whether one part lies in another."""
+    """Whether a part of a weight lies in another part."""
     return all(low <= start and stop <= high for (low, high), (start, stop) in zip(outer, inner, strict=True))
 
 
 def cut_pieces(boxes: Sequence[Sequence[Box]]) -> tuple[Piece, ...]:
-    """A cut of all weights, axis by axis, such that each rank holds each piece whole or not at all.
+    """Cut all weights, axis by axis, such that each rank holds each piece whole or not at all.
 
     Args:
-        boxes: of each rank, by its number.
+        boxes: the boxes of each rank.
 
     Returns:
         The pieces, in the order in which the backward pass completes their gradients, last layer first; the
         same on all ranks.
 
     Raises:
-        PlanError: a rank holds a part twice, ranks do not agree on a weight's shape, or a part is held by
-            nobody; with the weight, and the ranks where there are any.
+        PlanError: a rank holds a part twice, ranks disagree on a weight's shape, or no rank holds a part; the
+            message names the weight and the ranks.
     """
     by_key: dict[str, list[tuple[int, Box]]] = {}
-    for rank, own in enumerate(boxes):
-        for box in own:
+    for rank, rank_boxes in enumerate(boxes):
+        for box in rank_boxes:
             by_key.setdefault(box.key, []).append((rank, box))
     pieces = [piece for key in sorted(by_key) for piece in _cut_weight(key, by_key[key])]
     return tuple(sorted(pieces, key=lambda piece: (-piece.depth, piece.key, piece.cell)))
 
 
-def _cut_weight(key: str, held: list[tuple[int, Box]]) -> list[Piece]:
-    shape = held[0][1].shape
-    for rank, box in held:
+def _cut_weight(key: str, boxes: list[tuple[int, Box]]) -> list[Piece]:
+    shape = boxes[0][1].shape
+    for rank, box in boxes:
         if box.shape != shape:
             raise PlanError(
-                f"weight {key}: rank {held[0][0]} knows it as {list(shape)}, rank {rank} as "
+                f"weight {key}: rank {boxes[0][0]} knows it as {list(shape)}, rank {rank} as "
                 f"{list(box.shape)}; give all stages the same model, with one padded vocabulary"
             )
     pieces = []
-    for cell, inside in _refined(held, 0):
+    for cell, inside in _refined(boxes, 0):
         ranks = sorted(rank for rank, _ in inside)
         for rank, following in itertools.pairwise(ranks):
             if rank == following:
@@ -128,23 +128,25 @@ def _cut_weight(key: str, held: list[tuple[int, Box]]) -> list[Piece]:
     return pieces
 
 
-def _refined(held: list[tuple[int, Box]], axis: int) -> Iterator[tuple[Cell, list[tuple[int, Box]]]]:
-    """Cells from an axis on that lie wholly in some of the boxes and touch no other, with these boxes.
+def _refined(boxes: list[tuple[int, Box]], axis: int) -> Iterator[tuple[Cell, list[tuple[int, Box]]]]:
+    """Yield cells, from an axis on, that lie in some of the boxes and touch no other, with these boxes.
 
-    What is cut along an axis is only cut further by the boxes that hold it: a layer's weights by those of its
-    own stages.
+    A part that is cut along an axis is cut further only by the boxes that hold it: a layer's weights by those
+    of its own stages.
     """
-    if axis == len(held[0][1].shape):
-        yield (), held
+    if axis == len(boxes[0][1].shape):
+        yield (), boxes
         return
-    ends = sorted({end for _, box in held for end in box.cell[axis]})
+    ends = sorted({end for _, box in boxes for end in box.cell[axis]})
     for low, high in itertools.pairwise(ends):
-        inside = [(rank, box) for rank, box in held if box.cell[axis][0] <= low and high <= box.cell[axis][1]]
+        inside = [
+            (rank, box) for rank, box in boxes if box.cell[axis][0] <= low and high <= box.cell[axis][1]
+        ]
         if inside:
             for cell, holders in _refined(inside, axis + 1):
                 yield ((low, high), *cell), holders
 
 
 def spell_cell(cell: Cell) -> str:
-    """A part as Python would slice it."""
+    """Return a part of a weight as a Python slice, such as ``[0:2, 4:8]``."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in cell) + "]"

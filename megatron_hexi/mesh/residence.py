@@ -1,8 +1,8 @@
-"""Where what a stage holds is, and when: one table, which the runtime carries out and the cost model adds up.
+"""The place of a stage's data over time, device or host memory: for the runtime and for the cost model.
 
-Of a stage that runs in ministages, three things are not in use all the time: the weights and gradients of
-ministages that do not run, the optimizer's state between two steps, and the rows that entered a ministage
-until its backward pass. Each waits on the device, or as the plan's `offload` says in host memory.
+A stage that runs in ministages uses three kinds of data only at times: weights and gradients while their
+ministage runs, the optimizer's state in its step, and the rows that entered a ministage in its backward pass.
+In between they stay on the device, or in host memory where the plan's `offload` says so.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from typing import Literal
 from megatron_hexi.mesh.shares import Bucket
 from megatron_hexi.plan.terms import Offload
 
-#: Micro-batches whose rows are on the device where the others' wait in host memory: of the one that runs, and
-#: of the one that is on its way.
+#: Micro-batches whose rows are on the device where activations are offloaded: the one that runs, and the one
+#: whose rows are being copied.
 ROWS_ON_DEVICE = 2
 
 
 @dataclass(frozen=True)
-class Sweep:
+class MinistagePass:
     """All micro-batches through one ministage, one after the other.
 
     Args:
-        ministage: its number.
-        way: `forward`, keeping the rows that enter; `backward`, running it again from these; or `turn`: each
-            micro-batch forward and at once backward, at the loss.
-        weights: ministages whose weights are whole on the device, where they come and go: its own, and
-            those of the next sweep, which come meanwhile.
-        gradients: ministages whose gradients are: its own, and those of the sweep before, which are leaving.
+        ministage: number of the ministage.
+        way: `forward`, which keeps the rows that enter; `backward`, which recomputes the ministage from
+            these; or `turn` at the loss: each micro-batch forward and backward at once.
+        weights: ministages whose weights are whole on the device, where they do not stay: its own, and those
+            of the next pass, which are being fetched.
+        gradients: ministages whose gradients are on the device: its own, and those of the pass before, which
+            are being reduced.
     """
 
     ministage: int
@@ -40,50 +41,53 @@ class Sweep:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it gives gradients."""
+        """Whether it computes gradients."""
         return self.way != "forward"
 
 
 @lru_cache(maxsize=64)
-def sweeps(ministages: int, gives_loss: bool, forward_only: bool = False) -> tuple[Sweep, ...]:
-    """What a stage does in an iteration, in order.
+def ministage_passes(
+    ministages: int, gives_loss: bool, forward_only: bool = False
+) -> tuple[MinistagePass, ...]:
+    """Return the passes of a stage in an iteration, in order.
 
     Args:
-        ministages: in how many parts it runs.
+        ministages: number of ministages of the stage.
         gives_loss: whether it is the last stage of its replica.
         forward_only: whether it is an evaluation.
     """
     numbers = range(ministages)
     ways: list[tuple[int, Literal["forward", "backward", "turn"]]] = [(n, "forward") for n in numbers]
     if not forward_only:
-        *others, last = numbers
+        *before, last = numbers
         if gives_loss:
             ways[last] = last, "turn"
         else:
             ways.append((last, "backward"))
-        ways += [(number, "backward") for number in reversed(others)]
-    made: list[Sweep] = []
+        ways += [(number, "backward") for number in reversed(before)]
+    passes: list[MinistagePass] = []
     for place, (number, way) in enumerate(ways):
         following = ways[place + 1 : place + 2]
-        weights = dict.fromkeys((number, *(other for other, _ in following)))
-        leaving = made[-1].ministage if made and made[-1].is_backward else number
+        weights = dict.fromkeys((number, *(next_number for next_number, _ in following)))
+        leaving = passes[-1].ministage if passes and passes[-1].is_backward else number
         gradients = () if way == "forward" else tuple(dict.fromkeys((number, leaving)))
-        made.append(Sweep(number, way, tuple(weights), gradients))
-    return tuple(made)
+        passes.append(MinistagePass(number, way, tuple(weights), gradients))
+    return tuple(passes)
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """How one rank keeps a bucket.
+class Residence:
+    """The place of a bucket on one rank over an iteration.
 
     Args:
-        ministage: the sweeps in which it is whole on the device; ``None``: in all.
-        whole: whether the rank keeps all of it between these, or its own share only, which the other holders
-            complete before each sweep.
-        weights_on_host: whether what it keeps of the weights waits in host memory.
-        gradients_on_host: whether what it keeps of the gradients does. A bucket that is always on the device
-            has a copy there of what the rank owns, for the optimizer's step.
-        state_on_host: whether the fp32 weights and the optimizer's state of what the rank owns do.
+        ministage: the ministage in whose passes it is whole on the device; ``None``: in all passes.
+        whole: whether the rank keeps all of it between these passes, or only its share, which the other
+            holders complete before each pass.
+        weights_on_host: whether the weights that it keeps are in host memory between these passes.
+        gradients_on_host: likewise of gradients. A bucket that is always on the device has a copy in host
+            memory of the gradients that the rank owns, for the optimizer's step.
+        state_on_host: whether the fp32 weights and the optimizer's state of the rank's share are in host
+            memory.
     """
 
     ministage: int | None
@@ -94,38 +98,38 @@ class Keeping:
 
     @property
     def passes(self) -> bool:
-        """Whether it is on the device in some sweeps only."""
+        """Whether it is on the device only in the passes of a ministage."""
         return self.ministage is not None
 
 
-def keeping(bucket: Bucket, rank: int, offload: Collection[Offload]) -> Keeping:
-    """How a rank keeps a bucket that it holds.
+def bucket_residence(bucket: Bucket, rank: int, offload: Collection[Offload]) -> Residence:
+    """Return the place of a bucket on one of its holders.
 
-    Holders that all use it in one and the same ministage run in step, so each keeps a share and they complete
-    one another. Others do not: there a rank needs all of it, on the device or in host memory.
+    Holders that all use it in the same ministage run in step, so each keeps a share, and they gather it
+    before each pass. Otherwise a rank keeps all of it, on the device or in host memory.
 
     Args:
-        bucket: its table.
-        rank: one of its holders.
-        offload: what the plan offloads of its stage.
+        bucket: the bucket.
+        rank: a holder of the bucket.
+        offload: data of the rank's stage that the plan offloads.
     """
     ministage = bucket.ministage_of(rank)
     on_host, stepped_on_host = "parameters" in offload, "optimizer" in offload
     if ministage is None or not (bucket.in_step or on_host):
-        return Keeping(None, True, False, stepped_on_host, stepped_on_host)
-    return Keeping(ministage, not bucket.in_step, on_host, stepped_on_host, stepped_on_host)
+        return Residence(None, True, False, stepped_on_host, stepped_on_host)
+    return Residence(ministage, not bucket.in_step, on_host, stepped_on_host, stepped_on_host)
 
 
 def is_summed_last(bucket: Bucket, offload_of: Callable[[int], Collection[Offload]]) -> bool:
-    """Whether the gradients of a bucket are summed after those that stay on the device.
+    """Whether a bucket's gradients are summed after those of buckets that stay on the device.
 
-    A holder whose gradients wait in host memory sums them when the backward pass is done. All other holders
-    wait for it, also those that have them on the device: so any two buckets are summed in the same order by
-    all ranks that hold both.
+    A holder whose gradients are in host memory sums them after the backward pass. All other holders of the
+    bucket do the same, also those that have them on the device: so all ranks that hold two buckets sum them
+    in one order.
 
     Args:
-        bucket: its table.
-        offload_of: what the plan offloads of the stage of a rank.
+        bucket: the bucket.
+        offload_of: data of a rank's stage that the plan offloads.
     """
-    kept = (keeping(bucket, rank, offload_of(rank)) for rank in bucket.holders)
-    return any(one.passes and one.whole for one in kept)
+    residences = (bucket_residence(bucket, rank, offload_of(rank)) for rank in bucket.holders)
+    return any(residence.passes and residence.whole for residence in residences)

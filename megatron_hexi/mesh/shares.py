@@ -1,8 +1,8 @@
-"""Who owns which part of the optimizer's state: buckets of pieces, cut by the shares of their holders.
+"""Ownership of the optimizer's state: buckets of pieces, cut by the shares of their holders.
 
 The pieces that the same ranks hold lie one after the other in flat buckets, in the order in which the
 backward pass completes their gradients. Each bucket is cut into one run of slabs for each holder, its share.
-A rank reduces the gradients of all, updates its own run, and hands the new values out.
+Gradients are reduced to the owner of each run, which updates it and sends the new values to all holders.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Slab:
 
     Args:
         key: name of the weight.
-        cell: the part of it.
+        cell: the part of the weight.
         shape: of the whole weight.
         owner: rank that keeps its optimizer state.
-        start: of its elements in the bucket.
+        start: first of its elements in the bucket.
     """
 
     key: str
@@ -42,15 +42,15 @@ class Slab:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Pieces that the same ranks hold, reduced and handed out together.
+    """Pieces with the same holders, reduced and gathered together.
 
     Args:
         holders: the ranks, ascending.
-        pieces: in order.
-        starts: of the pieces' elements.
-        slabs: the same elements by owner; each owner's follow one another.
-        depth: the least of the pieces': all gradients are there when the backward pass has done this one.
-        used_in: the only ministage in which each holder uses it; ``None``: it has none.
+        pieces: the pieces, in order.
+        starts: first element of each piece in the bucket.
+        slabs: the same elements by owner; an owner's slabs are adjacent.
+        depth: the least depth of the pieces: the backward pass completes all gradients there.
+        used_in: for each holder the only ministage that uses it; ``None``: there is no such ministage.
     """
 
     holders: tuple[int, ...]
@@ -62,17 +62,17 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.slabs[-1].stop
 
     def ministage_of(self, holder: int) -> int | None:
-        """The number of the only ministage in which a holder uses it; ``None``: it has none."""
+        """Return the number of the only ministage in which a holder uses it; ``None``: there is none."""
         used_in = self._use_of[holder]
         return None if used_in is None else used_in[2]
 
     @cached_property
     def in_step(self) -> bool:
-        """Whether it has several holders, and all use it in one and the same ministage."""
+        """Whether it has several holders, and all use it in the same ministage."""
         return len(self.holders) > 1 and len(set(self.used_in)) == 1
 
     @cached_property
@@ -80,32 +80,32 @@ class Bucket:
         return dict(zip(self.holders, self.used_in, strict=True))
 
     def run(self, owner: int) -> Range:
-        """The elements of one owner; empty where it has none."""
-        own = [slab for slab in self.slabs if slab.owner == owner]
-        return (own[0].start, own[-1].stop) if own else (0, 0)
+        """Return the elements of an owner; empty without any."""
+        slabs = [slab for slab in self.slabs if slab.owner == owner]
+        return (slabs[0].start, slabs[-1].stop) if slabs else (0, 0)
 
 
 def make_buckets(
     pieces: Sequence[Piece], weights: Mapping[int, int], bucket_size: int | None
 ) -> tuple[Bucket, ...]:
-    """All buckets, in the order in which every rank reduces those that it holds.
+    """Return all buckets, in the order in which every rank reduces those that it holds.
 
     The order is the same on all ranks, so that no two ranks wait for each other in two of them.
 
     Args:
-        pieces: as `cut_pieces` gives them.
-        weights: share of each rank in the state, relative to others that hold the same.
-        bucket_size: elements after which a bucket is closed; ``None``: one for each set of holders and
+        pieces: the pieces of `cut_pieces`.
+        weights: share of each rank in the state, relative to ranks that hold the same weights.
+        bucket_size: elements after which a bucket is closed; ``None``: one bucket for each set of holders and
             their ministages.
     """
     by_use: dict[tuple[tuple[int, ...], tuple[MinistageId | None, ...]], list[Piece]] = {}
     for piece in pieces:
         by_use.setdefault((piece.holders, piece.used_in), []).append(piece)
-    given = {holders: dict.fromkeys(holders, 0) for holders, _ in by_use}
+    owned = {holders: dict.fromkeys(holders, 0) for holders, _ in by_use}
     buckets = []
-    for (holders, _), own in by_use.items():
-        for run in _runs(own, bucket_size):
-            buckets.append(_bucket(holders, run, weights, given[holders]))
+    for (holders, _), pieces_of_use in by_use.items():
+        for run in _runs(pieces_of_use, bucket_size):
+            buckets.append(_bucket(holders, run, weights, owned[holders]))
     return tuple(sorted(buckets, key=lambda bucket: (-bucket.depth, bucket.holders)))
 
 
@@ -122,24 +122,24 @@ def _runs(pieces: Sequence[Piece], bucket_size: int | None) -> list[list[Piece]]
 
 
 def _bucket(
-    holders: tuple[int, ...], pieces: Sequence[Piece], weights: Mapping[int, int], given: dict[int, int]
+    holders: tuple[int, ...], pieces: Sequence[Piece], weights: Mapping[int, int], owned: dict[int, int]
 ) -> Bucket:
-    """A bucket in which each owner gets what it lacks of its share of all buckets so far.
+    """Return a bucket in which each owner gets what it lacks of its share of all buckets so far.
 
     Shares of one bucket are met within a row of a piece, those of several within two.
 
     Args:
         holders: the ranks.
-        pieces: of the bucket.
+        pieces: pieces of the bucket.
         weights: shares of the ranks.
-        given: elements that each holder owns in the buckets before; counted on.
+        owned: elements that each holder owns in earlier buckets; updated.
     """
     starts = (0, *itertools.accumulate(piece.size for piece in pieces))
     size, total = starts[-1], sum(weights[rank] for rank in holders)
-    target = size + sum(given.values())
-    wanted = [max(0.0, target * weights[rank] / total - given[rank]) for rank in holders]
-    scale = size / sum(wanted)
-    ends = [end * scale for end in itertools.accumulate(wanted)]
+    target = size + sum(owned.values())
+    lacking = [max(0.0, target * weights[rank] / total - owned[rank]) for rank in holders]
+    scale = size / sum(lacking)
+    ends = [end * scale for end in itertools.accumulate(lacking)]
     slabs: list[Slab] = []
     owner, at = 0, 0
     for piece in pieces:
@@ -155,7 +155,7 @@ def _bucket(
                 count = max(1, min(count, round((ends[owner] - at) / row)))
             cell = (*piece.cell[:axis], (low, low + count), *piece.cell[axis + 1 :])
             slabs.append(Slab(piece.key, cell, piece.shape, holders[owner], at))
-            given[holders[owner]] += count * row
+            owned[holders[owner]] += count * row
             at, low = at + count * row, low + count
     depth = min(piece.depth for piece in pieces)
     return Bucket(holders, tuple(pieces), starts[:-1], tuple(slabs), depth, pieces[0].used_in)

@@ -1,7 +1,7 @@
-"""Megatron's options: what each is to a plan. Without torch, so that planning and training decide alike.
+"""Megatron's options beside a plan: supported, refused or without influence. Works without torch.
 
-- `parser` reads words as Megatron's own parser of the assumed `release` does.
-- `rules` and the files that it joins say what a plan carries out or refuses, and why; `refusals` asks them.
-- `registry` gives every option of Megatron a class.
-- `plan_job` holds a job against a plan; `replaced` says which flags a plan speaks in place of.
+- `parser` parses words as Megatron's parser of the assumed `release` does. - `rule_table` joins the files
+`rules_*`: options that a plan supports or refuses, with reasons; `refusals` applies it. - `registry` gives
+every option of Megatron a class. - `plan_job` checks a job against a plan; `job_terms` has the flags that a
+plan sets or replaces.
 """

@@ -1,14 +1,14 @@
-"""Every option of Megatron that no rule of `rules` decides on, by what a plan has to do with it.
+"""Every option of Megatron without a rule in `rule_table`, by its relation to plans.
 
-Spellings of one argument may be named by one of them. A name that ends in ``*`` stands for all recorded
-options that begin so, but for those that another line or a rule names.
+One spelling of an argument stands for all. A name that ends in ``*`` stands for all recorded options that
+begin so, except those that another line or a rule names.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-#: Part of the model, of the job or of the plan: times, memory or the printed lines follow from them.
+#: Part of the model, of the job or of the plan: times, memory or the printed lines depend on them.
 COUNTED: Final = {
     "shapes of the model": """
         --num-layers --encoder-num-layers --hidden-size --ffn-hidden-size --num-attention-heads
@@ -41,7 +41,7 @@ COUNTED: Final = {
     """,
 }
 
-#: Without influence on a plan: lines keep them, and plans are the same with and without.
+#: Without influence on a plan: printed lines keep them.
 FREE: Final = {
     "data and tokenizers": """
         --data-path --data-args-path --data-cache-path --data-parallel-random-init --train-data-path
@@ -156,7 +156,7 @@ FREE: Final = {
     """,
 }
 
-#: Read only beside an option of `rules` that leaves some plans, and part of the same model or job.
+#: Read only beside an option whose rule allows some plans, and part of the same model or job.
 RESTRICTING: Final = {
     "mixture of experts": """
         --moe-* --expert-model-parallel-size --expert-tensor-parallel-size
@@ -166,7 +166,7 @@ RESTRICTING: Final = {
         --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --mla-*
     """,
     "hybrid models": "--is-hybrid-model --mamba-* --disable-mamba-mem-eff-path --mtp-hybrid-override-pattern",
-    "documents: domains of a stage share samples, and none deals whole micro-batches": (
+    "documents: domains of a stage share samples, and none takes whole micro-batches": (
         "--dataloader-inter-document-masking"
     ),
 }

@@ -1,18 +1,45 @@
-"""What a plan says of its job sets Megatron's arguments; what the command line says must agree."""
+"""Terms of a plan's job as Megatron's arguments: set, contradicted by the command line, or left out."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.options.replaced import RECOMPUTE_FLAGS
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.flags import FLAGS
 
-#: Terms that are one of Megatron's arguments.
+#: Sizes that each stage of a plan states for itself.
+PARALLEL_SIZES: Final = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+)
+#: Flags with which Megatron divides layers into stages, and experts over ranks.
+STAGE_FLAGS: Final = (
+    "--pipeline-model-parallel-layout",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+    "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
+)
+RECOMPUTE_FLAGS: Final = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
+#: Flags of a term of a plan's `job` that has several.
+_TERMS: Final = {
+    "precision": ("--bf16", "--fp16"),
+    "overlap_gradients": (FLAGS["overlap_gradients"], "--overlap-param-gather"),
+    "recompute": (*RECOMPUTE_FLAGS, "--recompute-activations"),
+    # The planner's own number of stages: Megatron's other flags for stages need not fit it.
+    "pipeline_parallel": (FLAGS["pipeline_parallel"], *STAGE_FLAGS),
+}
+
+#: Terms with a single argument of Megatron.
 _SINGLE = (
     "micro_batch_size",
     "global_batch_size",
@@ -26,13 +53,13 @@ _SINGLE = (
 
 @dataclass(frozen=True)
 class _Setting:
-    """One of Megatron's arguments, as the plan wants it.
+    """One of Megatron's arguments with the value that the plan states.
 
     Args:
-        place: in the plan.
-        stated: what stands there.
-        flag: of the argument; what the user writes.
-        value: of the argument.
+        place: place in the plan.
+        stated: the value in the plan.
+        flag: the argument's flag.
+        value: the argument's value.
     """
 
     place: str
@@ -46,7 +73,7 @@ class _Setting:
 
     @property
     def spelt(self) -> str:
-        """As on the command line."""
+        """The argument as on the command line."""
         return self.flag if self.value is True else f"{self.flag} {self.value}"
 
 
@@ -55,26 +82,26 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
 
     Args:
         args: Megatron's arguments, not yet checked; changed in place.
-        given: the flags that the user wrote.
+        given: flags that the user wrote.
         plan: the plan.
 
     Returns:
         The flags that were set, as on the command line.
 
     Raises:
-        PlanError: the command line says something else; with both values.
+        PlanError: the command line contradicts the plan; the message has both values.
     """
     changed = []
     for setting in _settings(plan):
-        found = getattr(args, setting.argument)
+        value = getattr(args, setting.argument)
         if setting.flag in given:
-            if found != setting.value:
-                said = setting.flag if found is True else f"{setting.flag} {found}"
+            if value != setting.value:
+                words = setting.flag if value is True else f"{setting.flag} {value}"
                 raise PlanError(
-                    f"{args.hexi_plan}: {setting.place} is {setting.stated}, the command line has {said}; "
+                    f"{args.hexi_plan}: {setting.place} is {setting.stated}, the command line has {words}; "
                     f"leave {setting.flag} out, or make a plan for it"
                 )
-        elif found != setting.value:
+        elif value != setting.value:
             setattr(args, setting.argument, setting.value)
             if setting.value not in (False, None):
                 changed.append(setting.spelt)
@@ -89,7 +116,7 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
 
 
 def recompute_settings(recompute: str | int) -> dict[str, Any]:
-    """Megatron's arguments for recomputing nothing, core attention, every layer, or so many first layers."""
+    """Return Megatron's arguments to recompute nothing, core attention, every layer, or first layers."""
     granularity, method, layers = {
         "none": (None, None, None),
         "selective": ("selective", None, None),
@@ -115,3 +142,19 @@ def _settings(plan: Plan) -> Iterator[_Setting]:
     if job.recompute is not None:
         for flag, value in recompute_settings(job.recompute).items():
             yield _Setting("job.recompute", job.recompute, flag, value)
+
+
+def replaced_flags(plan: Plan) -> frozenset[str]:
+    """Return the flags that printed lines leave out because the plan sets them."""
+    terms = {term: _TERMS.get(term, (flag,)) for term, flag in FLAGS.items()} | _TERMS
+    stated = {
+        flag for term, flags in terms.items() if getattr(plan.job, term, None) is not None for flag in flags
+    }
+    stated |= {"--hexi-plan", "--seq-length", "--encoder-seq-length", "--context-parallel-size"}
+    if plan.workload.tensor_parallel is not None:
+        stated.add("--tensor-model-parallel-size")
+    if not plan.is_repeated:
+        stated |= {*PARALLEL_SIZES, *STAGE_FLAGS}
+        if any(stage.recompute is not None for replica in plan.replicas for stage in replica.stages):
+            stated |= set(_TERMS["recompute"])
+    return frozenset(stated)

@@ -1,4 +1,4 @@
-"""How an option may stand beside a plan: carried out, as a test shows, or refused for a reason."""
+"""Rules for options beside a plan: supported, as a test shows, or refused for a reason."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-#: What an option may be refused beside: any plan, unequal replicas, those of them whose one stage the job
-#: repeats, stages of their own layers (which make replicas unequal too), a plan that the planner makes, or
-#: the script ``megatron_hexi.pretrain_gpt``.
+#: Circumstances in which an option may be refused: any plan, unequal replicas, unequal replicas of one stage
+#: that the job repeats, stages with layers of their own (which count as unequal replicas too), a plan made by
+#: the planner, or the script ``megatron_hexi.pretrain_gpt``.
 PlanKind = Literal["any", "unequal", "repeated", "stages", "planned", "script"]
 
 _TRAINING = "tests/megatron/test_option_training.py::test_losses_and_gradient_norms_are_those_without_a_plan"
@@ -23,12 +23,12 @@ DRAWS = "its random numbers would depend on the plan"
 
 @dataclass(frozen=True)
 class Supported:
-    """Options that a plan carries out: the training is that without context parallelism.
+    """Options that a plan carries out: training equals that without context parallelism.
 
     Args:
-        flags: as on the command line, with a value where only that one is meant.
+        flags: flags as on the command line, with a value where only that value is supported.
         test: the test that shows it.
-        note: what else there is to know.
+        note: restrictions and hints for users.
     """
 
     flags: str
@@ -38,16 +38,16 @@ class Supported:
 
 @dataclass(frozen=True)
 class Refused:
-    """One option that a plan does not carry out.
+    """An option that a plan does not carry out.
 
     Args:
         option: the flag, as on the command line.
         used: whether the job uses it.
         reason: why a plan cannot carry it out.
         remedy: what to do instead.
-        values: which values of the option are refused; empty: any.
-        beside: which plans it is refused beside.
-        versions: of megatron-core in which it is refused (PEP 440); empty: all.
+        values: values of the option that are refused; empty: any.
+        beside: the plans beside which it is refused.
+        versions: versions of megatron-core in which it is refused (PEP 440); empty: all.
     """
 
     option: str
@@ -60,12 +60,12 @@ class Refused:
 
     @property
     def name(self) -> str:
-        """Tells it from all others: an option may be refused for several reasons in different jobs."""
+        """A unique name: an option may be refused for several reasons in different jobs."""
         return self.option + ("" if self.beside == "any" else f"-{self.beside}") + self.versions
 
     @property
-    def what(self) -> str:
-        """What it does not work with."""
+    def opponent(self) -> str:
+        """The kind of plan, or the program, that refuses it."""
         return {
             "any": "--hexi-plan",
             "unequal": "unequal replicas",
@@ -77,17 +77,17 @@ class Refused:
 
     @property
     def message(self) -> str:
-        """What a user is told: the option, the reason and the remedy."""
-        return f"{self.option} does not work with {self.what}: {self.reason}; {self.remedy}"
+        """The error message: the option, the reason and the remedy."""
+        return f"{self.option} does not work with {self.opponent}: {self.reason}; {self.remedy}"
 
     @property
     def test(self) -> str:
-        """The test of its message."""
+        """Name of the test of its message."""
         return f"{_REFUSAL}[{self.name}]"
 
 
 def shown(flags: str, case: str, note: str = "") -> Supported:
-    """Shown by a case of the one test of real training, under plans that are uneven in different ways."""
+    """Return an option that a case of `test_option_training.py` shows under several kinds of uneven plans."""
     return Supported(flags, f"{_TRAINING}[{case}]", note)
 
 
@@ -99,22 +99,22 @@ def given(
     since: str | None = None,
     until: str | None = None,
 ) -> Refused:
-    """Refused when set to anything but nothing.
+    """Return a rule that refuses an option whenever it is set.
 
     Args:
         option: the flag.
         reason: why a plan cannot carry it out.
         remedy: what to do instead.
-        name: of the argument, if not the flag's.
-        since: the first version of megatron-core in which it is.
-        until: the first in which it is no longer.
+        name: name of the argument, if it is not the flag's.
+        since: the first version of megatron-core in which it is refused.
+        until: the first version in which it is no longer refused.
     """
     versions = ",".join(filter(None, (since and f">={since}", until and f"<{until}")))
     return Refused(option, _set(option, name), reason, remedy, versions=versions)
 
 
 def other_than(usual: object, option: str, reason: str, remedy: str = "train without it") -> Refused:
-    """Refused when set to another value than the usual one."""
+    """Return a rule that refuses all values of an option but the usual one."""
     name = option.removeprefix("--").replace("-", "_")
     return Refused(
         option,
@@ -126,7 +126,7 @@ def other_than(usual: object, option: str, reason: str, remedy: str = "train wit
 
 
 def one_of(refused: Sequence[str], option: str, reason: str, remedy: str) -> Refused:
-    """Refused when set to one of some values, or to several of which one is refused."""
+    """Return a rule that refuses some values of an option, also among several."""
     name = option.removeprefix("--").replace("-", "_")
 
     def used(args: Namespace) -> bool:
@@ -137,7 +137,7 @@ def one_of(refused: Sequence[str], option: str, reason: str, remedy: str) -> Ref
 
 
 def with_fused_rotary(option: str) -> Refused:
-    """Refused beside Megatron's fused rotary kernel."""
+    """Return a rule that refuses an option beside Megatron's fused rotary kernel."""
     name = option.removeprefix("--").replace("-", "_")
     return Refused(
         option,
@@ -149,7 +149,7 @@ def with_fused_rotary(option: str) -> Refused:
 
 
 def before_0_19(option: str, used: Callable[[Namespace], bool]) -> Refused:
-    """Carried out with megatron-core 0.19 only, which changed what is replaced for it."""
+    """Return a rule that refuses an option before megatron-core 0.19, which changed the patched code."""
     reason, remedy = (
         "megatron-core split it elsewhere before 0.19",
         "install megatron-core 0.19, or train without it",
@@ -160,7 +160,7 @@ def before_0_19(option: str, used: Callable[[Namespace], bool]) -> Refused:
 def beside_unequal(
     option: str, used: Callable[[Namespace], bool], reason: str, remedy: str, values: str = ""
 ) -> Refused:
-    """Refused where the plan's replicas are unequal."""
+    """Return a rule that refuses an option where the plan's replicas are unequal."""
     return Refused(option, used, reason, remedy, values, beside="unequal")
 
 
@@ -171,17 +171,17 @@ def beside_stages(
     remedy: str = "train without it",
     values: str = "",
 ) -> Refused:
-    """Refused where the plan's stages have layers of their own."""
+    """Return a rule that refuses an option where the plan's stages have layers of their own."""
     return Refused(option, used, reason, remedy, values, beside="stages")
 
 
 def before_planning(option: str, reason: str, remedy: str) -> Refused:
-    """Refused by the planner alone; a plan made by hand may train with it."""
+    """Return a rule that refuses an option in the planner alone; a plan made by hand may train with it."""
     return Refused(option, _set(option), reason, remedy, beside="planned")
 
 
 def beside_script(option: str, until: str | None = None) -> Refused:
-    """Refused by our own training script, before megatron-core `until`; NVIDIA's has it."""
+    """Return a rule for an option that our training script lacks before megatron-core `until`."""
     return Refused(
         option,
         _set(option),
@@ -193,7 +193,7 @@ def beside_script(option: str, until: str | None = None) -> Refused:
 
 
 def _set(option: str, name: str | None = None) -> Callable[[Namespace], bool]:
-    """Whether an option's argument is set to anything; an earlier version may not have it."""
+    """Return a test whether an option's argument is set; an earlier version may lack the argument."""
     argument = name or option.removeprefix("--").replace("-", "_")
     return lambda args: bool(getattr(args, argument, None))
 

@@ -1,6 +1,6 @@
-"""What Megatron makes of its arguments before it builds a model: older spellings, and derived defaults.
+"""Derived arguments: what Megatron makes of older spellings and of arguments that are not given.
 
-`validate_args` of megatron-core 0.17 to 0.19 (megatron/training/arguments.py) is the source of all.
+The source is `validate_args` of megatron-core 0.17 to 0.19 (megatron/training/arguments.py).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from megatron_hexi.options.layer_features import layer_features
 
 
 def resolve(args: Namespace, source: str) -> None:
-    """Rewrite older spellings to today's, and fill in what follows from other arguments.
+    """Replace older spellings by today's, and fill in what follows from other arguments.
 
     Args:
         args: Megatron's arguments as parsed; changed in place.
         source: where they stand, for errors.
 
     Raises:
-        HexiError: arguments that Megatron refuses beside each other.
+        HexiError: arguments that contradict each other in Megatron.
     """
     for name in ("num_layers", "seq_length"):
         _resolve_pair(args, name, f"encoder_{name}", source)
@@ -44,7 +44,7 @@ def resolve(args: Namespace, source: str) -> None:
 
 
 def model_features(args: Namespace, source: str) -> dict[str, Any]:
-    """Return the fields of `megatron_hexi.cost.Model` that say what layers consist of.
+    """Return the fields of `megatron_hexi.cost.Model` that describe the parts of a layer.
 
     Args:
         args: Megatron's arguments, resolved.
@@ -70,13 +70,13 @@ def model_features(args: Namespace, source: str) -> dict[str, Any]:
 
 
 def _resolve_pair(args: Namespace, name: str, older: str, source: str) -> None:
-    """Take an argument's older name, which Megatron refuses beside the other."""
-    value, other = getattr(args, name), getattr(args, older)
-    if value is not None and other is not None:
-        flags = [f"--{one.replace('_', '-')}" for one in (name, older)]
+    """Take over an argument's older name, which Megatron refuses beside the newer one."""
+    value, older_value = getattr(args, name), getattr(args, older)
+    if value is not None and older_value is not None:
+        flags = [f"--{spelling.replace('_', '-')}" for spelling in (name, older)]
         raise HexiError(f"{source}: {flags[0]} and {flags[1]} are one argument; leave {flags[1]} out")
     if value is None:
-        setattr(args, name, other)
+        setattr(args, name, older_value)
 
 
 def _resolve_positions(args: Namespace, source: str) -> None:
@@ -90,7 +90,7 @@ def _resolve_positions(args: Namespace, source: str) -> None:
 
 
 def _resolve_activation(args: Namespace, source: str) -> None:
-    for other in ("squared_relu", "quick_geglu"):
-        if args.swiglu and getattr(args, other):
-            flag = f"--{other.replace('_', '-')}"
+    for activation in ("squared_relu", "quick_geglu"):
+        if args.swiglu and getattr(args, activation):
+            flag = f"--{activation.replace('_', '-')}"
             raise HexiError(f"{source}: --swiglu and {flag} are two activations; leave one of them out")

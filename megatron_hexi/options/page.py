@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_hexi.options.classes import COUNTED, FREE, RESTRICTING
 from megatron_hexi.options.kinds import UNSHOWN, Refused, Supported
 from megatron_hexi.options.registry import OptionClass, class_of, table
-from megatron_hexi.options.rules import OPTIONS
+from megatron_hexi.options.rule_table import OPTIONS
 
 _HEAD = """\
 # Megatron's options under a plan
@@ -44,7 +44,7 @@ _UNSTATED = "train without it"
 
 
 def page() -> str:
-    """The page, in Markdown."""
+    """Return the page, in Markdown."""
     lines = [line for title, options in OPTIONS.items() for line in _section(title, options)]
     for name in _LISTS:
         lines += _list(name)
@@ -52,7 +52,7 @@ def page() -> str:
 
 
 def _list(name: OptionClass) -> Iterator[str]:
-    """The options of a class that no rule is about, a line for each reason."""
+    """Yield the options of a class without rules, a line for each reason."""
     title, reasons = _LISTS[name]
     yield f"\n## {title}\n"
     for reason, text in reasons.items():
@@ -61,7 +61,7 @@ def _list(name: OptionClass) -> Iterator[str]:
 
 
 def _section(title: str, options: Sequence[Supported | Refused]) -> Iterator[str]:
-    """Supported options, those with a note in lines of their own; refused ones, a line for each reason."""
+    """Yield supported options, those with notes on their own lines; refused ones, a line for each reason."""
     yield f"\n## {title}\n"
     notes: dict[str, list[str]] = {}
     for option in options:
@@ -83,14 +83,14 @@ def _section(title: str, options: Sequence[Supported | Refused]) -> Iterator[str
 
 
 def _refused(option: Refused) -> str:
-    """The flag, with the values and versions in which it is refused."""
+    """Return the flag, with the values and versions in which it is refused."""
     versions = f"megatron-core {option.versions}" if option.versions else ""
     values = "; ".join(filter(None, (option.values, versions)))
     return _marked(option.option) + (f" ({values})" if values else "")
 
 
 def _marked(flags: str) -> str:
-    """Flags, with their values, as code."""
+    """Return flags and their values as Markdown code."""
     return ", ".join(f"`{flag}`" if flag.startswith("--") else flag for flag in flags.split(", "))
 
 

@@ -1,4 +1,4 @@
-"""Megatron's command line without Megatron: words are parsed as its own parser does, from recorded options.
+"""Megatron's command line without Megatron: words are parsed from recorded options, as its parser does.
 
 data/parser.jsonl holds the options of each supported version, one a line; it is written by
 ``python -m megatron_hexi.megatron.parser_rows``, and a test holds it against the installed Megatron.
@@ -23,7 +23,7 @@ DATA = Path(__file__).parent / "data" / "parser.jsonl"
 
 
 class Row(NamedTuple):
-    """One option of Megatron's parser.
+    """An option of Megatron's parser.
 
     Attributes:
         flags: its spellings.
@@ -31,11 +31,11 @@ class Row(NamedTuple):
         kind: ``store``, ``true``, ``false``, or ``both`` (``--x`` and ``--no-x``).
         type: converts its values: int, float, str, bool, or Megatron's own ``pair`` ("128,0"), ``pattern``
             ("([1]*3+[0])*2") and ``name`` (of an enumeration).
-        nargs: how many values it takes, as argparse spells it.
-        choices: the values that it takes; ``None``: any.
-        const: the value without one, where `nargs` is ``?``.
-        default: without the option.
-        versions: those of `VERSIONS` that have it, so and not otherwise.
+        nargs: number of values, as argparse spells it.
+        choices: allowed values; ``None``: any.
+        const: value of the flag alone, where `nargs` is ``?``.
+        default: value without the option.
+        versions: entries of `VERSIONS` that have exactly this option.
     """
 
     flags: tuple[str, ...]
@@ -49,17 +49,17 @@ class Row(NamedTuple):
     versions: tuple[str, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """As JSON, without what is usual."""
+        """Return the row for JSON, without default values."""
         usual = self._field_defaults
         return {name: value for name, value in self._asdict().items() if value != usual.get(name, ())}
 
 
 class Parsed(NamedTuple):
-    """Megatron's arguments as a list of words states them.
+    """Parsed arguments of Megatron.
 
     Attributes:
-        args: every argument, by Megatron's names, with Megatron's defaults; not yet checked by Megatron.
-        given: the flags that were written.
+        args: all arguments, with Megatron's names and defaults; not yet checked by Megatron.
+        given: flags that were written.
     """
 
     args: argparse.Namespace
@@ -73,7 +73,7 @@ def read_rows() -> tuple[Row, ...]:
 
 
 def _row(document: dict[str, Any]) -> Row:
-    """Return a row of its JSON, whose lists are tuples but for a default, which is a list in Megatron too."""
+    """Return a row from its JSON: lists become tuples, except a default, which is a list in Megatron too."""
     lists = {name: tuple(document[name]) for name in ("flags", "choices", "versions") if name in document}
     fields: dict[str, Any] = document | lists
     return Row(**fields)
@@ -87,20 +87,19 @@ def parse_words(words: Sequence[Word], source: str) -> Parsed:
         source: where they stand, for errors.
 
     Raises:
-        HexiError: an option that Megatron does not have, a word that belongs to none, or a value that it does
-            not take; with line and flag.
+        HexiError: an unknown option, a word that belongs to no option, or a wrong value; with line and flag.
     """
     lines = {word.text.partition("=")[0]: word.line for word in words if word.text.startswith("--")}
     try:
-        args, rest = _parser(assumed_series()).parse_known_args([word.text for word in words])
-    except _WrongError as problem:
+        args, unknown_words = _parser(assumed_series()).parse_known_args([word.text for word in words])
+    except _ParseError as problem:
         flags = [flag for flag in re.findall(r"--[\w-]+", str(problem)) if flag in lines]
         place = _place(source, lines.get(flags[0]) if flags else None)
         raise HexiError(f"{place}: {problem}; correct that flag") from None
-    if rest:
-        unknown = next((word for word in rest if word.startswith("--")), rest[0])
-        found = next((word for word in reversed(words) if word.text == unknown), None)
-        raise HexiError(f"{_place(source, found and found.line)}: {_why_unknown(unknown)}")
+    if unknown_words:
+        unknown = next((word for word in unknown_words if word.startswith("--")), unknown_words[0])
+        source_word = next((word for word in reversed(words) if word.text == unknown), None)
+        raise HexiError(f"{_place(source, source_word and source_word.line)}: {_why_unknown(unknown)}")
     return Parsed(args, frozenset(lines))
 
 
@@ -114,11 +113,11 @@ def _place(source: str, line: int | None) -> str:
 
 
 def _why_unknown(word: str) -> str:
-    """Why a word is no argument here, and what may have been meant."""
+    """Return an error message for an unknown word, with what may have been meant."""
     flag = word.partition("=")[0]
     if not flag.startswith("--"):
         return f"{word[:40]}: belongs to no argument; remove it, or write the argument before it"
-    in_versions = sorted({one for row in read_rows() if flag in row.flags for one in row.versions})
+    in_versions = sorted({series for row in read_rows() if flag in row.flags for series in row.versions})
     if in_versions:
         return (
             f"{flag}: megatron-core {assumed_series()} has no such argument ({', '.join(in_versions)} has); "
@@ -129,13 +128,13 @@ def _why_unknown(word: str) -> str:
     return f"{flag[:60]}: Megatron {VERSIONS[0]} to {VERSIONS[-1]} has no such argument; {remedy}"
 
 
-class _WrongError(Exception):
-    """What argparse finds wrong."""
+class _ParseError(Exception):
+    """An error that argparse reports."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise _WrongError(message)
+        raise _ParseError(message)
 
 
 @functools.cache
@@ -143,17 +142,17 @@ def _parser(version: str) -> _Parser:
     parser = _Parser(add_help=False, allow_abbrev=False)
     for row in (*read_rows(), *HEXI_ROWS):
         if version in row.versions:
-            parser.add_argument(*row.flags, dest=row.dest, default=row.default, **_how(row))
+            parser.add_argument(*row.flags, dest=row.dest, default=row.default, **_keywords(row))
     return parser
 
 
-def _how(row: Row) -> dict[str, Any]:
-    """Keywords of `add_argument` besides destination and default."""
+def _keywords(row: Row) -> dict[str, Any]:
+    """Return the keywords of `add_argument` besides destination and default."""
     if row.kind != "store":
         return {"action": _ACTIONS[row.kind]}
-    given = {"nargs": row.nargs, "choices": row.choices, "const": row.const}
-    how: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return how | ({"type": _TYPES[row.type]} if row.type else {})
+    options = {"nargs": row.nargs, "choices": row.choices, "const": row.const}
+    keywords: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    return keywords | ({"type": _TYPES[row.type]} if row.type else {})
 
 
 _ACTIONS: dict[str, Any] = {
@@ -164,12 +163,12 @@ _ACTIONS: dict[str, Any] = {
 
 
 def _pair(text: str) -> tuple[int, ...]:
-    """As Megatron's ``tuple_type``: "128,0" or "(128,0)"."""
+    """Parse as Megatron's ``tuple_type`` does: "128,0" or "(128,0)"."""
     return tuple(int(part) for part in text.strip("()").split(","))
 
 
 def _pattern(text: str) -> int | str:
-    """As Megatron's ``moe_freq_type``: a number, or an expression of lists, which stays text here."""
+    """Parse as Megatron's ``moe_freq_type`` does: a number, or an expression of lists, which stays text."""
     if "[" not in text:
         return int(text)
     if re.search(r"[^,\d\[\]()+*]", text):

@@ -1,42 +1,42 @@
-"""Whether a job is one that a plan was made for: model, ranks, stages, and shares of the batch."""
+"""Checks of a job against its plan: model, ranks, stages, and shares of the batch."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.options.job_terms import set_job_terms
+from megatron_hexi.options.job_terms import PARALLEL_SIZES, STAGE_FLAGS, set_job_terms
 from megatron_hexi.options.kinds import PlanKind, is_packed
 from megatron_hexi.options.plan_experts import check_experts
 from megatron_hexi.options.refusals import refuse_unsupported
-from megatron_hexi.options.replaced import PARALLEL_SIZES, STAGE_FLAGS
-from megatron_hexi.plan import Plan, Share, deal_micro_batches, has_equal_replicas, require_repeated
+from megatron_hexi.plan import Plan, Share, assign_micro_batches, has_equal_replicas, require_repeated
 
 PER_TOKEN = "--calculate-per-token-loss"
 
 
 def kind_of(plan: Plan) -> PlanKind:
-    """Return what is special about a plan: stages of their own, or unequal replicas."""
+    """Return the kind of a plan: stages with layers of their own, unequal replicas, or neither."""
     if not plan.is_repeated:
         return "stages"
     return "any" if has_equal_replicas(plan) else "unequal"
 
 
 def hold_job(args: Namespace, given: set[str], plan: Plan) -> list[str]:
-    """Hold a job against its plan, and set what the plan decides.
+    """Check a job against its plan, and set the arguments that the plan decides.
 
-    Training does so on each rank, and ``hexi launch`` before it prints the lines.
+    Training calls it on each rank, and ``hexi launch`` before it prints the lines.
 
     Args:
         args: Megatron's arguments, not yet checked, with ``world_size`` and ``hexi_plan``; changed in place.
-        given: the flags that the user wrote.
+        given: flags that the user wrote.
         plan: the plan.
 
     Returns:
-        The flags that were set because the plan needs them and the user had not written them.
+        Flags that were set because the plan needs them and the user had not written them.
 
     Raises:
-        PlanError: an option that such a plan does not carry out, or a plan for another job; with both values.
+        PlanError: an option that such a plan does not carry out, or a plan for another job; the message has
+            both values.
     """
     stated = set_job_terms(args, given, plan)
     refuse_unsupported(args, kind_of(plan))
@@ -52,15 +52,15 @@ def hold_job(args: Namespace, given: set[str], plan: Plan) -> list[str]:
 
 
 def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
-    """Hold a plan whose stages have layers of their own against the job.
+    """Check the job of a plan whose stages have layers of their own.
 
     Args:
         args: Megatron's arguments, not yet checked.
-        given: the flags that the user wrote.
+        given: flags that the user wrote.
         plan: the plan.
 
     Raises:
-        PlanError: they contradict each other; with both values.
+        PlanError: they contradict each other; the message has both values.
     """
     path = args.hexi_plan
     for flag in (*PARALLEL_SIZES, *STAGE_FLAGS):
@@ -91,9 +91,9 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
             f"{path}: its stages offload, and --async-save writes host memory while the next step changes "
             "it; leave out one of them"
         )
-    if plan.has_deal and is_packed(args):
+    if plan.takes_micro_batches and is_packed(args):
         raise PlanError(
-            f"{path}: its stages deal whole micro-batches, which do not follow documents yet; leave out "
+            f"{path}: its domains take whole micro-batches, which do not follow documents yet; leave out "
             "--dataloader-inter-document-masking and --sft, or give the domains samples"
         )
     size = args.ffn_hidden_size
@@ -108,10 +108,10 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
 
 
 def check_workload(args: Namespace, plan: Plan) -> None:
-    """Hold the plan's workload against the model of the job.
+    """Check the plan's workload against the model of the job.
 
     Raises:
-        PlanError: they differ; with both values.
+        PlanError: they differ; the message has both values.
     """
     workload = plan.workload
     grouped = args.group_query_attention
@@ -146,10 +146,10 @@ def check_workload(args: Namespace, plan: Plan) -> None:
             args.tensor_model_parallel_size,
         ),
     )
-    for name, planned, flag, found in sizes:
-        if planned is not None and planned != found:
+    for name, planned, flag, value in sizes:
+        if planned is not None and planned != value:
             raise PlanError(
-                f"{args.hexi_plan}: workload.{name} is {planned}, the job has {flag} {found}; "
+                f"{args.hexi_plan}: workload.{name} is {planned}, the job has {flag} {value}; "
                 "use a plan made for this job"
             )
     if not workload.causal:
@@ -159,20 +159,20 @@ def check_workload(args: Namespace, plan: Plan) -> None:
 
 
 def check_ranks(args: Namespace, plan: Plan) -> None:
-    """Hold the plan's ranks against those of the job.
+    """Check the plan's ranks against those of the job.
 
     Raises:
-        PlanError: they differ; with both values.
+        PlanError: they differ; the message has both values.
     """
     path, size = args.hexi_plan, _context_parallel_size(plan)
     if args.context_parallel_size != size:
-        what = (
+        reason = (
             f"a replica has {size} ranks"
             if has_equal_replicas(plan)
             else f"unequal replicas lie in one context-parallel group of all {size} ranks"
         )
         raise PlanError(
-            f"{path}: {what}, the job has --context-parallel-size {args.context_parallel_size}; give "
+            f"{path}: {reason}, the job has --context-parallel-size {args.context_parallel_size}; give "
             f"--context-parallel-size {size}, or leave it out"
         )
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
@@ -185,24 +185,24 @@ def check_ranks(args: Namespace, plan: Plan) -> None:
         )
 
 
-def take_shares(args: Namespace, plan: Plan) -> tuple[Share, ...] | None:
-    """Deal the micro-batches of a global batch to the replicas.
+def replica_shares(args: Namespace, plan: Plan) -> tuple[Share, ...] | None:
+    """Return the micro-batches that each replica takes of a global batch.
 
     Args:
         args: Megatron's arguments, with a global batch size.
         plan: the plan.
 
     Returns:
-        What each replica takes; ``None`` where replicas are equal, and Megatron deals them.
+        The share of each replica; ``None`` where replicas are equal, and Megatron assigns micro-batches.
 
     Raises:
         PlanError: the batch is not the plan's.
     """
-    if not _deals_micro_batches(plan):
+    if not _assigns_micro_batches(plan):
         return None
     path = args.hexi_plan
     try:
-        shares = deal_micro_batches(plan, args.global_batch_size, args.micro_batch_size)
+        shares = assign_micro_batches(plan, args.global_batch_size, args.micro_batch_size)
     except PlanError as problem:
         raise PlanError(
             f"{path}: {problem} (--global-batch-size {args.global_batch_size}, --micro-batch-size "
@@ -211,19 +211,19 @@ def take_shares(args: Namespace, plan: Plan) -> tuple[Share, ...] | None:
     return None if plan.is_repeated and has_equal_replicas(plan) else shares
 
 
-def _deals_micro_batches(plan: Plan) -> bool:
-    """Whether the plan says anything of the batch."""
+def _assigns_micro_batches(plan: Plan) -> bool:
+    """Whether the plan decides which replica takes which micro-batches."""
     stated = any(replica.micro_batches is not None for replica in plan.replicas)
     return stated or not plan.is_repeated or not has_equal_replicas(plan)
 
 
 def _context_parallel_size(plan: Plan) -> int:
-    """Megatron's; unequal replicas do not fit its rectangle, and lie in one group together."""
+    """Return Megatron's context-parallel size; unequal replicas form one group together."""
     return len(plan.replicas[0].domain.members) if has_equal_replicas(plan) else plan.units
 
 
 def _set_decided_arguments(args: Namespace, given: set[str], plan: Plan) -> list[str]:
-    """Set what a plan decides, where the user said nothing else."""
+    """Set the arguments that a plan decides, where the user did not give them."""
     changed = []
     if plan.is_repeated and "--context-parallel-size" not in given:
         args.context_parallel_size = _context_parallel_size(plan)
@@ -248,9 +248,9 @@ def _set_global_batch(args: Namespace, plan: Plan) -> list[str]:
     """Set the global batch size where the plan states it and the user does not.
 
     Raises:
-        PlanError: the batch grows during training, and what replicas take of it does not.
+        PlanError: the batch grows during training, while the replicas' shares do not.
     """
-    if not _deals_micro_batches(plan):
+    if not _assigns_micro_batches(plan):
         return []
     if getattr(args, "step_batch_size_schedule", None) is not None:  # not in 0.17
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Which options of a job a plan refuses, and which plans an option leaves."""
+"""The options of a job that a plan refuses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from megatron_hexi.errors import PlanError
 from megatron_hexi.options.kinds import PlanKind, Refused, Supported
 from megatron_hexi.options.release import is_assumed
-from megatron_hexi.options.rules import OPTIONS
+from megatron_hexi.options.rule_table import OPTIONS
 
-#: What a plan of a kind refuses besides what is special to it.
+#: Kinds of rules that apply to each kind of plan.
 _KINDS: dict[PlanKind, tuple[PlanKind, ...]] = {
     "any": ("any",),
     "unequal": ("any", "unequal", "repeated"),
@@ -22,12 +22,12 @@ _KINDS: dict[PlanKind, tuple[PlanKind, ...]] = {
 
 
 def supported() -> list[Supported]:
-    """Return all that a plan carries out."""
+    """Return all supported options."""
     return [option for options in OPTIONS.values() for option in options if isinstance(option, Supported)]
 
 
 def refused() -> list[Refused]:
-    """Return all that is refused."""
+    """Return all rules that refuse an option."""
     return [option for options in OPTIONS.values() for option in options if isinstance(option, Refused)]
 
 
@@ -36,7 +36,7 @@ def find_refused(args: Namespace, plan: PlanKind) -> Refused | None:
 
     Args:
         args: Megatron's arguments.
-        plan: what is special about the plan.
+        plan: the kind of plan.
     """
     for option in sorted(refused(), key=lambda option: option.beside != plan):
         applies = option.beside in _KINDS[plan] and (not option.versions or is_assumed(option.versions))
@@ -50,10 +50,10 @@ def refuse_unsupported(args: Namespace, plan: PlanKind) -> None:
 
     Args:
         args: Megatron's arguments.
-        plan: what is special about the plan.
+        plan: the kind of plan.
 
     Raises:
-        PlanError: with the option, the reason and the remedy.
+        PlanError: there is one; the message has the option, the reason and the remedy.
     """
     option = find_refused(args, plan)
     if option is not None:
@@ -61,7 +61,7 @@ def refuse_unsupported(args: Namespace, plan: PlanKind) -> None:
 
 
 def refuse_yaml_configuration(argv: Sequence[str]) -> None:
-    """Refuse ``--yaml-cfg`` beside a plan, before Megatron parses: it drops every flag, ours too.
+    """Refuse ``--yaml-cfg`` beside a plan before Megatron parses, since it drops every other flag.
 
     Raises:
         PlanError: both are on the command line.

@@ -1,6 +1,6 @@
-"""One class for every option of Megatron: what it is to a plan.
+"""The class of every option of Megatron: counted, free, restricting or refused.
 
-``python -m megatron_hexi.options.registry`` prints how many options each class has, by version.
+``python -m megatron_hexi.options.registry`` prints the number of options in each class, by version.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from megatron_hexi.options.parser import HEXI_ROWS, read_rows
 from megatron_hexi.options.refusals import refused
 from megatron_hexi.options.release import VERSIONS
 
-#: Part of the model, the job or the plan; without influence on plans; leaves some plans; refused by name.
+#: Part of the model, the job or the plan; without influence on plans; allowed beside some plans; refused by
+#: name.
 OptionClass = Literal["counted", "free", "restricting", "refused"]
 
 #: Flags that printed lines add where a job leaves them out, since no plan trains with Megatron's default.
@@ -32,7 +33,7 @@ def class_of(flag: str) -> OptionClass:
 
 
 def class_and_reason(flag: str) -> tuple[OptionClass, str]:
-    """Return the class of an option, and why it has it.
+    """Return the class of an option, and the reason for it.
 
     Args:
         flag: one of its spellings, in any supported version.
@@ -41,7 +42,7 @@ def class_and_reason(flag: str) -> tuple[OptionClass, str]:
         LookupError: it has no class, or two.
     """
     spellings = _spellings()
-    named = {answer for other in spellings[flag] for answer in _named(other)}
+    named = {answer for spelling in spellings[flag] for answer in _named(spelling)}
     if len(named) != 1:
         raise LookupError(f"{flag}: is to have one class, has {sorted(named) or 'none'}")
     return named.pop()
@@ -49,7 +50,7 @@ def class_and_reason(flag: str) -> tuple[OptionClass, str]:
 
 @functools.cache
 def _spellings() -> Mapping[str, tuple[str, ...]]:
-    """All spellings of the options that set the same argument, by each of them."""
+    """Return, for each spelling, all spellings of options that set the same argument."""
     rows: dict[str, set[str]] = {}
     for row in (*read_rows(), *HEXI_ROWS):
         rows.setdefault(row.dest, set()).update(row.flags)
@@ -57,7 +58,7 @@ def _spellings() -> Mapping[str, tuple[str, ...]]:
 
 
 def counts() -> Mapping[str, Counter[OptionClass]]:
-    """Return how many spellings of options each class has, by version of Megatron."""
+    """Return the number of spellings of options in each class, by version of Megatron."""
     return {
         version: Counter(
             class_of(flag) for row in read_rows() if version in row.versions for flag in row.flags
@@ -67,19 +68,19 @@ def counts() -> Mapping[str, Counter[OptionClass]]:
 
 
 def _named(flag: str) -> list[tuple[OptionClass, str]]:
-    """The classes in which a flag is named: by rules for all values or plans, in lists, or by other rules."""
+    """Return the classes that name a flag: rules for all values or plans, lists, or other rules."""
     rules = [rule for rule in refused() if rule.option == flag]
     planning = [rule for rule in rules if rule.beside not in ("any", "script")]
     for rule in rules:
         if rule.beside == "any" and not rule.values and not rule.versions:
             return [("refused", rule.reason)]
     if planning:
-        return [("restricting", "not beside " + ", ".join(dict.fromkeys(rule.what for rule in planning)))]
+        return [("restricting", "not beside " + ", ".join(dict.fromkeys(rule.opponent for rule in planning)))]
     return _listed(flag) or [("refused", rule.reason) for rule in rules[:1]]
 
 
 def _listed(flag: str) -> list[tuple[OptionClass, str]]:
-    """The classes in whose lists a flag is named, or else the beginning of it."""
+    """Return the classes whose lists name a flag, or else a beginning of it."""
     lists: tuple[tuple[OptionClass, Mapping[str, str]], ...] = (
         ("counted", COUNTED),
         ("free", FREE),
@@ -96,11 +97,11 @@ def _listed(flag: str) -> list[tuple[OptionClass, str]]:
 
 
 def table() -> str:
-    """Return how many options each class has, by version, as lines of text."""
+    """Return the number of options in each class, by version, as lines of text."""
     names: tuple[OptionClass, ...] = get_args(OptionClass)
     lines = ["Megatron  " + "  ".join(f"{name:>11}" for name in (*names, "all"))]
-    for version, found in counts().items():
-        numbers = [*(found[name] for name in names), found.total()]
+    for version, version_counts in counts().items():
+        numbers = [*(version_counts[name] for name in names), version_counts.total()]
         lines.append(f"{version:8}  " + "  ".join(f"{number:11}" for number in numbers))
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""The release of megatron-core that options are read for: the installed one, or else the newest supported."""
+"""The release of megatron-core whose options are read: the installed one, or else the newest supported."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-#: The release series whose options are recorded, as of the last release of each, oldest first.
+#: The release series whose options are recorded, each from its last release, oldest first.
 VERSIONS = ("0.17", "0.18", "0.19")
 
 
 def assumed_release() -> str:
-    """Return the installed version of megatron-core, as what a pre-release leads to; else the newest."""
+    """Return the installed version of megatron-core (of a pre-release, the release); else the newest."""
     try:
         return Version(version("megatron-core")).base_version
     except PackageNotFoundError:
@@ -25,11 +25,11 @@ def is_assumed(versions: str) -> bool:
 
 
 def series(release: str) -> str:
-    """Return the release series that a version belongs to: "0.19" for "0.19.2"."""
+    """Return the release series of a version: "0.19" for "0.19.2"."""
     return ".".join(release.split(".")[:2])
 
 
 def assumed_series() -> str:
-    """Return the series whose options hold here."""
-    found = series(assumed_release())
-    return found if found in VERSIONS else VERSIONS[-1]
+    """Return the series whose options are read here."""
+    installed = series(assumed_release())
+    return installed if installed in VERSIONS else VERSIONS[-1]

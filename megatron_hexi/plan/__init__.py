@@ -1,4 +1,4 @@
-"""The plan: what every rank does, its layout arithmetic, its checks, its file. No torch here."""
+"""The plan as data: layout, split tables, checks, file format. No torch here."""
 
 from megatron_hexi.plan.blocks import Block, Shape
 from megatron_hexi.plan.check import require_repeated
@@ -25,7 +25,7 @@ from megatron_hexi.plan.model import (
 )
 from megatron_hexi.plan.proportion import proportional_domain, proportional_plan
 from megatron_hexi.plan.schedule import Schedule, Schedules, Step, Transfer, build_schedule
-from megatron_hexi.plan.shares import Share, deal_micro_batches, has_equal_replicas
+from megatron_hexi.plan.shares import Share, assign_micro_batches, has_equal_replicas
 from megatron_hexi.plan.terms import Estimate, JobTerms, Provenance, UnitRates
 from megatron_hexi.plan.traffic import Traffic, backward_traffic, forward_traffic
 
@@ -51,9 +51,9 @@ __all__ = [
     "Transfer",
     "UnitRates",
     "Workload",
+    "assign_micro_batches",
     "backward_traffic",
     "build_schedule",
-    "deal_micro_batches",
     "dump_plan",
     "forward_traffic",
     "has_equal_replicas",

@@ -1,9 +1,9 @@
-"""Blocks: the visible part of a mask, in pieces that attention kernels take.
+"""The visible part of a mask as blocks that attention kernels take.
 
 Groups hold disjoint segments, so a segment of queries sees each segment of keys before it whole, and none
-after it: without a window all is rectangles, and one causal triangle for each document in the own group's
-part. A window cuts what is too far behind off. Its edge runs diagonally, and is covered by triangles that are
-causal ones seen from behind, so that every kernel can compute them.
+after it: without a window the blocks are rectangles, and one causal triangle for each document in a group's
+own part. A window hides keys that are too far behind. Its edge runs diagonally, and is covered by mirrored
+causal triangles, which every kernel can compute.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_hexi.plan.model import Group, Range
 
 
 class Shape(Enum):
-    """Which pairs of a block are visible."""
+    """The shape of a block's visible pairs."""
 
     FULL = "full"
     #: As many queries as keys; query i sees keys up to i.
@@ -32,11 +32,11 @@ class Shape(Enum):
 
 @dataclass(frozen=True)
 class Block:
-    """Some queries of a group against some keys.
+    """A range of a group's queries and a range of keys that one kernel computes together.
 
     Args:
-        queries: range of the user's group tokens, ascending.
-        keys: range of the keys at hand: the own group's tokens, or those received from another.
+        queries: range of the tokens of the group that computes, ascending.
+        keys: range of the available keys: the group's own, or those received from another group.
         shape: which pairs are visible.
     """
 
@@ -46,7 +46,7 @@ class Block:
 
     @property
     def area(self) -> int:
-        """Visible pairs."""
+        """Number of visible pairs."""
         rows = self.queries[1] - self.queries[0]
         if self.shape is Shape.FULL:
             return rows * (self.keys[1] - self.keys[0])
@@ -55,33 +55,33 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Blocks that one kernel call computes: of one shape, queries and keys ascending without overlap.
+    """Blocks of one shape that one kernel call computes, queries and keys ascending without overlap.
 
-    Two are the same only if they are one object, so that what is made of one can be kept beside it.
+    Compared by identity, so that results can be cached by call.
     """
 
     blocks: tuple[Block, ...]
 
     @property
     def shape(self) -> Shape:
-        """That of all its blocks."""
+        """Shape of all its blocks."""
         return self.blocks[0].shape
 
     @property
     def queries(self) -> tuple[Range, ...]:
-        """Of each block."""
+        """Query range of each block."""
         return tuple(block.queries for block in self.blocks)
 
     @property
     def keys(self) -> tuple[Range, ...]:
-        """Of each block."""
+        """Key range of each block."""
         return tuple(block.keys for block in self.blocks)
 
 
 def together(blocks: Iterable[Block]) -> tuple[Call, ...]:
-    """Few calls that compute all blocks: each block goes to the first call that it can follow.
+    """Return few kernel calls that compute all blocks: each block joins the first call that it can follow.
 
-    Without a window two are enough, one causal and one full, however many documents there are.
+    Without a window there are at most two, a causal and a full one, for any number of documents.
     """
     calls: list[list[Block]] = []
     for block in blocks:
@@ -104,11 +104,11 @@ def _can_follow(block: Block, following: Block) -> bool:
 
 @dataclass(frozen=True)
 class Visible:
-    """What a group's queries see of another group's keys.
+    """The keys of another group that a group's queries see.
 
     Args:
-        rows: the other group's tokens that are seen at all, ascending: they travel.
-        blocks: their keys count from the first of these.
+        rows: tokens of the other group that some query sees, ascending: the tokens to be sent.
+        blocks: the visible pairs; keys are counted over `rows`.
     """
 
     rows: tuple[Range, ...]
@@ -116,13 +116,13 @@ class Visible:
 
     @property
     def keys(self) -> int:
-        """How many keys travel."""
+        """Number of keys to be sent."""
         return sum(stop - start for start, stop in self.rows)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A segment within one document: `[start, stop)` of the sequence, from the group's token `offset` on."""
+    """The part of a segment within one document: positions `[start, stop)`, group tokens from `offset`."""
 
     start: int
     stop: int
@@ -130,16 +130,16 @@ class _Piece:
 
     @property
     def end(self) -> int:
-        """The group's token after its last."""
+        """The group's token after the last of the piece."""
         return self.offset + self.stop - self.start
 
     def rows(self, start: int, stop: int) -> Range:
-        """These positions as tokens of the group."""
+        """Return a range of positions as tokens of the group."""
         return self.offset + start - self.start, self.offset + stop - self.start
 
 
 def own_blocks(group: Group, mask: Mask, seq_length: int) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """The visible part of a group's own keys.
+    """Return the blocks of a group's own keys.
 
     Args:
         group: a group with tokens.
@@ -147,12 +147,12 @@ def own_blocks(group: Group, mask: Mask, seq_length: int) -> tuple[tuple[Block, 
         seq_length: tokens of the sequence.
 
     Returns:
-        Blocks that cover every query exactly once, and what a window leaves beside them.
+        Blocks that cover every query exactly once, and the further blocks that a window needs.
     """
     if not mask.causal:
         return (Block((0, group.tokens), (0, group.tokens)),), ()
     first: list[Block] = []
-    others: list[Block] = []
+    further: list[Block] = []
     for pieces in _by_document(group.segments, mask.ranges(seq_length)).values():
         rows = pieces[0].offset, pieces[-1].end
         if mask.window is None or pieces[-1].stop - pieces[0].start <= mask.window + 1:
@@ -162,15 +162,15 @@ def own_blocks(group: Group, mask: Mask, seq_length: int) -> tuple[tuple[Block, 
         for number, piece in enumerate(short):
             rows = piece.rows(piece.start, piece.stop)
             first.append(Block(rows, rows, Shape.CAUSAL))
-            others += _before(piece, short[:number], mask.window)
-    return tuple(first), tuple(others)
+            further += _before(piece, short[:number], mask.window)
+    return tuple(first), tuple(further)
 
 
 def exchange_blocks(group: Group, source: Group, mask: Mask, seq_length: int) -> Visible:
-    """What `group`'s queries see of `source`'s keys; neighbouring queries that see the same are one block.
+    """Return the blocks of `group`'s queries and `source`'s keys; neighbours with equal keys are merged.
 
     Args:
-        group: the user.
+        group: the group that computes.
         source: another group.
         mask: the mask.
         seq_length: tokens of the sequence.
@@ -204,7 +204,7 @@ def _joined(block: Block, following: Block) -> Block:
 
 
 def _before(queries: _Piece, keys: Sequence[_Piece], window: int | None) -> list[Block]:
-    """What a piece of queries sees of its document's pieces of keys that end before it."""
+    """Return the blocks of a piece of queries and earlier pieces of keys of the same document."""
     keys = [piece for piece in keys if piece.stop <= queries.start]
     if not keys:
         return []
@@ -234,22 +234,22 @@ def _before(queries: _Piece, keys: Sequence[_Piece], window: int | None) -> list
 
 @lru_cache(maxsize=2**10)  # asked for each pair of groups
 def _by_document(segments: tuple[Range, ...], documents: tuple[Range, ...]) -> dict[int, list[_Piece]]:
-    """A group's pieces of each document of which it has any, all ascending."""
-    found: dict[int, list[_Piece]] = {}
+    """Return a group's pieces by number of their document, ascending."""
+    pieces: dict[int, list[_Piece]] = {}
     document = offset = 0
     for start, stop in merge_segments(segments):
         while start < stop:
             while documents[document][1] <= start:
                 document += 1
             end = min(stop, documents[document][1])
-            found.setdefault(document, []).append(_Piece(start, end, offset))
+            pieces.setdefault(document, []).append(_Piece(start, end, offset))
             offset += end - start
             start = end
-    return found
+    return pieces
 
 
 def _cut(piece: _Piece, most: int) -> list[_Piece]:
-    """The piece in parts of at most so many tokens."""
+    """Return a piece, cut into parts of at most `most` tokens."""
     return [
         _Piece(start, min(start + most, piece.stop), piece.offset + start - piece.start)
         for start in range(piece.start, piece.stop, most)
@@ -257,7 +257,7 @@ def _cut(piece: _Piece, most: int) -> list[_Piece]:
 
 
 def _compressed(blocks: Sequence[Block]) -> Visible:
-    """Blocks whose keys count the group's tokens, with keys that count those that travel."""
+    """Return blocks, with keys counted over the tokens to be sent rather than over the group."""
     rows = _union(block.keys for block in blocks)
     starts = [start for start, _ in rows]
     offsets = [0, *itertools.accumulate(stop - start for start, stop in rows)]

@@ -1,22 +1,23 @@
-"""The rules that a plan keeps, each with an error that names the place and the remedy."""
+"""The rules of a plan; an error names the place and the remedy."""
 
 from __future__ import annotations
 
 import itertools
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan.check_deal import check_shares
 from megatron_hexi.plan.check_domain import check_domain, refuse
 from megatron_hexi.plan.check_experts import check_experts
-from megatron_hexi.plan.check_ministages import check_ministages, check_offload, refuse_turns
+from megatron_hexi.plan.check_ministages import check_ministages, check_offload, refuse_ministages
+from megatron_hexi.plan.check_shares import check_shares
 from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage, Workload
 from megatron_hexi.plan.terms import UnitRates
+from megatron_hexi.plan.units import covers_gpus, spell_ranks
 from megatron_hexi.yaml_file import Place
 from megatron_hexi.yaml_schema import Where
 
 
 def check_plan(plan: Plan, where: Where) -> None:
-    """Check every rule.
+    """Check all rules of a plan.
 
     Args:
         plan: the plan; its values already have the right types.
@@ -28,15 +29,15 @@ def check_plan(plan: Plan, where: Where) -> None:
     _check_workload(plan.workload, where)
     if not plan.replicas:
         refuse(where, ("replicas",), "is empty", "give at least one replica")
-    seen: dict[int, Place] = {}
+    places: dict[int, Place] = {}
     for r, replica in enumerate(plan.replicas):
         place: Place = ("replicas", r, "stages")
         _check_layers(plan, replica, place, where)
         for s, stage in enumerate(replica.stages):
-            _check_stage(plan, replica, stage, (*place, s), seen, where)
-    ranks = sorted(seen)
+            _check_stage(plan, replica, stage, (*place, s), places, where)
+    ranks = sorted(places)
     if ranks != list(range(len(ranks))):
-        missing = next(rank for rank in range(len(ranks)) if rank not in seen)
+        missing = next(rank for rank in range(len(ranks)) if rank not in places)
         refuse(
             where,
             ("replicas",),
@@ -47,37 +48,53 @@ def check_plan(plan: Plan, where: Where) -> None:
     if plan.rates is not None:
         _check_rates(plan, plan.rates, where)
     if plan.gpus is not None:
-        _check_gpus(plan.gpus, len(ranks), plan.is_repeated, where)
+        _check_gpus(plan, plan.gpus, where)
 
 
-def require_repeated(plan: Plan, what: str) -> None:
-    """Refuse a plan of more than one stage, domain or share of state, where these are not known yet.
+def require_repeated(plan: Plan, action: str) -> None:
+    """Refuse a plan with several stages or domains, or with uneven shares of the optimizer's state.
 
     Args:
         plan: a plan that passed its checks.
-        what: what cannot be done with it, as a verb.
+        action: the verb of the error: what cannot be done with such plans.
 
     Raises:
-        PlanError: the plan has something of the kind; it names the first.
+        PlanError: the plan has one of these; the first is named.
     """
-    found = ""
+    feature = ""
     if not plan.is_repeated:
-        found = "stages with layers of their own"
+        feature = "stages with layers of their own"
     elif any(len(stage.domains) > 1 for replica in plan.replicas for stage in replica.stages):
-        found = "domains that share samples"
+        feature = "domains that share samples"
     elif any(member.state != 1 for member in plan.members):
-        found = "uneven shares of the optimizer's state"
+        feature = "uneven shares of the optimizer's state"
     elif any(s.recompute is not None or s.exchange is not None for r in plan.replicas for s in r.stages):
-        found = "recomputation or an exchange of a stage of its own"
-    if found:
+        feature = "recomputation or an exchange of a stage of its own"
+    if feature:
         raise PlanError(
-            f"the plan has {found}, and this version cannot {what} such plans yet; give every replica one "
-            "stage without layers, of one domain"
+            f"the plan has {feature}, and this version cannot {action} such plans yet; give every replica "
+            "one stage without layers, of one domain"
         )
 
 
+def refuse_stages(plan: Plan, subject: str, reason: str, remedy: str) -> None:
+    """Refuse a plan whose stages have layers of their own.
+
+    Args:
+        plan: a plan that passed its checks.
+        subject: the option and the plan's file: the beginning of the error.
+        reason: a clause about the stages: why the option does not work with them.
+        remedy: what to do instead.
+
+    Raises:
+        PlanError: the plan has such stages.
+    """
+    if not plan.is_repeated:
+        raise PlanError(f"{subject} has stages with layers of their own, {reason}; {remedy}")
+
+
 def _check_layers(plan: Plan, replica: Replica, place: Place, where: Where) -> None:
-    """The stages of a replica partition the layers in order, or the job repeats the one there is."""
+    """Check that a replica's stages partition the layers in order, or that its only stage leaves them out."""
     stages = replica.stages
     if not stages:
         refuse(where, place, "is empty", "give at least one stage")
@@ -86,7 +103,7 @@ def _check_layers(plan: Plan, replica: Replica, place: Place, where: Where) -> N
             refuse(
                 where, (*place, 0, "layers"), "is missing, other replicas have it", "give it, as [0, layers]"
             )
-        refuse_turns(stages[0], (*place, 0), where)
+        refuse_ministages(stages[0], (*place, 0), where)
         return
     total, reached = plan.workload.layers, 0
     if total is None:
@@ -124,9 +141,9 @@ def _check_layers(plan: Plan, replica: Replica, place: Place, where: Where) -> N
 
 
 def _check_stage(
-    plan: Plan, replica: Replica, stage: Stage, place: Place, seen: dict[int, Place], where: Where
+    plan: Plan, replica: Replica, stage: Stage, place: Place, places: dict[int, Place], where: Where
 ) -> None:
-    """Its units, each rank once; the samples of its domains; and each domain by itself."""
+    """Check a stage: its units, the samples of its domains, and each domain."""
     if not stage.domains:
         refuse(where, (*place, "domains"), "is empty", "give at least one domain")
     for d, domain in enumerate(stage.domains):
@@ -140,41 +157,41 @@ def _check_stage(
                 )
         width = len((plan if plan.is_repeated else domain).members[0].ranks)
         for g, group in enumerate(domain.groups):
-            _check_units(plan, group, width, (*here, g), seen, where)
-        _check_lanes(domain, here, where)
+            _check_units(plan, group, width, (*here, g), places, where)
+        _check_rank_order(domain, here, where)
         check_domain(plan.workload, domain, here, where)
     check_shares(plan, replica, stage, (*place, "domains"), where)
     check_experts(plan.workload, stage, (*place, "domains"), where)
 
 
 def _check_batch(plan: Plan, where: Where) -> None:
-    """What replicas take is the global batch, where both are said."""
+    """Check that the replicas' micro-batches add up to the global batch, where both are given."""
     size, batch = plan.job.micro_batch_size, plan.job.global_batch_size
-    taken = [replica.micro_batches for replica in plan.replicas]
+    counts = [replica.micro_batches for replica in plan.replicas]
     if size is None or batch is None:
         return
     here: Place = ("job", "global_batch_size")
     if batch % size:
         refuse(where, here, f"is {batch}", f"give a multiple of job.micro_batch_size = {size}")
-    together = sum(count for count in taken if count is not None)
-    if None not in taken and together * size != batch:
+    together = sum(count for count in counts if count is not None)
+    if None not in counts and together * size != batch:
         refuse(
             where,
             here,
             f"is {batch}, the replicas take {together} micro-batches of {size}",
             f"give {together * size}",
         )
-    if None in taken and (batch // size) % len(taken) and set(taken) == {None}:
+    if None in counts and (batch // size) % len(counts) and set(counts) == {None}:
         refuse(
             where,
             here,
-            f"is {batch // size} micro-batches of {size}, which {len(taken)} replicas cannot share equally",
+            f"is {batch // size} micro-batches of {size}, which {len(counts)} replicas cannot share equally",
             "give every replica its micro_batches, or another batch",
         )
 
 
 def _check_rates(plan: Plan, rates: UnitRates, where: Where) -> None:
-    """A figure of each kind for each unit, of a plan whose units all have the whole model."""
+    """Check that each unit has a figure of each kind."""
     if not plan.is_repeated:
         refuse(where, ("rates",), "is given, stages have layers of their own", "leave it out")
     for name in ("row_s", "pair_s", "room"):
@@ -185,13 +202,13 @@ def _check_rates(plan: Plan, rates: UnitRates, where: Where) -> None:
             )
 
 
-def _check_gpus(gpus: tuple[int, ...], ranks: int, is_repeated: bool, where: Where) -> None:
-    """A GPU for each rank of the job; where its pipeline repeats the one stage, any multiple will do."""
-    if not gpus or (len(gpus) % ranks if is_repeated else len(gpus) != ranks):
+def _check_gpus(plan: Plan, gpus: tuple[int, ...], where: Where) -> None:
+    """Check that there is a GPU for each rank: of a plan that the job repeats, a multiple of its ranks."""
+    if not covers_gpus(plan, len(gpus)):
         refuse(
             where,
             ("gpus",),
-            f"names {len(gpus)} GPUs, the plan has {ranks} ranks{' a pipeline stage' if is_repeated else ''}",
+            f"names {len(gpus)} GPUs, the plan has {spell_ranks(plan)}",
             "name one for each rank of the job, or leave it out to use all of the cluster in order",
         )
     first: dict[int, int] = {}
@@ -218,21 +235,21 @@ def _check_workload(workload: Workload, where: Where) -> None:
 
 
 def _check_units(
-    plan: Plan, group: Group, width: int, place: Place, seen: dict[int, Place], where: Where
+    plan: Plan, group: Group, width: int, place: Place, places: dict[int, Place], where: Where
 ) -> None:
-    """The members of a group in order, each of so many ranks that stand nowhere else."""
+    """Check that a group's members are in rank order, of equal size, and that no rank appears twice."""
     previous = -1
     for m, member in enumerate(group.members):
         here = (*place, "members", m, "ranks")
         for rank in member.ranks:
-            if rank in seen:
+            if rank in places:
                 refuse(
                     where,
                     here,
-                    f"has {rank}, which is given already at {where(seen[rank])}",
+                    f"has {rank}, which is given already at {where(places[rank])}",
                     "give every rank one place",
                 )
-            seen[rank] = here
+            places[rank] = here
         if member.lead < previous:
             refuse(
                 where,
@@ -246,8 +263,8 @@ def _check_units(
         _check_width(plan, member, width, here, where)
 
 
-def _check_lanes(domain: Domain, place: Place, where: Where) -> None:
-    """Ranks of one number in their units are in the order of these: as process groups number them."""
+def _check_rank_order(domain: Domain, place: Place, where: Where) -> None:
+    """Check that the counterparts of two units' ranks are in one order, as in Megatron's process groups."""
     for before, after in itertools.pairwise(domain.members):
         if any(second < first for first, second in zip(before.ranks, after.ranks, strict=True)):
             refuse(
@@ -260,7 +277,7 @@ def _check_lanes(domain: Domain, place: Place, where: Where) -> None:
 
 
 def _check_width(plan: Plan, member: Member, first: int, place: Place, where: Where) -> None:
-    """The tensor-parallel size of a unit: heads are cut by it, and units that exchange keys have one."""
+    """Check that a unit's tensor-parallel size divides the heads and is that of the other units."""
     width, workload = len(member.ranks), plan.workload
     if workload.heads % width or (workload.kv_heads % width and width % workload.kv_heads):
         refuse(

@@ -1,4 +1,4 @@
-"""The rules of one domain: groups partition the positions, the members of each its tokens and the heads."""
+"""The rules of a domain: its groups partition positions, and the members of each its tokens and heads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_hexi.yaml_schema import Where
 
 
 def check_domain(workload: Workload, domain: Domain, place: Place, where: Where) -> None:
-    """Check a domain whose units are as they should be.
+    """Check a domain, after its units.
 
     Args:
-        workload: of the plan.
+        workload: the plan's workload.
         domain: the domain.
-        place: of its groups.
+        place: the place of its groups in the plan.
         where: spells a place for an error.
 
     Raises:
@@ -72,7 +72,7 @@ def _check_group(workload: Workload, group: Group, place: Place, where: Where) -
 
 
 def check_range(span: Range, total: int, name: str, place: Place, where: Where) -> None:
-    """Refuse a range that runs backwards or ends after `total`, which is called `name`."""
+    """Refuse a range that runs backwards or ends after `total`; `name` is what the message calls `total`."""
     start, stop = span
     if stop < start:
         refuse(where, place, f"[{start}, {stop}] runs backwards", "write [start, stop] with start <= stop")
@@ -83,7 +83,7 @@ def check_range(span: Range, total: int, name: str, place: Place, where: Where) 
 def _check_partition(
     ranges: list[tuple[Range, Place]], total: int, words: tuple[str, str, str], place: Place, where: Where
 ) -> None:
-    """Ranges that are in order by themselves must cover [0, total), everything once."""
+    """Check that ranges cover [0, total) without overlap."""
     thing, owner, name = words
     reached = 0
     for (start, stop), here in sorted(item for item in ranges if item[0][0] < item[0][1]):
@@ -107,5 +107,5 @@ def _check_partition(
 
 
 def refuse(where: Where, place: Place, problem: str, remedy: str) -> NoReturn:
-    """Raise the error about a place."""
+    """Raise a `PlanError` about a place."""
     raise PlanError(f"{where(place)} {problem}; {remedy}")

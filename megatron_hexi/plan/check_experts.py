@@ -77,7 +77,7 @@ def _check_partition(
     missing = next((expert for expert in range(total) if expert not in owners), None)
     if missing is not None:
         ranks = sorted(one.rank for one in held)
-        why = ", which takes whole micro-batches by itself," if stage.is_dealt else ""
+        why = ", which takes whole micro-batches by itself," if stage.takes_micro_batches else ""
         refuse(
             where,
             places[held[-1].rank],

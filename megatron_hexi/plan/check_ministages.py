@@ -1,4 +1,4 @@
-"""The rules of stages that run in ministages, and of what waits in host memory."""
+"""The rules of stages that run in ministages, and of offloading to host memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron_hexi.yaml_file import Place
 from megatron_hexi.yaml_schema import Where
 
 
-def refuse_turns(stage: Stage, place: Place, where: Where) -> None:
-    """A stage that the job's pipeline repeats runs whole, and keeps what it holds where Megatron does."""
+def refuse_ministages(stage: Stage, place: Place, where: Where) -> None:
+    """Refuse ministages and offloading in a stage that the job's pipeline repeats."""
     offload = None if stage.offload is None else list(stage.offload)
     for name, value in (("ministages", stage.ministages), ("offload", offload)):
         if value is not None:
@@ -23,13 +23,15 @@ def refuse_turns(stage: Stage, place: Place, where: Where) -> None:
 
 
 def check_ministages(plan: Plan, replica: Replica, stage: Stage, place: Place, where: Where) -> None:
-    """Stages that take turns have as many ministages, each with a layer; it is they that are recomputed."""
+    """Check that all stages of a replica have the same number of ministages, each with a layer."""
     if stage.ministages != replica.ministages:
-        found, first = ("missing" if one is None else one for one in (stage.ministages, replica.ministages))
+        stated, first = (
+            "missing" if count is None else count for count in (stage.ministages, replica.ministages)
+        )
         refuse(
             where,
             (*place, "ministages"),
-            f"is {found}, in the replica's first stage {first}",
+            f"is {stated}, in the replica's first stage {first}",
             "give all stages of a replica as many: they take turns",
         )
     if stage.ministages is None:
@@ -58,13 +60,13 @@ def check_ministages(plan: Plan, replica: Replica, stage: Stage, place: Place, w
 
 
 def check_offload(stage: Stage, place: Place, where: Where) -> None:
-    """What is offloaded has a time at which it is not used, and the larger goes before the smaller."""
+    """Check that offloaded data has times without use, and that optimizer state goes before parameters."""
     if stage.offload is None:
         return
     here = (*place, "offload")
-    for number, what in enumerate(stage.offload):
-        if what in stage.offload[:number]:
-            refuse(where, (*here, number), f"is {what}, which stands there already", "name each once")
+    for number, kind in enumerate(stage.offload):
+        if kind in stage.offload[:number]:
+            refuse(where, (*here, number), f"is {kind}, which stands there already", "name each once")
     if stage.offloads("parameters"):
         number = stage.offload.index("parameters")
         if (stage.ministages or 1) == 1:

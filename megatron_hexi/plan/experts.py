@@ -59,7 +59,7 @@ def expert_domains(stage: Stage, total: int) -> tuple[tuple[HeldExperts, ...], .
     """
     domains: list[list[HeldExperts]] = [[]]
     for domain in stage.domains:
-        if stage.is_dealt and domains[-1]:
+        if stage.takes_micro_batches and domains[-1]:
             domains.append([])
         for member in (member for group in domain.groups for member in group.members):
             held = held_experts(member, total)

@@ -1,4 +1,4 @@
-"""Plans as files: read, checked, written, digested."""
+"""Plan files: reading, checks, writing, digests."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megatron_hexi.yaml_schema import Where, parse, short
 
 _ADAPTER = TypeAdapter(Plan)
 
-#: The parts that inform people only: two plans that differ in nothing else do the same.
+#: Fields that only inform people: plans that differ in nothing else train alike.
 _INFORMATION = ("estimate", "provenance")
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan and check every rule that it must keep.
+    """Read a plan and check all its rules.
 
     Raises:
         HexiError: the file cannot be read or is not YAML.
@@ -37,11 +37,11 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def plan_from_yaml(source: YamlFile) -> Plan:
-    """The plan in a document that was read already. Raises as `read_plan` does."""
+    """Return the plan of a YAML document. Raises as `read_plan` does."""
     if not isinstance(source.data, dict):
-        found = "nothing" if source.data is None else short(source.data)
+        content = "nothing" if source.data is None else short(source.data)
         raise PlanError(
-            f"{source.where(())}: not a plan: found {found}; write a mapping with workload and replicas"
+            f"{source.where(())}: not a plan: found {content}; write a mapping with workload and replicas"
         )
     if "nodes" in source.data and "workload" not in source.data:
         raise PlanError(f"{source.path}: is a cluster file; give the plan")
@@ -58,7 +58,7 @@ def plan_from_yaml(source: YamlFile) -> Plan:
 
 
 def validate_plan(plan: Plan) -> None:
-    """Check a plan that was made in memory, as if it had been read from a file.
+    """Check a plan that was built in memory, as if it had been read from a file.
 
     Raises:
         PlanError: a value or a rule is broken.
@@ -72,7 +72,7 @@ def validate_plan(plan: Plan) -> None:
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Check a plan and write it, whole or not at all. The same plan gives the same bytes.
+    """Check a plan and write it atomically. The same plan gives the same bytes.
 
     Raises:
         PlanError: the plan breaks a rule.
@@ -83,12 +83,12 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def dump_plan(plan: Plan) -> str:
-    """The plan as YAML text, members and ranges on one line each."""
-    return yaml.dump(plan_dict(plan), Dumper=_Dumper, sort_keys=False, width=110)
+    """Return the plan as YAML text, each member and range on one line."""
+    return yaml.dump(plan_dict(plan), Dumper=_PlanDumper, sort_keys=False, width=110)
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values, in the order of the file, without what is not set or follows."""
+    """Return the plan as plain values in file order, without defaults and derived values."""
     data = _without_none(dataclasses.asdict(plan))
     assert isinstance(data, dict)
     del data["workload"]["tensor_parallel"]
@@ -107,7 +107,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def plan_digest(plan: Plan) -> str:
-    """SHA-256 (hex) of what the plan makes ranks do; estimate and provenance are left out."""
+    """Return the SHA-256 (hex) of everything in a plan that ranks act on: all but estimate and provenance."""
     data = {key: value for key, value in plan_dict(plan).items() if key not in _INFORMATION}
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -136,12 +136,12 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-#: What has one of these fields is written on one line: members, whole domains, the exchange.
+#: Mappings with one of these fields are written on one line: members, whole domains, the exchange.
 _ONE_LINE = ("ranks", "window")
 
 
-class _Dumper(yaml.SafeDumper):
-    """Block style above, flow style for what is short: one line a member."""
+class _PlanDumper(yaml.SafeDumper):
+    """YAML in block style, with short mappings and lists in flow style."""
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
         flow = isinstance(mapping, dict) and not mapping.keys().isdisjoint(_ONE_LINE)

@@ -1,4 +1,4 @@
-"""Megatron's name of each term of a job and of a model: what commands, advice and training call it."""
+"""Megatron's option for each term of a job and of a model."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ FLAGS: Final = {
 
 
 def spell_flag(field: str, value: Any) -> str:
-    """A field and its value as on the command line; where Megatron has no name, the field's own.
+    """Return a field and its value as words of the command line, such as ``--micro-batch-size 4``.
 
     Args:
-        field: of `FLAGS`, or of a job besides.
+        field: a field of `FLAGS`, or another field of a job.
         value: ``True`` and ``False`` are a flag and its opposite.
     """
     flag = flag_name(field)
@@ -41,5 +41,5 @@ def spell_flag(field: str, value: Any) -> str:
 
 
 def flag_name(field: str) -> str:
-    """The option of a field."""
+    """Return the option of a field; without one in `FLAGS`, the field's name as an option."""
     return FLAGS.get(field, f"--{field.replace('_', '-')}")

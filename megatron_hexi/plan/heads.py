@@ -1,4 +1,4 @@
-"""Head arithmetic: KV heads follow the query heads, and are never torn.
+"""Arithmetic of query heads and the KV heads that they read.
 
 Query head h reads KV head h // ratio, where ratio = query heads / KV heads. A member whose head range
 starts or ends inside a KV head's group of queries holds that KV head too, beside its neighbour.
@@ -15,13 +15,13 @@ from megatron_hexi.plan.model import Range
 
 
 def kv_range(heads: Range, ratio: int) -> Range:
-    """The KV heads that the query heads need; empty for no heads."""
+    """Return the KV heads that a range of query heads reads; empty for no heads."""
     start, stop = heads
     return (start // ratio, (stop - 1) // ratio + 1) if start < stop else (start // ratio, start // ratio)
 
 
 def kv_pieces(heads: Range, ratio: int) -> Iterator[Range]:
-    """The query heads by the KV head that they read; the first and the last may be some of its own."""
+    """Yield a range of query heads, cut by the KV head that they read."""
     start, stop = heads
     for kv in range(*kv_range(heads, ratio)):
         yield max(start, kv * ratio), min(stop, (kv + 1) * ratio)
@@ -29,9 +29,9 @@ def kv_pieces(heads: Range, ratio: int) -> Iterator[Range]:
 
 @dataclass(frozen=True)
 class HeadSpan:
-    """Query heads and the KV heads that they read, with the same number of queries for each KV head.
+    """Query heads and the KV heads that they read, with as many queries for each KV head.
 
-    Kernels take grouped-query attention in this form only. Both ranges count from the member's first.
+    Kernels take grouped-query attention in this form only. Both ranges count from the member's first head.
     """
 
     queries: Range
@@ -39,7 +39,7 @@ class HeadSpan:
 
 
 def head_spans(heads: Range, ratio: int, origin: int | None = None) -> tuple[HeadSpan, ...]:
-    """The fewest spans that cover a head range: at most three (a part, whole groups, a part).
+    """Return the fewest spans that cover a range of heads: at most three (a part, whole groups, a part).
 
     Args:
         heads: the range.
@@ -61,7 +61,7 @@ def head_spans(heads: Range, ratio: int, origin: int | None = None) -> tuple[Hea
 
 @lru_cache(maxsize=4096)  # a search asks for few ranges, over and over
 def heads_first(heads: Range, ratio: int) -> int:
-    """How many of its query heads come first where a member's work is cut in two.
+    """Return the number of query heads in the first of two halves of a member's work.
 
     The cut runs between two KV heads, as near to the middle of the query heads as it can (of two as near,
     the earlier), so that no KV head is read twice. With one KV head it runs through the middle of it, the
@@ -73,7 +73,7 @@ def heads_first(heads: Range, ratio: int) -> int:
 
 
 def spans_in_two(heads: Range, ratio: int) -> tuple[tuple[HeadSpan, ...], tuple[HeadSpan, ...]]:
-    """The spans of the heads that come first, and of the others; both count from the member's first head."""
+    """Return the spans of each half of the heads, counted from the member's first head."""
     start, stop = heads
     middle = start + heads_first(heads, ratio)
     return head_spans((start, middle), ratio), head_spans((middle, stop), ratio, origin=start)
@@ -81,9 +81,9 @@ def spans_in_two(heads: Range, ratio: int) -> tuple[tuple[HeadSpan, ...], tuple[
 
 @lru_cache(maxsize=4096)
 def head_parts(heads: Range, ratio: int, most: int) -> tuple[Range, ...]:
-    """Query heads in so many parts at most, cut between KV heads, the KV heads of each as equal as can be.
+    """Return a range of query heads in at most `most` parts, cut between KV heads as evenly as possible.
 
-    The first parts are the smaller ones. No heads are one part without any.
+    The first parts are the smaller ones. An empty range gives one empty part.
     """
     first, last = kv_range(heads, ratio)
     count = max(1, min(most, last - first))
@@ -92,7 +92,7 @@ def head_parts(heads: Range, ratio: int, most: int) -> tuple[Range, ...]:
 
 
 def overlap(a: Range, b: Range) -> int:
-    """How many elements two ranges share."""
+    """Return the number of elements that two ranges share."""
     return max(0, min(a[1], b[1]) - max(a[0], b[0]))
 
 

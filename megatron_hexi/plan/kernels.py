@@ -1,7 +1,7 @@
-"""Choices of attention kernels: one name, or one for each kind of GPU (``H100=cudnn,A100=flash-attn-2``).
+"""Chosen attention kernels: one name, or one for each kind of GPU (``H100=cudnn,A100=flash-attn-2``).
 
-A kind is the beginning of a GPU's name in the cluster file, and the longest that fits counts. Training knows
-a GPU by another name, torch's (``NVIDIA H100 80GB HBM3``), which has the kind's first part as words of it.
+A kind is the beginning of a GPU's name in the cluster file; the longest that matches counts. In training a
+GPU has torch's name (``NVIDIA H100 80GB HBM3``), which contains the kind's first part as words.
 """
 
 from __future__ import annotations
@@ -12,49 +12,50 @@ from collections.abc import Mapping
 
 from megatron_hexi.errors import HexiError
 
-#: Kernels that share another's curves: torch ships FlashAttention-2's CUDA code as `aten::_flash_attention`.
+#: Kernels that share the curves of another kernel: torch ships FlashAttention-2's CUDA code as
+#: `aten::_flash_attention`.
 KERNEL_ALIASES = {"aten-flash": "flash-attn-2"}
 
 
 def split_kernels(text: str) -> dict[str, str]:
-    """The kernel of each kind of GPU by the beginning of its name; empty is every GPU.
+    """Return the kernel of each kind of GPU; the kind "" is every GPU.
 
     Raises:
         HexiError: a part is no ``GPU=NAME``, or a GPU is named twice.
     """
     if "=" not in text and "," not in text and text:
         return {"": text}
-    found: dict[str, str] = {}
+    kernels: dict[str, str] = {}
     for part in text.split(","):
         gpu, _, kernel = part.partition("=")
         if not gpu or not kernel or "=" in kernel:
             raise HexiError(
                 f"kernel {text}: {part!r} is not GPU=NAME; write one name, or as H100=cudnn,A100=flash-attn-2"
             )
-        if gpu in found:
+        if gpu in kernels:
             raise HexiError(f"kernel {text}: names {gpu} twice; name each GPU once")
-        found[gpu] = kernel
-    return found
+        kernels[gpu] = kernel
+    return kernels
 
 
 def join_kernels(kernels: Mapping[str, str]) -> str:
-    """The choice that `split_kernels` takes apart."""
+    """Return the text that `split_kernels` parses."""
     return ",".join(f"{gpu}={kernel}" for gpu, kernel in kernels.items())
 
 
 def kernel_on(text: str | None, device: str) -> str | None:
-    """The kernel chosen for a GPU, by its name in the cluster file; ``None``: its own default."""
+    """Return the kernel chosen for a GPU of the cluster file; ``None``: the GPU's default."""
     chosen = {} if text is None else split_kernels(text)
-    fitting = [gpu for gpu in chosen if device.startswith(gpu)]
-    return chosen[max(fitting, key=len)] if fitting else None
+    kinds = [gpu for gpu in chosen if device.startswith(gpu)]
+    return chosen[max(kinds, key=len)] if kinds else None
 
 
 def kernel_by_torch(kernels: Mapping[str, str], gpu: str) -> str | None:
-    """The kernel for a GPU by torch's name; ``None``: no kind fits, or several with different kernels.
+    """Return the kernel for torch's name of a GPU; ``None`` if no kind matches, or kinds that differ.
 
     Args:
-        kernels: by kind, as `split_kernels` gives them.
-        gpu: as `torch.cuda.get_device_name` calls it; empty on a CPU.
+        kernels: kernels by kind, as `split_kernels` returns them.
+        gpu: the name that `torch.cuda.get_device_name` returns; empty on a CPU.
     """
     if not gpu:
         return kernels.get("")
@@ -65,6 +66,6 @@ def kernel_by_torch(kernels: Mapping[str, str], gpu: str) -> str | None:
     return named.pop() if len(named) == 1 else None
 
 
-def is_same_kernel(one: str, other: str) -> bool:
-    """Whether two names are of one code."""
-    return KERNEL_ALIASES.get(one, one) == KERNEL_ALIASES.get(other, other)
+def is_same_kernel(first: str, second: str) -> bool:
+    """Whether two names stand for the same code."""
+    return KERNEL_ALIASES.get(first, first) == KERNEL_ALIASES.get(second, second)

@@ -1,4 +1,4 @@
-"""Layout arithmetic: which positions of the sequence each group and each shard holds.
+"""Layout: the positions of the sequence that each group and each shard holds.
 
 Causal layouts are a weighted zigzag: each group gets a front interval and a back interval of half its
 tokens each, nested (fronts in group order, backs in the reverse order). Its attention area is then
@@ -15,7 +15,7 @@ from megatron_hexi.plan.model import Group, Range
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole parts of `total` in proportion to `weights`, by largest remainder (ties to the first).
+    """Return whole parts of `total` in proportion to `weights`, by largest remainder (ties to the first).
 
     Source: Hamilton's method of apportionment. No part is further than one from its exact share.
     """
@@ -29,7 +29,7 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def causal_segments(tokens: Sequence[int]) -> list[tuple[Range, ...]]:
-    """Nested front and back intervals for groups of the given sizes, outermost group first."""
+    """Return nested front and back segments for groups of the given sizes, outermost group first."""
     fronts = consecutive([count // 2 for count in tokens])
     middle = sum(count // 2 for count in tokens)
     backs = consecutive([count - count // 2 for count in reversed(tokens)], start=middle)
@@ -37,12 +37,12 @@ def causal_segments(tokens: Sequence[int]) -> list[tuple[Range, ...]]:
 
 
 def full_segments(tokens: Sequence[int]) -> list[tuple[Range, ...]]:
-    """One interval for each group, in order: the layout where every token sees every other."""
+    """Return one segment for each group, in order: the layout without a causal mask."""
     return [merge_segments([segment]) for segment in consecutive(tokens)]
 
 
 def consecutive(sizes: Iterable[int], start: int = 0) -> list[Range]:
-    """Ranges of the given sizes, one after the other."""
+    """Return adjacent ranges of the given sizes."""
     ranges = []
     for size in sizes:
         ranges.append((start, start + size))
@@ -51,7 +51,7 @@ def consecutive(sizes: Iterable[int], start: int = 0) -> list[Range]:
 
 
 def merge_segments(segments: Iterable[Range]) -> tuple[Range, ...]:
-    """Ascending segments without empty ones and with neighbours joined."""
+    """Return segments in ascending order, adjacent ones joined, without empty ones."""
     merged: list[Range] = []
     for start, stop in sorted(segments):
         if start == stop:
@@ -64,7 +64,7 @@ def merge_segments(segments: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def slice_segments(segments: Sequence[Range], start: int, stop: int) -> tuple[Range, ...]:
-    """Tokens `start` to `stop` of the ascending tokens of `segments`, as segments."""
+    """Return tokens `start` to `stop` of the ascending tokens of `segments`, as segments."""
     pieces = []
     offset = 0
     for first, last in segments:
@@ -76,6 +76,6 @@ def slice_segments(segments: Sequence[Range], start: int, stop: int) -> tuple[Ra
 
 
 def shard_segments(group: Group, member: int) -> tuple[Range, ...]:
-    """The positions of the sequence that the group's member holds."""
+    """Return the positions of a member's shard."""
     start, stop = consecutive(m.tokens for m in group.members)[member]
     return slice_segments(group.segments, start, stop)

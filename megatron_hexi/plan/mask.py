@@ -1,4 +1,4 @@
-"""Which keys a query sees: what layers and batches ask for beside the plan."""
+"""Attention masks: causal or full, with a sliding window, and with documents."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_hexi.plan.model import Range
 
 @dataclass(frozen=True)
 class Mask:
-    """A query sees the keys of its document; a causal one none after itself, nor any behind its window.
+    """The keys that a query sees: those of its document, and if causal, only itself and earlier ones.
 
     Args:
-        causal: whether a token sees itself and earlier tokens only, or all. Windows and documents need it.
-        window: how many keys before itself a query sees; ``None``: all.
-        documents: lengths of the documents that the sequence consists of; ``None``: it is one.
+        causal: whether a token sees only itself and earlier tokens. Windows and documents need a causal mask.
+        window: number of keys before itself that a query sees; ``None``: all.
+        documents: lengths of the documents of the sequence; ``None``: the sequence is one document.
     """
 
     causal: bool = True
@@ -27,7 +27,7 @@ class Mask:
         assert self.causal or (self.window is None and self.documents is None)
 
     def ranges(self, seq_length: int) -> tuple[Range, ...]:
-        """Positions of the documents, without empty ones.
+        """Return the positions of each document, without empty ones.
 
         Args:
             seq_length: tokens of the sequence; the documents add up to it.

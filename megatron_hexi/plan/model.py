@@ -1,4 +1,4 @@
-"""The plan: what every rank of a job does, as plain data.
+"""The plan as data classes: what each rank of a job holds and computes.
 
 The levels are replicas > stages > domains > groups > members. Sizes are counts; ranges and segments are half
 open. Everything here is frozen, so a plan can be shared, compared and digested.
@@ -40,21 +40,21 @@ from megatron_hexi.plan.terms import (
 )
 from megatron_hexi.yaml_schema import Label
 
-#: Half-open range ``(start, stop)``.
+#: A half-open range ``(start, stop)``.
 Range = tuple[Count, Count]
 
 FORMAT_VERSION: Final = 2
 
 
 def _ranges(value: Any) -> Any:
-    """A list of ranges, of which a single one may stand alone."""
-    is_alone = isinstance(value, (list, tuple)) and not any(isinstance(one, (list, tuple)) for one in value)
+    """Return a list of ranges; a single range becomes a list of one."""
+    is_alone = isinstance(value, (list, tuple)) and not any(isinstance(item, (list, tuple)) for item in value)
     return [value] if is_alone else value
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The model and the sequence that a plan was made for; a job that differs in a given field is refused.
+    """The model and the sequence of a plan; a job that differs in a given field is refused.
 
     Args:
         seq_length: tokens of one sequence (S).
@@ -87,28 +87,28 @@ class Workload:
 
     @property
     def value_size(self) -> int:
-        """Size of one head's values."""
+        """Size of a value head."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def local_heads(self) -> int:
-        """Query heads of one tensor-parallel rank (H): what head ranges partition."""
+        """Query heads of a tensor-parallel rank (H): head ranges partition these."""
         return self.heads // self.tensor_parallel
 
     @property
     def local_kv_heads(self) -> int:
-        """KV heads of one tensor-parallel rank (K). Megatron gives every rank at least one."""
+        """KV heads of a tensor-parallel rank (K). Megatron gives every rank at least one."""
         return max(1, self.kv_heads // self.tensor_parallel)
 
     @property
     def queries_per_kv(self) -> int:
-        """Query heads that share one KV head, on one tensor-parallel rank."""
+        """Query heads that share a KV head, on a tensor-parallel rank."""
         return self.local_heads // self.local_kv_heads
 
 
 @dataclass(frozen=True)
 class Member:
-    """One unit's part.
+    """A unit in a group, with its share of tokens and heads.
 
     Args:
         ranks: its tensor-parallel ranks in the job, ascending; in a stage without `layers`, those of the
@@ -131,7 +131,7 @@ class Member:
 
     @property
     def lead(self) -> int:
-        """Its first rank: what members are told apart and ordered by."""
+        """Its first rank, which identifies members and orders them."""
         return self.ranks[0]
 
     @property
@@ -141,14 +141,14 @@ class Member:
 
 
 def unit_ranks(workload: Workload, number: int) -> tuple[int, ...]:
-    """The ranks of a unit by its number, in a stage that the job repeats: as Megatron numbers them."""
+    """Return the ranks of a unit by its number, as Megatron numbers them, in a stage that the job repeats."""
     width = workload.tensor_parallel
     return tuple(range(number * width, (number + 1) * width))
 
 
 @dataclass(frozen=True)
 class Group:
-    """An A2A group: its tokens, ascending, are cut into consecutive shards in member order.
+    """An A2A group: its tokens, ascending, are cut into consecutive shards in the order of members.
 
     Args:
         segments: positions that it holds, ascending; the groups of a domain partition the sequence.
@@ -188,13 +188,13 @@ class Domain:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """All members, in the order of their ranks: the order of a context-parallel group (P of them)."""
+        """All members in the order of their ranks, which is that of a context-parallel group (P members)."""
         return tuple(sorted((m for g in self.groups for m in g.members), key=lambda m: m.lead))
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """How keys and values travel between groups.
+    """Settings of the exchange of keys and values between groups.
 
     Args:
         window: KV blocks in flight ahead of the one in use.
@@ -235,13 +235,13 @@ class Stage:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
-    def is_dealt(self) -> bool:
-        """Whether its domains take whole micro-batches."""
+    def takes_micro_batches(self) -> bool:
+        """Whether its domains take whole micro-batches, not samples of each."""
         return any(domain.micro_batches is not None for domain in self.domains)
 
     @property
     def domain(self) -> Domain:
-        """The only domain."""
+        """The only domain of the stage."""
         (domain,) = self.domains
         return domain
 
@@ -250,13 +250,13 @@ class Stage:
         """The members of all domains, in the order of their ranks."""
         return tuple(sorted((m for d in self.domains for m in d.members), key=lambda m: m.lead))
 
-    def offloads(self, what: Offload) -> bool:
-        """Whether something of it waits in host memory while it is not used."""
-        return self.offload is not None and what in self.offload
+    def offloads(self, kind: Offload) -> bool:
+        """Whether parameters, optimizer or activations of the stage wait in host memory while not used."""
+        return self.offload is not None and kind in self.offload
 
     @property
     def ministage_sizes(self) -> tuple[int, ...]:
-        """Layers of each ministage, as even as they divide, the larger ones first."""
+        """Number of layers of each ministage, as even as possible, the larger ones first."""
         assert self.layers is not None, "a stage that the job repeats runs whole"
         layers, count = self.layers[1] - self.layers[0], self.ministages or 1
         return tuple((layers + count - 1 - number) // count for number in range(count))
@@ -278,12 +278,12 @@ class Replica:
 
     @property
     def ministages(self) -> int | None:
-        """In how many parts each of its stages runs; ``None``: whole."""
+        """Number of ministages of each of its stages; ``None``: stages run whole."""
         return self.stages[0].ministages
 
     def ministage_layers(self, stage: int) -> tuple[Range, ...]:
-        """The model's layers of each ministage of a stage; of a stage that runs whole, all it has."""
-        turns = zip(*(one.ministage_sizes for one in self.stages), strict=True)
+        """Return the layers of each ministage of a stage; of a stage that runs whole, all its layers."""
+        turns = zip(*(turn.ministage_sizes for turn in self.stages), strict=True)
         sizes = itertools.chain.from_iterable(turns)
         ranges = itertools.pairwise(itertools.accumulate(sizes, initial=0))
         return tuple(itertools.islice(ranges, stage, None, len(self.stages)))
@@ -297,19 +297,19 @@ class Replica:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the planner writes and the runtime reads.
+    """A plan, as the planner writes it and the runtime reads it.
 
     Args:
-        workload: what it was made for.
-        replicas: who does what.
-        exchange: how keys and values travel, in stages that do not say it.
-        job: how the job must run.
+        workload: the model and the sequence that it was made for.
+        replicas: the ranks' tasks.
+        exchange: how keys and values travel, in stages without an exchange of their own.
+        job: settings that the job must have.
         gpus: the GPU on which each rank must be started, numbered in the order of the cluster file; else
             all, in that order. The runtime cannot check it.
-        rates: of its units, for ``--hexi-batch-shares``.
-        estimate: what the planner expects.
+        rates: rates of its units, for ``--hexi-batch-shares``.
+        estimate: the planner's prediction.
         provenance: where the plan comes from.
-        version: of the file format.
+        version: version of the file format.
     """
 
     workload: Workload
@@ -326,41 +326,41 @@ class Plan:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """All members, in the order of their ranks."""
+        """All members in the order of their ranks."""
         stages = (stage for replica in self.replicas for stage in replica.stages)
         return tuple(sorted((m for stage in stages for m in stage.members), key=lambda m: m.lead))
 
     @property
     def units(self) -> int:
-        """Members over all replicas and stages."""
+        """Number of members over all replicas and stages."""
         stages = (stage for replica in self.replicas for stage in replica.stages)
-        return sum(len(group.members) for stage in stages for one in stage.domains for group in one.groups)
+        return sum(len(group.members) for stage in stages for d in stage.domains for group in d.groups)
 
     @property
     def ranks(self) -> int:
-        """Ranks that it numbers: those of the job, or of one pipeline stage where the job repeats it."""
+        """Number of ranks of the job, or of one pipeline stage where the job repeats it."""
         return sum(len(member.ranks) for member in self.members)
 
     @property
     def has_ministages(self) -> bool:
-        """Whether some stages run in ministages."""
+        """Whether any stage runs in ministages."""
         return any(stage.ministages is not None for replica in self.replicas for stage in replica.stages)
 
     @property
-    def has_deal(self) -> bool:
-        """Whether domains of some stages take whole micro-batches."""
-        return any(stage.is_dealt for replica in self.replicas for stage in replica.stages)
+    def takes_micro_batches(self) -> bool:
+        """Whether domains of any stage take whole micro-batches."""
+        return any(stage.takes_micro_batches for replica in self.replicas for stage in replica.stages)
 
     @property
     def has_offload(self) -> bool:
-        """Whether something of some stages waits in host memory."""
+        """Whether any stage offloads to host memory."""
         return any(stage.offload is not None for replica in self.replicas for stage in replica.stages)
 
     @property
     def is_repeated(self) -> bool:
-        """Whether the job's pipeline stages repeat the one stage of each replica."""
+        """Whether the job's pipeline repeats the only stage of each replica."""
         return all(stage.layers is None for replica in self.replicas for stage in replica.stages)
 
     def workload_of(self, domain: Domain) -> Workload:
-        """The workload with the tensor-parallel size of a domain's units."""
+        """Return the workload with the tensor-parallel size of a domain's units."""
         return replace(self.workload, tensor_parallel=len(domain.members[0].ranks))

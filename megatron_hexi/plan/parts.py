@@ -1,4 +1,4 @@
-"""In how many parts the keys of the first exchange step should travel, and whether all-to-alls in two.
+"""The number of parts in which the keys of the first exchange step travel.
 
 More parts hide more of the first keys, but each part is a kernel call of its own over fewer heads, and a
 call that leaves most of a GPU idle costs more than it hides.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megatron_hexi.plan.model import Replica
 
-#: More parts hide hardly more: of four, three hide behind the one before.
+#: More parts hide hardly more: of four, three hide behind the part before.
 MOST_PARTS = 4
 #: Queries times heads of a call that keeps a GPU busy: two rounds of 128-row tiles on the 132 multiprocessors
 #: of an H100 (FlashAttention-3, arXiv 2407.08608, gives each a tile of 128 queries of one head).
@@ -18,7 +18,7 @@ BUSY_ROWS = 2 * 132 * 128
 
 
 def worthwhile_parts(replicas: Sequence[Replica]) -> int:
-    """So many that the busiest unit of every group still has enough to do in each.
+    """Return the most parts that still keep a GPU busy, by the busiest unit of every group.
 
     The others of its group have less work and wait for it anyway.
     """

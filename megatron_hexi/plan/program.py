@@ -1,7 +1,7 @@
-"""The program of one pass of attention: what a rank posts, computes and waits for, in which order.
+"""The program of a pass of attention: a rank's posts, computations and waits, in their order.
 
-This is the one place that says so. The runtime carries it out with tensors (`runtime.passes`), the cost
-model with the clocks of all units (`cost.overlap`), the simulator event by event (`lab.simulator.program`),
+This is the one place that says so. The runtime carries it out with tensors (`runtime.passes`), the cost model
+with the clocks of all units (`cost.overlap`), the simulator event by event (`lab.simulator.unit_program`),
 and tests by NCCL's rules. It says nothing of sizes: those stand in the split tables (`plan.schedule`).
 
     post the ways in; wait for the first; post the keys of the first `window` steps
@@ -27,12 +27,12 @@ Cargo = Literal["in", "keys", "gradients", "out"]
 
 
 class Batch(NamedTuple):
-    """What travels together.
+    """Messages that travel together.
 
     Args:
-        cargo: what.
-        step: of the exchange, from 0; of an all-to-all, which half of the heads.
-        part: of the step, from 0.
+        cargo: the kind of messages.
+        step: step of the exchange, from 0; of an all-to-all, the half of the heads.
+        part: part of the step, from 0.
     """
 
     cargo: Cargo
@@ -49,18 +49,18 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait until a batch has arrived, what others are sent included."""
+    """Wait until a batch has arrived and its sends are complete."""
 
     batch: Batch
 
 
 @dataclass(frozen=True, slots=True)
 class OwnBlock:
-    """Compute the own group's block for some halves of the heads.
+    """Compute the own group's block for one half of the heads, or both.
 
     Args:
-        first: half, from 0.
-        stop: half after the last; the block is cut in two where 0 and 2 are not together.
+        first: first half, 0 or 1.
+        stop: half after the last; 0 and 2: the whole block at once.
     """
 
     first: int
@@ -69,11 +69,11 @@ class OwnBlock:
 
 @dataclass(frozen=True, slots=True)
 class FarBlocks:
-    """Compute a part of a step.
+    """Compute the blocks of a part of a step.
 
     Args:
-        step: from 0.
-        part: of the step.
+        step: step of the exchange, from 0.
+        part: part of the step, from 0.
         piece: ``None``: all of it; where the half of the heads that leaves first ends in it, 0: up to there,
             1: the rest.
     """
@@ -90,14 +90,14 @@ Operation = Post | Wait | OwnBlock | FarBlocks
 def attention_program(
     backward: bool, parts: tuple[int, ...], window: int, halves: int, turn: int
 ) -> tuple[Operation, ...]:
-    """One pass of attention.
+    """Return the operations of a pass of attention.
 
     Args:
-        backward: the direction.
-        parts: of each step of the exchange, in how many parts it travels.
-        window: steps under way ahead of the one in use.
-        halves: in how many all-to-alls query heads travel each way, 1 or 2.
-        turn: in the forward pass the part of the last step in which the half that leaves first ends.
+        backward: whether it is the backward pass.
+        parts: number of parts of each step of the exchange.
+        window: steps whose keys are under way ahead of the step in use.
+        halves: number of all-to-alls in which query heads travel each way, 1 or 2.
+        turn: part of the last step in which, forward, the half of the heads that leaves first ends.
     """
     return tuple(_pass(backward, parts, window, halves, turn))
 

@@ -1,6 +1,6 @@
-"""The plain plan: tokens and heads in proportion to the ranks' speeds.
+"""A plan in proportion to speeds: each rank's tokens and heads.
 
-It knows nothing of memory or links. It is what one writes without a planner, and a baseline for one.
+It ignores memory and links: a plan as written by hand without a planner, and a baseline for the planner.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _FASTEST = 1e100
 
 
 def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], first_unit: int = 0) -> Domain:
-    """A domain whose groups and members are given their part of the work.
+    """Return a domain whose groups and members have work in proportion to their speeds.
 
     Args:
         workload: the model and the sequence.
         speeds: for each group, the relative speed of each of its members; units are numbered in this order.
-        first_unit: number of the first.
+        first_unit: number of the first unit.
 
     Raises:
         PlanError: no group, a group without members, or a speed that is not above 0 or beyond all measure.
@@ -62,7 +62,7 @@ def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], f
 def proportional_plan(
     workload: Workload, replicas: Sequence[Sequence[Sequence[float]]], window: int = 1
 ) -> Plan:
-    """One domain a replica, each cut in proportion to the given speeds (replica, group, member).
+    """Return a plan with one domain a replica, in proportion to the given speeds (replica, group, member).
 
     Raises:
         PlanError: as `proportional_domain`.

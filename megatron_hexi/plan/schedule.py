@@ -1,4 +1,4 @@
-"""Split tables: everything one rank must know of a domain to compute its attention.
+"""Split tables: everything that a rank must know of a domain to compute its attention.
 
 They are derived once, from the plan alone, and kept with the object that uses them. Because every rank
 derives its own from the same plan, both ends of each transfer agree on its size without asking.
@@ -16,8 +16,8 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
+from megatron_hexi.plan.batch_balance import balanced_domain
 from megatron_hexi.plan.blocks import Block, Call, Visible, exchange_blocks, own_blocks, together
-from megatron_hexi.plan.dealing import dealt_domain
 from megatron_hexi.plan.heads import (
     HeadSpan,
     head_parts,
@@ -38,7 +38,7 @@ from megatron_hexi.plan.terms import UnitRates
 
 @dataclass(frozen=True)
 class Transfer:
-    """One message of keys and values.
+    """A message of keys and values.
 
     Args:
         peer: the other rank, as an index into the domain's ranks.
@@ -52,21 +52,21 @@ class Transfer:
 
     @property
     def keys(self) -> int:
-        """How many tokens travel."""
+        """Number of tokens that travel."""
         return sum(stop - start for start, stop in self.rows)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some heads of one step of the exchange: what travels, and is computed, together.
+    """Heads of a step of the exchange whose keys travel and are computed together.
 
     Args:
         number: its place among the parts of all steps; the same on every rank.
-        heads: the rank's own query heads that it is about, counted from its first.
+        heads: the rank's query heads in this part, counted from its first.
         pieces: these heads beside the KV heads they read, both counted from the part's first; in two pieces
             where the half whose outputs leave first ends within the part.
-        receives: what the rank is sent; together the KV heads that these heads use, in order.
-        sends: what it sends to others.
+        receives: messages that the rank receives: the KV heads that these heads use, in order.
+        sends: messages that it sends.
     """
 
     number: int
@@ -88,11 +88,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the exchange, as one rank sees it.
+    """A step of the exchange on one rank.
 
     Args:
-        parts: what travels; in all steps but the first it is one part.
-        blocks: what the heads of each part compute with the keys received.
+        parts: the parts in which keys travel; one in all steps but the first.
+        blocks: the blocks that the heads of each part compute with the keys received.
     """
 
     parts: tuple[Part, ...]
@@ -100,23 +100,23 @@ class Step:
 
     @cached_property
     def calls(self) -> tuple[Call, ...]:
-        """The blocks as kernels are given them."""
+        """The blocks, grouped into kernel calls."""
         return together(self.blocks)
 
     @property
     def receives(self) -> tuple[Transfer, ...]:
-        """What the rank is sent in all parts."""
+        """Messages that the rank receives, over all parts."""
         return tuple(transfer for part in self.parts for transfer in part.receives)
 
     @property
     def sends(self) -> tuple[Transfer, ...]:
-        """What it sends to others in all parts."""
+        """Messages that it sends, over all parts."""
         return tuple(transfer for part in self.parts for transfer in part.sends)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One rank's split tables for one layer.
+    """Split tables of one rank for a layer.
 
     Args:
         index: the rank, as an index into the domain's ranks (its context-parallel rank).
@@ -130,7 +130,7 @@ class Schedule:
         spans: its own query heads beside the KV heads they read, for the kernels.
         spans_in_two: the same heads in two parts, as the backward pass takes the block of its own group.
         own: blocks of its own group's keys that cover every query exactly once.
-        own_beside: what a window leaves of its own group's keys beside them.
+        own_beside: further blocks of its own group's keys that a window needs.
         steps: the exchange with the other groups.
     """
 
@@ -150,12 +150,12 @@ class Schedule:
 
     @cached_property
     def own_calls(self) -> tuple[Call, ...]:
-        """`own` as kernels are given it."""
+        """The blocks of `own`, grouped into kernel calls."""
         return together(self.own)
 
     @cached_property
     def own_beside_calls(self) -> tuple[Call, ...]:
-        """`own_beside` as kernels are given it."""
+        """The blocks of `own_beside`, grouped into kernel calls."""
         return together(self.own_beside)
 
     @property
@@ -170,7 +170,7 @@ class Schedule:
 
     @property
     def own_heads(self) -> int:
-        """Query heads that it computes (h)."""
+        """Number of query heads that it computes (h)."""
         start, stop = self.heads[self.position]
         return stop - start
 
@@ -180,10 +180,10 @@ class Schedule:
         return self.kv[self.position]
 
     def program(self, backward: bool, window: int) -> tuple[Operation, ...]:
-        """What the rank does in one pass.
+        """Return the rank's operations in a pass.
 
         Args:
-            backward: the direction.
+            backward: whether it is the backward pass.
             window: exchange steps under way ahead of the one in use.
         """
         parts, turn = tuple(len(step.parts) for step in self.steps), 0
@@ -193,11 +193,11 @@ class Schedule:
         return attention_program(backward, parts, window, len(self.halves), turn)
 
     def part(self, of: Batch | FarBlocks) -> Part:
-        """The part of the exchange that travels in a batch or is computed."""
+        """Return the part of the exchange that a batch carries or a computation uses."""
         return self.steps[of.step].parts[of.part]
 
     def own_spans(self, block: OwnBlock) -> tuple[HeadSpan, ...]:
-        """The heads for which the own group's block is computed."""
+        """Return the heads for which a block of the own group is computed."""
         return self.spans if block == OwnBlock(0, 2) else self.spans_in_two[block.first]
 
 
@@ -209,25 +209,25 @@ def build_schedule(
     mask: Mask | None = None,
     rates: UnitRates | None = None,
 ) -> Schedule:
-    """The split tables of one rank, for a plan that passed its checks.
+    """Return the split tables of a rank, for a plan that passed its checks.
 
     Args:
-        workload: of the plan.
-        domain: of the plan.
+        workload: the plan's workload.
+        domain: a domain of the plan.
         index: the rank, as an index into the domain's ranks.
         parts: in how many parts the first step of the exchange travels at most; more than one also cuts the
             all-to-alls in two.
-        mask: what a query sees; ``None``: as the workload says. With documents the domain's groups hold
-            other segments (`packed_domain`), as many tokens as before.
-        rates: of the plan's units, if documents are to be dealt by them: tokens and heads are then those of
-            this batch (`dealt_domain`).
+        mask: the keys that a query sees; ``None``: as the workload says. With documents the domain's groups
+            hold other segments (`packed_domain`) of as many tokens.
+        rates: rates of the plan's units, if documents are assigned by them: tokens and heads are then those
+            of this batch (`balanced_domain`).
     """
     mask = Mask(causal=workload.causal) if mask is None else mask
     if mask.documents is not None:
         domain = (
             packed_domain(domain, mask.documents)
             if rates is None
-            else dealt_domain(domain, mask.documents, rates)
+            else balanced_domain(domain, mask.documents, rates)
         )
     seq_length = workload.seq_length
     ratio = workload.queries_per_kv
@@ -238,28 +238,28 @@ def build_schedule(
     indices = {member.lead: i for i, member in enumerate(members)}
     position = next(i for i, member in enumerate(group.members) if member.lead == rank)
     heads = group.members[position].heads
-    others = len(domain.groups)
+    groups = len(domain.groups)
     halves = _halves(group, ratio, parts)
     middle = halves[0][position][1]
     steps = []
-    for distance in range(1, others):
-        source = domain.groups[(number - distance) % others]
-        target = domain.groups[(number + distance) % others]
-        seen = exchange_blocks(group, source, mask, seq_length)
-        shown = exchange_blocks(target, group, mask, seq_length)
+    for distance in range(1, groups):
+        source = domain.groups[(number - distance) % groups]
+        target = domain.groups[(number + distance) % groups]
+        visible = exchange_blocks(group, source, mask, seq_length)
+        visible_to_target = exchange_blocks(target, group, mask, seq_length)
         most = parts if distance == 1 else 1
-        own = head_parts(heads, ratio, most)
-        asked = [(user, head_parts(user.heads, ratio, most)) for user in target.members]
+        own_parts = head_parts(heads, ratio, most)
+        user_parts = [(user, head_parts(user.heads, ratio, most)) for user in target.members]
         step = []
-        for place in range(max(len(own), *(len(ranges) for _, ranges in asked))):
+        for place in range(max(len(own_parts), *(len(ranges) for _, ranges in user_parts))):
             sends = [
                 Transfer(indices[user.lead], transfer.kv, transfer.rows)
-                for user, ranges in asked
+                for user, ranges in user_parts
                 if place < len(ranges)
-                for transfer in _incoming(ranges[place], shown, group, indices, ratio)
+                for transfer in _incoming(ranges[place], visible_to_target, group, indices, ratio)
                 if transfer.peer == index
             ]
-            mine = own[place] if place < len(own) else (heads[1], heads[1])
+            mine = own_parts[place] if place < len(own_parts) else (heads[1], heads[1])
             cuts = [mine[0], middle, mine[1]] if mine[0] < middle < mine[1] else mine
             step.append(
                 Part(
@@ -268,11 +268,11 @@ def build_schedule(
                     pieces=tuple(
                         head_spans(piece, ratio, origin=mine[0]) for piece in itertools.pairwise(cuts)
                     ),
-                    receives=_incoming(mine, seen, source, indices, ratio),
+                    receives=_incoming(mine, visible, source, indices, ratio),
                     sends=tuple(sends),
                 )
             )
-        steps.append(Step(tuple(step), seen.blocks if heads[0] < heads[1] else ()))
+        steps.append(Step(tuple(step), visible.blocks if heads[0] < heads[1] else ()))
     own_first, own_beside = own_blocks(group, mask, seq_length) if group.tokens else ((), ())
     return Schedule(
         index=index,
@@ -291,19 +291,19 @@ def build_schedule(
     )
 
 
-#: Split tables that are kept: of a pipeline's micro-batches under way, with a few windows each.
+#: Number of cached split tables: a pipeline's micro-batches under way, with a few windows each.
 _KEPT = 32
 
 
 class Schedules:
-    """One rank's split tables for every mask: derived when they are asked for, the latest kept.
+    """Split tables of one rank for every mask: derived on demand, the latest cached.
 
     Args:
-        workload: of the plan.
-        domain: of the plan.
+        workload: the plan's workload.
+        domain: a domain of the plan.
         index: the rank, as an index into the domain's ranks.
         parts: in how many parts the first step of the exchange travels at most.
-        rates: of the plan's units, if documents are to be dealt by them.
+        rates: rates of the plan's units, if documents are assigned by them.
     """
 
     def __init__(
@@ -316,13 +316,13 @@ class Schedules:
         )
 
     def __call__(self, mask: Mask | None = None) -> Schedule:
-        """The split tables; ``None``: without window and documents."""
+        """Return the split tables for a mask; ``None``: without window and documents."""
         if mask is not None and mask.documents is not None:
             self._windows.add(mask.window)
         return self._for(mask)
 
     def prepare(self, documents: tuple[int, ...]) -> None:
-        """Derive, in any thread, what these documents will need: with the windows that were asked for."""
+        """Derive, in any thread, the split tables of these documents, for the windows used so far."""
         for window in tuple(self._windows) or (None,):
             schedule = self._for(Mask(window=window, documents=documents))
             for step in schedule.steps:
@@ -331,7 +331,7 @@ class Schedules:
 
 
 def _halves(group: Group, ratio: int, parts: int) -> tuple[tuple[Range, ...], ...]:
-    """Which query heads of each member travel in each all-to-all."""
+    """Return the query heads of each member in each all-to-all."""
     whole = tuple(member.heads for member in group.members)
     if parts == 1 or len(whole) == 1 or not group.tokens:
         return (whole,)
@@ -344,9 +344,9 @@ def _halves(group: Group, ratio: int, parts: int) -> tuple[tuple[Range, ...], ..
 
 @lru_cache(maxsize=2**14)
 def kv_owners(heads: Range, owners: tuple[Range, ...], ratio: int) -> tuple[tuple[int, Range], ...]:
-    """Which member of a group serves which KV heads of a user.
+    """Return the members of a group that serve the KV heads of a user.
 
-    Remembered: every rank of a domain asks the same of every group.
+    Cached: every rank of a domain asks the same of every group.
 
     Args:
         heads: the user's query heads.
@@ -368,12 +368,12 @@ def kv_owners(heads: Range, owners: tuple[Range, ...], ratio: int) -> tuple[tupl
 
 
 def _incoming(
-    heads: Range, seen: Visible, source: Group, indices: dict[int, int], ratio: int
+    heads: Range, visible: Visible, source: Group, indices: dict[int, int], ratio: int
 ) -> tuple[Transfer, ...]:
-    """What a rank with these query heads is sent by the members of `source`, of which it sees so much."""
-    if not seen.blocks:
+    """Return the messages that a rank receives from the members of `source` for some query heads."""
+    if not visible.blocks:
         return ()
     return tuple(
-        Transfer(indices[source.members[position].lead], kv, seen.rows)
+        Transfer(indices[source.members[position].lead], kv, visible.rows)
         for position, kv in kv_owners(heads, tuple(member.heads for member in source.members), ratio)
     )

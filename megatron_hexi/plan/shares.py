@@ -1,8 +1,8 @@
-"""Shares: which micro-batches of a global batch each replica takes, and each domain of a stage.
+"""Shares of the global batch: the micro-batches of each replica, and of each domain of a stage.
 
-The cost model and the runtime both read them here, so that they mean one schedule: the micro-batches of a
-global batch are dealt in the order of the replicas, consecutive ones to each. A replica runs its own one
-after the other, beside the other replicas; when all are done, all ranks add up their gradients, once.
+The cost model and the runtime both read them here, so that both use the same schedule. The micro-batches of a
+global batch are assigned in the order of the replicas, consecutive ones to each. A replica runs its
+micro-batches one after the other; when all replicas are done, all ranks sum their gradients, once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Share:
     """Consecutive micro-batches of a global batch.
 
     Args:
-        first: number of the first of them, from 0.
-        count: how many.
-        total: how many the global batch has.
+        first: number of its first micro-batch, from 0.
+        count: number of micro-batches.
+        total: micro-batches of the global batch.
     """
 
     first: int
@@ -32,27 +32,27 @@ class Share:
     total: int
 
     def __contains__(self, micro_batch: int) -> bool:
-        """Whether a micro-batch, counted on from the first of any global batch, is one of them."""
+        """Whether a micro-batch, numbered over all iterations, is in the share."""
         return 0 <= micro_batch % self.total - self.first < self.count
 
 
 def has_equal_replicas(plan: Plan) -> bool:
-    """Whether the replicas are Megatron's: as many ranks each, dealt in order, and equal shares."""
+    """Whether replicas are as Megatron's: equal numbers of ranks, in order, and equal shares of the batch."""
     ranks = [member.lead for replica in plan.replicas for member in replica.domain.members]
     sizes = {(len(replica.domain.members), replica.micro_batches) for replica in plan.replicas}
     return len(sizes) == 1 and ranks == sorted(ranks)
 
 
-def deal_micro_batches(plan: Plan, global_batch_size: int, micro_batch_size: int) -> tuple[Share, ...]:
-    """The share of each replica: what it states, or else an equal one.
+def assign_micro_batches(plan: Plan, global_batch_size: int, micro_batch_size: int) -> tuple[Share, ...]:
+    """Return the share of each replica: the stated one, or else an equal one.
 
     Args:
         plan: the plan.
         global_batch_size: sequences of an iteration.
-        micro_batch_size: sequences that pass at once; the same for all replicas.
+        micro_batch_size: sequences of a micro-batch; the same for all replicas.
 
     Raises:
-        PlanError: the shares do not add up to the batch; with all values.
+        PlanError: the shares do not add up to the batch; the message has all values.
     """
     total, replicas = global_batch_size // micro_batch_size, len(plan.replicas)
     stated = [replica.micro_batches for replica in plan.replicas]
@@ -62,39 +62,39 @@ def deal_micro_batches(plan: Plan, global_batch_size: int, micro_batch_size: int
             "each micro_batches, or give another global batch"
         )
     counts = [total // replicas if count is None else count for count in stated]
-    taken = sum(counts)
-    if taken != total or global_batch_size % micro_batch_size:
+    assigned = sum(counts)
+    if assigned != total or global_batch_size % micro_batch_size:
         raise PlanError(
-            f"replicas take {taken} micro-batches of {micro_batch_size}, {taken * micro_batch_size} "
+            f"replicas take {assigned} micro-batches of {micro_batch_size}, {assigned * micro_batch_size} "
             f"sequences, the global batch has {global_batch_size}; make the two equal"
         )
     firsts = itertools.accumulate(counts, initial=0)
     return tuple(Share(first, count, total) for first, count in zip(firsts, counts, strict=False))
 
 
-def deal(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The micro-batches that each domain of a stage takes, ascending.
+def assign_in_turn(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the micro-batches that each domain of a stage takes, ascending.
 
-    The deal follows what is predicted and no clock, so that all ranks know it: a domain that takes n
+    The order follows the plan and no clock, so that all ranks know it: a domain that takes n
     micro-batches of an iteration takes 1 / n of it for each. The next one goes to the domain that is free
     first; of several, to the one that takes most; of several, to the first.
 
     Args:
-        counts: how many each takes.
+        counts: number of micro-batches of each domain.
     """
-    dealt: list[list[int]] = [[] for _ in counts]
+    assigned: list[list[int]] = [[] for _ in counts]
     for micro_batch in range(sum(counts)):
-        free = [number for number, count in enumerate(counts) if len(dealt[number]) < count]
-        first = min(free, key=lambda n: (Fraction(len(dealt[n]), counts[n]), -counts[n], n))
-        dealt[first].append(micro_batch)
-    return tuple(tuple(taken) for taken in dealt)
+        free = [number for number, count in enumerate(counts) if len(assigned[number]) < count]
+        first = min(free, key=lambda n: (Fraction(len(assigned[n]), counts[n]), -counts[n], n))
+        assigned[first].append(micro_batch)
+    return tuple(tuple(numbers) for numbers in assigned)
 
 
-_dealt = lru_cache(maxsize=64)(deal)
+_assigned = lru_cache(maxsize=64)(assign_in_turn)
 
 
-def stage_deal(stage: Stage) -> tuple[tuple[int, ...] | None, ...]:
-    """The micro-batches that each domain of a stage takes, ascending; ``None``: some samples of all."""
-    if not stage.is_dealt:
+def domain_micro_batches(stage: Stage) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the micro-batches of each domain of a stage, ascending; ``None``: samples of all of them."""
+    if not stage.takes_micro_batches:
         return (None,) * len(stage.domains)
-    return _dealt(tuple(domain.micro_batches or 0 for domain in stage.domains))
+    return _assigned(tuple(domain.micro_batches or 0 for domain in stage.domains))

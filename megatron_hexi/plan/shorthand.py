@@ -1,7 +1,7 @@
-"""A domain of one unit that holds all tokens and heads is written by its ranks: ``{ranks: [4, 5]}``.
+"""The short form of a domain of one unit that holds all tokens and heads: ``{ranks: [4, 5]}``.
 
-Most stages of a pipeline are such domains. In memory there are groups only: what is short in the file is
-spelt out when it is read, and shortened when it is written.
+Most stages of a pipeline are such domains. Data classes have groups only: the short form is expanded when a
+file is read, and used when it is written.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 from megatron_hexi.yaml_file import Place
 from megatron_hexi.yaml_schema import Where
 
-#: What such a domain says of its unit.
+#: Fields of the short form.
 _OF_A_UNIT = ("ranks", "state", "experts")
-#: Where the one member of a shortened domain stands in the groups.
+#: Place of the only member in the long form.
 _MEMBER: Place = ("groups", 0, "members", 0)
 
 
 def spelt_out(data: dict[str, Any], where: Where) -> tuple[dict[str, Any], Where]:
-    """A plan's plain values with groups in every domain, and what spells its places as they are in the file.
+    """Return a plan's plain values with groups in every domain, and a function that spells file places.
 
     Args:
         data: plain values, perhaps malformed; not changed.
@@ -43,15 +43,15 @@ def spelt_out(data: dict[str, Any], where: Where) -> tuple[dict[str, Any], Where
     def in_file(place: Place) -> str:
         for short in shortened:
             if place[: len(short) + 1] == (*short, "groups"):
-                rest = place[len(short) :]
-                return where((*short, *rest[len(_MEMBER) :]))
+                inner = place[len(short) :]
+                return where((*short, *inner[len(_MEMBER) :]))
         return where(place)
 
     return data, in_file
 
 
 def shorten(domain: dict[str, Any]) -> dict[str, Any]:
-    """A domain's plain values as they are written: no `state` that says nothing, a single range alone."""
+    """Return a domain's plain values as they are written: in the short form, without default values."""
     for group in domain["groups"]:
         for member in group["members"]:
             if member["state"] == 1:
@@ -63,18 +63,18 @@ def shorten(domain: dict[str, Any]) -> dict[str, Any]:
     if len(members) > 1 or len(domain["groups"]) > 1 or len(first["segments"]) > 1 or first["name"]:
         return domain
     member = members[0]
-    rest = {key: value for key, value in domain.items() if key != "groups"}
-    return {**{key: member[key] for key in _OF_A_UNIT if key in member}, **rest}
+    others = {key: value for key, value in domain.items() if key != "groups"}
+    return {**{key: member[key] for key in _OF_A_UNIT if key in member}, **others}
 
 
 def _domains(data: dict[str, Any]) -> list[tuple[Place, dict[str, Any]]]:
-    """The domains that are mappings, each with its place."""
-    found: list[tuple[Place, dict[str, Any]]] = []
+    """Return the domains that are mappings, each with its place."""
+    domains: list[tuple[Place, dict[str, Any]]] = []
     for r, replica in _entries(data.get("replicas")):
         for s, stage in _entries(replica.get("stages")):
             for d, domain in _entries(stage.get("domains")):
-                found.append((("replicas", r, "stages", s, "domains", d), domain))
-    return found
+                domains.append((("replicas", r, "stages", s, "domains", d), domain))
+    return domains
 
 
 def _entries(values: Any) -> list[tuple[int, dict[str, Any]]]:

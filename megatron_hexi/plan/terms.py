@@ -1,7 +1,4 @@
-"""What a plan says beside who does what: how its job must run, what is expected of it, where it comes from.
-
-And the kinds of number that its fields are.
-"""
+"""Settings of a plan's job, its estimate and provenance, and the number types of its fields."""
 
 from __future__ import annotations
 
@@ -25,23 +22,23 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 #: What pydantic checks when a plan is read from a file. The constructors themselves check nothing.
 STRICT = ConfigDict(extra="forbid")
 
-#: What the backward pass computes again: nothing, core attention, every layer, or so many first layers.
+#: What the backward pass recomputes: nothing, core attention, every layer, or a number of first layers.
 Recompute = Literal["none", "selective", "full"] | Layers
 Precision = Literal["bf16", "fp16", "fp32"]
-#: What of a stage may wait in host memory while it is not used.
+#: Data of a stage that may wait in host memory while it is not used.
 Offload = Literal["parameters", "optimizer", "activations"]
 
 
 @dataclass(frozen=True)
 class JobTerms:
-    """How the job must run: given fields set Megatron's arguments; a job that says something else is refused.
+    """Settings of the job: given fields set Megatron's arguments; a job that contradicts them is refused.
 
     Args:
         micro_batch_size: --micro-batch-size.
         global_batch_size: --global-batch-size.
         pipeline_parallel: --pipeline-model-parallel-size, of a plan without stages of its own.
         precision: --bf16, --fp16, or neither.
-        recompute: --recompute-granularity; a number: so many first layers.
+        recompute: --recompute-granularity; a number: that many first layers.
         optimizer: --optimizer.
         distributed_optimizer: --use-distributed-optimizer.
         overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
@@ -65,13 +62,13 @@ class JobTerms:
 
 @dataclass(frozen=True)
 class UnitRates:
-    """What each unit takes and has room for, in the order of ranks: by it documents are dealt anew.
+    """Speed and memory of each unit, in the order of ranks: documents are assigned by them.
 
     Args:
-        row_s: seconds of one token outside attention, forward and backward, of one layer.
-        pair_s: likewise, of one pair of query and key in all heads of a unit's rank.
+        row_s: seconds of a token outside attention, forward and backward, in one layer.
+        pair_s: likewise, of a pair of query and key in all heads of a unit's rank.
         room: tokens that a unit has memory for.
-        attended: memory of a token of its group, in tokens that it holds, if the unit has all heads.
+        attended: memory of a token of its group, in held tokens, if the unit has all heads.
     """
 
     row_s: tuple[Rate, ...]
@@ -84,13 +81,13 @@ class UnitRates:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the planner expects. Read by people and reports, never by the runtime.
+    """The planner's prediction. Read by people and reports, never by the runtime.
 
     Args:
         iteration_s: seconds of an iteration.
-        tokens_per_s: tokens of an iteration over these seconds.
-        lower_bound_s: no plan takes less, under the cost model.
-        gap: how much longer this plan takes, as a part of it (0.01: 1 %).
+        tokens_per_s: tokens of an iteration / `iteration_s`.
+        lower_bound_s: seconds that no plan can beat under the cost model.
+        gap: excess of `iteration_s` over `lower_bound_s`, as a part of the bound (0.01: 1 %).
         memory_gib: peak of each rank, GiB.
         against: tokens/s predicted for other layouts.
     """
@@ -107,16 +104,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the plan comes from. For people, but commands take `model` where they are not given one.
+    """Origin of a plan. For people, but commands use `model` where they are not given one.
 
     Args:
         planner: the program that made it, with its version.
-        solver: likewise.
-        seed: of the solver.
+        solver: the solver, with its version.
+        seed: the solver's seed.
         cluster: name of the cluster.
         cluster_digest: its SHA-256 (hex).
         model: as ``--model`` takes it.
-        created: when.
+        created: date and time.
     """
 
     planner: Label | None = None

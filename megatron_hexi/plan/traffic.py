@@ -1,4 +1,4 @@
-"""What a schedule puts on the wire in one layer: the counts that measurements are held against."""
+"""Messages and bytes that a rank sends in one layer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_hexi.plan.schedule import Schedule, Transfer
 
 @dataclass(frozen=True)
 class Traffic:
-    """One rank's part in one direction (forward or backward) of one attention layer.
+    """A rank's messages and bytes in the forward or backward pass of one attention layer.
 
     Args:
         all_to_alls: collectives inside its group.
-        all_to_all_bytes: bytes that it sends to other members in them.
+        all_to_all_bytes: bytes that it sends to other members.
         messages: point-to-point messages that it sends to other groups.
-        message_bytes: bytes of these.
+        message_bytes: bytes of these messages.
     """
 
     all_to_alls: int
@@ -29,15 +29,15 @@ class Traffic:
 def forward_traffic(
     schedule: Schedule, head_dim: int, batch: int, element_bytes: int, value_dim: int | None = None
 ) -> Traffic:
-    """Query, key and value to the heads' layout; keys and values to their users; the output back.
+    """Return the traffic of a forward pass: query, key and value in, keys and values exchanged, output back.
 
     Halves of queries and of outputs are all-to-alls of their own.
 
     Args:
         schedule: the rank's split tables.
         head_dim: size of one head.
-        batch: sequences at a time.
-        element_bytes: bytes of one number.
+        batch: sequences of a micro-batch.
+        element_bytes: bytes of an element.
         value_dim: size of one head's values; ``None``: the same.
     """
     values = head_dim if value_dim is None else value_dim
@@ -59,9 +59,9 @@ def forward_traffic(
 def backward_traffic(
     schedule: Schedule, head_dim: int, batch: int, element_bytes: int, value_dim: int | None = None
 ) -> Traffic:
-    """The output's gradient in; keys and values again; their gradients to the owners; all three back.
+    """Return the traffic of a backward pass: output gradient in, keys and values, their gradients, all back.
 
-    Arguments as of `forward_traffic`.
+    Arguments are those of `forward_traffic`.
     """
     values = head_dim if value_dim is None else value_dim
     inward = values * sum(
@@ -80,7 +80,7 @@ def backward_traffic(
 
 
 def exchanges_heads(schedule: Schedule) -> bool:
-    """Whether the rank's group needs its all-to-alls at all."""
+    """Whether the rank's group has all-to-alls: several members, and tokens."""
     return len(schedule.members) > 1 and schedule.group_tokens > 0
 
 

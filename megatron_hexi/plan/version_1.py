@@ -1,4 +1,4 @@
-"""Plans of version 1 as plain values of version 2.
+"""Plans of version 1, converted to plain values of version 2.
 
 Version 1 knew one stage a replica, which the job's pipeline repeated, one domain in it, and members by their
 number with the tensor-parallel size given once: ``{rank: 3}`` at a size of 2 is ``{ranks: [6, 7]}``.
@@ -15,11 +15,11 @@ from megatron_hexi.yaml_schema import Where, short
 
 
 def converted(data: dict[str, Any], where: Where) -> dict[str, Any]:
-    """The same plan in version 2. What is malformed is left as it is, for the schema to refuse.
+    """Return the plan in version 2. Malformed values stay as they are, for the schema to refuse.
 
     Args:
         data: plain values of version 1; not changed.
-        where: spells a place.
+        where: spells a place for an error.
 
     Raises:
         PlanError: a field that only version 2 has, or stages that version 1 could not say.
@@ -54,7 +54,7 @@ def converted(data: dict[str, Any], where: Where) -> dict[str, Any]:
 
 
 def place_in_version_1(place: Place) -> Place:
-    """Where version 1 says what stands at a place of version 2."""
+    """Return the place of version 1 that corresponds to a place of version 2."""
     steps: list[str | int] = []
     for step in place:
         if steps and steps[-1] == "domains":
@@ -67,13 +67,13 @@ def place_in_version_1(place: Place) -> Place:
 
 
 def _ranks(number: Any, width: int) -> list[Any]:
-    """The ranks of a unit by its number; the number itself where it is none."""
+    """Return the ranks of the unit with a number; an invalid number itself."""
     if type(number) is not int or number < 0:
         return [number]
     return list(range(number * width, (number + 1) * width))
 
 
 def _entries(holder: Any, name: str) -> list[dict[str, Any]]:
-    """The mappings of a list, as far as it is one."""
-    found = holder.get(name) if isinstance(holder, dict) else None
-    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    """Return the mappings of a list; none where it is not a list."""
+    entries = holder.get(name) if isinstance(holder, dict) else None
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []

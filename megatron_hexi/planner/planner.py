@@ -17,8 +17,8 @@ from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
 from megatron_hexi.planner.bound import Bound, joint_bound, memory_fits
+from megatron_hexi.planner.expert_placement import expert_rules
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
-from megatron_hexi.planner.layouts.experts import expert_rules
 from megatron_hexi.planner.layouts.trial import Progress, order_of
 from megatron_hexi.planner.notes import left_out, margin_note, why_saved
 from megatron_hexi.planner.request import Request

@@ -9,7 +9,7 @@ from megatron_hexi.cluster import ANYTHING, PlannerRules
 from megatron_hexi.cost import Job
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.flags import spell_flag
-from megatron_hexi.planner.layouts.experts import IN_WHOLE_STAGES, ExpertRule
+from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES, ExpertRule
 
 #: Terms of a job that the planner chooses where they are not fixed.
 CHOSEN: Final = ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "recompute")

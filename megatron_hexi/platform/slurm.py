@@ -61,7 +61,7 @@ def _placed(environment: Mapping[str, str], path: Path) -> dict[str, str]:
     """Return the rank that the file of hosts gives to this task, and the host of rank 0."""
     remedy = "write it with hexi place, to a folder that every node sees"
     try:
-        hosts = read_text(path, remedy=remedy, other=remedy).split()
+        hosts = read_text(path, remedy=remedy, content_remedy=remedy).split()
     except HexiError as problem:
         raise PlatformError(f"{HOSTS_VARIABLE}={problem}") from None
     node = environment.get("SLURMD_NODENAME", "")

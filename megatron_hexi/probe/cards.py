@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from megatron_hexi.doctor.facts import InfinibandPort
-from megatron_hexi.probe.document import Cards
+from megatron_hexi.probe.document import HostCards
 
 #: What the kernel calls a link layer.
 _FABRICS = {"InfiniBand": "infiniband", "Ethernet": "roce"}
 
 
-def find_cards(ports: Sequence[InfinibandPort], environment: Mapping[str, str]) -> Cards | None:
+def find_cards(ports: Sequence[InfinibandPort], environment: Mapping[str, str]) -> HostCards | None:
     """Return the fastest kind of cards that are up; of equally fast kinds the more numerous.
 
     Hosts often have slower cards besides, for storage.
@@ -32,4 +32,4 @@ def find_cards(ports: Sequence[InfinibandPort], environment: Mapping[str, str]) 
     if not counts:
         return None
     fabric, gbit_s = max(counts, key=lambda kind: (kind[1], counts[kind], kind[0]))
-    return Cards(fabric, counts[fabric, gbit_s], gbit_s)
+    return HostCards(fabric, counts[fabric, gbit_s], gbit_s)

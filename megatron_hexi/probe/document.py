@@ -71,7 +71,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Cards:
+class HostCards:
     """A host's cards of one kind, which its ranks share.
 
     Args:
@@ -113,7 +113,7 @@ class RankInfo:
     capability: tuple[int, int]
     kernels: tuple[str, ...]
     versions: dict[str, str]
-    cards: Cards | None = None
+    cards: HostCards | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -134,7 +134,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class TransferTimes:
     """Sizes of a transfer, bytes, ascending, and the seconds until its last message had arrived."""
 
     sizes: tuple[int, ...]
@@ -156,9 +156,9 @@ class Inside:
     """
 
     node: int
-    ports: Transfer
-    all_to_all: Transfer
-    point_to_point: Transfer
+    ports: TransferTimes
+    all_to_all: TransferTimes
+    point_to_point: TransferTimes
     latency_s: Seconds
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -178,8 +178,8 @@ class Between:
 
     src: int
     dst: int
-    all_ranks: Transfer
-    one_rank: Transfer | None
+    all_ranks: TransferTimes
+    one_rank: TransferTimes | None
     latency_s: Seconds
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -223,7 +223,7 @@ class Measurement:
     skipped: tuple[str, ...] = ()
     inside: tuple[Inside, ...] = ()
     between: tuple[Between, ...] = ()
-    together: Transfer | None = None
+    together: TransferTimes | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -249,7 +249,7 @@ def load_partial(path: Path, fresh: Measurement) -> Measurement:
     remedy = "add --restart to measure everything anew"
     if not os.path.lexists(path):
         return fresh
-    text = read_text(path, remedy=f"remove it, or {remedy}", other=f"remove it, or {remedy}")
+    text = read_text(path, remedy=f"remove it, or {remedy}", content_remedy=f"remove it, or {remedy}")
     try:
         kept = measurement_from_json(text)
     except ValidationError:

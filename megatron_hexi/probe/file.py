@@ -32,7 +32,7 @@ def write_cluster(
         HexiError: it cannot be written.
         ClusterError: a measured value is beyond what a cluster file may say.
     """
-    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
+    text = yaml.dump(data, Dumper=_ClusterDumper, sort_keys=False, width=110, allow_unicode=True)
     cluster = cluster_from_yaml(yaml_from_text(path, text))
     shared = shared_note(measured, cluster)
     comments = [*notes, shared] if shared else notes
@@ -41,7 +41,7 @@ def write_cluster(
     return cluster, comments
 
 
-class _Dumper(yaml.SafeDumper):
+class _ClusterDumper(yaml.SafeDumper):
     """Dumps blocks at the top, and flow style for a node, a link, a curve and lists: as people write them."""
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:

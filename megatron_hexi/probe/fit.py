@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from megatron_hexi.probe.document import Transfer
+from megatron_hexi.probe.document import TransferTimes
 
 #: The largest sizes are used: small ones tell of latency, buffers and bursts.
 _LARGEST = 3
 
 
-def bytes_per_second(transfer: Transfer) -> float:
+def bytes_per_second(transfer: TransferTimes) -> float:
     """Return the slope of seconds = alpha + bytes / bandwidth, by least squares over the three largest sizes.
 
     Where the line does not rise (one size, or noise alone): the plateau, the largest size over its time.

@@ -14,7 +14,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from megatron_hexi.probe.document import Transfer
+from megatron_hexi.probe.document import TransferTimes
 from megatron_hexi.probe.world import World, lost_ranks
 from megatron_hexi.runtime.wire import Message, all_to_all, post
 
@@ -43,7 +43,9 @@ class Wire:
     sizes: Sequence[int]
     limit_s: float
 
-    def exchange(self, flows: Sequence[tuple[int, int]], lanes: Sequence[Sequence[int]]) -> list[Transfer]:
+    def exchange(
+        self, flows: Sequence[tuple[int, int]], lanes: Sequence[Sequence[int]]
+    ) -> list[TransferTimes]:
         """Time point-to-point messages sent at once; return each lane's times by bytes of one message.
 
         Args:
@@ -59,7 +61,7 @@ class Wire:
 
         return self._sweep(prepare, lanes)
 
-    def all_to_all(self, peers: Sequence[int], lanes: Sequence[Sequence[int]]) -> list[Transfer]:
+    def all_to_all(self, peers: Sequence[int], lanes: Sequence[Sequence[int]]) -> list[TransferTimes]:
         """Time an all-to-all of equal messages; return each lane's times by bytes to one peer.
 
         Args:
@@ -94,7 +96,7 @@ class Wire:
 
     def _sweep(
         self, prepare: Callable[[int], Callable[[], None]], lanes: Sequence[Sequence[int]]
-    ) -> list[Transfer]:
+    ) -> list[TransferTimes]:
         """Time ascending sizes until the slowest rank takes long enough; a lane takes as long as its
         slowest rank.
         """
@@ -112,7 +114,7 @@ class Wire:
                 lane_seconds.append(median(max(sample[rank] for rank in lane) for sample in samples))
             if median(max(sample) for sample in samples) >= self.limit_s:
                 break
-        return [Transfer(tuple(sizes), tuple(lane_seconds)) for lane_seconds in seconds]
+        return [TransferTimes(tuple(sizes), tuple(lane_seconds)) for lane_seconds in seconds]
 
     def _seconds(self, work: Callable[[], None]) -> float:
         start = time.perf_counter()

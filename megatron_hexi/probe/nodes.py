@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_hexi.cluster import catalog
 from megatron_hexi.errors import HexiError
-from megatron_hexi.probe.document import Cards, RankInfo
+from megatron_hexi.probe.document import HostCards, RankInfo
 
 #: What torch calls a GPU, and the catalogue's names for it; the memory chooses.
 _GPUS = (
@@ -60,7 +60,7 @@ class NodeFound:
     kind: str
     gpu: str
     host: str = ""
-    cards: Cards | None = None
+    cards: HostCards | None = None
 
 
 def find_nodes(ranks: Sequence[RankInfo]) -> tuple[NodeFound, ...]:

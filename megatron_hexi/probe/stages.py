@@ -13,7 +13,15 @@ import torch.distributed as dist
 from megatron_hexi.probe import compute
 from megatron_hexi.probe.clock import WallClock, clock_for
 from megatron_hexi.probe.device import DTYPES, host_bytes, usable_bytes
-from megatron_hexi.probe.document import Between, Inside, Measurement, Options, RankInfo, Series, Transfer
+from megatron_hexi.probe.document import (
+    Between,
+    Inside,
+    Measurement,
+    Options,
+    RankInfo,
+    Series,
+    TransferTimes,
+)
 from megatron_hexi.probe.links import Wire
 from megatron_hexi.probe.nodes import NodeFound
 from megatron_hexi.probe.rounds import flows, local_rounds, tournament
@@ -187,7 +195,7 @@ class Stages:
         own = [rank for rank in self.nodes[self.node].ranks if rank != self.world.rank]
         collective = wire.all_to_all(own, lanes)
         latencies: dict[int, list[float]] = {n: [] for n in inner}
-        straight: dict[int, list[Transfer]] = {n: [] for n in inner}
+        straight: dict[int, list[TransferTimes]] = {n: [] for n in inner}
         for pairs in local_rounds({n: self.nodes[n].ranks for n in inner}):
             ranks = [pair for _, pair in pairs]
             both = [*ranks, *((b, a) for a, b in ranks)]
@@ -223,7 +231,7 @@ class Stages:
                 every = wire.exchange([flow for lane in crossing for flow in lane], lanes)
                 # Whether GPUs share their node's link shows in one round.
                 first = [lane[0] for lane in crossing]
-                single: Sequence[Transfer | None] = (
+                single: Sequence[TransferTimes | None] = (
                     wire.exchange(first, first) if number == 0 else [None] * len(first)
                 )
                 found += [
@@ -242,13 +250,13 @@ class Stages:
         return replace(so_far, together=wire.exchange(crossing, [everyone])[0])
 
 
-def _times(transfer: Transfer, count: int) -> Transfer:
+def _times(transfer: TransferTimes, count: int) -> TransferTimes:
     """Return a transfer of `count` messages at once, by their total bytes."""
     return replace(transfer, sizes=tuple(size * count for size in transfer.sizes))
 
 
-def _median_transfer(transfers: Sequence[Transfer]) -> Transfer:
+def _median_transfer(transfers: Sequence[TransferTimes]) -> TransferTimes:
     """Return the median time of each size that all transfers have."""
     count = min(len(transfer.sizes) for transfer in transfers)
     columns = zip(*(transfer.seconds[:count] for transfer in transfers), strict=True)
-    return Transfer(transfers[0].sizes[:count], tuple(median(column) for column in columns))
+    return TransferTimes(transfers[0].sizes[:count], tuple(median(column) for column in columns))

@@ -72,7 +72,7 @@ def read_record(path: Path) -> Record:
         HexiError: the file cannot be read, is no record, or ends too early; with the line.
     """
     remedy = "give the file of the run's --hexi-record"
-    text = read_text(path, _MAX_BYTES, remedy=remedy, other=remedy)
+    text = read_text(path, _MAX_BYTES, remedy=remedy, content_remedy=remedy)
     *lines, rest = text.split("\n")
     legs: list[tuple[Start, list[Interval]]] = []
     for number, line in enumerate(lines, start=1):

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.check import refuse_stages
 
 _FLAG = "--hexi-replan-interval"
 #: Options whose work the cost model does not know, or that fix the shapes of a rank; by argument.
@@ -51,11 +52,12 @@ def check_replanning(args: Namespace, plan: Plan | None) -> None:
         raise HexiError(f"{what}: the planner needs the machines; give --hexi-cluster cluster.yaml too")
     if not Path(cluster).is_file():
         raise HexiError(f"--hexi-cluster {cluster}: no such file; give the cluster file of the plan")
-    if not plan.is_repeated:
-        raise HexiError(
-            f"{what}: {args.hexi_plan} has stages with layers of their own, whose weights would have to "
-            "move; make a plan with --pipeline-model-parallel-size N, or train without it"
-        )
+    refuse_stages(
+        plan,
+        f"{what}: {args.hexi_plan}",
+        "whose weights would have to move",
+        "make a plan with --pipeline-model-parallel-size N, or train without it",
+    )
     if not in_round() and all(len(replica.domain.members) == 1 for replica in plan.replicas):
         raise HexiError(
             f"{what}: every replica of {args.hexi_plan} is one unit, nothing can move; leave it out"

@@ -1,1 +1,1 @@
-"""What people look at: tables, pictures. One kind of output a file, all of them fed by `holdings`."""
+"""Tables, pictures and plain values of plans, predictions and runs, one kind of output a file."""

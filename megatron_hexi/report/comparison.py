@@ -1,4 +1,4 @@
-"""A plan beside every baseline: tables for a terminal, plain values for --json and for the picture."""
+"""A plan and every baseline: tables for a terminal, plain values for --json and for the picture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_hexi.cost import Phases, Throughput
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.report.estimate import spell_seconds, throughput_cells
 from megatron_hexi.report.planned import bound_line, cluster_ceiling, job_line, kernel_lines, planned_dict
-from megatron_hexi.report.shares import find_shares, spell_layout, spell_recomputed
+from megatron_hexi.report.share_lines import find_shares, spell_layout, spell_recomputed
 
 if TYPE_CHECKING:  # brings the solver, which a report does not need
     from megatron_hexi.planner import Planned
@@ -30,17 +30,17 @@ _CAPTION = (
 
 @dataclass(frozen=True)
 class Result:
-    """One way to do the job.
+    """A layout for the job, or a baseline without one.
 
     Args:
         name: ``hexi`` for the plan, else the baseline's.
-        layout: what it is, for people; may be empty where there is none.
-        phases: where an iteration's time goes; ``None`` where it cannot be done.
+        layout: the layout as text; may be empty where there is none.
+        phases: phases of an iteration; ``None`` without a layout.
         tokens_per_s: likewise.
-        why_not: why it cannot be done; empty where it can.
-        uniform: whether all of its GPUs get the same, whatever they are.
-        throughput: what `tokens_per_s` is worth; ``None`` where it cannot be done.
-        recompute: which layers the backward pass computes again, for people.
+        why_not: why there is no layout; empty where there is one.
+        uniform: whether all of its GPUs get equal work, whatever their kind.
+        throughput: `tokens_per_s` in other units; ``None`` without a layout.
+        recompute: layers that the backward pass recomputes, as text.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All results.
+    """Results of a plan and its baselines.
 
     Args:
-        results: the fastest first, those that cannot be done at the end.
-        ceiling_tokens_per_s: of all the cluster's GPUs.
-        lower_bound_s: below which no iteration can be.
+        results: the fastest first, those without a layout last.
+        ceiling_tokens_per_s: ceiling of all the cluster's GPUs.
+        lower_bound_s: lower bound of an iteration's seconds.
     """
 
     results: tuple[Result, ...]
@@ -74,37 +74,37 @@ class Comparison:
 
     @property
     def best_uniform(self) -> Result | None:
-        """The fastest that gives all GPUs the same."""
-        return next((one for one in self.results if one.uniform and one.tokens_per_s is not None), None)
+        """The fastest uniform result."""
+        return next((r for r in self.results if r.uniform and r.tokens_per_s is not None), None)
 
     @property
     def best_baseline(self) -> Result | None:
-        """The fastest of the others, uniform or not."""
-        return next((one for one in self.results if one.name != OURS and one.tokens_per_s is not None), None)
+        """The fastest result besides the plan."""
+        return next((r for r in self.results if r.name != OURS and r.tokens_per_s is not None), None)
 
     @property
     def ours(self) -> Result:
-        """The plan."""
-        return next(one for one in self.results if one.name == OURS)
+        """The plan's result."""
+        return next(result for result in self.results if result.name == OURS)
 
     def speed_up(self, result: Result) -> float | None:
-        """Tokens/s over those of the fastest uniform layout, where there is one."""
+        """Return tokens/s over those of the fastest uniform layout; ``None`` without one."""
         best = self.best_uniform
         if result.tokens_per_s is None or best is None or best.tokens_per_s is None:
             return None
         return result.tokens_per_s / best.tokens_per_s
 
     def share_of_ceiling(self, result: Result) -> float | None:
-        """Tokens/s over the ceiling."""
+        """Return tokens/s over the ceiling."""
         return None if result.tokens_per_s is None else result.tokens_per_s / self.ceiling_tokens_per_s
 
 
 def compare(planned: Planned, cluster: Cluster) -> Comparison:
-    """The plan and its baselines.
+    """Return the results of a plan and its baselines.
 
     Args:
-        planned: with all its baselines.
-        cluster: that it was made for.
+        planned: the plan, with all its baselines.
+        cluster: the plan's cluster.
     """
     shares = find_shares(planned.plan, planned.job, planned.cost, cluster)
     cost = planned.cost
@@ -116,27 +116,36 @@ def compare(planned: Planned, cluster: Cluster) -> Comparison:
             recompute=again,
         )
     ]
-    for one in planned.baselines:
-        if one.trial is None:
-            results.append(Result(one.name, one.layout, None, None, one.why_not, one.uniform))
+    for baseline in planned.baselines:
+        if baseline.trial is None:
+            results.append(
+                Result(baseline.name, baseline.layout, None, None, baseline.why_not, baseline.uniform)
+            )
             continue
-        plan, job = one.trial.plan, one.trial.job
+        plan, job = baseline.trial.plan, baseline.trial.job
         gpus = rank_gpus(plan, len(cluster.ranks))
         devices = [cluster.ranks[gpu].device for gpu in gpus]
         results.append(
             Result(
-                *(one.name, one.layout, one.trial.timing.phases, one.tokens_per_s, "", one.uniform),
-                throughput=Throughput.of(job, devices, one.trial.tokens_per_s),
+                *(
+                    baseline.name,
+                    baseline.layout,
+                    baseline.trial.timing.phases,
+                    baseline.tokens_per_s,
+                    "",
+                    baseline.uniform,
+                ),
+                throughput=Throughput.of(job, devices, baseline.trial.tokens_per_s),
                 recompute=spell_recomputed(plan, job),
             )
         )
-    # Stable: ours stands before a baseline that is just as fast.
-    results.sort(key=lambda one: -(one.tokens_per_s or 0.0))
+    # The sort is stable: the plan comes before a baseline that is just as fast.
+    results.sort(key=lambda result: -(result.tokens_per_s or 0.0))
     return Comparison(tuple(results), cluster_ceiling(planned.job, cluster), planned.bound.iteration_s)
 
 
 def comparison_report(planned: Planned, cluster: Cluster) -> RenderableType:
-    """The comparison for a reader."""
+    """Return the comparison for a terminal."""
     comparison = compare(planned, cluster)
     ceiling = f"ceiling: {comparison.ceiling_tokens_per_s:,.0f} tokens/s"
     return Group(
@@ -152,29 +161,29 @@ def comparison_report(planned: Planned, cluster: Cluster) -> RenderableType:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """A line a result."""
+    """Return a table with a line for each result."""
     table = Table(caption=_CAPTION, caption_justify="left")
     for name in ("", "tokens/s", "a GPU", "TFLOP/s", "MFU", "uniform", "ceiling", "iteration s"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     table.add_column("recompute")
     table.add_column("layout, or why there is none", overflow="fold")
-    for one in comparison.results:
-        speed_up, share = comparison.speed_up(one), comparison.share_of_ceiling(one)
+    for result in comparison.results:
+        speed_up, share = comparison.speed_up(result), comparison.share_of_ceiling(result)
         table.add_row(
-            Text(one.name),
-            *throughput_cells(one.throughput),
+            Text(result.name),
+            *throughput_cells(result.throughput),
             "-" if speed_up is None else f"{speed_up:.2f}x",
             "-" if share is None else f"{share:.1%}",
-            "-" if one.iteration_s is None else spell_seconds(one.iteration_s),
-            one.recompute or "-",
-            Text(_layout(one)),
-            style="bold" if one.name == OURS else "dim" if one.tokens_per_s is None else "",
+            "-" if result.iteration_s is None else spell_seconds(result.iteration_s),
+            result.recompute or "-",
+            Text(_layout(result)),
+            style="bold" if result.name == OURS else "dim" if result.tokens_per_s is None else "",
         )
     return table
 
 
 def comparison_dict(planned: Planned, cluster: Cluster) -> dict[str, Any]:
-    """The comparison as plain values."""
+    """Return the comparison as plain values."""
     comparison = compare(planned, cluster)
     return {
         "cluster": cluster.name,
@@ -187,19 +196,19 @@ def comparison_dict(planned: Planned, cluster: Cluster) -> dict[str, Any]:
         "best_baseline": comparison.best_baseline and comparison.best_baseline.name,
         "results": [
             {
-                "name": one.name,
-                "tokens_per_s": one.tokens_per_s,
-                **({} if one.throughput is None else one.throughput.facts),
-                "recompute": one.recompute or None,
-                "why_not": one.why_not or None,
-                "layout": one.layout,
-                "iteration_s": one.iteration_s,
-                "share_of_ceiling": comparison.share_of_ceiling(one),
-                "speed_up": comparison.speed_up(one),
-                "uniform": one.uniform,
-                "phases_s": None if one.phases is None else one.phases.by_name,
+                "name": result.name,
+                "tokens_per_s": result.tokens_per_s,
+                **({} if result.throughput is None else result.throughput.facts),
+                "recompute": result.recompute or None,
+                "why_not": result.why_not or None,
+                "layout": result.layout,
+                "iteration_s": result.iteration_s,
+                "share_of_ceiling": comparison.share_of_ceiling(result),
+                "speed_up": comparison.speed_up(result),
+                "uniform": result.uniform,
+                "phases_s": None if result.phases is None else result.phases.by_name,
             }
-            for one in comparison.results
+            for result in comparison.results
         ],
     }
 
@@ -211,7 +220,7 @@ def _layout(result: Result) -> str:
 
 
 def _verdict(comparison: Comparison) -> str:
-    """What the plan is worth beside the others."""
+    """Return a line that compares the plan with the best baselines."""
     best, fastest = comparison.best_uniform, comparison.best_baseline
     facts = []
     if best is None:

@@ -1,4 +1,4 @@
-"""A plan beside every baseline as a picture: how fast each is, and where its iteration goes."""
+"""A plan and every baseline as a picture: tokens/s, and the phases of an iteration."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from matplotlib.patches import Patch
 
 from megatron_hexi.report.comparison import OURS, Comparison, Result
 from megatron_hexi.report.labels import set_title, wrap
-from megatron_hexi.report.units import spell_time, time_unit
+from megatron_hexi.report.time_units import spell_time, time_unit
 
 _BAR = 0.62  # height of a bar, where rows are one apart
 _OURS, _OTHERS = "#c0392b", "#9fb4c7"
 #: Letters of a reason that fit on a line of the left panel, and lines of it that are shown.
 _WIDTH, _LINES = 88, 2
-#: Part of the ceiling from which a bar has room for its number.
+#: Part of the ceiling above which a bar has room for its number.
 _INSIDE = 0.4
 #: Work in warm colours, communication in cold ones, waiting in grey.
 _COLOURS = {
@@ -36,13 +36,13 @@ _COLOURS = {
 
 
 def draw_comparison(comparison: Comparison, title: str) -> Figure:
-    """Tokens/s on the left, seconds of an iteration by phase on the right; the fastest at the top.
+    """Draw tokens/s on the left, seconds of an iteration by phase on the right; the fastest at the top.
 
-    The ceiling and the lower bound are lines; what cannot be done says why.
+    The ceiling and the lower bound are lines; a baseline without a layout shows the reason.
 
     Args:
-        comparison: what is drawn.
-        title: above both.
+        comparison: the results.
+        title: title of the figure.
     """
     results = comparison.results
     figure = Figure(figsize=(15, 2.6 + 0.62 * len(results)), layout="constrained")
@@ -50,9 +50,9 @@ def draw_comparison(comparison: Comparison, title: str) -> Figure:
     set_title(figure, title)
     _draw_speeds(speeds, comparison)
     _draw_times(times, comparison)
-    speeds.set_yticks(range(len(results)), [_label(comparison, one) for one in results])
-    for label, one in zip(speeds.get_yticklabels(), results, strict=True):
-        label.set_fontweight("bold" if one.name == OURS else "normal")
+    speeds.set_yticks(range(len(results)), [_label(comparison, result) for result in results])
+    for label, result in zip(speeds.get_yticklabels(), results, strict=True):
+        label.set_fontweight("bold" if result.name == OURS else "normal")
     speeds.set_ylim(len(results) - 0.4, -0.6)
     for axes in (speeds, times):
         axes.spines[["top", "right", "left"]].set_visible(False)
@@ -65,31 +65,31 @@ def _draw_speeds(axes: Axes, comparison: Comparison) -> None:
     ours = comparison.ours
     # Tokens of an iteration over the least seconds that one can take.
     bound = (ours.tokens_per_s or 0.0) * (ours.iteration_s or 0.0) / comparison.lower_bound_s
-    for row, one in enumerate(comparison.results):
-        if one.tokens_per_s is None:
-            lines = textwrap.wrap(one.why_not, _WIDTH, max_lines=_LINES, placeholder=" …")
+    for row, result in enumerate(comparison.results):
+        if result.tokens_per_s is None:
+            lines = textwrap.wrap(result.why_not, _WIDTH, max_lines=_LINES, placeholder=" …")
             axes.text(
                 0.005 * ceiling, row, "\n".join(lines), va="center", fontsize=8, style="italic", color="0.35"
             )
             continue
-        axes.barh(row, one.tokens_per_s, _BAR, color=_OURS if one.name == OURS else _OTHERS)
-        share = comparison.share_of_ceiling(one) or 0.0
+        axes.barh(row, result.tokens_per_s, _BAR, color=_OURS if result.name == OURS else _OTHERS)
+        share = comparison.share_of_ceiling(result) or 0.0
         inside = share > _INSIDE
         axes.text(
-            one.tokens_per_s + (-0.008 if inside else 0.008) * ceiling,
+            result.tokens_per_s + (-0.008 if inside else 0.008) * ceiling,
             row,
-            f"{one.tokens_per_s:,.0f}  ({share:.0%} of the ceiling)",
+            f"{result.tokens_per_s:,.0f}  ({share:.0%} of the ceiling)",
             ha="right" if inside else "left",
             va="center",
             fontsize=9,
-            color="white" if one.name == OURS and inside else "black",
+            color="white" if result.name == OURS and inside else "black",
         )
     axes.axvline(ceiling, color="black", linestyle="--", linewidth=1.2)
     axes.axvline(bound, color="black", linestyle=":", linewidth=1.2)
     axes.set_xlim(0, 1.03 * max(ceiling, bound))
     best = comparison.best_uniform
-    what = "tokens/s, predicted" + (f"; 1.00x: {best.name}, the fastest uniform layout" if best else "")
-    axes.set_xlabel(wrap(what, _WIDTH, _LINES))
+    label = "tokens/s, predicted" + (f"; 1.00x: {best.name}, the fastest uniform layout" if best else "")
+    axes.set_xlabel(wrap(label, _WIDTH, _LINES))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     handles = [
         Line2D([], [], color="black", linestyle="--", label=f"ceiling {ceiling:,.0f}"),
@@ -102,19 +102,19 @@ def _draw_speeds(axes: Axes, comparison: Comparison) -> None:
 
 def _draw_times(axes: Axes, comparison: Comparison) -> None:
     shown: dict[str, str] = {}
-    longest = max(one.iteration_s or 0.0 for one in comparison.results)
+    longest = max(result.iteration_s or 0.0 for result in comparison.results)
     unit = time_unit(longest)
-    for row, one in enumerate(comparison.results):
-        if one.phases is None:
+    for row, result in enumerate(comparison.results):
+        if result.phases is None:
             continue
-        left = 0.0
-        seconds = one.phases.by_name
+        start = 0.0
+        seconds = result.phases.by_name
         for name, colour in _COLOURS.items():
             if seconds[name] > 0:
-                axes.barh(row, seconds[name] / unit.seconds, _BAR, left=left, color=colour)
+                axes.barh(row, seconds[name] / unit.seconds, _BAR, left=start, color=colour)
                 shown.setdefault(name, colour)
-                left += seconds[name] / unit.seconds
-        axes.text(left, row, f" {spell_time(left * unit.seconds, unit)}", va="center", fontsize=9)
+                start += seconds[name] / unit.seconds
+        axes.text(start, row, f" {spell_time(start * unit.seconds, unit)}", va="center", fontsize=9)
     axes.axvline(comparison.lower_bound_s / unit.seconds, color="black", linestyle=":", linewidth=1.2)
     axes.set_xlim(0, 1.15 * longest / unit.seconds)
     axes.set_xlabel(f"{unit.word} of an iteration, along its slowest way")

@@ -1,4 +1,4 @@
-"""Device curves as a picture: achieved rate against size, one panel for each kind of work."""
+"""Device curves as a picture: achieved rate against size, a panel for each kind of work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST, MOST = 16, 2**20
 
 
 def draw_curves(devices: Sequence[Device]) -> Figure:
-    """Matmul, attention forward, attention backward, on a logarithmic axis of sizes.
+    """Draw rates of matrix products and of attention, forward and backward, on a logarithmic axis.
 
     One device shows every kernel, causal (solid) and full (dashed); several show their fastest kernel,
     causal, and logarithmic rates. Dots are the sizes that a source gives, hollow ones are estimates;
@@ -64,13 +64,18 @@ def _draw_summary(panels: Sequence[Axes], device: Device, colour: Colour) -> Non
 
 
 def _draw(axes: Axes, curve: Curve, colour: Colour, style: str, label: str) -> None:
-    # Bent only at its own sizes: linear in the logarithm of the size between them.
+    # Between its sizes a curve is linear in the logarithm of the size.
     sizes = [LEAST, *(size for size in curve.sizes if LEAST < size < MOST), MOST]
     axes.plot(sizes, [curve.rate(size) for size in sizes], style, color=colour, label=label, linewidth=1.3)
-    given = [size for size in curve.sizes if size >= curve.given_from]
+    measured = [size for size in curve.sizes if size >= curve.given_from]
     face = "white" if curve.estimate else colour
     axes.plot(
-        given, [curve.rate(size) for size in given], "o", color=colour, markerfacecolor=face, markersize=4.5
+        measured,
+        [curve.rate(size) for size in measured],
+        "o",
+        color=colour,
+        markerfacecolor=face,
+        markersize=4.5,
     )
 
 

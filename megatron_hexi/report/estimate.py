@@ -1,4 +1,4 @@
-"""What a plan is predicted to cost, as a table for a terminal and as plain values for --json."""
+"""A plan's prediction, as tables for a terminal and as plain values for --json."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron_hexi.cost.memory import GIB
 
 _TIMES = ("token", "attention", "logits", "optimizer", "communication", "idle")
 _TIMES_CAPTION = "seconds of an iteration; communication: its own, exposed; idle: waiting for slower ranks"
-#: Parts of an iteration that are worth a word.
+#: Least part of an iteration that is listed.
 _LEAST_SHARE = 5e-4
 _MEMORY_CAPTION = "GiB at the peak of an iteration"
-#: What a rank is, in the first columns of both tables.
+#: First columns of both tables, which identify ranks.
 _HEADS = ("ranks", "GPU", "names")
 
 
 def estimate_report(cost: IterationCost) -> RenderableType:
-    """The prediction for a reader: the whole, where its time goes, and each rank's part."""
+    """Return the prediction for a terminal: summary, phases, and tables of time and memory."""
     rows = _alike(cost.ranks)
     return Group(
         Text(_headline(cost)),
@@ -35,7 +35,7 @@ def estimate_report(cost: IterationCost) -> RenderableType:
 
 
 def times_table(rows: Sequence[Sequence[RankCost]]) -> Table:
-    """Where each rank's time goes; ranks that are alike share a line."""
+    """Return a table of each rank's time; ranks that are alike share a line."""
     table = _table((*_HEADS, *_TIMES), _TIMES_CAPTION)
     for ranks in rows:
         times = (spell_seconds(getattr(ranks[0], f"{name}_s")) for name in _TIMES)
@@ -44,7 +44,7 @@ def times_table(rows: Sequence[Sequence[RankCost]]) -> Table:
 
 
 def memory_table(rows: Sequence[Sequence[RankCost]]) -> Table:
-    """What fills each rank's memory; ranks that are alike share a line."""
+    """Return a table of each rank's memory; ranks that are alike share a line."""
     terms = [name for name in rows[0][0].memory.terms if any(ranks[0].memory.terms[name] for ranks in rows)]
     waiting = any(ranks[0].host_memory.total for ranks in rows)
     heads = (*_HEADS, *terms, "total", "usable", *(["in host memory"] if waiting else []))
@@ -63,7 +63,7 @@ def memory_table(rows: Sequence[Sequence[RankCost]]) -> Table:
 
 
 def estimate_dict(cost: IterationCost, job: Job) -> dict[str, Any]:
-    """Everything that is predicted, as plain values: seconds, GiB, tokens/s."""
+    """Return the whole prediction as plain values: seconds, GiB, tokens/s."""
     shortage = find_shortage(cost)
     return {
         "model": job.model.name,
@@ -83,14 +83,14 @@ def estimate_dict(cost: IterationCost, job: Job) -> dict[str, Any]:
 
 
 def spell_seconds(seconds: float) -> str:
-    """Three digits, at least: ``1,234``, ``12.3``, ``0.0123``; ``0`` for nothing."""
+    """Return seconds as text with at least three digits: ``1,234``, ``12.3``, ``0.0123``; ``0`` for zero."""
     if seconds == 0:
         return "0"
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 1e-4 else "<0.0001"
 
 
 def spell_throughput(throughput: Throughput) -> str:
-    """``431 a GPU, 412 model TFLOP/s a GPU, MFU 41.6 %``, to follow a number of tokens/s."""
+    """Return text such as ``431 a GPU, 412 model TFLOP/s a GPU, MFU 41.6 %``, to follow tokens/s."""
     words = [
         f"{throughput.tokens_per_s_per_gpu:,.0f} a GPU",
         f"{throughput.model_tflops_per_gpu:,.3g} model TFLOP/s a GPU",
@@ -101,7 +101,7 @@ def spell_throughput(throughput: Throughput) -> str:
 
 
 def throughput_cells(throughput: Throughput | None) -> tuple[str, str, str, str]:
-    """Tokens/s, the same of a GPU, model TFLOP/s of a GPU, MFU: cells of a table; ``-`` where not known."""
+    """Return cells of tokens/s, tokens/s and model TFLOP/s of a GPU, and MFU; ``-`` where unknown."""
     if throughput is None:
         return ("-",) * 4
     return (
@@ -113,7 +113,7 @@ def throughput_cells(throughput: Throughput | None) -> tuple[str, str, str, str]
 
 
 def phases_line(cost: IterationCost) -> str:
-    """Where the iteration's time goes, the largest part first."""
+    """Return a line with the phases of an iteration, the longest first."""
     shares = {name: seconds / cost.iteration_s for name, seconds in cost.phases.by_name.items()}
     parts = sorted(shares.items(), key=lambda item: -item[1])
     spelt = [f"{name.replace('_', ' ')} {share:.1%}" for name, share in parts if share >= _LEAST_SHARE]
@@ -151,7 +151,7 @@ def _table(names: Sequence[str], caption: str) -> Table:
 
 
 def _alike(ranks: Sequence[RankCost]) -> list[list[RankCost]]:
-    """Neighbours on one node whose numbers look the same."""
+    """Return groups of neighbouring ranks on one node whose displayed numbers are equal."""
 
     def look(rank: RankCost) -> tuple[object, ...]:
         node = rank.name.rpartition("/")[0]

@@ -1,8 +1,7 @@
-"""Labels of pictures that stay readable: names take a bounded part of a figure, and bars keep to themselves.
+"""Labels of pictures with bounded size, drawn only where they fit.
 
-A label beside the axes takes its room from them, and a long one would leave them none. So every text that
-names something of the user's is wrapped and shortened before it is drawn, and what is written into a bar is
-drawn only where the bar has room for it.
+A label beside the axes takes room from them, and a long one would leave none. So names from the user are
+wrapped and shortened, and text in a bar is drawn only where the bar has room for it.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from matplotlib.backend_bases import RendererBase
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.text import Text
 
-#: Letters of a label beside the axes that are drawn, in lines of so many letters.
+#: Letters in a line of a label beside the axes, and its most lines.
 LABEL_WIDTH, LABEL_LINES = 34, 3
-#: Letters of 9 points that fit in an inch, and of a title's 12 points; wide ones, as M, count for more.
+#: Letters of 9 points in an inch, and of a title's 12 points; wide letters such as M count for more.
 _LETTERS_PER_INCH = 11
 _TITLE_LETTERS_PER_INCH = 8.5
 _TITLE_LINES = 3
 #: Room of a legend's entry besides its name, in letters, and the most columns.
 _HANDLE, _MOST_COLUMNS = 8, 5
-#: Letters of a name in a legend that are drawn, and inches of a line of it.
+#: Most letters of a name in a legend, and inches of a line.
 _LEGEND_NAME, _LEGEND_LINE = 48, 0.22
 #: Part of a bar's width and height that its label may take.
 _FILL = 0.96
 
 
 def wrap(text: str, width: int = LABEL_WIDTH, lines: int = LABEL_LINES) -> str:
-    """The text in so many lines of at most so many letters; an ellipsis stands for what is left out.
+    """Return a text in at most `lines` lines of at most `width` letters, with an ellipsis where shortened.
 
-    In one line that is its middle: names of nodes often differ at their end.
+    A single line is shortened in its middle: names of nodes often differ at their end.
     """
     if lines == 1:
         half = (width - 1) // 2
@@ -43,7 +42,7 @@ def wrap(text: str, width: int = LABEL_WIDTH, lines: int = LABEL_LINES) -> str:
 
 
 def lines_of(labels: Sequence[str]) -> int:
-    """How many lines the longest of some wrapped labels has."""
+    """Return the number of lines of the longest of some wrapped labels."""
     return max((label.count("\n") + 1 for label in labels), default=1)
 
 
@@ -62,7 +61,7 @@ def add_legend(figure: Figure | SubFigure, handles: Sequence[Any]) -> None:
 
 
 def legend_height(names: Sequence[str], width: float) -> float:
-    """How high the legend of a figure of that width is with these names, both in inches."""
+    """Return the height of a legend with these names in a figure of a width, both in inches."""
     return _LEGEND_LINE * math.ceil(len(names) / _columns(names, width))
 
 
@@ -72,7 +71,7 @@ def _columns(names: Sequence[str], width: float) -> int:
 
 
 def every_nth(count: int, height: float, line: float) -> int:
-    """Which rows of a picture can be labelled, where all of them together have that height, in inches.
+    """Return the distance between labelled rows of a picture, whose rows together have a height, in inches.
 
     Returns:
         1 for all of them, 2 for every other one, and so on.
@@ -84,10 +83,10 @@ class BarLabel(Text):
     """A text in the middle of a bar, which is drawn only where it fits into the bar.
 
     Args:
-        axes: of the bar.
+        axes: axes of the bar.
         bar: its left and right end, and its bottom and top, in the axes' units.
-        texts: the first of them that fits is drawn; none where none does.
-        style: as of `matplotlib.text.Text`.
+        texts: texts of which the first that fits is drawn, if any.
+        style: arguments of `matplotlib.text.Text`.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class BarLabel(Text):
         super().__init__((left + right) / 2, (bottom + top) / 2, texts[0], ha="center", va="center", **style)
         self._corners = (left, bottom), (right, top)
         self._texts = tuple(texts)
-        self.set_in_layout(False)  # it takes no room from others
+        self.set_in_layout(False)  # it takes no room in the layout
         axes.add_artist(self)
 
     def draw(self, renderer: RendererBase) -> None:
@@ -106,7 +105,7 @@ class BarLabel(Text):
             super().draw(renderer)
 
     def choose(self, renderer: RendererBase | None = None) -> bool:
-        """Take the first text that fits into the bar, as the axes are now; whether there is one."""
+        """Choose the first text that fits into the bar; return whether there is one."""
         assert self.axes is not None
         (left, bottom), (right, top) = self.axes.transData.transform(self._corners)
         for text in self._texts:

@@ -1,4 +1,4 @@
-"""Trainings of one job as a picture: their losses over each other, and how far they are apart."""
+"""Losses of trainings of one job as a picture, with their relative differences."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-#: Nothing smaller is told apart in fp32, and a logarithm has no zero: equal values are drawn here.
+#: Smallest drawn difference, for equal values: fp32 resolves nothing smaller, and a logarithm has no zero.
 _EQUAL = 1e-8
 
-# The first lies below and is broad, so that the others do not hide it.
+# The first line is broad and lies below, so that the others do not hide it.
 _STYLES: tuple[dict[str, str | float], ...] = (
     {"color": "tab:blue", "linewidth": 5.0, "alpha": 0.35},
     {"color": "tab:red", "linewidth": 1.2},
@@ -18,19 +18,19 @@ _STYLES: tuple[dict[str, str | float], ...] = (
 
 
 def relative_differences(values: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """How far each value is from its reference, as a part of that."""
+    """Return the distance of each value from its reference, relative to the reference."""
     return [abs(value - exact) / abs(exact) for value, exact in zip(values, reference, strict=True)]
 
 
 def draw_losses(losses: Mapping[str, Sequence[float]], limit: float | None = None) -> Figure:
-    """Trainings' losses over the iterations, and below them their relative differences.
+    """Draw trainings' losses over the iterations, and below them their relative differences.
 
     Args:
-        losses: a name and one loss an iteration, of the reference and then of up to two that are held against
-            it; they may be shorter.
-        limit: of the relative differences, drawn as a line.
+        losses: a name and a loss for each iteration, of the reference and then of up to two trainings that
+            are compared with it; they may be shorter.
+        limit: limit of the relative differences, drawn as a line.
     """
-    reference, *others = losses.values()
+    reference, *compared = losses.values()
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     for (name, values), style in zip(losses.items(), _STYLES, strict=False):
@@ -38,9 +38,11 @@ def draw_losses(losses: Mapping[str, Sequence[float]], limit: float | None = Non
     above.set_ylabel("loss")
     above.legend(frameon=False)
     most = limit or 0.0
-    for values, style in zip(others, _STYLES[1:], strict=False):
+    for values, style in zip(compared, _STYLES[1:], strict=False):
         apart = relative_differences(values, reference[: len(values)])
-        below.plot(range(1, len(values) + 1), [max(one, _EQUAL) for one in apart], ".", color=style["color"])
+        below.plot(
+            range(1, len(values) + 1), [max(value, _EQUAL) for value in apart], ".", color=style["color"]
+        )
         most = max(most, *apart)
     below.set_yscale("log")
     below.set_ylim(_EQUAL / 2, 5 * max(most, _EQUAL))

@@ -1,4 +1,4 @@
-"""Plans as pictures: who holds which part of the sequence, and which heads.
+"""Plans as pictures: layers of stages, positions of the sequence, and heads.
 
 One colour a rank; where the GPUs are known, one hue a kind of GPU, in shades that tell neighbours apart.
 """
@@ -24,7 +24,6 @@ from megatron_hexi.errors import HexiError, printable
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.model import Range
 from megatron_hexi.regular_file import write_atomically
-from megatron_hexi.report.holdings import Holding
 from megatron_hexi.report.labels import (
     BarLabel,
     add_legend,
@@ -35,6 +34,7 @@ from megatron_hexi.report.labels import (
     wrap,
 )
 from megatron_hexi.report.tables import spell_range
+from megatron_hexi.report.unit_summary import UnitSummary
 
 #: Red, green, blue, opacity; each from 0 to 1.
 Colour = tuple[float, float, float, float]
@@ -50,20 +50,20 @@ _MAX_HEIGHT = 60.0  # inches; beyond it rows get thinner instead
 _SHADES, _HUES = 4, 5
 _TICKS = (8, 4, 2)  # of the sequence, where that many parts are whole K
 _POSITION = "position in the sequence"
-#: What `hexi plan` adds to a node's name, and the GPU behind it.
+#: Suffixes of `hexi plan` on a node's name: number, GPU, further nodes.
 _NODE_NUMBER = re.compile(r"(-\d+)?(/\d+)?( and \d+ more nodes)?$")
 
 
-def draw_plan(plan: Plan, rows: Sequence[Holding], gpus: Sequence[str] = ()) -> Figure:
-    """Who holds what: layers of each replica's stages, tokens of each domain, heads of each group.
+def draw_plan(plan: Plan, rows: Sequence[UnitSummary], gpus: Sequence[str] = ()) -> Figure:
+    """Draw layers of each replica's stages, tokens of each domain, and heads of each group.
 
-    Layers are drawn where the plan says them. Domains of one unit hold the whole sequence, and groups of one
-    unit all heads: they have no row where others do.
+    Layers are drawn where the plan has them. Domains of one unit (the whole sequence) and groups of one unit
+    (all heads) have no row where others do.
 
     Args:
         plan: the plan.
-        rows: its holdings.
-        gpus: the model of GPU of each rank, if they are known; else the names of nodes tell kinds apart.
+        rows: its units.
+        gpus: the model of GPU of each rank, if known; else kinds are taken from the names of nodes.
     """
     paint = _Paint.of(rows, gpus or _node_kinds(plan, rows))
     panels = _panels(plan, sorted(rows, key=lambda row: row.place), paint)
@@ -81,7 +81,7 @@ def draw_plan(plan: Plan, rows: Sequence[Holding], gpus: Sequence[str] = ()) -> 
 
 
 class _Bar(NamedTuple):
-    """Ranges of one colour in a row (as `_Panel.rows` names it), and the texts of which each gets one."""
+    """Ranges of one colour in a row of a `_Panel`, and texts of which the first that fits labels each."""
 
     row: tuple[int, ...]
     ranges: Sequence[Range]
@@ -91,13 +91,13 @@ class _Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class _Panel:
-    """Rows of bars.
+    """A panel with rows of bars.
 
     Args:
-        title: above them.
-        unit: what is counted along them.
-        end: of the count.
-        rows: their names by place, from the top.
+        title: title of the panel.
+        unit: unit of its axis.
+        end: end of its axis.
+        rows: names of the rows by place, from the top.
         bars: all bars.
     """
 
@@ -109,12 +109,12 @@ class _Panel:
 
     @property
     def height(self) -> float:
-        """Inches that the rows and their labels want."""
+        """Height of the rows and their labels, in inches."""
         return (len(self.rows) + 0.5) * max(_ROW_HEIGHT, _LINE * lines_of([*self.rows.values()]))
 
 
-def _panels(plan: Plan, rows: Sequence[Holding], paint: _Paint) -> list[_Panel]:
-    """What is drawn of a plan; a domain or a group of one unit has no row where others do."""
+def _panels(plan: Plan, rows: Sequence[UnitSummary], paint: _Paint) -> list[_Panel]:
+    """Return the panels of a plan; a domain or a group of one unit has no row where others do."""
     panels = []
     if rows[0].layers is not None:
         stages = {row.place[:2]: row for row in reversed(rows)}  # the first unit of each stands for it
@@ -139,26 +139,26 @@ def _panels(plan: Plan, rows: Sequence[Holding], paint: _Paint) -> list[_Panel]:
 
 
 def _divided(
-    rows: Sequence[Holding], depth: int, name: Callable[[Holding], str], *, all_if_none: bool
+    rows: Sequence[UnitSummary], depth: int, name: Callable[[UnitSummary], str], *, all_if_none: bool
 ) -> dict[tuple[int, ...], str]:
-    """The domains (depth 3) or groups (depth 4) of several units by place, with their names."""
+    """Return the names of domains (depth 3) or groups (depth 4) with several units, by place."""
     units = Counter(row.place[:depth] for row in rows)
     named = {row.place[:depth]: wrap(name(row)) for row in rows}
     several = {place: text for place, text in named.items() if units[place] > 1}
     return several or (named if all_if_none else {})
 
 
-def _heights(wanted: Sequence[float], room: float) -> list[float]:
-    """What each panel gets of the room, in inches: the low ones what they want, the others equally much."""
-    found = list(wanted)
-    for left, number in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
-        found[number] = min(wanted[number], room / (len(wanted) - left))
-        room -= found[number]
-    return found
+def _heights(desired: Sequence[float], room: float) -> list[float]:
+    """Return heights of panels, in inches: small ones as wanted, the others equal parts of the rest."""
+    heights = list(desired)
+    for done, number in enumerate(sorted(range(len(desired)), key=desired.__getitem__)):
+        heights[number] = min(desired[number], room / (len(desired) - done))
+        room -= heights[number]
+    return heights
 
 
 def _draw_panel(axes: Axes, panel: _Panel, height: float) -> None:
-    """Draw a panel; `height` of its rows, in inches."""
+    """Draw a panel whose rows have a height, in inches."""
     names, places = list(panel.rows.values()), {place: row for row, place in enumerate(panel.rows)}
     step = every_nth(len(names), height, _LINE * lines_of(names))
     axes.set_title(panel.title, fontsize=10, loc="left")
@@ -181,9 +181,9 @@ class _Paint:
     """The colours of a plan.
 
     Args:
-        kinds: of GPUs, in rank order; none where they are not known.
-        units: the colour of each unit, by its number.
-        kind_of: the number of each unit's kind, by its number.
+        kinds: kinds of GPUs, in rank order; empty where unknown.
+        units: colour of each unit, by its number.
+        kind_of: number of each unit's kind, by its number.
     """
 
     kinds: list[str]
@@ -191,39 +191,39 @@ class _Paint:
     kind_of: dict[int, int]
 
     @classmethod
-    def of(cls, rows: Sequence[Holding], gpus: Sequence[str]) -> _Paint:
-        """One colour a unit; where the GPUs are known, shades of one hue a kind."""
+    def of(cls, rows: Sequence[UnitSummary], gpus: Sequence[str]) -> _Paint:
+        """Return a colour for each unit; where GPUs are known, shades of one hue for each kind."""
         if not gpus:
             return cls([], {row.rank: _colour(row.rank, len(rows)) for row in rows}, {})
         kinds = list(dict.fromkeys(_kind(row, gpus) for row in rows))
         kind_of = {row.rank: kinds.index(_kind(row, gpus)) for row in rows}
-        seen = [0] * len(kinds)
+        counts = [0] * len(kinds)
         units = {}
         for rank, kind in kind_of.items():
-            units[rank] = _shade(kind, seen[kind])
-            seen[kind] += 1
+            units[rank] = _shade(kind, counts[kind])
+            counts[kind] += 1
         return cls(kinds, units, kind_of)
 
-    def of_stage(self, row: Holding) -> Colour:
-        """The colour of the stage of a unit."""
+    def of_stage(self, row: UnitSummary) -> Colour:
+        """Return the colour of a unit's stage."""
         return _shade(self.kind_of[row.rank], row.stage) if self.kinds else _colour(row.stage % 20, 20)
 
 
 def plan_title(plan: Plan) -> str:
-    """As much as the plan says of: model, sequence, cluster, and how fast it is predicted to be."""
-    made, told = plan.provenance, plan.estimate
+    """Return a title from what the plan states: model, sequence, cluster, and predicted speed."""
+    made, estimate = plan.provenance, plan.estimate
     words = [f"{_spell_tokens(plan.workload.seq_length)} tokens", f"{plan.ranks} ranks"]
     if made and made.model:
         words.insert(0, printable(Path(made.model).name))
     if made and made.cluster:
         words[-1] += f" of {made.cluster}"
-    if told and told.tokens_per_s:
-        words.append(f"predicted {told.tokens_per_s:,.0f} tokens/s")
+    if estimate and estimate.tokens_per_s:
+        words.append(f"predicted {estimate.tokens_per_s:,.0f} tokens/s")
     return ", ".join(words)
 
 
 def save_picture(figure: Figure, path: Path) -> None:
-    """Write a figure in the format that the file's name asks for, whole or not at all.
+    """Write a figure atomically, in the format of the file's suffix.
 
     Raises:
         HexiError: the format is unknown, or the file cannot be written.
@@ -241,36 +241,36 @@ def save_picture(figure: Figure, path: Path) -> None:
 
 
 def read_as_written(figure: Figure) -> None:
-    """Let a dollar sign in a name be one: matplotlib reads what two enclose as mathematics.
+    """Draw dollar signs in names as they are: matplotlib reads text between two as mathematics.
 
     Powers of ten on logarithmic axes stay mathematics.
     """
     for text in figure.findobj(Text):
         text.set_parse_math(False)
     for axes in figure.axes:
-        for axis in (one for one in (axes.xaxis, axes.yaxis) if one.get_scale() == "log"):
+        for axis in (a for a in (axes.xaxis, axes.yaxis) if a.get_scale() == "log"):
             for text in axis.findobj(Text):
                 text.set_parse_math(text is not axis.label)
 
 
 def _colour(rank: int, ranks: int) -> Colour:
-    """Colours that neighbours can be told apart by, and that all differ in larger plans too."""
+    """Return a colour that differs from the neighbours', and from all others up to a number of ranks."""
     return colormaps["tab20"](rank) if ranks <= 20 else colormaps["turbo"]((rank + 0.5) / ranks)
 
 
 def _shade(kind: int, number: int) -> Colour:
-    """For the unit of that number among those on one kind of GPU; the darkest first."""
+    """Return the shade of a unit by its number on one kind of GPU; the darkest first."""
     return colormaps["tab20c"](_SHADES * (kind % _HUES) + number % (_SHADES - 1))
 
 
-def _heads(plan: Plan, row: Holding) -> Range:
-    """The heads of all tensor-parallel ranks of a unit: stages may differ in how many these are."""
+def _heads(plan: Plan, row: UnitSummary) -> Range:
+    """Return a unit's heads over all tensor-parallel ranks, whose number may differ between stages."""
     ranks = 1 if row.layers is None else len(row.ranks)
     return row.heads[0] * ranks, row.heads[1] * ranks
 
 
-def _node_kinds(plan: Plan, rows: Sequence[Holding]) -> list[str]:
-    """Of each rank, what its group's nodes are called without their numbers; empty where it is not known."""
+def _node_kinds(plan: Plan, rows: Sequence[UnitSummary]) -> list[str]:
+    """Return for each rank the names of its group's nodes without numbers; empty where unknown."""
     if plan.provenance is None or not plan.provenance.cluster:
         return []
     kinds = [""] * plan.ranks
@@ -281,20 +281,20 @@ def _node_kinds(plan: Plan, rows: Sequence[Holding]) -> list[str]:
     return kinds if all(kinds) else []
 
 
-def _kind(row: Holding, gpus: Sequence[str]) -> str:
-    """The GPUs of a unit; a pipeline that the job repeats may have several."""
+def _kind(row: UnitSummary, gpus: Sequence[str]) -> str:
+    """Return the GPUs of a unit; a pipeline that the job repeats may have several kinds."""
     return " + ".join(dict.fromkeys(gpus[rank] for rank in row.ranks))
 
 
 def _number_positions(axes: Axes, end: int) -> None:
-    """Whole positions, at equal parts of a sequence that has them."""
+    """Label whole positions, at equal parts of a sequence that has them."""
     parts = next((parts for parts in _TICKS if end % (parts * 1024) == 0), None)
     axes.xaxis.set_major_locator(MultipleLocator(end // parts) if parts else MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _spell_tokens(int(value))))
 
 
 def _spell_tokens(count: int) -> str:
-    """131072 as 128K, 5000 as 5,000."""
+    """Return a number of tokens as text: 131072 as 128K, 5000 as 5,000."""
     return f"{count // 1024}K" if count and count % 1024 == 0 else f"{count:,}"
 
 
@@ -313,17 +313,17 @@ def _add_bars(axes: Axes, ranges: Sequence[Range], row: int, colour: Colour, tex
             BarLabel(axes, (start, stop, row + _BAR / 2, row - _BAR / 2), texts, fontsize=7, color=ink)
 
 
-def _ranks(row: Holding) -> str:
+def _ranks(row: UnitSummary) -> str:
     return spell_range((row.ranks[0], row.ranks[-1] + 1))
 
 
-def _parts(row: Holding) -> Sequence[Range]:
-    """The layers of a unit's stage, those of each ministage apart."""
+def _parts(row: UnitSummary) -> Sequence[Range]:
+    """Return the layers of a unit's stage, by ministage."""
     return row.ministages or (row.layers or (0, 0),)
 
 
-def _replica_name(plan: Plan, row: Holding) -> str:
-    """A replica with what it takes of a batch, and with what all its stages do."""
+def _replica_name(plan: Plan, row: UnitSummary) -> str:
+    """Return a replica's name with its micro-batches, ministages and offloading."""
     words = [f"replica {row.replica}"]
     stages = plan.replicas[row.replica].stages
     if plan.replicas[row.replica].micro_batches is not None:
@@ -335,8 +335,8 @@ def _replica_name(plan: Plan, row: Holding) -> str:
     return ", ".join(words)
 
 
-def _stage_texts(row: Holding) -> list[str]:
-    """What a bar of a stage says, the longest first."""
+def _stage_texts(row: UnitSummary) -> list[str]:
+    """Return labels for the bar of a stage, the longest first."""
     count = sum(stop - start for start, stop in _parts(row))
     name = f"stage {row.stage}"
     words = [f"{name}: {count} layer{'s' if count != 1 else ''}"]
@@ -345,8 +345,8 @@ def _stage_texts(row: Holding) -> list[str]:
     return [*words, name, str(row.stage)]
 
 
-def _domain_name(row: Holding) -> str:
-    """Replica, stage, and samples or micro-batches where it takes a part of them."""
+def _domain_name(row: UnitSummary) -> str:
+    """Return a domain's replica and stage, with its samples or micro-batches where it takes a part."""
     words = [f"replica {row.replica}"]
     if row.layers is not None:
         words.append(f"stage {row.stage}")
@@ -357,7 +357,7 @@ def _domain_name(row: Holding) -> str:
     return ", ".join(words)
 
 
-def _group_name(plan: Plan, row: Holding) -> str:
+def _group_name(plan: Plan, row: UnitSummary) -> str:
     several = len(plan.replicas) > 1 or row.layers is not None
     name = row.group_name or f"group {row.group}"
     if len(row.ranks) > 1:  # a unit of several GPUs is named after its first

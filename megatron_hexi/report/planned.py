@@ -1,4 +1,4 @@
-"""A fresh plan for a reader: how fast, how far from the best, who gets what, and what to know."""
+"""A new plan for a terminal and for --json: speed, lower bound, shares and notes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job, assumed_kernels, ceiling_tokens_per_s, planned_kernels
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.plan import Plan, plan_digest
+from megatron_hexi.plan.units import domain_rows
 from megatron_hexi.report.estimate import phases_line, spell_seconds, spell_throughput
-from megatron_hexi.report.shares import find_shares, shares_table, spell_recompute
+from megatron_hexi.report.share_lines import find_shares, shares_table, spell_recompute
 
 if TYPE_CHECKING:  # brings the solver, which a report does not need
     from megatron_hexi.planner import Planned
 
-#: Nearer to the lower bound than this, a plan is as good as any.
+#: Gap to the lower bound below which a plan counts as the best.
 _BEST = 5e-4
 
 
 def planned_report(planned: Planned, cluster: Cluster) -> RenderableType:
-    """The plan in a few lines and a table.
+    """Return the plan in a few lines and a table.
 
     Args:
-        planned: the plan and what is known of it.
-        cluster: that it was made for.
+        planned: the plan with its prediction.
+        cluster: the plan's cluster.
     """
     shares = find_shares(planned.plan, planned.job, planned.cost, cluster)
     return Group(
@@ -45,7 +46,7 @@ def planned_report(planned: Planned, cluster: Cluster) -> RenderableType:
 
 
 def planned_dict(planned: Planned, cluster: Cluster) -> dict[str, Any]:
-    """Everything that is known of the plan, as plain values: seconds, GiB, tokens/s."""
+    """Return the plan's prediction as plain values: seconds, GiB, tokens/s."""
     cost, ceiling = planned.cost, cluster_ceiling(planned.job, cluster)
     return {
         "digest": plan_digest(planned.plan),
@@ -72,13 +73,13 @@ def planned_dict(planned: Planned, cluster: Cluster) -> dict[str, Any]:
 
 
 def job_dict(job: Job) -> dict[str, Any]:
-    """The job as plain values, the model by its name."""
+    """Return the job as plain values, with the model's name."""
     fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
     return fields | {"model": job.model.name}
 
 
 def job_line(job: Job, cluster: Cluster) -> str:
-    """What is planned for what: the model, the context, the batch, and how many GPUs of which kind."""
+    """Return a line with model, context, batch, and the cluster's GPUs by kind."""
     counts: Mapping[str, int] = Counter(rank.device.name for rank in cluster.ranks)
     gpus = ", ".join(f"{count} x {name}" for name, count in counts.items())
     return (
@@ -88,7 +89,7 @@ def job_line(job: Job, cluster: Cluster) -> str:
 
 
 def speed_line(planned: Planned, cluster: Cluster) -> str:
-    """How fast the plan is predicted to be."""
+    """Return a line with the plan's predicted speed."""
     cost, ceiling = planned.cost, cluster_ceiling(planned.job, cluster)
     return (
         f"predicted: {cost.tokens_per_s:,.0f} tokens/s ({spell_throughput(cost.throughput)}), "
@@ -98,20 +99,18 @@ def speed_line(planned: Planned, cluster: Cluster) -> str:
 
 
 def layout_line(plan: Plan, job: Job) -> str:
-    """A layout in Megatron's terms."""
+    """Return a layout in Megatron's terms."""
     words = [f"{len(plan.replicas)} replica{'s' if len(plan.replicas) > 1 else ''}"]
-    if plan.is_repeated:
-        words += [f"PP {job.pipeline_parallel}", f"TP {job.tensor_parallel}"]
+    rows = domain_rows(plan, stages=job.pipeline_parallel)
+    words.append(f"PP {_listed(sorted({row.depth for row in rows}))}")
+    words.append(f"TP {_listed(sorted({row.width for row in rows}))}")
+    if all(row.recompute is None for row in rows):
         words.append(f"recompute {spell_recompute(job.recompute)}")
-    else:
-        depths = sorted({len(replica.stages) for replica in plan.replicas})
-        widths = sorted({len(member.ranks) for member in plan.members})
-        words += [f"PP {_listed(depths)}", f"TP {_listed(widths)}"]
     return f"{', '.join(words)}, micro-batch {job.micro_batch_size}"
 
 
 def kernel_lines(job: Job, cluster: Cluster) -> list[str]:
-    """Which attention kernel the plan counts on; and what to type where nobody said that it is there."""
+    """Return lines with the assumed attention kernels, and what to type where none was stated."""
     kernels = ", ".join(f"{kernel} on {gpu}" for gpu, kernel in planned_kernels(job.kernel, cluster).items())
     lines = [f"attention kernel: {kernels}"]
     for gpu, (assumed, shipped) in assumed_kernels(job.kernel, cluster).items():
@@ -123,7 +122,7 @@ def kernel_lines(job: Job, cluster: Cluster) -> list[str]:
 
 
 def host_lines(planned: Planned, cluster: Cluster) -> list[str]:
-    """How much host memory a plan counts on, and where nobody measured it, what to type."""
+    """Return lines with the host memory that a plan uses, and what to type where it was not measured."""
     most: dict[str, float] = {}
     for rank in planned.cost.ranks:
         needed = rank.host_memory.total / GIB
@@ -150,7 +149,7 @@ def _listed(sizes: list[int]) -> str:
 
 
 def bound_line(planned: Planned) -> str:
-    """How far from the best of all layouts the plan can be at most, and why."""
+    """Return a line with the lower bound and the plan's distance from it."""
     bound = planned.bound
     far = f"at most {planned.gap:.1%} longer" if planned.gap > _BEST else "no longer: it is the best"
     return (
@@ -160,9 +159,9 @@ def bound_line(planned: Planned) -> str:
 
 
 def cluster_ceiling(job: Job, cluster: Cluster) -> float:
-    """Tokens/s if all GPUs of the cluster, used or not, worked at their best rates.
+    """Return tokens/s if all GPUs of the cluster, used or not, worked at their best rates.
 
-    Without communication, and without recomputation, which is chosen.
+    Without communication and without recomputation.
     """
     alone = dataclasses.replace(job, recompute="none")
     return ceiling_tokens_per_s(alone, [rank.device for rank in cluster.ranks])

@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing else: no network, no script; pictures are SVG in the page."""
+"""A run as one HTML page without network or scripts; pictures are SVG in the page."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import megatron_hexi
 from megatron_hexi.cost import IterationCost
 from megatron_hexi.plan import Plan
 from megatron_hexi.report.estimate import phases_line, spell_seconds
-from megatron_hexi.report.holdings import Holding, holdings
 from megatron_hexi.report.pictures import draw_plan, read_as_written
-from megatron_hexi.report.run import Run
 from megatron_hexi.report.run_pictures import draw_course, draw_memory, draw_ranks
+from megatron_hexi.report.run_summary import Run
 from megatron_hexi.report.tables import spell_range
+from megatron_hexi.report.unit_summary import UnitSummary, unit_summaries
 
 _TEMPLATE = "run.html.j2"
 _TABLE = "The numbers are in the table below."
-#: What in an SVG names another part of it.
+#: Names and references in an SVG.
 _NAMES = re.compile(r'(\bid="|url\(#|href="#)')
 
 
@@ -33,8 +33,8 @@ class Picture:
     """A drawing in the page.
 
     Args:
-        svg: its text.
-        alt: what it shows, for those who do not see it.
+        svg: text of the SVG.
+        alt: description for readers who do not see it.
     """
 
     svg: Markup
@@ -49,17 +49,17 @@ def run_page(
     timeline: Figure | None = None,
     simulated_s: float | None = None,
 ) -> str:
-    """The page.
+    """Return the page.
 
     Args:
-        run: of the plan.
-        plan: that it was trained by.
-        title: of the page.
-        cost: what the cost model says of it, if it was asked.
-        timeline: a simulated iteration of the plan, drawn; ``None``: it was not simulated.
-        simulated_s: the seconds that it takes.
+        run: the run.
+        plan: the plan of the training.
+        title: title of the page.
+        cost: the cost model's prediction, if any.
+        timeline: picture of a simulated iteration; ``None`` without a simulation.
+        simulated_s: its seconds.
     """
-    rows = holdings(plan)
+    rows = unit_summaries(plan)
     gpus = [rank.device for rank in cost.ranks] if cost else []
     pictures = {
         "plan": _picture("plan", draw_plan(plan, rows, gpus), _plan_alt(rows)),
@@ -89,7 +89,7 @@ def run_page(
     return page.get_template(_TEMPLATE).render(
         run=run,
         plan=plan,
-        holdings=rows,
+        units=rows,
         title=title,
         pictures=pictures,
         last_loss=next((loss for loss in reversed(run.losses) if loss is not None), None),
@@ -114,12 +114,12 @@ def _spell_seconds(value: float | None) -> str:
     return "–" if value is None else spell_seconds(value)
 
 
-def _plan_alt(rows: Sequence[Holding]) -> str:
-    held = ", ".join(f"rank {row.rank}: {row.tokens:,} tokens" for row in rows[:16])
-    return f"Who holds which part of the sequence and which heads. {held}."
+def _plan_alt(rows: Sequence[UnitSummary]) -> str:
+    tokens = ", ".join(f"rank {row.rank}: {row.tokens:,} tokens" for row in rows[:16])
+    return f"Who holds which part of the sequence and which heads. {tokens}."
 
 
 def _course_alt(run: Run) -> str:
     known = [loss for loss in run.losses if loss is not None]
-    said = f"from {known[0]:.4g} to {known[-1]:.4g}" if known else "not finite"
-    return f"Curves over {len(run.iterations)} iterations: the loss {said}, and the seconds of each."
+    course = f"from {known[0]:.4g} to {known[-1]:.4g}" if known else "not finite"
+    return f"Curves over {len(run.iterations)} iterations: the loss {course}, and the seconds of each."

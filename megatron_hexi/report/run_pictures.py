@@ -1,4 +1,4 @@
-"""A run as pictures: each rank's time beside its prediction, its memory, and the course of the training."""
+"""A run as pictures: each rank's time and memory beside the prediction, and the course of the training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_hexi.report.run import RankRun, Run
+from megatron_hexi.report.run_summary import RankRun, Run
 
 _WIDTH = 7.5  # inches
 _ROW = 0.42
@@ -29,34 +29,34 @@ _LIMIT = "#b2182b"
 
 
 def draw_ranks(ranks: Sequence[RankRun]) -> Figure:
-    """Where each rank's mean iteration goes, and below it where it was predicted to go."""
+    """Draw each rank's mean iteration, and below it the prediction."""
     figure, axes = _rows(ranks)
     longest = max(rank.busy_s + rank.waited_s for rank in ranks)
     scale, unit = (1.0, "seconds") if longest >= 1 else (1e3, "milliseconds")
-    lane = _ALONE if ranks[0].predicted_busy_s is None else _MEASURED
-    left = [0.0] * len(ranks)
+    bar = _ALONE if ranks[0].predicted_busy_s is None else _MEASURED
+    starts = [0.0] * len(ranks)
     for field, (name, colour) in _PARTS.items():
         widths = [getattr(rank, field) * scale for rank in ranks]
         if any(widths):
-            _bars(axes, lane, widths, left, colour, name)
-            left = [start + width for start, width in zip(left, widths, strict=True)]
+            _bars(axes, bar, widths, starts, colour, name)
+            starts = [start + width for start, width in zip(starts, widths, strict=True)]
     work = [rank.predicted_busy_s for rank in ranks if rank.predicted_busy_s is not None]
     waits = [rank.predicted_wait_s for rank in ranks if rank.predicted_wait_s is not None]
     if work:
-        own, others = [value * scale for value in work], [value * scale for value in waits]
-        _bars(axes, _PREDICTED, own, [0.0] * len(own), _PREDICTION, "predicted: busy")
-        _bars(axes, _PREDICTED, others, own, _PREDICTED_WAIT, "predicted: waiting")
+        busy, waiting = [value * scale for value in work], [value * scale for value in waits]
+        _bars(axes, _PREDICTED, busy, [0.0] * len(busy), _PREDICTION, "predicted: busy")
+        _bars(axes, _PREDICTED, waiting, busy, _PREDICTED_WAIT, "predicted: waiting")
     axes.set_xlabel(f"{unit} of an iteration")
     figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     return figure
 
 
 def draw_memory(ranks: Sequence[RankRun]) -> Figure:
-    """Each rank's most memory, its prediction, and what the device has."""
+    """Draw each rank's peak memory, its prediction, and the device's usable memory."""
     figure, axes = _rows(ranks)
     zero = [0.0] * len(ranks)
-    lane = _ALONE if ranks[0].predicted_gib is None else _MEASURED
-    _bars(axes, lane, [rank.peak_gib for rank in ranks], zero, _PARTS["busy_s"][1], "most memory")
+    bar = _ALONE if ranks[0].predicted_gib is None else _MEASURED
+    _bars(axes, bar, [rank.peak_gib for rank in ranks], zero, _PARTS["busy_s"][1], "most memory")
     known = [rank.predicted_gib for rank in ranks if rank.predicted_gib is not None]
     if known:
         _bars(axes, _PREDICTED, known, zero, _PREDICTION, "predicted")
@@ -71,7 +71,7 @@ def draw_memory(ranks: Sequence[RankRun]) -> Figure:
 
 
 def draw_course(run: Run) -> Figure:
-    """Loss above, seconds below, over the iterations."""
+    """Draw loss above and seconds below, over the iterations."""
     figure = Figure(figsize=(_WIDTH, 5.2), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     marker = "." if len(run.iterations) <= 100 else ""
@@ -110,12 +110,12 @@ def _rows(ranks: Sequence[RankRun]) -> tuple[Figure, Axes]:
 
 def _bars(
     axes: Axes,
-    lane: tuple[float, float],
+    bar: tuple[float, float],
     widths: Sequence[float],
-    left: Sequence[float],
+    starts: Sequence[float],
     colour: str,
     name: str,
 ) -> None:
-    top, height = lane
+    top, height = bar
     places = [place + top for place in range(len(widths))]
-    axes.barh(places, widths, height, left, align="edge", color=colour, label=name)
+    axes.barh(places, widths, height, starts, align="edge", color=colour, label=name)

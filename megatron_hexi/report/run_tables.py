@@ -1,4 +1,4 @@
-"""A run for a terminal: what the page says in numbers, shorter."""
+"""A run for a terminal: the numbers of the page, in short."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_hexi.report.estimate import spell_seconds
-from megatron_hexi.report.run import Pace, Run
+from megatron_hexi.report.run_summary import Run, RunSpeed
 
 _CAPTION = "seconds of the mean iteration; waiting includes transfers that no work hides; GiB: the most"
 
 
 def run_report(run: Run) -> RenderableType:
-    """The run in a line, and each rank in a row."""
+    """Return the run in a line, and each rank in a row."""
     return Group(Text(_headline(run)), run_table(run), *(Text(f"note: {note}") for note in run.notes))
 
 
 def run_table(run: Run) -> Table:
-    """Each rank's time and memory, beside what was predicted where it was."""
+    """Return a table of each rank's time and memory, with predictions where there are any."""
     predicted = any(rank.predicted_gib is not None for rank in run.ranks)
     table = Table(caption=_CAPTION, caption_justify="left")
     for name in ("rank", "device", "busy", "waiting", "idle share", "GiB"):
@@ -49,13 +49,13 @@ def _headline(run: Run) -> str:
             f"{predicted.idle_share:.1%}" if predicted and predicted.idle_share is not None else None,
         ),
     ]
-    spelt = [said + (f" (predicted {beside})" if beside else "") for said, beside in words]
+    spelt = [measured_text + (f" (predicted {beside})" if beside else "") for measured_text, beside in words]
     timed = "" if run.timed == len(run.iterations) else f", of which {run.timed} are timed"
     return f"{len(run.iterations)} iterations{timed}: {', '.join(spelt)}"
 
 
-def _throughput_words(measured: Pace, predicted: Pace | None) -> Iterator[tuple[str, str | None]]:
-    """What the tokens/s are worth, measured and predicted, where the cluster is known."""
+def _throughput_words(measured: RunSpeed, predicted: RunSpeed | None) -> Iterator[tuple[str, str | None]]:
+    """Yield throughput in other units, measured and predicted, where the cluster is known."""
     spells = {
         "tokens_per_s_per_gpu": "{:,.0f} tokens/s a GPU",
         "model_tflops_per_gpu": "{:,.3g} model TFLOP/s a GPU",

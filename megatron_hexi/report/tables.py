@@ -10,18 +10,18 @@ from rich.text import Text
 
 from megatron_hexi.plan import Estimate, Plan, Provenance, Traffic, Workload
 from megatron_hexi.plan.model import Range
-from megatron_hexi.report.holdings import Holding
+from megatron_hexi.report.unit_summary import UnitSummary
 
 _CAPTION = "heads and positions: first-last; sent: bytes a layer and sequence in bf16, forward + backward"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def _always(plan: Plan, rows: Sequence[Holding]) -> bool:
+def _always(plan: Plan, rows: Sequence[UnitSummary]) -> bool:
     return True
 
 
-#: The columns of who holds what, and when each says something.
-_COLUMNS: dict[str, Callable[[Plan, Sequence[Holding]], bool]] = {
+#: Columns of the table of units, and when each is shown.
+_COLUMNS: dict[str, Callable[[Plan, Sequence[UnitSummary]], bool]] = {
     "replica": lambda plan, rows: len(plan.replicas) > 1,
     "stage": lambda plan, rows: rows[0].layers is not None,
     "layers": lambda plan, rows: rows[0].layers is not None,
@@ -30,7 +30,7 @@ _COLUMNS: dict[str, Callable[[Plan, Sequence[Holding]], bool]] = {
     "recompute": lambda plan, rows: any(row.recompute is not None for row in rows),
     "rank": _always,
     "samples": lambda plan, rows: any(row.samples is not None for row in rows),
-    "micro-batches": lambda plan, rows: plan.has_deal,
+    "micro-batches": lambda plan, rows: plan.takes_micro_batches,
     "group": _always,
     "tokens": _always,
     "share": _always,
@@ -44,14 +44,14 @@ _COLUMNS: dict[str, Callable[[Plan, Sequence[Holding]], bool]] = {
 }
 
 
-def plan_report(plan: Plan, rows: Sequence[Holding]) -> RenderableType:
-    """The plan for a reader: the workload, who holds what, and what the planner expected.
+def plan_report(plan: Plan, rows: Sequence[UnitSummary]) -> RenderableType:
+    """Return the plan for a terminal: workload, units, and the planner's estimate.
 
     Args:
         plan: the plan.
-        rows: its holdings.
+        rows: its units.
     """
-    parts: list[RenderableType] = [Text(_workload_line(plan.workload)), holdings_table(plan, rows)]
+    parts: list[RenderableType] = [Text(_workload_line(plan.workload)), units_table(plan, rows)]
     if plan.gpus is not None:
         parts.append(Text(_gpus_line(plan.gpus)))
     if plan.estimate is not None:
@@ -63,8 +63,8 @@ def plan_report(plan: Plan, rows: Sequence[Holding]) -> RenderableType:
     return Group(*parts)
 
 
-def holdings_table(plan: Plan, rows: Sequence[Holding]) -> Table:
-    """Who holds what, one line a unit, by replica, stage and group; columns that say nothing are left out."""
+def units_table(plan: Plan, rows: Sequence[UnitSummary]) -> Table:
+    """Return a line for each unit, by replica, stage and group; without empty columns."""
     rows = sorted(rows, key=lambda row: row.place)
     table = Table(caption=_CAPTION, caption_justify="left")
     columns = [name for name, says in _COLUMNS.items() if says(plan, rows)]
@@ -98,25 +98,25 @@ def holdings_table(plan: Plan, rows: Sequence[Holding]) -> Table:
 
 
 def against_table(against: Mapping[str, float], tokens_per_s: float | None) -> Table:
-    """What the planner found other layouts to do, the fastest first."""
+    """Return a table of the tokens/s predicted for other layouts, the fastest first."""
     table = Table()
     table.add_column("predicted instead")
     table.add_column("tokens/s", justify="right")
     if tokens_per_s is not None:
         table.add_column("the plan is", justify="right")
-    for name, other in sorted(against.items(), key=lambda item: -item[1]):
-        ratio = [] if tokens_per_s is None else [f"{tokens_per_s / other:.2f}x" if other else "-"]
-        table.add_row(Text(name), f"{other:,.0f}", *ratio)
+    for name, rate in sorted(against.items(), key=lambda item: -item[1]):
+        ratio = [] if tokens_per_s is None else [f"{tokens_per_s / rate:.2f}x" if rate else "-"]
+        table.add_row(Text(name), f"{rate:,.0f}", *ratio)
     return table
 
 
-def spell_layers(row: Holding) -> str:
-    """The layers of a unit's stage, those of each ministage apart."""
+def spell_layers(row: UnitSummary) -> str:
+    """Return the layers of a unit's stage as text, by ministage."""
     return ", ".join(map(spell_range, row.ministages or (row.layers or (0, 0),)))
 
 
 def spell_range(span: Range) -> str:
-    """A half-open range as people count: ``0-7`` for (0, 8), ``7`` for (7, 8), ``none`` if empty."""
+    """Return a half-open range as text: ``0-7`` for (0, 8), ``7`` for (7, 8), ``none`` if empty."""
     start, stop = span
     if start == stop:
         return "none"
@@ -124,7 +124,7 @@ def spell_range(span: Range) -> str:
 
 
 def spell_bytes(count: int) -> str:
-    """A number of bytes in the largest binary unit that leaves at least one: ``1.5 MiB``."""
+    """Return a number of bytes in the largest binary unit that leaves at least one: ``1.5 MiB``."""
     size = float(count)
     for unit in _UNITS[:-1]:
         if size < 1024:
@@ -170,7 +170,7 @@ def _estimate_line(estimate: Estimate) -> str:
 
 
 def _gpus_line(gpus: Sequence[int]) -> str:
-    """Which GPU each rank must be started on; GPUs in a row as one range."""
+    """Return a line with the GPU on which each rank must be started; adjacent GPUs as one range."""
     runs: list[list[int]] = []
     for gpu in gpus:
         if runs and runs[-1][1] == gpu:

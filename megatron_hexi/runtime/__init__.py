@@ -1,4 +1,4 @@
-"""Carries a plan out with torch.distributed. Start reading at `attention`."""
+"""Training by a plan with torch.distributed: attention, borders of stages, buckets. Start at `attention`."""
 
 from megatron_hexi.runtime.agreement import NO_PLAN, agree_on_plan, job_store, meeting, tell_problem
 from megatron_hexi.runtime.attention import DomainAttention

@@ -1,7 +1,7 @@
-"""What ranks agree on before anything is sent, so that a mistake is an error and never a hang.
+"""Agreement of ranks before anything is sent, so that a mistake is an error and never a hang.
 
-At set-up every rank posts the digest of its plan in the job's store, or what it found wrong; rank 0 compares
-and answers. The store works before any process group does and knows which ranks never came. Before the first
+At set-up every rank posts the digest of its plan in the job's store, or its error; rank 0 compares and
+answers. The store works before any process group does, and tells which ranks never came. Before the first
 message of a kind, the ranks of a domain compare the shapes that they are about to send.
 """
 
@@ -25,30 +25,30 @@ from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.model import Workload
 from megatron_hexi.plan.schedule import Schedule
 
-#: What a rank without a plan posts.
+#: Digest that a rank without a plan posts.
 NO_PLAN = ""
 
-#: How long a rank that cannot go on waits for the others to come and hear why.
+#: Time for which a rank with an error waits for the others to read it.
 _TELL_TIMEOUT = timedelta(seconds=60)
-#: How long rank 0, which may keep the store, waits for the others to read a bad answer.
+#: Time for which rank 0, which may host the store, waits for the others to read a bad verdict.
 _READ_TIMEOUT = timedelta(seconds=10)
-#: The store outlives Megatron's groups: each time that ranks meet, they do so under another name.
+#: The store outlives Megatron's groups: every agreement has a prefix of its own.
 _meetings = itertools.count()
 
-#: What a rank answers whose tensors are not those of the plan.
+#: Answer of a rank whose tensors are not those of the plan.
 _WRONG = (-1, -1)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def job_store(timeout: timedelta) -> dist.Store | None:
-    """Where ranks of this job meet: the store of an elastic job, torch.distributed, torchrun or rank 0.
+    """Return the job's store: of an elastic job, torch.distributed, torchrun or rank 0.
 
-    It is at hand before process groups are. torch.distributed goes on with the same server later
+    It is available before process groups are. torch.distributed uses the same server later
     (``multi_tenant``).
 
     Args:
-        timeout: how long to wait until the store is there.
+        timeout: time to wait for the store.
 
     Returns:
         ``None`` in a job of one rank, or where the environment names no job.
@@ -76,14 +76,14 @@ def job_store(timeout: timedelta) -> dist.Store | None:
 
 
 def meeting(store: dist.Store) -> dist.Store:
-    """A part of the store that the ranks have not used yet."""
+    """Return a part of the store that the ranks have not used yet."""
     return dist.PrefixStore(f"hexi-{next(_meetings)}", store)
 
 
 def tell_problem(problem: str, code: int) -> None:
-    """Tell the other ranks, in place of `agree_on_plan`, what this one found wrong; returns when they know.
+    """Report this rank's error to the others in place of `agree_on_plan`; returns when they have read it.
 
-    Says nothing itself, and gives up where the others do not come.
+    Prints nothing, and gives up where the others do not come.
 
     Args:
         problem: one line.
@@ -105,19 +105,19 @@ def agree_on_plan(
     timeout: timedelta,
     problem: str = "",
 ) -> None:
-    """Make sure that every rank of the job has the same plan, and that none has found a problem of its own.
+    """Check that every rank of the job has the same plan, and that no rank has an error.
 
     Args:
-        store: where the ranks meet; used for nothing else.
+        store: a part of the job's store that is used for nothing else.
         rank: this rank's number in the job.
         world_size: ranks of the job.
-        digest: of this rank's plan; `NO_PLAN` if it has none.
-        path: where this rank read it.
-        timeout: how long to wait for the others.
-        problem: why this rank cannot go on (a file that it cannot write, say); one line.
+        digest: digest of this rank's plan; `NO_PLAN` without one.
+        path: the plan's file.
+        timeout: time to wait for the others.
+        problem: this rank's error (a file that it cannot write, say), in one line.
 
     Raises:
-        PlanError: on every rank, naming those that have a problem or another plan, or never answered.
+        PlanError: on every rank, naming those that have an error or another plan, or never answered.
     """
     store.set(f"plan/{rank}", json.dumps([digest, path, socket.gethostname(), problem]))
     if rank == 0:
@@ -134,12 +134,12 @@ def agree_on_plan(
         store.set(f"read/{rank}", "")
         if rank == 0:
             with contextlib.suppress(RuntimeError):  # those that never came do not read it either
-                store.wait([f"read/{other}" for other in range(world_size)], _READ_TIMEOUT)
+                store.wait([f"read/{reader}" for reader in range(world_size)], _READ_TIMEOUT)
         raise PlanError(verdict)
 
 
 def _verdict(store: dist.Store, world_size: int, timeout: timedelta) -> str:
-    """What is wrong with the ranks or their plans; empty if nothing is."""
+    """Return an error message about the ranks or their plans; empty without an error."""
     keys = [f"plan/{rank}" for rank in range(world_size)]
     try:
         store.wait(keys, timeout)
@@ -177,19 +177,19 @@ def agree_on_shapes(
     group: dist.ProcessGroup,
     agreed: set[tuple[int, ...]],
 ) -> None:
-    """Make sure that query, key and value are those of the plan, and of one kind on every rank.
+    """Check that query, key and value are those of the plan, and of one kind on all ranks of the domain.
 
-    The ranks are asked once for each kind of tensor; a kind must appear on all of them at once.
+    Ranks compare each kind of tensor once; a kind must appear on all of them at once.
 
     Args:
         workload: the model and sequence of the plan.
         schedule: this rank's split tables.
         tensors: query [T, B, H, D], key [T, B, K, D], value [T, B, K, Dv].
         group: the ranks of the domain.
-        agreed: the kinds that all ranks agreed on so far; a new one is added.
+        agreed: kinds that all ranks agreed on so far; a new one is added.
 
     Raises:
-        PlanError: with both shapes; where ranks differ, on every rank.
+        PlanError: the message has both shapes; where ranks differ, on every rank.
     """
     query = tensors[0]
     kind = (query.shape[1], _DTYPES.index(query.dtype))
@@ -198,26 +198,26 @@ def agree_on_shapes(
         return
     if wrong and agreed:
         raise PlanError(wrong)
-    # At first all ranks ask: one that is wrong still answers, so that none of them waits for it in vain.
-    own = torch.tensor(_WRONG if wrong else kind, dtype=torch.int64, device=query.device)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, own, group=group)
+    # The first time all ranks take part, also one with wrong tensors, so that none waits for it in vain.
+    answer = torch.tensor(_WRONG if wrong else kind, dtype=torch.int64, device=query.device)
+    everyone = [torch.empty_like(answer) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, answer, group=group)
     if wrong:
         raise PlanError(wrong)
-    kinds = [tuple(other.tolist()) for other in everyone]
+    kinds = [tuple(gathered.tolist()) for gathered in everyone]
     if len(set(kinds)) > 1:
-        said = ", ".join(
+        answers = ", ".join(
             f"rank {i}: {'not those of the plan' if (b, d) == _WRONG else f'batch {b} of {_DTYPES[d]}'}"
             for i, (b, d) in enumerate(kinds)
         )
         raise PlanError(
-            f"the ranks of a domain are about to send different tensors ({said}); use one micro-batch size"
+            f"the ranks of a domain are about to send different tensors ({answers}); use one micro-batch size"
         )
     agreed.add(kind)
 
 
 def _unlike_plan(workload: Workload, schedule: Schedule, tensors: Sequence[Tensor]) -> str:
-    """How query, key and value differ from those of the plan; empty if they do not."""
+    """Return how query, key and value differ from those of the plan; empty if they do not."""
     batch = tensors[0].shape[1]
     sizes = (
         ("query", workload.local_heads, workload.head_dim),

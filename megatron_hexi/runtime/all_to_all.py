@@ -1,4 +1,4 @@
-"""The ragged all-to-all between the two layouts of an attention layer.
+"""The all-to-all between the two layouts of an attention layer: own tokens, or own heads.
 
 Outside attention a rank holds all heads of its own tokens; inside, its own heads of all the group's
 tokens. The send from member i to member j is tokens_i x heads_j: both axes are ragged. Several tensors
@@ -24,22 +24,22 @@ from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.schedule import Schedule
 from megatron_hexi.plan.traffic import exchanges_heads
 from megatron_hexi.runtime.compact import compact
-from megatron_hexi.runtime.compiled import Place, Recorder, Value
-from megatron_hexi.runtime.fused.terms import Slot
+from megatron_hexi.runtime.compiled import BufferPlace, Recorder, Value
+from megatron_hexi.runtime.fused.slots import Slot
 from megatron_hexi.runtime.kernels.dispatch import aligned
 from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import all_to_all
 
-#: For one tensor: the heads of each member of the group.
+#: The heads of each member of the group, for one tensor.
 HeadTable = Sequence[Range]
 
 
 class Arriving:
-    """Tensors on their way to the heads' layout: all heads of own tokens in, own heads of all tokens out.
+    """Tensors on their way to the heads' layout: from all heads of own tokens to own heads of all tokens.
 
     Args:
         recorder: compiles the pass.
-        parts: tensors [T, B, H, D]; H and D may differ from one to the next.
+        parts: tensors [T, B, H, D]; H and D may differ between tensors.
         tables: the heads that travel to each member, for each part.
         schedule: the rank's split tables.
         group: the ranks of the A2A group.
@@ -78,17 +78,17 @@ class Arriving:
 
 
 class Leaving:
-    """Sums that leave the heads' layout: written where they leave from, and sent.
+    """Sums on their way back to the tokens' layout: written straight into the message, and sent.
 
     Args:
         recorder: compiles the pass.
-        sums: of [B, h, G, D] each.
+        sums: sums of [B, h, G, D] each.
         tables: the heads that travel from each member, for each sum.
         schedule: the rank's split tables.
         group: the ranks of the A2A group.
 
     Attributes:
-        written: each sum, and its log-sum-exp.
+        written: each sum with its log-sum-exp.
     """
 
     def __init__(
@@ -100,15 +100,17 @@ class Leaving:
         group: dist.ProcessGroup,
     ) -> None:
         self.tables, self.schedule = tables, schedule
-        self.batch, self.sizes = sums[0].shape[0], [some.shape[3] for some in sums]
+        self.batch, self.sizes = sums[0].shape[0], [row_sum.shape[3] for row_sum in sums]
         if not exchanges_heads(schedule):
-            self.written = [some.result() for some in sums]
+            self.written = [row_sum.result() for row_sum in sums]
             return
         self.slots, sizes = _slots(tables, self.sizes, schedule.tokens * self.batch)
         width, places = _columns(tables, self.sizes, schedule, self.batch)
         sent = recorder.empty(schedule.group_tokens * self.batch * width)
         targets = recorder.views(sent, places)
-        self.written = [(target, some.write(target)) for target, some in zip(targets, sums, strict=True)]
+        self.written = [
+            (target, row_sum.write(target)) for target, row_sum in zip(targets, sums, strict=True)
+        ]
         self.received = recorder.empty(sum(sizes))
         sent_sizes = [tokens * self.batch * width for tokens in schedule.shards]
         self.transfers = _start(recorder, self.received, sent, sizes, sent_sizes, group)
@@ -117,20 +119,20 @@ class Leaving:
 def arrive(
     recorder: Recorder, halves: Sequence[Leaving], half: int, padding: int, parts: Sequence[Value] = ()
 ) -> Sequence[Value]:
-    """Wait for a half of the heads that has left, and put it in its place.
+    """Wait for a half of the heads that `Leaving` sent, and return it in the tokens' layout.
 
-    A head that several members hold (a shared KV head) comes from each of them; the sum is taken, added up in
-    fp32 (fp64 for fp64).
+    A head that several members hold (a shared KV head) arrives from each of them and is summed in fp32 (fp64
+    for fp64).
 
     Args:
         recorder: compiles the pass.
-        halves: all of them; the last may have further tensors.
-        half: number of the one that arrives.
+        halves: all halves; the last may have further tensors.
+        half: number of the half that arrives.
         padding: rows of zeros behind the tokens.
-        parts: what the half before it returned.
+        parts: the result for the half before.
 
     Returns:
-        Each tensor, [L, B, H, D]: complete when all halves have arrived.
+        Each tensor, [L, B, H, D]; complete when all halves have arrived.
     """
     leaving, schedule = halves[half], halves[half].schedule
     rows = schedule.tokens + padding
@@ -153,7 +155,7 @@ def arrive(
 
 
 def _home_sizes(halves: Sequence[Leaving]) -> Iterator[tuple[int, int]]:
-    """Heads and head size of each tensor."""
+    """Yield the number of heads and the head size of each tensor in the tokens' layout."""
     for number, size in enumerate(halves[-1].sizes):
         tables = [half.tables[number] for half in halves if number < len(half.tables)]
         yield max(stop for table in tables for _, stop in table), size
@@ -167,37 +169,37 @@ def _start(
     sent_sizes: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Value:
-    """Start an all-to-all; the transfers to wait for."""
+    """Start an all-to-all; returns the transfers to wait for."""
     run = partial(all_to_all, received_sizes=received_sizes, sent_sizes=sent_sizes, group=group)
     return recorder.make(run, (), received, sent)
 
 
 def _heads_first(*parts: Tensor) -> list[Tensor]:
-    """[T, B, H, D] of a rank that is alone in its group as kernels take it, [B, H, T, D]."""
+    """Return [T, B, H, D] of a rank that is alone in its group as [B, H, T, D], which kernels read."""
     return [aligned(part.permute(1, 2, 0, 3)) for part in compact(parts)]
 
 
 def _tokens_first(padding: int, part: Tensor) -> Tensor:
-    """[B, H, T, D] of a rank that is alone in its group as the layer returns it, [L, B, H, D]."""
+    """Return [B, H, T, D] of a rank that is alone in its group as [L, B, H, D], the layer's output."""
     part = part.permute(2, 0, 1, 3)
     return torch.constant_pad_nd(part, (*[0] * 7, padding)) if padding else part.contiguous()
 
 
 def _columns(
     tables: Sequence[HeadTable], sizes: Sequence[int], schedule: Schedule, batch: int
-) -> tuple[int, list[Place]]:
-    """A message of own heads of all tokens: its width [G, B, width], and where [B, h, G, D] of each lies."""
+) -> tuple[int, list[BufferPlace]]:
+    """Return the width of a message of own heads, [G, B, width], and the place of each [B, h, G, D] in it."""
     heads = [_size(table[schedule.position]) for table in tables]
     ends = [0, *itertools.accumulate(count * size for count, size in zip(heads, sizes, strict=True))]
     width, tokens = ends[-1], schedule.group_tokens
     return width, [
-        Place((batch, count, tokens, size), (width, size, batch * width, 1), offset)
+        BufferPlace((batch, count, tokens, size), (width, size, batch * width, 1), offset)
         for count, size, offset in zip(heads, sizes, ends[:-1], strict=True)
     ]
 
 
 def _slots(tables: Sequence[HeadTable], sizes: Sequence[int], rows: int) -> tuple[list[Slot], list[int]]:
-    """Where heads of own tokens lie in a message to, or from, all members; and its elements for each."""
+    """Return the slots of own tokens' heads in a message to or from all members, and elements for each."""
     slots: list[Slot] = []
     elements: list[int] = []
     for member in range(len(tables[0])):

@@ -31,19 +31,18 @@ from megatron_hexi.plan.model import Workload
 from megatron_hexi.plan.schedule import Schedules
 from megatron_hexi.runtime.agreement import agree_on_shapes
 from megatron_hexi.runtime.kernels import KernelDispatch, select_kernel
-from megatron_hexi.runtime.passes import Inputs, Layer
+from megatron_hexi.runtime.passes import AttentionLayer, Inputs
 from megatron_hexi.runtime.wire import connect
 
-#: Compiled layers that are kept: of a pipeline's micro-batches under way, with a few windows each.
+#: Number of cached layers: a pipeline's micro-batches under way, with a few windows each.
 _KEPT = 32
 
 
 @dataclass
 class DomainAttention:
-    """One rank's attention under a plan; everything here is derived from the plan.
+    """Attention of one rank under a plan.
 
-    Swapping the plan means replacing this object: what it has compiled goes with it, and passes under way
-    keep what they began with.
+    A swapped plan is another object with its own compiled passes; passes under way finish with the old one.
 
     Args:
         workload: the model and sequence of the plan.
@@ -64,18 +63,19 @@ class DomainAttention:
     _kernels: dict[tuple[torch.device, torch.dtype, int], KernelDispatch] = field(
         default_factory=dict, repr=False
     )
-    #: By mask, kind of tensors and scale; the latest used last. No other object gets them (`init=False`).
-    _layers: dict[tuple[Mask | None, Inputs, float | None], Layer] = field(
+    #: By mask, kind of tensors and scale, in the order of their last use. Copies do not share them
+    #: (`init=False`).
+    _layers: dict[tuple[Mask | None, Inputs, float | None], AttentionLayer] = field(
         default_factory=dict, init=False, repr=False
     )
 
     def connect(self, device: torch.device) -> None:
-        """Make the communicators of both groups, while nothing else is under way.
+        """Create the communicators of both groups, while nothing else is under way.
 
-        All ranks of the domain must come, before any of them computes attention.
+        All ranks of the domain must call it, before any of them computes attention.
 
         Args:
-            device: of the tensors that attention will be given.
+            device: device of the tensors that attention will be given.
         """
         connect(self.domain_group, device)
         connect(self.a2a_group, device)
@@ -90,18 +90,18 @@ class DomainAttention:
         sinks: Tensor | None = None,
         padding: int = 0,
     ) -> Tensor:
-        """Attention of the rank's own tokens, after `connect`.
+        """Return the attention of the rank's own tokens; `connect` comes first.
 
         Args:
             query: [L, B, H, D].
             key: [L, B, K, D].
             value: [L, B, K, Dv]; Dv is the plan's size of values.
             scale: softmax scale; 1 / sqrt(D) if not given.
-            mask: what a query sees, the same on all ranks; ``None``: as the plan says. With documents a shard
-                has other positions: `schedules(mask).segments`.
+            mask: keys that a query sees, the same on all ranks; ``None``: as the plan says. With documents a
+                shard has other positions: `schedules(mask).segments`.
             sinks: logit of each head's sink [H], the same on all ranks; ``None`` for none.
-            padding: the last rows that are no tokens, L - T; they are not read, and are 0 in the output and
-                in gradients.
+            padding: number of last rows that are no tokens, L - T; they are not read, and are 0 in the output
+                and in gradients.
 
         Returns:
             [L, B, H, Dv].
@@ -126,12 +126,12 @@ class DomainAttention:
         scale: float | None,
         mask: Mask | None,
         inputs: Inputs,
-    ) -> Layer:
-        """See `__call__`; its passes are not compiled yet."""
+    ) -> AttentionLayer:
+        """Return a layer for the arguments of `__call__`; its passes are compiled on first use."""
         schedule = self.schedules(mask)
         tensors = [tensor[: len(tensor) - inputs.padding] for tensor in (query, key, value)]
         agree_on_shapes(self.workload, schedule, tensors, self.domain_group, self._agreed)
-        return Layer(
+        return AttentionLayer(
             schedule=schedule,
             kernel=self.kernel(query if query.shape[3] >= value.shape[3] else value),
             scale=1.0 / math.sqrt(query.shape[3]) if scale is None else scale,
@@ -142,7 +142,7 @@ class DomainAttention:
         )
 
     def kernel(self, tensor: Tensor) -> KernelDispatch:
-        """The kernel for tensors of this kind, [..., D]; chosen once, for it looks at what is installed."""
+        """Return the kernel for tensors of this kind, [..., D]; chosen once, since it looks for packages."""
         kind = (tensor.device, tensor.dtype, tensor.shape[-1])
         if kind not in self._kernels:
             self._kernels[kind] = select_kernel(self.kernel_name, *kind)
@@ -152,7 +152,7 @@ class DomainAttention:
 class _DomainAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: Layer
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: AttentionLayer
     ) -> Tensor:
         ctx.layer = layer
         if not layer.schedule.group_tokens:  # nobody sends to this group or asks it for anything
@@ -170,7 +170,7 @@ class _DomainAttentionFunction(torch.autograd.Function):
             raise HexiError(
                 "attention under a plan has no second derivative; differentiate without create_graph=True"
             )
-        layer: Layer = ctx.layer
+        layer: AttentionLayer = ctx.layer
         saved = ctx.saved_tensors
         if not layer.schedule.group_tokens:
             zeros = (None if tensor is None else torch.zeros_like(tensor) for tensor in saved)

@@ -1,7 +1,7 @@
-"""Attention of one rank's heads over its group's queries, block by block.
+"""Attention of a rank's heads over its group's queries, block by block.
 
 Shape letters: B batch, h query heads, k KV heads, G tokens of the group, Q queries and S keys of a call, D
-head size (of values, in outputs, where it is another).
+head size (in outputs, that of values).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megatron_hexi.runtime.kernels.dispatch import KernelDispatch, aligned_log_s
 
 @dataclass
 class Queries:
-    """The queries of some heads, and in the backward pass what belongs to them.
+    """Queries of some heads, with the tensors that a pass needs of them.
 
     Args:
-        heads: which query heads, counted as spans do.
+        heads: the query heads, counted as in spans.
         tensors: forward the query [B, h, G, D]; backward the output's gradient, the query, the output of all
             blocks, and the log-sum-exp [B, h, G].
     """
@@ -38,7 +38,7 @@ class Queries:
     _latest: tuple[Rows, list[Value]] | None = field(default=None, repr=False)
 
     def take(self, rows: Rows, recorder: Recorder) -> list[Value]:
-        """Some rows of all heads. Copies by an index are kept: successive steps ask for the same rows."""
+        """Return some rows of all heads. Indexed copies are cached: successive steps use the same rows."""
         if rows.index is None:
             return [take(rows, tensor, recorder) for tensor in self.tensors]
         if self._latest is None or self._latest[0] is not rows:
@@ -46,13 +46,13 @@ class Queries:
         return self._latest[1]
 
     def within(self, heads: Range) -> Range:
-        """Some of the heads, counted from the first."""
+        """Return a range of heads, counted from the first of these queries."""
         return heads[0] - self.heads[0], heads[1] - self.heads[0]
 
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """Compiles calls of a kernel over blocks whose heads may be cut anywhere.
+    """Compiler of kernel calls over blocks whose heads may be cut anywhere.
 
     Args:
         recorder: compiles the pass.
@@ -67,17 +67,17 @@ class BlockAttention:
     def forward(
         self, queries: Queries, key: Value, value: Value, spans: Sequence[HeadSpan], calls: Iterable[Call]
     ) -> Iterator[tuple[Range, Rows, Value, Value]]:
-        """Compile the forward of each call and span.
+        """Compile the forward pass of each call and span.
 
         Args:
-            queries: whose rows calls name.
-            key: [B, k, keys, D], whose rows calls name.
+            queries: the queries; calls name rows of them.
+            key: [B, k, keys, D]; calls name rows of it.
             value: likewise.
-            spans: query heads beside their KV heads, each with one ratio.
-            calls: in any order.
+            spans: query heads with their KV heads, each with one ratio.
+            calls: kernel calls, in any order.
 
         Returns:
-            Of each its heads and rows, output [B, heads, Q, D] and log-sum-exp [B, heads, Q].
+            For each its heads and rows, output [B, heads, Q, D] and log-sum-exp [B, heads, Q].
         """
         width = max(queries.tensors[0].shape[3], value.shape[3])
         for call in calls if spans else ():
@@ -96,17 +96,17 @@ class BlockAttention:
     def backward(
         self, queries: Queries, key: Value, value: Value, spans: Sequence[HeadSpan], calls: Iterable[Call]
     ) -> Iterator[tuple[HeadSpan, CallRows, list[Value]]]:
-        """Compile the backward of each call and span.
+        """Compile the backward pass of each call and span.
 
         Returns:
-            Of each its heads and rows, and gradients of query, key and value; exact parts of the whole's.
+            For each its heads and rows, and its exact parts of the gradients of query, key and value.
         """
         sizes = queries.tensors[1].shape[3], key.shape[3], value.shape[3]
         width = max(sizes)
         for call in calls if spans else ():
             rows = call_rows(call, self.recorder.device)
-            *taken, lse = queries.take(rows.queries, self.recorder)
-            grad, q, out = (self._wide(tensor, width) for tensor in taken)
+            *wide, lse = queries.take(rows.queries, self.recorder)
+            grad, q, out = (self._wide(tensor, width) for tensor in wide)
             k, v = (self._wide(take(rows.keys, tensor, self.recorder), width) for tensor in (key, value))
             for span in spans:
                 heads = queries.within(span.queries)
@@ -123,7 +123,7 @@ class BlockAttention:
                 )
 
     def _wide(self, value: Value, width: int) -> Value:
-        """[..., D] padded with zeros to a head size: kernels take one for keys and values.
+        """Return [..., D] padded with zeros to a head size: kernels need one size for keys and values.
 
         Zeros in queries and keys add nothing to a score; zeros in values give zeros in the output.
         """
@@ -135,7 +135,7 @@ class BlockAttention:
         )
 
     def _run(self, way: str, query: Value, key: Value, rows: CallRows) -> Callable[..., Any]:
-        """The kernel's function for blocks of these shapes: of several sequences, one batch at a time."""
+        """Return the kernel's function for blocks of these shapes; sequences run one batch at a time."""
         block = BlockKind(query.shape, key.shape, rows.causal, self.recorder.device, rows.sequences)
         mode: Any = {"causal": rows.causal, "scale": self.scale, "sequences": rows.sequences}
         run = partial(getattr(self.kernel.choose(block), way), **mode)
@@ -145,7 +145,7 @@ class BlockAttention:
 
 
 def take(rows: Rows, value: Value, recorder: Recorder) -> Value:
-    """Some rows of [B, heads, rows, ...]: a slice, or a copy where there is an index."""
+    """Return some rows of [B, heads, rows, ...]: a slice, or a copy where there is an index."""
     if rows.index is None:
         return value.cut(None, None, rows.span)
     batch, heads, _, *rest = value.shape
@@ -155,11 +155,11 @@ def take(rows: Rows, value: Value, recorder: Recorder) -> Value:
 
 def _with_aligned_log_sum_exp(run: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Sequence[Tensor]:
     """Run a kernel whose last tensor is a log-sum-exp, which may be a slice that begins anywhere."""
-    *others, log_sum_exp = tensors
-    return run(*others, aligned_log_sum_exp(log_sum_exp))
+    *tensors_before, log_sum_exp = tensors
+    return run(*tensors_before, aligned_log_sum_exp(log_sum_exp))
 
 
 def _each_batch(run: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:
-    """Run a kernel for each batch entry by itself."""
-    each = [run(*parts) for parts in zip(*(tensor.split(1) for tensor in tensors), strict=True)]
-    return [torch.cat(parts) for parts in zip(*each, strict=True)]
+    """Run a kernel for each batch entry separately."""
+    results = [run(*parts) for parts in zip(*(tensor.split(1) for tensor in tensors), strict=True)]
+    return [torch.cat(parts) for parts in zip(*results, strict=True)]

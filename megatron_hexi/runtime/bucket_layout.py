@@ -1,4 +1,4 @@
-"""One bucket of pieces laid out on a rank: parameters become views of it where they can."""
+"""Layout of a bucket on a rank: parameters become views of it where they can."""
 
 from __future__ import annotations
 
@@ -7,60 +7,60 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_hexi.mesh import Bucket, Cell, Keeping
+from megatron_hexi.mesh import Bucket, Cell, Residence
 from megatron_hexi.runtime.bucket_buffer import BucketBuffer, HeldBox, set_main_grad
 from megatron_hexi.runtime.host_memory import HostMemory
 
-#: Pieces with where each lies in its parameter, and in the bucket.
+#: Pieces, each with its box, its cell and its place in the bucket.
 _Run = list[tuple[HeldBox, Cell, slice]]
 
 
 def lay_out(
     bucket: Bucket,
-    kept: Keeping,
+    residence: Residence,
     group: dist.ProcessGroup | None,
-    held: Sequence[HeldBox],
+    boxes: Sequence[HeldBox],
     rank: int,
     gradient_dtype: torch.dtype | None,
     host: HostMemory,
 ) -> BucketBuffer:
-    """A bucket with the values that its parameters have, and gradients that are zero.
+    """Return a bucket with the values of its parameters, and gradients of zero.
 
     Args:
-        bucket: its table.
-        kept: how this rank keeps it.
-        group: the holders; ``None`` where this rank alone holds it.
-        held: of each piece, the box that it lies in.
-        rank: this rank.
-        gradient_dtype: in which gradients are added up; ``None``: that of the weights.
+        bucket: the bucket's table.
+        residence: the bucket's place on this rank over an iteration.
+        group: process group of the holders; ``None`` where this rank alone holds it.
+        boxes: the box that each piece lies in.
+        rank: number of this rank.
+        gradient_dtype: type in which gradients are accumulated; ``None``: that of the weights.
         host: this rank's host memory.
     """
-    values = held[0].parameter.data.new_empty(bucket.size)
+    values = boxes[0].parameter.data.new_empty(bucket.size)
     gradients = values.new_zeros(bucket.size, dtype=gradient_dtype or values.dtype)
-    buffer = BucketBuffer(bucket, kept, group, values, gradients, slice(*bucket.run(rank)))
-    for piece, start, one in zip(bucket.pieces, bucket.starts, held, strict=True):
+    buffer = BucketBuffer(bucket, residence, group, values, gradients, slice(*bucket.run(rank)))
+    for piece, start, box in zip(bucket.pieces, bucket.starts, boxes, strict=True):
         span = slice(start, start + piece.size)
-        assert one.parameter.dtype == values.dtype, f"{piece.key}: weights of one precision"
-        values[span] = one.view(one.parameter.data, piece.cell).reshape(-1)
-        buffer.copied.append((one, piece.cell, span))
+        assert box.parameter.dtype == values.dtype, f"{piece.key}: weights of one precision"
+        values[span] = box.view(box.parameter.data, piece.cell).reshape(-1)
+        buffer.copied.append((box, piece.cell, span))
     buffer.copied = [copied for run in _runs(buffer.copied) for copied in _left(buffer, run)]
-    size = buffer.rest_run.stop - buffer.rest_run.start
-    if kept.passes:
-        buffer.rest_values = (
-            host.empty((size,), values.dtype) if kept.weights_on_host else values.new_empty(size)
+    size = buffer.stored_run.stop - buffer.stored_run.start
+    if residence.passes:
+        buffer.stored_values = (
+            host.empty((size,), values.dtype) if residence.weights_on_host else values.new_empty(size)
         )
-    if kept.gradients_on_host:
-        buffer.rest_gradients = host.empty((size,), gradients.dtype)
-    elif kept.passes:
-        buffer.rest_gradients = gradients.new_zeros(size)
+    if residence.gradients_on_host:
+        buffer.stored_gradients = host.empty((size,), gradients.dtype)
+    elif residence.passes:
+        buffer.stored_gradients = gradients.new_zeros(size)
     buffer.keep()
-    if kept.passes:
+    if residence.passes:
         gradients.untyped_storage().resize_(0)
     return buffer
 
 
 def _left(buffer: BucketBuffer, run: _Run) -> _Run:
-    """Of pieces that follow each other in a parameter and in a bucket: none, if they are all of it.
+    """Return a run of adjacent pieces, or nothing if they are all of a parameter.
 
     Then the parameter and its gradient become views of the bucket.
     """
@@ -75,14 +75,14 @@ def _left(buffer: BucketBuffer, run: _Run) -> _Run:
 
 
 def _runs(copied: _Run) -> Iterable[_Run]:
-    """Pieces that follow each other in a parameter as in the bucket, such as both parts of a gated MLP."""
+    """Yield runs of pieces that are adjacent in a parameter and in the bucket, as a gated MLP's parts are."""
     run: _Run = []
-    for held, cell, span in copied:
-        part = held.view(held.parameter.data, cell)
-        place = part.storage_offset() - held.parameter.data.storage_offset()
+    for box, cell, span in copied:
+        part = box.view(box.parameter.data, cell)
+        place = part.storage_offset() - box.parameter.data.storage_offset()
         follows = (
             bool(run)
-            and run[0][0].parameter is held.parameter
+            and run[0][0].parameter is box.parameter
             and part.is_contiguous()
             and place == span.start - run[0][2].start
         )
@@ -90,6 +90,6 @@ def _runs(copied: _Run) -> Iterable[_Run]:
             if run:
                 yield run
             run = []
-        run.append((held, cell, span))
+        run.append((box, cell, span))
     if run:
         yield run

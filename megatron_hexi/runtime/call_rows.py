@@ -1,8 +1,8 @@
-"""Where the blocks of a kernel call lie in tensors, made once for each call and device.
+"""Rows of tensors that the blocks of a kernel call use, made once for each call and device.
 
-Blocks that follow each other are a view. Others are taken by an index, once for all of a call; at a window's
-edge from behind, which makes it a causal block. Rows and ends of sequences come from the host, and no
-device is waited for.
+Adjacent blocks are a view. Others are selected by an index, once for the whole call; at a window's edge in
+reverse, which makes the block causal. Rows and ends of sequences come from the host without waiting for a
+device.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from megatron_hexi.plan.blocks import Call, Shape
 from megatron_hexi.plan.model import Range
 from megatron_hexi.runtime.kernels.base import Sequences
 
-#: Calls, and rows, whose tables stay on the device: 12 bytes a row, new ones with every batch of documents.
+#: Cached calls and rows, whose tables stay on the device: 12 bytes a row, new ones with every batch of
+#: documents.
 _KEPT = 2**9
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of tensors [B, heads, rows, ...].
+    """Rows of tensors [B, heads, rows, ...].
 
     Args:
-        span: from the first to the last.
-        index: which, in their order, each once; ``None``: all of the span.
+        span: range from the first row to the last.
+        index: the rows in their order, each once; ``None``: all of the span.
     """
 
     span: Range
@@ -36,46 +37,46 @@ class Rows:
 
     @cached_property
     def places(self) -> Tensor | None:
-        """For each row of the span which of the index it is, -1 for none; ``None`` without an index."""
+        """For each row of the span its place in the index, -1 for none; ``None`` without an index."""
         if self.index is None:
             return None
         places = self.index.new_full((self.span[1] - self.span[0],), -1, dtype=torch.int32)
-        own = torch.arange(len(self.index), dtype=torch.int32, device=self.index.device)
-        places[self.index - self.span[0]] = own
+        numbers = torch.arange(len(self.index), dtype=torch.int32, device=self.index.device)
+        places[self.index - self.span[0]] = numbers
         return places
 
     def covers(self, count: int) -> bool:
-        """Whether they are all of so many, in order."""
+        """Whether these are the rows from 0 to `count`, in order."""
         return self.index is None and self.span == (0, count)
 
     def taken(self, tensor: Tensor) -> Tensor:
-        """These rows: a view, or a copy where there is an index."""
+        """Return these rows: a view, or a copy where there is an index."""
         return tensor[:, :, slice(*self.span)] if self.index is None else tensor.index_select(2, self.index)
 
     def put(self, total: Tensor, part: Tensor) -> None:
-        """Write them."""
+        """Write these rows of `total`."""
         if self.index is None:
             total[:, :, slice(*self.span)] = part
         else:
             total.index_copy_(2, self.index, part.to(total.dtype))
 
     def add(self, total: Tensor, part: Tensor) -> None:
-        """Add to them, in the type of the total."""
+        """Add to these rows of `total`, in its type."""
         if self.index is None:
             total[:, :, slice(*self.span)].add_(part)
-        else:  # each row once, so that nothing depends on an order
+        else:  # each row once, so the result does not depend on an order
             total.index_copy_(2, self.index, total.index_select(2, self.index).add_(part))
 
 
 @dataclass(frozen=True)
 class CallRows:
-    """What a kernel call takes.
+    """Rows and sequences of a kernel call.
 
     Args:
-        queries: which.
-        keys: which.
-        causal: whether its blocks are.
-        sequences: its blocks; ``None``: it is one.
+        queries: rows of the queries.
+        keys: rows of the keys.
+        causal: whether its blocks are causal.
+        sequences: its blocks; ``None``: it is one block.
     """
 
     queries: Rows
@@ -86,7 +87,7 @@ class CallRows:
 
 @lru_cache(maxsize=_KEPT)  # of the latest schedules
 def call_rows(call: Call, device: torch.device) -> CallRows:
-    """What a kernel is given for a call."""
+    """Return the rows and sequences of a kernel call."""
     backwards = call.shape is Shape.WINDOW_EDGE
     queries, keys = (rows_of(ranges, device, backwards) for ranges in (call.queries, call.keys))
     sequences = None
@@ -102,9 +103,9 @@ def call_rows(call: Call, device: torch.device) -> CallRows:
     return CallRows(queries, keys, call.shape is not Shape.FULL, sequences)
 
 
-@lru_cache(maxsize=_KEPT)  # steps ask for few: the same are one object
+@lru_cache(maxsize=_KEPT)  # equal rows are one object
 def rows_of(ranges: tuple[Range, ...], device: torch.device, backwards: bool = False) -> Rows:
-    """Rows of ranges, ascending; each of them from behind with `backwards`."""
+    """Return the rows of ranges, ascending; each range reversed with `backwards`."""
     span = ranges[0][0], ranges[-1][1]
     if not backwards and sum(stop - start for start, stop in ranges) == span[1] - span[0]:
         return Rows(span)
@@ -114,5 +115,5 @@ def rows_of(ranges: tuple[Range, ...], device: torch.device, backwards: bool = F
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device, without waiting for it."""
+    """Return a host tensor on a device, without waiting for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

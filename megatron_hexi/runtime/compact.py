@@ -1,7 +1,7 @@
-"""Tensors that are to be kept, without what else lies in their memory.
+"""Copies of tensors that are saved for backward, without the rest of their memory.
 
 Megatron makes query, key and value as one tensor, and rotary embeddings make a new query and a new key of
-it. The value stays a view, and kept for the backward pass it keeps all three.
+it. The value stays a view, and saving it for the backward pass saves all three.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-#: What part of a tensor's memory may be of no use before it is worth a copy: a padding row is not.
+#: Part of a tensor's memory that may be useless before a copy is worth it: a padding row is not.
 _USELESS = 0.25
 
 
 def compact(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, copied where they and the others use too little of the memory that they lie in.
+    """Return the tensors, copied where together they use too little of the memory that they lie in.
 
     Args:
-        tensors: none of them overlaps another.
+        tensors: tensors that do not overlap.
     """
     used: Counter[int] = Counter()
     for tensor in tensors:

@@ -1,10 +1,10 @@
-"""A pass of attention as a flat list of launches, compiled once and carried out for every layer.
+"""A pass of attention as a flat list of launches, compiled once and run for every layer.
 
 A pass is compiled by going through it with a `Recorder`: tensors are `Value`s then, which have a place and a
 shape and no contents, and each operation is added to the list with its constants bound and its slices
 resolved. To carry the list out is one loop, in which a tensor is dropped after the last launch that reads it.
-Nothing outlives a call but constants such as indices of rows, so a compiled pass may be under way any number
-of times, and belongs to no plan but the one that it was compiled for.
+Only constants such as indices of rows outlive a call, so a compiled pass may be under way any number of
+times. It holds for the plan that it was compiled for.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.program import Operation
 from megatron_hexi.runtime import fused
 from megatron_hexi.runtime.kernels.dispatch import ALIGNMENT_BYTES
-from megatron_hexi.runtime.ranges import named
+from megatron_hexi.runtime.profile_ranges import named
 
 #: A shape, or the sizes of one.
 Shape = tuple[int, ...]
-#: The number of a tensor in the list of all of a pass, and the slices taken from it (``None``: all of it).
+#: The number of a tensor in the list of a pass, and the slices that are read of it (``None``: all of it).
 Read = tuple[int, tuple[slice, ...] | None]
 
 
 class Value(NamedTuple):
-    """A tensor of a pass at the time of compilation, or a slice of one.
+    """A tensor of a pass at the time of compilation, or a slice of a tensor.
 
     Args:
-        number: of the tensor, in the list of all of the pass.
+        number: number of the tensor in the list of the pass.
         whole: shape of the tensor.
-        ranges: the part of each dimension that the slice has.
+        ranges: the slice's part of each dimension.
     """
 
     number: int
@@ -48,20 +48,20 @@ class Value(NamedTuple):
         return tuple(map(len, self.ranges))
 
     def cut(self, *ranges: Range | None) -> Value:
-        """Slice the first dimensions; ``None`` leaves one as it is."""
+        """Return a slice of the first dimensions; ``None`` leaves a dimension as it is."""
         pairs = zip(self.ranges, ranges, strict=False)
-        cuts = [own if some is None else own[some[0] : some[1]] for own, some in pairs]
+        cuts = [whole if part is None else whole[part[0] : part[1]] for whole, part in pairs]
         return Value(self.number, self.whole, (*cuts, *self.ranges[len(ranges) :]))
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferPlace:
     """The position of a tensor in a buffer, in elements.
 
     Args:
-        shape: of the tensor.
-        strides: of its dimensions.
-        offset: of its first element.
+        shape: shape of the tensor.
+        strides: strides of its dimensions.
+        offset: offset of its first element.
     """
 
     shape: Shape
@@ -69,17 +69,17 @@ class Place:
     offset: int = 0
 
     def is_aligned(self, elements: int) -> bool:
-        """Whether every row begins at a multiple of so many elements."""
+        """Whether every row begins at a multiple of `elements`."""
         steps = [step for size, step in zip(self.shape[:-1], self.strides[:-1], strict=True) if size > 1]
         return not any(step % elements for step in (self.offset, *steps))
 
 
 class Launch(NamedTuple):
-    """One operation of a pass.
+    """An operation of a pass.
 
     Args:
-        run: takes the tensors that are read; gives those that are written, several as a sequence.
-        reads: its tensors.
+        run: function from the tensors read to the tensors written, several as a sequence.
+        reads: tensors that it reads.
         writes: number of the tensor that it makes, or a slice of numbers.
         last: numbers of the tensors that no later launch reads.
     """
@@ -99,13 +99,13 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledPass:
-    """A pass of attention.
+    """A compiled pass of attention.
 
     Args:
         phases: launches, by the operation of the program that they carry out.
-        tensors: how many tensors the pass makes.
-        results: those that it returns.
-        shapes: of the results.
+        tensors: number of tensors that the pass makes.
+        results: tensors that it returns.
+        shapes: shapes of the results.
     """
 
     phases: Sequence[tuple[Operation, list[Launch]]]
@@ -114,48 +114,48 @@ class CompiledPass:
     shapes: Sequence[Shape]
 
     def __call__(self, *inputs: Tensor | None) -> list[Any]:
-        """Carry it out.
+        """Run the pass.
 
         Args:
-            inputs: as many as it was compiled for, of the same shapes and types.
+            inputs: tensors of the number, shapes and types that it was compiled for.
 
         Returns:
-            What `Recorder.compile` was asked for.
+            The results that `Recorder.compile` was given.
         """
-        held: list[Any] = [*inputs, *[None] * (self.tensors + 1)]
+        tensors: list[Any] = [*inputs, *[None] * (self.tensors + 1)]
         for _, launches in named(self.phases):
             for run, reads, writes, last in launches:
-                made = run(*[held[i] if cut is None else held[i][cut] for i, cut in reads])
+                made = run(*[tensors[i] if cut is None else tensors[i][cut] for i, cut in reads])
                 if writes is not None:
-                    held[writes] = made
+                    tensors[writes] = made
                 for number in last:
-                    held[number] = None
-        return [held[i] if cut is None else held[i][cut] for i, cut in self.results]
+                    tensors[number] = None
+        return [tensors[i] if cut is None else tensors[i][cut] for i, cut in self.results]
 
 
 class Recorder:
-    """Compiles a pass.
+    """Compiler of a pass: records launches in place of computing.
 
     Args:
-        dtype: of the tensors of the pass.
+        dtype: type of the tensors of the pass.
         device: likewise.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
-        #: In which sums and log-sum-exps are kept.
+        #: Type of sums and log-sum-exps.
         self.wide = torch.promote_types(dtype, torch.float32)
         self.fused = fused.implementation(device, dtype)
         self._inputs = self._count = 0
         self._phases: list[tuple[Operation, list[Launch]]] = []
 
     def inputs(self, *shapes: Sequence[int]) -> list[Value]:
-        """The pass's inputs; before anything else."""
+        """Return the inputs of the pass; called before anything else."""
         self._inputs = len(shapes)
         return self._new(shapes)
 
     def begin(self, operation: Operation) -> None:
-        """Say which operation of the program the next launches carry out."""
+        """Set the operation of the program that the next launches carry out."""
         self._phases.append((operation, []))
 
     def do(self, run: Callable[..., Any], *reads: Value | None) -> None:
@@ -163,7 +163,7 @@ class Recorder:
         self._add(run, reads, None)
 
     def make(self, run: Callable[..., Any], shape: Sequence[int], *reads: Value | None) -> Value:
-        """Add a launch that returns a tensor (or anything that is kept like one, of the shape `()`)."""
+        """Add a launch that returns a tensor, or another object under the shape `()`."""
         (made,) = self._new([shape])
         self._add(run, reads, made.number)
         return made
@@ -178,17 +178,17 @@ class Recorder:
         return made
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Value:
-        """Allocate a tensor, contiguous."""
+        """Allocate a contiguous tensor."""
         return self.make(partial(torch.empty, shape, dtype=dtype or self.dtype, device=self.device), shape)
 
-    def views(self, buffer: Value, places: Sequence[Place], *, are_read: bool = False) -> list[Value]:
-        """Tensors that lie in a buffer that `empty` has made.
+    def views(self, buffer: Value, places: Sequence[BufferPlace], *, are_read: bool = False) -> list[Value]:
+        """Return tensors that are views of a buffer from `empty`.
 
         Args:
-            buffer: where they lie.
-            places: where in it.
-            are_read: whether kernels are to read them. On CUDA one whose rows do not begin where they should
-                is copied then (see `dispatch.aligned`).
+            buffer: the buffer.
+            places: their places in it.
+            are_read: whether kernels read them. On CUDA, tensors whose rows are not aligned are then copied
+                (see `dispatch.aligned`).
         """
         views = self.make_each(partial(_views, places), [place.shape for place in places], buffer)
         elements = ALIGNMENT_BYTES // self.dtype.itemsize
@@ -199,14 +199,14 @@ class Recorder:
         return views
 
     def compile(self, *results: Value | None) -> CompiledPass:
-        """The pass, which returns these values."""
+        """Return the pass with these results."""
         returned = [_read(result) for result in results]
-        seen = {number for number, _ in returned}
+        needed = {number for number, _ in returned}
         for _, launches in reversed(self._phases):
             for launch in reversed(launches):
-                held = {number for number, _ in launch.reads if number >= 0} | launch.written
-                launch.last.extend(held - seen)
-                seen |= held
+                used = {number for number, _ in launch.reads if number >= 0} | launch.written
+                launch.last.extend(used - needed)
+                needed |= used
         shapes = [() if result is None else result.shape for result in results]
         return CompiledPass(self._phases, self._count - self._inputs, returned, shapes)
 
@@ -229,8 +229,8 @@ def _read(value: Value | None) -> Read:
         return -1, None
     if value.shape == value.whole:
         return value.number, None
-    return value.number, tuple([slice(some.start, some.stop) for some in value.ranges])
+    return value.number, tuple([slice(part.start, part.stop) for part in value.ranges])
 
 
-def _views(places: Sequence[Place], buffer: Tensor) -> list[Tensor]:
+def _views(places: Sequence[BufferPlace], buffer: Tensor) -> list[Tensor]:
     return [buffer.as_strided(place.shape, place.strides, place.offset) for place in places]

@@ -1,10 +1,10 @@
-"""The exchange of keys and values between groups, and its mirror for their gradients, part by part.
+"""The exchange of keys and values between groups, and the return of their gradients, part by part.
 
-Every message goes straight from owner to user. When parts are posted and waited for is the program's
-(`plan.program`).
+Every message goes straight from owner to user. The program (`plan.program`) says when parts are posted and
+waited for.
 
 Keys and values of one head lie side by side: a buffer is [K, B, G, Dk + Dv], so that the KV heads that
-one owner serves are one contiguous piece of it.
+one owner serves are a contiguous piece of it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.schedule import Part, Schedule, Transfer
 from megatron_hexi.runtime.call_rows import rows_of
-from megatron_hexi.runtime.compiled import Place, Recorder, Value
+from megatron_hexi.runtime.compiled import BufferPlace, Recorder, Value
 from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import Message, Transfers, post
 
 
 class KeyExchange:
-    """Sends a rank's keys and values to their users, and receives those that it uses itself.
+    """Sends of a rank's keys and values to their users, and receives of those that it uses.
 
     Args:
         recorder: compiles the pass.
@@ -40,13 +40,13 @@ class KeyExchange:
     ) -> None:
         self._recorder = recorder
         self._key, self._value = key, value
-        self._seen: dict[tuple[Range, ...], Value] = {}
+        self._buffers: dict[tuple[Range, ...], Value] = {}
         self._schedule = schedule
         self._group = group
         self._under_way: dict[int, tuple[Value | None, Value]] = {}
 
     def post(self, part: Part) -> None:
-        """Start a part; all ranks post theirs in the order of their numbers."""
+        """Start a part; all ranks post parts in the order of their numbers."""
         received = self.buffer(part.kv, part.keys) if part.receives else None
         receives = [_heads(received, transfer, part.kv) for transfer in part.receives]
         sends = [
@@ -56,7 +56,7 @@ class KeyExchange:
         self._under_way[part.number] = received, transfers
 
     def wait(self, part: Part) -> Value | None:
-        """Return a part's arrived keys and values, [k, B, S, Dk + Dv]; ``None`` if the rank uses none."""
+        """Return the keys and values of a part, [k, B, S, Dk + Dv]; ``None`` if the rank uses none."""
         received, transfers = self._under_way.pop(part.number)
         self._recorder.do(methodcaller("wait"), transfers)
         return received
@@ -69,46 +69,46 @@ class KeyExchange:
         sends: Sequence[Value],
         tag: int,
     ) -> Value:
-        """Start a batch of messages; the transfers to wait for."""
+        """Start a batch of messages; returns the transfers to wait for."""
         come, go = ([transfer.peer for transfer in transfers] for transfers in (sources, targets))
         return self._recorder.make(partial(_post, come, go, self._group, tag), (), *receives, *sends)
 
     def buffer(self, kv: Range, keys: int) -> Value:
-        """Room for so many keys and values of some KV heads, as they travel."""
+        """Return a buffer for keys and values of some KV heads, in the layout of messages."""
         batch, width = self._key.shape[0], self._key.shape[3] + self._value.shape[3]
         return self._recorder.empty(kv[1] - kv[0], batch, keys, width)
 
     def apart(self, buffer: Value, *, are_read: bool = False) -> tuple[Value, Value]:
-        """Keys and values, or their gradients, in a buffer, [B, k, S, D] each; see `Recorder.views`."""
+        """Return keys and values, or their gradients, in a buffer, [B, k, S, D]; see `Recorder.views`."""
         (heads, batch, keys, width), size = buffer.shape, self._key.shape[3]
         strides = keys * width, batch * keys * width, width, 1
         places = [
-            Place((batch, heads, keys, columns), strides, offset)
+            BufferPlace((batch, heads, keys, columns), strides, offset)
             for columns, offset in ((size, 0), (width - size, size))
         ]
         key, value = self._recorder.views(buffer, places, are_read=are_read)
         return key, value
 
     def _rows(self, ranges: tuple[Range, ...]) -> Value:
-        """Some tokens of the own keys, as they travel; groups ask for few selections, so each is kept."""
-        if ranges not in self._seen:
+        """Return some tokens of the own keys and values in a buffer; cached, as groups use few ranges."""
+        if ranges not in self._buffers:
             recorder, rows = self._recorder, rows_of(ranges, self._recorder.device)
             buffer = self.buffer(self._schedule.own_kv, sum(stop - start for start, stop in ranges))
             copy = partial(recorder.fused.copy_rows, rows)
             for target, source in zip(self.apart(buffer), (self._key, self._value), strict=True):
                 recorder.do(copy, target, source)
-            self._seen[ranges] = buffer
-        return self._seen[ranges]
+            self._buffers[ranges] = buffer
+        return self._buffers[ranges]
 
 
 class GradientReturn:
-    """Sends the gradients of received keys and values to their owners, and adds up those that come back.
+    """Sends of gradients of received keys and values to their owners, and sums of those that come back.
 
     Args:
         recorder: compiles the pass.
         keys: sum of the gradients of the own keys; complete when all parts have been waited for.
         values: likewise.
-        exchange: the keys' way there.
+        exchange: the exchange of the keys and values.
         schedule: the rank's split tables.
     """
 
@@ -122,11 +122,11 @@ class GradientReturn:
         self._under_way: dict[int, tuple[list[Value], Value]] = {}
 
     def post(self, part: Part, gradient: Value | None) -> None:
-        """Start the way back of a part.
+        """Start the return of a part's gradients.
 
         Args:
             part: the part.
-            gradient: gradients of what the part received, [k, B, S, Dk + Dv].
+            gradient: gradients of the keys and values that the part received, [k, B, S, Dk + Dv].
         """
         arriving = [self._exchange.buffer(sent.kv, sent.keys) for sent in part.sends]
         leaving = [_heads(gradient, received, part.kv) for received in part.receives]
@@ -136,7 +136,7 @@ class GradientReturn:
         self._under_way[part.number] = arriving, transfers
 
     def wait(self, part: Part) -> None:
-        """Add up what has come back of a part."""
+        """Add the returned gradients of a part."""
         arriving, transfers = self._under_way.pop(part.number)
         self._recorder.do(methodcaller("wait"), transfers)
         first = self._schedule.own_kv[0]
@@ -147,7 +147,7 @@ class GradientReturn:
 
 
 def _heads(buffer: Value | None, transfer: Transfer, held: Range) -> Value:
-    """The piece of a buffer with some KV heads that holds the transfer's."""
+    """Return the piece of a buffer that has a transfer's KV heads; `held` are those of the buffer."""
     assert buffer is not None
     return buffer.cut((transfer.kv[0] - held[0], transfer.kv[1] - held[0]))
 

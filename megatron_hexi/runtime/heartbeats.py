@@ -1,9 +1,9 @@
-"""Heartbeats of a job's ranks in the job's store, and what one of them wants all to know.
+"""Heartbeats and faults of a job's ranks in the job's store.
 
-Every rank counts up a heartbeat of its own. Two ranks, the first and the last, so that one of them outlives
-the other, read all heartbeats and publish who has fallen silent; every rank reads what they publish. Reading
-every heartbeat is thus done twice in a job, not once a rank. A rank that finds something wrong posts a fault.
-The first one stays: what comes after it are its consequences.
+Every rank counts its heartbeats in the store. Two ranks, the first and the last, so that one of them outlives
+the other, read all heartbeats and publish which ranks are silent; every rank reads what they publish. So all
+heartbeats are read twice in a job, not once a rank. A rank that fails posts a fault. Only the first fault
+stays: later ones are its consequences.
 
 A request never ends where the store's host is stopped or the link to it is cut (c10d's client waits without a
 time-out), so all of this runs in a thread of its own: `liveness`.
@@ -25,7 +25,7 @@ import torch.distributed as dist
 #: second.
 _BEAT_S = 0.5
 _RANKS_AT_FULL_RATE = 512
-#: A rank is silent after so many heartbeats that did not come.
+#: Missing heartbeats after which a rank is silent.
 _MISSED_BEATS = 3
 
 _FAULT, _HEARD, _SILENT, _BEAT, _PLACE, _LEFT = "fault", "heard", "silent", "beat", "place", "left"
@@ -33,11 +33,11 @@ _FAULT, _HEARD, _SILENT, _BEAT, _PLACE, _LEFT = "fault", "heard", "silent", "bea
 
 @dataclass(frozen=True)
 class Fault:
-    """Why ranks end, told by one to all.
+    """The reason why ranks end, posted by one rank for all.
 
     Args:
-        rank: who tells it.
-        message: one line, which says where it happened.
+        rank: the rank that posts it.
+        message: one line, with the place.
         code: the exit code of all ranks.
     """
 
@@ -48,13 +48,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Silence:
-    """A rank that is no longer heard of.
+    """A rank without heartbeats.
 
     Args:
         rank: its number in the job.
         place: its host and process.
         since: local time of its last heartbeat, as hours, minutes and seconds.
-        seconds: for how long.
+        seconds: time since then.
     """
 
     rank: int
@@ -64,13 +64,13 @@ class Silence:
 
 
 class Heartbeats:
-    """One rank's heartbeats, and what it reads of the others'.
+    """The heartbeats of one rank, and its view of the others'.
 
     Args:
-        store: the job's store; a clone, for it is used from another thread than the job's.
+        store: a clone of the job's store, since it is used from another thread.
         rank: this rank's number in the job.
         world_size: ranks of the job.
-        clock: seconds, for silences.
+        clock: returns seconds; measures silences.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class Heartbeats:
         self._heard: dict[int, tuple[float, str]] = {}
         #: The first fault that any rank posted.
         self.fault: Fault | None = None
-        #: How many ranks have read it.
+        #: Number of ranks that have read it.
         self.heard = 0
-        #: Ranks that are not heard of, by number.
+        #: Silent ranks, by number.
         self.silent: dict[int, Silence] = {}
 
     def begin(self) -> None:
-        """Begin to be heard of."""
+        """Begin to have heartbeats."""
         self._store.set(f"{_PLACE}/{self.rank}", f"host {self.host} (process {os.getpid()})")
         for key in (_FAULT, *(f"{_SILENT}/{monitor}" for monitor in self._monitors)):
             self._store.compare_set(key, "", "")  # makes an empty one where there is none
@@ -103,7 +103,7 @@ class Heartbeats:
         self.beat()
 
     def beat(self) -> None:
-        """Be heard of, and hear what the others said."""
+        """Send a heartbeat, and read faults and silent ranks."""
         self._store.add(f"{_BEAT}/{self.rank}", 1)
         if self._beats:
             self._publish_silent()
@@ -118,15 +118,15 @@ class Heartbeats:
         self.silent = {entry.rank: entry for entry in entries if entry.rank != self.rank}
 
     def post(self, fault: Fault) -> None:
-        """Tell all ranks of a fault, unless one was posted before."""
+        """Post a fault for all ranks, unless there is one already."""
         self._store.compare_set(_FAULT, "", json.dumps(asdict(fault)))
 
     def leave(self) -> None:
-        """Be missed by nobody from now on."""
+        """Leave the job: from now on the rank is not counted as silent."""
         self._store.set(f"{_LEFT}/{self.rank}", "")
 
     def _publish_silent(self) -> None:
-        """Read every heartbeat, and publish who is silent."""
+        """Read every heartbeat, and publish the silent ranks."""
         now, seconds = self._clock(), datetime.now().strftime("%H:%M:%S")
         ranks = list(self._beats)
         beats = self._store.multi_get([f"{_BEAT}/{rank}" for rank in ranks])

@@ -1,9 +1,9 @@
-"""Host memory beside a device's: where it comes from, and copies there and back.
+"""Host memory for offloaded tensors, and copies between host and device.
 
 It is mapped shared and without a name, and registered with CUDA where there is a GPU. torch's own pinned
-memory comes in powers of two, which wastes up to half of it. Shared mappings are also what a limit on a
-process's data (`RLIMIT_DATA`) does not count: on the CPU platform, where device and host are one memory, that
-limit is one on the device alone.
+memory comes in powers of two, which wastes up to half of it. A limit on a process's data (`RLIMIT_DATA`) does
+not count shared mappings: on the CPU platform, where device and host share memory, it limits the device
+alone.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ class HostMemory:
     """The host memory of one rank.
 
     Args:
-        device: of the tensors that are copied there.
+        device: device of the tensors that are copied there.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._has_streams = device.type == "cuda" and torch.version.cuda is not None
         self._ways: tuple[Any, Any] | None = None
-        #: Bytes taken so far; none are given back.
+        #: Bytes allocated so far; none are freed.
         self.nbytes = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor in host memory; it is zero.
+        """Return a tensor of zeros in host memory.
 
         Raises:
             OSError: there is not enough memory.
-            RuntimeError: CUDA does not take it.
+            RuntimeError: CUDA cannot register the memory.
         """
         count = torch.Size(shape).numel()
         if not count:
@@ -52,15 +52,15 @@ class HostMemory:
         return tensor
 
     def copy_of(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor's values in host memory."""
+        """Return a copy of a tensor in host memory."""
         return self.empty(tensor.shape, dtype or tensor.dtype).copy_(tensor)
 
     def copy_out(self, target: Tensor, source: Tensor) -> None:
         """Start a copy from the device to host memory; `drain` waits for it.
 
         Args:
-            target: in host memory.
-            source: on the device; it may be given back at once.
+            target: tensor in host memory.
+            source: tensor on the device; it may be freed at once.
         """
         with self._way(0) as stream:
             target.copy_(source, non_blocking=stream is not None)
@@ -69,9 +69,9 @@ class HostMemory:
 
     @contextlib.contextmanager
     def coming_back(self) -> Iterator[None]:
-        """Within it copies from host memory and collectives are started beside what the device computes.
+        """Context for copies from host memory and collectives that run beside the device's computation.
 
-        What leaves the device has left before. `here` of what it gives has them done.
+        Copies to host memory that were started before finish first. `arrival` waits for those started within.
         """
         with self._way(1) as stream:
             if stream is not None and self._ways is not None:
@@ -85,7 +85,7 @@ class HostMemory:
             return self.arrival([target])
 
     def arrival(self, tensors: Sequence[Tensor]) -> Arrival:
-        """What is under way to some tensors, started so far within `coming_back`."""
+        """Return the arrival of copies to some tensors that were started within `coming_back`."""
         if self._ways is None:
             return Arrival(None)
         for tensor in tensors:
@@ -93,13 +93,13 @@ class HostMemory:
         return Arrival(self._ways[1].record_event())
 
     def drain(self) -> None:
-        """Wait until all that leaves the device is in host memory, for the host to read it."""
+        """Wait until all copies to host memory are done, before the host reads them."""
         if self._ways is not None:
             self._ways[0].synchronize()
 
     @contextlib.contextmanager
     def _way(self, number: int) -> Iterator[Any]:
-        """The stream of a direction, after all that the device does so far; ``None`` without streams."""
+        """Context of a direction's stream, behind all work of the device so far; ``None`` without streams."""
         if not self._has_streams:
             yield None
             return
@@ -115,14 +115,14 @@ class Arrival:
     """A copy from host memory that is under way.
 
     Args:
-        event: after it; ``None``: it is done.
+        event: CUDA event after the copy; ``None``: the copy is done.
     """
 
     def __init__(self, event: Any) -> None:
         self._event = event
 
     def wait(self) -> None:
-        """Let the device wait for it before what it computes next."""
+        """Let the device wait for the copy before its next computation."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
             self._event = None

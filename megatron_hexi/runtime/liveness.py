@@ -1,7 +1,7 @@
-"""What one rank knows of the others: who has told a fault, who has fallen silent, whether the store answers.
+"""One rank's view of the others: posted faults, silent ranks, and whether the store answers.
 
-Heartbeats are sent and read in a thread of their own: a request to the store may never return, and who waits
-for what is known here must not wait for that.
+Heartbeats are sent and read in a thread of their own: a request to the store may never return, and callers
+must not wait for it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ import torch.distributed as dist
 
 from megatron_hexi.runtime.heartbeats import Fault, Heartbeats, Silence
 
-#: Exit code of a rank that ends because something happened to another that is no mistake of the user's.
+#: Exit code of a rank that ends because another failed, without a mistake of the user.
 FAILED = 1
-#: How many heartbeats a rank that fails looks for another that failed before it. Silence shows after about
-#: six.
+#: Heartbeats for which a failing rank looks for a rank that failed earlier. Silence shows after about six.
 _SEARCH_BEATS = 8
-#: Without an answer for so many heartbeats, the store counts as gone.
+#: Heartbeats without an answer after which the store counts as gone.
 _STORE_BEATS = 5
-#: Seconds between two looks while one searches.
+#: Seconds between two looks during that search.
 _LOOK_S = 0.1
-#: A message names so many silent ranks.
+#: Silent ranks that a message names at most.
 _NAMED = 8
 
 
 class Liveness:
-    """One rank's knowledge of the others.
+    """The heartbeats of one rank in a thread, and its view of the other ranks.
 
     Args:
         store: the job's store.
@@ -47,22 +46,22 @@ class Liveness:
         self._answered, self._answered_at = time.monotonic(), clock_time()
         self._store_failed = False
         self._thread = threading.Thread(target=self._run, name="hexi-heartbeats", daemon=True)
-        #: Seconds after which a rank that is gone is known to be.
+        #: Seconds after which a lost rank is known.
         self.search_s = _SEARCH_BEATS * self._heartbeats.beat_s
 
     def start(self) -> None:
-        """Begin to be heard of, and to hear."""
+        """Begin to send and read heartbeats."""
         self._thread.start()
 
     def leave(self) -> None:
-        """Be missed by nobody from now on."""
+        """Leave the job: from now on the rank is not counted as silent."""
         self._left.set()
         self._outbox.put(None)
         self._thread.join(timeout=self._store_silent_s)
 
     @property
     def told(self) -> Fault | None:
-        """What another rank told."""
+        """The fault that another rank posted."""
         fault = self._heartbeats.fault
         return fault if fault is not None and fault.rank != self._heartbeats.rank else None
 
@@ -73,12 +72,12 @@ class Liveness:
 
     @property
     def fault(self) -> Fault | None:
-        """What another rank told, or else who is gone, as far as that is known by now."""
+        """The fault that another rank posted, or else the loss of ranks or of the store, as far as known."""
         if self.told is not None:
             return self.told
         silent = list(self.silent.values())
         if silent:
-            places = "; ".join(f"rank {one.rank} on {one.place}" for one in silent[:_NAMED])
+            places = "; ".join(f"rank {entry.rank} on {entry.place}" for entry in silent[:_NAMED])
             more = f"; and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
             return self._loss(places + more, silent[0].since)
         if self._store_failed or time.monotonic() - self._answered > self._store_silent_s:
@@ -88,21 +87,21 @@ class Liveness:
         return None
 
     def find_fault(self) -> Fault | None:
-        """What is known of the others; waits for it, at most some seconds."""
+        """Return `fault`, after waiting some seconds for it."""
         deadline = time.monotonic() + self.search_s
         while (fault := self.fault) is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         return fault
 
     def own_fault(self, message: str, code: int) -> Fault:
-        """What this rank tells of itself."""
+        """Return a fault of this rank."""
         rank, host = self._heartbeats.rank, self._heartbeats.host
         return Fault(rank, f"rank {rank} on host {host}: {message}", code)
 
     def tell(self, fault: Fault) -> None:
-        """Tell all ranks, unless one of them told something before; returns when they have heard it."""
+        """Post a fault for all ranks, unless there is one already; returns when they have read it."""
         self._outbox.put(fault)
-        # The store may end with this rank: it stays until they have.
+        # The store may end with this rank, so it stays until they have.
         deadline = time.monotonic() + self.search_s
         while (
             self._heartbeats.heard < self._world_size - len(self.silent)
@@ -128,14 +127,14 @@ class Liveness:
         except RuntimeError:  # torch.distributed's errors; the main thread meets them too, and says more
             self._store_failed = True
 
-    def _loss(self, who: str, since: str) -> Fault:
+    def _loss(self, lost: str, since: str) -> Fault:
         message = (
-            f"lost {who}: no heartbeat since {since}. It was killed, is stopped, or is cut off: look at the "
+            f"lost {lost}: no heartbeat since {since}. It was killed, is stopped, or is cut off: look at the "
             "end of its log, at dmesg on its host (out of memory?), and at the network"
         )
         return Fault(self._heartbeats.rank, message, FAILED)
 
 
 def clock_time() -> str:
-    """Local time, as hours, minutes and seconds."""
+    """Return the local time, as hours, minutes and seconds."""
     return datetime.now().strftime("%H:%M:%S")

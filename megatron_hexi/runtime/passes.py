@@ -1,7 +1,7 @@
-"""The two passes of an attention layer, compiled: the own group's blocks, then the exchange's steps.
+"""The forward and backward pass of an attention layer, compiled from its program.
 
-Both follow their program (`plan.program`). Query heads may come in two halves (`Schedule.halves`), which stay
-apart: what arrives is what kernels read, and their results are added up (`sums`) where they leave from.
+Both follow their program (`plan.program`). Query heads may travel in two halves (`Schedule.halves`), which
+stay separate: kernels read what arrives, and their results are summed (`sums`) in the buffer that is sent.
 
 Shape letters: T tokens of the shard, L its rows with padding, G tokens of the group, B batch, H query heads
 and K KV heads of the layer, h query heads of a half and k the rank's own KV heads, D head size (Dv that of
@@ -29,7 +29,7 @@ from megatron_hexi.runtime.all_to_all import Arriving, Leaving, arrive
 from megatron_hexi.runtime.blocks import BlockAttention, Queries
 from megatron_hexi.runtime.compiled import CompiledPass, Recorder, Shape, Value
 from megatron_hexi.runtime.exchange import GradientReturn, KeyExchange
-from megatron_hexi.runtime.fused.terms import MOST_TERMS
+from megatron_hexi.runtime.fused.slots import MOST_TERMS
 from megatron_hexi.runtime.kernels import KernelDispatch
 from megatron_hexi.runtime.sinks import sinks_gradient
 from megatron_hexi.runtime.sums import RowSum
@@ -60,7 +60,7 @@ class Inputs(NamedTuple):
     def of(
         cls, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, padding: int = 0
     ) -> Self:
-        """The kind of these tensors."""
+        """Return the kind of tensors."""
         has_sinks = sinks is not None
         return cls(query.shape, key.shape, value.shape, query.dtype, query.device, has_sinks, padding)
 
@@ -71,8 +71,8 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """Attention under one plan and mask, for one kind of tensors; its passes are compiled on first use.
+class AttentionLayer:
+    """Attention under a plan and a mask, for one kind of tensors; its passes are compiled on first use.
 
     Args:
         schedule: the rank's split tables under the layer's mask.
@@ -94,43 +94,43 @@ class Layer:
 
     @cached_property
     def forward(self) -> CompiledPass:
-        """Takes query, key, value and sinks; returns the output [L, B, H, Dv] and what `backward` needs."""
+        """The forward pass: query, key, value and sinks to output [L, B, H, Dv] and saved tensors."""
         return _compile_forward(self)
 
     @cached_property
     def backward(self) -> CompiledPass:
-        """Takes the output's gradient, what else `forward` returned, and sinks; returns four gradients."""
+        """The backward pass: the output's gradient, saved tensors and sinks to four gradients."""
         return _compile_backward(self)
 
     def arriving(self, recorder: Recorder, half: int, query: Value, *keys: Value) -> Arriving:
-        """Send a half of the query heads of a tensor to the heads' layout, and KV heads beside them."""
+        """Send a half of a tensor's query heads, and KV heads with them, to the heads' layout."""
         tokens = [tensor.cut((0, self.schedule.tokens)) for tensor in (query, *keys)]
         tables = self.schedule.halves[half], *(self.schedule.kv for _ in keys)
         return Arriving(recorder, tokens, tables, self.schedule, self.a2a_group)
 
     def leaving(self, recorder: Recorder, half: int, query: RowSum, *keys: RowSum) -> Leaving:
-        """Write and send a sum of a half of the query heads, and sums of KV heads beside them."""
+        """Write and send a sum of a half of the query heads, and sums of KV heads with it."""
         tables = self.schedule.halves[half], *(self.schedule.kv for _ in keys)
         return Leaving(recorder, (query, *keys), tables, self.schedule, self.a2a_group)
 
     @property
     def has_few_groups(self) -> bool:
-        """Whether no more than `MOST_TERMS` groups have a part in a sum."""
+        """Whether at most `MOST_TERMS` groups contribute to a sum."""
         return len(self.schedule.steps) < MOST_TERMS
 
     @cached_property
     def own_halves(self) -> list[Range]:
         """The rank's own query heads in each half, counted from its first."""
-        own = (half[self.schedule.position] for half in self.schedule.halves)
-        ends = itertools.accumulate((stop - start for start, stop in own), initial=0)
+        heads = (half[self.schedule.position] for half in self.schedule.halves)
+        ends = itertools.accumulate((stop - start for start, stop in heads), initial=0)
         return list(itertools.pairwise(ends))
 
     def own_spans(self, operation: OwnBlock) -> Iterator[tuple[int, list[HeadSpan]]]:
-        """Each half and its heads with which the own block is computed, counted from the rank's first."""
+        """Yield each half with its heads in the own block, counted from the rank's first."""
         return self._by_half(self.schedule.own_spans(operation))
 
     def far_spans(self, operation: FarBlocks) -> Iterator[tuple[int, list[HeadSpan]]]:
-        """Each half and its heads of a part of a step, likewise; KV heads count from the part's first."""
+        """Yield each half with its heads of a part of a step; KV heads are counted from the part's first."""
         part, piece = self.schedule.part(operation), operation.piece
         first = part.heads[0]
         return self._by_half(
@@ -148,11 +148,11 @@ class Layer:
         return next(half for half, end in enumerate(ends) if span.queries[1] <= end)
 
     def own_sinks(self, sinks: Value, half: int) -> Value:
-        """Sinks of the rank's own heads in a half, or their gradients."""
+        """Return the sinks of the rank's own heads in a half, or their gradients."""
         return sinks.cut(self.schedule.halves[half][self.schedule.position])
 
 
-def _compile_forward(layer: Layer) -> CompiledPass:
+def _compile_forward(layer: AttentionLayer) -> CompiledPass:
     schedule, inputs, heads = layer.schedule, layer.inputs, layer.own_halves
     recorder = Recorder(inputs.dtype, inputs.device)
     blocks = BlockAttention(recorder, layer.kernel, layer.scale)
@@ -193,8 +193,8 @@ def _compile_forward(layer: Layer) -> CompiledPass:
             case Wait(Batch("out", half)):
                 parts = arrive(recorder, leaving, half, inputs.padding, parts)
         for half, spans in computed:
-            for own, rows, out, lse in blocks.forward(queries[half], *keys, spans, calls):
-                sums[half].add(queries[half].within(own), rows, out, lse)
+            for block_heads, rows, out, lse in blocks.forward(queries[half], *keys, spans, calls):
+                sums[half].add(queries[half].within(block_heads), rows, out, lse)
     (output,), written = parts, [half.written[0] for half in leaving]
     outputs, log_sum_exps = zip(*written, strict=True)
     return recorder.compile(
@@ -202,7 +202,7 @@ def _compile_forward(layer: Layer) -> CompiledPass:
     )
 
 
-def _compile_backward(layer: Layer) -> CompiledPass:
+def _compile_backward(layer: AttentionLayer) -> CompiledPass:
     schedule, inputs, heads = layer.schedule, layer.inputs, layer.own_halves
     recorder, count = Recorder(inputs.dtype, inputs.device), len(heads)
     blocks = BlockAttention(recorder, layer.kernel, layer.scale)
@@ -227,8 +227,8 @@ def _compile_backward(layer: Layer) -> CompiledPass:
         key_sums: tuple[RowSum, RowSum],
         calls: Sequence[Call],
     ) -> None:
-        for half, some in spans:
-            for span, rows, grads in blocks.backward(queries[half], *keys, some, calls):
+        for half, half_spans in spans:
+            for span, rows, grads in blocks.backward(queries[half], *keys, half_spans, calls):
                 sums[half].add(queries[half].within(span.queries), rows.queries, grads[0])
                 for total, grad in zip(key_sums, grads[1:], strict=True):
                     total.add(span.kv, rows.keys, grad)
@@ -266,8 +266,8 @@ def _compile_backward(layer: Layer) -> CompiledPass:
                 parts = arrive(recorder, leaving, half, inputs.padding, parts)
     if inputs.has_sinks:
         grad_sinks = recorder.make(torch.zeros_like, sinks.shape, sinks)
-        for half, (grad_output, _, output, log_sum_exp) in enumerate(own.tensors for own in queries):
-            own = layer.own_sinks(sinks, half)
-            found = recorder.make(sinks_gradient, own.shape, grad_output, output, log_sum_exp, own)
-            recorder.do(Tensor.copy_, layer.own_sinks(grad_sinks, half), found)
+        for half, (grad_output, _, output, log_sum_exp) in enumerate(part.tensors for part in queries):
+            logits = layer.own_sinks(sinks, half)
+            gradient = recorder.make(sinks_gradient, logits.shape, grad_output, output, log_sum_exp, logits)
+            recorder.do(Tensor.copy_, layer.own_sinks(grad_sinks, half), gradient)
     return recorder.compile(*parts, grad_sinks)

@@ -1,8 +1,8 @@
-"""Buckets that are on the device only while a ministage needs them; what a rank keeps waits elsewhere.
+"""Buckets that are on the device only in the passes of a ministage; the rank stores a part in between.
 
-Between two uses a rank keeps its own share, which the owners complete before the next use, or all of it;
-on the device or in host memory (`mesh.residence`). Tensors that lie in a bucket, such as parameters, stay
-what they are: only their storage comes and goes.
+Between two passes a rank stores its own share, which the owners complete before the next pass, or the whole
+bucket; on the device or in host memory (`mesh.residence`). Tensors in a bucket, such as parameters, stay the
+same objects: only their storage is released and taken again.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from megatron_hexi.runtime.waiting import waiting
 
 
 class PassingBuckets:
-    """The buckets of one ministage that come and go.
+    """The buckets that are on the device only in the passes of one ministage.
 
     Args:
         buffers: the buckets, in the order of the table.
-        staying: parameters whose own memory stays: they lie in buckets that stay too.
+        staying: parameters whose own memory stays, since they also lie in buckets that stay.
         host: the rank's host memory.
     """
 
     def __init__(self, buffers: Sequence[BucketBuffer], staying: Set[Parameter], host: HostMemory) -> None:
         self.buffers = buffers
         self._host = host
-        copied = dict.fromkeys(held.parameter for buffer in buffers for held, _, _ in buffer.copied)
+        copied = dict.fromkeys(box.parameter for buffer in buffers for box, _, _ in buffer.copied)
         self._apart = [parameter for parameter in copied if parameter not in staying]
-        self._values = Storages([*(buffer.values for buffer in buffers), *(one.data for one in self._apart)])
+        self._values = Storages([*(buffer.values for buffer in buffers), *(p.data for p in self._apart)])
         self._gradients = Storages([*(buffer.gradients for buffer in buffers), *map(main_grad, self._apart)])
         self._arriving: list[dist.Work | None] = []
         self._arrivals: list[Arrival] = []
@@ -50,26 +50,26 @@ class PassingBuckets:
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Start to bring the values here, of all owners, unless they are here or on their way."""
+        """Start to gather the values of all owners, unless they are here or on their way."""
         if self._values.are_here:
             return
         self._values.take()
         for buffer in self.buffers:
-            assert buffer.rest_values is not None
-            target = buffer.values[buffer.rest_run]
-            if not buffer.kept.weights_on_host:
-                target.copy_(buffer.rest_values)
+            assert buffer.stored_values is not None
+            target = buffer.values[buffer.stored_run]
+            if not buffer.residence.weights_on_host:
+                target.copy_(buffer.stored_values)
                 self._arriving += send_values(buffer)
                 continue
             with self._host.coming_back():
-                target.copy_(buffer.rest_values, non_blocking=True)
-                if not buffer.kept.whole:
+                target.copy_(buffer.stored_values, non_blocking=True)
+                if not buffer.residence.whole:
                     self._arriving += send_values(buffer)
                 self._arrivals.append(self._host.arrival([buffer.values]))
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Have the values of all owners here."""
+        """Wait until the values of all owners are here."""
         self.fetch()
         if not (self._arriving or self._arrivals):
             return
@@ -82,20 +82,20 @@ class PassingBuckets:
             buffer.spread()
 
     def release(self) -> None:
-        """Give the memory of values back."""
+        """Release the memory of the values."""
         if self._values.are_here:
             self.settle()  # what is on its way needs the memory
             self._values.release()
 
     def open_gradients(self) -> None:
-        """Begin to add up gradients: they are zero."""
+        """Take memory for gradients, which begin at zero."""
         self._gradients.take()
         self._gradients.zero()
 
     def start_leaving(self) -> None:
-        """Start to bring the gradients to their owners, or where others are not in step, out of the way."""
+        """Start to reduce the gradients to their owners, or to store them where holders are not in step."""
         for buffer in self.buffers:
-            if buffer.kept.whole:
+            if buffer.residence.whole:
                 collect_gradients(buffer)
                 self._keep_gradients(buffer)
             else:
@@ -104,33 +104,34 @@ class PassingBuckets:
 
     @torch.no_grad()
     def close_gradients(self) -> None:
-        """Keep the sums of what this rank owns, or its part of all, and give the memory of gradients back."""
+        """Store the reduced share of the gradients, or all of them, and release their memory."""
         if not self._leaving:
             return
         self._leaving = False
         with waiting("gradients"):
             for buffer in self.buffers:
-                if not buffer.kept.whole:
+                if not buffer.residence.whole:
                     wait_all(buffer.works)
                     buffer.works = []
                     self._keep_gradients(buffer)
         self._gradients.release()
 
     def _keep_gradients(self, buffer: BucketBuffer) -> None:
-        assert buffer.rest_gradients is not None
-        source = buffer.gradients[buffer.rest_run]
-        if buffer.kept.gradients_on_host:
-            self._host.copy_out(buffer.rest_gradients, source)
+        assert buffer.stored_gradients is not None
+        source = buffer.gradients[buffer.stored_run]
+        if buffer.residence.gradients_on_host:
+            self._host.copy_out(buffer.stored_gradients, source)
         else:
-            buffer.rest_gradients.copy_(source)
+            buffer.stored_gradients.copy_(source)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Have all values where parameters look for them: on the device, or what is offloaded on the host.
+        """Context in which parameters have all values: on the device, or in host memory if offloaded.
 
-        There its parameters are tensors in host memory meanwhile, and the device needs one bucket at a time.
+        If offloaded, parameters are tensors in host memory meanwhile, and the device needs one bucket at a
+        time.
         """
-        if not any(buffer.kept.weights_on_host for buffer in self.buffers):
+        if not any(buffer.residence.weights_on_host for buffer in self.buffers):
             self.settle()
             try:
                 yield
@@ -138,7 +139,7 @@ class PassingBuckets:
                 self.release()
             return
         self.release()
-        before = {one: one.data for one in self._apart}
+        before = {parameter: parameter.data for parameter in self._apart}
         for parameter in self._apart:
             parameter.data = torch.empty_like(parameter.data, device="cpu")
         for buffer in self.buffers:
@@ -146,8 +147,8 @@ class PassingBuckets:
             for parameter, span in buffer.viewed:
                 before[parameter] = parameter.data
                 parameter.data = values[span].view(parameter.shape)
-            for held, cell, span in buffer.copied:
-                part = held.view(held.parameter.data, cell)
+            for box, cell, span in buffer.copied:
+                part = box.view(box.parameter.data, cell)
                 part.copy_(values[span].view(part.shape))
         try:
             yield
@@ -156,23 +157,22 @@ class PassingBuckets:
                 parameter.data = values
 
     def _on_host(self, buffer: BucketBuffer) -> Tensor:
-        """All values of a bucket in host memory."""
-        assert buffer.rest_values is not None
-        if buffer.kept.whole:
-            return buffer.rest_values
+        """Return all values of a bucket in host memory."""
+        assert buffer.stored_values is not None
+        if buffer.residence.whole:
+            return buffer.stored_values
         with Storages([buffer.values], are_here=False).taken():
-            buffer.values[buffer.rest_run] = buffer.rest_values.to(buffer.values.device)
+            buffer.values[buffer.stored_run] = buffer.stored_values.to(buffer.values.device)
             wait_all(send_values(buffer))
             return buffer.values.to("cpu", copy=True)
 
 
 class Storages:
-    """The memory of some tensors, which can be given back and taken again.
+    """The memory of some tensors, which can be released and taken again.
 
     Args:
-        tensors: each with a storage of its own.
+        tensors: tensors, each with a storage of its own.
         are_here: whether they have their memory.
-        sizes: of the storages, bytes, where they do not.
     """
 
     def __init__(self, tensors: Sequence[Tensor], are_here: bool = True) -> None:
@@ -181,26 +181,26 @@ class Storages:
         self._sizes = [int(tensor.nbytes) for tensor in tensors]
 
     def take(self) -> None:
-        """Take the memory, undefined."""
+        """Take memory, with undefined contents."""
         if not self.are_here:
             for tensor, size in zip(self._tensors, self._sizes, strict=True):
                 tensor.untyped_storage().resize_(size)
         self.are_here = True
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
         self.are_here = False
 
     def zero(self) -> None:
-        """Fill it with zeros."""
+        """Fill the memory with zeros."""
         for tensor in self._tensors:
             tensor.zero_()
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Have the memory for a while."""
+        """Context in which the tensors have memory."""
         self.take()
         yield
         self.release()

@@ -1,11 +1,11 @@
-"""Weights and gradients in flat buckets of pieces: summed over holders, owned by shares, handed out again.
+"""Weights and gradients in flat buckets of pieces: gradients reduced to owners, values broadcast to holders.
 
-Where the pieces of a parameter follow each other in one bucket, its values and gradients are views of it.
-Where other ranks hold other parts of it, it lies in several places: gradients are copied in before the sum,
-values out after the step.
+Where the pieces of a parameter are adjacent in one bucket, its values and gradients are views of the bucket.
+Where other ranks hold other parts of it, its pieces lie in several buckets: gradients are copied in before
+the sum, values out after the step.
 
-Buckets are reduced as soon as the backward pass has their gradients, in the order of the table; behind these,
-in the same order, those of which a holder has the gradients in host memory. All ranks keep that order, so two
+Buckets are reduced as soon as the backward pass has their gradients, in the order of the table; after these,
+in the same order, the buckets with gradients in host memory on some holder. All ranks keep that order, so two
 buckets can never wait for each other.
 """
 
@@ -19,7 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_hexi.mesh import Bucket, Cell, Slab, Sweep, cell_contains, is_summed_last, keeping
+from megatron_hexi.mesh import (
+    Bucket,
+    Cell,
+    MinistagePass,
+    Slab,
+    bucket_residence,
+    cell_contains,
+    is_summed_last,
+)
 from megatron_hexi.plan.terms import Offload
 from megatron_hexi.runtime.bucket_buffer import (
     BucketBuffer,
@@ -32,27 +40,27 @@ from megatron_hexi.runtime.bucket_buffer import (
     wait_all,
 )
 from megatron_hexi.runtime.bucket_layout import lay_out
-from megatron_hexi.runtime.hand_out import HandOut
 from megatron_hexi.runtime.host_memory import HostMemory
 from megatron_hexi.runtime.passing_buckets import PassingBuckets, Storages
+from megatron_hexi.runtime.value_broadcast import ValueBroadcast
 from megatron_hexi.runtime.waiting import waiting
 
-#: The device of parameters, unless it is said.
+#: Default device of parameters.
 CPU = torch.device("cpu")
 
 
 class PieceBuffers:
-    """All buckets of one rank, with what Megatron asks of a buffer and of a group of buckets.
+    """All buckets of one rank, with the methods that Megatron calls on a buffer and on a group of buckets.
 
     Args:
-        buckets: those of all ranks, in the order of the table.
-        boxes: what this rank's parameters hold.
-        scale_of: factor of a parameter's gradient before it is summed over holders.
+        buckets: buckets of all ranks, in the order of the table.
+        boxes: boxes that this rank's parameters hold.
+        scale_of: returns the factor of a parameter's gradient before it is summed over holders.
         rank: this rank.
-        group_of: makes a process group of some ranks; called in the same order by all ranks of the job.
-        gradient_dtype: in which gradients are added up; ``None``: that of the weights.
-        offload_of: what waits in host memory of the stage of a rank.
-        device: of the parameters.
+        group_of: makes a process group of ranks; called in the same order by all ranks of the job.
+        gradient_dtype: type in which gradients are accumulated; ``None``: that of the weights.
+        offload_of: returns the data of a rank's stage that waits in host memory.
+        device: device of the parameters.
     """
 
     def __init__(
@@ -68,19 +76,21 @@ class PieceBuffers:
     ) -> None:
         self.rank = rank
         self._offload = offload_of(rank)
-        #: What waits there is counted by it.
+        #: Host memory of the rank; counts what is offloaded.
         self.host = HostMemory(device)
         self.buckets: list[BucketBuffer] = []
         self._by_parameter: dict[Parameter, list[BucketBuffer]] = {}
         self._launched = 0
         #: Whether gradients of the micro-batch under way complete the batch. Set by Megatron.
         self.is_last_microbatch = True
-        #: Parameters to whose gradients a part of the model adds whose backward pass comes later.
+        #: Parameters whose gradients a later backward pass of another part of the model completes.
         self.unfinished: frozenset[Parameter] = frozenset()
         self._by_key: dict[str, list[HeldBox]] = {}
-        for held in boxes:
-            self._by_key.setdefault(held.box.key, []).append(held)
-        groups = [group_of(bucket.holders) for bucket in buckets]  # by all ranks, whoever holds what
+        for box in boxes:
+            self._by_key.setdefault(box.box.key, []).append(box)
+        groups = [
+            group_of(bucket.holders) for bucket in buckets
+        ]  # by all ranks, also without a part of the bucket
         for bucket, group in zip(buckets, groups, strict=True):
             if rank in bucket.holders:
                 self.buckets.append(self._lay_out(bucket, group, scale_of, gradient_dtype))
@@ -89,19 +99,19 @@ class PieceBuffers:
                 dtype = gradient_dtype or parameter.dtype
                 set_main_grad(parameter, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
         self._staying = [buffer for buffer in self.buckets if not buffer.passes]
-        #: Those that are summed when the backward pass is done, and those that need not wait for it.
+        #: Buckets that are summed after the backward pass, and buckets that need not wait for it.
         self._last = [buffer for buffer in self.buckets if is_summed_last(buffer.bucket, offload_of)]
-        last = {id(buffer) for buffer in self._last}
-        self._first = [buffer for buffer in self._staying if id(buffer) not in last]
-        # Those whose holders are in step come with their ministage.
-        kept_whole = [buffer for buffer in self.buckets if buffer.kept.whole]
-        self._hand_out = HandOut(kept_whole, self._renew)
+        late = {id(buffer) for buffer in self._last}
+        self._first = [buffer for buffer in self._staying if id(buffer) not in late]
+        # Buckets whose holders are in step are gathered with their ministage.
+        kept_whole = [buffer for buffer in self.buckets if buffer.residence.whole]
+        self._broadcast = ValueBroadcast(kept_whole, self._renew)
         by_number: dict[int, list[BucketBuffer]] = {}
         for buffer in self.buckets:
-            if buffer.kept.ministage is not None:
-                by_number.setdefault(buffer.kept.ministage, []).append(buffer)
+            if buffer.residence.ministage is not None:
+                by_number.setdefault(buffer.residence.ministage, []).append(buffer)
         # A parameter that lies in several buckets has memory of its own.
-        apart = {held.parameter for buffer in self._staying for held, _, _ in buffer.copied}
+        apart = {box.parameter for buffer in self._staying for box, _, _ in buffer.copied}
         # In the same order on all ranks, as each group's collectives must be.
         self._passing = {
             number: PassingBuckets(by_number[number], apart, self.host) for number in sorted(by_number)
@@ -109,7 +119,7 @@ class PieceBuffers:
 
     @property
     def steps_on_host(self) -> bool:
-        """Whether what this rank owns is stepped in host memory."""
+        """Whether the optimizer steps this rank's share in host memory."""
         return "optimizer" in self._offload
 
     def _lay_out(
@@ -119,20 +129,20 @@ class PieceBuffers:
         scale_of: Callable[[Parameter], float],
         gradient_dtype: torch.dtype | None,
     ) -> BucketBuffer:
-        held = [self._holding(piece.key, piece.cell) for piece in bucket.pieces]
-        kept = keeping(bucket, self.rank, self._offload)
-        buffer = lay_out(bucket, kept, group, held, self.rank, gradient_dtype, self.host)
-        for piece, start, one in zip(bucket.pieces, bucket.starts, held, strict=True):
-            if scale_of(one.parameter) != 1.0:
-                buffer.scales.append((slice(start, start + piece.size), scale_of(one.parameter)))
-            self._by_parameter.setdefault(one.parameter, []).append(buffer)
+        boxes = [self._box_of(piece.key, piece.cell) for piece in bucket.pieces]
+        residence = bucket_residence(bucket, self.rank, self._offload)
+        buffer = lay_out(bucket, residence, group, boxes, self.rank, gradient_dtype, self.host)
+        for piece, start, box in zip(bucket.pieces, bucket.starts, boxes, strict=True):
+            if scale_of(box.parameter) != 1.0:
+                buffer.scales.append((slice(start, start + piece.size), scale_of(box.parameter)))
+            self._by_parameter.setdefault(box.parameter, []).append(buffer)
         return buffer
 
-    def _holding(self, key: str, cell: Cell) -> HeldBox:
-        return next(one for one in self._by_key[key] if cell_contains(one.box.cell, cell))
+    def _box_of(self, key: str, cell: Cell) -> HeldBox:
+        return next(held for held in self._by_key[key] if cell_contains(held.box.cell, cell))
 
     def owned(self) -> list[tuple[BucketBuffer, Slab]]:
-        """The slabs of this rank, each with its bucket."""
+        """Return the slabs of this rank, each with its bucket."""
         return [
             (buffer, slab)
             for buffer in self.buckets
@@ -141,51 +151,51 @@ class PieceBuffers:
         ]
 
     def parameter_of(self, slab: Slab) -> Parameter:
-        """The parameter of this rank that holds a slab."""
-        return self._holding(slab.key, slab.cell).parameter
+        """Return the parameter of this rank that holds a slab."""
+        return self._box_of(slab.key, slab.cell).parameter
 
     # Values
 
     def collect_values(self) -> None:
-        """Copy the values of parameters that lie in several buckets into these."""
+        """Copy the values of parameters that lie in several buckets into these buckets."""
         self.settle_values()
         for buffer in self.buckets:
             buffer.collect()
 
-    def hand_out_values(self, waits: bool = True) -> None:
-        """Give all holders the values of what this rank owns, and take theirs.
+    def broadcast_values(self, waits: bool = True) -> None:
+        """Broadcast the values of each owner to all holders.
 
-        What holders keep in shares comes later, with its ministage.
+        Buckets that holders keep in shares are gathered later, with their ministage.
 
         Args:
-            waits: until all are here; else `settle_values` waits for those of some parameters.
+            waits: whether to wait for all values; else `settle_values` waits for those of some parameters.
         """
-        self._hand_out.start()
+        self._broadcast.start()
         self.host.drain()
         if waits:
             self.settle_values()
 
     def settle_values(self, parameters: Iterable[Parameter] | None = None) -> None:
-        """Have the new values of parameters here; ``None``: of all."""
-        if not self._hand_out.under_way:
+        """Wait for the new values of some parameters; ``None``: of all."""
+        if not self._broadcast.under_way:
             return
         if parameters is None:
-            self._hand_out.settle(self._staying)
+            self._broadcast.settle(self._staying)
             return
         for parameter in parameters:
-            self._hand_out.settle(self._by_parameter.get(parameter, ()))
+            self._broadcast.settle(self._by_parameter.get(parameter, ()))
 
     def _renew(self, buffer: BucketBuffer) -> None:
-        """Have the new values of all owners in host memory, by way of the device."""
-        assert buffer.rest_values is not None
-        own = buffer.own_run
+        """Bring the new values of all owners into host memory, by way of the device."""
+        assert buffer.stored_values is not None
+        own_run = buffer.own_run
         with Storages([buffer.values], are_here=False).taken():
-            self.host.copy_back(buffer.values[own], buffer.rest_values[own]).wait()
+            self.host.copy_back(buffer.values[own_run], buffer.stored_values[own_run]).wait()
             wait_all(send_values(buffer))
-            self.host.copy_out(buffer.rest_values, buffer.values)
+            self.host.copy_out(buffer.stored_values, buffer.values)
 
     def take_values_from(self, source_of: Callable[[tuple[int, ...]], int]) -> None:
-        """Give all holders of each bucket the values that one of them has."""
+        """Broadcast the values of each bucket from one of its holders."""
         self.settle_values()
         for buffer in self.buckets:
             if buffer.group is not None:
@@ -196,7 +206,7 @@ class PieceBuffers:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Have all weights where parameters look for them, for a checkpoint; a collective of all ranks."""
+        """Context in which parameters have all weights, for a checkpoint; a collective of all ranks."""
         self.settle_values()
         with contextlib.ExitStack() as stack:
             for passing in self._passing.values():
@@ -204,36 +214,36 @@ class PieceBuffers:
             yield
 
     def release(self) -> None:
-        """Give back the memory of all values that pass."""
+        """Release the memory of all weights that ministages gather."""
         for passing in self._passing.values():
             passing.release()
 
     @contextlib.contextmanager
-    def sweep(self, sweep: Sweep) -> Iterator[None]:
-        """Have the weights of a ministage here while it runs, and let those of the next one come meanwhile.
+    def ministage_pass(self, current: MinistagePass) -> Iterator[None]:
+        """Context of a ministage's pass: its weights are here, and those of the next pass are being fetched.
 
-        Its gradients are on their way to their owners afterwards, those of the ministage before are there.
+        Afterwards its gradients are being reduced, and those of the pass before are reduced.
         """
-        own = self._passing.get(sweep.ministage)
+        buckets = self._passing.get(current.ministage)
         for number, passing in self._passing.items():
-            if number not in sweep.weights:
+            if number not in current.weights:
                 passing.release()
-        for number in sweep.weights:  # its own first
+        for number in current.weights:  # its own first
             if number in self._passing:
                 self._passing[number].fetch()
-        if own is not None:
-            own.settle()
-            if sweep.is_backward:
-                own.open_gradients()
+        if buckets is not None:
+            buckets.settle()
+            if current.is_backward:
+                buckets.open_gradients()
         yield
-        if sweep.is_backward:
+        if current.is_backward:
             for passing in self._passing.values():
                 passing.close_gradients()
-            if own is not None:
-                own.start_leaving()
-                own.release()
+            if buckets is not None:
+                buckets.start_leaving()
+                buckets.release()
 
-    # Gradients: what Megatron asks of a group of buckets
+    # Gradients: methods that Megatron calls on a group of buckets
 
     def register_grad_ready(self, parameter: Parameter, *_: object) -> None:
         """Note that a gradient is complete, and start the sums that waited for it."""
@@ -245,12 +255,12 @@ class PieceBuffers:
             self._launch()
 
     def start_grad_sync(self, *_: object) -> None:
-        """Start all sums that are not under way, but for the last ones."""
+        """Start all sums that are not under way, except those after the backward pass."""
         while self._launched < len(self._first):
             self._launch()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Wait for all sums; afterwards the gradients of what this rank owns are right."""
+        """Wait for all sums; afterwards the gradients of the rank's share are complete."""
         self.start_grad_sync()
         for passing in self._passing.values():
             passing.close_gradients()
@@ -263,29 +273,29 @@ class PieceBuffers:
             for buffer in self._staying:
                 wait_all(buffer.works)
                 buffer.works = []
-                if buffer.rest_gradients is not None:
-                    self.host.copy_out(buffer.rest_gradients, buffer.gradients[buffer.own_run])
+                if buffer.stored_gradients is not None:
+                    self.host.copy_out(buffer.stored_gradients, buffer.gradients[buffer.own_run])
             self.host.drain()
 
     def _sum_offloaded(self, buffer: BucketBuffer) -> None:
-        """Sum gradients that wait in host memory over all holders, by way of the device."""
+        """Sum gradients that are in host memory over all holders, by way of the device."""
         if buffer.group is None:
             return
-        assert buffer.rest_gradients is not None
-        own = buffer.own_run
+        assert buffer.stored_gradients is not None
+        own_run = buffer.own_run
         with Storages([buffer.gradients], are_here=False).taken():
-            self.host.copy_back(buffer.gradients, buffer.rest_gradients).wait()
+            self.host.copy_back(buffer.gradients, buffer.stored_gradients).wait()
             start_reduction(buffer)
             wait_all(buffer.works)
             buffer.works = []
-            self.host.copy_out(buffer.rest_gradients[own], buffer.gradients[own])
+            self.host.copy_out(buffer.stored_gradients[own_run], buffer.gradients[own_run])
 
     def _launch(self) -> None:
         buffer = self._first[self._launched]
         self._launched += 1
         start_sum(buffer)
 
-    # What Megatron asks of a buffer, and of a group of buckets besides
+    # Further methods that Megatron calls
 
     def reset(self) -> None:
         """Begin a batch: gradients are zero, and none is complete."""
@@ -300,16 +310,16 @@ class PieceBuffers:
                 buffer.waits_for.add(parameter)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply the gradients of what this rank owns."""
+        """Multiply the gradients of the rank's share."""
         on_host = float(factor) if self._offload else factor
         for buffer in self.buckets:
             gradients = buffer.own_gradients
-            gradients *= on_host if buffer.kept.gradients_on_host else factor
+            gradients *= on_host if buffer.residence.gradients_on_host else factor
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Nothing to do: the optimizer hands the values out, and who reads them waits."""
+        """Do nothing: the optimizer broadcasts values, and readers wait for them."""
 
     def _post_param_sync(self) -> None: ...
 
     def free_overlap_buffers(self) -> None:
-        """Nothing to do: there are none."""
+        """Do nothing: there are no such buffers."""

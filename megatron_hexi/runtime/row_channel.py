@@ -1,12 +1,12 @@
-"""Rows over the border between two stages, asynchronously, by the table of `megatron_hexi.mesh.border`.
+"""Asynchronous messages of rows over the border between two stages, by the table of `mesh.border`.
 
-A channel is one direction of one border, as one rank sees it. Sends are left under way while the rank
-computes on. Receives are posted one micro-batch ahead: a 1F1B schedule posts the send of that micro-batch
-without waiting for anything that comes after the receive, so this is safe even where a device runs all of a
-rank's messages in one queue.
+A channel is one direction of a border on one rank. Sends stay under way while the rank computes on. Receives
+are posted one micro-batch ahead: a 1F1B schedule posts the send of that micro-batch without waiting for
+anything that comes after the receive, so this is safe even where a device runs all of a rank's messages in
+one queue.
 
-A message that is a run of a rank's rows, of all its samples, leaves from where it lies and arrives where it
-is used; others are packed.
+A message that is a run of a rank's rows, of all its samples, is sent and received in place; others are
+packed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_hexi.mesh import HeldRows, RowBlock, RowMessage
 from megatron_hexi.runtime.wire import Message, Transfers, post
 
-#: Gloo matches messages by tag; each channel has a group of its own, so one will do.
+#: Gloo matches messages by tag; each channel has a group of its own, so one tag suffices.
 _TAG = 7
 
 
@@ -30,10 +30,10 @@ class RowChannel:
     """One rank's end of one direction of a border.
 
     Args:
-        messages: all that travels in this direction for one micro-batch.
-        held: the rows of this rank.
-        group: the ranks of both stages; of this direction alone.
-        device: of the rows.
+        messages: all messages of this direction for one micro-batch.
+        held: rows of this rank.
+        group: the ranks of both stages; a group of this direction alone.
+        device: device of the rows.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class RowChannel:
         #: Micro-batches sent so far.
         self.sent = 0
         self._arriving: tuple[Tensor, list[Tensor | None], Transfers] | None = None
-        #: Bytes sent so far, to be held against the table's.
+        #: Bytes sent so far, to be compared with the table.
         self.sent_bytes = 0
 
     def set_table(self, messages: Sequence[RowMessage], held: HeldRows) -> None:
-        """Take another table from the next micro-batch on: with documents, each has its own.
+        """Use another table from the next micro-batch on: with documents, each has its own.
 
         Args:
             messages: as in the constructor.
@@ -92,7 +92,7 @@ class RowChannel:
 
         Args:
             shape: [L, b, hidden].
-            dtype: of the rows.
+            dtype: type of the rows.
         """
         if self._arriving is not None:
             return
@@ -109,7 +109,7 @@ class RowChannel:
         self._arriving = whole, packed, post(messages, (), self._group, _TAG, "pipeline")
 
     def receive(self) -> Tensor:
-        """The rows of the micro-batch that is expected, [L, b, hidden]."""
+        """Return the rows of the expected micro-batch, [L, b, hidden]."""
         assert self._arriving is not None, "expect() comes first"
         whole, packed, transfers = self._arriving
         self._arriving = None
@@ -125,19 +125,19 @@ class RowChannel:
         return whole
 
     def finish(self, number: int | None = None) -> None:
-        """Wait until all that was sent has left, or the micro-batches up to a number."""
+        """Wait until all sends have left, or those up to a micro-batch's number."""
         while self._leaving and (number is None or self._leaving[0][0] <= number):
             self._leaving.popleft()[1].wait()
 
     def _outgoing(self, rows: Tensor, message: RowMessage) -> Tensor:
-        """The rows of a message, flat: where they lie, or packed."""
+        """Return the rows of a message, flat: in place, or packed."""
         run = self._runs[message]
         if run is not None and rows.is_contiguous():
             return rows[run].flatten()
         return torch.cat([self._cut(rows, block).flatten() for block in message.blocks])
 
     def _run(self, message: RowMessage) -> slice | None:
-        """The local rows of a message, if they follow one another and are of all samples of this rank."""
+        """Return the local rows of a message if they are consecutive and of all samples of this rank."""
         ranges = [part for block in message.blocks for part in self._held.local(block.positions)]
         if any(block.samples != self._held.samples for block in message.blocks):
             return None
@@ -155,7 +155,7 @@ class RowChannel:
         rows[:, samples][index] = part.view(-1, samples.stop - samples.start, rows.shape[2])
 
     def _rows(self, block: RowBlock) -> tuple[slice | Tensor, slice]:
-        """The local rows of a block, and its samples among those of this rank."""
+        """Return the local rows of a block, and its samples among those of this rank."""
         first = self._held.samples[0]
         samples = slice(block.samples[0] - first, block.samples[1] - first)
         ranges = self._held.local(block.positions)

@@ -13,21 +13,21 @@ Where = tuple[int, int]
 
 
 class RowStore(Protocol):
-    """What waits, by the ministage that it is for and the micro-batch."""
+    """A store of rows by ministage and micro-batch."""
 
     def put(self, where: Where, rows: Tensor) -> None:
-        """Keep rows; they may be given back, and must not be written to."""
+        """Store rows; the caller may free them, and must not write to them."""
 
     def get(self, where: Where, following: Where | None) -> Tensor:
-        """Kept rows, which stay.
+        """Return stored rows, which stay in the store.
 
         Args:
-            where: of the rows.
-            following: of those that are asked for next; ``None``: none are.
+            where: key of the rows.
+            following: key of the rows that are needed next; ``None``: none are.
         """
 
     def pop(self, where: Where, following: Where | None) -> Tensor:
-        """The same of rows that are not asked for again, unless others are put in their place."""
+        """Return stored rows for the last time."""
 
 
 class DeviceRows:
@@ -37,23 +37,23 @@ class DeviceRows:
         self._kept: dict[Where, Tensor] = {}
 
     def put(self, where: Where, rows: Tensor) -> None:
-        """As of `RowStore`."""
+        """See `RowStore.put`."""
         self._kept[where] = rows.detach()
 
     def get(self, where: Where, following: Where | None) -> Tensor:
-        """As of `RowStore`."""
+        """See `RowStore.get`."""
         return self._kept[where]
 
     def pop(self, where: Where, following: Where | None) -> Tensor:
-        """As of `RowStore`."""
+        """See `RowStore.pop`."""
         return self._kept.pop(where)
 
 
 class HostRows:
-    """A store in host memory: the device has the rows asked for, and those that are asked for next.
+    """A store in host memory: the device has the rows that are read, and those that are needed next.
 
     Args:
-        host: the rank's host memory. What is taken of it serves again from iteration to iteration.
+        host: the rank's host memory. Its allocations are reused in every iteration.
     """
 
     def __init__(self, host: HostMemory) -> None:
@@ -62,7 +62,7 @@ class HostRows:
         self._coming: dict[Where, tuple[Tensor, Arrival]] = {}
 
     def put(self, where: Where, rows: Tensor) -> None:
-        """As of `RowStore`."""
+        """See `RowStore.put`."""
         rows = rows.detach()
         kept = self._memory.get(where)
         if kept is None or kept.shape != rows.shape or kept.dtype != rows.dtype:
@@ -71,7 +71,7 @@ class HostRows:
         self._device = rows.device
 
     def get(self, where: Where, following: Where | None) -> Tensor:
-        """As of `RowStore`."""
+        """See `RowStore.get`."""
         rows, arrival = self._coming.pop(where) if where in self._coming else self._bring(where)
         if following is not None:
             self._coming[following] = self._bring(following)
@@ -79,7 +79,7 @@ class HostRows:
         return rows
 
     def pop(self, where: Where, following: Where | None) -> Tensor:
-        """As of `RowStore`."""
+        """See `RowStore.pop`."""
         return self.get(where, following)
 
     def _bring(self, where: Where) -> tuple[Tensor, Arrival]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def sinks_gradient(grad_output: Tensor, output: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of the logits [h].
+    """Return the gradient of the logits, [h].
 
     Args:
         grad_output: [B, h, G, D].

@@ -1,7 +1,7 @@
 """Sums of kernel results over heads and rows, several terms at a time.
 
-Terms stay as they are, in their own type, until a few of them are together: each is read once then, and the
-sum, in fp32 (fp64 for fp64), is not read and written again for each of them.
+Terms wait in their own type until there are a few: then each is read once, and the sum, in fp32 (fp64 for
+fp64), is not read and written again for each term.
 
 Shape letters: B batch, h heads, G rows, Q rows of a term, D size of a head.
 """
@@ -14,18 +14,18 @@ from typing import NamedTuple
 
 from megatron_hexi.plan.model import Range
 from megatron_hexi.runtime.call_rows import Rows
-from megatron_hexi.runtime.compiled import Place, Recorder, Shape, Value
-from megatron_hexi.runtime.fused.terms import MOST_TERMS
+from megatron_hexi.runtime.compiled import BufferPlace, Recorder, Shape, Value
+from megatron_hexi.runtime.fused.slots import MOST_TERMS
 
 
 class Term(NamedTuple):
     """A term of a sum.
 
     Args:
-        heads: which heads of the sum it has.
-        rows: which rows of the sum it has.
+        heads: its heads of the sum.
+        rows: its rows of the sum.
         value: [B, heads, Q, D].
-        log_sum_exp: [B, heads, Q], of outputs of attention.
+        log_sum_exp: [B, heads, Q], for outputs of attention.
     """
 
     heads: Range
@@ -35,7 +35,7 @@ class Term(NamedTuple):
 
 
 class RowSum:
-    """A sum over blocks: of gradients, or, with their log-sum-exps, of outputs of attention.
+    """A sum over blocks: of gradients, or, with log-sum-exps, of outputs of attention.
 
     Blocks of attention are merged by their log-sum-exps:
 
@@ -47,10 +47,10 @@ class RowSum:
     Args:
         recorder: compiles the pass.
         shape: B, h, G, D.
-        few: whether no more than `MOST_TERMS` terms are to be expected for a row. If not, two at a time are
-            added up, so that all in all memory is never more than that of as many terms.
+        few: whether a row has at most `MOST_TERMS` terms. If not, two terms at a time are added, so that
+            memory is never more than that of `MOST_TERMS` terms.
         weighed: whether terms have log-sum-exps.
-        sinks: with them, logits [h] that take part and have no value.
+        sinks: logits [h] that take part in the log-sum-exp and have no value.
     """
 
     def __init__(
@@ -87,20 +87,20 @@ class RowSum:
         return total
 
     def result(self) -> tuple[Value, Value | None]:
-        """The sum in the terms' type, and its log-sum-exp; where one term is all of it, that term."""
+        """Return the sum in the terms' type, and its log-sum-exp; a single term is returned as it is."""
         if len(self._terms) == 1 and self._base is None and self._sinks is None:
             heads, rows, value, log_sum_exp = self._terms[0]
             if heads == (0, self.shape[1]) and rows.covers(self.shape[2]):
                 return value, log_sum_exp
         batch, heads_count, rows_count, size = self.shape
-        # Rows first, as all-to-alls deliver.
+        # Rows first, as all-to-alls arrive.
         strides = heads_count * size, size, batch * heads_count * size, 1
         buffer = self._recorder.empty(rows_count, batch, heads_count, size)
-        (target,) = self._recorder.views(buffer, [Place(self.shape, strides)])
+        (target,) = self._recorder.views(buffer, [BufferPlace(self.shape, strides)])
         return target, self.write(target)
 
     def _fold(self) -> None:
-        """Add up what there is, so that memory does not grow with the number of blocks."""
+        """Add the waiting terms, so that memory does not grow with the number of blocks."""
         recorder = self._recorder
         target, total = self._base or (
             recorder.empty(*self.shape, dtype=recorder.wide),
@@ -115,13 +115,13 @@ class RowSum:
         for heads, terms in self._by_heads():
             whole = [value and value.cut(None, heads) for value in (target, total, base, base_total)]
             within = [((heads[0] - term.heads[0], heads[1] - term.heads[0]), term) for term in terms]
-            values = [term.value.cut(None, own) for own, term in within]
-            totals = [term.log_sum_exp.cut(None, own) for own, term in within if term.log_sum_exp]
+            values = [term.value.cut(None, part) for part, term in within]
+            totals = [term.log_sum_exp.cut(None, part) for part, term in within if term.log_sum_exp]
             run = partial(recorder.fused.combine, [term.rows for term in terms])
             recorder.do(run, *whole, self._sinks and self._sinks.cut(heads), *values, *totals)
 
     def _by_heads(self) -> list[tuple[Range, list[Term]]]:
-        """Terms by heads that have the same ones; together all heads."""
+        """Return terms by ranges of heads that have the same terms; together all heads."""
         ends = sorted({0, self.shape[1], *(end for term in self._terms for end in term.heads)})
         return [
             (

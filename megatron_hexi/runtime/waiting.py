@@ -1,8 +1,8 @@
-"""How long a rank waits in a training step: for what other ranks send it, and thereby for them.
+"""The time that a rank waits for messages in a training step.
 
-A wait is a piece of the device's time line between two marks: events of the current CUDA stream, which
-nobody has to wait for when they are set. On the CPU, where `torch.cuda` is answered for, an event is a look
-at the clock. Waiting thus includes the transfer itself, as far as no work hides it.
+A wait is the time on the device between two events of the current CUDA stream, which are recorded without
+waiting. On the CPU, where the platform replaces `torch.cuda`, an event reads the clock. Waiting includes the
+transfer itself, as far as no work hides it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Literal, get_args
 
 import torch
 
-#: attention: the exchange of keys and values, their gradients, and the all-to-alls; gradients: those of
-#: weights, and the weights themselves; pipeline: what stages send each other.
+#: attention: keys and values, their gradients, and all-to-alls; gradients: gradients of weights, and weights;
+#: pipeline: messages between stages.
 Wait = Literal["attention", "gradients", "pipeline"]
 WAITS: tuple[Wait, ...] = get_args(Wait)
 
 _MS = 1e-3
-#: Steps that are kept for `StepMeter.heard`, which nobody may call.
-_UNHEARD = 1000
+#: Bounds the steps for `StepMeter.take_finished`, in case it is never called.
+_MOST_FINISHED = 1000
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What one training step took on this rank, seconds.
+    """The time of one training step on this rank, seconds.
 
     Args:
-        seconds: from its begin to its end.
-        waited: of it, by kind; empty where waits were not measured.
+        seconds: time from its begin to its end.
+        waited: the part of it spent waiting, by kind; empty where waits were not measured.
     """
 
     seconds: float
@@ -39,20 +39,20 @@ class StepTimes:
 
 
 class StepMeter:
-    """Measures training steps, and the waits inside."""
+    """A meter of training steps, and of the waits inside."""
 
     def __init__(self) -> None:
         self.is_new = True  # no step has been measured
         self._under_way: deque[_Step] = deque()
         self._finished: list[StepTimes] = []
-        self._unheard: deque[StepTimes] = deque(maxlen=_UNHEARD)
+        self._unread: deque[StepTimes] = deque(maxlen=_MOST_FINISHED)
 
     @contextmanager
     def step(self, waits: bool = True) -> Iterator[None]:
-        """Measure what is done inside as one training step.
+        """Measure the context as one training step.
 
         Args:
-            waits: whether the waits inside are measured too: two more events each.
+            waits: whether the waits inside are measured too, with two more events each.
         """
         global _current
         self._collect()  # Steps that the device has finished by now: their events need not be kept.
@@ -67,35 +67,35 @@ class StepMeter:
         self._under_way.append(step)
 
     def take(self) -> list[StepTimes]:
-        """The steps since the last call, in order. Waits until the device has finished them."""
+        """Return the steps since the last call, in order. Waits until the device has finished them."""
         torch.cuda.synchronize()
         self._collect()
         assert not self._under_way
-        taken, self._finished = self._finished, []
-        return taken
+        steps, self._finished = self._finished, []
+        return steps
 
-    def heard(self) -> list[StepTimes]:
-        """The steps since the last call that the device has finished, in order; waits for none."""
+    def take_finished(self) -> list[StepTimes]:
+        """Return the steps since the last call that the device has finished, in order, without waiting."""
         self._collect()
-        heard = list(self._unheard)
-        self._unheard.clear()
-        return heard
+        steps = list(self._unread)
+        self._unread.clear()
+        return steps
 
     def _collect(self) -> None:
         while self._under_way and self._under_way[0].end.query():
             self._finished.append(self._under_way.popleft().times())
-            self._unheard.append(self._finished[-1])
+            self._unread.append(self._finished[-1])
 
 
 def waiting(kind: Wait) -> AbstractContextManager[None]:
-    """Count what is done inside as waiting, if a step is being measured; a wait inside a wait counts once."""
+    """Count the context as waiting, if a step is being measured; a wait inside a wait counts once."""
     global _begun
     _begun += 1
     return nullcontext() if _current is None or _current.waits else _current.wait(kind)
 
 
 class _Step:
-    """One step's marks on the time line of the device."""
+    """The events of one step on the device."""
 
     def __init__(self, measures_waits: bool) -> None:
         self.begin, self.end = _event(), _event()
@@ -131,10 +131,10 @@ def _event() -> torch.cuda.Event:
 
 
 def waits_begun() -> int:
-    """How many waits this process has begun: it moves on as long as this grows."""
+    """Return the number of waits that this process has begun: it makes progress while this grows."""
     return _begun
 
 
-#: The step under way in this process, if it is measured.
+#: The step under way in this process, if its waits are measured.
 _current: _Step | None = None
 _begun = 0

@@ -1,15 +1,16 @@
-"""A watch in every rank: it ends ranks that can no longer go on, and says why and whose fault it was.
+"""A watch in every rank: it ends ranks that cannot go on, and names the rank at fault.
 
-A collective says that a peer is gone, not which rank that was, or nothing at all until its time-out. What is
-known of the others is in `liveness`; here it becomes an end. A thread of its own, the guard, looks at it and
-ends the process where that is due: the main thread may be stuck in a collective.
+A collective says that a peer is gone, not which rank, or nothing until its time-out. `liveness` knows more of
+the others. A thread of its own, the guard, reads it and ends the process: the main thread may be stuck in a
+collective.
 
-* A rank that fails tells the others; each prints the message and ends with the same exit code.
-* A rank whose peer is gone fails in a collective, at once or at the job's time-out. Before it ends it says
-  who has no heartbeat, and what it waited in since when.
-* A launcher that saw a rank die ends the others by SIGTERM, often before their collectives fail. They say
-  the same, and end.
-* NCCL's own watchdog ends a process without asking. So a long silence is told before that, as a warning.
+* A rank that fails posts a fault; all others print the message and end with the same exit code. * A rank
+whose peer is gone fails in a collective, at once or at the job's time-out. Before it ends it prints which
+  ranks have no heartbeat, and where it waited since when.
+* A launcher that saw a rank die ends the others by SIGTERM, often before their collectives fail. They print
+the
+  same, and end.
+* NCCL's own watchdog ends a process without notice. So a long silence is printed before that, as a warning.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ from megatron_hexi.runtime.liveness import FAILED, Liveness, clock_time
 from megatron_hexi.runtime.waiting import waits_begun
 from megatron_hexi.speaker import ENDED_S, say_error, under_torchrun
 
-#: Seconds that a rank has to find by itself what another one has told.
+#: Seconds in which a rank may end by itself after another posted a fault.
 _GRACE_S = 1.0
-#: A silence of so many seconds is told even where nothing has failed yet.
+#: Seconds of silence after which a warning is printed even where nothing has failed yet.
 _WARN_S = 10.0
-#: They wait on behalf of their callers.
+#: Modules that wait on behalf of their callers.
 _CARRIERS = ("megatron_hexi.runtime.wire", "megatron_hexi.runtime.waiting")
 #: Seconds between two looks of the guard.
 _LOOK_S = 0.25
 
 
 class Watch:
-    """What ends one rank, and what it says then.
+    """The watch of one rank: when it ends, and what it prints then.
 
     Args:
         store: the job's store.
         rank: this rank's number in the job.
         world_size: ranks of the job.
-        lost_after_s: silence of a rank that ends this one; ``None``: a wait for it does, at its time-out.
+        lost_after_s: silence of a rank after which this rank ends; ``None``: it ends when a wait times out.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Watch:
         self._others = Liveness(store, rank, world_size)
         self._process = os.getpid()
         self._closed = threading.Event()
-        #: Held by the thread that says why this rank ends, until the process has ended.
+        #: Held by the thread that prints why this rank ends, until the process has ended.
         self._last_words = threading.Lock()
         self._told_at: float | None = None
         self._terminated_at: float | None = None
@@ -76,7 +77,7 @@ class Watch:
         self._previous_hook = sys.excepthook
 
     def start(self) -> None:
-        """Begin to be heard of, and to watch."""
+        """Begin to send heartbeats, and to watch."""
         sys.excepthook = self._on_uncaught
         set_fault_listener(self.tell)
         self._take_signals()
@@ -84,7 +85,7 @@ class Watch:
         self._guard.start()
 
     def close(self) -> None:
-        """End without being missed."""
+        """End the watch; the rank leaves the job."""
         if self._closed.is_set() or os.getpid() != self._process:
             return
         self._closed.set()
@@ -94,7 +95,7 @@ class Watch:
         self._give_signals_back()
 
     def tell(self, message: str, code: int) -> None:
-        """Tell all ranks why this one ends, and stay until they have heard it.
+        """Post why this rank ends, and wait until all ranks have read it.
 
         Args:
             message: one line.
@@ -107,17 +108,17 @@ class Watch:
     # The guard
 
     def _look(self) -> None:
-        """Look at what is known of the others, until the process ends."""
+        """Look at the state of the others, until the process ends."""
         while not self._closed.is_set():
             self._receive_signal()
             if self._last_words.locked():
                 continue
             self._note_wait()
-            told, now = self._others.told, time.monotonic()
-            if told is not None:
+            posted, now = self._others.told, time.monotonic()
+            if posted is not None:
                 self._told_at = self._told_at or now
                 if now - self._told_at > _GRACE_S:
-                    self._end(told, told.code)
+                    self._end(posted, posted.code)
             if self._terminated_at is not None:
                 known = self._others.fault
                 if known is not None:
@@ -132,7 +133,7 @@ class Watch:
                 self._end(known, known.code)
 
     def _warn(self) -> None:
-        """Tell of long silences, once each."""
+        """Print a warning about each long silence, once."""
         silent = self._others.silent
         long = {rank: entry for rank, entry in silent.items() if entry.seconds > _WARN_S}
         for rank in long.keys() - self._warned:
@@ -144,7 +145,7 @@ class Watch:
         self._warned = (self._warned & silent.keys()) | long.keys()
 
     def _note_wait(self) -> None:
-        """Note where the main thread is, and since when it has not moved on."""
+        """Note where the main thread is, and since when it has been there."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if frame is None:
             return
@@ -158,11 +159,11 @@ class Watch:
     def _on_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """`sys.excepthook`: say why, tell the others, and end with the exit code of all ranks."""
+        """`sys.excepthook`: print the error, post it, and end with the exit code of all ranks."""
         if os.getpid() != self._process or not issubclass(kind, Exception):
             self._previous_hook(kind, error, trace)
             return
-        # torch keeps what hooks print until they return, which this one does not.
+        # torch keeps the output of hooks until they return, which this hook does not.
         sys.stderr = sys.__stderr__ or sys.stderr
         if isinstance(error, HexiError):
             say_error(f"hexi: error: [rank {self._rank}] {error}")
@@ -186,27 +187,27 @@ class Watch:
         self._exit(fault.code)
 
     def _end(self, fault: Fault, code: int) -> None:
-        """End the process for what happened on another rank."""
+        """End the process because of a fault of another rank."""
         if self._last_words.acquire(blocking=False):
-            if fault.code == FAILED:  # where each of them was says what they waited for
+            if fault.code == FAILED:  # the place of each rank shows what it waited for
                 self._print("error", self._words(fault))
                 self._others.tell(fault)
             else:
                 speaks = say_error(f"hexi: error: [rank {self._rank}] {self._words(fault)}")
                 self._others.tell(fault)
                 if not speaks and under_torchrun() and self._is_ended():
-                    code = 0  # torchrun names all others beside the one at fault
+                    code = 0  # else torchrun would name it beside the rank at fault
             self._exit(code)
 
     def _is_ended(self) -> bool:
-        """Wait for torchrun to end this rank, as `speaker.await_end` does; whether it has."""
+        """Wait for torchrun to end this rank, as `speaker.await_end` does; return whether it has."""
         until = time.monotonic() + ENDED_S
         while self._terminated_at is None and time.monotonic() < until:
             self._receive_signal()
         return self._terminated_at is not None
 
     def _words(self, fault: Fault) -> str:
-        if fault.code != FAILED:  # a mistake of the user's: where the others were does not matter
+        if fault.code != FAILED:  # a mistake of the user: the place of this rank does not matter
             return fault.message
         return f"{fault.message}. This rank was in {self._wait_place} since {self._wait_since}"
 
@@ -215,11 +216,11 @@ class Watch:
             print(f"hexi: {kind}: [rank {self._rank}] {message}", file=sys.stderr, flush=True)
 
     def _claim(self) -> None:
-        """Be the one that says why this rank ends; where the guard does already, wait for that end."""
+        """Take the right to print why this rank ends; where the guard has it, wait for its end."""
         self._last_words.acquire()
 
     def _exit(self, code: int) -> None:
-        """End at once: what runs at exit would wait for ranks that are gone."""
+        """End at once: exit handlers would wait for ranks that are gone."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -228,7 +229,7 @@ class Watch:
     # SIGTERM
 
     def _take_signals(self) -> None:
-        """Hear of SIGTERM also while the main thread is in a collective, unless somebody else handles it."""
+        """Receive SIGTERM also while the main thread is in a collective, unless another handler is set."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -258,11 +259,11 @@ class Watch:
             self._terminated_at = self._terminated_at or time.monotonic()
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """The guard acts on it: it is told by the wake-up socket before this runs."""
+        """Do nothing: the guard gets the signal by the wake-up socket before this runs."""
 
 
 def _place(frame: FrameType | None) -> str:
-    """Who in Megatron or here waits, by the innermost frame: torch and what merely calls it say little."""
+    """Return the function of Megatron or this package that waits: the innermost frame that is not torch's."""
     innermost = frame
     while frame is not None and not _tells(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -279,7 +280,7 @@ _watch: Watch | None = None
 
 
 def start_watch(store: dist.Store, rank: int, world_size: int) -> None:
-    """Watch from now on until the process ends; a watch that is under way ends."""
+    """Watch from now on until the process ends; a running watch ends."""
     global _watch
     stop_watch()
     atexit.unregister(stop_watch)
@@ -289,7 +290,7 @@ def start_watch(store: dist.Store, rank: int, world_size: int) -> None:
 
 
 def stop_watch() -> None:
-    """Watch no longer, and be missed by nobody."""
+    """End the watch; the rank leaves the job."""
     global _watch
     if _watch is not None:
         _watch.close()

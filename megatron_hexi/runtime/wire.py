@@ -1,11 +1,11 @@
-"""The two ways in which ranks send each other tensors, the same on NCCL and gloo.
+"""The two ways in which ranks send each other tensors, on NCCL and gloo: all-to-all and point-to-point.
 
-What NCCL asks for: a group's first call is one by all its ranks (`connect`). After it, calls on all groups
-can be carried out in the order in which each rank posts them, and messages between two ranks are posted in
-the same order on both.
+NCCL needs three things: a group's first call is made by all its ranks (`connect`); calls on all groups can be
+carried out in the order in which each rank posts them; messages between two ranks are posted in the same
+order on both.
 
-Gloo sends from host memory only: with tensors on a GPU (a test of several ranks on one card, say)
-everything is staged through the host.
+Gloo sends from host memory only: tensors on a GPU (in a test of several ranks on one GPU, say) are staged
+through the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_hexi.runtime.waiting import Wait, waiting
 
 
 class Message(NamedTuple):
-    """A contiguous tensor to send to another rank of the group, or to fill with what that rank sends."""
+    """A contiguous tensor to send to another rank of the group, or to receive from it."""
 
     peer: int
     tensor: Tensor
@@ -54,15 +54,15 @@ class Transfers:
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make the communicator of a group; all its ranks must come, before they send each other anything.
+    """Create the communicator of a group; all its ranks must call it before they send each other anything.
 
-    NCCL's is made in the first call on a group, in which each rank waits for all others. Messages are no such
-    call: a rank that has none to send or receive would be missing (`torch.distributed.batch_isend_irecv`).
-    Gloo's exists with the group.
+    NCCL creates it in the first call on a group, in which each rank waits for all others. Messages cannot be
+    that call: a rank without messages would be missing (`torch.distributed.batch_isend_irecv`). Gloo creates
+    it with the group.
 
     Args:
         group: the ranks.
-        device: of the tensors that they will send.
+        device: device of the tensors that they will send.
     """
     if dist.get_world_size(group) > 1:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -75,7 +75,7 @@ def all_to_all(
     sent_sizes: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Transfers:
-    """Start one ragged all-to-all of flat tensors; the sizes count elements, zeros are allowed."""
+    """Start an all-to-all of flat tensors; the sizes count elements and may differ, zeros are allowed."""
     transfers = Transfers()
     target = received
     if _staged(sent, group):

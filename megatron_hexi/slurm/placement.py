@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from megatron_hexi.cluster import Cluster, NodeEntry, cluster_digest
 from megatron_hexi.errors import ClusterError, PlanError, PlatformError
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.units import rank_gpus
+from megatron_hexi.plan.units import covers_gpus, rank_gpus, spell_ranks
 from megatron_hexi.slurm.gres import gpus_of
 from megatron_hexi.slurm.nodes import SlurmNode
 
@@ -111,11 +111,9 @@ def find_gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
             f"(digest {cluster_digest(cluster)[:12]}) is another; give its own cluster file, or plan again"
         )
     gpus = rank_gpus(plan, len(cluster.ranks))
-    odd = len(gpus) % plan.ranks if plan.is_repeated else len(gpus) != plan.ranks
-    if max(gpus) >= len(cluster.ranks) or odd:
-        each = " a pipeline stage" if plan.is_repeated else ""
+    if max(gpus) >= len(cluster.ranks) or not covers_gpus(plan, len(gpus)):
         raise PlanError(
-            f"the plan is for {plan.ranks} ranks{each} on the GPUs up to {max(gpus)}, cluster "
+            f"the plan is for {spell_ranks(plan)} on the GPUs up to {max(gpus)}, cluster "
             f"{cluster.name} has {len(cluster.ranks)} GPUs; give the cluster file that it was made for"
         )
     return gpus

@@ -17,8 +17,7 @@ from pydantic import TypeAdapter
 from megatron_hexi.cluster import entries
 from megatron_hexi.cluster import model as cluster_model
 from megatron_hexi.cluster.model import ClusterFile
-from megatron_hexi.lab.scenario import Scenario
-from megatron_hexi.lab.scenario import model as scenario_model
+from megatron_hexi.lab.scenario import Scenario, scenario_model
 from megatron_hexi.plan import Plan, terms
 from megatron_hexi.plan import model as plan_model
 from scripts.docs.markdown import GENERATED_FROM, code, definitions, one_line, paragraphs, slug
@@ -45,7 +44,7 @@ direction, latencies of one message; rates are TFLOP/s. Bold fields are required
 _SCENARIO = f"""\
 # Fields of the scenario file
 
-{GENERATED_FROM.format(source="megatron_hexi/lab/scenario/model.py")}
+{GENERATED_FROM.format(source="megatron_hexi/lab/scenario/scenario_model.py")}
 
 `hexi simulate --scenario` plays one ([scenarios](../scenarios.md)). Durations are `90s`, `30m`, `1h30m` or
 `7d`; times are since the start. Bold fields are required; unknown ones are refused.

@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_hexi.plan import Plan
-from megatron_hexi.report.holdings import holdings
 from megatron_hexi.report.losses import draw_losses, relative_differences
 from megatron_hexi.report.pictures import save_picture
 from megatron_hexi.report.tables import spell_range
+from megatron_hexi.report.unit_summary import unit_summaries
 from megatron_hexi.text_file import write_text_atomically
 from scripts.quickstart.job import Job
 
@@ -116,7 +116,7 @@ def results_table(plan: Plan, results: Results) -> Table:
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in ("group", "positions") else "right")
     total = sum(results.cpu_seconds)
-    rows = holdings(plan)
+    rows = unit_summaries(plan)
     for row, seconds in zip(rows, results.cpu_seconds, strict=True):
         table.add_row(
             str(row.rank),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_hexi.plan import Mask
 from megatron_hexi.runtime.attention import _DomainAttentionFunction
-from megatron_hexi.runtime.passes import Inputs, Layer
+from megatron_hexi.runtime.passes import AttentionLayer, Inputs
 from tests.distributed.test_attention_threads import NAMES, SEEDS
 from tests.support.fake_cuda import Context
 from tests.support.kernels import BY_NAME, ON_CUDA
@@ -32,7 +32,7 @@ class _OnGpu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, sinks: Any, layer: Layer) -> Any:
+    def forward(ctx: Any, query: Any, key: Any, value: Any, sinks: Any, layer: AttentionLayer) -> Any:
         ctx.of_layer = Context()
         query, key, value = (tensor.to(GPU) for tensor in (query, key, value))
         sinks = None if sinks is None else sinks.to(GPU)
@@ -51,7 +51,7 @@ def results_on_gpu(plan, problem, name="auto"):
         kernel = attention.kernel(there)
         groups = attention.domain_group, attention.a2a_group
         inputs = Inputs.of(query, key, value, sinks)._replace(device=there.device)
-        way = Layer(schedule, kernel, scale, *groups, plan.exchange.window, inputs)
+        way = AttentionLayer(schedule, kernel, scale, *groups, plan.exchange.window, inputs)
         return _OnGpu.apply(query, key, value, sinks, way)
 
     return planned_results(plan, problem, name, layer)

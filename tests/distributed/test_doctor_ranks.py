@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_hexi.doctor.facts import Facts
-from megatron_hexi.doctor.gather import Job, answer, joined, receive_facts, send_facts
+from megatron_hexi.doctor.gather import LaunchedJob, answer, joined, receive_facts, send_facts
 from megatron_hexi.errors import HexiError
 from megatron_hexi.lab.testbed.ports import free_port
 from tests.support.processes import serve
@@ -23,8 +23,8 @@ def _facts(rank: int) -> Facts:
     return Facts(host="abc"[rank // 2], rank=rank, python="3.12.3", executable="/usr/bin/python")
 
 
-def _job(rank: int, size: int, port: int, served: bool = True) -> Job:
-    return Job(rank, size, "127.0.0.1", port, served)
+def _job(rank: int, size: int, port: int, served: bool = True) -> LaunchedJob:
+    return LaunchedJob(rank, size, "127.0.0.1", port, served)
 
 
 def _in_threads(works):
@@ -44,14 +44,14 @@ def _in_threads(works):
     return [results[number] for number in range(len(works))]
 
 
-def _first(job: Job, timeout_s: float, healthy: bool):
+def _first(job: LaunchedJob, timeout_s: float, healthy: bool):
     with joined(job, timeout_s) as store:
         found, silent = receive_facts(store, job, _facts(0), timeout_s)
         answer(store, job, len(found), healthy=healthy)
     return [own.rank for own in found], silent
 
 
-def _other(job: Job, timeout_s: float):
+def _other(job: LaunchedJob, timeout_s: float):
     with joined(job, timeout_s) as store:
         return send_facts(store, _facts(job.rank), timeout_s)
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.mesh import cut_pieces, make_buckets, sweeps
+from megatron_hexi.mesh import cut_pieces, make_buckets, ministage_passes
 from megatron_hexi.plan.terms import Offload
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
 from tests.distributed.test_piece_buffers import (
@@ -90,19 +90,19 @@ def run_ministages(mesh, dtype, seed, size, ministages, offload_of=nothing, in_s
         passing: list[Any] = [buffer for buffer in buffers.buckets if buffer.passes]
         buffers.release()
         assert not sum(buffer.values.untyped_storage().nbytes() for buffer in passing)
-        kept: list[Any] = [one.rest_gradients for one in buffers.buckets if one.kept.gradients_on_host]
-        kept += [one.rest_values for one in passing if one.kept.weights_on_host]
+        kept: list[Any] = [one.stored_gradients for one in buffers.buckets if one.residence.gradients_on_host]
+        kept += [one.stored_values for one in passing if one.residence.weights_on_host]
         assert buffers.host.nbytes == sum(tensor.nbytes for tensor in kept)
         sums = []
         for iteration in range(ITERATIONS):
             buffers.reset()
-            for sweep in (one for one in sweeps(ministages, gives_loss=True) if one.is_backward):
-                with buffers.sweep(sweep):
+            for sweep in (one for one in ministage_passes(ministages, gives_loss=True) if one.is_backward):
+                with buffers.ministage_pass(sweep):
                     for buffer in passing:
                         is_here = buffer.values.untyped_storage().nbytes() > 0
-                        assert is_here == (buffer.kept.ministage in sweep.weights)
+                        assert is_here == (buffer.residence.ministage in sweep.weights)
                         has_gradients = buffer.gradients.untyped_storage().nbytes() > 0
-                        assert has_gradients == (buffer.kept.ministage in sweep.gradients)
+                        assert has_gradients == (buffer.residence.ministage in sweep.gradients)
                     for parameter in (one for one, used in number_of.items() if used == sweep.ministage):
                         assert torch.equal(parameter.data, first[parameter])
                         for step in range(MICRO_BATCHES):
@@ -117,7 +117,7 @@ def run_ministages(mesh, dtype, seed, size, ministages, offload_of=nothing, in_s
         new = new_values(mesh, dtype, seed)
         for buffer, slab in buffers.owned():
             own(buffer, buffer.own_values, slab).copy_(part(new[slab.key], slab.cell).flatten())
-        buffers.hand_out_values()
+        buffers.broadcast_values()
         with buffers.whole():
             ended = [(one.box, part_of(one, one.parameter.data).clone()) for one in held]
         assert not sum(buffer.values.untyped_storage().nbytes() for buffer in passing)

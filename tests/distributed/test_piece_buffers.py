@@ -145,7 +145,7 @@ def run_buffers(mesh, dtype, seed, size, in_fp32, pauses=0.0):
         for buffer, slab in buffers.owned():
             buffer.values[slab.start : slab.stop] = part(new[slab.key], slab.cell).flatten()
         overlaps = bool(seed % 2)  # on all ranks
-        buffers.hand_out_values(waits=not overlaps)
+        buffers.broadcast_values(waits=not overlaps)
         for parameter in random.sample(parameters, len(parameters) * overlaps):
             buffers.settle_values([parameter])
         ended = [(held.box, part_of(held, held.parameter.data)) for held in model.held]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_hexi.mesh import ExpertDomain, RowMessage
 from megatron_hexi.runtime.bucket_buffer import BucketBuffer
-from megatron_hexi.runtime.hand_out import HandOut
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
 from megatron_hexi.runtime.row_channel import RowChannel
+from megatron_hexi.runtime.value_broadcast import ValueBroadcast
 
 
 def _copies_unscaled() -> None:
@@ -32,7 +32,7 @@ def _parts_as_copies() -> None:
 
 
 def _one_ranks_gradient_infinite() -> None:
-    from megatron_hexi.megatron.stages.optimizer import PieceOptimizer
+    from megatron_hexi.megatron.stages.piece_optimizer import PieceOptimizer
 
     original = PieceOptimizer._copy_model_grads_to_main_grads
 
@@ -69,7 +69,7 @@ def _rows_in_another_order() -> None:
 
 
 def _new_weights_not_waited_for() -> None:
-    HandOut.settle = lambda self, buffers: None  # type: ignore[method-assign]
+    ValueBroadcast.settle = lambda self, buffers: None  # type: ignore[method-assign]
 
 
 #: Found by the comparison of losses and norms.
@@ -88,15 +88,15 @@ OTHER_FAULTS: dict[str, Callable[[], None]] = {
 
 
 def _balanced_in_a_domain() -> None:
-    from megatron_hexi.megatron.stages import session
+    from megatron_hexi.megatron.stages import stages_session
 
-    original = session.make_experts_view  # type: ignore[attr-defined]
+    original = stages_session.make_experts_view  # type: ignore[attr-defined]
 
     def make_experts_view(*args: Any) -> Any:
         view = original(*args)
         return dataclasses.replace(view, micro_batch=view.sequence)
 
-    session.make_experts_view = make_experts_view  # type: ignore[attr-defined, assignment]
+    stages_session.make_experts_view = make_experts_view  # type: ignore[attr-defined, assignment]
 
 
 def _bias_of_a_stage() -> None:

@@ -41,7 +41,7 @@ def main() -> None:
             answer, self._answer = self._answer, None
             return answer
 
-    setattr(replanning, "Advice", Scripted)  # noqa: B010  (the planner's process is not part of the room)
+    setattr(replanning, "PlannerConnection", Scripted)  # noqa: B010  (the planner's process is not part of the room)
     pretrain_gpt.main()
 
 

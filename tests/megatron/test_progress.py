@@ -11,7 +11,7 @@ import pytest
 
 from megatron_hexi.plan import Plan, plan_digest, proportional_plan, read_plan, write_plan
 from megatron_hexi.record import Record, read_record
-from megatron_hexi.report.run import describe_run
+from megatron_hexi.report.run_summary import describe_run
 from tests.megatron.forked import Forks
 from tests.megatron.test_uneven_training import MODEL, THREE_AND_ONE, WORKLOAD
 

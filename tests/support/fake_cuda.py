@@ -26,7 +26,7 @@ from megatron_hexi.runtime.fused import on_gpu
 from megatron_hexi.runtime.kernels import flash_attn, ranked_kernels
 from megatron_hexi.runtime.kernels.base import BlockKind, KernelOnOffer
 from megatron_hexi.runtime.kernels.dispatch import KernelDispatch
-from megatron_hexi.runtime.passes import Inputs, Layer
+from megatron_hexi.runtime.passes import AttentionLayer, Inputs
 from megatron_hexi.runtime.wire import Transfers
 from tests.support.flash_attention import flash_attention_2_8, flash_attention_3_beta
 
@@ -314,7 +314,7 @@ def run_layer(
             )
             sinks = torch.empty(heads, dtype=dtype, device=CUDA) if has_sinks else None
             inputs = Inputs.of(query, key, value, sinks)
-            layer = Layer(schedule, kernel, 0.1, *groups, plan.exchange.window, inputs)
+            layer = AttentionLayer(schedule, kernel, 0.1, *groups, plan.exchange.window, inputs)
             context: Any = Context()
             output = _DomainAttentionFunction.forward(context, query, key, value, sinks, layer)
             assert output.shape == (schedule.tokens, batch, heads, values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_hexi.probe.document import Measurement, Options, RankInfo, Series, Transfer
+from megatron_hexi.probe.document import Measurement, Options, RankInfo, Series, TransferTimes
 
 GPU = "Made-up GPU"
 
@@ -25,10 +25,10 @@ def rank_of(**fields: Any) -> RankInfo:
     return RankInfo(**usual | fields)
 
 
-def transfer(gb_s: float, alpha_s: float = 1e-4) -> Transfer:
+def transfer(gb_s: float, alpha_s: float = 1e-4) -> TransferTimes:
     """Times of a link with that bandwidth."""
     sizes = tuple(10**6 * 4**i for i in range(5))
-    return Transfer(sizes, tuple(alpha_s + size / (gb_s * 1e9) for size in sizes))
+    return TransferTimes(sizes, tuple(alpha_s + size / (gb_s * 1e9) for size in sizes))
 
 
 def measurement(ranks: list[RankInfo], speeds: list[float], **fields: Any) -> Measurement:

@@ -34,7 +34,7 @@ def test_documents_under_a_plan_with_rates_pass():
         ({}, None, "give --hexi-plan too"),
         ({"dataloader_inter_document_masking": False}, RATED, "give --dataloader-inter-document-masking"),
         ({"pipeline_model_parallel_size": 2}, RATED, "pipeline stages send the same rows"),
-        ({}, STAGES, "pipeline stages send the same rows"),
+        ({}, STAGES, "stages with layers of their own, which send the same rows"),
         ({}, TWO, "make it with hexi plan --batch-shares"),
         ({"num_experts": 4}, RATED, "does not work with --num-experts"),
         ({"mtp_num_layers": 1}, RATED, "does not work with --mtp-num-layers"),

@@ -11,7 +11,7 @@ from megatron_hexi.plan import Block, Group, Mask, Member, Shape
 from megatron_hexi.plan.blocks import exchange_blocks, own_blocks
 from megatron_hexi.plan.layout import causal_segments
 from megatron_hexi.plan.model import Domain
-from megatron_hexi.plan.packing import deal, packed_domain
+from megatron_hexi.plan.packing import packed_domain, proportional_table
 from tests.support.plans import RANDOMS, examples, masks, plans
 
 
@@ -122,7 +122,7 @@ def test_dealing_keeps_both_sums_and_stays_near_the_shares(rows, random):
     total = sum(rows)
     cuts = sorted(random.randint(0, total) for _ in range(random.randint(0, 8)))
     columns = [stop - start for start, stop in itertools.pairwise([0, *cuts, total])]
-    table = deal(rows, columns)
+    table = proportional_table(rows, columns)
     assert [sum(row) for row in table] == rows
     assert [sum(row[place] for row in table) for place in range(len(columns))] == columns
     done, given_so_far = 0, [0] * len(columns)

@@ -10,7 +10,7 @@ from rich.console import Console
 from megatron_hexi.cli import main as cli
 from megatron_hexi.cluster import Curve, catalog, device, read_cluster
 from megatron_hexi.errors import ClusterError
-from megatron_hexi.report.catalog import catalog_table, device_dict, device_report
+from megatron_hexi.report.catalog_tables import catalog_table, device_dict, device_report
 from megatron_hexi.report.curves import draw_curves
 
 NAMES = list(catalog())

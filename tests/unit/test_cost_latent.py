@@ -28,7 +28,7 @@ from megatron_hexi.cost.layer_bytes import (
 from megatron_hexi.cost.layer_kinds import Latent
 from megatron_hexi.cost.library_bytes import workspace_bytes
 from megatron_hexi.plan import backward_traffic, build_schedule, forward_traffic
-from megatron_hexi.report.holdings import holdings
+from megatron_hexi.report.unit_summary import unit_summaries
 from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
 from tests.support.plans import examples, plans, workloads
 
@@ -65,7 +65,7 @@ def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch):
         np.add.at(sent[2], chunk.owner, size)
         np.add.at(sent[3], chunk.owner, size)
         np.add.at(sent[3], chunk.user, size)
-    rows = holdings(plan)
+    rows = unit_summaries(plan)
     for replica in plan.replicas:
         for index, member in enumerate(replica.domain.members):
             schedule = build_schedule(workload, replica.domain, index, plan.exchange.parts)

@@ -18,10 +18,10 @@ from megatron_hexi.cost.memory import GIB
 from megatron_hexi.cost.ministage_pipeline import Lane, MinistagePipeline, Passing
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.lab.simulator import simulate
-from megatron_hexi.lab.simulator.ministages import replay_ministages
-from megatron_hexi.mesh import sweeps
+from megatron_hexi.lab.simulator.ministage_replay import replay_ministages
+from megatron_hexi.mesh import ministage_passes
 from megatron_hexi.plan import read_plan
-from megatron_hexi.plan.shares import deal
+from megatron_hexi.plan.shares import assign_in_turn
 from tests.support.plans import examples
 
 SECONDS = st.integers(1, 50).map(float)
@@ -314,7 +314,7 @@ def test_each_micro_batch_crosses_between_those_that_take_it(estimate, tmp_path)
     (tmp_path / "far.yaml").write_text(near)
     timing = CostModel(JOB, read_cluster(tmp_path / "far.yaml")).timing(read_plan(tmp_path / "split.yaml"))
     (pipeline,) = timing.pipelines
-    far = deal([6, 2])[1]
+    far = assign_in_turn([6, 2])[1]
     rows = 4 * 4096 * 4096 * 2
     times = pipeline.there[0]
     assert times[list(far)] == pytest.approx(rows / 5e9, rel=0.01)
@@ -341,7 +341,7 @@ def test_what_replicas_hold_in_common_waits_whole_on_the_host(estimate):
 @pytest.mark.parametrize("gives_loss", [False, True])
 @pytest.mark.parametrize("ministages", [1, 2, 3])
 def test_sweeps_have_what_they_need_and_what_comes_and_goes(ministages, gives_loss):
-    found = sweeps(ministages, gives_loss)
+    found = ministage_passes(ministages, gives_loss)
     numbers = range(ministages)
     assert [one.ministage for one in found if not one.is_backward] == list(numbers)[
         : -1 if gives_loss else None
@@ -353,7 +353,9 @@ def test_sweeps_have_what_they_need_and_what_comes_and_goes(ministages, gives_lo
         if after.is_backward:
             assert set(after.gradients) == {after.ministage, before.ministage} if before.is_backward else True
     assert found[-1].weights == (0,)
-    assert [one.ministage for one in sweeps(ministages, gives_loss, forward_only=True)] == list(numbers)
+    assert [one.ministage for one in ministage_passes(ministages, gives_loss, forward_only=True)] == list(
+        numbers
+    )
 
 
 def test_the_simulator_replays_ministages(estimate):

@@ -18,7 +18,7 @@ from megatron_hexi.cost.memory import FRAGMENTATION, RESERVE_BYTES
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.errors import ClusterError, PlanError
 from megatron_hexi.lab.simulator import chrome_trace, simulate
-from megatron_hexi.lab.simulator.pipeline import replay_pipeline
+from megatron_hexi.lab.simulator.pipeline_replay import replay_pipeline
 from megatron_hexi.plan import (
     Domain,
     Group,

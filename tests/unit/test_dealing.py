@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_hexi.plan import Domain, Mask, Plan, UnitRates, Workload, proportional_plan
+from megatron_hexi.plan.batch_balance import EVEN, balanced_domain, even_seconds, unit_seconds
 from megatron_hexi.plan.blocks import exchange_blocks, own_blocks
-from megatron_hexi.plan.dealing import EVEN, dealt_domain, even_seconds, unit_seconds
 from megatron_hexi.plan.file import validate_plan
 from megatron_hexi.plan.packing import packed_domain
 
@@ -38,7 +38,7 @@ def test_the_busiest_rank_of_a_two_to_one_cluster_is_within_3_per_cent_of_its_sh
     plan, rates = two_to_one()
     domain = plan.replicas[0].domain
     documents = drawn_documents(random.Random(seed), 8192, 300)
-    dealt = dealt_domain(domain, documents, rates)
+    dealt = balanced_domain(domain, documents, rates)
     busiest = max(unit_seconds(dealt, documents, rates))
     assert busiest <= (1 + _AIM) * even_seconds(domain, documents, rates)
     assert keys_between_groups(dealt, documents) <= 0.7 * keys_between_groups(
@@ -63,7 +63,7 @@ def test_a_dealt_domain_is_a_plan_within_memory_with_the_work_that_was_computed(
         attended=0.25,
     )
     documents = drawn_documents(random_, workload.seq_length, random_.choice([5, 60, 500]))
-    dealt = dealt_domain(domain, documents, rates)
+    dealt = balanced_domain(domain, documents, rates)
     validate_plan(replace(plan, replicas=(replace(plan.replicas[0], stages=(stage(plan, dealt),)),)))
     for group in dealt.groups:
         for member in group.members:
@@ -76,7 +76,7 @@ def test_a_dealt_domain_is_a_plan_within_memory_with_the_work_that_was_computed(
 def test_documents_that_fit_no_memory_whole_are_cut():
     plan, rates = two_to_one(1024)
     rates = replace(rates, room=(400, 400, 300, 300))
-    dealt = dealt_domain(plan.replicas[0].domain, (1000, 24), rates)
+    dealt = balanced_domain(plan.replicas[0].domain, (1000, 24), rates)
     assert all(member.tokens <= rates.room[member.number] for member in dealt.members)
     assert max(unit_seconds(dealt, (1000, 24), rates)) <= (1 + EVEN) * even_seconds(dealt, (1000, 24), rates)
 
@@ -85,13 +85,13 @@ def test_without_room_for_anything_else_the_plans_shares_stay():
     plan, rates = two_to_one(1024)
     domain = plan.replicas[0].domain
     rates = replace(rates, room=(1, 1, 1, 1))
-    assert dealt_domain(domain, (1000, 24), rates) == packed_domain(domain, (1000, 24))
+    assert balanced_domain(domain, (1000, 24), rates) == packed_domain(domain, (1000, 24))
 
 
 def test_a_unit_whose_memory_is_full_takes_heads_in_place_of_tokens():
     plan = proportional_plan(Workload(1000, 100, 100, 16), [[[1.0, 1.0]]])
     rates = UnitRates((1e-6, 1e-6), (1e-8, 1e-8), (1000, 100))
-    (first, second) = dealt_domain(plan.replicas[0].domain, (500, 500), rates).members
+    (first, second) = balanced_domain(plan.replicas[0].domain, (500, 500), rates).members
     assert second.tokens in (99, 100)
     assert first.tokens == 1000 - second.tokens
     assert second.heads[1] - second.heads[0] > 60

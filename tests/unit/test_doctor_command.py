@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from megatron_hexi.cli import doctor
-from megatron_hexi.doctor.agreement import find_job_problems
-from megatron_hexi.doctor.gather import Job, find_job
-from megatron_hexi.doctor.report import doctor_dict, doctor_report
+from megatron_hexi.doctor.differences import find_job_problems
+from megatron_hexi.doctor.findings import doctor_dict, doctor_report
+from megatron_hexi.doctor.gather import LaunchedJob, find_job
 from megatron_hexi.errors import HexiError
 from tests.support.shell import call_hexi, is_one_error_line
 from tests.unit.test_doctor_rules import a_job, a_node, with_nccl, with_variables
@@ -114,7 +114,7 @@ TORCHRUN = {
 
 
 def test_the_launcher_s_job():
-    assert find_job(TORCHRUN) == Job(1, 4, "h", 29500, True, "2")
+    assert find_job(TORCHRUN) == LaunchedJob(1, 4, "h", 29500, True, "2")
     assert find_job({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}) is None
     assert find_job({}) is None
 

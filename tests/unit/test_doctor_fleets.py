@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_hexi.doctor.agreement import find_job_problems
+from megatron_hexi.doctor.differences import find_job_problems
 from megatron_hexi.doctor.facts import (
     Cpu,
     Driver,
@@ -18,7 +18,7 @@ from megatron_hexi.doctor.facts import (
     InfinibandPort,
     Interface,
     Limits,
-    Network,
+    NetworkFacts,
     Package,
     Torch,
 )
@@ -91,7 +91,7 @@ def facts_of(nodes: dict[str, Any], gpus: int = 2) -> list[Facts]:
                     gpu_states=states,
                     cpu=Cpu(**node["cpu"]),
                     nccl_plugins=tuple(node.get("plugins", ())),
-                    network=Network(network, ports(node), network[-1].addresses),
+                    network=NetworkFacts(network, ports(node), network[-1].addresses),
                     limits=Limits(64.0, None),
                     environment=node.get("environment", {}),
                 )

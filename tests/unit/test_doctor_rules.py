@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_hexi.doctor.agreement import find_job_problems
+from megatron_hexi.doctor.differences import find_job_problems
 from megatron_hexi.doctor.facts import (
     Checkout,
     Driver,
@@ -16,12 +16,12 @@ from megatron_hexi.doctor.facts import (
     Interface,
     KernelChoice,
     Limits,
-    Network,
+    NetworkFacts,
     Package,
     PatchState,
     Torch,
 )
-from megatron_hexi.doctor.problems import Problem, healthy, said
+from megatron_hexi.doctor.problems import Problem, healthy, problem_of
 from megatron_hexi.doctor.rules import find_problems
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 79.6)
@@ -51,7 +51,7 @@ def a_node(**changes: object) -> Facts:
         gpus=(H100,) * 8,
         kernels=(KernelChoice(H100.name, "bf16", 128, "flash-attn-3", VERDICTS),),
         patches=(PatchState("megatron.core.utils:f", "because", "fits"),),
-        network=Network(
+        network=NetworkFacts(
             (
                 Interface("lo", True, None, ("127.0.0.1", "::1")),
                 Interface("eth0", True, 25000, ("10.0.0.1",)),
@@ -334,7 +334,7 @@ def test_a_machine_whose_name_is_the_loopback() -> None:
 
 
 def test_a_machine_that_nobody_can_reach() -> None:
-    network = Network((Interface("lo", True, None, ("127.0.0.1",)),), (), ("10.0.0.1",))
+    network = NetworkFacts((Interface("lo", True, None, ("127.0.0.1",)),), (), ("10.0.0.1",))
     assert "no network interface but the loopback" in the_problem(a_node(network=network)).what
 
 
@@ -349,8 +349,8 @@ def test_errors_come_first_and_every_problem_has_a_remedy() -> None:
 
 
 def test_the_line_of_an_error_is_cut_before_its_remedy() -> None:
-    assert said("error", "a: b; c; do d") == Problem("error", "a: b; c", "do d")
-    assert said("error", "a: b").what == "a: b"
+    assert problem_of("error", "a: b; c; do d") == Problem("error", "a: b; c", "do d")
+    assert problem_of("error", "a: b").what == "a: b"
 
 
 def a_job(nodes: dict[str, Facts], each: int = 2) -> list[Facts]:

@@ -18,6 +18,7 @@ from megatron_hexi.plan import (
     Stage,
 )
 from megatron_hexi.planner import find_plan
+from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES
 from megatron_hexi.planner.joint.assembly import Assembly
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.packing import pack
@@ -26,7 +27,6 @@ from megatron_hexi.planner.joint.placing import StagePlace, find_gpus, number_ra
 from megatron_hexi.planner.joint.pools import Pools, StageShape
 from megatron_hexi.planner.joint.replica_columns import Column
 from megatron_hexi.planner.joint.synchronisation import Synchronisation
-from megatron_hexi.planner.layouts.experts import IN_WHOLE_STAGES
 from megatron_hexi.planner.request import Request
 from tests.support.costs import TINY, cluster, tiny_job
 
@@ -236,7 +236,7 @@ def test_no_gpu_is_given_twice_and_ranks_keep_the_runtime_s_rules(seed):
     order = number_ranks(known, placed)
     assert sorted(order) == sorted(given)
     place_of = {gpu: place for place, gpus in placed.items() for gpu in gpus}
-    # The job's first rank reads data, its last one has the loss: megatron/stages/arguments.py.
+    # The job's first rank reads data, its last one has the loss: megatron/stages/stage_arguments.py.
     assert place_of[order[0]].is_first or place_of[order[0]].is_last
     assert place_of[order[-1]].is_last
     # GPUs of a node follow each other.

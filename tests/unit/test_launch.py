@@ -11,7 +11,7 @@ from megatron_hexi.cost import constant_flags, model_flags, presets
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import JobTerms, Workload, proportional_plan, write_plan
-from megatron_hexi.report.launch import find_agents, launch_lines, megatron_flags
+from megatron_hexi.report.launch_lines import find_agents, launch_lines, megatron_flags
 from tests.support.shell import call_hexi
 
 CLUSTER = """\

@@ -52,7 +52,7 @@ def test_the_domains_of_a_stage_take_each_sample_once(mesh):
 @given(mesh=meshes())
 def test_a_chain_has_a_rank_of_each_stage_and_its_own_at_its_place(mesh):
     for rank, unit in enumerate(mesh.units):
-        chain = mesh.chain(rank)
+        chain = mesh.pipeline_ranks(rank)
         assert chain[unit.stage] == rank
         assert [mesh.units[other].stage for other in chain] == list(range(unit.depth))
         assert {mesh.units[other].replica for other in chain} == {unit.replica}
@@ -63,7 +63,7 @@ def test_a_chain_has_a_rank_of_each_stage_and_its_own_at_its_place(mesh):
 def test_ranks_of_a_group_are_in_one_order_in_the_unit_and_in_the_domain(mesh):
     """Process groups number their ranks in ascending order; tables number them as units and domains do."""
     for rank, unit in enumerate(mesh.units):
-        lane = mesh.lane(rank)
+        lane = mesh.context_ranks(rank)
         assert list(lane) == sorted(lane)
         assert lane[unit.member] == rank
         assert list(unit.ranks) == sorted(unit.ranks)

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_hexi.options.kinds import Supported
 from megatron_hexi.options.page import page
 from megatron_hexi.options.refusals import refused
-from megatron_hexi.options.rules import OPTIONS
+from megatron_hexi.options.rule_table import OPTIONS
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -22,10 +22,10 @@ from megatron_hexi.plan import (
 )
 from megatron_hexi.report.comparison import compare
 from megatron_hexi.report.comparison_picture import draw_comparison
-from megatron_hexi.report.holdings import holdings
 from megatron_hexi.report.labels import wrap
 from megatron_hexi.report.pictures import draw_plan
-from megatron_hexi.report.units import spell_time, time_unit
+from megatron_hexi.report.time_units import spell_time, time_unit
+from megatron_hexi.report.unit_summary import unit_summaries
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.planned import baseline, make_planned
 from tests.support.readable import assert_readable, drawn_texts
@@ -97,14 +97,14 @@ def staged(ranks, stages, *, replicas=1, ministages=None, offload=EVERYTHING, na
 def test_any_plan_can_be_read(ranks, stages, changes):
     plan = staged(ranks, stages, name=LONG * 3, **changes)
     gpus = [f"{LONG.upper()}-{rank * 6 // ranks}" for rank in range(ranks)]
-    assert_readable(draw_plan(plan, holdings(plan), gpus if stages > 1 else ()))
+    assert_readable(draw_plan(plan, unit_summaries(plan), gpus if stages > 1 else ()))
 
 
 def test_a_bar_has_the_longest_text_that_fits():
     """One of sixteen stages has room for its name, one of two for its layers too."""
     for stages, text in ((16, "stage 3"), (2, "stage 0: 2 layers")):
         plan = staged(16, stages)
-        figure = draw_plan(plan, holdings(plan))
+        figure = draw_plan(plan, unit_summaries(plan))
         assert_readable(figure)
         assert text in {drawn.get_text() for drawn in drawn_texts(figure)}
 
@@ -112,7 +112,7 @@ def test_a_bar_has_the_longest_text_that_fits():
 def test_more_rows_than_fit_are_labelled_in_part(monkeypatch):
     monkeypatch.setattr("megatron_hexi.report.pictures._MAX_HEIGHT", 6.0)
     plan = staged(64, 32)
-    figure = draw_plan(plan, holdings(plan))
+    figure = draw_plan(plan, unit_summaries(plan))
     assert figure.get_figheight() == 6
     assert_readable(figure)
     assert 1 < len(figure.axes[1].get_yticklabels()) < 32
@@ -120,13 +120,13 @@ def test_more_rows_than_fit_are_labelled_in_part(monkeypatch):
 
 def test_what_divides_nothing_has_no_row_where_others_do():
     plan = staged(8, 4, width=2)  # one unit a stage
-    (layers,) = draw_plan(plan, holdings(plan)).axes
+    (layers,) = draw_plan(plan, unit_summaries(plan)).axes
     assert layers.get_title(loc="left").startswith("Layers")
     two_groups = proportional_plan(Workload(4096, 16, 4, 64), [[[1, 1], [1]]])
-    tokens, heads = draw_plan(two_groups, holdings(two_groups)).axes
+    tokens, heads = draw_plan(two_groups, unit_summaries(two_groups)).axes
     assert len(heads.get_yticklabels()) == 1  # the group of two
     ring = proportional_plan(Workload(4096, 16, 4, 64), [[[1], [1]]])
-    (tokens,) = draw_plan(ring, holdings(ring)).axes
+    (tokens,) = draw_plan(ring, unit_summaries(ring)).axes
     assert tokens.get_xlim() == (0, 4096)
 
 

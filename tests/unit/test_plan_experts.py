@@ -15,8 +15,8 @@ from megatron_hexi.mesh import job_experts
 from megatron_hexi.options.plan_experts import check_experts
 from megatron_hexi.plan import Workload, dump_plan, read_plan
 from megatron_hexi.plan.experts import HeldExperts
-from megatron_hexi.report.holdings import holdings
-from megatron_hexi.report.tables import holdings_table
+from megatron_hexi.report.tables import units_table
+from megatron_hexi.report.unit_summary import unit_summaries
 from tests.support.costs import tiny_job
 from tests.support.expert_layouts import HEADER, LAYOUTS
 from tests.support.expert_plans import expert_plan
@@ -109,7 +109,7 @@ def test_the_layouts_of_the_training_tests_are_written_and_read(name, read):
 def test_a_table_of_holdings_has_experts_where_units_say_them(read):
     def columns(text):
         plan = read(text)
-        table = holdings_table(plan, holdings(plan))
+        table = units_table(plan, unit_summaries(plan))
         return {column.header: list(column.cells) for column in table.columns}
 
     assert columns(MIXED)["experts"] == ["5-7, 4", "0-3", "none", "all", "0-7"]

@@ -14,8 +14,8 @@ from rich.console import Console
 from megatron_hexi.errors import PlanError
 from megatron_hexi.mesh import Mesh
 from megatron_hexi.plan import Exchange, Replica, Stage, dump_plan, plan_digest, read_plan, write_plan
-from megatron_hexi.report.holdings import holdings
 from megatron_hexi.report.tables import plan_report
+from megatron_hexi.report.unit_summary import unit_summaries
 
 #: Two depths, units of one and two ranks, domains by tokens and by samples, uneven state.
 MIXED = """\
@@ -299,10 +299,10 @@ def test_domains_that_take_whole_micro_batches_are_read_written_and_shown(read, 
     mesh = Mesh(plan, 2, sequence_parallel=False)
     assert [unit.micro_batches for unit in mesh.units] == [(0, 2, 3), (1,), None]
     assert [unit.samples for unit in mesh.units] == [(0, 2)] * 3
-    assert [mesh.taking(0, 0, number) for number in range(4)] == [0, 1, 0, 0]
-    assert mesh.taking(0, 1, 0) is None
+    assert [mesh.taking_domain(0, 0, number) for number in range(4)] == [0, 1, 0, 0]
+    assert mesh.taking_domain(0, 1, 0) is None
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(plan_report(plan, holdings(plan)))
+    console.print(plan_report(plan, unit_summaries(plan)))
     assert "micro-batches" in console.export_text()
 
 
@@ -351,7 +351,7 @@ def test_what_is_offloaded_is_read_written_and_shown(read, tmp_path: Path):
     assert read_plan(tmp_path / "again.yaml") == plan
     assert plan_digest(plan) != plan_digest(read(THREE_STAGES))
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(plan_report(plan, holdings(plan)))
+    console.print(plan_report(plan, unit_summaries(plan)))
     assert "parameters, optimizer, activations" in console.export_text()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_hexi.cost import Job, NoFlagError, constant_flags, model_flags, read_model
 from megatron_hexi.errors import HexiError
-from megatron_hexi.report.launch import replace_flags
+from megatron_hexi.report.launch_lines import replace_flags
 from tests.support.published_layers import PUBLISHED_LAYERS
 
 #: The published model of each preset.

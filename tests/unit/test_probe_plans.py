@@ -14,7 +14,7 @@ from megatron_hexi.cluster import catalog
 from megatron_hexi.doctor.facts import InfinibandPort
 from megatron_hexi.errors import HexiError
 from megatron_hexi.probe.cards import find_cards
-from megatron_hexi.probe.document import Between, Cards, Inside, Options, Series, Transfer
+from megatron_hexi.probe.document import Between, HostCards, Inside, Options, Series, TransferTimes
 from megatron_hexi.probe.fit import bytes_per_second
 from megatron_hexi.probe.merge import merge
 from megatron_hexi.probe.network import collective_note, network_entry
@@ -140,13 +140,13 @@ def test_wrong_options_are_named(field, value, said):
 )
 def test_a_line_gives_its_slope(alpha, rate, sizes):
     chosen = sorted(10**8 * 4**size for size in sizes)
-    found = bytes_per_second(Transfer(tuple(chosen), tuple(alpha + size / rate for size in chosen)))
+    found = bytes_per_second(TransferTimes(tuple(chosen), tuple(alpha + size / rate for size in chosen)))
     assert found == pytest.approx(rate, rel=1e-3)
 
 
 def test_without_a_rising_line_the_plateau_counts():
-    assert bytes_per_second(Transfer((1000,), (0.5,))) == 2000
-    assert bytes_per_second(Transfer((1000, 4000), (0.5, 0.4))) == 10_000
+    assert bytes_per_second(TransferTimes((1000,), (0.5,))) == 2000
+    assert bytes_per_second(TransferTimes((1000, 4000), (0.5, 0.4))) == 10_000
 
 
 @pytest.mark.parametrize(("gpu", "gib", "name"), KNOWN)
@@ -273,7 +273,7 @@ def test_nodes_with_other_cards_have_networks_of_their_own():
 
 def _two_fabrics():
     """Two nodes with InfiniBand, two with RoCE, and 5 GB/s between, 40 µs longer."""
-    hosts = [Cards("infiniband", 2, 400.0)] * 2 + [Cards("roce", 1, 100.0)] * 2
+    hosts = [HostCards("infiniband", 2, 400.0)] * 2 + [HostCards("roce", 1, 100.0)] * 2
     nodes = [
         dataclasses.replace(node, cards=cards) for node, cards in zip(_nodes(2, 2, 2, 2), hosts, strict=True)
     ]
@@ -320,14 +320,14 @@ def _port(rate, state="ACTIVE", layer="InfiniBand"):
 @pytest.mark.parametrize(
     ("ports", "environment", "found"),
     [
-        ([_port("400 Gb/sec (4X NDR)")] * 8, {}, Cards("infiniband", 8, 400.0)),
-        ([_port("100 Gb/sec (4X EDR)", layer="Ethernet")] * 2, {}, Cards("roce", 2, 100.0)),
+        ([_port("400 Gb/sec (4X NDR)")] * 8, {}, HostCards("infiniband", 8, 400.0)),
+        ([_port("100 Gb/sec (4X EDR)", layer="Ethernet")] * 2, {}, HostCards("roce", 2, 100.0)),
         (
             [_port("25 Gb/sec", layer="Ethernet")] * 4 + [_port("200 Gb/sec")] * 2,
             {},
-            Cards("infiniband", 2, 200.0),
+            HostCards("infiniband", 2, 200.0),
         ),
-        ([_port("400 Gb/sec"), _port("400 Gb/sec", "DOWN")], {}, Cards("infiniband", 1, 400.0)),
+        ([_port("400 Gb/sec"), _port("400 Gb/sec", "DOWN")], {}, HostCards("infiniband", 1, 400.0)),
         ([_port("400 Gb/sec")], {"NCCL_IB_DISABLE": "1"}, None),
         ([_port("", "unknown", "")], {}, None),
         ([], {}, None),

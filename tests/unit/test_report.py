@@ -22,16 +22,16 @@ from megatron_hexi.plan import (
     proportional_plan,
     validate_plan,
 )
-from megatron_hexi.report.holdings import holdings
 from megatron_hexi.report.pictures import draw_plan, save_picture
 from megatron_hexi.report.tables import plan_report, spell_bytes, spell_range
+from megatron_hexi.report.unit_summary import unit_summaries
 
 WORKLOAD = Workload(seq_length=4096, heads=16, kv_heads=4, head_dim=64)
 
 
 def text_of(plan: Plan) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=200).print(plan_report(plan, holdings(plan)))
+    Console(file=stream, width=200).print(plan_report(plan, unit_summaries(plan)))
     return stream.getvalue()
 
 
@@ -41,7 +41,7 @@ def two_replicas():
 
 
 def test_holdings_partition_every_sequence(two_replicas):
-    rows = holdings(two_replicas)
+    rows = unit_summaries(two_replicas)
     assert [row.rank for row in rows] == list(range(7))
     for replica in (0, 1):
         mine = [row for row in rows if row.replica == replica]
@@ -54,7 +54,7 @@ def test_holdings_partition_every_sequence(two_replicas):
 def test_holdings_count_traffic_by_hand():
     # Two groups of one rank each: no all-to-all. The outer group holds [0, 1024) and [3072, 4096), so its
     # back half sees all 2048 keys of the inner one, and all the inner one's queries see its front half.
-    rows = holdings(proportional_plan(WORKLOAD, [[[1], [1]]]))
+    rows = unit_summaries(proportional_plan(WORKLOAD, [[[1], [1]]]))
     key_bytes = 2 * 4 * 64 * 2  # key and value of 4 KV heads of 64, two bytes each
     assert [row.forward.message_bytes for row in rows] == [1024 * key_bytes, 2048 * key_bytes]
     assert [row.forward.all_to_all_bytes for row in rows] == [0, 0]
@@ -69,7 +69,7 @@ def test_ranks_need_not_follow_the_groups():
     )
     plan = Plan(Workload(4096, 16, 4, 64, causal=False), (Replica((Stage((Domain(groups),)),)),))
     validate_plan(plan)
-    assert [(row.rank, row.group, row.tokens) for row in holdings(plan)] == [
+    assert [(row.rank, row.group, row.tokens) for row in unit_summaries(plan)] == [
         (0, 0, 500),
         (1, 1, 3096),
         (2, 0, 500),
@@ -80,7 +80,7 @@ def test_table_shows_what_the_plan_says(two_replicas):
     text = text_of(two_replicas)
     assert "4,096 tokens, 16 heads of 64, 4 kv heads, causal" in text
     assert "replica" in text
-    for row in holdings(two_replicas):
+    for row in unit_summaries(two_replicas):
         assert any(
             f"{row.tokens:,}" in line and f"{row.share:.1%}" in line and spell_range(row.heads) in line
             for line in text.splitlines()
@@ -165,7 +165,7 @@ def test_spell_bytes(count, text):
 
 
 def test_picture_has_every_segment_and_head_range(two_replicas):
-    rows = holdings(two_replicas)
+    rows = unit_summaries(two_replicas)
     sequence, heads = draw_plan(two_replicas, rows).axes
 
     def bars(axes):
@@ -192,7 +192,7 @@ def test_picture_has_a_title_and_a_hue_for_each_kind_of_gpu(two_replicas):
     made = Provenance(model="models/some-7b", cluster="mixed")
     plan = replace(two_replicas, provenance=made, estimate=Estimate(tokens_per_s=12345.6))
     gpus = ["FAST"] * 4 + ["SLOW"] * 3
-    figure = draw_plan(plan, holdings(plan), gpus)
+    figure = draw_plan(plan, unit_summaries(plan), gpus)
     assert figure.get_suptitle() == "some-7b, 4K tokens, 7 ranks of mixed, predicted 12,346 tokens/s"
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["FAST", "SLOW"]
@@ -218,7 +218,7 @@ def test_picture_of_stages_has_their_layers_and_kinds_by_nodes():
     stages = (stage("fast-0/0", (0, 1), 8, (0, 1)), stage("slow-1/0", (2, 3, 4, 5), 4, (1, 2)))
     workload = replace(WORKLOAD, layers=2, tensor_parallel=0)
     plan = Plan(workload, (Replica(stages),), provenance=Provenance(cluster="mixed"))
-    figure = draw_plan(plan, holdings(plan))
+    figure = draw_plan(plan, unit_summaries(plan))
     (layers,) = figure.axes  # a unit alone in its stage divides neither tokens nor heads
     assert layers.get_xlim() == (0, 2)
     drawn = [path.get_extents() for bars in layers.collections for path in bars.get_paths()]
@@ -231,17 +231,17 @@ def test_picture_of_units_of_several_ranks_has_all_their_heads():
     member = [Member((2 * n, 2 * n + 1), 2048, (4 * n, 4 * n + 4)) for n in range(2)]
     stage = Stage((Domain((Group(((0, 4096),), tuple(member), name="node/0"),)),), layers=(0, 2))
     plan = Plan(replace(WORKLOAD, layers=2, tensor_parallel=2), (Replica((stage,)),))
-    heads = draw_plan(plan, holdings(plan)).axes[-1]
+    heads = draw_plan(plan, unit_summaries(plan)).axes[-1]
     drawn = [path.get_extents() for bars in heads.collections for path in bars.get_paths()]
     assert [(bar.x0, bar.x1) for bar in drawn] == [(0, 8), (8, 16)]
     assert [label.get_text() for label in heads.get_yticklabels()] == ["replica 0, stage 0: node"]
 
 
 def test_picture_counts_whole_tokens_and_heads(two_replicas):
-    sequence, heads = draw_plan(two_replicas, holdings(two_replicas)).axes
+    sequence, heads = draw_plan(two_replicas, unit_summaries(two_replicas)).axes
     assert all(tick == int(tick) for axes in (sequence, heads) for tick in axes.get_xticks())
     longer = proportional_plan(replace(WORKLOAD, seq_length=2**17), [[[1, 1]]])
-    sequence, _ = draw_plan(longer, holdings(longer)).axes
+    sequence, _ = draw_plan(longer, unit_summaries(longer)).axes
     names = [sequence.xaxis.get_major_formatter()(tick, None) for tick in sequence.get_xticks()]
     assert {"0", "16K", "64K", "128K"} <= set(names)
 
@@ -249,12 +249,12 @@ def test_picture_counts_whole_tokens_and_heads(two_replicas):
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg", "plan.PDF"])
 def test_picture_in_the_format_of_its_name(two_replicas, tmp_path, name):
     path = tmp_path / name
-    save_picture(draw_plan(two_replicas, holdings(two_replicas)), path)
+    save_picture(draw_plan(two_replicas, unit_summaries(two_replicas)), path)
     assert path.stat().st_size > 1000
 
 
 def test_picture_in_an_unknown_format_is_refused(two_replicas, tmp_path):
-    figure = draw_plan(two_replicas, holdings(two_replicas))
+    figure = draw_plan(two_replicas, unit_summaries(two_replicas))
     with pytest.raises(HexiError, match=r"unknown format; end its name in \.") as error:
         save_picture(figure, tmp_path / "plan.xyz")
     assert "plan.xyz" in str(error.value)
@@ -269,9 +269,9 @@ def test_names_are_drawn_as_they_are_written(name, two_replicas, tmp_path):
     domain = replace(replica.domain, groups=(group, *replica.domain.groups[1:]))
     first = replace(replica, stages=(replace(replica.stages[0], domains=(domain,)),))
     plan = replace(two_replicas, replicas=(first, *two_replicas.replicas[1:]))
-    save_picture(draw_plan(plan, holdings(plan)), tmp_path / "plan.svg")
+    save_picture(draw_plan(plan, unit_summaries(plan)), tmp_path / "plan.svg")
     assert name in (tmp_path / "plan.svg").read_text()  # as a comment above its glyphs
-    save_picture(draw_plan(plan, holdings(plan)), tmp_path / "plan.png")
+    save_picture(draw_plan(plan, unit_summaries(plan)), tmp_path / "plan.png")
 
 
 def test_powers_on_logarithmic_axes_stay_mathematics(tmp_path):

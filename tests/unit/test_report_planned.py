@@ -15,7 +15,7 @@ from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, prop
 from megatron_hexi.report.comparison import compare, comparison_dict, comparison_report
 from megatron_hexi.report.comparison_picture import draw_comparison
 from megatron_hexi.report.planned import host_lines, planned_dict, planned_report
-from megatron_hexi.report.shares import find_shares, spell_layout, spell_nodes, spell_recomputed
+from megatron_hexi.report.share_lines import find_shares, spell_layout, spell_nodes, spell_recomputed
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.planned import baseline, make_planned
 

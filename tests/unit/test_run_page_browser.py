@@ -12,8 +12,8 @@ from megatron_hexi.cost import estimate
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
 from megatron_hexi.record import read_record
-from megatron_hexi.report.run import describe_run
 from megatron_hexi.report.run_page import run_page
+from megatron_hexi.report.run_summary import describe_run
 from tests.support.costs import cluster
 from tests.support.records import JOB, PLAN, interval, start, write_record
 

@@ -12,8 +12,8 @@ from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
 from megatron_hexi.plan import Estimate, proportional_plan, write_plan
 from megatron_hexi.record import RankTimes, Round, read_record
-from megatron_hexi.report.run import Pace, describe_run
 from megatron_hexi.report.run_page import run_page
+from megatron_hexi.report.run_summary import RunSpeed, describe_run
 from tests.support.costs import cluster
 from tests.support.html import Page
 from tests.support.records import GIB, JOB, PLAN, interval, start, write_record
@@ -84,7 +84,7 @@ def test_without_a_cluster_the_plan_s_own_estimate_is_shown(path):
     known = Estimate(iteration_s=1.5, tokens_per_s=5461.0, memory_gib=(6.0, 7.0))
     plan = dataclasses.replace(PLAN, estimate=known)
     run = describe_run(read_record(write_record(path, start(), *INTERVALS)), plan, None)
-    assert run.predicted == Pace(1.5, 5461.0, None)
+    assert run.predicted == RunSpeed(1.5, 5461.0, None)
     assert [rank.predicted_gib for rank in run.ranks] == [6.0, 7.0]
 
 

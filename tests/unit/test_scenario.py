@@ -15,10 +15,10 @@ from megatron_hexi.cluster import cluster_from_yaml, read_cluster
 from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.lab.scenario import play_scenario, policies, read_scenario
-from megatron_hexi.lab.scenario.conditions import find_stretches
-from megatron_hexi.lab.scenario.picture import draw_scenario
-from megatron_hexi.lab.scenario.plans import Plans
-from megatron_hexi.lab.scenario.report import scenario_report, spell_duration
+from megatron_hexi.lab.scenario.candidate_plans import Plans
+from megatron_hexi.lab.scenario.conditions import find_periods
+from megatron_hexi.lab.scenario.scenario_picture import draw_scenario
+from megatron_hexi.lab.scenario.scenario_report import scenario_report, spell_duration
 from megatron_hexi.plan import proportional_plan, write_plan
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.replan.planning.history import WINDOW
@@ -226,15 +226,15 @@ def test_events_are_drawn_each_by_itself(tmp_path):
         assert all(later.begin_s > before.end_s for before, later in itertools.pairwise(own))
 
 
-def test_stretches_cover_the_time_and_alike_ones_are_one(tmp_path):
+def test_periods_cover_the_time_and_alike_ones_are_one(tmp_path):
     path = tmp_path / "one.yaml"
     path.write_text(
         "{lasts: 10s, throttled: [{gpus: a-0/0, speed: 0.5, at: 2s, until: 4s}, "
         "{gpus: a-0/0, speed: 0.5, at: 4s, until: 6s}, {gpus: a-0/0, speed: 1.0, at: 1s, until: 8s}]}"
     )
     scenario, events = read_scenario(path, TWO)
-    stretches = find_stretches(events, scenario.lasts)
-    assert [(one.begin_s, one.end_s, one.conditions.speeds) for one in stretches] == [
+    periods = find_periods(events, scenario.lasts)
+    assert [(one.begin_s, one.end_s, one.conditions.speeds) for one in periods] == [
         (0, 2, ()),
         (2, 6, ((0, 0.5),)),
         (6, 10, ()),
@@ -303,7 +303,7 @@ def test_a_plan_for_the_nodes_left_names_gpus_of_the_whole_cluster():
     assert set(left.plan.gpus or ()) <= {2, 3}
     assert plans.after_loss(frozenset({0, 1})) is None
     expected = CostModel(left.job, TWO.without({0})).estimate(replace(left.plan, gpus=None)).iteration_s
-    assert plans.pace(left, find_stretches((), 1.0)[0].conditions).seconds == pytest.approx(expected)
+    assert plans.pace(left, find_periods((), 1.0)[0].conditions).seconds == pytest.approx(expected)
 
 
 # The command

@@ -14,7 +14,7 @@ from megatron_hexi.plan import (
     Replica,
     Share,
     Workload,
-    deal_micro_batches,
+    assign_micro_batches,
     has_equal_replicas,
     proportional_plan,
 )
@@ -31,15 +31,15 @@ def plan(*shares: int | None, sizes: tuple[int, ...] = ()) -> Plan:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 4))
 def test_every_micro_batch_of_every_global_batch_is_taken_by_one_replica(counts, micro_batch):
-    shares = deal_micro_batches(plan(*counts), sum(counts) * micro_batch, micro_batch)
+    shares = assign_micro_batches(plan(*counts), sum(counts) * micro_batch, micro_batch)
     assert [share.count for share in shares] == counts
     for number in range(3 * sum(counts)):
         assert sum(number in share for share in shares) == 1
 
 
 def test_replicas_that_state_nothing_take_equal_shares():
-    assert deal_micro_batches(plan(None, None), 8, 2) == (Share(0, 2, 4), Share(2, 2, 4))
-    assert deal_micro_batches(plan(2, None), 8, 2) == (Share(0, 2, 4), Share(2, 2, 4))
+    assert assign_micro_batches(plan(None, None), 8, 2) == (Share(0, 2, 4), Share(2, 2, 4))
+    assert assign_micro_batches(plan(2, None), 8, 2) == (Share(0, 2, 4), Share(2, 2, 4))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_replicas_that_state_nothing_take_equal_shares():
 )
 def test_shares_that_are_not_the_batch_are_refused(shares, batch, micro_batch, message):
     with pytest.raises(PlanError, match=message):
-        deal_micro_batches(plan(*shares), batch, micro_batch)
+        assign_micro_batches(plan(*shares), batch, micro_batch)
 
 
 def test_equal_replicas_are_megatrons_rectangle():

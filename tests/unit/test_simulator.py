@@ -126,7 +126,7 @@ def test_every_second_of_every_unit_is_accounted_for(plan, recompute, per):
     found, _, _ = replay(plan, job, nodes_for(plan, per=per))
     exposed, wire = found.exposed(), found.wire()
     for unit in range(plan.units):
-        own = [piece for piece in found.log.pieces if piece.unit == unit and piece.lane == "compute"]
+        own = [piece for piece in found.log.activities if piece.unit == unit and piece.lane == "compute"]
         waits = [(wait.start, wait.end) for wait in found.log.waits if wait.unit == unit]
         times = sorted([(piece.start, piece.end) for piece in own] + waits)
         # Work and waits follow each other without a gap from the start to the unit's own end.
@@ -146,7 +146,7 @@ def test_every_second_of_every_unit_is_accounted_for(plan, recompute, per):
         for lane in ({"compute"}, {"exchange"}, {"all_to_all"}, {"tensor_parallel"}):
             ends = sorted(
                 (piece.start, piece.end)
-                for piece in found.log.pieces
+                for piece in found.log.activities
                 if piece.unit == unit and lane & {piece.lane, piece.kind}
             )
             for before, after in itertools.pairwise(ends):

@@ -7,8 +7,17 @@ from hypothesis import strategies as st
 
 from megatron_hexi.lab.simulator.engine import Engine
 from megatron_hexi.lab.simulator.fair import fair_rates
-from megatron_hexi.lab.simulator.program import Batch, Compute, Lap, Mark, Post, Program, Sum, Wait
 from megatron_hexi.lab.simulator.routes import Routes, RouteTable
+from megatron_hexi.lab.simulator.unit_program import (
+    Compute,
+    LayerPass,
+    Mark,
+    PostBatch,
+    StageProgram,
+    Sum,
+    UnitBatch,
+    WaitForBatch,
+)
 from tests.support.costs import cluster
 from tests.support.plans import examples
 
@@ -83,13 +92,13 @@ def run(capacity, messages, begins=None, latency=0.0):
     """Run messages (sender, receiver, bytes, links); each unit begins at its time and posts all at once."""
     units = 1 + max(max(message[:2]) for message in messages)
     begins = begins or [0.0] * units
-    batches = [Batch(unit, 0, "exchange", "keys", 1) for unit in range(units)]
+    batches = [UnitBatch(unit, 0, "exchange", "keys", 1) for unit in range(units)]
     for number, (src, dst, _, _) in enumerate(messages):
         for unit in (src, dst):
             batches[unit].messages.append(number)
             batches[unit].left += 1
     return carry_out(
-        [[Compute("token", "work", begins[b.unit]), Post(b), Wait(b)] for b in batches],
+        [[Compute("token", "work", begins[b.unit]), PostBatch(b), WaitForBatch(b)] for b in batches],
         capacity,
         messages,
         [(batches[src], batches[dst]) for src, dst, _, _ in messages],
@@ -115,9 +124,9 @@ def carry_out(programs, capacity, messages, ends, latency=0.0):
     )
     marked = [[*program, *(Mark(0, point) for point in range(4))] for program in programs]
     whole = np.zeros(len(messages), dtype=np.int64)
-    program = Program(
+    program = StageProgram(
         marked,
-        (Lap("forward", 0),),
+        (LayerPass("forward", 0),),
         np.array(src),
         np.array(dst),
         np.array(size, float),
@@ -154,7 +163,7 @@ def test_bytes_flow_a_latency_later():
     arrived, log = run([10], [(0, 1, 10, [0])], latency=0.5)
     assert arrived == pytest.approx([1.5])
     assert log.left[0] == 0
-    network = [piece for piece in log.pieces if piece.lane == "network"]
+    network = [piece for piece in log.activities if piece.lane == "network"]
     assert [piece.end - piece.start for piece in network] == pytest.approx([1.5, 1.5])
     # While the second is on its way the first has the link to itself.
     arrived, _ = run([10], [(0, 1, 10, [0]), (2, 3, 10, [0])], begins=[0, 0, 0.5, 0], latency=0.5)
@@ -172,12 +181,12 @@ def test_a_message_leaves_when_both_ends_are_there():
 
 def test_one_batch_at_a_time_on_a_wire():
     # Unit 0 posts a message to 1 and, behind it, one to 2, over different links.
-    first = [Batch(unit, 0, "exchange", "keys", 1, 0, [0], 1) for unit in (0, 1)]
-    second = [Batch(unit, 0, "exchange", "keys", 2, 0, [1], 1) for unit in (0, 2)]
+    first = [UnitBatch(unit, 0, "exchange", "keys", 1, 0, [0], 1) for unit in (0, 1)]
+    second = [UnitBatch(unit, 0, "exchange", "keys", 2, 0, [1], 1) for unit in (0, 2)]
     programs = [
-        [Post(first[0]), Post(second[0]), Wait(first[0]), Wait(second[0])],
-        [Compute("token", "late", 2.0), Post(first[1]), Wait(first[1])],
-        [Post(second[1]), Compute("token", "other work", 3.0), Wait(second[1])],
+        [PostBatch(first[0]), PostBatch(second[0]), WaitForBatch(first[0]), WaitForBatch(second[0])],
+        [Compute("token", "late", 2.0), PostBatch(first[1]), WaitForBatch(first[1])],
+        [PostBatch(second[1]), Compute("token", "other work", 3.0), WaitForBatch(second[1])],
     ]
     messages = [(0, 1, 10, [0]), (0, 2, 10, [1])]
     arrived, log = carry_out(programs, [10, 10], messages, [tuple(first), tuple(second)])
@@ -187,22 +196,24 @@ def test_one_batch_at_a_time_on_a_wire():
 
 
 def test_sums_inside_a_unit_take_their_time():
-    batch = [Batch(unit, 0, "exchange", "keys", 1, 0, [0], 1) for unit in (0, 1)]
+    batch = [UnitBatch(unit, 0, "exchange", "keys", 1, 0, [0], 1) for unit in (0, 1)]
     programs = [
-        [Compute("token", "work", 1.0), Sum(2.0), Post(batch[0]), Wait(batch[0])],
-        [Compute("token", "work", 2.0), Post(batch[1])],
+        [Compute("token", "work", 1.0), Sum(2.0), PostBatch(batch[0]), WaitForBatch(batch[0])],
+        [Compute("token", "work", 2.0), PostBatch(batch[1])],
     ]
     arrived, log = carry_out(programs, [10], [(0, 1, 10, [0])], [tuple(batch)])
     assert arrived == [4]
-    sums = next(piece for piece in log.pieces if piece.kind == "tensor_parallel")
+    sums = next(piece for piece in log.activities if piece.kind == "tensor_parallel")
     assert (sums.unit, sums.lane, sums.start, sums.end) == (0, "network", 1, 3)
     assert (log.waits[0].batch, log.waits[0].start, log.waits[0].end) == (None, 1, 3)
 
 
 def test_who_waits_for_ever_is_a_fault_of_ours():
-    batch = [Batch(unit, 0, "exchange", "keys", 1, 0, [0], 1) for unit in (0, 1)]
+    batch = [UnitBatch(unit, 0, "exchange", "keys", 1, 0, [0], 1) for unit in (0, 1)]
     with pytest.raises(AssertionError, match=r"units \[0\] wait for ever"):
-        carry_out([[Post(batch[0]), Wait(batch[0])], []], [10], [(0, 1, 10, [0])], [tuple(batch)])
+        carry_out(
+            [[PostBatch(batch[0]), WaitForBatch(batch[0])], []], [10], [(0, 1, 10, [0])], [tuple(batch)]
+        )
 
 
 SIZES = st.lists(st.integers(1, 40), min_size=2, max_size=6)

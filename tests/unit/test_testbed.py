@@ -19,7 +19,7 @@ from megatron_hexi.lab.testbed.cycle import cycle_seconds
 from megatron_hexi.lab.testbed.emulable import check_emulable
 from megatron_hexi.lab.testbed.in_rank import load
 from megatron_hexi.lab.testbed.in_rank.charge import Charger
-from megatron_hexi.lab.testbed.in_rank.clock import Clock
+from megatron_hexi.lab.testbed.in_rank.clock import PacedClock
 from megatron_hexi.lab.testbed.in_rank.pacing import Pacing
 from megatron_hexi.lab.testbed.job import Ended, _explain
 from megatron_hexi.lab.testbed.lab import Lab, Quota, read_lab, write_lab
@@ -38,7 +38,7 @@ def cluster(tmp_path):
     return read_cluster(path)
 
 
-class Recorder(Clock):
+class Recorder(PacedClock):
     """What would have been waited for."""
 
     def __init__(self):
@@ -231,7 +231,7 @@ class Time:
         self.slept = []
         time = SimpleNamespace(perf_counter=lambda: self.now, sleep=self.sleep)
         monkeypatch.setattr("megatron_hexi.lab.testbed.in_rank.clock.time", time)
-        monkeypatch.setattr(Clock, "_busy", lambda clock: self.busy)
+        monkeypatch.setattr(PacedClock, "_busy", lambda clock: self.busy)
 
     def sleep(self, seconds):
         self.slept.append(seconds)
@@ -254,14 +254,14 @@ def paced(clock, machine, computes, modelled):
 
 
 def test_an_operation_takes_its_modelled_time(machine):
-    clock = Clock()
+    clock = PacedClock()
     paced(clock, machine, 0.2, 1.0)
     assert machine.now == pytest.approx(1.0)
     assert machine.slept == [pytest.approx(0.8)]
 
 
 def test_work_between_is_taken_up_by_the_next_operations(machine):
-    clock = Clock()
+    clock = PacedClock()
     paced(clock, machine, 0.2, 1.0)
     machine.compute(0.5)  # element-wise work
     paced(clock, machine, 0.2, 1.0)
@@ -269,7 +269,7 @@ def test_work_between_is_taken_up_by_the_next_operations(machine):
 
 
 def test_waiting_for_another_rank_is_not_made_up_for(machine):
-    clock = Clock()
+    clock = PacedClock()
     paced(clock, machine, 0.2, 1.0)
     machine.now += 3.0  # a receive: no processor time
     paced(clock, machine, 0.2, 1.0)
@@ -278,7 +278,7 @@ def test_waiting_for_another_rank_is_not_made_up_for(machine):
 
 
 def test_an_operation_without_head_room_is_counted(machine):
-    clock = Clock()
+    clock = PacedClock()
     paced(clock, machine, 1.5, 1.0)
     pace = clock.finish()
     assert pace.excess == pytest.approx(0.5)
@@ -286,7 +286,7 @@ def test_an_operation_without_head_room_is_counted(machine):
 
 
 def test_long_lateness_is_given_up_and_counted(machine):
-    clock = Clock()
+    clock = PacedClock()
     paced(clock, machine, 0.1, 1.0)
     machine.compute(10.0)  # a checkpoint
     paced(clock, machine, 0.1, 1.0)
@@ -296,7 +296,7 @@ def test_long_lateness_is_given_up_and_counted(machine):
 
 
 def test_unmodelled_work_before_a_message_is_reported_once(machine):
-    clock = Clock()
+    clock = PacedClock()
     paced(clock, machine, 0.1, 1.0)
     machine.compute(0.25)
     clock.message()

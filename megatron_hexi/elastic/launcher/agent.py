@@ -63,7 +63,7 @@ _SHUTDOWN_S = 6
 
 
 @dataclass(frozen=True)
-class Launch:
+class AgentSettings:
     """Settings of one node's agent.
 
     Args:
@@ -174,7 +174,7 @@ class NodeAgent(LocalElasticAgent):
     """
 
     def __init__(
-        self, launch: Launch, rendezvous: PatientRendezvous, store: dist.Store, keeper: Keeper | None
+        self, launch: AgentSettings, rendezvous: PatientRendezvous, store: dist.Store, keeper: Keeper | None
     ) -> None:
         spec = WorkerSpec(
             role="rank",
@@ -244,7 +244,7 @@ def exit_code(result: RunResult) -> int:
     return 2 if any(failure.exitcode == 2 for failure in result.failures.values()) else 1
 
 
-def run_agent(launch: Launch) -> int:
+def run_agent(launch: AgentSettings) -> int:
     """Run this node's ranks, round after round.
 
     Returns:
@@ -302,12 +302,12 @@ def run_agent(launch: Launch) -> int:
     return code
 
 
-def _keeper(launch: Launch) -> Keeper:
+def _keeper(launch: AgentSettings) -> Keeper:
     folder = Path(launch.copy_folder)
     return Keeper(folder, (launch.host, launch.port), f"hexi.{launch.job}", launch.address)
 
 
-def _wait_for_all(launch: Launch, job: dist.Store) -> None:
+def _wait_for_all(launch: AgentSettings, job: dist.Store) -> None:
     """Wait at the beginning of a job until all nodes have joined, with a time limit."""
     came, deadline = job.add("came", 1), time.monotonic() + _FIRST_CALL_S
     while came < launch.most and not job.check(["rounds"]) and time.monotonic() < deadline:

@@ -28,6 +28,7 @@ from megatron_hexi.elastic.training.goodput import begin_round, round_words, set
 from megatron_hexi.elastic.training.round_plan import PLANNER_TIMEOUT, plan_ahead, plan_for
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan, plan_from_yaml
+from megatron_hexi.plan.check import refuse_stages
 from megatron_hexi.record import Round
 from megatron_hexi.runtime import meeting, start_watch, stop_watch
 from megatron_hexi.text_file import read_text, write_text_atomically
@@ -80,11 +81,12 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
             f"{what}: --load {args.load} is not --save {args.save}; to begin with other weights give "
             "--pretrained-checkpoint FOLDER and no --load"
         )
-    if not plan.is_repeated:
-        raise HexiError(
-            f"{what}: {args.hexi_plan} has stages with layers of their own, which are not planned anew; make "
-            "a plan with --pipeline-model-parallel-size N"
-        )
+    refuse_stages(
+        plan,
+        f"{what}: {args.hexi_plan}",
+        "which are not planned anew",
+        "make a plan with --pipeline-model-parallel-size N",
+    )
 
 
 def take_part(args: Namespace) -> Plan:

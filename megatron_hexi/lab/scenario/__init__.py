@@ -1,9 +1,9 @@
-"""Days of a job on a cluster that changes: a plan that stays, one that follows, and the best. No torch."""
+"""Simulation of days of a job on a changing cluster, under three policies. No torch here."""
 
-from megatron_hexi.lab.scenario.course import Course, Piece
+from megatron_hexi.lab.scenario.course import Course, CoursePiece
 from megatron_hexi.lab.scenario.events import Event
-from megatron_hexi.lab.scenario.file import read_scenario
-from megatron_hexi.lab.scenario.model import Scenario
-from megatron_hexi.lab.scenario.play import Played, play_scenario
+from megatron_hexi.lab.scenario.play import PlayedScenario, play_scenario
+from megatron_hexi.lab.scenario.scenario_file import read_scenario
+from megatron_hexi.lab.scenario.scenario_model import Scenario
 
-__all__ = ["Course", "Event", "Piece", "Played", "Scenario", "play_scenario", "read_scenario"]
+__all__ = ["Course", "CoursePiece", "Event", "PlayedScenario", "Scenario", "play_scenario", "read_scenario"]

@@ -1,4 +1,4 @@
-"""What a cluster is like between two events."""
+"""Conditions of a cluster between two events."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_hexi.lab.scenario.events import Event
 
 @dataclass(frozen=True)
 class Conditions:
-    """How a cluster differs from what its file says; as is, not at all.
+    """Deviations of a cluster from its file; by default none.
 
     Args:
-        speeds: factor on the curves of each rank that has one.
-        links: factor on bandwidths, as `Cluster.at_bandwidths` names them.
-        lost: nodes that are away.
+        speeds: ranks with a factor on their curves.
+        links: links, as `Cluster.at_bandwidths` names them, with a factor on their bandwidth.
+        lost: lost nodes.
     """
 
     speeds: tuple[tuple[int, float], ...] = ()
@@ -26,24 +26,24 @@ class Conditions:
     lost: frozenset[int] = frozenset()
 
     def apply(self, cluster: Cluster) -> Cluster:
-        """The cluster at these rates; lost nodes stay in it."""
+        """Return the cluster at these rates; lost nodes stay in it."""
         slower = cluster.at_speeds(dict(self.speeds)) if self.speeds else cluster
         return slower.at_bandwidths(dict(self.links)) if self.links else slower
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Conditions from one time to another, seconds since the start."""
+class Period:
+    """A period with constant conditions, in seconds since the start."""
 
     begin_s: float
     end_s: float
     conditions: Conditions
 
 
-def find_stretches(events: Sequence[Event], lasts_s: float) -> list[Stretch]:
-    """The time from 0 to its end, cut where an event begins or ends."""
+def find_periods(events: Sequence[Event], lasts_s: float) -> list[Period]:
+    """Return the time from 0 to its end, cut where an event begins or ends."""
     edges = sorted({0.0, lasts_s, *(time for event in events for time in (event.begin_s, event.end_s))})
-    stretches: list[Stretch] = []
+    periods: list[Period] = []
     beginning = iter(events)  # by their beginning
     following = next(beginning, None)
     active: list[Event] = []
@@ -53,10 +53,10 @@ def find_stretches(events: Sequence[Event], lasts_s: float) -> list[Stretch]:
             active.append(following)
             following = next(beginning, None)
         conditions = _together(active)
-        if stretches and stretches[-1].conditions == conditions:
-            begin = stretches.pop().begin_s
-        stretches.append(Stretch(begin, end, conditions))
-    return stretches
+        if periods and periods[-1].conditions == conditions:
+            begin = periods.pop().begin_s
+        periods.append(Period(begin, end, conditions))
+    return periods
 
 
 def _together(events: Sequence[Event]) -> Conditions:

@@ -1,4 +1,4 @@
-"""A scenario's events on a cluster: those that its file states, and those that are drawn."""
+"""Events of a scenario on a cluster: stated in its file, or drawn."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Literal, NoReturn
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.errors import HexiError
-from megatron_hexi.lab.scenario.model import Scenario
+from megatron_hexi.lab.scenario.scenario_model import Scenario
 from megatron_hexi.yaml_file import Place, YamlFile
 from megatron_hexi.yaml_schema import short
 
-What = Literal["throttled", "congested", "lost"]
-#: More are a mean time in the wrong unit.
+EventKind = Literal["throttled", "congested", "lost"]
+#: Most events; more come from a mean time in the wrong unit.
 _MOST = 20_000
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that holds from one time to another.
+    """A change of the cluster that holds from one time to another.
 
     Args:
-        what: it is.
-        name: of what it happens to.
-        begin_s: since the start.
+        what: kind of event.
+        name: name of the GPU, link or node.
+        begin_s: seconds since the start.
         end_s: likewise.
-        factor: on speed or bandwidth; 0 for what is lost.
-        ranks: whose speed it changes.
-        links: whose bandwidth it changes, as `Cluster.at_bandwidths` names them.
-        nodes: that are lost.
+        factor: factor on speed or bandwidth; 0 for lost nodes.
+        ranks: ranks whose speed it changes.
+        links: links whose bandwidth it changes, as `Cluster.at_bandwidths` names them.
+        nodes: lost nodes.
     """
 
-    what: What
+    what: EventKind
     name: str
     begin_s: float
     end_s: float
@@ -44,11 +44,11 @@ class Event:
 
 
 def find_events(scenario: Scenario, cluster: Cluster, source: YamlFile) -> tuple[Event, ...]:
-    """All events of a scenario, in the order in which they begin.
+    """Return all events of a scenario, in the order in which they begin.
 
     Args:
-        scenario: what the file says.
-        cluster: that it happens to.
+        scenario: the scenario file.
+        cluster: the cluster.
         source: the file, for errors.
 
     Raises:
@@ -88,7 +88,7 @@ def _stated(scenario: Scenario, cluster: Cluster, source: YamlFile) -> Iterator[
 
 
 def _drawn(scenario: Scenario, cluster: Cluster) -> Iterator[Event]:
-    """Each GPU, link and node draws from a stream of its own: other events change nothing of it."""
+    """Yield drawn events; each GPU, link and node has a random stream of its own."""
     drawn, lasts_s = scenario.random, scenario.lasts
     seed, nodes = drawn.seed, [node.name for node in cluster.nodes]
     if (slow := drawn.throttles) is not None:
@@ -108,12 +108,12 @@ def _drawn(scenario: Scenario, cluster: Cluster) -> Iterator[Event]:
                 yield Event("lost", name, begin, end, 0.0, nodes=(number,))
 
 
-def _draw(stream: str, between: float, each: float, lasts: float) -> Iterator[tuple[float, float]]:
+def _draw(stream: str, between: float, duration: float, lasts: float) -> Iterator[tuple[float, float]]:
     draw = random.Random(stream)  # a text seeds by its SHA-512, the same on any machine
     begin = draw.expovariate(1 / between)
     while begin < lasts:
-        yield begin, min(begin + each, lasts)
-        begin += each + draw.expovariate(1 / between)
+        yield begin, min(begin + duration, lasts)
+        begin += duration + draw.expovariate(1 / between)
 
 
 def _times(
@@ -133,9 +133,9 @@ def _times(
     return at, min(end, scenario.lasts)
 
 
-def _refuse(source: YamlFile, place: Place, text: str, what: str, example: str) -> NoReturn:
+def _refuse(source: YamlFile, place: Place, text: str, kind: str, example: str) -> NoReturn:
     raise HexiError(
-        f"{source.where(place)} = {short(text)} is no {what} of the cluster file; write for example {example}"
+        f"{source.where(place)} = {short(text)} is no {kind} of the cluster file; write for example {example}"
     )
 
 
@@ -149,7 +149,7 @@ def _find_ranks(cluster: Cluster, text: str) -> tuple[int, ...]:
 
 
 def _link_names(cluster: Cluster) -> dict[str, tuple[tuple[int, int], ...]]:
-    """What `Cluster.at_bandwidths` is told for each name of links."""
+    """Return the links of `Cluster.at_bandwidths` for each name."""
     known: dict[str, tuple[tuple[int, int], ...]] = {}
     names: dict[str, Sequence[int]] = {node.name: (number,) for number, node in enumerate(cluster.nodes)}
     names |= cluster.file.node_numbers
@@ -160,5 +160,7 @@ def _link_names(cluster: Cluster) -> dict[str, tuple[tuple[int, int], ...]]:
     for level, tier in enumerate(cluster.tiers[1:], start=2):
         groups = {str(group): (group,) for group in sorted(set(tier.group_of))}
         owners: Mapping[str, Sequence[int]] = groups if tier.per == "group" else names
-        known |= {f"{tier.name} {name}": tuple((level, n) for n in held) for name, held in owners.items()}
+        known |= {
+            f"{tier.name} {name}": tuple((level, n) for n in numbers) for name, numbers in owners.items()
+        }
     return known

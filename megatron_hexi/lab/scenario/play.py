@@ -1,4 +1,4 @@
-"""A scenario played under each policy."""
+"""Simulation of a scenario under each policy."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job
-from megatron_hexi.lab.scenario.conditions import Stretch, find_stretches
+from megatron_hexi.lab.scenario.candidate_plans import AS_THE_FILE_SAYS, Plans
+from megatron_hexi.lab.scenario.conditions import Period, find_periods
 from megatron_hexi.lab.scenario.course import Course, Runner
 from megatron_hexi.lab.scenario.events import Event
-from megatron_hexi.lab.scenario.model import Scenario
-from megatron_hexi.lab.scenario.plans import AS_THE_FILE_SAYS, Plans
 from megatron_hexi.lab.scenario.policies import ReplanningRunner, StaticRunner, best_course
+from megatron_hexi.lab.scenario.scenario_model import Scenario
 from megatron_hexi.plan import Plan
 from megatron_hexi.planner import Request
 
-#: Told how many stretches of how many are played.
+#: Callback: receives the number of periods done and their total.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Played:
-    """A scenario, and what each policy came to.
+class PlayedScenario:
+    """A scenario, and the result of each policy.
 
     Args:
-        lasts_s: seconds.
-        events: that happened.
-        tokens: of an iteration.
-        undisturbed_s: seconds of an iteration of the given plan without any event.
-        courses: of the policies: static, re-planning, oracle.
+        lasts_s: seconds of the scenario.
+        events: events of the cluster.
+        tokens: tokens of an iteration.
+        undisturbed_s: seconds of an iteration of the given plan without events.
+        courses: courses of the policies: static, re-planning, oracle.
     """
 
     lasts_s: float
@@ -39,12 +39,12 @@ class Played:
     courses: tuple[Course, ...]
 
     def goodput(self, course: Course) -> float:
-        """Tokens/s that are kept, over all of the time."""
+        """Return tokens/s of kept iterations, over all of the time."""
         return course.iterations * self.tokens / self.lasts_s
 
     @property
     def undisturbed_tokens_per_s(self) -> float:
-        """Of the given plan without any event."""
+        """Tokens/s of the given plan without events."""
         return self.tokens / self.undisturbed_s
 
 
@@ -56,32 +56,32 @@ def play_scenario(
     request: Request,
     cluster: Cluster,
     progress: Progress | None = None,
-) -> Played:
-    """Play a scenario under each policy: static, re-planning, oracle.
+) -> PlayedScenario:
+    """Simulate a scenario under each policy: static, re-planning, oracle.
 
-    Between two events everything is steady, and iterations take what the cost model says of the plan in
-    force.
+    Between two events conditions are constant, and iterations take the cost model's time for the current
+    plan.
 
     Args:
-        scenario: what happens, and what it costs.
-        events: of it, in the order in which they begin.
-        plan: that the job begins with.
-        job: of the plan.
-        request: what other plans are asked for.
-        cluster: as its file says.
-        progress: told how far it is.
+        scenario: the scenario.
+        events: its events, in the order in which they begin.
+        plan: the job's first plan.
+        job: the plan's job.
+        request: the planner's request for other plans.
+        cluster: the cluster of the file.
+        progress: callback: receives the periods done and their total.
 
     Raises:
         HexiError: the plan is not for this cluster or job.
     """
     plans = Plans(plan, job, request, cluster)
-    stretches = find_stretches(events, scenario.lasts)
-    total, played = 3 * len(stretches), 0
+    periods = find_periods(events, scenario.lasts)
+    total, played = 3 * len(periods), 0
 
-    def watched() -> Iterator[Stretch]:
+    def watched() -> Iterator[Period]:
         nonlocal played
-        for stretch in stretches:
-            yield stretch
+        for period in periods:
+            yield period
             played += 1
             if progress is not None:
                 progress(played, total)
@@ -92,9 +92,9 @@ def play_scenario(
         ReplanningRunner(plans, scenario.recovery, scenario.replanning),
     )
     for runner in runners:
-        for stretch in watched():
-            runner.go_through(stretch)
+        for period in watched():
+            runner.go_through(period)
         courses.append(runner.finished())
-    courses.append(best_course(plans, watched()))  # last: it may take any plan that others had
+    courses.append(best_course(plans, watched()))  # last: it may use any plan of the others
     undisturbed = plans.pace(plans.given, AS_THE_FILE_SAYS).seconds
-    return Played(scenario.lasts, tuple(events), plans.tokens, undisturbed, tuple(courses))
+    return PlayedScenario(scenario.lasts, tuple(events), plans.tokens, undisturbed, tuple(courses))

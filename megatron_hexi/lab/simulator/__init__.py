@@ -1,7 +1,7 @@
-"""A plan replayed event by event: who computes, who sends, and who waits for whom. No torch here."""
+"""Simulation of an iteration of a plan, event by event: computing, sending and waiting. No torch here."""
 
 from megatron_hexi.lab.simulator.difference import Difference, compare_with_model
-from megatron_hexi.lab.simulator.iteration import simulate
+from megatron_hexi.lab.simulator.simulated_iteration import simulate
 from megatron_hexi.lab.simulator.simulation import (
     Findings,
     LinkUse,

@@ -1,4 +1,4 @@
-"""Where a simulated iteration differs from the cost model's, and why; every reason was seen in the replay."""
+"""Differences between a simulated iteration and the cost model's, with reasons seen in the replay."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from megatron_hexi.cost import IterationCost
 from megatron_hexi.lab.simulator.simulation import Findings, Simulation
 
-#: Of the iteration: what is smaller needs no reason.
+#: Part of the iteration below which a difference needs no reason.
 _SAME = 0.002
-#: Of a layer: groups or members that are closer together pass for simultaneous.
+#: Part of a layer below which groups or members count as simultaneous.
 _CLOSE = 0.005
-#: Of the time: transfers that meet for less do not explain anything.
+#: Part of the time below which shared links explain nothing.
 _MEETING = 0.001
-#: Links that are named; a set of transfers often crosses many that are alike.
+#: Most links that are named; a set of transfers often crosses many similar ones.
 _NAMED = 2
 
-#: Where nothing above was seen, for less and for more.
+#: Reasons where nothing above was seen, for shorter and for longer times.
 _SMALL = (
     "units do not wait for each other where the model takes them to",
     "a link shared fairly is not always full, and who is served late makes others wait",
@@ -29,13 +29,13 @@ _EXCHANGE = ("keys", "gradients")
 
 @dataclass(frozen=True)
 class Difference:
-    """One phase in both.
+    """A phase in the cost model and in the simulator.
 
     Args:
-        phase: as in `Phases`, or ``iteration``.
+        phase: a phase of `Phases`, or ``iteration``.
         model_s: seconds by the cost model.
         simulated_s: seconds by the simulator.
-        why: in words; empty where they agree.
+        why: the reason; empty where they agree.
     """
 
     phase: str
@@ -45,33 +45,33 @@ class Difference:
 
     @property
     def difference_s(self) -> float:
-        """What the simulator has more."""
+        """Seconds by which the simulator exceeds the model."""
         return self.simulated_s - self.model_s
 
 
 def compare_with_model(simulation: Simulation, cost: IterationCost) -> tuple[Difference, ...]:
-    """Phase by phase, and the whole at last.
+    """Return the differences by phase, and last of the whole iteration.
 
     Args:
-        simulation: of a plan.
-        cost: of the same plan, job, cluster and GPUs.
+        simulation: simulation of a plan.
+        cost: prediction of the same plan, job, cluster and GPUs.
     """
-    model, found = cost.phases.by_name, simulation.phases.by_name
+    model, simulated = cost.phases.by_name, simulation.phases.by_name
     least = _SAME * cost.iteration_s
-    moves = found["all_to_all"] - model["all_to_all"]
-    exchange = found["exchange"] - model["exchange"]
+    moves = simulated["all_to_all"] - model["all_to_all"]
+    exchange = simulated["exchange"] - model["exchange"]
     traded = moves * exchange < 0 and min(abs(moves), abs(exchange)) > least
     rows = []
     for phase, seconds in model.items():
-        more = found[phase] - seconds
-        if not seconds and not found[phase]:
+        more = simulated[phase] - seconds
+        if not seconds and not simulated[phase]:
             continue
         reasons: list[str] = []
         if abs(more) > least:
             reasons = list(_reasons(phase, more, simulation.findings)) or [_SMALL[more > 0]]
             if traded and phase in ("all_to_all", "exchange"):
                 reasons.append("who is early in one of all-to-all and exchange waits longer in the other")
-        rows.append(Difference(phase, seconds, found[phase], "; ".join(reasons)))
+        rows.append(Difference(phase, seconds, simulated[phase], "; ".join(reasons)))
     return (*rows, _whole(rows, simulation, cost))
 
 
@@ -79,7 +79,7 @@ def _whole(rows: list[Difference], simulation: Simulation, cost: IterationCost) 
     more = simulation.iteration_s - cost.iteration_s
     why = ""
     if abs(more) > _SAME * cost.iteration_s:
-        # The phases that go the same way, the largest first.
+        # The phases with a difference of the same sign, the largest first.
         same = [row for row in rows if row.why and row.difference_s * more > 0]
         names = [row.phase for row in sorted(same, key=lambda row: -abs(row.difference_s))]
         why = f"mostly {' and '.join(name.replace('_', ' ') for name in names[:2])}"
@@ -116,7 +116,7 @@ def _reasons(phase: str, more: float, findings: Findings) -> Iterator[str]:
 
 
 def _transfers(kinds: tuple[str, ...], more: float, findings: Findings) -> Iterator[str]:
-    """Who met that the model keeps apart, or did not meet that it counts together."""
+    """Yield links that transfers share against the model, or do not share as the model assumes."""
     if more > 0:
         met = [
             meeting
@@ -129,11 +129,11 @@ def _transfers(kinds: tuple[str, ...], more: float, findings: Findings) -> Itera
                 "model takes them never to meet"
             )
     else:
-        apart = [one for one in findings.scatterings if one.kind in kinds]
-        for one in sorted(apart, key=lambda one: -one.spared_s)[:_NAMED]:
+        apart = [s for s in findings.scatterings if s.kind in kinds]
+        for scattering in sorted(apart, key=lambda s: -s.spared_s)[:_NAMED]:
             yield (
-                f"the model counts {one.counted} transfers of {one.kind} on {one.link} as all together, and "
-                f"at most {one.met} share it at a time"
+                f"the model counts {scattering.counted} transfers of {scattering.kind} on "
+                f"{scattering.link} as all together, and at most {scattering.met} share it at a time"
             )
 
 

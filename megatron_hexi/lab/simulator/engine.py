@@ -1,8 +1,8 @@
 """The event loop: units work through their programs, transfers cross the network.
 
 Each unit does one thing at a time, and has one wire: its batches travel one after the other in the order in
-which it posted them. A message leaves when both ends have come to it, and its bytes flow a route's latency
-later. What happens at the same time is done together before links are shared anew.
+which it posted them. A message starts when both ends have reached it, and its bytes flow a route's latency
+later. Events of one instant are handled together before links are shared anew.
 """
 
 from __future__ import annotations
@@ -16,20 +16,29 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.lab.simulator.network import CLOSE, FairNetwork, Meetings
-from megatron_hexi.lab.simulator.program import POINTS, Batch, Compute, Mark, Post, Program, Sum, Wait
+from megatron_hexi.lab.simulator.fair_network import CLOSE, FairNetwork, Meetings
 from megatron_hexi.lab.simulator.routes import RouteTable
 from megatron_hexi.lab.simulator.simulation import Lane
+from megatron_hexi.lab.simulator.unit_program import (
+    POINTS,
+    Compute,
+    Mark,
+    PostBatch,
+    StageProgram,
+    Sum,
+    UnitBatch,
+    WaitForBatch,
+)
 
 Progress = Callable[[int, int], None]
 
-#: Kinds of events, in the order in which those of one instant are done.
+#: Kinds of events, in the order in which those of one instant are handled.
 _GO_ON, _FLOW, _ARRIVE = range(3)
 _REPORTS = 100
 
 
-class Piece(NamedTuple):
-    """Something that took time on one of a unit's lanes; on ``network`` the kind is a batch's phase."""
+class Activity(NamedTuple):
+    """An activity on one of a unit's lanes; on ``network`` the kind is a batch's phase."""
 
     unit: int
     lane: Lane
@@ -41,31 +50,31 @@ class Piece(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A unit that had nothing to compute, and the batch (``None``: the sums) that it waited for."""
+    """A unit's time without work, and the batch that it waited for (``None``: the all-reduce of the unit)."""
 
     unit: int
     lap: int
-    batch: Batch | None
+    batch: UnitBatch | None
     start: float
     end: float
 
 
 @dataclass(eq=False)
 class Log:
-    """What happened.
+    """The events of a replay.
 
     Args:
-        marks: when each unit passed each point of each lap, [laps, points, U].
-        pieces: work and batches, in the order in which they ended.
+        marks: time at which each unit passed each point of each layer pass, [passes, points, U].
+        activities: work and batches, in the order in which they ended.
         waits: time without work.
-        left: when each message left, [M].
-        arrived: when it had arrived, [M].
-        meetings: who shared links.
-        end: when all were done.
+        left: start of each message, [M].
+        arrived: arrival of each message, [M].
+        meetings: transfers that shared links.
+        end: end of the replay.
     """
 
     marks: Floats
-    pieces: list[Piece] = field(default_factory=list)
+    activities: list[Activity] = field(default_factory=list)
     waits: list[Waiting] = field(default_factory=list)
     left: Floats = field(default_factory=lambda: np.zeros(0))
     arrived: Floats = field(default_factory=lambda: np.zeros(0))
@@ -74,17 +83,17 @@ class Log:
 
 
 class Engine:
-    """Carries a program out.
+    """The execution of a program on the network.
 
     Args:
-        program: what the units do.
+        program: instructions of the units.
         table: routes of the messages.
         route: the route of each message, [M].
-        progress: told how much of how much is done.
+        progress: callback: receives the parts done and their total.
     """
 
     def __init__(
-        self, program: Program, table: RouteTable, route: Ints, progress: Progress | None = None
+        self, program: StageProgram, table: RouteTable, route: Ints, progress: Progress | None = None
     ) -> None:
         units = len(program.units)
         self._program = program
@@ -95,9 +104,9 @@ class Engine:
         self._done = 0
         self._events: list[tuple[float, int, int]] = []
         self._place = [0] * units
-        # All-to-alls and the exchange have communicators of their own: neither waits for the other's turn.
-        self._wires: list[dict[str, deque[Batch]]] = [defaultdict(deque) for _ in range(units)]
-        self._awaited: list[tuple[Wait, float] | None] = [None] * units
+        # All-to-alls and the exchange have separate communicators, so they do not wait for each other.
+        self._wires: list[dict[str, deque[UnitBatch]]] = [defaultdict(deque) for _ in range(units)]
+        self._awaited: list[tuple[WaitForBatch, float] | None] = [None] * units
         self._lap = [0] * units
         self._ends_there = [0] * len(program.size)
         self._log = Log(np.zeros((len(program.laps), len(POINTS), units)))
@@ -106,7 +115,7 @@ class Engine:
         self._log.meetings = self._network.meetings
 
     def run(self) -> Log:
-        """From the first instruction to the last."""
+        """Run from the first instruction to the last."""
         events = self._events
         now = 0.0
         for unit in range(len(self._program.units)):
@@ -115,7 +124,7 @@ class Engine:
         reported = 0
         while events:
             now = events[0][0]
-            # What differs by rounding only is the same instant.
+            # Times that differ only by rounding are the same instant.
             while events and events[0][0] <= now * (1 + CLOSE):
                 _, kind, number = heapq.heappop(events)
                 if kind == _GO_ON:
@@ -142,7 +151,7 @@ class Engine:
             self._push(time, _ARRIVE, part)
 
     def _go_on(self, unit: int, now: float) -> None:
-        """Work through a unit's program until something takes time."""
+        """Run a unit's program until an instruction takes time."""
         program = self._program.units[unit]
         while self._place[unit] < len(program):
             step = program[self._place[unit]]
@@ -151,31 +160,33 @@ class Engine:
             if isinstance(step, Compute):
                 end = now + step.seconds
                 lap = self._lap[unit]
-                self._log.pieces.append(Piece(unit, "compute", step.kind, step.name, lap, now, end))
+                self._log.activities.append(Activity(unit, "compute", step.kind, step.name, lap, now, end))
                 self._push(end, _GO_ON, unit)
                 return
             if isinstance(step, Mark):
                 self._log.marks[step.lap, step.point, unit] = now
                 self._lap[unit] = step.lap + (step.point == len(POINTS) - 1)
-            elif isinstance(step, Post):
+            elif isinstance(step, PostBatch):
                 wire = self._wires[unit][step.batch.phase]
                 wire.append(step.batch)
                 if len(wire) == 1:
                     self._open(step.batch, now)
-            elif isinstance(step, Wait):
+            elif isinstance(step, WaitForBatch):
                 if step.batch.left:
                     self._awaited[unit] = step, now
                     return
             elif isinstance(step, Sum):
                 end = now + step.seconds
                 lap = self._lap[unit]
-                self._log.pieces.append(Piece(unit, "network", "tensor_parallel", "sums", lap, now, end))
+                self._log.activities.append(
+                    Activity(unit, "network", "tensor_parallel", "sums", lap, now, end)
+                )
                 self._log.waits.append(Waiting(unit, lap, None, now, end))
                 self._push(end, _GO_ON, unit)
                 return
 
-    def _open(self, batch: Batch, now: float) -> None:
-        """A batch is the next on its wire; messages that the other end has come to leave."""
+    def _open(self, batch: UnitBatch, now: float) -> None:
+        """Make a batch the next on its wire; messages that the other end has reached start."""
         for message in batch.messages:
             self._ends_there[message] += 1
             if self._ends_there[message] == 2:
@@ -200,10 +211,12 @@ class Engine:
             if not batch.left:
                 self._finish(batch, now)
 
-    def _finish(self, batch: Batch, now: float) -> None:
+    def _finish(self, batch: UnitBatch, now: float) -> None:
         unit = batch.unit
         batch.ended = now
-        self._log.pieces.append(Piece(unit, "network", batch.phase, batch.name, batch.lap, batch.began, now))
+        self._log.activities.append(
+            Activity(unit, "network", batch.phase, batch.name, batch.lap, batch.began, now)
+        )
         wire = self._wires[unit][batch.phase]
         wire.popleft()
         if wire:

@@ -1,7 +1,7 @@
-"""From a few layers of one micro-batch to all of them: what is steady goes on as it is.
+"""Extrapolation from a few replayed layers of one micro-batch to all layers.
 
 A stage with L layers of which n were replayed takes the time of the replay and L - n times the mean of its
-last two layers, forward and backward (groups that take turns in waiting for each other repeat after two).
+last two layers, forward and backward (groups that alternate in waiting for each other repeat after two).
 Every micro-batch begins with all units of its stage ready.
 """
 
@@ -16,25 +16,25 @@ from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.layer import by_group
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import StageCost
-from megatron_hexi.lab.simulator.program import Lap
 from megatron_hexi.lab.simulator.replay import Replay, last_laps
+from megatron_hexi.lab.simulator.unit_program import LayerPass
 
-#: Of the whole: what is left when all else is taken off, where nothing should be.
+#: Part of the whole below which a remainder is rounding.
 _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
 class StageTimes:
-    """One micro-batch of the stages of a section.
+    """Times of one micro-batch in the stages of a section.
 
     Args:
-        replicas: where each domain's time goes, sends that nothing hides included.
-        forward: seconds of each domain's forward pass, once and the logits aside, [domains].
-        token: seconds of each unit, [U].
+        replicas: phases of each domain, exposed sends included.
+        forward: seconds of each domain's forward pass, without recomputation and logits, [domains].
+        token: seconds of token work of each unit, [U].
         attention: likewise.
-        communication: waiting while its own messages are under way, likewise, those sends included.
-        times: how often each lap counts: once, or for layers that were not replayed too, [laps, U].
-        cost: the model's, with simulated times of a layer, for what hides behind them.
+        communication: waiting while its own messages are under way, likewise, exposed sends included.
+        times: number of layers for which each layer pass counts, [passes, U].
+        cost: the cost model's, with simulated times of a layer, for communication that they hide.
     """
 
     replicas: tuple[Phases, ...]
@@ -47,13 +47,13 @@ class StageTimes:
 
 
 def extend_stage(section: Section, replay: Replay, cost: StageCost, layers: int) -> StageTimes:
-    """All layers of the stages of a section.
+    """Return the times of all layers of the stages of a section.
 
     Args:
         section: the units.
-        replay: of some of the layers.
-        cost: the model's, for work and sends.
-        layers: how many were replayed.
+        replay: replay of some of the layers.
+        cost: the cost model's, for work and sends.
+        layers: number of replayed layers.
     """
     plan, laps = replay.plan, replay.laps
     domain = plan.unit_replica
@@ -65,7 +65,7 @@ def extend_stage(section: Section, replay: Replay, cost: StageCost, layers: int)
     passes = []
     for rows in (ahead, ~ahead):
         missing, work = (more * durations)[rows].sum(axis=0), (more[:, domain] * busy)[rows].sum(axis=0)
-        # Where a lag is made up a layer may seem shorter than its own work, which cannot last.
+        # Where a lag is made up, a layer may seem shorter than its own work, which cannot continue.
         np.maximum.at(missing, domain, work)
         passes.append(whole[rows].sum(axis=0) + missing)
         waits = (more[:, domain] * exposed)[rows].sum(axis=0)
@@ -88,8 +88,8 @@ def extend_stage(section: Section, replay: Replay, cost: StageCost, layers: int)
     )
 
 
-def _times(section: Section, laps: tuple[Lap, ...], layers: int) -> tuple[Floats, Floats]:
-    """How often laps count as they were replayed, and how often the last of each way stand for others."""
+def _times(section: Section, laps: tuple[LayerPass, ...], layers: int) -> tuple[Floats, Floats]:
+    """Return for how many layers each pass counts as replayed, and for how many the last passes stand."""
     once = np.ones((len(laps), len(section.replicas)))
     more = np.zeros(once.shape)
     parts = section.parts
@@ -102,19 +102,19 @@ def _times(section: Section, laps: tuple[Lap, ...], layers: int) -> tuple[Floats
     return once, more
 
 
-def _work(cost: StageCost, lap: Lap, name: str) -> Floats:
-    """Seconds of token work, sums or attention of each unit in a lap; logits are counted by themselves."""
-    one = cost.layer.backward if lap.way == "backward" else cost.layer.forward
-    values: Floats = getattr(one, name)
+def _work(cost: StageCost, lap: LayerPass, name: str) -> Floats:
+    """Return seconds of token work, all-reduces or attention of each unit in a layer pass, without logits."""
+    layer_pass_cost = cost.layer.backward if lap.way == "backward" else cost.layer.forward
+    values: Floats = getattr(layer_pass_cost, name)
     absent = lap.way == "logits" or (name != "attention" and not lap.whole)
     return np.zeros(len(values)) if absent else values
 
 
 def _replica_phases(replay: Replay, cost: StageCost, times: Floats, replica: int, seconds: float) -> Phases:
-    """Where a domain's time goes along the group with the most to do.
+    """Return the phases of a domain along its busiest group.
 
-    All-to-alls take from when the last member is ready until the last one is done. What is left when all
-    that the group has to do is taken off is the exchange's: waiting for keys, values and their gradients.
+    All-to-alls take from the time when the last member is ready until the last is done. The remainder of the
+    time belongs to the exchange: waiting for keys, values and their gradients.
     """
     plan, laps = replay.plan, replay.laps
     marks = replay.log.marks
@@ -139,14 +139,14 @@ def _replica_phases(replay: Replay, cost: StageCost, times: Floats, replica: int
         attention=float(attention[busiest]),
         logits=float(cost.logits[last]),
     )
-    rest = seconds - known.total
-    if abs(rest) < _ROUNDING * seconds:
-        rest = 0.0
-    return known + Phases(exchange=rest, pipeline=cost.pipeline_s)
+    remainder = seconds - known.total
+    if abs(remainder) < _ROUNDING * seconds:
+        remainder = 0.0
+    return known + Phases(exchange=remainder, pipeline=cost.pipeline_s)
 
 
 def _simulated_cost(replay: Replay, cost: StageCost, durations: Floats) -> StageCost:
-    """The model's stage with the time of a layer, and of its busiest wire, as they were replayed."""
+    """Return the cost model's stage with replayed times of a layer and of its busiest wire."""
     wire, laps = replay.wire(), replay.laps
     passes = {}
     for way in ("forward", "backward"):

@@ -1,8 +1,8 @@
-"""Rates of transfers that share links fairly: max-min fairness by progressive filling.
+"""Max-min fair rates of transfers that share links, by progressive filling.
 
-All rates rise together; where a link is full, those that cross it stay as they are and the others go on
-(Bertsekas and Gallager, Data Networks, 1992, section 6.5.2). No transfer can then be given more without
-taking from one that has no more than it.
+All rates rise together; where a link is full, the rates of its transfers stay and the others rise on
+(Bertsekas and Gallager, Data Networks, 1992, section 6.5.2). Then no transfer can get more without taking
+from one that has no more.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 
-#: Shares that differ by less are equal: rounding must not make rounds.
+#: Relative difference below which shares are equal, so that rounding does not add rounds.
 _CLOSE = 1e-9
 
 
 def fair_rates(links: Ints, weights: Floats, capacity: Floats) -> Floats:
-    """Bytes/s of each transfer.
+    """Return bytes/s of each transfer.
 
-    Links fill up in order of their shares, but not one by one: a link whose share is the least for all that
-    cross it fills whatever happens elsewhere, so all such links are settled in one round.
+    Links fill up in order of their shares, but not one by one: a link whose share is the least for all its
+    transfers fills whatever happens elsewhere, so all such links are settled in one round.
 
     Args:
-        links: that each transfer crosses, [F, K]; shorter routes are filled with the last link.
-        weights: how many times each loads its link, [F, K]; 0 for what is filled in.
-        capacity: of each link, bytes/s; the last one's is endless.
+        links: links that each transfer crosses, [F, K]; shorter routes are padded with the last link.
+        weights: load of each transfer on its links, [F, K]; 0 for padding.
+        capacity: capacity of each link, bytes/s; infinite for the last link.
     """
     rates = np.zeros(len(links))
     waiting = np.arange(len(links))
-    left = capacity.copy()
+    remaining = capacity.copy()
     while len(waiting):
         at, load = links[waiting], weights[waiting]
         places = at.ravel()
-        total = np.bincount(places, load.ravel(), len(left))
-        share = np.full(len(left), np.inf)
-        np.divide(left, total, out=share, where=total > 0)
+        total = np.bincount(places, load.ravel(), len(remaining))
+        share = np.full(len(remaining), np.inf)
+        np.divide(remaining, total, out=share, where=total > 0)
         shares = share[at]
         least = shares.min(axis=1)
-        lowest = np.full(len(left), np.inf)
+        lowest = np.full(len(remaining), np.inf)
         np.minimum.at(lowest, places, np.repeat(least, at.shape[1]))
         full = lowest >= share * (1 - _CLOSE)
         settled = (full[at] & (shares <= least[:, None] * (1 + _CLOSE))).any(axis=1)
-        found = least[settled]
-        rates[waiting[settled]] = found
-        taken = (load[settled] * found[:, None]).ravel()
-        left = np.maximum(left - np.bincount(at[settled].ravel(), taken, len(left)), 0.0)
+        rates_settled = least[settled]
+        rates[waiting[settled]] = rates_settled
+        used = (load[settled] * rates_settled[:, None]).ravel()
+        remaining = np.maximum(remaining - np.bincount(at[settled].ravel(), used, len(remaining)), 0.0)
         waiting = waiting[~settled]
     return rates

@@ -1,4 +1,4 @@
-"""What a replay shows that the cost model does not know: who met on which link, who was early, who waited."""
+"""Effects in a replay that the cost model ignores: shared links, early groups, unready members."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hexi.cost.arrays import Ints
-from megatron_hexi.lab.simulator.program import POINTS
 from megatron_hexi.lab.simulator.replay import Replay, last_laps
 from megatron_hexi.lab.simulator.simulation import Findings, Meeting, Scattering
+from megatron_hexi.lab.simulator.unit_program import POINTS
 
-#: Meetings that are kept, those with most time.
+#: Most meetings that are kept, those with most time.
 _MOST_MEETINGS = 10
 
 
 def find(replays: Sequence[Replay]) -> Findings:
-    """Look through the replays of all stages."""
+    """Return the findings in the replays of all stages."""
     return Findings(
         meetings=_meetings(replays),
         scatterings=_scatterings(replays),
@@ -28,13 +28,13 @@ def find(replays: Sequence[Replay]) -> Findings:
 
 
 def _meetings(replays: Sequence[Replay]) -> tuple[Meeting, ...]:
-    found = [
+    meetings = [
         Meeting(replay.table.names[link], kinds, seconds / replay.log.end)
         for replay in replays
         for (link, kinds), seconds in replay.log.meetings.foreign_s.items()
         if seconds > 0
     ]
-    return tuple(sorted(found, key=lambda meeting: -meeting.share)[:_MOST_MEETINGS])
+    return tuple(sorted(meetings, key=lambda meeting: -meeting.share)[:_MOST_MEETINGS])
 
 
 def _scatterings(replays: Sequence[Replay]) -> tuple[Scattering, ...]:
@@ -46,10 +46,12 @@ def _scatterings(replays: Sequence[Replay]) -> tuple[Scattering, ...]:
         loads = (table.weights[replay.route] * program.size[:, None]).ravel()
         places, back, counted = np.unique(keys, return_inverse=True, return_counts=True)
         seconds = np.bincount(back, loads) / table.capacity[places % count]
-        for key, several, taken in zip(places.tolist(), counted.tolist(), seconds.tolist(), strict=True):
+        for key, several, link_seconds in zip(
+            places.tolist(), counted.tolist(), seconds.tolist(), strict=True
+        ):
             number, link = divmod(key, count)
             met = replay.log.meetings.together.get((number, link), 1)
-            spared = taken * (1 - met / several)
+            spared = link_seconds * (1 - met / several)
             kind = program.set_kinds[number]
             if link < count - 1 and spared > (best[kind].spared_s if kind in best else 0.0):
                 best[kind] = Scattering(kind, table.names[link], several, met, spared)
@@ -57,7 +59,7 @@ def _scatterings(replays: Sequence[Replay]) -> tuple[Scattering, ...]:
 
 
 def _spread(replay: Replay, point: str, inside: bool) -> float:
-    """Between the first and the last group of a replica (or member of a group), of a layer's time."""
+    """Return the largest distance of groups of a replica, or members of a group, at a point of a layer."""
     plan, durations = replay.plan, replay.durations()
     parts: dict[int, list[Ints]] = defaultdict(list)
     for group in np.flatnonzero(plan.group_tokens).tolist():

@@ -1,4 +1,4 @@
-"""A simulated pipeline as a picture: which micro-batch each stage works on when, and when it is idle."""
+"""A simulated pipeline as a picture: the micro-batches of each stage over time, and idle time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from matplotlib.patches import Patch
 from megatron_hexi.lab.simulator import PipelineSpan, Simulation
 from megatron_hexi.plan import Plan
 from megatron_hexi.report.labels import BarLabel, every_nth, wrap
-from megatron_hexi.report.units import time_unit
+from megatron_hexi.report.time_units import time_unit
 
 _TAIL = "gradients and optimizer"
-#: What bars are called, by the way of a span: where the last ministage turns, one pass follows the other.
+#: Names of bars, by the way of a span; ``turn`` is both passes of the last ministage.
 _NAMES = {"forward": "forward", "turn": "forward, then backward", "backward": "backward"}
 _COLOURS = {
     "forward": "#4878a8",
@@ -29,19 +29,19 @@ _MAX_HEIGHT = 24.0  # inches; beyond it rows get thinner instead
 _LINE, _LETTERS = 0.16, 44  # of a label: its height in inches, its length
 #: Micro-batches narrower than these parts of the iteration get no number, and no white edge.
 _LEAST_NUMBERED, _LEAST_EDGED = 0.006, 0.0015
-#: Digits to which courses of replicas that share rows are equal, as parts of the iteration.
+#: Digits to which times of replicas that share rows are equal, as parts of the iteration.
 _DIGITS = 4
 
 
 @dataclass(frozen=True)
 class PipelineRow:
-    """One stage of replicas that run alike, or one of the stage's domains that take whole micro-batches.
+    """A stage of replicas that run alike, or a domain of it that takes whole micro-batches.
 
     Args:
-        replicas: their numbers.
-        stage: its number.
-        lane: as of `PipelineSpan`.
-        spans: of the first of these replicas, in order.
+        replicas: numbers of the replicas.
+        stage: number of the stage.
+        lane: as in `PipelineSpan`.
+        spans: spans of the first of these replicas, in order.
     """
 
     replicas: tuple[int, ...]
@@ -51,7 +51,7 @@ class PipelineRow:
 
 
 def pipeline_rows(simulation: Simulation) -> list[PipelineRow]:
-    """The rows of the picture, by replica, stage and lane; replicas that run alike share theirs."""
+    """Return the rows of the picture, by replica, stage and lane; replicas that run alike share rows."""
     courses: dict[int, list[PipelineSpan]] = {}
     for span in simulation.pipeline:
         courses.setdefault(span.replica, []).append(span)
@@ -69,31 +69,31 @@ def pipeline_rows(simulation: Simulation) -> list[PipelineRow]:
         alike.setdefault(look, []).append(replica)
     rows = []
     for replicas in alike.values():
-        lanes: dict[tuple[int, int], list[PipelineSpan]] = {}
+        spans_of: dict[tuple[int, int], list[PipelineSpan]] = {}
         for span in courses[replicas[0]]:
-            lanes.setdefault((span.stage, span.lane), []).append(span)
+            spans_of.setdefault((span.stage, span.lane), []).append(span)
         rows += [
             PipelineRow(tuple(replicas), *place, tuple(sorted(spans, key=lambda span: span.start_s)))
-            for place, spans in sorted(lanes.items())
+            for place, spans in sorted(spans_of.items())
         ]
     return rows
 
 
 def pipeline_height(rows: Sequence[PipelineRow]) -> float:
-    """The height of the picture of these rows, in inches."""
+    """Return the height of the picture of these rows, in inches."""
     return min(_AROUND + _ROW * len(rows), _MAX_HEIGHT)
 
 
 def draw_pipeline(
     figure: SubFigure, rows: Sequence[PipelineRow], simulation: Simulation, plan: Plan | None
 ) -> None:
-    """Draw an iteration, one row a stage: forward and backward passes of micro-batches; idle time is blank.
+    """Draw an iteration, a row for each stage: forward and backward passes; idle time is blank.
 
     Args:
-        figure: to draw in, of `pipeline_height`.
-        rows: of `pipeline_rows`.
-        simulation: of the plan.
-        plan: says the layers of the stages; ``None``: labels do without.
+        figure: figure to draw in, with the height `pipeline_height`.
+        rows: rows of `pipeline_rows`.
+        simulation: simulation of the plan.
+        plan: plan for the layers of the stages; ``None``: labels have none.
     """
     axes = figure.subplots()
     unit = time_unit(simulation.iteration_s)
@@ -121,12 +121,12 @@ def draw_pipeline(
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
 
 
-#: From and up to which second, and which micro-batch.
+#: Begin and end in seconds, and the micro-batch, by kind.
 _Bars = dict[str, list[tuple[float, float, int | None]]]
 
 
 def _bars(row: PipelineRow, simulation: Simulation) -> _Bars:
-    """What a stage does when, by kind; its end is that of the iteration."""
+    """Return the bars of a stage by kind; the last ends with the iteration."""
     bars: _Bars = {}
     for span in row.spans:
         bars.setdefault(_NAMES[span.way], []).append((span.start_s, span.end_s, span.micro_batch))
@@ -140,13 +140,13 @@ def _bars(row: PipelineRow, simulation: Simulation) -> _Bars:
 
 def _draw_row(axes: Axes, place: int, bars: _Bars, unit_s: float) -> None:
     whole = axes.get_xlim()[1]
-    for what, spans in bars.items():
+    for kind, spans in bars.items():
         ranges = [(start / unit_s, (stop - start) / unit_s) for start, stop, _ in spans]
         wide = [width > _LEAST_EDGED * whole for _, width in ranges]
         axes.broken_barh(
             ranges,
             (place - _BAR / 2, _BAR),
-            facecolor=_COLOURS[what],
+            facecolor=_COLOURS[kind],
             edgecolor="white",
             linewidth=[0.4 * is_wide for is_wide in wide],
         )
@@ -157,7 +157,7 @@ def _draw_row(axes: Axes, place: int, bars: _Bars, unit_s: float) -> None:
 
 
 def replicas_of_units(plan: Plan | None) -> dict[int, int]:
-    """The replica of each member of the plan, by the member's number; empty without a plan."""
+    """Return the replica of each member of the plan, by the member's number; empty without a plan."""
     if plan is None:
         return {}
     of_lead = {
@@ -170,30 +170,30 @@ def replicas_of_units(plan: Plan | None) -> dict[int, int]:
 
 
 def _devices(simulation: Simulation, plan: Plan | None) -> dict[tuple[int, int], str]:
-    """The GPUs of each replica's stages; without a plan all are said to be of replica 0."""
+    """Return the GPUs of each replica's stages; without a plan all belong to replica 0."""
     replica_of = replicas_of_units(plan)
-    found: dict[tuple[int, int], dict[str, None]] = {}
+    devices: dict[tuple[int, int], dict[str, None]] = {}
     for rank in simulation.ranks:
-        found.setdefault((replica_of.get(rank.unit, 0), rank.stage), {})[rank.device] = None
-    return {place: " + ".join(names) for place, names in found.items()}
+        devices.setdefault((replica_of.get(rank.unit, 0), rank.stage), {})[rank.device] = None
+    return {place: " + ".join(names) for place, names in devices.items()}
 
 
 def _name(
     row: PipelineRow, rows: Sequence[PipelineRow], plan: Plan | None, devices: Mapping[tuple[int, int], str]
 ) -> str:
-    """Replica, stage, its layers and GPUs; of a lane its first micro-batch."""
+    """Return the name of a row: replica, stage, layers and GPUs; of a lane also its first micro-batch."""
     words = []
-    if any(other.replicas != row.replicas for other in rows):
+    if any(r.replicas != row.replicas for r in rows):
         first, last = row.replicas[0], row.replicas[-1]
         consecutive = row.replicas == tuple(range(first, last + 1))
         numbers = f"{first}-{last}" if consecutive and first < last else ", ".join(map(str, row.replicas))
         words.append(f"replica {numbers}")
     words.append(f"stage {row.stage}")
-    if plan is not None and not plan.is_repeated:
-        layers = plan.replicas[row.replicas[0]].stages[row.stage].layers
-        if layers is not None:
-            words.append(f"{layers[1] - layers[0]} layers")
-    if any(other.lane for other in rows if other.stage == row.stage and other.replicas == row.replicas):
+    stages = plan.replicas[row.replicas[0]].stages if plan is not None else ()
+    layers = stages[row.stage].layers if row.stage < len(stages) else None
+    if layers is not None:
+        words.append(f"{layers[1] - layers[0]} layers")
+    if any(r.lane for r in rows if r.stage == row.stage and r.replicas == row.replicas):
         words.append(f"micro-batches {row.spans[0].micro_batch}, …")
     gpus = devices.get((row.replicas[0], row.stage))
     return wrap(", ".join(words) + (f": {gpus}" if gpus else ""), _LETTERS, 1)

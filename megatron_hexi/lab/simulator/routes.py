@@ -1,4 +1,4 @@
-"""Routes as numbers: the links that any two units' transfers cross, in the order in which they are met."""
+"""Routes as numbers: the links between any two units, in the order of their first use."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class RouteTable:
     """All routes in use.
 
     Args:
-        names: of the links, for people.
-        capacity: of the links, bytes/s, and of one more that is endless, [N + 1].
-        links: of each route, [R, K]; shorter ones are filled with the endless link.
-        weights: how many times a transfer loads each of them, [R, K].
-        latency: of each route, s.
-        alone: bytes/s of a transfer that shares its route with nobody.
-        own: links of each route, without what is filled in.
+        names: names of the links.
+        capacity: capacity of the links, bytes/s, and infinity for one more, [N + 1].
+        links: links of each route, [R, K]; shorter routes are padded with the infinite link.
+        weights: load of a transfer on each of them, [R, K].
+        latency: latency of each route, s.
+        alone: bytes/s of a transfer that does not share its route.
+        own: links of each route, without padding.
     """
 
     names: tuple[str, ...]
@@ -34,10 +34,10 @@ class RouteTable:
 
 
 class Routes:
-    """Numbers the routes of a cluster as they are asked for.
+    """A table of a cluster's routes, built on demand.
 
-    A member of the plan is a unit of `width` GPUs, and each of them sends to its counterpart: what one
-    GPU has for itself is loaded once, what it shares with the others `width` times.
+    A member of the plan is a unit of `width` GPUs, and each of them sends to its counterpart: a GPU's own
+    links are loaded once, links that the unit shares `width` times.
 
     Args:
         cluster: the cluster.
@@ -52,12 +52,12 @@ class Routes:
         self._routes: list[tuple[tuple[int, ...], tuple[float, ...], float]] = []
 
     def numbers(self, src: Ints, dst: Ints) -> Ints:
-        """The route's number from each GPU to another one, as the cluster's ranks."""
+        """Return the number of the route between each pair of GPUs."""
         pairs = zip(src.tolist(), dst.tolist(), strict=True)
         return np.array([self._number(pair) for pair in pairs], dtype=np.int64)
 
     def table(self) -> RouteTable:
-        """All routes asked for so far."""
+        """Return all routes requested so far."""
         count, most = len(self._links), max((len(links) for links, _, _ in self._routes), default=1)
         table = np.full((len(self._routes), most), count, dtype=np.int64)
         weights = np.zeros(table.shape)

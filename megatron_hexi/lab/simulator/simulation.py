@@ -1,4 +1,4 @@
-"""What a simulated iteration looks like: times of every rank, events, links, and what the model left out."""
+"""A simulated iteration: times of every rank, events, links, and effects that the cost model ignores."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Lane = Literal["compute", "network"]
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """One rank's part of an iteration; times are seconds and add up to the iteration.
+    """A rank's part of an iteration; times are seconds and add up to the iteration.
 
     Args:
         rank: its number in the job.
         gpu: its number in the cluster.
-        name: of the GPU, for people: ``h100-0/3``.
+        name: name of the GPU: ``h100-0/3``.
         device: model of GPU.
         stage: its pipeline stage.
         unit: its member: its number in the stage, or in a plan whose stages have layers of their own.
-        section: the units that it was replayed with, by number; their spans count from one start.
+        section: number of the units that were replayed together; their spans have a common start.
         busy: work by kind: ``token``, ``attention``, ``logits``, ``optimizer``; recomputation included.
-        communication_s: waiting while its own messages are under way, sums inside a unit, and what shows of
-            gradients and weights.
-        idle_s: waiting for others, and for a pipeline to fill and drain.
+        communication_s: waiting while its own messages are under way, all-reduces inside a unit, and exposed
+            time of gradients and weights.
+        idle_s: waiting for others, and for the pipeline to fill and drain.
         idle_share: part of the iteration that it idles.
     """
 
@@ -44,22 +44,22 @@ class RankTimeline:
 
     @property
     def busy_s(self) -> float:
-        """All its own work."""
+        """Seconds of all its own work."""
         return sum(self.busy.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time, as it was replayed; each section of units counts from 0.
+    """A replayed activity; times of each section of units begin at 0.
 
     Args:
-        rank: whose; of a tensor-parallel unit the first, the others do the same.
-        lane: ``compute`` or ``network``; on each lane of a rank one thing follows the other.
+        rank: its rank; of a tensor-parallel unit the first.
+        lane: ``compute`` or ``network``; spans on a lane of a rank do not overlap.
         kind: ``token``, ``attention``, ``logits``; ``all_to_all``, ``exchange``, ``tensor_parallel``.
-        name: for people: ``own block``, ``blocks 2``, ``keys 2``.
-        start_s: when it began.
-        end_s: when it ended.
-        layer: of the stage.
+        name: its name: ``own block``, ``blocks 2``, ``keys 2``.
+        start_s: its begin.
+        end_s: its end.
+        layer: layer of the stage.
         way: ``forward``, ``logits``, ``again`` (recomputed) or ``backward``.
     """
 
@@ -82,10 +82,9 @@ class PipelineSpan:
         stage: number of its stage.
         way: ``forward``, ``backward``, or ``turn`` for both of a replica's last ministage.
         micro_batch: number among those of the replica.
-        lane: number among the stage's domains that take whole micro-batches, by the first of these; 0 where
-            all share each.
-        start_s: when it began.
-        end_s: when it ended.
+        lane: number among the stage's domains that take whole micro-batches; 0 where all domains share each.
+        start_s: its begin.
+        end_s: its end.
     """
 
     replica: int
@@ -99,13 +98,13 @@ class PipelineSpan:
 
 @dataclass(frozen=True)
 class LinkUse:
-    """One link's part of an iteration: all-to-alls and exchange.
+    """The use of a link in an iteration, by all-to-alls and exchange.
 
     Args:
-        name: for people.
-        bytes: that cross it.
-        busy_share: part of the iteration that these take at the link's full rate.
-        most_at_once: transfers that shared it at most.
+        name: name of the link.
+        bytes: bytes that cross it.
+        busy_share: part of the iteration that these bytes take at the link's full rate.
+        most_at_once: most transfers that shared it at a time.
     """
 
     name: str
@@ -116,12 +115,12 @@ class LinkUse:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Transfers that shared a full link although the model takes them never to meet.
+    """Transfers that shared a full link although the cost model assumes that they never do.
 
     Args:
-        link: its name.
-        kinds: what they carried.
-        share: part of the replayed time in which they did.
+        link: name of the link.
+        kinds: their contents.
+        share: part of the replayed time in which they shared it.
     """
 
     link: str
@@ -131,14 +130,14 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Scattering:
-    """Transfers of one set that the model takes to share a link, and that did not all meet there.
+    """Transfers of one set that the cost model assumes to share a link, and that did not all share it.
 
     Args:
-        kind: what they carried.
-        link: its name.
-        counted: transfers that the model counts together.
-        met: how many shared the link at most.
-        spared_s: seconds that those take which did not.
+        kind: their contents.
+        link: name of the link.
+        counted: number of transfers that the model counts together.
+        met: most transfers that shared the link at a time.
+        spared_s: seconds of the transfers that did not.
     """
 
     kind: str
@@ -150,15 +149,16 @@ class Scattering:
 
 @dataclass(frozen=True)
 class Findings:
-    """What happened in the replay that the model does not know.
+    """Effects in the replay that the cost model ignores.
 
     Args:
-        meetings: most of the time first.
-        scatterings: of each kind the one that spares most.
-        lead: how far the first group of a replica passes the end of a layer before the last, as a part of
-            that layer.
-        unready: how far the first member of a group is ready for an all-to-all before the last, likewise.
-        unsteady: how much the last two layers differ in time, as a part.
+        meetings: shared links, the longest time first.
+        scatterings: for each kind the scattering that spares most.
+        lead: time between the first and the last group of a replica at the end of a layer, as a part of the
+            layer.
+        unready: time between the first and the last member of a group that is ready for an all-to-all,
+            likewise.
+        unsteady: relative difference in time of the last two layers.
     """
 
     meetings: tuple[Meeting, ...]
@@ -173,16 +173,16 @@ class Simulation:
     """A simulated iteration.
 
     Args:
-        iteration_s: seconds.
-        tokens_per_s: global batch x sequence length over it.
-        phases: where the time goes, along the slowest way; they add up to `iteration_s`.
-        ranks: by rank of the job.
-        spans: what was replayed: a few layers of one micro-batch, forward and backward.
+        iteration_s: seconds of the iteration.
+        tokens_per_s: global batch x sequence length / `iteration_s`.
+        phases: phases along the critical path; they add up to `iteration_s`.
+        ranks: ranks of the job, ascending.
+        spans: replayed activities: a few layers of one micro-batch, forward and backward.
         pipeline: the micro-batches in their stages, by replica and stage.
-        links: the busiest first.
-        findings: what the cost model does not know.
-        layers: how many layers of each stage were replayed; of stages that differ, the most.
-        stage_layers: how many it has, likewise.
+        links: links, the busiest first.
+        findings: effects that the cost model ignores.
+        layers: number of replayed layers of each stage; the largest where stages differ.
+        stage_layers: number of layers of each stage, likewise.
     """
 
     iteration_s: float
@@ -203,5 +203,5 @@ class Simulation:
 
     @property
     def exposed_communication_s(self) -> float:
-        """Communication on the slowest way through the iteration that no work hides."""
+        """Seconds of communication on the critical path that no work hides."""
         return self.phases.communication

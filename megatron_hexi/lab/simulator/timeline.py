@@ -33,12 +33,12 @@ _LINKS = 8
 def timeline_report(
     simulation: Simulation, cost: IterationCost, differences: Sequence[Difference]
 ) -> RenderableType:
-    """The simulation for a reader: the whole, each rank's part, the busiest links, the model beside it.
+    """Return the simulation for a terminal: summary, ranks, busiest links, and the cost model.
 
     Args:
-        simulation: of a plan.
+        simulation: simulation of a plan.
         cost: the cost model's prediction of the same.
-        differences: between the two.
+        differences: differences between the two.
     """
     return Group(
         Text(_headline(simulation, cost)),
@@ -50,7 +50,7 @@ def timeline_report(
 
 
 def ranks_table(ranks: Sequence[RankTimeline]) -> Table:
-    """Where each rank's time goes; ranks that are alike share a line."""
+    """Return a table of each rank's time; ranks that are alike share a line."""
     table = _table(
         ("ranks", "GPU", "names", *_KINDS, "communication", "idle", "idle share"), 3, _RANKS_CAPTION
     )
@@ -64,7 +64,7 @@ def ranks_table(ranks: Sequence[RankTimeline]) -> Table:
 
 
 def links_table(links: Sequence[LinkUse]) -> Table:
-    """The busiest links."""
+    """Return a table of the busiest links."""
     table = _table(("link", "bytes", "busy", "at once"), 1, _LINKS_CAPTION)
     for link in links[:_LINKS]:
         table.add_row(
@@ -74,7 +74,7 @@ def links_table(links: Sequence[LinkUse]) -> Table:
 
 
 def differences_table(differences: Sequence[Difference]) -> Table:
-    """The cost model beside the simulator, and why they differ; the whole iteration comes last."""
+    """Return a table of the cost model and the simulator with reasons; the whole iteration comes last."""
     table = _table(("phase", "model", "simulated", "difference", "why"), 1, _PHASES_CAPTION)
     table.columns[-1].justify, table.columns[-1].overflow = "left", "fold"
     for row in differences:
@@ -92,12 +92,12 @@ def differences_table(differences: Sequence[Difference]) -> Table:
 def timeline_dict(
     simulation: Simulation, cost: IterationCost, differences: Sequence[Difference]
 ) -> dict[str, Any]:
-    """Everything that was simulated but the single events, as plain values: seconds, bytes, tokens/s.
+    """Return the simulation without its events as plain values: seconds, bytes, tokens/s.
 
     Args:
-        simulation: of a plan.
+        simulation: simulation of a plan.
         cost: the cost model's prediction of the same.
-        differences: between the two.
+        differences: differences between the two.
     """
     return {
         "iteration_s": simulation.iteration_s,
@@ -117,7 +117,7 @@ def timeline_dict(
 
 
 def alike_ranks(ranks: Sequence[RankTimeline]) -> list[list[RankTimeline]]:
-    """Neighbours on one node whose times look the same."""
+    """Return groups of neighbouring ranks on one node whose displayed times are equal."""
 
     def look(rank: RankTimeline) -> tuple[object, ...]:
         return rank.name.rpartition("/")[0], rank.stage, *_cells(rank)
@@ -131,7 +131,7 @@ def _cells(rank: RankTimeline) -> list[str]:
 
 
 def _spell(seconds: float) -> str:
-    """Seconds that rounding, or what an exchange gives back, may have made less than nothing."""
+    """Return seconds as text, with a sign where rounding or the exchange made them negative."""
     if abs(seconds) < 1e-9:
         return "0"
     return spell_seconds(seconds) if seconds > 0 else f"-{spell_seconds(-seconds)}"
@@ -159,7 +159,7 @@ def _replayed_line(simulation: Simulation) -> str:
 
 
 def _table(names: Sequence[str], words: int, caption: str) -> Table:
-    """A table whose first columns hold words and whose others hold numbers."""
+    """Return a table whose first columns hold words and whose others hold numbers."""
     table = Table(caption=caption, caption_justify="left")
     for number, name in enumerate(names):
         table.add_column(name, justify="left" if number < words else "right")

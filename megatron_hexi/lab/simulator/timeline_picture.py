@@ -1,4 +1,4 @@
-"""A simulated iteration as a picture: its pipeline, and a layer: who computes what, who sends, who waits."""
+"""A simulated iteration as a picture: its pipeline, and work and messages of each unit in a layer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megatron_hexi.lab.simulator.pipeline_picture import (
 from megatron_hexi.plan import Plan
 from megatron_hexi.report.labels import add_legend, every_nth, set_title, wrap
 from megatron_hexi.report.pictures import plan_title
-from megatron_hexi.report.units import TimeUnit, spell_time, time_unit
+from megatron_hexi.report.time_units import TimeUnit, spell_time, time_unit
 
-#: Above so many units those that do the same share a row.
+#: Number of units above which similar units share a row.
 _MOST_ROWS = 32
 _WIDTH = 16.0  # inches
 _LINE, _LETTERS = 0.16, 44  # of a label: its height in inches, its length
-#: Stages whose layers take times that differ more than by this factor get scales of their own.
+#: Factor between stages' times of a layer above which they have scales of their own.
 _ALIKE = 1.2
 _MAX_HEIGHT = 60.0  # inches; beyond it rows get thinner instead
 _HEADING = 0.6  # height of a heading, in rows
@@ -42,13 +42,13 @@ _COLOURS = {
     "gradients": "#e7298a",
     "sums in a unit": "#a6611a",
 }
-#: Neighbouring layers, of which ends reach into the picture.
+#: Opacity of neighbouring layers, whose ends reach into the picture.
 _FAINT = 0.35
 
 
 @dataclass(frozen=True)
 class _Row:
-    """What one unit (or several that are alike) does in a window of each panel."""
+    """Spans of one unit, or of several similar units, in the window of each panel."""
 
     label: str
     heading: str
@@ -57,15 +57,15 @@ class _Row:
 
 
 def draw_timeline(simulation: Simulation, plan: Plan | None = None) -> Figure:
-    """A simulated iteration: above, the micro-batches of each pipeline stage; below, a layer of each unit.
+    """Draw a simulated iteration: above, micro-batches by stage; below, a layer of each unit.
 
     The pipeline is drawn where it has several rows. The layer is the last that was replayed in each
-    direction, with what is recomputed, forward on the left and backward on the right; of a tensor-parallel
-    unit one row, waiting is blank, and what reaches in from the layers before and after is faint.
+    direction, forward on the left and backward with recomputation on the right; a tensor-parallel unit has
+    one row, waiting is blank, and spans of the layers before and after are faint.
 
     Args:
-        simulation: of the plan.
-        plan: gives the title, and the replica and stage of rows; ``None``: neither.
+        simulation: simulation of the plan.
+        plan: plan for the title, and for replica and stage of rows; ``None``: there are none.
     """
     stages = pipeline_rows(simulation)
     panels = _panels(simulation)
@@ -88,34 +88,34 @@ def draw_timeline(simulation: Simulation, plan: Plan | None = None) -> Figure:
 def _draw_layer(
     figure: Figure | SubFigure, panels: Sequence[_Panel], rows: Sequence[_Row], height: float
 ) -> None:
-    """Draw a layer in each direction; stages whose layers take other times have scales of their own."""
+    """Draw a layer in each direction; stages with very different times have scales of their own."""
     places = _places(rows)
     scales = _Scales.of(panels, rows)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=scales.widths)[0]
     shown: set[str] = set()
-    for number, (one, (title, layers, windows)) in enumerate(zip(axes, panels, strict=True)):
-        one.set_title(title, fontsize=10, loc="left")
-        one.set_xlabel(scales.names[number])
-        one.set_xlim(0, scales.ends[number])
+    for number, (panel_axes, (title, layers, windows)) in enumerate(zip(axes, panels, strict=True)):
+        panel_axes.set_title(title, fontsize=10, loc="left")
+        panel_axes.set_xlabel(scales.names[number])
+        panel_axes.set_xlim(0, scales.ends[number])
         for place, row in zip(places, rows, strict=True):
             unit_s = scales.unit_s(windows[row.section])
             shown |= _draw_row(
-                one, row.panels[number], place, windows[row.section], unit_s, layers[row.section]
+                panel_axes, row.panels[number], place, windows[row.section], unit_s, layers[row.section]
             )
-        one.spines[["top", "right", "left"]].set_visible(False)
-        one.tick_params(axis="y", length=0)
+        panel_axes.spines[["top", "right", "left"]].set_visible(False)
+        panel_axes.tick_params(axis="y", length=0)
     step = every_nth(len(rows), height - 2.2, _LINE)
     axes[0].set_yticks(places[::step], [row.label for row in rows[::step]], fontsize=8)
     axes[0].set_ylim(places[-1] + 0.5, places[0] - 0.5 - _HEADING * bool(rows[0].heading))
     for number, (place, row) in enumerate(zip(places, rows, strict=True)):
         if row.heading and (number == 0 or row.heading != rows[number - 1].heading):
             top = place - 0.5 - _HEADING / 4
-            for one, (_, _, windows) in zip(axes, panels, strict=True):
+            for panel_axes, (_, _, windows) in zip(axes, panels, strict=True):
                 begin, end = windows[row.section]
-                text = row.heading if one is axes[0] else ""
+                text = row.heading if panel_axes is axes[0] else ""
                 if scales.differ:
                     text = f"{text} ({spell_time(end - begin)})" if text else spell_time(end - begin)
-                one.text(0, top, text, fontsize=9, fontweight="bold", va="center")
+                panel_axes.text(0, top, text, fontsize=9, fontweight="bold", va="center")
     handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items() if name in shown]
     if handles:
         add_legend(figure, handles)
@@ -126,11 +126,11 @@ class _Scales:
     """The axes of the panels.
 
     Args:
-        differ: whether each stage's layer takes the whole width, for they take very different times.
-        widths: of the panels, relative to each other.
-        ends: of their axes.
-        names: of their axes.
-        unit: of time, in which axes count unless scales differ.
+        differ: whether each stage's layer takes the whole width, since times are very different.
+        widths: widths of the panels, relative to each other.
+        ends: ends of their axes.
+        names: names of their axes.
+        unit: unit of time of the axes, unless scales differ.
     """
 
     differ: bool
@@ -141,11 +141,11 @@ class _Scales:
 
     @classmethod
     def of(cls, panels: Sequence[_Panel], rows: Sequence[_Row]) -> _Scales:
-        """The scales of some panels; those without headings, which would tell the times, are one for all."""
+        """Return the scales of some panels: a common one without headings, which would show the times."""
         used = {row.section for row in rows}
         times = [[end - start for start, end in windows] for _, _, windows in panels]
-        longest = [max(own) for own in times]
-        shortest = [min(own[section] for section in used) for own in times]
+        longest = [max(panel_times) for panel_times in times]
+        shortest = [min(panel_times[section] for section in used) for panel_times in times]
         differ = bool(rows[0].heading) and any(
             most > _ALIKE * least for most, least in zip(longest, shortest, strict=True)
         )
@@ -159,28 +159,28 @@ class _Scales:
         )
 
     def unit_s(self, window: tuple[float, float]) -> float:
-        """Seconds of one unit of the axis, for a stage whose layer takes a window of time."""
+        """Return the seconds of one unit of the axis, for a stage whose layer takes a window of time."""
         return ((window[1] - window[0]) / 100 or 1.0) if self.differ else self.unit.seconds
 
 
-#: A title, of each section the layer that is shown (in which ways), and in which time it does it.
+#: A title, the shown layer of each section with its ways, and its window of time.
 _Panel = tuple[str, list[tuple[tuple[str, int], ...]], list[tuple[float, float]]]
 
 
 def _panels(simulation: Simulation) -> list[_Panel]:
-    """The last layer that was replayed in each direction."""
+    """Return panels of the last layer that was replayed in each direction."""
     panels: list[_Panel] = []
     sections = 1 + max(rank.section for rank in simulation.ranks)
     for title, ways in (("forward", ("forward",)), ("backward", ("again", "backward"))):
         layers, windows = list[int](), list[tuple[float, float]]()
         for section in range(sections):
-            own = [
+            section_spans = [
                 span
                 for span in simulation.spans
                 if span.way in ways and simulation.ranks[span.rank].section == section
             ]
-            layer = (max if title == "forward" else min)((span.layer for span in own), default=0)
-            shown = [span for span in own if span.layer == layer]
+            layer = (max if title == "forward" else min)((span.layer for span in section_spans), default=0)
+            shown = [span for span in section_spans if span.layer == layer]
             start = min((span.start_s for span in shown), default=0.0)
             layers.append(layer)
             windows.append((start, max((span.end_s for span in shown), default=start)))
@@ -193,7 +193,7 @@ def _panels(simulation: Simulation) -> list[_Panel]:
 
 
 def _places(rows: Sequence[_Row]) -> list[float]:
-    """The height of each row's centre, downwards; rows are one apart, with room for headings."""
+    """Return the height of each row's centre, downwards; rows are one apart, with room for headings."""
     places, at = list[float](), 0.0
     for number, row in enumerate(rows):
         if number:
@@ -203,13 +203,13 @@ def _places(rows: Sequence[_Row]) -> list[float]:
 
 
 def _heading(rank: RankTimeline, replica: int, has_replicas: bool, has_stages: bool) -> str:
-    """Replica and stage, where there are several, and the GPU."""
+    """Return replica and stage, where there are several, and the GPU."""
     words = [f"replica {replica}"] * has_replicas + [f"stage {rank.stage}"] * has_stages
     return wrap(": ".join(filter(None, (", ".join(words), rank.device))), _LETTERS, 1)
 
 
 def _rows(simulation: Simulation, panels: Sequence[_Panel], plan: Plan | None) -> list[_Row]:
-    """One for each unit; by replica and stage where the plan is given."""
+    """Return a row for each unit; by replica and stage where the plan is given."""
     units: dict[tuple[int, int], list[RankTimeline]] = {}
     for rank in simulation.ranks:
         units.setdefault((rank.stage, rank.unit), []).append(rank)
@@ -222,7 +222,7 @@ def _rows(simulation: Simulation, panels: Sequence[_Panel], plan: Plan | None) -
     by_rank: dict[int, list[Span]] = {}
     for span in simulation.spans:
         by_rank.setdefault(span.rank, []).append(span)
-    found = []
+    unit_spans = []
     for ranks in units.values():
         section = ranks[0].section
         spans = by_rank.get(ranks[0].rank, [])
@@ -230,8 +230,8 @@ def _rows(simulation: Simulation, panels: Sequence[_Panel], plan: Plan | None) -
             tuple(s for s in spans if s.end_s > windows[section][0] and s.start_s < windows[section][1])
             for _, _, windows in panels
         )
-        found.append((ranks, section, inside))
-    several = len(found) > _MOST_ROWS
+        unit_spans.append((ranks, section, inside))
+    several = len(unit_spans) > _MOST_ROWS
 
     def look(item: tuple[int, tuple[list[RankTimeline], int, tuple[tuple[Span, ...], ...]]]) -> object:
         number, (ranks, section, inside) = item
@@ -245,7 +245,7 @@ def _rows(simulation: Simulation, panels: Sequence[_Panel], plan: Plan | None) -
         return node, section, replica_of.get(ranks[0].unit), ranks[0].stage, tuple(marks)
 
     rows = []
-    for _, alike in itertools.groupby(enumerate(found), key=look):
+    for _, alike in itertools.groupby(enumerate(unit_spans), key=look):
         items = [item for _, item in alike]
         ranks = [rank for item in items for rank in item[0]]
         heading = ""
@@ -271,27 +271,27 @@ def _draw_row(
     unit_s: float,
     layer: tuple[tuple[str, int], ...],
 ) -> set[str]:
-    """Bars of one row; what they show."""
+    """Draw the bars of a row; return the names of what they show."""
     bars: dict[tuple[str, str, bool], list[tuple[float, float]]] = {}
     for span in spans:
         start, end = max(span.start_s, window[0]), min(span.end_s, window[1])
-        key = (span.lane, _what(span), (span.way, span.layer) in layer)
+        key = (span.lane, _legend_name(span), (span.way, span.layer) in layer)
         bars.setdefault(key, []).append(((start - window[0]) / unit_s, (end - start) / unit_s))
-    for (lane, what, own), ranges in bars.items():
+    for (lane, name, is_shown_layer), ranges in bars.items():
         top, height = _LANES[lane]
         axes.broken_barh(
             ranges,
             (place + top, height),
-            facecolor=_COLOURS[what],
+            facecolor=_COLOURS[name],
             edgecolor="white",
             linewidth=0.3 if lane == "compute" else 0,
-            alpha=1.0 if own else _FAINT,
+            alpha=1.0 if is_shown_layer else _FAINT,
         )
-    return {what for _, what, _ in bars}
+    return {name for _, name, _ in bars}
 
 
-def _what(span: Span) -> str:
-    """What a span is called in the legend."""
+def _legend_name(span: Span) -> str:
+    """Return the name of a span in the legend."""
     if span.kind == "token":
         return "token work"
     if span.kind == "attention":

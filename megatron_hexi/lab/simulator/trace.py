@@ -1,4 +1,4 @@
-"""A replay in Trace Event Format, which https://ui.perfetto.dev and chrome://tracing show.
+"""A replay in Trace Event Format, for https://ui.perfetto.dev and chrome://tracing.
 
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -9,15 +9,15 @@ from typing import Any
 
 from megatron_hexi.lab.simulator.simulation import Simulation
 
-#: The exchange and the rest of what travels may be under way at once.
+#: The exchange and all-to-alls may be under way at once.
 _THREADS = ("compute", "network", "exchange")
 _MICRO = 1e6
 
 
 def chrome_trace(simulation: Simulation) -> dict[str, Any]:
-    """The replayed events: a process a rank, a thread a lane, the exchange apart; times in µs.
+    """Return the replayed events: a process for each rank, a thread for each lane; times in µs.
 
-    After them a process for each replica with several stages: a thread a stage, with its micro-batches.
+    Each replica with several stages has a further process, with a thread of micro-batches for each stage.
     """
     events: list[dict[str, Any]] = []
     shown = sorted({span.rank for span in simulation.spans})

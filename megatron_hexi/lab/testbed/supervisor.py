@@ -40,7 +40,7 @@ _METHODS = {
 }
 
 
-class Measured(NamedTuple):
+class TestbedMeasurements(NamedTuple):
     """The measurements before or after the job."""
 
     links: list[LinkMeasured]
@@ -90,9 +90,9 @@ def main(folder: str) -> int:
     return 0
 
 
-def _measure(lab: Lab, cluster: Cluster, when: str, *, load: bool) -> Measured:
+def _measure(lab: Lab, cluster: Cluster, when: str, *, load: bool) -> TestbedMeasurements:
     """Measure links and speeds; repeat those that are off, since other work on the machine comes and goes."""
-    measured = Measured([], [])
+    measured = TestbedMeasurements([], [])
     for attempt in range(1, _ATTEMPTS + 1):
         again = f", attempt {attempt} of {_ATTEMPTS}" if attempt > 1 else ""
         if lab.links and (attempt == 1 or truth.link_problems(cluster, measured.links)):
@@ -113,7 +113,7 @@ def _measure_speeds(lab: Lab, cluster: Cluster, name: str) -> list[truth.SpeedMe
     return truth.read_speeds(lab, cluster, name)
 
 
-def _problems(lab: Lab, cluster: Cluster, measured: Measured) -> list[str]:
+def _problems(lab: Lab, cluster: Cluster, measured: TestbedMeasurements) -> list[str]:
     return [
         *truth.link_problems(cluster, measured.links),
         *truth.speed_problems(cluster, measured.speeds, lab.speeds),
@@ -129,7 +129,7 @@ def _paces(lab: Lab, ended: Ended | None) -> list[truth.PaceMeasured]:
 def _document(
     lab: Lab,
     cluster: Cluster,
-    measured: dict[str, Measured],
+    measured: dict[str, TestbedMeasurements],
     paces: Sequence[truth.PaceMeasured],
     ended: Ended | None,
     problems: Sequence[str],

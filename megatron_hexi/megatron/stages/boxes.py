@@ -1,4 +1,4 @@
-"""Which parts of which weights this rank's parameters hold, read from Megatron's own checkpoint format.
+"""The parts of weights that this rank's parameters hold, read from Megatron's own checkpoint format.
 
 A module's ``sharded_state_dict`` maps each parameter to boxes of global weights: layers along one axis, rows
 of a tensor-parallel rank, both halves of a gated projection, the padded vocabulary, tied embeddings.
@@ -17,10 +17,10 @@ from megatron_hexi.runtime.bucket_buffer import HeldBox
 
 
 def held_boxes(module: torch.nn.Module) -> list[HeldBox]:
-    """The boxes of all parameters that are trained.
+    """Return the boxes of all trained parameters.
 
     Raises:
-        PlanError: a parameter is in no box, or not all of it is.
+        PlanError: a parameter is not, or not wholly, in boxes.
     """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -35,7 +35,7 @@ def held_boxes(module: torch.nn.Module) -> list[HeldBox]:
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "chained_optim_avoid_prefix": True,
     }
-    held: list[HeldBox] = []
+    boxes: list[HeldBox] = []
     elements: dict[str, int] = dict.fromkeys((name for name, _ in by_storage.values()), 0)
     describe: Any = module.sharded_state_dict
     for leaf in _leaves(describe(metadata=metadata)):
@@ -43,10 +43,10 @@ def held_boxes(module: torch.nn.Module) -> list[HeldBox]:
         for tensor in built:
             if not isinstance(tensor, ShardedTensor) or tensor.data is None:
                 continue
-            found = by_storage.get(tensor.data.untyped_storage().data_ptr())
-            if found is None:
+            match = by_storage.get(tensor.data.untyped_storage().data_ptr())
+            if match is None:
                 continue
-            name, parameter = found
+            name, parameter = match
             shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
             cell = tuple(
                 (start, start + size) for start, size in zip(tensor.global_offset, shape, strict=True)
@@ -54,7 +54,7 @@ def held_boxes(module: torch.nn.Module) -> list[HeldBox]:
             strides = (0,) * tensor.prepend_axis_num + tuple(tensor.data.stride())
             offset = tensor.data.storage_offset() - parameter.storage_offset()
             box = Box(tensor.key, cell, tuple(tensor.global_shape), depths[name])
-            held.append(HeldBox(box, parameter, strides, offset))
+            boxes.append(HeldBox(box, parameter, strides, offset))
             elements[name] += tensor.data.numel()
     for name, parameter in by_storage.values():
         if elements[name] != parameter.numel():
@@ -62,11 +62,11 @@ def held_boxes(module: torch.nn.Module) -> list[HeldBox]:
                 f"parameter {name}: {elements[name]} of its {parameter.numel()} elements are in Megatron's "
                 "sharded_state_dict, so a plan with stages cannot tell who else holds them; train without it"
             )
-    return held
+    return boxes
 
 
 def _depths(module: torch.nn.Module) -> dict[str, int]:
-    """How early the forward pass uses each parameter: 0 before the layers, then the layer's number."""
+    """Return when the forward pass uses each parameter: 0 before the layers, then the layer's number."""
     layers = {
         f"{name}.": layer.layer_number
         for name, layer in module.named_modules()

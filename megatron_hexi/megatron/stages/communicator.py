@@ -1,8 +1,7 @@
-"""What stands in for Megatron's pipeline communicator where stages differ: rows travel by the border's table.
+"""Messages between pipeline stages that differ, in place of Megatron's pipeline communicator.
 
-Megatron's 1F1B schedule calls it as its own. Its calls come in a known order, so sends are left under way
-and the receive of the next micro-batch is posted while this one is computed. Each direction has a group of
-its own.
+Megatron's 1F1B schedule calls it like its own. The order of calls is known, so sends stay under way and the
+receive of the next micro-batch is posted while this one is computed. Each direction has a group of its own.
 """
 
 from __future__ import annotations
@@ -16,29 +15,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hexi.megatron.stages.groups import RankView
+from megatron_hexi.megatron.stages.mesh_groups import RankView
 from megatron_hexi.mesh import HeldRows, Mesh, RowMessage, border_messages, held_rows
 from megatron_hexi.runtime.row_channel import RowChannel
 
-#: Micro-batches on their way out in one direction. 1F1B has a stage take the one before the last without
-#: waiting for anything that comes after the last was sent, so the stage that sends it may wait for that.
+#: Micro-batches under way in one direction. In 1F1B a stage receives the last but one without waiting for
+#: anything that comes after the last was sent, so the sender may wait for it.
 _MOST_LEAVING = 2
 
-#: Lengths of the documents of a micro-batch's sequence; ``None``: it is one.
+#: Lengths of the documents of a micro-batch's sequence; ``None``: the sequence is one document.
 Documents = tuple[int, ...] | None
-#: Numbers of the domains that take a micro-batch, in the stages where a direction begins and ends.
+#: Numbers of the domains that take a micro-batch, in the first and last stage of a direction.
 _Domains = tuple[int | None, int | None]
 
 
 class _Direction:
-    """One direction over one border, as this rank sees it.
+    """One direction over one border, on this rank.
 
     Args:
         mesh: the units of all ranks.
         rank: this rank.
         ends: numbers of the stages where it begins and ends.
-        group: of the direction.
-        device: of the rows.
+        group: process group of the direction.
+        device: device of the rows.
     """
 
     def __init__(
@@ -52,31 +51,35 @@ class _Direction:
             return messages, held_rows(mesh, rank, documents)
 
         self._table = table
-        self._is_dealt = any(mesh.plan.replicas[replica].stages[stage].is_dealt for stage in ends)
-        self._domains = lru_cache(maxsize=None)(
-            lambda micro_batch: tuple(mesh.taking(replica, stage, micro_batch) for stage in ends)
+        self._takes_micro_batches = any(
+            mesh.plan.replicas[replica].stages[stage].takes_micro_batches for stage in ends
         )
-        #: The one that is sent and received next, where domains take whole micro-batches.
+        self._domains = lru_cache(maxsize=None)(
+            lambda micro_batch: tuple(mesh.taking_domain(replica, stage, micro_batch) for stage in ends)
+        )
+        #: Number of the next micro-batch, where domains take whole micro-batches.
         self.micro_batch = 0
         self._channel = RowChannel(*self._now(None), group, device)
         #: Micro-batches still to come.
         self.left = 0
 
     def _now(self, documents: Documents) -> tuple[tuple[RowMessage, ...], HeldRows]:
-        """The table of a micro-batch."""
-        return self._table(documents, self._domains(self.micro_batch) if self._is_dealt else (None, None))
+        """Return the table of the next micro-batch."""
+        return self._table(
+            documents, self._domains(self.micro_batch) if self._takes_micro_batches else (None, None)
+        )
 
     def send(self, rows: Tensor, documents: Documents) -> None:
         self._channel.set_table(*self._now(documents))
         self._channel.send(rows)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, documents: Documents) -> Tensor:
-        """The rows of the next micro-batch. Where all have the same table, the one after it is posted."""
+        """Return the rows of the next micro-batch; without documents, post the next receive."""
         self._channel.set_table(*self._now(documents))
         self._channel.expect(shape, dtype)
         rows = self._channel.receive()
         self.left -= 1
-        if self.left > 0 and documents is None and not self._is_dealt:
+        if self.left > 0 and documents is None and not self._takes_micro_batches:
             self._channel.expect(shape, dtype)
         return rows
 
@@ -89,16 +92,16 @@ class _Direction:
 
 
 class BorderChannels:
-    """The four directions of one rank, kept from iteration to iteration.
+    """The four directions of one rank, kept between iterations.
 
-    With documents, which rows a rank holds depends on the micro-batch. A stage learns of them when its model
-    is called, after the schedule has asked for the rows: it is given a tensor that is filled then. Gradients
+    With documents, a rank's rows depend on the micro-batch. A stage learns the documents when its model is
+    called, after the schedule has received the rows: so it returns a tensor that is filled later. Gradients
     come in the order of the activations, and so do their documents.
 
     Args:
         mesh: the units of all ranks.
         view: the groups of this rank.
-        device: of the rows.
+        device: device of the rows.
         is_packed: whether sequences consist of documents.
     """
 
@@ -114,33 +117,33 @@ class BorderChannels:
         if view.behind is not None:
             self._activations_out = _Direction(mesh, rank, (stage, behind), view.behind.forward, device)
             self._gradients_in = _Direction(mesh, rank, (behind, stage), view.behind.backward, device)
-        #: With ministages: what was sent, in order, as far as it may be under way; and how much may be.
+        #: With ministages: sends that may be under way, in order, and their greatest number.
         self._sent: deque[tuple[_Direction, int]] = deque()
         self._most_sent: int | None = None
         self._unfilled: Tensor | None = None
-        #: Documents of the micro-batches whose backward pass is to come, and of the one under way.
+        #: Documents of micro-batches before their backward pass, and of the micro-batch in its backward pass.
         self._documents: deque[Documents] = deque()
         self._backward_documents: Documents = None
 
-    def begin(self, micro_batches: int, forward_only: bool, is_sweep: bool = False) -> None:
-        """Say how many micro-batches the schedule is going to run, or pass through a ministage.
+    def begin(self, micro_batches: int, forward_only: bool, is_ministage: bool = False) -> None:
+        """Set the number of micro-batches that the schedule runs, or passes through a ministage.
 
-        A ministage's rows of a micro-batch come after those of the one before were received, round all
-        stages: so no more than one for each micro-batch is under way, and their memory is given back.
+        A ministage's rows of a micro-batch arrive after those of the ministage before were received by all
+        stages: so at most one message for each micro-batch is under way, and its memory can be freed.
 
         Args:
-            micro_batches: how many.
+            micro_batches: number of micro-batches.
             forward_only: whether it is an evaluation.
-            is_sweep: whether they pass through a ministage.
+            is_ministage: whether they pass through a ministage.
         """
-        self._most_sent = micro_batches if is_sweep else None
+        self._most_sent = micro_batches if is_ministage else None
         self._documents.clear()
         for direction in (self._activations_in, self._gradients_in):
             if direction is not None:
                 direction.left = micro_batches
 
-    def turn_to(self, micro_batch: int) -> None:
-        """Say which micro-batch is received and sent next, with ministages."""
+    def set_micro_batch(self, micro_batch: int) -> None:
+        """Set the micro-batch that is received and sent next, with ministages."""
         for direction in (
             self._activations_in,
             self._activations_out,
@@ -151,13 +154,13 @@ class BorderChannels:
                 direction.micro_batch = micro_batch
 
     def finish(self) -> None:
-        """Wait until all that was sent has left: after the last forward-only pass nothing proves receipt."""
+        """Wait until all sends have left: after the last forward-only pass nothing proves receipt."""
         for direction in (self._gradients_out, self._activations_out):
             if direction is not None:
                 direction.finish()
 
     def receive_activations(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """The rows of the stage before, or with documents a tensor for them; ``None`` at the first stage."""
+        """Return the rows of the stage before, or a tensor for them; ``None`` at the first stage."""
         if self._activations_in is None:
             return None
         if not self._is_packed:
@@ -167,7 +170,7 @@ class BorderChannels:
 
     @torch.no_grad()
     def take_documents(self, documents: Documents) -> None:
-        """Say which documents the micro-batch has whose forward pass begins."""
+        """Set the documents of the micro-batch whose forward pass begins."""
         self._documents.append(documents)
         if self._unfilled is not None and self._activations_in is not None:
             unfilled, self._unfilled = self._unfilled, None
@@ -180,14 +183,14 @@ class BorderChannels:
             self._note_sent(self._activations_out)
 
     def receive_gradients(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """The gradients of the stage behind; ``None`` at the last. Begins a backward pass."""
+        """Return the gradients of the stage behind, ``None`` at the last; begins a backward pass."""
         self.begin_backward()
         if self._gradients_in is None:
             return None
         return self._gradients_in.receive(shape, dtype, self._backward_documents)
 
     def begin_backward(self) -> None:
-        """Say that the oldest micro-batch is passed back whose forward pass began."""
+        """Begin the backward pass of the oldest micro-batch in flight."""
         self._backward_documents = self._documents.popleft() if self._is_packed else None
 
     def send_gradients(self, rows: Tensor) -> None:
@@ -207,13 +210,13 @@ class BorderChannels:
 
 
 class BorderCommunicator:
-    """Has the methods of Megatron's ``P2PCommunicator`` that its non-interleaved schedule calls.
+    """Methods of Megatron's ``P2PCommunicator`` that its non-interleaved schedule calls.
 
     Args:
-        channels: of this rank.
+        channels: channels of this rank.
         stage: number of its stage.
-        stages: how many its replica has.
-        config: Megatron's.
+        stages: number of stages of its replica.
+        config: Megatron's configuration.
     """
 
     def __init__(self, channels: BorderChannels, stage: int, stages: int, config: Any) -> None:
@@ -224,30 +227,30 @@ class BorderCommunicator:
         self._channels = channels
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """Activations of the stage before."""
+        """Return the activations of the stage before."""
         return self._activations(tensor_shapes, isinstance(tensor_shapes, list))
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """Gradients of the stage behind."""
+        """Return the gradients of the stage behind."""
         return self._gradients(tensor_shapes, isinstance(tensor_shapes, list))
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
-        """Activations to the stage behind."""
+        """Send activations to the stage behind."""
         self._channels.send_activations(_only(output_tensors))
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
-        """Gradients to the stage before."""
+        """Send gradients to the stage before."""
         self._channels.send_gradients(_only(input_tensor_grads))
 
     def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """Both with the stage behind."""
+        """Send activations to the stage behind, and return its gradients."""
         self.send_forward(output_tensors, is_last_stage)
         return self._gradients(tensor_shapes, isinstance(output_tensors, list))
 
     def send_backward_recv_forward(
         self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
     ) -> Any:
-        """Both with the stage before."""
+        """Send gradients to the stage before, and return its activations."""
         self.send_backward(input_tensor_grads, is_first_stage)
         return self._activations(tensor_shapes, isinstance(input_tensor_grads, list))
 
@@ -261,7 +264,7 @@ class BorderCommunicator:
 
 
 def _only(tensors: Any) -> Any:
-    """The tensor that Megatron sends, alone or in a list."""
+    """Return the tensor that Megatron sends, alone or in a list."""
     if not isinstance(tensors, list):
         return tensors
     (tensor,) = tensors

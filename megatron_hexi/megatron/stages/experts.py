@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.megatron.session import active_session
-from megatron_hexi.megatron.stages.groups import MeshGroups
+from megatron_hexi.megatron.stages.mesh_groups import MeshGroups
 from megatron_hexi.mesh import ExpertDomain, Mesh, job_experts
 from megatron_hexi.plan.experts import HeldExperts
 
@@ -55,7 +55,9 @@ def make_experts_view(mesh: Mesh, groups: MeshGroups, total: int) -> ExpertsView
         stage = mesh.plan.replicas[unit.replica].stages[unit.stage]
         together = {
             "dispatch": by_rank[rank][0].ranks,
-            "micro_batch": sequence if stage.is_dealt else mesh.stage_ranks(unit.replica, unit.stage),
+            "micro_batch": sequence
+            if stage.takes_micro_batches
+            else mesh.stage_ranks(unit.replica, unit.stage),
             "sequence": sequence,
         }
         for name, ranks in together.items():

@@ -1,7 +1,7 @@
-"""Gradients where stages differ: summed over whoever holds a piece of a weight.
+"""Gradients where stages differ: summed over all holders of a piece of a weight.
 
-Megatron's wrapper of a model is kept, with its hooks and its calls in the schedule. What it calls a buffer
-and a group of buckets are the pieces' buckets here.
+Megatron's wrapper of a model stays, with its hooks and its calls in the schedule. The pieces' buckets take
+the place of its buffers and groups of buckets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BUCKET_SIZE = 40_000_000
 
 
 def _with_pieces(original: type) -> type:
-    """A class that is Megatron's wrapper, or where the plan has stages the one below."""
+    """Return a class that makes Megatron's wrapper, or where stages differ, the class below."""
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
     class DistributedDataParallel(original):
@@ -64,7 +64,7 @@ def _with_pieces(original: type) -> type:
             self.remove_forward_pre_hook_handles: dict[Any, Any] = {}
             size = ddp_config.bucket_size or _BUCKET_SIZE if ddp_config.overlap_grad_reduce else None
             stages = session.stages
-            #: The ministages of the model, where it runs in some.
+            #: The ministages of the model; ``None`` where it runs whole.
             self.slices = (
                 None if stages.view.place.ministages is None else StageSlices(module, stages.view.place)
             )
@@ -72,27 +72,27 @@ def _with_pieces(original: type) -> type:
                 self.pieces = _piece_buffers(
                     session, config, module, self.slices, size, ddp_config.grad_reduce_in_fp32
                 )
-            #: What waits between ministages, from iteration to iteration.
+            #: Rows that wait between ministages.
             offloads_rows = "activations" in stages.view.place.offload
             self.waiting_rows = HostRows(self.pieces.host) if offloads_rows else DeviceRows()
             self.buffers = self.bucket_groups = [self.pieces]
             self.expert_parallel_buffers: list[Any] = []
             self.expert_parallel_bucket_groups: list[Any] = []
-            for one in module.modules():
-                one.register_forward_pre_hook(self._settle)
+            for submodule in module.modules():
+                submodule.register_forward_pre_hook(self._settle)
             self.param_to_bucket_group: dict[Parameter, PieceBuffers] = {}
             self.params_with_grad: list[Parameter] = []
             self.grad_accs: list[Any] = []
             for parameter in module.parameters():
                 if not parameter.requires_grad:
                     continue
-                # Megatron's mark of experts that have groups of their own, and an optimizer: here pieces say
-                # who holds what, and parameter groups are those of one rank.
+                # Megatron's mark of experts with groups and an optimizer of their own: here pieces have
+                # holders, and parameter groups are those of one rank.
                 parameter.allreduce = True  # type: ignore[attr-defined]
                 self.param_to_bucket_group[parameter] = self.pieces
                 self.params_with_grad.append(parameter)
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-                # The node that adds a gradient to a parameter; kept alive, or its hook is lost.
+                # The node that adds a gradient to a parameter; it must stay alive for its hook.
                 view: Any = parameter.expand_as(parameter)
                 accumulator = view.grad_fn.next_functions[0][0]
                 accumulator.register_hook(self._make_backward_post_hook(parameter))
@@ -126,22 +126,20 @@ def _piece_buffers(
     bucket_size: int | None,
     in_fp32: bool,
 ) -> PieceBuffers:
-    """The buckets of this rank's parameters; a collective of all ranks."""
+    """Return the buckets of this rank's parameters; a collective of all ranks."""
     assert session.stages is not None
     mesh, view, groups = session.stages.mesh, session.stages.view, session.stages.groups
     held = held_boxes(module)
     if slices is not None:
-        held = [
-            replace(one, box=replace(one.box, ministage=slices.ministage_of(one.parameter))) for one in held
-        ]
+        held = [replace(h, box=replace(h.box, ministage=slices.ministage_of(h.parameter))) for h in held]
     boxes: list[list[Box]] = [[] for _ in mesh.units]
-    dist.all_gather_object(boxes, [one.box for one in held])
+    dist.all_gather_object(boxes, [h.box for h in held])
     weights = {rank: unit.state for rank, unit in enumerate(mesh.units)}
     buckets = make_buckets(cut_pieces(boxes), weights, bucket_size)
     names = {parameter: name for name, parameter in module.named_parameters()}
     unit = view.place.ranks
     common = _held_by_all([boxes[rank] for rank in unit])
-    copies = {one.parameter for one in held if (one.box.key, one.box.cell) in common}
+    copies = {h.parameter for h in held if (h.box.key, h.box.cell) in common}
 
     def scale_of(parameter: Parameter) -> float:
         is_whole = parameter in copies and not _is_partial(parameter, names[parameter], config)
@@ -161,22 +159,22 @@ def _piece_buffers(
         lambda rank: mesh.units[rank].offload,
         session.shard.positions.device,
     )
-    # Tied embeddings are zero where the last stage makes them, and Megatron's seeds differ by stage.
+    # Tied embeddings begin at zero on the last stage, and Megatron's seeds differ by stage.
     stage_of = [unit.stage for unit in mesh.units]
     buffers.take_values_from(lambda holders: min(holders, key=lambda rank: (stage_of[rank], rank)))
     return buffers
 
 
 def _held_by_all(boxes: Sequence[Sequence[Box]]) -> set[tuple[str, Cell]]:
-    """Weights and cells of the boxes that each of some ranks holds."""
-    return set.intersection(*({(box.key, box.cell) for box in own} for own in boxes))
+    """Return weights and cells of the boxes that all of some ranks hold."""
+    return set.intersection(*({(box.key, box.cell) for box in rank_boxes} for rank_boxes in boxes))
 
 
 def _is_partial(parameter: Parameter, name: str, config: Any) -> bool:
     """Whether each rank of a unit has a part of the gradient of a weight that all of them hold.
 
-    Otherwise each has all of it, as long as Megatron sums the gradients of the former over tensor-parallel
-    ranks and leaves the latter alone, or averages them (``_allreduce_non_tensor_model_parallel_grads``).
+    Otherwise each has the whole gradient. Megatron sums the partial ones over tensor-parallel ranks, and
+    leaves or averages the whole ones (``_allreduce_non_tensor_model_parallel_grads``).
     """
     if getattr(parameter, "average_gradients_across_tp_domain", False):
         return False

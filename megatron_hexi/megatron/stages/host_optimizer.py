@@ -1,7 +1,7 @@
-"""The optimizer's step on the host: what it steps on, its state and its gradients are in host memory.
+"""The optimizer's step on the host, with weights, state and gradients in host memory.
 
-As Megatron's ``HybridDeviceOptimizer`` (``--optimizer-cpu-offload``) torch's own fused optimizer steps there.
-That one keeps a copy on the device of all that it steps on, so it cannot hold the plan's shares.
+As in Megatron's ``HybridDeviceOptimizer`` (``--optimizer-cpu-offload``), torch's fused optimizer computes the
+step. Megatron's keeps a copy of all its parameters on the device, so it cannot hold the plan's shares.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megatron_hexi.runtime.host_memory import HostMemory
 
 
 def host_optimizer(groups: list[dict[str, Any]], config: Any, host: HostMemory) -> torch.optim.Optimizer:
-    """Torch's optimizer over parameters in host memory, with all of its state there.
+    """Return torch's optimizer over parameters in host memory, with its state there.
 
     Args:
         groups: Megatron's parameter groups.
-        config: Megatron's, of adam or sgd.
-        host: where the state goes.
+        config: Megatron's configuration, of adam or sgd.
+        host: host memory for the state.
     """
     made: torch.optim.Optimizer
     if config.optimizer == "adam":
@@ -52,23 +52,25 @@ def host_optimizer(groups: list[dict[str, Any]], config: Any, host: HostMemory) 
 
 
 def host_norm(gradients: Sequence[Tensor], group: Any, device: torch.device) -> float:
-    """The norm of all gradients of the job, of which this rank's are on the host.
+    """Return the norm of all gradients of the job, where this rank's are on the host.
 
-    To be called by all ranks, whose norms Megatron computes in the same one sum of squares.
+    All ranks must call it; Megatron computes the norms of the others in the same sum of squares.
 
     Args:
-        gradients: of this rank.
+        gradients: gradients of this rank.
         group: all ranks.
-        device: of collectives.
+        device: device of collectives.
     """
-    squares = sum(float(torch.linalg.vector_norm(one, dtype=torch.float64)) ** 2 for one in gradients)
+    squares = sum(
+        float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients
+    )
     total = torch.tensor([squares], dtype=torch.float32, device=device)
     dist.all_reduce(total, group=group)
     return float(total) ** 0.5
 
 
 def clip_on_host(parameters: Sequence[Parameter], most: float, norm: float) -> None:
-    """Scale gradients down, as Megatron does, where their norm is over the most allowed."""
+    """Scale gradients down, as Megatron does, where their norm exceeds the limit."""
     factor = most / (norm + 1.0e-6)
     if factor < 1.0:
         for parameter in parameters:
@@ -77,12 +79,12 @@ def clip_on_host(parameters: Sequence[Parameter], most: float, norm: float) -> N
 
 
 def unscale_on_host(gradients: Sequence[Tensor], factor: Tensor) -> float:
-    """Multiply gradients, as Megatron does; 1.0 where one of them is infinite or not a number, else 0.0.
+    """Multiply gradients, as Megatron does; return 1.0 if one is infinite or not a number, else 0.0.
 
     Args:
-        gradients: of this rank, in fp32; changed in place.
+        gradients: gradients of this rank, in fp32; changed in place.
         factor: the inverse of the loss scale, [1].
     """
-    found = torch.zeros(1)
-    torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found, factor.cpu())
-    return float(found)
+    found_inf = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found_inf, factor.cpu())
+    return float(found_inf)

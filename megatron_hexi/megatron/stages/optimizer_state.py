@@ -1,7 +1,7 @@
 """The optimizer's state of owned slabs, in the layouts that Megatron's own optimizers save and load.
 
-All of them name a state by the weight that it belongs to and store it by boxes, so a slab is as good a box as
-Megatron's. They differ in where the step count stands and in what the fp32 weights are called.
+All of them name a state by its weight and store it by boxes, and a slab is a box like Megatron's. They differ
+in the place of the step count and in the name of the fp32 weights.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 from megatron_hexi.errors import PlanError
 from megatron_hexi.mesh import Slab
 
-#: What the fp32 weights of a checkpoint of Megatron's distributed optimizer are called, by its format.
+#: Names of the fp32 weights in checkpoints of Megatron's distributed optimizer, by format.
 _MASTERS = {"fully_reshardable": "param", "fully_sharded_model_space": "fp32_param"}
-#: What the fp32 weights are called in any checkpoint.
+#: Names of the fp32 weights in any checkpoint.
 MASTER_NAMES = tuple(_MASTERS.values())
 
 
 def state_names(config: Any) -> tuple[str, ...]:
-    """What the optimizer keeps of each weight, beside the weight and a count of steps.
+    """Return the names of the optimizer's state of each weight, without weight and step count.
 
     Args:
-        config: Megatron's, of adam or sgd.
+        config: Megatron's configuration, of adam or sgd.
     """
     if config.optimizer == "adam":
         return ("exp_avg", "exp_avg_sq")
@@ -33,10 +33,10 @@ def state_names(config: Any) -> tuple[str, ...]:
 
 
 def master_name(metadata: dict[str, Any] | None, is_half: bool) -> str | None:
-    """What the fp32 weights are called in a checkpoint; ``None`` where it has none.
+    """Return the name of the fp32 weights in a checkpoint; ``None`` where it has none.
 
     Args:
-        metadata: of the checkpoint.
+        metadata: metadata of the checkpoint.
         is_half: whether the model's own weights are not fp32.
 
     Raises:
@@ -55,7 +55,7 @@ def master_name(metadata: dict[str, Any] | None, is_half: bool) -> str | None:
 
 
 def sharded_state(slabs: Sequence[Slab], states: Sequence[dict[str, Tensor]]) -> dict[int, dict[str, Any]]:
-    """The states of slabs as Megatron stores tensors, by the slab's number and the state's name."""
+    """Return the states of slabs as Megatron stores tensors, by slab number and state name."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     return {
@@ -83,13 +83,13 @@ def state_document(
     is_half: bool,
     scaler: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """What an optimizer hands to Megatron for a checkpoint.
+    """Return an optimizer's state dict for a checkpoint of Megatron.
 
     Args:
-        tensors: as `sharded_state` gives them.
+        tensors: the result of `sharded_state`.
         groups: parameter groups, without parameters.
-        step: how many steps were done.
-        metadata: of the checkpoint.
+        step: number of steps.
+        metadata: metadata of the checkpoint.
         is_half: whether the model's own weights are not fp32.
         scaler: the loss scaler's state; ``None`` where losses are not scaled.
     """
@@ -112,7 +112,7 @@ def state_document(
 def read_document(
     state: dict[str, Any],
 ) -> tuple[dict[int, dict[str, Tensor]], list[dict[str, Any]], int]:
-    """The states by slab, the parameter groups and the step count of what Megatron loaded."""
+    """Return states by slab, parameter groups and step count from a state dict that Megatron loaded."""
     inner = state.get("optimizer", state)
     tensors = state["param_state"]["pieces"] if "param_state" in state else state["pieces"]
     groups = inner["param_groups"]

@@ -1,4 +1,4 @@
-"""What is replaced in Megatron for stages that differ. Without such a plan each calls the original."""
+"""Patches of Megatron for stages that differ. Without such a plan each calls the original."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hexi.megatron.session import active_session
-from megatron_hexi.megatron.stages.checkpoints import _by_rank, _into_buckets, _of_whole_models, stages_active
 from megatron_hexi.megatron.stages.communicator import BorderCommunicator
 from megatron_hexi.megatron.stages.dispatcher import _over_slots
 from megatron_hexi.megatron.stages.experts import _with_global_numbers, _with_own_experts
 from megatron_hexi.megatron.stages.gradients import _over_all_holders, _with_pieces
-from megatron_hexi.megatron.stages.optimizer import _for_pieces
+from megatron_hexi.megatron.stages.piece_optimizer import _for_pieces
 from megatron_hexi.megatron.stages.routers import _of_a_micro_batch, _of_a_sequence, _over_the_job
 from megatron_hexi.megatron.stages.slices import MINISTAGE_PATCHES
+from megatron_hexi.megatron.stages.stage_checkpoints import (
+    _by_rank,
+    _into_buckets,
+    _of_whole_models,
+    stages_active,
+)
 from megatron_hexi.patching import Patch
 
 
@@ -36,7 +41,7 @@ def _of_equal_stages(original: Callable[..., Any]) -> Callable[..., Any]:
     return report_theoretical_memory
 
 
-#: What is replaced in expert layers; before 0.19 plans with stages refuse experts.
+#: Patches of expert layers; before 0.19 plans with stages refuse experts.
 _EXPERTS_OF_STAGES = (
     Patch(
         target="megatron.core.transformer.moe.moe_layer:BaseMoELayer.__init__",
@@ -93,7 +98,7 @@ STAGES_PATCHES = (
     ),
     Patch(
         target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
-        why="gradients are summed over whoever holds a piece of a weight",
+        why="gradients are summed over all holders of a piece of a weight",
         build=_with_pieces,
     ),
     Patch(
@@ -104,7 +109,7 @@ STAGES_PATCHES = (
     ),
     Patch(
         target="megatron.core.optimizer:get_megatron_optimizer",
-        why="each rank keeps the optimizer's state of what it owns",
+        why="each rank keeps the optimizer's state of its slabs",
         build=_for_pieces,
     ),
     Patch(
@@ -119,12 +124,12 @@ STAGES_PATCHES = (
     ),
     Patch(
         target="megatron.training.checkpointing:save_checkpoint",
-        why="the checkpoint's grid of random states is a chain of all ranks; shares of weights come together",
+        why="the checkpoint's grid of random states is a pipeline of all ranks; weights are gathered",
         build=_of_whole_models,
     ),
     Patch(
         target="megatron.training.checkpointing:load_checkpoint",
-        why="the checkpoint's grid of random states is a chain of ranks; loaded weights are in all buckets",
+        why="the checkpoint's grid of random states is a pipeline of all ranks; loaded weights go to buckets",
         build=_into_buckets,
     ),
 )

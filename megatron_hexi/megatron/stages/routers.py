@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.experts import active_experts
-from megatron_hexi.megatron.stages.session import StagesSession
+from megatron_hexi.megatron.stages.stages_session import StagesSession
 
 
 def _of_a_micro_batch(original: Callable[..., None]) -> Callable[..., None]:

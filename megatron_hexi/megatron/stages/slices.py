@@ -1,7 +1,7 @@
 """A stage's model as ministages: Megatron's, built whole, of which a ministage runs some layers.
 
-Layers are numbered and named by their place in the model, which checkpoints and windows go by: those of a
-stage are not in a row then.
+Layers are numbered and named by their place in the model, as checkpoints and windows need it: the layers of a
+stage are then not consecutive.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron_hexi.plan.units import Unit
 
 
 class StageSlices:
-    """A stage's model as one ministage after the other.
+    """A stage's model, of which one ministage at a time can be active.
 
     Args:
-        model: Megatron's, wrapped or not.
-        place: what this rank's unit does.
+        model: Megatron's model, wrapped or not.
+        place: this rank's unit.
     """
 
     def __init__(self, model: Any, place: Unit) -> None:
@@ -44,7 +44,7 @@ class StageSlices:
         self._uses = self._find_uses()
 
     def _find_uses(self) -> dict[Parameter, set[int]]:
-        """Which ministages use each parameter: tied embeddings at both ends of one stage are used by two."""
+        """Return the ministages that use each parameter: two for tied embeddings at both ends of a stage."""
         model, last = self._model, self.count - 1
         uses: dict[Parameter, set[int]] = {}
         modules = list(enumerate(self._layers))
@@ -60,21 +60,21 @@ class StageSlices:
         return uses
 
     def ministage_of(self, parameter: Parameter) -> MinistageId | None:
-        """The one ministage that uses a parameter; ``None``: several do."""
-        first, *others = self._uses[parameter]
-        return None if others else (self._place.replica, self._place.stage, first)
+        """Return the only ministage that uses a parameter; ``None``: several do."""
+        first, *more = self._uses[parameter]
+        return None if more else (self._place.replica, self._place.stage, first)
 
     def takes_tokens(self, number: int) -> bool:
-        """Whether a ministage begins with the embedding; all others begin with rows of the one before."""
+        """Whether a ministage begins with the embedding; others begin with rows of the one before."""
         return self._is_first and number == 0
 
     def gives_loss(self, number: int) -> bool:
-        """Whether a ministage ends with the loss; all others end with rows for the one behind."""
+        """Whether a ministage ends with the loss; others end with rows for the one behind."""
         return self._is_last and number == self.count - 1
 
     @contextlib.contextmanager
     def only(self, number: int) -> Iterator[None]:
-        """Let the model be one ministage; also while its backward pass recomputes layers."""
+        """Context in which the model is one ministage, also while its backward pass recomputes layers."""
         first, last = self.takes_tokens(number), self.gives_loss(number)
         model, decoder = self._model, self._decoder
         with contextlib.ExitStack() as stack:
@@ -97,13 +97,13 @@ class StageSlices:
             yield
 
     def used_before(self, number: int) -> frozenset[Parameter]:
-        """Parameters that ministages before one use: the backward pass adds to their gradients later."""
-        return frozenset(one for one, numbers in self._uses.items() if min(numbers) < number)
+        """Return parameters that earlier ministages use too: their backward pass completes the gradients."""
+        return frozenset(p for p, numbers in self._uses.items() if min(numbers) < number)
 
 
 @contextlib.contextmanager
 def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Give an object other attributes, and its own back afterwards."""
+    """Context in which an object has other attributes."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -114,10 +114,10 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def dealt_layers(session: Session | None) -> list[int] | None:
-    """The numbers, in its stage, that the layers of this rank would have if stages had them in a row.
+def layer_numbers(session: Session | None) -> list[int] | None:
+    """Return the numbers of this rank's layers, counted from the first of its stage's `layers`.
 
-    ``None``: they have.
+    ``None``: the layers are consecutive.
     """
     place = None if session is None or session.stages is None else session.stages.view.place
     if place is None or place.ministages is None:
@@ -127,27 +127,27 @@ def dealt_layers(session: Session | None) -> list[int] | None:
 
 
 def _numbered(original: Callable[..., None]) -> Callable[..., None]:
-    """Megatron numbers the layers of a stage in a row; windows and checkpoints go by these numbers."""
+    """Number the layers of a ministage by their place in the model, as windows and checkpoints need."""
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, submodules: Any, layer_number: int = 1, **more: Any) -> None:
-        dealt = dealt_layers(active_session())
-        number = layer_number if dealt is None else dealt[layer_number - 1] + 1
+        numbers = layer_numbers(active_session())
+        number = layer_number if numbers is None else numbers[layer_number - 1] + 1
         original(self, config, submodules, number, **more)
 
     return __init__
 
 
 def _named(original: Callable[..., None]) -> Callable[..., None]:
-    """A layer's name in its block is its number in the stage: where its state dict looks for it."""
+    """Name a layer in its block by its number in the stage, as its state dict expects."""
 
     @functools.wraps(original)
     def _build_layers(self: Any) -> None:
         original(self)
-        dealt = dealt_layers(active_session())
-        if dealt is not None:
+        numbers = layer_numbers(active_session())
+        if numbers is not None:
             self.layers._modules = {
-                str(number): layer for number, layer in zip(dealt, self.layers, strict=True)
+                str(number): layer for number, layer in zip(numbers, self.layers, strict=True)
             }
 
     return _build_layers

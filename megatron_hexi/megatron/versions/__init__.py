@@ -1,6 +1,6 @@
-"""What our training script finds elsewhere in each version of megatron-core: a module for each, of one shape.
+"""Differences between versions of megatron-core for our training script, a module for each version.
 
-NVIDIA's scripts are of their version already. When a version is supported no longer, its module goes.
+NVIDIA's scripts match their version already. When support for a version ends, its module is deleted.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from megatron.core.package_info import __version__
 from packaging.version import Version
 from torch import Tensor
 
-#: Tensors by name; ``None`` for what this rank does not need.
+#: Tensors by name; ``None`` for tensors that this rank does not need.
 type Batch = dict[str, Tensor | None]
 
 
 class Megatron(Protocol):
-    """The shape of these modules."""
+    """The interface of these modules."""
 
     def train(
         self,
@@ -30,26 +30,26 @@ class Megatron(Protocol):
         """Parse the command line, build the model and train it.
 
         Args:
-            build_datasets: gives the training, validation and test sets.
+            build_datasets: returns the training, validation and test sets.
             forward_step: runs the model on a micro-batch.
-            embedding_ranks: the ranks of a pipeline that hold the word embedding.
+            embedding_ranks: returns the ranks of a pipeline that hold the word embedding.
         """
 
     def broadcast_batch(self, batch: Batch, is_packed: bool, **sizes: Any) -> Batch:
-        """A micro-batch of whole sequences on every tensor-parallel rank.
+        """Return a micro-batch of whole sequences on every tensor-parallel rank.
 
         Args:
-            batch: it, on the first of them; empty on others.
-            is_packed: whether it says where documents end.
-            sizes: what else Megatron 0.19's `get_batch_on_this_tp_rank` takes.
+            batch: the micro-batch on the first rank; empty on others.
+            is_packed: whether it has the ends of documents.
+            sizes: other arguments of Megatron 0.19's `get_batch_on_this_tp_rank`.
         """
 
     def cut_batch(self, batch: Batch, per_sequence: bool) -> Batch:
-        """This context-parallel rank's part of a micro-batch.
+        """Return this context-parallel rank's part of a micro-batch.
 
         Args:
             batch: whole sequences.
-            per_sequence: whether sequences are cut as wholes, where they say where documents end.
+            per_sequence: whether packed sequences are cut as a whole, not document by document.
         """
 
     def predicts_further_tokens(self, args: Namespace, vp_stage: int | None) -> bool:
@@ -57,6 +57,6 @@ class Megatron(Protocol):
 
 
 def installed() -> Megatron:
-    """The module of the installed version; the patches have refused all that have none."""
+    """Return the module of the installed version; the patches have refused all other versions."""
     major, minor = Version(__version__).release[:2]
     return cast(Megatron, importlib.import_module(f"{__name__}.v{major}_{minor}"))

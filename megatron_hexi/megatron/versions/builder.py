@@ -1,4 +1,4 @@
-"""The GPT of a command line, for versions whose `pretrain` is given what builds it, which no wheel has."""
+"""A GPT from the command line, for versions whose `pretrain` needs a model builder, which no wheel has."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def build_gpt(
     config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:
-    """One pipeline stage of the model.
+    """Return one pipeline stage of the model.
 
     Args:
         pre_process: whether it embeds tokens.
         post_process: whether it has the output layer.
         vp_stage: its virtual pipeline stage.
-        config: of its transformer; by default the command line's.
+        config: configuration of its transformer; by default the command line's.
         pg_collection: its process groups.
     """
     print_rank_0("building GPT model ...")

@@ -18,9 +18,9 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Domain, Exchange, Group, JobTerms, Member, Plan, Replica, Stage
 from megatron_hexi.plan.layout import apportion, causal_segments, consecutive
 from megatron_hexi.plan.parts import worthwhile_parts
+from megatron_hexi.planner.expert_placement import spread_experts
 from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.joint import Candidate
-from megatron_hexi.planner.layouts.experts import spread_experts
 from megatron_hexi.planner.layouts.layout import with_experts
 from megatron_hexi.planner.layouts.trial import Progress, order_of
 from megatron_hexi.planner.request import Request

@@ -17,7 +17,7 @@ from megatron_hexi.cost import Job, ceiling_tokens_per_s
 from megatron_hexi.cost.memory import ModelPart
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan.flags import spell_flag
-from megatron_hexi.planner.layouts.experts import IN_WHOLE_STAGES, ExpertRule
+from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES, ExpertRule
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from megatron_hexi.cost.layer import Layer
 from megatron_hexi.cost.layer_bytes import border_bytes
 from megatron_hexi.cost.memory import FRAGMENTATION, ModelPart, part_memory
 from megatron_hexi.cost.memory_terms import sum_terms
+from megatron_hexi.planner.expert_placement import ExpertRule
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint.pools import Pools, StageShape
-from megatron_hexi.planner.layouts.experts import ExpertRule
 from megatron_hexi.planner.layouts.layout import Grouping
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 from megatron_hexi.planner.search.balance import rebalanced

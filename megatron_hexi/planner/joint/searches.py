@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job
+from megatron_hexi.planner.expert_placement import ExpertRule
 from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.joint.joint_search import JointSearch
 from megatron_hexi.planner.joint.layer_times import LayerTimer
-from megatron_hexi.planner.layouts.experts import ExpertRule
 from megatron_hexi.planner.layouts.trial import Candidate, Progress
 from megatron_hexi.planner.request import Request
 

@@ -14,9 +14,9 @@ from megatron_hexi.cost import Job
 from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload, unit_ranks
 from megatron_hexi.plan.layout import causal_segments, consecutive, full_segments
 from megatron_hexi.plan.parts import worthwhile_parts
+from megatron_hexi.planner.expert_placement import spread_experts
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.deal import assign_tokens
-from megatron_hexi.planner.layouts.experts import spread_experts
 
 #: Units of each group, the outermost group first.
 Grouping = tuple[tuple[int, ...], ...]

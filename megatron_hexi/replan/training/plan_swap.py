@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.megatron.session import Session, local_shard
-from megatron_hexi.plan import Plan, Schedules, Share, deal_micro_batches, plan_digest
+from megatron_hexi.plan import Plan, Schedules, Share, assign_micro_batches, plan_digest
 
 
 def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
@@ -53,7 +53,7 @@ def swapped_shares(session: Session, plan: Plan) -> tuple[Share, ...] | None:
     """
     if session.share is None:
         return None
-    return deal_micro_batches(plan, session.share.total, 1)
+    return assign_micro_batches(plan, session.share.total, 1)
 
 
 def grouping(plan: Plan, dealt: bool) -> list[tuple[Any, ...]]:

@@ -15,7 +15,7 @@ from megatron_hexi.options.layer_features import query_size
 from megatron_hexi.options.meaning import model_features
 
 
-class Advice:
+class PlannerConnection:
     """A connection to the planner's process that never blocks; on rank 0.
 
     Args:

@@ -39,7 +39,7 @@ from megatron_hexi.patching import STEP_PARAMETERS, Patch
 from megatron_hexi.plan import Plan, dump_plan, plan_digest, plan_from_yaml
 from megatron_hexi.replan.training.plan_swap import forget_positions, swapped_session, swapped_shares
 from megatron_hexi.replan.training.planner_process import (
-    Advice,
+    PlannerConnection,
     job_document,
     may_move_shares,
     model_document,
@@ -127,7 +127,7 @@ class Replanner:
 
     def _report(self, iteration: int) -> None:
         """Post this rank's times since the last report."""
-        steps = METER.heard()
+        steps = METER.take_finished()
         fresh, self._fresh = self._fresh, 0
         busy = [step.seconds - sum(step.waited.values()) for step in steps[fresh:] if step.waited]
         losses, self._losses = [float(loss.flatten()[0]) for loss in self._losses], []
@@ -160,7 +160,7 @@ class Replanner:
         close_interval(session)
         set_active_session(swapped_session(session, plan, iteration + 1))
         forget_positions()
-        METER.heard()
+        METER.take_finished()
         # Where few iterations are measured, the first after a swap is none of them.
         self._order, self._orders = None, self._orders + 1
         self._fresh = int(self._args.hexi_metrics_interval == 1)
@@ -308,7 +308,7 @@ def _replanning(original: Callable[..., Any]) -> Callable[..., Any]:
         if _replanner is None:
             store = job_store(_AGREEMENT)
             assert store is not None, "there are several ranks"
-            _replanner = Replanner(meeting(store), options, Advice)
+            _replanner = Replanner(meeting(store), options, PlannerConnection)
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]
         with user_errors():
             _replanner.before_step(iteration)

@@ -1,4 +1,4 @@
-"""The copies and sums beside attention kernels, each as one operation on a GPU.
+"""Copies and sums beside attention kernels, each a single operation on a GPU.
 
 `plain` defines each in torch, and runs it on CPUs; `on_gpu` runs it in one launch. Triton comes with torch
 for CUDA, and needs a C compiler and Python's headers; where one of them is missing, `plain` runs on GPUs too,
@@ -18,13 +18,13 @@ from megatron_hexi.runtime.fused.toolchain import triton_lacks
 
 
 def implementation(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The module of the operations for tensors of this kind; asked when a pass is compiled."""
+    """Return the module with the operations for tensors of this kind; chosen when a pass is compiled."""
     return on_gpu if device.type == "cuda" and dtype != torch.float64 and has_triton() else plain
 
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton can launch kernels here; asked on GPUs only, and said once where it cannot."""
+    """Whether Triton can launch kernels here; asked on GPUs only, with a warning where it cannot."""
     lacks = triton_lacks()
     if lacks:
         warnings.warn(

@@ -1,7 +1,7 @@
-"""Fused operations as one launch each of the kernels in `triton_kernels`.
+"""Fused operations on GPUs: one launch of a kernel of `triton_kernels` each.
 
-Tensors may have any strides whose last is 1. Nothing waits for the device. Only pointers and strides are put
-together at a launch.
+Tensors may have any strides whose last is 1. Nothing waits for the device. A launch only collects pointers
+and strides.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megatron_hexi.runtime import call_rows
 from megatron_hexi.runtime.call_rows import Rows
-from megatron_hexi.runtime.fused.terms import Slot
+from megatron_hexi.runtime.fused.slots import Slot
 
-#: Of a program: few enough for the registers of 128 threads, which hold them in fp32.
+#: Elements of a program: few enough for the registers of 128 threads, which hold them in fp32.
 _ELEMENTS = 2048
 #: An optional tensor that is not there, and its strides.
 _NONE = None, None
@@ -39,8 +39,8 @@ def combine(
         return
     values = parts[: len(rows)]
     totals: Sequence[Tensor | None] = parts[len(rows) :] or [None] * len(rows)
-    given = [term for term in zip(rows, values, totals, strict=True) if term[1].numel()]
-    places = [some.places for some, _, _ in given]
+    terms = [term for term in zip(rows, values, totals, strict=True) if term[1].numel()]
+    places = [term_rows.places for term_rows, _, _ in terms]
     batch, heads, count, width = target.shape
     block = _block(width)
     launch(
@@ -54,11 +54,11 @@ def combine(
         *(_NONE if base is None else (base, base.stride()[:3])),
         *(_NONE if base_total is None else (base_total, base_total.stride())),
         sinks,
-        tuple([(value, value.stride()[:3]) for _, value, _ in given]),
+        tuple([(value, value.stride()[:3]) for _, value, _ in terms]),
         tuple(
             [
-                (*(_NONE if lse is None else (lse, lse.stride())), index, *some.span)
-                for (some, _, lse), index in zip(given, places, strict=True)
+                (*(_NONE if lse is None else (lse, lse.stride())), index, *term_rows.span)
+                for (term_rows, _, lse), index in zip(terms, places, strict=True)
             ]
         ),
         count,
@@ -129,17 +129,19 @@ def _move(table: Tensor, copies: int, to_flat: bool, flat: Tensor, *parts: Tenso
 
 
 def _table(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
-    """The table of `move_kernel`, and how many copies of a head it has room for."""
-    found: dict[tuple[int, int], list[int]] = {
+    """Return the table of `move_kernel`, and the number of copies of a head that it has room for."""
+    places_by_head: dict[tuple[int, int], list[int]] = {
         (part, head): [] for part, count in enumerate(heads) for head in range(count)
     }
     for slot in slots:
         start, stop = slot.heads
         for head in range(start, stop):
-            found[slot.part, head] += [slot.offset + (head - start) * slot.size, slot.stride]
-    copies = max(map(len, found.values()), default=0) // 2
+            places_by_head[slot.part, head] += [slot.offset + (head - start) * slot.size, slot.stride]
+    copies = max(map(len, places_by_head.values()), default=0) // 2
     lines = [
-        [*key, *places, *[-1, 0] * (copies - len(places) // 2)] for key, places in found.items() if places
+        [*key, *places, *[-1, 0] * (copies - len(places) // 2)]
+        for key, places in places_by_head.items()
+        if places
     ]
     table = torch.tensor(lines, dtype=torch.int64, device="cpu").view(len(lines), 2 + 2 * copies)
     return call_rows.on_device(table, device), copies
@@ -153,27 +155,27 @@ def launch(
     *arguments: Any,
     **constants: Any,
 ) -> None:
-    """Start a kernel.
+    """Launch a kernel.
 
     Args:
         kernel: its name.
-        grid: how many programs.
+        grid: numbers of programs.
         reads: the tensors that it reads once, for tests and benchmarks that count bytes.
         writes: the tensors that it writes once, likewise.
-        arguments: of the kernel.
-        constants: with which it is compiled.
+        arguments: arguments of the kernel.
+        constants: constants that it is compiled with.
     """
     getattr(_kernels(), kernel)[grid](*arguments, **constants)
 
 
 @cache
 def _kernels() -> ModuleType:
-    """The kernels, imported on first use: Triton is not everywhere."""
+    """Return the kernels' module, imported on first use: Triton is not installed everywhere."""
     return import_module("megatron_hexi.runtime.fused.triton_kernels")
 
 
 @cache  # head sizes are few
 def _block(width: int) -> dict[str, int]:
-    """Rows and columns of a program, powers of 2."""
+    """Return rows and columns of a program, powers of 2."""
     columns = 1 << (width - 1).bit_length()
     return {"BLOCK": max(1, _ELEMENTS // columns), "WIDTH": columns}

@@ -1,4 +1,4 @@
-"""Fused operations in torch, term by term: the reference, and what runs on CPUs.
+"""Fused operations in torch, term by term: the reference, and the implementation for CPUs.
 
 Shape letters: B batch, h heads, G rows of the whole, Q rows of a part, D size of a head, T tokens of a shard.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_hexi.runtime.call_rows import Rows
-from megatron_hexi.runtime.fused.terms import Slot
+from megatron_hexi.runtime.fused.slots import Slot
 
 
 def combine(
@@ -25,19 +25,19 @@ def combine(
     sinks: Tensor | None,
     *parts: Tensor,
 ) -> None:
-    """Write the sum of terms, added up in fp32 (fp64 for fp64); rows that no term has become 0.
+    """Write the sum of terms, accumulated in fp32 (fp64 for fp64); rows without a term become 0.
 
     With log-sum-exps it is attention over all keys of the terms: `lse = log(sum exp(lse_i))` and
     `out = sum out_i exp(lse_i - lse)`.
 
     Args:
-        rows: of each term, at most `MOST_TERMS`.
-        target: where to, [B, h, G, D], of any type.
-        total: where the log-sum-exp goes, [B, h, G] in fp32 (fp64 for fp64); ``None``: a plain sum.
-        base: one more term, of all rows; may be the target.
+        rows: rows of each term; at most `MOST_TERMS` terms.
+        target: the result, [B, h, G, D], of any type.
+        total: the resulting log-sum-exp, [B, h, G] in fp32 (fp64 for fp64); ``None``: a plain sum.
+        base: a further term, of all rows; may be the target.
         base_total: its log-sum-exp.
         sinks: logits [h] that take part in the log-sum-exp and have no value.
-        parts: the terms, [B, h, Q, D]; with `total` their log-sum-exps behind them, [B, h, Q].
+        parts: the terms, [B, h, Q, D]; with `total`, followed by their log-sum-exps, [B, h, Q].
     """
     wide = torch.promote_types(target.dtype, torch.float32)
     values, totals = parts[: len(rows)], parts[len(rows) :]
@@ -58,13 +58,13 @@ def combine(
             sums = target.copy_(value)
         else:
             sums = value.to(wide)
-    for some, value, weight in terms:
+    for term_rows, value, weight in terms:
         if weight is None:
-            some.add(sums, value)
-        elif some.index is None:
-            some.taken(sums).addcmul_(value, weight)
+            term_rows.add(sums, value)
+        elif term_rows.index is None:
+            term_rows.taken(sums).addcmul_(value, weight)
         else:
-            some.add(sums, value * weight)
+            term_rows.add(sums, value * weight)
     if sums is not target:
         target.copy_(sums)
 
@@ -72,33 +72,36 @@ def combine(
 def _weights(
     total: Tensor, rows: Sequence[Rows], parts: Sequence[Tensor], sinks: Tensor | None
 ) -> list[Tensor]:
-    """The factor of each term, [B, h, Q, 1]; the log-sum-exp of all terms goes to `total`."""
-    found = torch.full_like(total, -torch.inf)
+    """Return the factor of each term, [B, h, Q, 1], and write the log-sum-exp of all terms to `total`."""
+    log_sum_exp = torch.full_like(total, -torch.inf)
     if sinks is not None:
-        found[:] = sinks[:, None]
-    for some, part in zip(rows, parts, strict=True):
+        log_sum_exp[:] = sinks[:, None]
+    for term_rows, part in zip(rows, parts, strict=True):
         # torch.logaddexp, so that nothing overflows
-        some.put(found, torch.logaddexp(some.taken(found), part))
-    weights = [torch.exp(part - some.taken(found))[..., None] for some, part in zip(rows, parts, strict=True)]
-    total.copy_(found)
+        term_rows.put(log_sum_exp, torch.logaddexp(term_rows.taken(log_sum_exp), part))
+    weights = [
+        torch.exp(part - term_rows.taken(log_sum_exp))[..., None]
+        for term_rows, part in zip(rows, parts, strict=True)
+    ]
+    total.copy_(log_sum_exp)
     return weights
 
 
 def copy_rows(rows: Rows, target: Tensor, source: Tensor) -> None:
-    """Write some rows of [B, h, G, D] to [B, h, Q, D]."""
+    """Copy some rows of [B, h, G, D] to [B, h, Q, D]."""
     target.copy_(rows.taken(source))
 
 
 def pack(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> Callable[..., None]:
-    """Write heads of tensors to a flat one, which is then sent.
+    """Return a function that writes heads of tensors to a flat message.
 
     Args:
-        slots: which heads lie where.
-        heads: how many each tensor has.
-        device: of the tensors.
+        slots: places of heads in the message.
+        heads: number of heads of each tensor.
+        device: device of the tensors.
 
     Returns:
-        A function of the flat tensor and the others, [T, B, heads, D].
+        A function of the flat message and the tensors, [T, B, heads, D].
     """
     return partial(_pack, slots)
 
@@ -110,23 +113,23 @@ def _pack(slots: Sequence[Slot], flat: Tensor, *parts: Tensor) -> None:
 
 
 def unpack(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> Callable[..., None]:
-    """Write heads of tensors from a flat one; a head that lies there several times is added up in fp32.
+    """Return a function that reads heads of tensors from a flat message; copies of a head are summed in fp32.
 
     Arguments and the function returned are those of `pack`.
     """
-    each = [[slot for slot in slots if slot.part == number] for number in range(len(heads))]
-    return partial(_unpack, [(some, _overlap(some)) for some in each])
+    slots_of_part = [[slot for slot in slots if slot.part == number] for number in range(len(heads))]
+    return partial(_unpack, [(part_slots, _overlap(part_slots)) for part_slots in slots_of_part])
 
 
 def _unpack(slots: Sequence[tuple[Sequence[Slot], bool]], flat: Tensor, *parts: Tensor) -> None:
-    for part, (some, is_shared) in zip(parts, slots, strict=True):
+    for part, (part_slots, is_shared) in zip(parts, slots, strict=True):
         wide = torch.promote_types(part.dtype, torch.float32)
         total = torch.zeros_like(part, dtype=wide) if is_shared else part
-        for slot in some:
+        for slot in part_slots:
             target = total[:, :, slice(*slot.heads)]
             piece = _lying(flat, target, slot)
             target.add_(piece) if is_shared else target.copy_(piece)
-        for slot in some if is_shared else ():
+        for slot in part_slots if is_shared else ():
             part[:, :, slice(*slot.heads)] = total[:, :, slice(*slot.heads)]
 
 
@@ -137,7 +140,7 @@ def _overlap(slots: Sequence[Slot]) -> bool:
 
 
 def _lying(flat: Tensor, part: Tensor, slot: Slot) -> Tensor:
-    """The heads of a slot as [T, B, heads, D], a view."""
+    """Return a view of the heads of a slot, [T, B, heads, D]."""
     _, batch, _, size = part.shape
     steps = batch * slot.stride, slot.stride, size, 1
     return flat.as_strided(part.shape, steps, flat.storage_offset() + slot.offset)

@@ -1,6 +1,6 @@
-"""What Triton needs to launch a kernel beside itself: it compiles a small module in C on first use.
+"""The tools that Triton needs to launch a kernel: it compiles a small module in C on first use.
 
-So does `triton/runtime/build.py`, which these conditions follow.
+The conditions are those of `triton/runtime/build.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 @cache
 def triton_lacks() -> str:
-    """What keeps Triton from launching kernels on a GPU; empty: nothing does."""
+    """Return what keeps Triton from launching kernels on a GPU; empty if nothing does."""
     if find_spec("triton") is None:
         return "Triton is not installed"
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")

@@ -1,6 +1,7 @@
 """Fused operations as Triton kernels: imported only where they run, or are tested (TRITON_INTERPRET=1).
 
-A program takes some rows of one head. Sums are in fp32. Triton reads annotations, so only its own stand here.
+A program computes some rows of a head. Sums are in fp32. Triton reads annotations, so only its own are used
+here.
 """
 
 import triton
@@ -26,11 +27,11 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """`combine`: pointers with steps of batch, head and row, where there are any.
+    """Compute `plain.combine`: pointers have steps of batch, head and row.
 
-    Terms: (value, steps) each. Places: (log-sum-exp, steps, map, first row, row after the last) each, where a
-    map says for each row from the first which of the term's it is, -1 for none. These and numbers of rows are
-    other ones in each sequence of documents: Triton is not to compile anew for what divides them.
+    Terms: (value, steps) each. Places: (log-sum-exp, steps, map, first row, row after the last) each; the map
+    gives the term's row for each row from the first, -1 for none. These and the number of rows change with
+    each sequence of documents, so Triton must not compile anew for their divisors.
     """
     place = tl.program_id(1)
     batch, head = (place // heads).to(tl.int64), (place % heads).to(tl.int64)
@@ -46,8 +47,8 @@ def combine_kernel(
             most = tl.maximum(most, tl.load(base_total + at, mask=is_row, other=float("-inf")))
         for i in tl.static_range(len(terms)):
             part_total, part_steps, index, first, last = places[i]
-            own, has = _own_rows(index, first, last, row, is_row)
-            at = batch * part_steps[0] + head * part_steps[1] + own * part_steps[2]
+            term_row, has = _own_rows(index, first, last, row, is_row)
+            at = batch * part_steps[0] + head * part_steps[1] + term_row * part_steps[2]
             most = tl.maximum(most, tl.load(part_total + at, mask=has, other=float("-inf")))
         most = tl.where(most == float("-inf"), 0.0, most)
     weights = tl.zeros([BLOCK], tl.float32)
@@ -67,13 +68,13 @@ def combine_kernel(
     for i in tl.static_range(len(terms)):
         part, steps = terms[i]
         part_total, part_steps, index, first, last = places[i]
-        own, has = _own_rows(index, first, last, row, is_row)
-        at = batch * steps[0] + head * steps[1] + own * steps[2]
+        term_row, has = _own_rows(index, first, last, row, is_row)
+        at = batch * steps[0] + head * steps[1] + term_row * steps[2]
         mask = has[:, None] & is_column[None, :]
         value = tl.load(part + at[:, None] + column[None, :], mask=mask, other=0.0)
         value = value.to(tl.float32)
         if total is not None:
-            at = batch * part_steps[0] + head * part_steps[1] + own * part_steps[2]
+            at = batch * part_steps[0] + head * part_steps[1] + term_row * part_steps[2]
             weight = tl.exp(tl.load(part_total + at, mask=has, other=float("-inf")) - most)
             weights += weight
             value = value * weight[:, None]
@@ -92,13 +93,13 @@ def combine_kernel(
 
 @triton.jit
 def _own_rows(index, first, last, row, is_row):
-    """Where rows of the whole lie in a term, and whether they do."""
+    """Return the rows of a term for rows of the sum, and whether it has them."""
     has = is_row & (row >= first) & (row < last)
-    own = row - first
+    term_row = row - first
     if index is not None:
-        own = tl.load(index + own, mask=has, other=-1).to(tl.int64)
-        has = own >= 0
-    return own, has
+        term_row = tl.load(index + term_row, mask=has, other=-1).to(tl.int64)
+        has = term_row >= 0
+    return term_row, has
 
 
 @triton.jit
@@ -113,17 +114,17 @@ def move_kernel(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """`pack` and `unpack`.
+    """Compute `plain.pack` and `plain.unpack`.
 
     Parts: (tensor, steps of tokens, batch and head, size of a head), each. A line of the table is a head: its
-    part, its number, then offset and stride in the flat tensor of each of its copies, offset -1 for none.
+    part, its number, then offset and stride of each of its copies in the flat message, offset -1 for none.
     """
     line = table + tl.program_id(1) * (2 + 2 * COPIES)
-    which, head = tl.load(line), tl.load(line + 1)
+    part_number, head = tl.load(line), tl.load(line + 1)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
     for i in tl.static_range(len(parts)):
-        if which == i:
+        if part_number == i:
             part, steps, width = parts[i]
             at = (row // batch) * steps[0] + (row % batch) * steps[1] + head * steps[2]
             places = part + at[:, None] + column[None, :]

@@ -19,12 +19,12 @@ _PLAIN = (AtenCpuKernel(), MathKernel())
 #: FlashAttention-2 (FlashAttention-3 paper, arXiv 2407.08608, figures 5-6).
 KERNELS: tuple[KernelOnOffer, ...] = (_FLASH_3, _CUDNN, *_FLASH_2, *_PLAIN)
 
-#: What ``--hexi-kernel`` takes.
+#: Values of ``--hexi-kernel``.
 KERNEL_NAMES = ("auto", *(kernel.name for kernel in KERNELS))
 
 
 def ranked_kernels(device: torch.device) -> tuple[KernelOnOffer, ...]:
-    """All kernels, the fastest on this device first.
+    """Return all kernels, the fastest on this device first.
 
     cuDNN is before FlashAttention-2 on compute capabilities 9 and 10 only, as torch has it
     (`check_prefer_cudnn_attention`, in the file that `cudnn` names); on A100 it is slower.
@@ -35,12 +35,13 @@ def ranked_kernels(device: torch.device) -> tuple[KernelOnOffer, ...]:
 
 
 def select_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelDispatch:
-    """The kernel of that name, or with ``auto`` the fastest that takes such tensors.
+    """Return the kernel with a name, or with ``auto`` the fastest for such tensors.
 
-    Blocks that it may not be given go to the fastest other one.
+    Blocks that it does not take go to the fastest kernel that does.
 
     Raises:
-        PlatformError: the name is unknown, or the kernel refuses; with the reason and those that would do.
+        PlatformError: the name is unknown, or the kernel refuses; the message has the reason and usable
+            kernels.
     """
     kernels = ranked_kernels(device)
     refusals = {kernel.name: kernel.refuses(device, dtype, head_dim) for kernel in kernels}

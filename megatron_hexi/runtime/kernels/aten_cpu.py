@@ -14,7 +14,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 class AtenCpuKernel(DenseKernel):
     """`aten::_scaled_dot_product_flash_attention_for_cpu`: fp64, fp32, bf16 and fp16, GQA natively.
 
-    The operator dies (SIGFPE) on an empty query or key, so none is ever given to it.
+    The operator crashes (SIGFPE) on an empty query or key, so it is never given one.
     """
 
     name = "aten-cpu"

@@ -13,7 +13,7 @@ _HALF_TYPES = (torch.bfloat16, torch.float16)
 class AtenFlashKernel(KernelOnOffer):
     """`aten::_flash_attention_forward`: bf16 and fp16 on Ampere and newer, GQA natively.
 
-    Takes [B, tokens, heads, D]: with one sequence a batch, the layout in which our all-to-all delivers.
+    Takes [B, tokens, heads, D]: with a batch of one sequence, the layout of our all-to-all.
     Its backward is deterministic where `torch.use_deterministic_algorithms` asks for it.
     """
 
@@ -87,14 +87,14 @@ class AtenFlashKernel(KernelOnOffer):
 
 
 def _swapped(tensor: Tensor) -> Tensor:
-    """[B, H, rows, D] as [B, rows, H, D], and back."""
+    """Return [B, H, rows, D] as [B, rows, H, D], and the reverse."""
     return tensor.transpose(1, 2)
 
 
 def _lengths(
     query: Tensor, key: Tensor, sequences: Sequences | None
 ) -> tuple[tuple[Tensor | None, Tensor | None], tuple[int, int]]:
-    """Ends of sequences among queries and keys, ``None`` of one; and the most queries and keys of any."""
+    """Return the ends of sequences among queries and keys (``None``: one sequence), and greatest lengths."""
     if sequences is None:
         return (None, None), (query.shape[2], key.shape[2])
     return (sequences.query_ends, sequences.key_ends), (max(sequences.queries), max(sequences.keys))

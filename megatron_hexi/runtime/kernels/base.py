@@ -1,4 +1,4 @@
-"""What every attention kernel offers, and the plain one that all others are held against.
+"""The interface of attention kernels, and a plain kernel as the reference for all others.
 
 Shape letters: B batch, H query heads, K KV heads (K divides H), Q queries, S keys, D head size.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def is_deterministic() -> bool:
-    """Whether results must be the same bits in every run.
+    """Whether results must be bitwise equal in every run.
 
     `torch.use_deterministic_algorithms` says so, which Megatron's ``--deterministic-mode`` calls. Where it
     only warns, torch's own kernels stay as they are, and ours too.
@@ -30,9 +30,9 @@ class Sequences:
     """Blocks that lie one after another in the rows of a call; none is empty.
 
     Args:
-        queries: of each.
-        keys: of each.
-        query_ends: 0 and the end of each among the queries, int32, on the kernel's device.
+        queries: number of queries of each block.
+        keys: number of keys of each block.
+        query_ends: 0 and the end of each block among the queries, int32, on the kernel's device.
         key_ends: likewise among the keys.
     """
 
@@ -42,7 +42,7 @@ class Sequences:
     key_ends: Tensor
 
     def runs(self) -> Iterator[tuple[slice, slice, int]]:
-        """Neighbours of one size: their queries, their keys, and how many they are."""
+        """Yield runs of blocks of one size: their queries, their keys, and their number."""
         query = key = 0
         for (queries, keys), alike in groupby(zip(self.queries, self.keys, strict=True)):
             count = len(list(alike))
@@ -51,14 +51,14 @@ class Sequences:
 
 
 class BlockKind(NamedTuple):
-    """The properties of a block that a kernel is chosen by: no values, so that nothing waits for the device.
+    """The properties of a block that decide on a kernel, without values: nothing waits for the device.
 
     Args:
         query: shape of the query, [B, H, Q, D].
         key: shape of the key, [B, K, S, D].
-        causal: whether the blocks are.
-        device: of the tensors.
-        sequences: the blocks; ``None``: it is one.
+        causal: whether the blocks are causal.
+        device: device of the tensors.
+        sequences: the blocks; ``None``: it is one block.
     """
 
     query: tuple[int, ...]
@@ -69,10 +69,10 @@ class BlockKind(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Attention over one block, or several at once, in the form that lets blocks be merged.
+    """Attention over a block, or several, in a form in which blocks can be merged.
 
-    The forward gives the output and the log-sum-exp of each row; the backward takes those of all
-    blocks merged, so that the gradients of one block are exact parts of the whole.
+    The forward pass returns the output and the log-sum-exp of each row; the backward pass takes those of all
+    merged blocks, so that the gradients of a block are exact parts of the whole.
 
     Shapes: query [B, H, Q, D], key [B, K, S, D], value [B, K, S, D]; output as query; log-sum-exp
     [B, H, Q] in fp32 (fp64 for fp64 inputs). Any strides whose last is 1. No size is 0. With `sequences` the
@@ -94,7 +94,7 @@ class Kernel(Protocol):
         scale: float,
         sequences: Sequences | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp. `causal` is given for square blocks only."""
+        """Return output and log-sum-exp. `causal` is given for square blocks only."""
 
     def backward(
         self,
@@ -109,38 +109,38 @@ class Kernel(Protocol):
         scale: float,
         sequences: Sequences | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value of this block; output and log-sum-exp are the merged ones."""
+        """Return gradients of query, key and value of this block, from merged output and log-sum-exp."""
 
 
 class KernelOnOffer(Kernel, Protocol):
     """A kernel that can be chosen, for some tensors and some of their blocks."""
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why the kernel cannot be used for such tensors; ``None`` if it can."""
+        """Return why the kernel cannot be used for such tensors; ``None`` if it can."""
 
     def takes(self, block: BlockKind) -> bool:
-        """Whether it may be given such blocks, forward and backward; asked for tensors not refused."""
+        """Whether it takes such blocks, forward and backward; asked for tensors that it does not refuse."""
         return True
 
 
 def packed(tensor: Tensor) -> Tensor:
-    """[1, H, rows, ...] as kernels of several sequences take it, [rows, H, ...]."""
+    """Return [1, H, rows, ...] as [rows, H, ...], which kernels of several sequences take."""
     assert tensor.shape[0] == 1, "several blocks are given one batch at a time"
     return tensor[0].transpose(0, 1)
 
 
 def unpacked(tensor: Tensor) -> Tensor:
-    """[rows, H, ...] as [1, H, rows, ...]."""
+    """Return [rows, H, ...] as [1, H, rows, ...]."""
     return tensor.transpose(0, 1)[None]
 
 
 class DenseKernel(KernelOnOffer, Protocol):
-    """A kernel for one block: of several, neighbours of one size are a larger batch."""
+    """A kernel for one block at a time: adjacent blocks of one size become a larger batch."""
 
     def dense(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """The forward of one block."""
+        """Return output and log-sum-exp of one block."""
 
     def dense_backward(
         self,
@@ -153,7 +153,7 @@ class DenseKernel(KernelOnOffer, Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The backward of one block."""
+        """Return the gradients of one block."""
 
     def forward(
         self,
@@ -205,7 +205,7 @@ class DenseKernel(KernelOnOffer, Protocol):
 class MathKernel(DenseKernel):
     """Plain matrix products: any device, any floating type, any head size, O(Q S) memory.
 
-    Computes in fp32 (fp64 for fp64 inputs). The reference, and the way out where nothing else fits.
+    Computes in fp32 (fp64 for fp64 inputs). The reference, and the fallback.
     """
 
     name = "math"
@@ -252,12 +252,12 @@ class MathKernel(DenseKernel):
 
 
 def _batch(tensor: Tensor, rows: slice, count: int) -> Tensor:
-    """Some rows of [B, H, rows, ...] as [B count, H, rows / count, ...]."""
+    """Return some rows of [B, H, rows, ...] as [B count, H, rows / count, ...]."""
     return tensor[:, :, rows].unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def _put(whole: Tensor, rows: slice, count: int, part: Tensor) -> None:
-    """Write what `_batch` took apart back into its rows."""
+    """Write rows in the shape that `_batch` returns back to their place."""
     part = part.unflatten(0, (-1, count)).transpose(1, 2)
     whole[:, :, rows].unflatten(2, (count, -1)).copy_(part)
 
@@ -267,7 +267,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _widen(tensor: Tensor, key: Tensor) -> Tensor:
-    """[B, H, Q, D] as [B, K, H / K, Q, D] in the type that is computed in."""
+    """Return [B, H, Q, D] as [B, K, H / K, Q, D], in the type of the computation."""
     return _wide(tensor).unflatten(1, (key.shape[1], -1))
 
 

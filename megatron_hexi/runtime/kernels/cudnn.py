@@ -1,7 +1,7 @@
 """cuDNN's attention through torch.
 
-The operator is called past torch's own dispatcher, which keeps from cuDNN what it does not support. Those
-rules stand here, with what is known of the releases since: `can_use_cudnn_attention` in
+The operator is called without torch's dispatcher, which keeps unsupported tensors from cuDNN. Its rules are
+repeated here, with what is known of later releases: `can_use_cudnn_attention` in
 https://github.com/pytorch/pytorch/blob/001f694/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_hexi.runtime.kernels.base import BlockKind, KernelOnOffer, Sequences, is_deterministic
 
-#: Of batch and of heads (max_cudnn_dim_size there).
+#: Largest batch and number of heads (max_cudnn_dim_size there).
 _MOST = 65535
 #: The first release that reads no further than the last query where 128 does not divide their number
 #: (https://github.com/pytorch/pytorch/issues/169849).
@@ -22,12 +22,12 @@ _ANY_QUERIES = 91501
 #: The first release without NaN in the gradient of queries on Hopper where the last tile of keys is half
 #: full and no causal mask hides it (https://github.com/pytorch/pytorch/issues/196678).
 _HALF_TILES = 92600
-#: In a remedy, where torch's cuDNN is not among the installed packages.
+#: Placeholder in a remedy, where torch's cuDNN is not among the installed packages.
 UNKNOWN_FOLDER = "FOLDER_OF_TORCHS_CUDNN"
 
 
 class CudnnKernel(KernelOnOffer):
-    """`aten::_scaled_dot_product_cudnn_attention`: bf16 and fp16, the fastest that torch ships on Hopper."""
+    """`aten::_scaled_dot_product_cudnn_attention`: bf16 and fp16, torch's fastest kernel on Hopper."""
 
     name = "cudnn"
 
@@ -52,7 +52,7 @@ class CudnnKernel(KernelOnOffer):
         return None
 
     def takes(self, block: BlockKind) -> bool:
-        # It builds a plan for each shape, and documents have others in each sequence.
+        # It builds an execution plan for each shape, and every sequence of documents has other shapes.
         if block.sequences is not None:
             return False
         batch, heads, queries, _ = block.query
@@ -121,7 +121,7 @@ class CudnnKernel(KernelOnOffer):
 
 
 def cudnn_version() -> int | None:
-    """The version of cuDNN, as 91900; ``None`` where torch cannot use the one that is loaded."""
+    """Return the version of cuDNN, such as 91900; ``None`` where torch cannot use the loaded one."""
     try:
         return torch.backends.cudnn.version()
     except RuntimeError:  # an older one
@@ -129,7 +129,7 @@ def cudnn_version() -> int | None:
 
 
 def torchs_cudnn() -> str:
-    """The folder of the cuDNN libraries that were installed with torch; empty where they are elsewhere."""
+    """Return the folder of the cuDNN libraries installed with torch; empty where there is none."""
     spec = find_spec("nvidia.cudnn") if find_spec("nvidia") else None
     places = list(spec.submodule_search_locations or ()) if spec else []
     return f"{places[0]}/lib" if places else ""

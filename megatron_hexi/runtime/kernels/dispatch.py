@@ -1,4 +1,4 @@
-"""Chooses one of several kernels for each block, and aligns what CUDA kernels read."""
+"""Choice of a kernel for each block, and alignment of tensors that CUDA kernels read."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from megatron_hexi.runtime.kernels.base import BlockKind, Kernel, KernelOnOffer
 
-#: What the vector loads of CUDA kernels, and their bulk copies, want of every row's address.
+#: Alignment of every row's address that vector loads and bulk copies of CUDA kernels need.
 ALIGNMENT_BYTES = 16
 
 
 class KernelDispatch:
-    """The first of some kernels that takes a block.
+    """A list of kernels, of which the first that takes a block computes it.
 
     Args:
-        kernels: none of which refuses the tensors; the first gives its name, the last takes every block.
+        kernels: kernels that do not refuse the tensors; the first gives its name, the last takes every block.
     """
 
     def __init__(self, kernels: Sequence[KernelOnOffer]) -> None:
@@ -25,19 +25,20 @@ class KernelDispatch:
         self._kernels = kernels
 
     def choose(self, block: BlockKind) -> Kernel:
-        """The kernel that computes such blocks, forward and backward."""
+        """Return the kernel that computes such blocks, forward and backward."""
         return next(kernel for kernel in self._kernels if kernel.takes(block))
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """A tensor whose rows a CUDA kernel can read by 16 bytes, and so those of its slices: itself or a copy.
+    """Return a tensor whose rows, also of slices, a CUDA kernel can read by 16 bytes: itself or a copy.
 
     Keys and values travel as columns of one message, and so have the row length of both: with keys of 128 and
-    values of 3, only every eighth row begins where it should.
+    values of 3, only every eighth row is aligned.
     """
     if not tensor.is_cuda or tensor.shape[-1] * tensor.element_size() % ALIGNMENT_BYTES:
         return tensor
-    # torch's allocator aligns storages to 512 bytes; where in one a tensor and its rows begin is left.
+    # torch's allocator aligns storages to 512 bytes; the offsets of a tensor and its rows in the storage
+    # remain.
     sizes = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     steps = [tensor.storage_offset(), *(stride for size, stride in sizes if size > 1)]
     if any(step * tensor.element_size() % ALIGNMENT_BYTES for step in steps):
@@ -46,7 +47,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def aligned_log_sum_exp(log_sum_exp: Tensor) -> Tensor:
-    """[B, heads, Q] contiguous, beginning where a CUDA kernel can read it by 16 bytes: itself or a copy."""
+    """Return [B, heads, Q] contiguous and aligned to 16 bytes: itself or a copy."""
     log_sum_exp = log_sum_exp.contiguous()
     is_aligned = not log_sum_exp.storage_offset() * log_sum_exp.element_size() % ALIGNMENT_BYTES
     return log_sum_exp if is_aligned else log_sum_exp.clone()

@@ -1,7 +1,7 @@
 """FlashAttention 2 and 3 from their own packages, where installed.
 
-Their releases add and rename parameters of the functions used here. Each call therefore names what it
-means, and a release that lacks one of those names is refused; what it asks for beside them is left out.
+Their releases add and rename parameters of the functions used here. Each call therefore names its arguments.
+A release that lacks one of these names is refused; further required parameters get neutral values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_hexi.errors import PlatformError
 from megatron_hexi.runtime.kernels.base import KernelOnOffer, Sequences, is_deterministic, packed, unpacked
 
-#: Nothing of what releases offer beside plain attention; given where a release has no default.
+#: Values that leave out features beside plain attention; given where a release has no default.
 _LEFT_OUT = {
     "dropout_p": 0.0,
     "window_size_left": -1,
@@ -34,13 +34,13 @@ _LEFT_OUT = {
 class FlashAttentionKernel(KernelOnOffer):
     """`flash_attn` (2) or `flash_attn_interface` (3): bf16 and fp16, GQA natively.
 
-    Takes [B, tokens, heads, D]: with one sequence a batch, the layout in which our all-to-all delivers.
+    Takes [B, tokens, heads, D]: with a batch of one sequence, the layout of our all-to-all.
 
     Args:
-        name: what the kernel is called in flags and logs.
+        name: name of the kernel in flags and logs.
         module: the module that holds its functions.
-        capability: the CUDA compute capabilities it is built for, least and (exclusive) most.
-        deterministic: whether every release with an argument of that name heeds it.
+        capability: the CUDA compute capabilities it is built for: the least, and the first above them.
+        deterministic: whether every release with an argument of that name obeys it.
         one_function: whether the same functions take several sequences.
     """
 
@@ -137,21 +137,21 @@ class FlashAttentionKernel(KernelOnOffer):
         return back(dq), back(dk), back(dv)
 
     def _call(self, way: str, sequences: Sequences | None) -> Callable[..., Any]:
-        """The package's function: FlashAttention-2 has others for several sequences."""
+        """Return the package's function: FlashAttention-2 has separate ones for several sequences."""
         name = "_flash_attn_" if sequences is None or self._one_function else "_flash_attn_varlen_"
         return _named(self._module, name + way)
 
 
 def flash_attention_2() -> FlashAttentionKernel:
-    """FlashAttention-2: Ampere and newer."""
+    """Return FlashAttention-2, for Ampere and newer."""
     return FlashAttentionKernel("flash-attn-2", "flash_attn.flash_attn_interface", ((8, 0), (99, 0)))
 
 
 def flash_attention_3() -> FlashAttentionKernel:
-    """FlashAttention-3: Hopper only.
+    """Return FlashAttention-3, for Hopper only.
 
-    Releases of 2025 took `deterministic` and did as without it
-    (https://github.com/Dao-AILab/flash-attention/pull/1766); no version tells them from others.
+    Releases of 2025 took `deterministic` and ignored it
+    (https://github.com/Dao-AILab/flash-attention/pull/1766); their versions do not tell.
     """
     return FlashAttentionKernel(
         "flash-attn-3", "flash_attn_interface", ((9, 0), (10, 0)), deterministic=False, one_function=True
@@ -159,7 +159,7 @@ def flash_attention_3() -> FlashAttentionKernel:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether a module is there, looked up without importing it.
+    """Whether a module is installed, looked up without importing it.
 
     FlashAttention-4 lies in the folder of FlashAttention-2's package, which is there without any code then.
     """
@@ -171,12 +171,12 @@ def _is_installed(module: str) -> bool:
 
 
 def _swapped(tensor: Tensor) -> Tensor:
-    """[B, H, rows, D] as [B, rows, H, D], and back."""
+    """Return [B, H, rows, D] as [B, rows, H, D], and the reverse."""
     return tensor.transpose(1, 2)
 
 
 def _lengths(sequences: Sequences | None) -> dict[str, Any]:
-    """Where sequences end, by the packages' names."""
+    """Return the ends of sequences, under the packages' parameter names."""
     if sequences is None:
         return {}
     return {
@@ -189,7 +189,7 @@ def _lengths(sequences: Sequences | None) -> dict[str, Any]:
 
 @cache
 def _named(module: str, name: str) -> Callable[..., Any]:
-    """The module's function, to be called by the names that it has in common with other releases."""
+    """Return a function of the module that is called with the names that releases have in common."""
     function, parameters = _function(module, name)
     required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
     unasked = {key: _LEFT_OUT.get(key) for key in required}
@@ -210,7 +210,7 @@ def _named(module: str, name: str) -> Callable[..., Any]:
 
 
 def _function(module: str, name: str) -> tuple[Callable[..., Any], Mapping[str, inspect.Parameter]]:
-    """The module's function, and its parameters."""
+    """Return a function of the module, and its parameters."""
     function = getattr(importlib.import_module(module), name)
-    # torch's wrapper, in which releases hand their functions out, keeps the signature in here.
+    # torch's wrapper around the functions of some releases keeps the signature here.
     return function, inspect.signature(getattr(function, "_init_fn", function)).parameters

@@ -18,7 +18,7 @@ _NANO = 1e-9
 
 
 @dataclass
-class Pace:
+class PacedTimes:
     """Times of paced operations, in seconds unless said otherwise.
 
     Args:
@@ -42,11 +42,11 @@ class Pace:
     wall: float = 0.0
 
 
-class Clock:
+class PacedClock:
     """The clock of the calling thread's rank."""
 
     def __init__(self) -> None:
-        self.pace = Pace()
+        self.pace = PacedTimes()
         self._first = self._last = 0.0
         self._late = 0.0
         self._unsent = 0.0
@@ -101,7 +101,7 @@ class Clock:
             self.pace.exposed += max(0.0, min(self._late, self._unsent))
             self._unsent = 0.0
 
-    def finish(self) -> Pace:
+    def finish(self) -> PacedTimes:
         """Return the times of all paced operations."""
         self.pace.lost += max(0.0, self._late)
         self._late = 0.0

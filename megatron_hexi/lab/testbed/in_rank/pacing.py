@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hexi.lab.testbed.in_rank.charge import Charger
-from megatron_hexi.lab.testbed.in_rank.clock import Clock
+from megatron_hexi.lab.testbed.in_rank.clock import PacedClock
 from megatron_hexi.lab.testbed.throttle import Throttle, speed_at
 
 
@@ -21,7 +21,7 @@ class Pacing(TorchDispatchMode):
         throttles: throttles of the rank's device.
     """
 
-    def __init__(self, charger: Charger, clock: Clock, throttles: Sequence[Throttle] = ()) -> None:
+    def __init__(self, charger: Charger, clock: PacedClock, throttles: Sequence[Throttle] = ()) -> None:
         super().__init__()
         self._charger = charger
         self._clock = clock

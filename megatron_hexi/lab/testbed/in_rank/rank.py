@@ -59,12 +59,12 @@ def _run(
     import torch  # noqa: F401  (the program's memory begins after it)
 
     from megatron_hexi.lab.testbed.in_rank.charge import Charger
-    from megatron_hexi.lab.testbed.in_rank.clock import Clock
+    from megatron_hexi.lab.testbed.in_rank.clock import PacedClock
     from megatron_hexi.lab.testbed.in_rank.memory import is_out_of_memory, limit_memory
     from megatron_hexi.lab.testbed.in_rank.pacing import Pacing
 
     record: dict[str, Any] = {"memory_limit": limit_memory(device), "exit_code": 0}
-    clock = Clock()
+    clock = PacedClock()
     try:
         with ExitStack() as stack:
             if lab.speeds == "paced":

@@ -1,0 +1,161 @@
+"""The plans of a scenario: seconds of each under given conditions, and the best plan under them.
+
+Every plan names GPUs of the whole cluster, so that the cost model can evaluate all of them there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import CostModel, Job
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.errors import NothingFitsError
+from megatron_hexi.lab.scenario.conditions import Conditions
+from megatron_hexi.plan import Plan
+from megatron_hexi.plan.units import domain_rows, rank_gpus, unit_rows
+from megatron_hexi.planner import Request, find_plan
+from megatron_hexi.replan.planning.recut import recut
+
+AS_THE_FILE_SAYS = Conditions()
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedPlan:
+    """A plan on the cluster's GPUs.
+
+    Args:
+        plan: the plan.
+        job: the plan's job.
+        units: the cluster's GPUs of each tensor-parallel unit.
+        nodes: nodes of the cluster that it uses.
+    """
+
+    plan: Plan
+    job: Job
+    units: tuple[tuple[int, ...], ...]
+    nodes: frozenset[int]
+
+    @cached_property
+    def can_be_cut(self) -> bool:
+        """Whether `recut` can move tokens and heads between its units while it runs."""
+        return any(row.layers is None and len(row.domain.members) > 1 for row in domain_rows(self.plan))
+
+
+@dataclass(frozen=True, eq=False)
+class PlanPace:
+    """An iteration under some conditions: its seconds, and seconds of work of each rank, [R]."""
+
+    seconds: float
+    busy_s: Floats
+
+
+class Plans:
+    """Plans of one job on one cluster, each computed once.
+
+    Args:
+        plan: the job's first plan.
+        job: the job of this plan.
+        request: the planner's request for other plans.
+        cluster: the cluster of the file.
+    """
+
+    def __init__(self, plan: Plan, job: Job, request: Request, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._request = request
+        self._known: list[PlacedPlan] = []
+        self._clusters: dict[Conditions, Cluster] = {}
+        self._paces: dict[tuple[PlacedPlan, Conditions], PlanPace] = {}
+        self._found: dict[Conditions, PlacedPlan | None] = {}
+        self._best: dict[Conditions, float | None] = {}
+        self.given = self.add(plan, job)
+        self.tokens = job.global_batch_size * job.seq_length  # of an iteration, whatever the plan
+
+    def add(self, plan: Plan, job: Job) -> PlacedPlan:
+        """Add a plan of the whole cluster."""
+        gpus = rank_gpus(plan, len(self.cluster.ranks))
+        rows = unit_rows(plan, stages=job.pipeline_parallel)
+        units = tuple(tuple(gpus[rank] for rank in unit.ranks) for unit in rows)
+        nodes = frozenset(self.cluster.ranks[gpu].node for unit in units for gpu in unit)
+        placed = PlacedPlan(plan, job, units, nodes)
+        self._known.append(placed)
+        return placed
+
+    def pace(self, placed: PlacedPlan, conditions: Conditions) -> PlanPace:
+        """Return the pace of a plan; lost nodes do not matter."""
+        key = placed, conditions = placed, _at_units(conditions, placed)
+        if key not in self._paces:
+            cost = CostModel(placed.job, self._at(conditions)).estimate(placed.plan)
+            busy = np.array([rank.compute_s for rank in cost.ranks])
+            self._paces[key] = PlanPace(cost.iteration_s, busy)
+        return self._paces[key]
+
+    def after_loss(self, lost: frozenset[int]) -> PlacedPlan | None:
+        """Return the plan for the remaining nodes at the file's rates; ``None``: none fits in memory."""
+        return self._find(Conditions(lost=lost)) if lost else self.given
+
+    def best_seconds(self, conditions: Conditions) -> float | None:
+        """Return the seconds of an iteration of the best plan; ``None``: no plan fits on the remaining nodes.
+
+        Candidates are all plans known so far, and those that the planner finds for these conditions: with
+        each node at the file's speeds, and at its slowest GPU's, both cut again. The planner takes the GPUs
+        of a node as equal; cutting again uses the speed of every GPU.
+        """
+        if conditions not in self._best:
+            level = self._at_nodes(conditions)
+            candidates = [self._find(state) for state in dict.fromkeys((replace(level, speeds=()), level))]
+            for placed in dict.fromkeys((*candidates, self.given)) if conditions.speeds else ():
+                if placed is not None and placed.can_be_cut and not placed.nodes & conditions.lost:
+                    rates = self._at(_at_units(conditions, placed))
+                    self.add(recut(placed.plan, placed.job, rates), placed.job)
+            usable = [placed for placed in self._known if not placed.nodes & conditions.lost]
+            seconds = [self.pace(placed, conditions).seconds for placed in usable]
+            self._best[conditions] = min(seconds, default=None)
+        return self._best[conditions]
+
+    def _at(self, conditions: Conditions) -> Cluster:
+        if conditions not in self._clusters:
+            self._clusters[conditions] = conditions.apply(self.cluster)
+        return self._clusters[conditions]
+
+    def _at_nodes(self, conditions: Conditions) -> Conditions:
+        """Return conditions in which every GPU is as slow as the slowest of its node."""
+        speeds = dict(conditions.speeds)
+        leveled = tuple(
+            (rank, slowest)
+            for number, node in enumerate(self.cluster.nodes)
+            if number not in conditions.lost
+            and (slowest := min(speeds.get(rank, 1.0) for rank in node.ranks)) != 1
+            for rank in node.ranks
+        )
+        return replace(conditions, speeds=leveled)
+
+    def _find(self, conditions: Conditions) -> PlacedPlan | None:
+        """Return the planner's plan for the remaining nodes, whose GPUs it takes as equal."""
+        if conditions not in self._found:
+            self._found[conditions] = self._ask_planner(conditions)
+        return self._found[conditions]
+
+    def _ask_planner(self, conditions: Conditions) -> PlacedPlan | None:
+        remaining = [n for n in range(len(self.cluster.nodes)) if n not in conditions.lost]
+        if not remaining:
+            return None
+        cluster = self._at(replace(conditions, lost=frozenset()))
+        try:
+            planned = find_plan(self._request, cluster.without(conditions.lost))
+        except NothingFitsError:
+            return None
+        there = [rank for node in remaining for rank in self.cluster.nodes[node].ranks]
+        gpus = tuple(there[gpu] for gpu in rank_gpus(planned.plan, len(there)))
+        return self.add(replace(planned.plan, gpus=gpus), planned.job)
+
+
+def _at_units(conditions: Conditions, placed: PlacedPlan) -> Conditions:
+    """Return conditions in which every GPU of a plan is as slow as the slowest of its unit."""
+    speeds = dict(conditions.speeds)
+    slow = [(unit, min(speeds.get(gpu, 1.0) for gpu in unit)) for unit in placed.units]
+    speeds_of_units = sorted((gpu, speed) for unit, speed in slow if speed != 1 for gpu in unit)
+    return Conditions(tuple(speeds_of_units), conditions.links)

@@ -1,0 +1,177 @@
+"""Transfers under way: shared links, rates and arrivals.
+
+Only transfers that are joined by links, directly or through others, change each other's rates. Such a part of
+the network is recomputed when one of its transfers begins or ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.lab.simulator.fair import fair_rates
+from megatron_hexi.lab.simulator.routes import RouteTable
+
+#: Times and rates that differ by less are equal.
+CLOSE = 1e-12
+_FULL = 1 - 1e-9
+
+
+@dataclass
+class Meetings:
+    """Statistics of transfers that share links.
+
+    Args:
+        most: most transfers on each link at a time.
+        together: most transfers of one set on a link at a time, by set and link.
+        foreign_s: seconds in which transfers of different sets shared a full link, by link and kinds.
+    """
+
+    most: list[int]
+    together: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
+    foreign_s: dict[tuple[int, tuple[str, ...]], float] = field(default_factory=lambda: defaultdict(float))
+
+
+class FairNetwork:
+    """A network of links with fair shares.
+
+    Args:
+        table: the routes.
+        route: number of each transfer's route.
+        size: bytes of each transfer.
+        sets: set of each transfer; the cost model assumes that a set is under way together.
+        kinds: contents of the transfers of each set, as text.
+    """
+
+    def __init__(self, table: RouteTable, route: Ints, size: Floats, sets: Ints, kinds: list[str]) -> None:
+        self._table = table
+        self._route = route
+        self._sets: list[int] = sets.tolist()
+        self._kinds = kinds
+        count = len(table.capacity)
+        self._of: list[tuple[int, ...]] = [table.own[number] for number in route.tolist()]
+        self._on: list[set[int]] = [set() for _ in range(count)]
+        self._on_sets: list[Counter[int]] = [Counter() for _ in range(count)]
+        self._lanes = [int(load) for load in _loads(table)]
+        self._local = np.zeros(count, dtype=np.int64)
+        self._left = size.astype(float)
+        self._rate = np.zeros(len(size))
+        self._since = np.zeros(len(size))
+        self._end = np.full(len(size), np.inf)
+        self._part = np.full(len(size), -1, dtype=np.int64)
+        self._parts: dict[int, Ints] = {}
+        self._numbers = 0
+        self._changed: set[int] = set()
+        self._shared: dict[int, tuple[float, tuple[str, ...]]] = {}
+        self.meetings = Meetings([0] * count)
+
+    def begin(self, transfer: int, now: float) -> None:
+        """Let the bytes of a transfer flow."""
+        self._since[transfer] = now
+        own_set = self._sets[transfer]
+        meetings = self.meetings
+        for link in self._of[transfer]:
+            self._on[link].add(transfer)
+            sets = self._on_sets[link]
+            sets[own_set] += 1
+            meetings.most[link] = max(meetings.most[link], len(self._on[link]) * self._lanes[link])
+            if sets[own_set] > 1:
+                meetings.together[own_set, link] = max(meetings.together[own_set, link], sets[own_set])
+            self._changed.add(link)
+
+    def settle(self, now: float) -> list[tuple[float, int]]:
+        """Share the changed links anew; return for each part when its first transfer ends, and its number."""
+        ends = []
+        changed, self._changed = self._changed, set()
+        while changed:
+            link = changed.pop()
+            if not self._on[link]:
+                self._note(link, now, full=False)
+                continue
+            transfers, links = self._joined(link)
+            changed -= links
+            ends.append(self._share(sorted(transfers), sorted(links), now))
+        return ends
+
+    def arrived(self, part: int, now: float) -> list[int]:
+        """Return the arrived transfers of a part; none if the part has changed."""
+        members = self._parts.pop(part, None)
+        if members is None:
+            return []
+        finished: list[int] = members[self._end[members] <= now * (1 + CLOSE)].tolist()
+        for transfer in finished:
+            own_set = self._sets[transfer]
+            for link in self._of[transfer]:
+                self._on[link].discard(transfer)
+                sets = self._on_sets[link]
+                sets[own_set] -= 1
+                if not sets[own_set]:
+                    del sets[own_set]
+                self._changed.add(link)
+        return finished
+
+    def _joined(self, link: int) -> tuple[set[int], set[int]]:
+        """Return all transfers and links that are joined to a link."""
+        transfers: set[int] = set()
+        links = {link}
+        front = {link}
+        while front:
+            reached: set[int] = set().union(*(self._on[number] for number in front)) - transfers
+            transfers |= reached
+            front = set().union(*(self._of[number] for number in reached)) - links
+            links |= front
+        return transfers, links
+
+    def _share(self, transfers: list[int], links: list[int], now: float) -> tuple[float, int]:
+        number = self._numbers
+        self._numbers += 1
+        if len(transfers) == 1:
+            # Most transfers share no link and need no arrays.
+            (only,) = transfers
+            remaining = self._left[only] - self._rate[only] * (now - self._since[only])
+            rate = self._table.alone[self._route[only]]
+            end = now + max(0.0, remaining) / rate
+            self._parts.pop(int(self._part[only]), None)
+            self._left[only], self._rate[only], self._since[only] = remaining, rate, now
+            self._end[only], self._part[only] = end, number
+            self._parts[number] = np.array(transfers)
+            for link in links:
+                self._note(link, now, full=False)
+            return float(end), number
+        members = np.array(transfers)
+        for old in set(self._part[members].tolist()):
+            self._parts.pop(old, None)
+        remaining = self._left[members] - self._rate[members] * (now - self._since[members])
+        self._local[links] = np.arange(len(links))
+        self._local[-1] = len(links)
+        routes = self._route[members]
+        at, weights = self._local[self._table.links[routes]], self._table.weights[routes]
+        capacity = self._table.capacity[[*links, -1]]
+        rates = fair_rates(at, weights, capacity)
+        ends = now + np.maximum(remaining, 0.0) / rates
+        self._left[members], self._rate[members], self._since[members] = remaining, rates, now
+        self._end[members], self._part[members] = ends, number
+        self._parts[number] = members
+        load = np.bincount(at.ravel(), (weights * rates[:, None]).ravel(), len(capacity))
+        for link, full in zip(links, (load >= _FULL * capacity).tolist(), strict=False):
+            self._note(link, now, full)
+        return float(ends.min()), number
+
+    def _note(self, link: int, now: float, full: bool) -> None:
+        """Record for how long transfers of different sets share a full link."""
+        if link in self._shared:
+            since, kinds = self._shared.pop(link)
+            self.meetings.foreign_s[link, kinds] += now - since
+        sets = self._on_sets[link]
+        if full and len(sets) > 1:
+            self._shared[link] = now, tuple(sorted({self._kinds[number] for number in sets}))
+
+
+def _loads(table: RouteTable) -> Floats:
+    """Return the load of one transfer on each link: 1, or the tensor-parallel size."""
+    loads = np.ones(len(table.capacity))
+    np.maximum.at(loads, table.links.ravel(), table.weights.ravel())
+    return loads

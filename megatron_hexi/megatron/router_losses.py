@@ -1,0 +1,189 @@
+"""Losses of routers that count tokens, where Megatron assumes ranks of equal size.
+
+Megatron takes the tokens of all ranks as this rank's tokens times the number of ranks, in the balancing
+losses and in their scale under a mean over tokens. Both are silently wrong where shards differ. It also
+counts every row, while a shard's padding rows are no tokens (but each is sent to experts, which need rows on
+every rank).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hexi.megatron.session import Session, active_session
+from megatron_hexi.patching import Patch
+
+
+def _without_padding(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    @functools.wraps(original)
+    def routing(self: Any, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        session = active_session()
+        if session is not None:
+            padding = padding_rows(session, logits.shape[0], logits.device)
+            padding = padding[:, None].expand(logits.shape[:2])
+            padding_mask = padding if padding_mask is None else padding | padding_mask
+        return original(self, logits, padding_mask)
+
+    return routing
+
+
+def padding_rows(session: Session, rows: int, device: torch.device) -> Tensor:
+    """Return which of a rank's rows are padding, [rows] of bool.
+
+    Under sequence parallelism the rank's rows are a part of the shard's.
+
+    Args:
+        session: this rank's session.
+        rows: number of the rank's rows.
+        device: device of the result.
+    """
+    from megatron.core import parallel_state
+
+    parts = session.shard.rows // rows
+    first = parallel_state.get_tensor_model_parallel_rank() * rows if parts > 1 else 0
+    return torch.arange(first, first + rows, device=device) >= session.shard.tokens
+
+
+def _counting_tokens(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def _apply_expert_bias(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        if active_session() is not None and padding_mask is not None:
+            # Megatron 0.19 combines [rows, experts] with [rows], which fits by accident or not at all.
+            routing_map, padding_mask = routing_map & ~padding_mask[:, None], None
+        original(self, routing_map, padding_mask)
+
+    return _apply_expert_bias
+
+
+def _of_all_ranks(original: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any]]:
+    @functools.wraps(original)
+    def get_tokens_per_expert_and_token_count(
+        routing_map: Tensor,
+        reduce_group: dist.ProcessGroup,
+        topk: int | None = None,
+        with_padding_mask: bool = False,
+    ) -> tuple[Any, Any, Any]:
+        per_expert, local, total = original(routing_map, reduce_group, topk, with_padding_mask)
+        if active_session() is not None:
+            # Megatron multiplies the second by the number of ranks, to scale a loss by the tokens of all
+            # ranks.
+            local = total / dist.get_world_size(reduce_group)
+        return per_expert, local, total
+
+    return get_tokens_per_expert_and_token_count
+
+
+def _weighed(original: Callable[..., None], value: str) -> Callable[..., None]:
+    from megatron.core import parallel_state
+
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def record(*args: Any, **kwargs: Any) -> None:
+        session = active_session()
+        call = signature.bind(*args, **kwargs)
+        if session is not None and session.stages is not None:
+            call.arguments[value] = call.arguments[value] * _part(session, call.arguments["name"])
+        elif session is not None and call.arguments["name"] == "z_loss":
+            call.arguments[value] = call.arguments[value] * _share(session)
+            # Before 0.19 Megatron logs the loss of one rank.
+            call.arguments["avg_group"] = parallel_state.get_tensor_and_data_parallel_group(
+                with_context_parallel=True
+            )
+        original(*call.args, **call.kwargs)
+
+    return record
+
+
+def _scaled(original: Any) -> Any:
+    from megatron.core import parallel_state
+
+    function = original.__func__
+
+    @functools.wraps(function)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        grad_output, scale = function(ctx, grad_output)
+        if active_session() is not None:
+            scale = scale * parallel_state.get_tensor_and_context_parallel_world_size()
+        return grad_output, scale
+
+    return staticmethod(backward)
+
+
+def _share(session: Session) -> float:
+    """Return this rank's tokens over those of an equal shard: the weight of its mean in a mean over ranks."""
+    from megatron.core import parallel_state
+
+    ranks = dist.get_world_size(session.attention.domain_group)
+    return _tokens(session) * ranks * parallel_state.get_tensor_model_parallel_world_size()
+
+
+def _part(session: Session, name: str) -> float:
+    """Return the weight of a rank's loss in a micro-batch's, the sum over the ranks of its stage.
+
+    Args:
+        session: this rank's session.
+        name: name of the loss: a mean over the rank's rows or over its samples; else a part of the value
+            already.
+    """
+    assert session.stages is not None
+    samples, stages = session.stages.view.place.samples, session.stages
+    part = (samples[1] - samples[0]) / stages.mesh.micro_batch_size
+    return {"z_loss": part * _tokens(session), "seq_load_balancing_loss": part}.get(name, 1.0)
+
+
+def _tokens(session: Session) -> float:
+    """Return the part of a sequence that this rank holds; under sequence parallelism, of its unit's part."""
+    from megatron.core import parallel_state
+
+    rows = session.shard.rows // parallel_state.get_tensor_model_parallel_world_size()
+    return (rows - int(padding_rows(session, rows, torch.device("cpu")).sum())) / session.seq_length
+
+
+EXPERT_PATCHES = (
+    Patch(
+        target="megatron.core.transformer.moe.router:TopKRouter.routing",
+        why="padding rows do not count in the router's losses",
+        build=_without_padding,
+        parameters=("self", "logits", "padding_mask"),
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
+        why="padding rows do not count in the expert bias",
+        build=_counting_tokens,
+        parameters=("self", "routing_map", "padding_mask"),
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
+        why="the tokens of all ranks are not this rank's times the number of ranks",
+        build=_of_all_ranks,
+        parameters=("routing_map", "reduce_group", "topk", "with_padding_mask"),
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.backward",
+        why="scales a router's losses by the tokens of all ranks, where Megatron took one rank's",
+        build=_scaled,
+        parameters=("ctx", "grad_output"),
+        only="<0.19",
+    ),
+    *(
+        Patch(
+            target=f"megatron.core.transformer.moe.{target}",
+            why="logs the z-loss as a mean over tokens, not over ranks",
+            build=functools.partial(_weighed, value=names[-1]),
+            parameters=(*names, "layer_number", "num_layers", "reduce_group", "avg_group", last),
+            only=versions,
+        )
+        for target, names, last, versions in (
+            ("moe_utils:save_to_aux_losses_tracker", ("name", "loss"), "reduce_group_has_dp", "<0.18"),
+            ("moe_logging:MoEMetricsTracker.record", ("self", "name", "value"), "needs_dp_avg", ">=0.18"),
+        )
+    ),
+)

@@ -1,0 +1,195 @@
+"""Checkpoints where stages differ: in Megatron's own format, from any layout to any other.
+
+A checkpoint stores weights by name and box, so a layout does not matter as long as each rank gives its box,
+and one of the ranks that hold a box writes it. Boxes of unequal layouts are no regular grid, which Megatron's
+stacked layers assume; as single boxes they can be stored and found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron_hexi.megatron.session import active_session
+
+
+def stages_active() -> bool:
+    """Whether this rank trains by a plan whose stages differ."""
+    session = active_session()
+    return session is not None and session.stages is not None
+
+
+def with_own_boxes(state: dict[str, Any]) -> dict[str, Any]:
+    """Return Megatron's state dict with this rank's weights as single boxes.
+
+    Args:
+        state: state dict that Megatron generated for saving or loading; changed in place.
+    """
+    session = active_session()
+    if session is None or session.stages is None:
+        return state
+    stages = session.stages
+    copy, experts = stages.mesh.copy(stages.view.place), stages.experts
+
+    def copy_of(key: str) -> int:
+        return experts.domain.copy if experts is not None and ".experts." in key else copy
+
+    state["model"] = _walk(state["model"], copy_of)
+    return state
+
+
+def _walk(tree: Any, copy_of: Callable[[str], int]) -> Any:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    if isinstance(tree, dict):
+        return {key: _walk(value, copy_of) for key, value in tree.items()}
+    if not hasattr(tree, "replica_id"):
+        return tree
+    replica_id = _replica(tree.replica_id, copy_of(tree.key))
+    if isinstance(tree, ShardedTensor):
+        return _own_box(replace(tree, replica_id=replica_id))
+    if isinstance(tree, ShardedTensorFactory):
+        return _own_boxes(replace(tree, replica_id=replica_id))
+    tree.replica_id = replica_id
+    return tree
+
+
+def _replica(replica_id: Any, copy: int) -> Any:
+    """Return the number of a copy, 0 for the written one. Megatron counts the ranks of its groups last."""
+    return (*replica_id[:-1], copy) if isinstance(replica_id, tuple) else copy
+
+
+def _own_box(tensor: Any) -> Any:
+    """Return a tensor as a single box; where layers are stacked, a factory that adds the layers' axis."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    if not tensor.prepend_axis_num:
+        return replace(tensor, axis_fragmentations=None)
+    shape = tensor.data.shape
+
+    def build(key: str, data: Any, replica_id: Any, flattened_range: Any) -> Any:
+        return _unstacked(replace(tensor, key=key, data=data, replica_id=replica_id))
+
+    return ShardedTensorFactory(
+        tensor.key, tensor.data, build, lambda loaded: loaded.view(shape), tensor.replica_id
+    )
+
+
+def _own_boxes(factory: Any) -> Any:
+    """Return a factory whose tensors are single boxes."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    build, merge = factory.build_fn, factory.merge_fn
+    stacked = next(
+        leaf.prepend_axis_num for leaf in _leaves(factory.build()) if isinstance(leaf, ShardedTensor)
+    )
+
+    def build_boxes(*args: Any, **kwargs: Any) -> Any:
+        return _mapped(
+            build(*args, **kwargs), lambda leaf: _unstacked(leaf) if isinstance(leaf, ShardedTensor) else leaf
+        )
+
+    def merge_boxes(loaded: Any) -> Any:
+        return merge(_mapped(loaded, lambda tensor: tensor.view(tensor.shape[stacked:])))
+
+    return replace(factory, build_fn=build_boxes, merge_fn=merge_boxes)
+
+
+def _unstacked(tensor: Any) -> Any:
+    """Return a box with the stacked axes, which Megatron only implies, in front."""
+    shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+    return replace(
+        tensor, data=tensor.data.view(shape), local_shape=shape, axis_fragmentations=None, prepend_axis_num=0
+    )
+
+
+def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, dict):
+        return {key: _mapped(value, function) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_mapped(value, function) for value in tree)
+    return function(tree)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _leaves(value)
+    else:
+        yield tree
+
+
+def _by_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Store random states by rank, where Megatron has a grid of pipeline and tensor-parallel ranks."""
+
+    @functools.wraps(original)
+    def get_rng_state(*args: Any, **kwargs: Any) -> Any:
+        state = original(*args, **kwargs)
+        session = active_session()
+        if session is not None and session.stages is not None:
+            state.global_shape = (len(session.stages.mesh.units), 1)
+            state.global_offset, state.replica_id = (session.stages.view.rank, 0), 0
+        return state
+
+    return get_rng_state
+
+
+def _as_chain(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Load random states from a pipeline of all ranks, since Megatron needs the checkpoint's grid."""
+
+    @functools.wraps(original)
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        with _grid(get_args()) if stages_active() else contextlib.nullcontext():
+            return original(*args, **kwargs)
+
+    return checkpoint
+
+
+def _of_whole_models(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gather all weights before they are written: with ministages, ranks hold most of them in shares."""
+    chained = _as_chain(original)
+
+    @functools.wraps(original)
+    def save_checkpoint(iteration: int, model: list[Any], *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            if stages_active():
+                for chunk in model:
+                    stack.enter_context(chunk.pieces.whole())
+            return chained(iteration, model, *args, **kwargs)
+
+    return save_checkpoint
+
+
+def _into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy loaded parameters into their buckets, where they lie in several."""
+    chained = _as_chain(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(ddp_model: list[Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = chained(ddp_model, optimizer, *args, **kwargs)
+        if stages_active():
+            for chunk in ddp_model:
+                chunk.pieces.collect_values()
+            if optimizer is not None:
+                optimizer.weights_loaded()
+        return result
+
+    return load_checkpoint
+
+
+@contextlib.contextmanager
+def _grid(args: Namespace) -> Iterator[None]:
+    sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size = 1, args.world_size
+    try:
+        yield
+    finally:
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size = sizes

@@ -1,0 +1,85 @@
+"""The part of a session for stages that differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_hexi.megatron.session import GivenPlan, Session, local_shard
+from megatron_hexi.megatron.stages.communicator import BorderChannels
+from megatron_hexi.megatron.stages.experts import ExpertsView, make_experts_view
+from megatron_hexi.megatron.stages.mesh_groups import MeshGroups, RankView, make_view, set_megatron_groups
+from megatron_hexi.mesh import Mesh
+from megatron_hexi.plan import Schedules
+from megatron_hexi.runtime import DomainAttention
+from megatron_hexi.runtime.wire import connect
+
+
+@dataclass(frozen=True)
+class StagesSession:
+    """A rank's mesh, groups and channels.
+
+    Args:
+        mesh: the units of all ranks.
+        groups: the process groups made so far; groups of weights' holders are added when the model is built.
+        view: the groups of this rank.
+        channels: channels to the neighbouring stages.
+        experts: experts of this rank; ``None``: the model has none.
+    """
+
+    mesh: Mesh
+    groups: MeshGroups
+    view: RankView
+    channels: BorderChannels
+    experts: ExpertsView | None = None
+
+
+def start_stages_session(
+    given: GivenPlan,
+    mesh: Mesh,
+    groups: MeshGroups,
+    device: torch.device,
+    is_packed: bool,
+    experts: int | None = None,
+) -> Session:
+    """Make all groups, replace Megatron's by this rank's, and derive its tables.
+
+    All ranks of the job must call it, in place of Megatron's own function.
+
+    Args:
+        given: the plan.
+        mesh: the units of all ranks.
+        groups: makes the process groups.
+        device: device of this rank's tensors.
+        is_packed: whether sequences consist of documents.
+        experts: number of experts of a layer; ``None``: the model has none.
+    """
+    view = make_view(mesh, groups)
+    experts_view = None if experts is None else make_experts_view(mesh, groups, experts)
+    cuts_experts = experts_view is not None and experts_view.held.parts > 1
+    set_megatron_groups(mesh, view, groups.alone, view.unit if cuts_experts else groups.alone)
+    place = view.place
+    workload, exchange = mesh.plan.workload_of(place.domain), place.exchange
+    schedules = Schedules(workload, place.domain, place.member, exchange.parts)
+    attention = DomainAttention(
+        workload, schedules, view.domain, view.a2a, window=exchange.window, kernel_name=given.kernel
+    )
+    attention.connect(device)
+    # The border on which micro-batches go round is the last of its replica: no rank may wait there first.
+    for border in (view.before, view.behind) if place.stage else (view.behind, view.before):
+        if border is not None:
+            connect(border.forward, device)
+            connect(border.backward, device)
+    if experts_view is not None:
+        for group in (experts_view.dispatch, experts_view.micro_batch, experts_view.sequence):
+            connect(group, device)
+    shard = local_shard(schedules(), given.row_multiple, device)
+    assert given.shares is not None
+    return Session(
+        given,
+        attention,
+        shard,
+        given.shares[place.replica],
+        StagesSession(mesh, groups, view, BorderChannels(mesh, view, device, is_packed), experts_view),
+    )

@@ -1,0 +1,130 @@
+"""Rules for options of attention, positions and masks."""
+
+from __future__ import annotations
+
+from megatron_hexi.options.kinds import (
+    DRAWS,
+    Refused,
+    Supported,
+    before_0_19,
+    given,
+    is_packed,
+    one_of,
+    shown,
+    with_fused_rotary,
+)
+
+OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
+    "Attention": (
+        shown("--group-query-attention, --num-query-groups", "recompute-full-groups"),
+        shown("--qk-layernorm", "qk-norm-groups"),
+        shown("--qk-l2-norm", "qk-l2-norm-groups"),
+        shown("--attention-output-gate, --add-qkv-bias", "gated-attention-groups"),
+        given("--attention-dropout", DRAWS, "give --attention-dropout 0"),
+        shown("--window-size", "windows-groups"),
+        Refused(
+            "--window-size",
+            lambda args: args.window_size is not None and args.window_size[1] != 0,
+            "a causal query sees no later keys",
+            "give --window-size N,0",
+            "with a second number other than 0",
+        ),
+        shown("--window-attn-skip-freq", "alternating-windows-groups"),
+        shown("--softmax-type off-by-one|learnable", "sinks-groups"),
+        shown(
+            "--multi-latent-attention",
+            "latent-groups",
+            "plan with `hexi proportion --v-head-dim`",
+        ),
+        Refused(
+            "--multi-latent-attention",
+            lambda args: args.multi_latent_attention and (args.apply_rope_fusion or is_packed(args)),
+            "the fused rotary kernel and packed values support equal shards only",
+            "give --no-rope-fusion, and neither --dataloader-inter-document-masking nor --sft",
+            "without --no-rope-fusion, or with --dataloader-inter-document-masking or --sft",
+        ),
+        given("--experimental-attention-variant", "its layers are not sharded by a plan"),
+        given("--qk-clip", "the largest logit is not tracked over blocks"),
+        given("--log-max-attention-logit", "the largest logit is not tracked over blocks"),
+        given("--use-kitchen-attention", "a plan brings its own kernels", "choose one with --hexi-kernel"),
+        Refused(
+            "--attention-backend",
+            # Megatron parses a name to a member of an enumeration.
+            lambda args: (
+                getattr(args.attention_backend, "name", args.attention_backend) not in ("auto", None)
+            ),
+            "a plan brings its own kernels",
+            "choose one with --hexi-kernel",
+            "any but auto",
+        ),
+        given("--batch-invariant-mode", "Megatron supports it without context parallelism only"),
+    ),
+    "Positions": (
+        shown("--position-embedding-type rope", "recompute-full-groups"),
+        shown("--rotary-percent, --rotary-base, --rotary-interleaved", "rope-variants-groups"),
+        shown("--rotary-seq-len-interpolation-factor", "rope-variants-groups"),
+        shown("--use-rope-scaling, --no-rope-freq", "rope-scaling-groups"),
+        # gpt_config_from_args (megatron/training/argument_utils.py, 0.19) does not copy the factor.
+        Refused(
+            "--rope-scaling-factor",
+            lambda args: args.use_rope_scaling and args.rope_scaling_factor != 8,
+            "Megatron ignores it and builds the model with 8",
+            "leave it out, and train models with that factor only",
+            "any but 8",
+        ),
+        shown("--position-embedding-type yarn", "yarn-groups"),
+        shown("--position-embedding-type learned_absolute", "learned-positions-groups"),
+        shown("--position-embedding-type none", "no-positions-groups"),
+        one_of(
+            ("mrope", "relative"),
+            "--position-embedding-type",
+            "mrope and relative positions are not taken at the plan's positions yet",
+            "use rope, yarn, learned_absolute or none",
+        ),
+    ),
+    "Masks and packing": (
+        shown(
+            "--reset-position-ids, --eod-mask-loss",
+            "learned-positions-groups",
+            "learned positions count from the document's start; rotary ones never do",
+        ),
+        shown(
+            "--dataloader-inter-document-masking",
+            "documents-groups",
+            "each document is cut over all groups",
+        ),
+        shown(
+            "--hexi-batch-shares",
+            "documents-dealt-groups",
+            "without pipeline stages, experts and multi-token prediction",
+        ),
+        Supported(
+            "--sft",
+            "tests/megatron/test_conversations.py::test_packed_conversations_train_as_on_one_rank[windows-sinks]",
+            "each document is cut over all groups",
+        ),
+        before_0_19("--sft", lambda args: args.sft),
+        with_fused_rotary("--dataloader-inter-document-masking"),
+        with_fused_rotary("--sft"),
+        Refused(
+            "--eval-iters",
+            lambda args: args.sft and args.eval_iters != 0,
+            "Megatron averages such losses over ranks, as if all had equal parts of a sequence",
+            "give --eval-iters 0 and --split 100,0,0",
+            "other than 0 with --sft",
+        ),
+        Refused(
+            "--micro-batch-size",
+            lambda args: is_packed(args) and args.micro_batch_size > 1,
+            "Megatron lays the samples of a packed batch out as one sequence",
+            "give --micro-batch-size 1",
+            "above 1 with --dataloader-inter-document-masking or --sft",
+        ),
+        given(
+            "--reset-attention-mask",
+            "a plan makes its own masks",
+            "give --dataloader-inter-document-masking in its place",
+        ),
+        given("--decoder-seq-length", "a plan has one sequence length"),
+    ),
+}

@@ -1,0 +1,64 @@
+"""Rules for options that the command line or the training script ``megatron_hexi.pretrain_gpt`` lacks."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_hexi.options.kinds import Refused, Supported, beside_script, given
+
+_REMOVED = "Megatron refuses it"
+_ONE_UNIT = "Megatron counts iterations or samples"
+
+
+def _any_of(args: Namespace, *names: str, unit: str) -> bool:
+    """Whether any part of the schedule is given in a unit, ``iters`` or ``samples``."""
+    return any(getattr(args, f"{name}_{unit}") for name in names)
+
+
+OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
+    "Command line": (
+        given(
+            "--yaml-cfg",
+            "it replaces the command line that a plan is checked against",
+            "give flags",
+        ),
+        given("--batch-size", _REMOVED, "give --micro-batch-size"),
+        given("--warmup", _REMOVED, "give --lr-warmup-fraction"),
+        given("--model-parallel-size", _REMOVED, "give --tensor-model-parallel-size"),
+        given("--checkpoint-activations", _REMOVED, "give --recompute-activations"),
+        Refused(
+            "--train-iters",
+            lambda args: (
+                bool(args.train_iters) and _any_of(args, "train", "lr_decay", "lr_warmup", unit="samples")
+            ),
+            _ONE_UNIT,
+            "state the whole schedule in iterations, or in samples",
+            "beside --train-samples, --lr-decay-samples or --lr-warmup-samples",
+        ),
+        Refused(
+            "--train-samples",
+            lambda args: bool(args.train_samples) and _any_of(args, "lr_decay", "lr_warmup", unit="iters"),
+            _ONE_UNIT,
+            "state the whole schedule in iterations, or in samples",
+            "beside --lr-decay-iters or --lr-warmup-iters",
+        ),
+        given("--fake-process-group", "ranks under a plan exchange keys and values"),
+        given("--use-legacy-models", "a plan replaces layers of Megatron Core", since="0.17", until="0.18"),
+    ),
+    "The script megatron_hexi.pretrain_gpt": (
+        beside_script("--fim-data"),
+        beside_script("--logits-load-dir"),
+        beside_script("--logits-save-dir"),
+        beside_script("--hybrid-context-parallel"),
+        beside_script("--overlap-moe-expert-parallel-comm"),
+        beside_script("--check-for-spiky-loss"),
+        beside_script("--perform-rl-step"),
+        beside_script("--inprocess-restart"),
+        beside_script("--yaml-cfg"),
+        beside_script("--sft", until="0.19"),
+        beside_script("--hybrid-layer-pattern", until="0.19"),
+        beside_script("--hybrid-override-pattern", until="0.19"),
+        beside_script("--experimental-attention-variant", until="0.19"),
+        beside_script("--heterogeneous-layers-config-path", until="0.19"),
+    ),
+}

@@ -1,0 +1,113 @@
+"""Rules for options of mixture of experts."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+
+from megatron_hexi.options.kinds import (
+    DRAWS,
+    UNSHOWN,
+    Refused,
+    Supported,
+    beside_stages,
+    given,
+    one_of,
+    shown,
+)
+
+_STAGES = "tests/megatron/test_stages_experts.py::"
+
+
+def _is_set(name: str) -> Callable[[Namespace], bool]:
+    return lambda args: bool(getattr(args, name, None))
+
+
+OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
+    "Mixture of experts": (
+        shown("--num-experts, --moe-aux-loss-coeff", "experts-groups"),
+        shown("--moe-router-load-balancing-type seq_aux_loss", "experts-seq-loss-groups"),
+        shown("--moe-router-load-balancing-type global_aux_loss", "experts-global-loss-groups"),
+        shown("--moe-z-loss-coeff", "experts-z-loss-groups"),
+        shown("--moe-router-enable-expert-bias", "experts-bias-groups"),
+        shown("--moe-token-dispatcher-type alltoall", "experts-groups"),
+        shown("--expert-model-parallel-size", "experts-parallel-replicas"),
+        shown("--expert-tensor-parallel-size", "experts-tensor-parallel-groups"),
+        shown("--moe-shared-expert-intermediate-size", "experts-shared-groups"),
+        shown("--moe-layer-freq, --moe-router-num-groups, --moe-router-group-topk", "experts-grouped-groups"),
+        one_of(
+            ("sinkhorn", "quantile_balancing"),
+            "--moe-router-load-balancing-type",
+            "it balances the tokens of a rank, as if all had equal parts of a sequence",
+            "use aux_loss, seq_aux_loss, global_aux_loss or none",
+        ),
+        Refused(
+            "--moe-router-load-balancing-type",
+            lambda args: args.micro_batch_size > 1 and _balances_sequences(args),
+            "before 0.19 Megatron divides it by the micro-batch size under --calculate-per-token-loss",
+            "install megatron-core 0.19, or give --micro-batch-size 1",
+            "seq_aux_loss with --micro-batch-size above 1",
+            versions="<0.19",
+        ),
+        shown("--moe-token-dispatcher-type allgather with experts on one rank", "experts-gathered-groups"),
+        Refused(
+            "--moe-token-dispatcher-type",
+            lambda args: bool(args.num_experts) and _gathers_or_is_flexible(args),
+            "it takes equal shards, or is not tested under a plan yet",
+            "give --moe-token-dispatcher-type alltoall",
+            "flex; allgather with --expert-model-parallel-size above 1",
+        ),
+        given("--moe-expert-capacity-factor", "which tokens an expert drops would depend on the plan"),
+        given("--moe-expert-rank-capacity-factor", "which tokens an expert drops would depend on the plan"),
+        given("--moe-input-jitter-eps", DRAWS),
+        given("--moe-router-force-load-balancing", DRAWS),
+        given("--moe-router-force-biased", DRAWS),
+        given("--moe-enable-routing-replay", "recorded routes are not sharded by a plan"),
+        given("--moe-paged-stash", UNSHOWN),
+        given("--moe-shared-expert-overlap", UNSHOWN),
+        given("--overlap-moe-expert-parallel-comm", UNSHOWN),
+    ),
+    "Experts in stages that differ": (
+        Supported(
+            "--num-experts, --moe-router-load-balancing-type aux_loss|seq_aux_loss, --moe-z-loss-coeff, "
+            "--moe-router-enable-expert-bias, --moe-shared-expert-intermediate-size, --moe-layer-freq",
+            _STAGES + "test_experts_train_as_on_one_rank[slices-all-moe]",
+            "any experts on any ranks of a stage; not with --bf16, --fp16, Transformer Engine's layers, "
+            "--dataloader-inter-document-masking, --sft or global_aux_loss yet",
+        ),
+        Supported(
+            "--ckpt-format torch_dist",
+            _STAGES + "test_any_layout_goes_on_from_any_other[samples-to-slices-fp32]",
+            "from and to any layout; of what Megatron saves with expert parallelism, the weights",
+        ),
+        Refused(
+            "--num-experts",
+            lambda args: bool(args.num_experts),
+            "expert layers are others before 0.19",
+            "install megatron-core 0.19, or train without it",
+            beside="stages",
+            versions="<0.19",
+        ),
+        beside_stages(
+            "--moe-token-dispatcher-type",
+            lambda args: bool(args.num_experts) and args.moe_token_dispatcher_type == "allgather",
+            "tokens travel to uneven experts by an all-to-all",
+            "give --moe-token-dispatcher-type alltoall",
+            "allgather",
+        ),
+        *(
+            beside_stages(f"--{name.replace('_', '-')}", _is_set(name), UNSHOWN)
+            for name in ("moe_latent_size", "moe_use_upcycling", "moe_router_padding_for_quantization")
+        ),
+    ),
+}
+
+
+def _gathers_or_is_flexible(args: Namespace) -> bool:
+    kind = args.moe_token_dispatcher_type
+    return kind == "flex" or (kind == "allgather" and args.expert_model_parallel_size > 1)
+
+
+def _balances_sequences(args: Namespace) -> bool:
+    kind = args.moe_router_load_balancing_type
+    return bool(args.num_experts) and "seq_aux_loss" in (kind if isinstance(kind, list) else [kind])

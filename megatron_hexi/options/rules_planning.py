@@ -1,0 +1,51 @@
+"""Rules for options that the planner does not model; a plan made by hand may train with them."""
+
+from __future__ import annotations
+
+from megatron_hexi.options.kinds import Refused, Supported, before_planning
+
+_BY_HAND = "plan with hexi proportion, which asks for no model"
+_LEAVE = "leave it out"
+
+OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
+    "Planning": (
+        before_planning("--moe-shared-expert-gate", "the weights of that gate are not counted", _BY_HAND),
+        before_planning("--moe-latent-size", "the weights around latent experts are not counted", _BY_HAND),
+        before_planning("--mtp-use-repeated-layer", "prediction layers are counted one by one", _BY_HAND),
+        before_planning("--hybrid-layer-pattern", "a hybrid model is not supported", _BY_HAND),
+        before_planning("--hybrid-override-pattern", "a hybrid model is not supported", _BY_HAND),
+        Refused(
+            "--spec",
+            lambda args: args.spec is not None and list(args.spec) != ["local"],
+            "the weights of its layers are not known",
+            _BY_HAND,
+            "any but local",
+            beside="planned",
+        ),
+        Refused(
+            "--recompute-modules",
+            lambda args: args.recompute_modules not in (None, ["core_attn"]),
+            "of a layer in part, core attention alone is counted",
+            "leave it out, or give core_attn",
+            "any but core_attn",
+            beside="planned",
+        ),
+        before_planning("--distribute-saved-activations", "the planner chooses what is recomputed", _LEAVE),
+        before_planning("--fp32-residual-connection", "activations are counted in 16 bits", _BY_HAND),
+        before_planning(
+            "--use-checkpoint-args",
+            "the model is read from a checkpoint",
+            "write its arguments into the file",
+        ),
+        before_planning("--use-mp-args-from-checkpoint-args", "the plan says which ranks hold what", _LEAVE),
+        before_planning("--use-tp-pp-dp-mapping", "the plan says in which order ranks lie", _LEAVE),
+        Refused(
+            "--no-pad-vocab-size",
+            lambda args: not getattr(args, "pad_vocab_size", True),
+            "Megatron builds no model without a padded vocabulary",
+            _LEAVE,
+            beside="planned",
+        ),
+        before_planning("--step-batch-size-schedule", "an iteration is planned with one batch", _BY_HAND),
+    ),
+}

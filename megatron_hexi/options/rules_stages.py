@@ -1,0 +1,101 @@
+"""Rules for options beside stages with their own layers, tensor-parallel size, domain, samples or state."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_hexi.options.kinds import UNSHOWN, Refused, Supported, beside_stages
+
+_JOBS = "tests/megatron/test_stages_jobs.py::"
+_CHECKPOINTS = _JOBS + "test_any_layout_goes_on_from_any_other[{}]"
+_OWN_STATE = "the plan says which rank keeps which part of the optimizer's state"
+
+
+def _set(name: str, usual: object = None) -> Refused:
+    """Return a rule that refuses an argument with another value than the usual one."""
+    option = f"--{name.replace('_', '-')}"
+    return beside_stages(option, lambda args: getattr(args, name, usual) not in (usual, None, False), UNSHOWN)
+
+
+def _keeps_other_state(args: Namespace) -> bool:
+    return bool(getattr(args, "use_precision_aware_optimizer", False))
+
+
+OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
+    "Stages that differ": (
+        Supported(
+            "layers, tensor-parallel size, domain, samples and state of a stage's own",
+            "tests/megatron/test_stages_jobs.py::test_stages_recompute_each_in_its_own_way",
+            "--sequence-parallel holds for units of several ranks",
+        ),
+        Supported(
+            "--recompute-granularity full|selective",
+            _JOBS + "test_stages_recompute_each_in_its_own_way",
+            "or as each stage of the plan says",
+        ),
+        Supported(
+            "--dataloader-inter-document-masking",
+            _JOBS + "test_documents_travel_over_borders_of_other_domains",
+        ),
+        Supported(
+            "--use-distributed-optimizer, --overlap-grad-reduce",
+            _JOBS + "test_gradients_are_summed_behind_the_backward_pass",
+        ),
+        Supported("--bf16", _JOBS + "test_bf16_is_no_further_from_fp32_than_one_rank_is"),
+        Supported(
+            "--fp16",
+            "tests/megatron/test_fp16.py::test_scale_steps_and_losses_are_those_of_one_rank[units]",
+            "with the loss scale and the skipped steps of one rank",
+        ),
+        Supported(
+            "--ckpt-format torch_dist",
+            _CHECKPOINTS.format("one-rank-to-units-fp32"),
+            "from and to any layout, and stock Megatron, with --dist-ckpt-optim-fully-reshardable",
+        ),
+        beside_stages(
+            "--mtp-num-layers",
+            lambda args: bool(args.mtp_num_layers),
+            "multi-token prediction over stages of other domains is not supported yet",
+        ),
+        beside_stages(
+            "--hybrid-layer-pattern",
+            lambda args: bool(args.hybrid_layer_pattern),
+            "a pattern's layers are not split into stages yet",
+        ),
+        beside_stages(
+            "--optimizer",
+            lambda args: args.optimizer not in ("adam", "sgd"),
+            "it updates whole weights, which no rank owns",
+            "use adam or sgd",
+            "any but adam and sgd",
+        ),
+        beside_stages("--use-precision-aware-optimizer", _keeps_other_state, _OWN_STATE),
+        beside_stages(
+            "--optimizer-cpu-offload",
+            lambda args: getattr(args, "optimizer_cpu_offload", False),
+            _OWN_STATE,
+            "give the plan's stages offload: [optimizer]",
+        ),
+        beside_stages(
+            "--ckpt-format",
+            lambda args: args.ckpt_format != "torch_dist",
+            "it stores what a rank holds by Megatron's grid of ranks",
+            "use torch_dist",
+            "any but torch_dist",
+        ),
+        beside_stages(
+            "--non-persistent-ckpt-type",
+            lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
+            "it stores what a rank holds by Megatron's grid of ranks",
+            "use global",
+            "local",
+        ),
+        _set("log_params_norm"),
+        _set("load_main_params_from_ckpt"),
+        _set("data_parallel_random_init"),
+        _set("check_weight_hash_across_dp_replicas_interval"),
+        _set("overlap_param_gather_with_optimizer_step"),
+        _set("defer_embedding_wgrad_compute"),
+        _set("delay_wgrad_compute"),
+    ),
+}

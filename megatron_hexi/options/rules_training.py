@@ -1,0 +1,137 @@
+"""Rules for options of batches, memory, layers, number formats and checkpoints."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_hexi.options.kinds import (
+    DRAWS,
+    UNSHOWN,
+    Refused,
+    Supported,
+    before_0_19,
+    given,
+    is_packed,
+    other_than,
+    shown,
+)
+
+_ONE_NUMBER_OF_HEADS = "a plan has one number of heads for all layers"
+_CAPTURE = "the exchange between groups is not captured yet"
+
+OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
+    "Batches": (
+        shown("--global-batch-size", "accumulation-replicas"),
+        shown(
+            "--step-batch-size-schedule",
+            "batch-schedule-groups",
+            "with equal replicas that do not state their micro_batches",
+        ),
+        given("--rampup-batch-size", "Megatron ignores it", "give --step-batch-size-schedule", since="0.18"),
+        Refused(
+            "--rampup-batch-size", lambda args: args.rampup_batch_size is not None, UNSHOWN, versions="<0.18"
+        ),
+        Supported(
+            "--eval-iters, --eval-interval",
+            "tests/megatron/test_option_training.py::test_evaluation_gives_the_loss_without_a_plan",
+        ),
+        given("--full-validation", UNSHOWN),
+        given("--multiple-validation-sets", UNSHOWN),
+    ),
+    "Memory": (
+        shown("--recompute-granularity full", "recompute-full-groups"),
+        shown("--recompute-method block", "recompute-block-groups"),
+        shown("--recompute-granularity selective", "recompute-selective-groups"),
+        shown("--recompute-modules core_attn|mlp|moe", "recompute-modules-groups"),
+        shown("--distribute-saved-activations", "saved-activations-groups"),
+        given("--fine-grained-activation-offloading", UNSHOWN),
+        given("--cpu-offloading-num-layers", UNSHOWN),
+        shown("--mlp-chunks-for-training", "chunked-layers-groups"),
+        Refused(
+            "--mlp-chunks-for-training",
+            lambda args: (
+                getattr(args, "mlp_chunks_for_training", 1) > 1
+                and args.transformer_impl == "transformer_engine"
+                and args.gradient_accumulation_fusion
+            ),
+            "gradients of the MLP's weights come out wrong",
+            "give --no-gradient-accumulation-fusion, or train without it",
+            "with --transformer-impl transformer_engine and without --no-gradient-accumulation-fusion",
+        ),
+    ),
+    "Layers and losses": (
+        shown("--untie-embeddings-and-output-weights", "untied-groups"),
+        shown("--cross-entropy-loss-fusion", "fused-loss-groups"),
+        shown("--use-mup", "maximal-update-groups"),
+        shown("--mtp-num-layers, --mtp-loss-scaling-factor", "multi-token-groups"),
+        Refused(
+            "--mtp-num-layers",
+            lambda args: (
+                bool(args.mtp_num_layers) and (args.pipeline_model_parallel_size > 1 or is_packed(args))
+            ),
+            "it is not tested over pipeline stages or within documents",
+            "give --pipeline-model-parallel-size 1, and no --dataloader-inter-document-masking or --sft",
+            "with --pipeline-model-parallel-size above 1, --dataloader-inter-document-masking or --sft",
+        ),
+        given("--hidden-dropout", DRAWS, "give --hidden-dropout 0"),
+        shown("--hybrid-layer-pattern of * and -", "hybrid-model-groups"),
+        before_0_19("--hybrid-layer-pattern", lambda args: bool(_hybrid_layers(args))),
+        Refused(
+            "--hybrid-layer-pattern",
+            lambda args: not set(_hybrid_layers(args)) <= set("*-|"),
+            "its layers are not sharded by a plan yet",
+            "use attention and MLP layers only",
+            "with other layers than * and -",
+        ),
+        Refused(
+            "--is-hybrid-model",
+            lambda args: args.is_hybrid_model and not _hybrid_layers(args),
+            "it does not say which layers there are",
+            "give --hybrid-layer-pattern",
+            "without --hybrid-layer-pattern",
+        ),
+        given("--heterogeneous-layers-config-path", _ONE_NUMBER_OF_HEADS),
+        given("--heterogeneous-layers-config-encoded-json", _ONE_NUMBER_OF_HEADS),
+        given("--logits-load-dir", "the stored logits are not sharded by a plan"),
+        given("--logits-save-dir", "logits are stored by equal shards"),
+        given("--perform-rl-step", "generation is not sharded by a plan"),
+    ),
+    "Number formats and graphs": (
+        Supported(
+            "--deterministic-mode",
+            "tests/megatron/test_option_training.py::test_two_runs_in_deterministic_mode_are_the_same_bits",
+            "by kernels whose gradients are the same in every run: flash-attn-2, aten-flash, aten-cpu, math",
+        ),
+        Supported(
+            "--bf16",
+            "tests/megatron/test_uneven_training.py::test_bf16_is_as_near_to_fp32_as_one_rank_is",
+            "as near to fp32 as bf16 on one rank is",
+        ),
+        Supported(
+            "--fp16, --loss-scale, --initial-loss-scale",
+            "tests/megatron/test_fp16.py::test_scale_steps_and_losses_are_those_of_one_rank[domain-of-two-groups]",
+            "with the loss scale and the skipped steps of one rank",
+        ),
+        given("--fp8-format", "its rows are not padded to what fp8 needs yet", name="fp8"),
+        given("--fp4-format", "its rows are not padded to what fp4 needs yet", name="fp4"),
+        other_than("none", "--cuda-graph-impl", _CAPTURE),
+        given("--enable-cuda-graph", _CAPTURE),
+        given("--external-cuda-graph", _CAPTURE),
+    ),
+    "Checkpoints": (
+        Supported(
+            "--ckpt-format torch_dist",
+            "tests/megatron/test_checkpoints.py::test_training_goes_on_under_any_plan_and_parallelism[another-plan]",
+            "saved under any plan, loaded under any other or none",
+        ),
+        Supported(
+            "stock Megatron",
+            "tests/megatron/test_checkpoints.py::test_stock_megatron_loads_what_a_plan_saved",
+            "loads what a plan saved, without this package",
+        ),
+    ),
+}
+
+
+def _hybrid_layers(args: Namespace) -> str:
+    return args.hybrid_layer_pattern or args.hybrid_override_pattern or ""

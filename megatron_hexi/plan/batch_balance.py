@@ -1,0 +1,297 @@
+"""Shares of one batch: tokens, heads and documents assigned to a domain's units by the batch's work.
+
+A plan's shares fit a sequence of one document. With many short ones there is less attention beside as many
+rows, and shares that balance rows leave attention unbalanced. Here the shares follow the
+documents' lengths, which every rank knows: work of a unit = rows x seconds a row + pairs of query and key x
+seconds a pair x its part of the heads, and each unit's is to be alike, within its memory.
+
+Documents go to groups whole, the largest first, each to the group that finishes first (LPT: Graham 1969,
+"Bounds on multiprocessing timing anomalies"): their keys need not travel. The rest of the imbalance is
+removed by cutting as few documents as possible over all groups, in a weighted zigzag that fills every group
+up to one time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron_hexi.plan.layout import apportion, consecutive, merge_segments
+from megatron_hexi.plan.model import Domain, Group, Member, Range
+from megatron_hexi.plan.packing import packed_domain, zigzag
+from megatron_hexi.plan.terms import UnitRates
+
+#: Tolerated imbalance: no more documents are cut when no unit exceeds its share of the work by this part.
+EVEN = 0.02
+_HALVINGS = 50
+_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """The speed of a unit or group: seconds of a row and of a pair, and memory in tokens."""
+
+    row_s: float
+    pair_s: float
+    room: float
+
+    @classmethod
+    def together(cls, paces: Sequence[_Pace], attended: float) -> _Pace:
+        """Return the pace of a group: rows and pairs shared by speed, rows limited by the group's memory."""
+        return cls(
+            1 / sum(1 / pace.row_s for pace in paces),
+            1 / sum(1 / pace.pair_s for pace in paces),
+            sum(pace.room for pace in paces) / (1 + attended),
+        )
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """Documents assigned whole to each group, by number, and each group's tokens of cut documents."""
+
+    whole: tuple[tuple[int, ...], ...]
+    cut: tuple[int, ...]
+    cut_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    pairs: tuple[float, ...]
+
+
+@lru_cache(maxsize=64)  # all layers ask for the same
+def balanced_domain(domain: Domain, documents: tuple[int, ...], rates: UnitRates) -> Domain:
+    """Return the domain with the shares of one batch.
+
+    Args:
+        domain: the plan's domain.
+        documents: lengths of the documents; their sum is the domain's number of tokens.
+        rates: rates of the plan's units.
+
+    Returns:
+        The domain with other segments, tokens and heads; with the plan's, as `packed_domain` gives them,
+        where these are balanced enough or no better shares fit the units' memory.
+    """
+    even = even_seconds(domain, documents, rates)
+    paces = {member.lead: _pace(member, rates) for member in domain.members}
+    groups = [
+        _Pace.together([paces[member.lead] for member in group.members], rates.attended)
+        for group in domain.groups
+    ]
+    best, least = packed_domain(domain, documents), math.inf
+    for placement in _placements(documents, groups):
+        candidate = _build(domain, documents, placement, paces, rates.attended)
+        if candidate is None:
+            continue
+        seconds = max(unit_seconds(candidate, documents, rates))
+        if seconds < least:
+            best, least = candidate, seconds
+        if least <= (1 + EVEN) * even:
+            break
+    return best
+
+
+def even_seconds(domain: Domain, documents: Sequence[int], rates: UnitRates) -> float:
+    """Return the seconds of a batch with ideally balanced rows and pairs: the same for every unit."""
+    pace = _Pace.together([_pace(member, rates) for member in domain.members], rates.attended)
+    return pace.row_s * sum(documents) + pace.pair_s * sum(map(_pairs, documents))
+
+
+def unit_seconds(domain: Domain, documents: Sequence[int], rates: UnitRates) -> list[float]:
+    """Return the seconds that a batch takes each unit, in the order of the domain's members.
+
+    Args:
+        domain: the domain, with the shares of this batch.
+        documents: lengths of the documents.
+        rates: rates of the plan's units.
+    """
+    heads = max(member.heads[1] for member in domain.members)
+    ends = [stop for _, stop in consecutive(documents)]
+    seconds = {}
+    for group in domain.groups:
+        pairs = _visible(group.segments, documents, ends)
+        for member in group.members:
+            pace, part = _pace(member, rates), (member.heads[1] - member.heads[0]) / heads
+            seconds[member.lead] = member.tokens * pace.row_s + part * pairs * pace.pair_s
+    return [seconds[member.lead] for member in domain.members]
+
+
+def _visible(segments: Sequence[Range], documents: Sequence[int], ends: Sequence[int]) -> float:
+    """Return the number of pairs that the queries of some segments see."""
+    total, number = 0, 0
+    for start, stop in segments:
+        while start < stop:
+            while ends[number] <= start:
+                number += 1
+            first, last = start - ends[number] + documents[number], min(stop, ends[number])
+            rows = last - start
+            total += rows * first + rows * (rows + 1) // 2
+            start = last
+    return float(total)
+
+
+def _placements(documents: Sequence[int], groups: Sequence[_Pace]) -> Iterator[_Placement]:
+    """Yield placements of documents, in ascending order of tokens that are cut."""
+    order = sorted((n for n, count in enumerate(documents) if count), key=lambda n: (-documents[n], n))
+    halvings = [len(order) >> shift for shift in range(1, len(order).bit_length())]
+    single = [(order[place],) for place in (*halvings, 0)]
+    several = [tuple(order[: 2**power]) for power in range(1, len(order).bit_length())]
+    for cut in ((), *single, *several, tuple(order)):
+        whole = [number for number in order if number not in cut]
+        placement = _placed(documents, whole, cut, groups)
+        if placement is not None:
+            yield placement
+
+
+def _placed(
+    documents: Sequence[int], order: Sequence[int], cut: tuple[int, ...], groups: Sequence[_Pace]
+) -> _Placement | None:
+    """Return documents placed in order, each with the group that finishes first; `cut` over all groups.
+
+    Returns:
+        ``None`` where a whole document fits no group's memory, or those that are cut do not fit beside them.
+    """
+    whole: list[list[int]] = [[] for _ in groups]
+    tokens, pairs, busy = ([0.0] * len(groups) for _ in range(3))
+    for number in order:
+        rows, area = documents[number], _pairs(documents[number])
+        finishes = [
+            (busy[g] + rows * pace.row_s + area * pace.pair_s, g)
+            for g, pace in enumerate(groups)
+            if tokens[g] + rows <= pace.room
+        ]
+        if not finishes:
+            return None
+        busy_then, g = min(finishes)
+        whole[g].append(number)
+        tokens[g], pairs[g], busy[g] = tokens[g] + rows, pairs[g] + area, busy_then
+    rows, area = sum(documents[number] for number in cut), sum(_pairs(documents[number]) for number in cut)
+    cut_tokens = [0] * len(groups)
+    if cut:
+        # So many seconds a token of what is cut, of which a group's part of tokens is its part of pairs.
+        costs = [pace.row_s + area / rows * pace.pair_s for pace in groups]
+        room = [max(0.0, pace.room - used) for pace, used in zip(groups, tokens, strict=True)]
+        parts = _level(rows, busy, costs, room)
+        if parts is None:
+            return None
+        cut_tokens = apportion(rows, parts)
+    return _Placement(
+        whole=tuple(map(tuple, whole)),
+        cut=tuple(sorted(cut)),
+        cut_tokens=tuple(cut_tokens),
+        tokens=tuple(round(used) + more for used, more in zip(tokens, cut_tokens, strict=True)),
+        pairs=tuple(
+            used + (area * more / rows if rows else 0) for used, more in zip(pairs, cut_tokens, strict=True)
+        ),
+    )
+
+
+def _level(
+    total: float, busy: Sequence[float], costs: Sequence[float], room: Sequence[float]
+) -> list[float] | None:
+    """Return parts of a total that let all finish at once: (time - busy) / cost each, from 0 to its room.
+
+    Returns:
+        ``None`` where there is too little room.
+    """
+    if sum(room) < total:
+        return None
+    if not total:
+        return [0.0] * len(room)
+
+    def filled(time: float) -> list[float]:
+        return [
+            min(most, max(0.0, (time - before) / cost))
+            for before, cost, most in zip(busy, costs, room, strict=True)
+        ]
+
+    low = 0.0
+    high = max(before + min(total, most) * cost for before, cost, most in zip(busy, costs, room, strict=True))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(filled(middle)) < total else (low, middle)
+    parts = filled(high)
+    return [part * total / sum(parts) for part in parts]
+
+
+def _build(
+    domain: Domain,
+    documents: tuple[int, ...],
+    placement: _Placement,
+    paces: dict[int, _Pace],
+    attended: float,
+) -> Domain | None:
+    """Return the domain of a placement; ``None`` where a group's units have too little memory."""
+    ranges = consecutive(documents)
+    cut_segments = zigzag([ranges[number] for number in placement.cut], placement.cut_tokens)
+    groups = []
+    for number, group in enumerate(domain.groups):
+        members = _shared(group, placement.tokens[number], placement.pairs[number], paces, attended)
+        if members is None:
+            return None
+        whole = [ranges[document] for document in placement.whole[number]]
+        groups.append(
+            replace(group, segments=merge_segments([*whole, *cut_segments[number]]), members=members)
+        )
+    return replace(domain, groups=tuple(groups))
+
+
+def _shared(
+    group: Group, tokens: int, pairs: float, paces: dict[int, _Pace], attended: float
+) -> tuple[Member, ...] | None:
+    """Return a group's members with tokens and heads such that all take about as long.
+
+    Heads are not divided, so tokens even out the rest. A unit whose memory is full of tokens gets heads
+    instead.
+    """
+    unit_paces = [paces[member.lead] for member in group.members]
+    heads = max(member.heads[1] for member in group.members)
+    weights = [1 / pace.pair_s for pace in unit_paces]
+    best: tuple[float, list[int], list[int]] | None = None
+    for _ in range(_ROUNDS):
+        counts = apportion(heads, weights)
+        busy = [pairs * count / heads * pace.pair_s for count, pace in zip(counts, unit_paces, strict=True)]
+        room = [
+            float(max(0, math.floor(pace.room - attended * tokens * count / heads)))
+            for count, pace in zip(counts, unit_paces, strict=True)
+        ]
+        parts = _level(tokens, busy, [pace.row_s for pace in unit_paces], room)
+        if parts is None:
+            break
+        rows = apportion(tokens, parts) if tokens else [0] * len(unit_paces)
+        finishes = [
+            before + row * pace.row_s for before, row, pace in zip(busy, rows, unit_paces, strict=True)
+        ]
+        if best is None or max(finishes) < best[0]:
+            best = max(finishes), rows, counts
+        if not pairs or max(finishes) <= (1 + EVEN) * min(finishes):
+            break
+        # Heads that would make all take as long with these rows.
+        time = (
+            pairs + sum(row * pace.row_s / pace.pair_s for row, pace in zip(rows, unit_paces, strict=True))
+        ) / sum(1 / pace.pair_s for pace in unit_paces)
+        weights = [
+            max(0.0, time - row * pace.row_s) / pace.pair_s
+            for row, pace in zip(rows, unit_paces, strict=True)
+        ]
+    if best is None:
+        return None
+    _, rows, counts = best
+    # Heads stay in the order in which the plan has them.
+    places = sorted(range(len(unit_paces)), key=lambda place: group.members[place].heads)
+    starts = itertools.accumulate((counts[place] for place in places), initial=0)
+    first = dict(zip(places, starts, strict=False))
+    return tuple(
+        replace(member, tokens=rows[place], heads=(first[place], first[place] + counts[place]))
+        for place, member in enumerate(group.members)
+    )
+
+
+def _pace(member: Member, rates: UnitRates) -> _Pace:
+    number = member.number
+    return _Pace(rates.row_s[number], rates.pair_s[number], rates.room[number])
+
+
+def _pairs(count: int) -> int:
+    """Return the number of visible pairs of a causal document."""
+    return count * (count + 1) // 2

@@ -1,0 +1,42 @@
+"""The gain of a plan from each feature that Megatron's flags lack, for a terminal and for --json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+if TYPE_CHECKING:  # brings the solver, which a report does not need
+    from megatron_hexi.planner import Gain, Planned
+
+
+def gains_report(planned: Planned, gains: Sequence[Gain]) -> RenderableType:
+    """Return a line for each feature: the best plan without it, and the option that asks for that.
+
+    Args:
+        planned: the plan.
+        gains: gains of the features that it uses.
+    """
+    if not gains:
+        return Text("gains: the plan is one of Megatron's own flags")
+    return Group(*(Text(_line(planned, gain)) for gain in gains))
+
+
+def gains_dict(planned: Planned, gains: Sequence[Gain]) -> list[dict[str, Any]]:
+    """Return the gains as plain values: tokens/s, and the relative speed-up."""
+    return [vars(gain) | {"gain": _gain(planned, gain)} for gain in gains]
+
+
+def _gain(planned: Planned, gain: Gain) -> float | None:
+    rate = gain.without_tokens_per_s
+    return None if rate is None else planned.cost.tokens_per_s / rate - 1
+
+
+def _line(planned: Planned, gain: Gain) -> str:
+    name, option = gain.feature.replace("_", " "), f"--no-{gain.feature.replace('_', '-')}"
+    more = _gain(planned, gain)
+    if gain.without_tokens_per_s is None or more is None:
+        return f"gain by {name}: without, no plan was found that fits ({option})"
+    return f"gain by {name}: {more:.1%}; without, {gain.without_tokens_per_s:,.0f} tokens/s ({option})"

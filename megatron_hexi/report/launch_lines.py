@@ -1,0 +1,318 @@
+"""Commands that start a plan's training: Megatron's flags, torchrun for each node, sbatch for all nodes.
+
+torchrun numbers the ranks of a job agent by agent, so each agent takes consecutive ranks of the plan on one
+node. A node whose ranks are not consecutive, or that the plan uses in part, gets an agent for each run of
+ranks, which sees only the GPUs of these.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_hexi.argument_file import Word
+from megatron_hexi.cluster import Cluster, NodeEntry
+from megatron_hexi.cost import shipped_kernels
+from megatron_hexi.errors import HexiError
+from megatron_hexi.options.job_terms import replaced_flags
+from megatron_hexi.options.meaning import resolve
+from megatron_hexi.options.parser import parse_words
+from megatron_hexi.options.plan_job import hold_job, replica_shares
+from megatron_hexi.options.refusals import refuse_unsupported
+from megatron_hexi.options.registry import ADDED
+from megatron_hexi.plan import Plan
+from megatron_hexi.plan.kernels import join_kernels
+from megatron_hexi.plan.units import job_ranks
+from megatron_hexi.slurm import find_gpus
+
+#: Flags of a trial run that the user did not give: synthetic data, few iterations.
+_TRIAL = {
+    "--mock-data": None,
+    "--tokenizer-type": "NullTokenizer",
+    "--lr": "1e-4",
+    "--eval-interval": "1000",
+    "--log-interval": "1",
+}
+#: Flags with which the user has data.
+_DATA = ("--data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
+#: Flags with which the job's schedule counts samples, not iterations.
+_SAMPLES = ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples")
+#: Iterations between checkpoints, as in ``hexi arguments``.
+SAVE_INTERVAL = 500
+#: Iterations of a trial run.
+_ITERATIONS = 10
+_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A start of torchrun.
+
+    Args:
+        node: its host, if the cluster file names it, or else its name there.
+        entry: the node's entry in the cluster file.
+        gpus: numbers of its GPUs in the node, ascending as ranks are.
+        first_rank: its first rank in the job.
+        whole: whether these are all GPUs of the node.
+    """
+
+    node: str
+    entry: NodeEntry
+    gpus: tuple[int, ...]
+    first_rank: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class LaunchLines:
+    """Commands and flags of a training.
+
+    Args:
+        flags: all flags of Megatron, with the plan's.
+        torchrun: node and line, in the order of ranks.
+        sbatch: the lines for Slurm, which run from anywhere in the repository.
+    """
+
+    flags: tuple[str, ...]
+    torchrun: tuple[tuple[str, str], ...]
+    sbatch: tuple[str, ...]
+
+
+def megatron_flags(model_words: Sequence[str], more: Sequence[str], plan: Plan, path: str) -> tuple[str, ...]:
+    """Return all flags of a training under a plan, as training parses them.
+
+    Args:
+        model_words: Megatron's flags of the model, and of the job where a file states it.
+        more: the user's flags; they replace flags of the same name.
+        plan: the plan; flags that it sets are left out.
+        path: the plan's file.
+
+    Raises:
+        HexiError: a flag that Megatron does not have, or that does not work with such a plan; a model or a
+            job that the plan was not made for.
+    """
+    names = {word.partition("=")[0] for word in more}
+    words = [
+        *_without(model_words, {*replaced_flags(plan), *names}),
+        "--seq-length",
+        str(plan.workload.seq_length),
+    ]
+    args = _parse([*words, *more])
+    resolve(args, path)
+    if args.position_embedding_type != "learned_absolute":  # without weights: as many as there are tokens
+        positions = max(args.max_position_embeddings or 0, plan.workload.seq_length)
+        if positions != args.max_position_embeddings and "--max-position-embeddings" not in names:
+            words = [
+                *_without(words, {"--max-position-embeddings"}),
+                "--max-position-embeddings",
+                str(positions),
+            ]
+    names |= {word.partition("=")[0] for word in words}
+    words += [word for flag, value in ADDED.items() if flag not in names for word in (flag, value)]
+    # Kernels that the image lacks are left out: training uses the plan's kernel where it is installed.
+    kernels = shipped_kernels(plan.job.kernel or {})
+    pinned = ["--hexi-kernel", join_kernels(kernels)] if kernels and "--hexi-kernel" not in names else []
+    flags = ("--hexi-plan", path, *pinned, *words, *_trial(names, args, plan), *more)
+    check_flags(flags, plan)
+    return flags
+
+
+def check_flags(flags: Sequence[str], plan: Plan) -> None:
+    """Check flags against their plan, as each rank does before it allocates anything.
+
+    Args:
+        flags: all flags of Megatron, with the plan's.
+        plan: the plan.
+
+    Raises:
+        HexiError: as `megatron_flags`.
+    """
+    args = _parse(flags)
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if getattr(args, name) is None and getattr(args, f"encoder_{name}", None) is None:
+            raise HexiError(f"Megatron's flags: --{name.replace('_', '-')} is missing; add it")
+    stages = plan.job.pipeline_parallel or args.pipeline_model_parallel_size
+    args.rank, args.world_size = 0, job_ranks(plan, stages)
+    refuse_unsupported(args, "script")
+    hold_job(args, {word.partition("=")[0] for word in flags if word.startswith("--")}, plan)
+    replica_shares(args, plan)
+
+
+def _parse(words: Sequence[str]) -> Namespace:
+    return parse_words([Word(word, 0) for word in words], "Megatron's flags").args
+
+
+def _trial(names: set[str], args: Namespace, plan: Plan) -> list[str]:
+    """Return flags that the user did not give, for a run of some iterations."""
+    has_data = not names.isdisjoint(_DATA)
+    trial = [
+        word
+        for flag, value in _TRIAL.items()
+        if flag not in names and not (has_data and flag in ("--mock-data", "--tokenizer-type"))
+        for word in (flag, value)
+        if word is not None
+    ]
+    if args.save is not None and args.save_interval is None:
+        trial += ["--save-interval", str(SAVE_INTERVAL)]
+    if not names.isdisjoint(_SAMPLES):
+        batch = plan.job.global_batch_size or args.global_batch_size or 1
+        return trial if "--train-samples" in names else [*trial, "--train-samples", str(_ITERATIONS * batch)]
+    if "--train-iters" in names:
+        return trial
+    if args.lr_warmup_iters >= _ITERATIONS and "--lr-decay-iters" not in names:  # longer than the trial
+        trial += ["--lr-decay-iters", str(args.lr_warmup_iters + _ITERATIONS)]
+    return [*trial, "--train-iters", str(_ITERATIONS)]
+
+
+def find_agents(plan: Plan, cluster: Cluster) -> tuple[Agent, ...]:
+    """Return the starts of torchrun, in the order of ranks.
+
+    Raises:
+        PlanError: the plan was made for another cluster.
+    """
+    ranks = [cluster.ranks[gpu] for gpu in find_gpus(plan, cluster)]
+    entries = [entry for entry in cluster.file.nodes for _ in range(entry.count)]
+    agents, first = [], 0
+    for node, node_ranks in itertools.groupby(ranks, key=lambda rank: rank.node):
+        gpus = tuple(rank.local for rank in node_ranks)
+        whole = gpus == tuple(range(len(cluster.nodes[node].ranks)))
+        # Names of hosts: a single node has no number.
+        usual = entries[node].name if entries[node].count == 1 else cluster.nodes[node].name
+        name = cluster.file.hosts[node] or usual
+        agents.append(Agent(name, entries[node], gpus, first, whole))
+        first += len(gpus)
+    return tuple(agents)
+
+
+def launch_lines(
+    plan: Plan, cluster: Cluster, flags: Sequence[str], *, plan_path: str, cluster_path: str, model: str
+) -> LaunchLines:
+    """Return the commands of a plan.
+
+    Args:
+        plan: the plan.
+        cluster: the plan's cluster.
+        flags: the flags of `megatron_flags`.
+        plan_path: the plan's file.
+        cluster_path: the cluster's file.
+        model: a value of ``--model``.
+
+    Raises:
+        PlanError: the plan was made for another cluster.
+    """
+    agents = find_agents(plan, cluster)
+    return LaunchLines(
+        flags=tuple(flags),
+        torchrun=tuple((agent.node, _torchrun(number, agents)) for number, agent in enumerate(agents)),
+        sbatch=_sbatch(agents, plan_path, cluster_path, model),
+    )
+
+
+def launch_dict(lines: LaunchLines) -> dict[str, Any]:
+    """Return the commands as plain values."""
+    values = asdict(lines)
+    return values | {"torchrun": [{"node": node, "line": line} for node, line in lines.torchrun]}
+
+
+def launch_text(lines: LaunchLines, *, most: int | None = None, more: str = "") -> str:
+    """Return the commands as a shell reads them: the flags, then torchrun for each node, then Slurm's.
+
+    Args:
+        lines: the commands.
+        most: number of torchrun commands to show; ``None``: all.
+        more: where to find the others.
+    """
+    data = " Synthetic data until you give your own." if "--mock-data" in lines.flags else ""
+    text = [f"# Megatron's flags; the plan sets the others.{data}"]
+    text += ["FLAGS=(", *(f"  {line}" for line in _flag_lines(lines.flags)), ")"]
+    text += [f"{line}  # {node}" for node, line in lines.torchrun[:most]]
+    if most is not None and len(lines.torchrun) > most:
+        text.append(f"# and {len(lines.torchrun) - most} nodes more: {more}")
+    return "\n".join([*text, "# or with Slurm; partitions as sinfo names them", *lines.sbatch])
+
+
+def _torchrun(number: int, agents: Sequence[Agent]) -> str:
+    agent = agents[number]
+    together = ["--standalone"]
+    if len(agents) > 1:
+        # Static: node ranks stay as they are written, and agents may have different numbers of ranks.
+        together = [
+            f"--nnodes={len(agents)}",
+            f"--node-rank={number}",
+            f"--master-addr={agents[0].node}",
+            f"--master-port={_PORT}",
+        ]
+    visible = "" if agent.whole else f"CUDA_VISIBLE_DEVICES={','.join(map(str, agent.gpus))} "
+    words = [f"--nproc-per-node={len(agent.gpus)}", *together, "-m", "megatron_hexi.pretrain_gpt"]
+    return f'{visible}torchrun {" ".join(words)} "${{FLAGS[@]}}"'
+
+
+def _sbatch(agents: Sequence[Agent], plan_path: str, cluster_path: str, model: str) -> tuple[str, ...]:
+    components = [
+        f"{where} --nodes={count} --exclusive --ntasks-per-node={gpus} --gpus-per-node={gpus}"
+        for where, count, gpus in _components(agents)
+    ]
+    quoted = [shlex.quote(text) for text in (plan_path, cluster_path, model)]
+    settings = f"PLAN={quoted[0]} CLUSTER={quoted[1]} ARGUMENTS=job.args"
+    return (
+        f"hexi launch {quoted[0]} --cluster {quoted[1]} --model {quoted[2]} -o job.args",
+        f"{settings} sbatch {' : '.join(components)} scripts/slurm/train.sbatch",
+    )
+
+
+def _components(agents: Sequence[Agent]) -> Iterator[tuple[str, int, int]]:
+    """Yield where each component of a job runs, its number of nodes, and GPUs of each node.
+
+    Nodes with hosts in the cluster file are selected by host, grouped by their number of GPUs.
+    """
+    used = {agent.node: agent.entry for agent in agents}
+    named: dict[int, list[str]] = {}
+    for host, entry in used.items():
+        if entry.hosts:
+            named.setdefault(entry.gpus, []).append(host)
+    for gpus, hosts in named.items():
+        yield f"--nodelist={shlex.quote(','.join(hosts))}", len(hosts), gpus
+    unnamed = [entry for entry in used.values() if not entry.hosts]
+    counts = Counter(entry.name for entry in unnamed)
+    gpus_of = {entry.name: entry.gpus for entry in unnamed}
+    for name, count in counts.items():
+        yield f"--partition={shlex.quote(name)}", count, gpus_of[name]
+
+
+def _flag_lines(flags: Sequence[str]) -> list[str]:
+    """Return the flags for a shell, each with its values on a line of its own."""
+    lines: list[list[str]] = []
+    for word in flags:
+        if word.startswith("--") or not lines:
+            lines.append([])
+        lines[-1].append(word)
+    return [shlex.join(line) for line in lines]
+
+
+def flags_text(flags: Sequence[str]) -> str:
+    """Return the flags as a file of Megatron's arguments."""
+    return "".join(f"{line}\n" for line in _flag_lines(flags))
+
+
+def replace_flags(words: Sequence[str], more: Sequence[str]) -> list[str]:
+    """Return words in which flags of `more` replace those of the same name, and another activation."""
+    replaced = {word for word in more if word.startswith("--")}
+    if "--quick-geglu" in replaced:
+        replaced.add("--swiglu")  # Megatron refuses two
+    return [*_without(words, replaced), *more]
+
+
+def _without(words: Sequence[str], flags: set[str]) -> list[str]:
+    """Return words without some flags and their values."""
+    remaining, leaving = [], False
+    for word in words:
+        if word.startswith("--"):
+            leaving = word.partition("=")[0] in flags
+        if not leaving:
+            remaining.append(word)
+    return remaining

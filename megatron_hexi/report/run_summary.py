@@ -1,0 +1,329 @@
+"""A run compared with its prediction, as plain values: for the page, and for ``hexi report --json``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_hexi.cost import IterationCost
+from megatron_hexi.cost.memory import GIB
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Plan, plan_digest
+from megatron_hexi.plan.model import Range
+from megatron_hexi.plan.units import job_ranks, unit_rows
+from megatron_hexi.record import Interval, Leg, Record, Round, Start
+from megatron_hexi.report.estimate import spell_seconds
+
+#: Shown characters of a digest, as in tables of plans.
+_DIGEST = 12
+#: Last rounds of an elastic job that are listed.
+_LISTED_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """A rank: its part of the plan, and its mean iteration; predictions are ``None`` without any.
+
+    Args:
+        rank: its number in the job.
+        member: its number in the plan.
+        stage: its pipeline stage.
+        device: model of its device.
+        tokens: tokens of its shard.
+        heads: its query heads in attention.
+        busy_s: seconds without waiting.
+        attention_s: seconds of waiting in attention.
+        gradients_s: seconds of waiting for gradients and weights.
+        pipeline_s: seconds of waiting for other stages.
+        idle_share: part of its step spent waiting, from 0 to 1.
+        peak_gib: peak memory.
+        predicted_busy_s: predicted seconds of work.
+        predicted_wait_s: predicted seconds of exposed communication, and of waiting for slower ranks.
+        predicted_gib: predicted peak memory.
+        usable_gib: usable memory of its device.
+    """
+
+    rank: int
+    member: int
+    stage: int
+    device: str
+    tokens: int
+    heads: Range
+    busy_s: float
+    attention_s: float
+    gradients_s: float
+    pipeline_s: float
+    idle_share: float
+    peak_gib: float
+    predicted_busy_s: float | None = None
+    predicted_wait_s: float | None = None
+    predicted_gib: float | None = None
+    usable_gib: float | None = None
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of all waiting."""
+        return self.attention_s + self.gradients_s + self.pipeline_s
+
+
+@dataclass(frozen=True)
+class RunSpeed:
+    """The mean speed of iterations.
+
+    Args:
+        iteration_s: mean seconds of an iteration.
+        tokens_per_s: tokens of an iteration / `iteration_s`.
+        idle_share: part of all ranks' time spent waiting, from 0 to 1.
+        tokens_per_s_per_gpu: mean of a GPU; ``None`` where the cluster is unknown, as below.
+        model_tflops_per_gpu: mean of a GPU, in FLOPs that the model needs (`Throughput`).
+        mfu: model FLOP/s as a part of the datasheet's rate.
+    """
+
+    iteration_s: float
+    tokens_per_s: float
+    idle_share: float | None
+    tokens_per_s_per_gpu: float | None = None
+    model_tflops_per_gpu: float | None = None
+    mfu: float | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run with its measurements and prediction.
+
+    Args:
+        plan_digest: SHA-256 (hex) of its plan.
+        started: time of the first start, ISO 8601.
+        platform: ``cuda`` or ``cpu``.
+        starts: number of starts.
+        iterations: recorded iterations, ascending.
+        losses: loss of each; ``None`` where it was not finite.
+        seconds: seconds of each.
+        timed: number of iterations in the means below.
+        measured: measured means.
+        predicted: their prediction; ``None`` without one.
+        ranks: ranks of the job, ascending.
+        notes: notes for the reader.
+    """
+
+    plan_digest: str
+    started: str
+    platform: str
+    starts: int
+    iterations: tuple[int, ...]
+    losses: tuple[float | None, ...]
+    seconds: tuple[float, ...]
+    timed: int
+    measured: RunSpeed
+    predicted: RunSpeed | None
+    ranks: tuple[RankRun, ...]
+    notes: tuple[str, ...]
+
+
+def last_start(record: Record, plan: Plan) -> Start:
+    """Return the last start of the job under a plan.
+
+    Raises:
+        HexiError: the record is of another plan.
+    """
+    digest = plan_digest(plan)
+    starts = [leg.start for leg in record.legs if leg.start.digest == digest]
+    if not starts:
+        recorded = ", ".join(dict.fromkeys(leg.start.digest[:_DIGEST] for leg in record.legs))
+        raise HexiError(
+            f"{record.path}: was recorded under the plan {recorded}, not under {digest[:_DIGEST]}; give that "
+            "run's plan"
+        )
+    ranks = job_ranks(plan, starts[-1].pipeline_parallel)
+    if len(starts[-1].devices) != ranks:
+        raise HexiError(
+            f"{record.path}: the job had {len(starts[-1].devices)} ranks, the plan makes it {ranks}; is the "
+            "record damaged?"
+        )
+    return starts[-1]
+
+
+def describe_run(record: Record, plan: Plan, cost: IterationCost | None) -> Run:
+    """Return the run of a plan.
+
+    Args:
+        record: the run's record.
+        plan: the plan of the training.
+        cost: the cost model's prediction; ``None``: the plan's own estimate is used.
+
+    Raises:
+        HexiError: the record is of another plan.
+    """
+    start = last_start(record, plan)
+    same = [leg for leg in record.legs if _settings(leg.start) == _settings(start)]
+    timed = _timed(same)
+    curve = {
+        iteration: (loss, seconds)
+        for leg in record.legs
+        for interval in leg.intervals
+        for iteration, loss, seconds in zip(
+            interval.iterations, interval.losses, interval.seconds, strict=True
+        )
+    }
+    iterations = tuple(sorted(curve))
+    return Run(
+        plan_digest=start.digest,
+        started=record.legs[0].start.started,
+        platform=start.platform,
+        starts=sum(leg.start.swapped_at is None for leg in record.legs),
+        iterations=iterations,
+        losses=tuple(curve[iteration][0] for iteration in iterations),
+        seconds=tuple(curve[iteration][1] for iteration in iterations),
+        timed=sum(len(interval.iterations) for interval in timed),
+        measured=_measured(timed, cost),
+        predicted=_predicted(plan, cost),
+        ranks=_ranks(plan, start, timed, cost),
+        notes=(*_notes(record, same, timed), *_tensor_parallel_note(plan)),
+    )
+
+
+def run_dict(run: Run) -> dict[str, Any]:
+    """Return everything on the page as plain values."""
+    return dataclasses.asdict(run)
+
+
+def _timed(legs: Sequence[Leg]) -> list[Interval]:
+    """Return the intervals without each start's first, in which kernels and memory warm up."""
+    warm = [interval for leg in legs for interval in leg.intervals[1:]]
+    return warm or [interval for leg in legs for interval in leg.intervals]
+
+
+def _measured(intervals: Sequence[Interval], cost: IterationCost | None) -> RunSpeed:
+    seconds = [value for interval in intervals for value in interval.seconds]
+    tokens = sum(interval.tokens * len(interval.iterations) for interval in intervals)
+    stepped = sum(sum(_summed(intervals, rank)) for rank in range(len(intervals[0].ranks.step_s)))
+    waited = sum(sum(_summed(intervals, rank)[1:]) for rank in range(len(intervals[0].ranks.step_s)))
+    rate = tokens / (sum(seconds) or 1.0)
+    return RunSpeed(
+        iteration_s=sum(seconds) / len(seconds),
+        tokens_per_s=rate,
+        idle_share=waited / (stepped or 1.0),
+        **({} if cost is None else cost.throughput.at(rate).facts),
+    )
+
+
+def _summed(intervals: Sequence[Interval], rank: int) -> tuple[float, float, float, float]:
+    """Return seconds of all iterations of a rank: busy, waiting in attention, for gradients, for stages."""
+    sums = [0.0] * 4
+    for interval in intervals:
+        times = interval.ranks
+        for place, column in enumerate(
+            (times.busy_s, times.attention_s, times.gradients_s, times.pipeline_s)
+        ):
+            sums[place] += column[rank] * len(interval.iterations)
+    busy, attention, gradients, pipeline = sums
+    return busy, attention, gradients, pipeline
+
+
+def _predicted(plan: Plan, cost: IterationCost | None) -> RunSpeed | None:
+    if cost is not None:
+        waits = sum(rank.communication_s + rank.idle_s for rank in cost.ranks)
+        share = waits / (len(cost.ranks) * cost.iteration_s)
+        return RunSpeed(cost.iteration_s, cost.tokens_per_s, share, **cost.throughput.facts)
+    estimate = plan.estimate
+    if estimate is None or estimate.iteration_s is None or estimate.tokens_per_s is None:
+        return None
+    return RunSpeed(estimate.iteration_s, estimate.tokens_per_s, None)
+
+
+def _ranks(
+    plan: Plan, start: Start, intervals: Sequence[Interval], cost: IterationCost | None
+) -> tuple[RankRun, ...]:
+    units = unit_rows(plan, stages=start.pipeline_parallel)
+    unit_of = {rank: (number % plan.units, unit) for number, unit in enumerate(units) for rank in unit.ranks}
+    count = sum(len(interval.iterations) for interval in intervals)
+    rank_runs = []
+    for rank, device in enumerate(start.devices):
+        number, unit = unit_of[rank]
+        busy, attention, gradients, pipeline = (total / count for total in _summed(intervals, rank))
+        waited = attention + gradients + pipeline
+        rank_cost = None if cost is None else cost.ranks[rank]
+        rank_runs.append(
+            RankRun(
+                rank=rank,
+                member=number,
+                stage=unit.stage,
+                device=device if rank_cost is None else f"{rank_cost.device} ({rank_cost.name})",
+                tokens=unit.tokens,
+                heads=unit.heads,
+                busy_s=busy,
+                attention_s=attention,
+                gradients_s=gradients,
+                pipeline_s=pipeline,
+                idle_share=waited / ((busy + waited) or 1.0),
+                peak_gib=max(interval.ranks.peak_bytes[rank] for interval in intervals) / GIB,
+                predicted_busy_s=None if rank_cost is None else rank_cost.compute_s,
+                predicted_wait_s=None if rank_cost is None else rank_cost.communication_s + rank_cost.idle_s,
+                predicted_gib=rank_cost.memory_gib
+                if rank_cost
+                else _estimated_gib(plan, rank, len(start.devices)),
+                usable_gib=None if rank_cost is None else rank_cost.usable_gib,
+            )
+        )
+    return tuple(rank_runs)
+
+
+def _estimated_gib(plan: Plan, rank: int, ranks: int) -> float | None:
+    known = plan.estimate.memory_gib if plan.estimate else None
+    return known[rank] if known and len(known) == ranks else None
+
+
+def _settings(start: Start) -> Start:
+    """Return a start without its time, swap and round."""
+    return dataclasses.replace(start, started="", swapped_at=None, round=None)
+
+
+def _notes(record: Record, same: Sequence[Leg], timed: Sequence[Interval]) -> tuple[str, ...]:
+    notes = []
+    starts = sum(leg.start.swapped_at is None for leg in record.legs)
+    swaps = [str(leg.start.swapped_at) for leg in record.legs if leg.start.swapped_at is not None]
+    if swaps:
+        notes.append(
+            f"the plan was swapped {len(swaps)} times while the job ran, before iteration "
+            + ", ".join(swaps[:8])
+            + ("" if len(swaps) <= 8 else " and others")
+        )
+    rounds = [leg.start.round for leg in record.legs if leg.start.swapped_at is None and leg.start.round]
+    notes += map(_round_note, [r for r in rounds if r.number > 1][-_LISTED_ROUNDS:])
+    if starts > 1:
+        notes.append(
+            f"the job was started {starts} times; of an iteration that was repeated after a "
+            "restart the last is shown"
+        )
+    different = len(record.legs) - len(same)
+    if different:
+        notes.append(
+            f"{different} of these starts {'and swaps ' if swaps else ''}had another plan or other settings: "
+            "their losses are in the curve, their times are in no mean"
+        )
+    iterations = [number for interval in timed for number in interval.iterations]
+    slow = max(value for interval in timed for value in interval.seconds)
+    notes.append(
+        f"means are of {len(iterations)} iterations from {min(iterations)} to {max(iterations)}, the slowest "
+        f"took {spell_seconds(slow)} s"
+        + ("" if len(same[0].intervals) > 1 else "; the first one is among them, in which all is slower")
+    )
+    return tuple(notes)
+
+
+def _round_note(ended: Round) -> str:
+    """Return a note on a round: the loss of nodes, or their return."""
+    absent = f"without {', '.join(ended.without)}" if ended.without else "with all nodes"
+    return (
+        f"round {ended.number} {absent}: from iteration {ended.resumed}"
+        f"{' in memory' if ended.in_memory else ''}, {ended.undone} iterations done again; "
+        f"goodput {ended.goodput:.0%} by then"
+    )
+
+
+def _tensor_parallel_note(plan: Plan) -> tuple[str, ...]:
+    if all(len(member.ranks) == 1 for member in plan.members):
+        return ()
+    return ("sums of tensor parallelism are measured as busy, and predicted as waiting",)

@@ -1,0 +1,107 @@
+"""Rows of a plan's units, from which tables, pictures and JSON are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_hexi.plan import Plan, Traffic, backward_traffic, build_schedule, forward_traffic
+from megatron_hexi.plan.model import Range
+from megatron_hexi.plan.terms import Offload, Recompute
+from megatron_hexi.plan.units import Unit, unit_rows
+
+#: Traffic is counted for one sequence in bf16.
+BATCH = 1
+ELEMENT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class UnitSummary:
+    """A unit, and the traffic of one of its ranks in one attention layer for one sequence in bf16.
+
+    Args:
+        rank: number of the unit in the plan.
+        ranks: its ranks.
+        replica: index of its replica.
+        stage: index of its stage in the replica.
+        layers: the layers of the stage; ``None``: all, and the job's pipeline repeats it.
+        ministages: the layers of each of its ministages; ``None``: it runs whole.
+        offload: data of the stage that waits in host memory; ``None``: nothing.
+        recompute: what the stage recomputes; ``None``: as the job says.
+        domain: index of its domain in the stage.
+        samples: samples of each micro-batch that the domain takes; ``None``: all.
+        micro_batches: whole micro-batches of an iteration that the domain takes; ``None``: all.
+        group: index of its group in the domain.
+        group_name: the group's name; may be empty.
+        tokens: size of its shard.
+        share: part of the sequence in its shard, from 0 to 1.
+        heads: its query heads in attention.
+        kv_heads: the KV heads that its query heads read.
+        segments: its positions of the sequence.
+        state: its share of the optimizer's state, relative to other units.
+        experts: ranges of experts of its ranks, or one range that they divide; ``None``: all, divided.
+        forward: traffic of the forward pass.
+        backward: traffic of the backward pass.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    replica: int
+    stage: int
+    layers: Range | None
+    ministages: tuple[Range, ...] | None
+    offload: tuple[Offload, ...] | None
+    recompute: Recompute | None
+    domain: int
+    samples: int | None
+    micro_batches: int | None
+    group: int
+    group_name: str
+    tokens: int
+    share: float
+    heads: Range
+    kv_heads: Range
+    segments: tuple[Range, ...]
+    state: int
+    experts: tuple[Range, ...] | None
+    forward: Traffic
+    backward: Traffic
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Replica, stage, domain and group, which members of one group share."""
+        return (self.replica, self.stage, self.domain, self.group)
+
+
+def unit_summaries(plan: Plan) -> list[UnitSummary]:
+    """Return a row for each unit of a plan that passed its checks, ascending."""
+    return [_summary(plan, number, unit) for number, unit in enumerate(unit_rows(plan))]
+
+
+def _summary(plan: Plan, number: int, unit: Unit) -> UnitSummary:
+    workload = plan.workload_of(unit.domain)
+    schedule = build_schedule(workload, unit.domain, unit.member, unit.exchange.parts)
+    counted = (schedule, workload.head_dim, BATCH, ELEMENT_BYTES, workload.value_dim)
+    return UnitSummary(
+        rank=number,
+        ranks=unit.ranks,
+        replica=unit.replica,
+        stage=unit.stage,
+        layers=unit.layers,
+        ministages=unit.ministages,
+        offload=unit.offload or None,
+        recompute=unit.recompute,
+        domain=unit.number,
+        samples=unit.domain.samples,
+        micro_batches=unit.domain.micro_batches,
+        group=unit.group,
+        group_name=unit.domain.groups[unit.group].name,
+        tokens=unit.tokens,
+        share=unit.tokens / workload.seq_length,
+        heads=unit.heads,
+        kv_heads=schedule.own_kv,
+        segments=schedule.segments,
+        state=unit.state,
+        experts=unit.domain.members[unit.member].experts,
+        forward=forward_traffic(*counted),
+        backward=backward_traffic(*counted),
+    )

@@ -1,0 +1,29 @@
+"""Slots of heads in a message, and the number of terms in a fused sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_hexi.plan.model import Range
+
+#: Terms that one operation adds; a fused operation has a pointer for each.
+MOST_TERMS = 4
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of heads of a tensor [T, B, heads, D] in a flat message.
+
+    Args:
+        part: number of the tensor.
+        heads: range of its heads.
+        size: size of a head.
+        offset: offset of the first element.
+        stride: elements from one row (of tokens and batch) to the next.
+    """
+
+    part: int
+    heads: Range
+    size: int
+    offset: int
+    stride: int
