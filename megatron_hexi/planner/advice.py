@@ -1,4 +1,4 @@
-"""What to do where nothing fits: other requests that were planned, and of those the ones that fit.
+"""Advice where nothing fits: variants of the request that were planned, and those that fit.
 
 Changes are tried by kind: fewer fixed terms, the memory-saving switches, a shorter sequence, more nodes, a
 smaller batch. The first of a kind that fits is proposed. Where the first two kinds do not help, the others
@@ -41,21 +41,21 @@ _Remedy = tuple[tuple[str, ...], float]
 
 
 @dataclass(frozen=True)
-class _Other:
-    """Another request."""
+class _Variant:
+    """A changed request, with the changes to type."""
 
     changes: tuple[str, ...]
     request: Request
     cluster: Cluster
 
-    def with_term(self, field: str, value: Any) -> _Other:
-        """With another value of one of the job's terms."""
+    def with_term(self, field: str, value: Any) -> _Variant:
+        """Return this variant with a different value of one of the job's terms."""
         job = replace(self.request.job, **{field: value})
         changes = (*self.changes, spell_flag(field, value))
         return replace(self, changes=changes, request=replace(self.request, job=job))
 
-    def without(self, fields: Iterable[str]) -> _Other:
-        """With these terms left to the planner."""
+    def without(self, fields: Iterable[str]) -> _Variant:
+        """Return this variant with these terms left to the planner."""
         job, fields = self.request.job, tuple(fields)
         changes = tuple(f"leave out {spell_flag(field, getattr(job, field))}" for field in fields)
         request = replace(self.request, fixed=self.request.fixed.difference(fields))
@@ -73,8 +73,8 @@ class _Trials:
         self._planner, self._left = planner, _MOST_PLANNED
         self.count, self.ended = 0, False
 
-    def first(self, others: Iterable[_Other]) -> _Remedy | None:
-        """The first that fits; ``None``: none, or too many were planned."""
+    def first(self, others: Iterable[_Variant]) -> _Remedy | None:
+        """Return the first variant that fits; ``None``: none does, or too many were planned."""
         for other in others:
             if not memory_fits(other.request, other.cluster):
                 continue
@@ -90,7 +90,7 @@ class _Trials:
 
 
 def nothing_fits(request: Request, cluster: Cluster, planner: Planner, *, proven: bool) -> NothingFitsError:
-    """The error for a job that has no plan.
+    """Return the error for a job that has no plan.
 
     Args:
         request: what was asked for.
@@ -102,9 +102,11 @@ def nothing_fits(request: Request, cluster: Cluster, planner: Planner, *, proven
     trials = _Trials(planner)
     fits = [
         {"change": " and ".join(changes), "tokens_per_s": rate}
-        for changes, rate in _remedies(_Other((), request, cluster), trials)
+        for changes, rate in _remedies(_Variant((), request, cluster), trials)
     ]
-    told = "; or ".join(f"{one['change']} (about {one['tokens_per_s']:,.0f} tokens/s)" for one in fits)
+    told = "; or ".join(
+        f"{remedy['change']} (about {remedy['tokens_per_s']:,.0f} tokens/s)" for remedy in fits
+    )
     ended = ", no more were tried" if trials.ended else ""
     count = f"{trials.count} other request{'' if trials.count == 1 else 's'} planned{ended}"
     advice = f"fits: {told}" if fits else "none fits: take GPUs with more memory, or a smaller model"
@@ -115,30 +117,30 @@ def nothing_fits(request: Request, cluster: Cluster, planner: Planner, *, proven
     )
 
 
-def _remedies(asked: _Other, trials: _Trials) -> list[_Remedy]:
-    """The first of each kind that fits."""
-    found = [trials.first(kind(asked)) for kind in (_freed, _allowed, _switched)]
+def _remedies(asked: _Variant, trials: _Trials) -> list[_Remedy]:
+    """Return the first variant of each kind that fits."""
+    first_remedies = [trials.first(kind(asked)) for kind in (_freed, _allowed, _switched)]
     eased = _switch_all(asked.without(sorted(asked.request.fixed)))
-    if not any(found) and eased != asked:
-        found.append(trials.first([eased]))
+    if not any(first_remedies) and eased != asked:
+        first_remedies.append(trials.first([eased]))
     # With what eases alone there is nothing to give up: else both are offered, as each gives up something.
-    bases = [asked] if any(found) or eased == asked else [asked, eased]
+    bases = [asked] if any(first_remedies) or eased == asked else [asked, eased]
     for kind in (_shortened, _enlarged, _thinned):
-        found += [trials.first(kind(base)) for base in bases]
-    remedies = [one for one in found if one is not None]
+        first_remedies += [trials.first(kind(base)) for base in bases]
+    remedies = [one for one in first_remedies if one is not None]
     # A change that is enough alone is not proposed with more.
     return [one for one in remedies if not any(set(other[0]) < set(one[0]) for other in remedies)]
 
 
-def _freed(asked: _Other) -> Iterator[_Other]:
-    """Some fixed terms left to the planner, as few as possible."""
+def _freed(asked: _Variant) -> Iterator[_Variant]:
+    """Variants with some fixed terms left to the planner, as few as possible."""
     fixed = sorted(asked.request.fixed)
     for count in range(1, len(fixed) + 1):
         yield from map(asked.without, itertools.combinations(fixed, count))
 
 
-def _allowed(asked: _Other) -> Iterator[_Other]:
-    """Features that plans may not use allowed, one or all; or the context-parallel size left open."""
+def _allowed(asked: _Variant) -> Iterator[_Variant]:
+    """Variants that allow refused features, one or all, or leave the context-parallel size open."""
     size = asked.request.context_parallel
     if size is not None:
         change = f"leave out {spell_flag('context_parallel', size)}"
@@ -152,21 +154,21 @@ def _allowed(asked: _Other) -> Iterator[_Other]:
             yield replace(asked, changes=changes, request=replace(asked.request, rules=rules))
 
 
-def _switched(asked: _Other) -> Iterator[_Other]:
-    """One of the terms that save memory."""
+def _switched(asked: _Variant) -> Iterator[_Variant]:
+    """Variants with one of the switches that save memory turned on."""
     for field, (costly, saving) in _SAVING.items():
         if getattr(asked.request.job, field) == costly:
             yield asked.with_term(field, saving)
 
 
-def _switch_all(asked: _Other) -> _Other:
+def _switch_all(asked: _Variant) -> _Variant:
     while other := next(_switched(asked), None):
         asked = other
     return asked
 
 
-def _shortened(asked: _Other) -> Iterator[_Other]:
-    """Three quarters of the sequence, a half, three eighths and so on."""
+def _shortened(asked: _Variant) -> Iterator[_Variant]:
+    """Variants with three quarters of the sequence, a half, three eighths and so on."""
     length = asked.request.job.seq_length
     for power in itertools.count(1):
         for part in (3 * length >> (power + 1), length >> power):
@@ -175,8 +177,8 @@ def _shortened(asked: _Other) -> Iterator[_Other]:
             yield asked.with_term("seq_length", part // _ROUND * _ROUND)
 
 
-def _enlarged(asked: _Other) -> Iterator[_Other]:
-    """More nodes like those of an entry, where the file's network says how they are connected."""
+def _enlarged(asked: _Variant) -> Iterator[_Variant]:
+    """Variants with more nodes like those of an entry, where the file says how these are connected."""
     file = asked.cluster.file
     if not file.networks or file.fabrics or file.levels or file.matrix:
         return
@@ -188,8 +190,8 @@ def _enlarged(asked: _Other) -> Iterator[_Other]:
             yield replace(asked, changes=(*asked.changes, change), cluster=more)
 
 
-def _thinned(asked: _Other) -> Iterator[_Other]:
-    """Half the batch, a quarter, and so on: fewer micro-batches are under way in a pipeline."""
+def _thinned(asked: _Variant) -> Iterator[_Variant]:
+    """Variants with half the batch, a quarter and so on: fewer micro-batches are under way in a pipeline."""
     job = asked.request.job
     least = job.micro_batch_size if "micro_batch_size" in asked.request.fixed else 1
     least *= job.data_parallel if "data_parallel" in asked.request.fixed else 1
@@ -200,7 +202,7 @@ def _thinned(asked: _Other) -> Iterator[_Other]:
 
 
 def _spell_memory(request: Request, cluster: Cluster) -> str:
-    """What there must be before any activations, and what there is."""
+    """Text: the memory that weights, gradients and state need, and the memory that all GPUs have."""
     job = request.job
     params = job.model.total_params
     alone = replace(job, tensor_parallel=1, pipeline_parallel=1)

@@ -1,4 +1,4 @@
-"""Which features a plan uses that Megatron alone lacks, and whether the rules of a planning allow them."""
+"""Features that a plan uses beyond Megatron, and whether a request allows them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _has_unequal_replicas(plan: Plan) -> bool:
 
 
 def _size(stage: Stage) -> tuple[object, ...]:
-    """What stages at the same place of equal replicas have in common."""
+    """The properties that stages at the same position of equal replicas share."""
     widths = tuple(sorted(len(member.ranks) for member in stage.members))
     return stage.layers, widths, stage.recompute, stage.ministages, stage.offload
 
@@ -39,12 +39,12 @@ USES: Final[dict[str, Callable[[Plan], bool]]] = {
 
 
 def features_of(plan: Plan) -> tuple[str, ...]:
-    """Return the features that a plan uses, by the fields of `PlannerRules`."""
+    """Names of the features that a plan uses, which are fields of `PlannerRules`."""
     return tuple(name for name, uses in USES.items() if uses(plan))
 
 
-def keeps_to(plan: Plan, request: Request) -> bool:
-    """Return whether a plan uses only what a request allows, with the context-parallel size that it fixes."""
+def is_allowed(plan: Plan, request: Request) -> bool:
+    """Whether a plan uses only what a request allows, with the context-parallel size that it fixes."""
     size = request.context_parallel
     if size is not None and any(
         len(domain.members) != size for stage in _stages(plan) for domain in stage.domains

@@ -1,4 +1,4 @@
-"""What a plan gains by each feature that it uses beyond Megatron's flags: the job planned without it."""
+"""The gain from each feature that a plan uses beyond Megatron's flags, by planning without it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_hexi.planner.request import Request
 
 @dataclass(frozen=True)
 class Gain:
-    """A feature of a plan.
+    """The speed without a feature that a plan uses.
 
     Args:
         feature: a field of `PlannerRules`.
@@ -33,12 +33,12 @@ def find_gains(request: Request, cluster: Cluster, plan: Plan) -> tuple[Gain, ..
         cluster: likewise.
         plan: the plan.
     """
-    found = []
+    gains = []
     for feature in features_of(plan):
         rules = replace(request.rules, **{feature: False})
         try:
             rate = find_plan(replace(request, rules=rules), cluster).cost.tokens_per_s
         except NothingFitsError:
             rate = None
-        found.append(Gain(feature, rate))
-    return tuple(found)
+        gains.append(Gain(feature, rate))
+    return tuple(gains)

@@ -1,4 +1,4 @@
-"""What the stages of a plan need at least with what saves memory: most that does not fit is not timed."""
+"""Least memory of a plan's stages with options that save memory, to skip timing those that do not fit."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megatron_hexi.plan.terms import Offload, Recompute
 from megatron_hexi.planner.joint import Candidate
 
 
-class Rung(NamedTuple):
-    """What a stage does to need less memory."""
+class MemoryOption(NamedTuple):
+    """Recomputation and offload of a stage, to save memory."""
 
     recompute: Recompute
     offload: tuple[Offload, ...] = ()
 
 
 class LeastMemory:
-    """Of one plan's stages. It leaves out the optimizer's state and messages' buffers.
+    """Least memory of a plan's stages, without optimizer state and message buffers.
 
     Args:
         base: the plan.
@@ -39,39 +39,41 @@ class LeastMemory:
             for section, cost, experts in zip(timing.sections, timing.stages, timing.experts, strict=True)
         ]
 
-    def may_fit(self, ministages: int, rungs: Sequence[Rung]) -> list[set[tuple[int, int]]]:
-        """Replica and number of the stages that may fit on each rung; none where rows overfill a host.
+    def may_fit(self, ministages: int, options: Sequence[MemoryOption]) -> list[set[tuple[int, int]]]:
+        """For each option the stages, by replica and number, that may fit; none if rows overfill a host.
 
         Args:
             ministages: of each stage; 0: it runs whole.
-            rungs: what stages may do.
+            options: what stages may do.
         """
-        stages = {(one, section.number) for section, _ in self._sections for one in section.replica.tolist()}
-        found, waiting = [set(stages) for _ in rungs], []
+        stages = {
+            (replica, section.number) for section, _ in self._sections for replica in section.replica.tolist()
+        }
+        fitting_stages, waiting = [set(stages) for _ in options], []
         for number, (section, held) in enumerate(self._sections):
             on_host = np.array(True)
-            for rung, fitting in zip(rungs, found, strict=True):
-                with_rows = "activations" not in rung.offload
-                over = self._over(number, ministages, rung.recompute, with_rows)
-                fitting -= {(one, section.number) for one in section.replica[over].tolist()}
+            for option, fitting in zip(options, fitting_stages, strict=True):
+                with_rows = "activations" not in option.offload
+                over = self._over(number, ministages, option.recompute, with_rows)
+                fitting -= {(replica, section.number) for replica in section.replica[over].tolist()}
                 on_host = on_host & over if with_rows else on_host
             part = replace(section.part, ministages=ministages, rows_on_host=on_host)
             waiting.append(part_host_memory(section.job, part, held, _present(0.0, 0.0))["activations"])
         loads = self._hosts.loads([section.placement.gpus for section, _ in self._sections], waiting)
-        return [set() for _ in rungs] if any(load.fullness > 1 for load in loads) else found
+        return [set() for _ in options] if any(load.fullness > 1 for load in loads) else fitting_stages
 
     def _overfull(self, number: int, ministages: int, recompute: Recompute, with_rows: bool) -> Bools:
-        """Units of a section that have no room, [U]; whether rows that wait are on the device, too."""
+        """Whether each unit of a section exceeds its memory, [U]."""
         section, held = self._sections[number]
         job, again = replace(section.job, recompute=recompute), section.part.layers * (recompute != "none")
         part = replace(section.part, again=again, ministages=ministages, rows_on_host=not with_rows)
         params = part_params(job, part, held.experts)
         present = _present(params, params)
         if ministages:  # of two that follow one another, and both gradients where a third does
-            own = part_params(
+            ministage_params = part_params(
                 job, replace(part, layers=part.layers // ministages, is_first=False, is_last=False)
             )
-            present = _present(2 * own, own * min(ministages - 1, 2))
+            present = _present(2 * ministage_params, ministage_params * min(ministages - 1, 2))
         terms = part_memory(job, part, held, section.window, 0.0, present)
         return np.sum(list(terms.values()), axis=0) > section.placement.usable
 

@@ -1,4 +1,4 @@
-"""What a user should know of a plan, a sentence each: what saves memory, who is idle, who brings little."""
+"""Notes about a plan, a sentence each: memory savings, idle GPUs, weak kinds of GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_hexi.planner.savings import spell_savings
 
 
 def why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
-    """What saves memory, and what it brings."""
+    """A note on how the plan saves memory, and how much faster this makes it."""
     what = spell_savings(plan)
     if seconds >= unsaved_s:
         return ()
@@ -38,7 +38,7 @@ def margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:
 
 
 def left_out(best: Candidate, cluster: Cluster, tried: Sequence[Candidate]) -> tuple[str, ...]:
-    """A note that names the GPUs without work, and says what the plans with more GPUs take that were tried.
+    """A note on the GPUs without work, with the time of plans that use more GPUs.
 
     Args:
         best: the chosen one.
@@ -51,7 +51,9 @@ def left_out(best: Candidate, cluster: Cluster, tried: Sequence[Candidate]) -> t
         return ()
     names = ", ".join(cluster.rank_name(gpu) for gpu in idle[:4])
     more = f" and {len(idle) - 4} more" if len(idle) > 4 else ""
-    larger = [one.iteration_s for one in tried if len(gpus_of(one.plan, cluster)) > len(used)]
+    larger = [
+        candidate.iteration_s for candidate in tried if len(gpus_of(candidate.plan, cluster)) > len(used)
+    ]
     why = "no plan with them was found that fits and keeps to what is fixed"
     if larger:
         longer = min(larger) / best.iteration_s - 1

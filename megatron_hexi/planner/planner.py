@@ -1,4 +1,4 @@
-"""`find_plan`: from a job and a cluster to a plan, what it costs, and how far from the best it can be."""
+"""Finds a plan for a job on a cluster, its cost, and its largest distance from the best."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def find_plan(
     with_baselines: bool = False,
     progress: Progress | None = None,
 ) -> Planned:
-    """The best plan found, and how far from the best of all layouts it can be.
+    """Return the best plan found, with a lower bound over all layouts.
 
     Args:
         request: the job, and what of it is fixed; the rest is chosen.
         cluster: where it runs.
         with_baselines: time every baseline too. The plan is the same with and without them: never slower than
             the best layout of Megatron's flags, nor on up to 8 GPUs than those of published planners.
-        progress: told how far it is.
+        progress: callback, receives (phase, done, total).
 
     Raises:
         NothingFitsError: no plan fits in memory; says what would.
@@ -58,34 +58,34 @@ def find_plan(
     _check_fixed(request, cluster)
     if not memory_fits(request, cluster):
         raise nothing_fits(request, cluster, partial(first_plan, searches), proven=True)
-    found, request = _search_experts(request, cluster, searches, tell)
-    best = found.best
+    result, request = _search_experts(request, cluster, searches, tell)
+    best = result.best
     if best is None:
         raise nothing_fits(request, cluster, partial(first_plan, searches), proven=False)
     weak, timed = weak_kinds(request, cluster, best, lambda part: _search(request, part, searches, tell).best)
     best = min([best, *(kind.without for kind in weak)], key=order_of)
-    trials = searches.trials + found.trials + timed
+    trials = searches.trials + result.trials + timed
     baselines: tuple[Baseline, ...] = ()
     if with_baselines:
-        roomy = cluster.with_memory_margin(1 - found.memory)
+        roomy = cluster.with_memory_margin(1 - result.memory)
         baselines, timed = find_baselines(request, roomy, progress=tell)
         trials += timed
     tell("bound", 0, 1)
     bound = joint_bound(request, cluster, best.iteration_s)
     planned = _planned(best, cluster, bound, baselines, trials, begun)
     notes = (
-        *why_saved(best.plan, best.iteration_s, found.unsaved_s),
+        *why_saved(best.plan, best.iteration_s, result.unsaved_s),
         *margin_note(planned.cost, request.memory_margin),
-        *left_out(best, cluster, found.tried),
+        *left_out(best, cluster, result.tried),
         *spell_weak(weak, best),
     )
-    rivals = best_of_each_kind(found.tried, best)
-    return replace(planned, rivals=rivals, notes=notes, unsaved_s=found.unsaved_s)
+    rivals = best_of_each_kind(result.tried, best)
+    return replace(planned, rivals=rivals, notes=notes, unsaved_s=result.unsaved_s)
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What a search comes to.
+class _SearchResult:
+    """The result of a search.
 
     Args:
         best: the fastest plan that fits; ``None``: none was found.
@@ -104,17 +104,16 @@ class _Found:
 
 def _search_experts(
     request: Request, cluster: Cluster, searches: JointSearches, tell: Progress
-) -> tuple[_Found, Request]:
+) -> tuple[_SearchResult, Request]:
     """Search with each choice of where experts are; the best of all, and the request with its choice."""
-    found = [
+    results = [
         (_search(choice, cluster, searches, tell), choice)
         for choice in (replace(request, experts=rule) for rule in expert_rules(request.job, cluster))
     ]
-    fastest = min(found, key=lambda pair: math.inf if pair[0].best is None else pair[0].best.iteration_s)
-    return fastest
+    return min(results, key=lambda pair: math.inf if pair[0].best is None else pair[0].best.iteration_s)
 
 
-def _search(request: Request, cluster: Cluster, searches: JointSearches, tell: Progress) -> _Found:
+def _search(request: Request, cluster: Cluster, searches: JointSearches, tell: Progress) -> _SearchResult:
     """Search for the fastest plan that fits, at first with the margin of memory kept free."""
     trials = 0
     for memory in dict.fromkeys((1 - request.memory_margin, 1.0)):
@@ -133,7 +132,7 @@ def _search(request: Request, cluster: Cluster, searches: JointSearches, tell: P
     tell("memory", 0, 1)
     saved = SavedPlans(request, cluster, memory, searches)
     best = saved.made_to_fit() if best is None else saved.best(best, tried)
-    return _Found(best, tried, unsaved_s, memory, trials + saved.trials)
+    return _SearchResult(best, tried, unsaved_s, memory, trials + saved.trials)
 
 
 def _check_nodes(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""What a plan is asked for: a job, and which of its terms the user fixed."""
+"""A planning request: a job, and the terms that the user fixed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHORT_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Request:
-    """A job to plan.
+    """A job to plan, with the terms that are fixed.
 
     Args:
         job: the job; what is not fixed becomes as `Job` has it by default.
@@ -54,13 +54,13 @@ class Request:
         object.__setattr__(self, "job", replace(self.job, **free))
 
     def widths(self, most: int) -> list[int]:
-        """Tensor-parallel sizes to try: those that the model can be cut into, of at most so many GPUs."""
+        """Tensor-parallel sizes to try, up to `most` GPUs, that divide the model."""
         if "tensor_parallel" in self.fixed:
             return [self.job.tensor_parallel]
         return [width for width in _WIDTHS if width <= most and self._can_be_cut(width)]
 
     def micro_batch_sizes(self) -> list[int]:
-        """Sequences that may pass at once: one, and more where sequences are short."""
+        """Micro-batch sizes to try: one, and more where sequences are short."""
         if "micro_batch_size" in self.fixed:
             return [self.job.micro_batch_size]
         sizes, batch = [1], self.job.global_batch_size
@@ -69,7 +69,7 @@ class Request:
         return sizes
 
     def with_width(self, width: int) -> Job:
-        """The job with units of another size.
+        """Return the job with this tensor-parallel size.
 
         Raises:
             HexiError: the model cannot be cut so.

@@ -1,4 +1,4 @@
-"""What planning gives."""
+"""The result of planning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_hexi.planner.joint import Candidate
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A plan, what it is predicted to cost, and how far from the best it can be at most.
+    """A plan, its predicted cost, and its largest distance from the best.
 
     Args:
         plan: with its estimate and provenance.
@@ -42,5 +42,5 @@ class Planned:
 
     @property
     def gap(self) -> float:
-        """How much longer than the lower bound an iteration takes, as a part of the bound; 0 is the best."""
+        """How much longer than the lower bound an iteration is, as a part of the bound; 0 is optimal."""
         return max(0.0, self.cost.iteration_s / self.bound.iteration_s - 1)

@@ -13,7 +13,7 @@ _Kind = tuple[int, tuple[int, ...], tuple[int, ...], int]
 
 
 def best_of_each_kind(found: Iterable[Candidate], best: Candidate) -> tuple[Candidate, ...]:
-    """Return the fastest plan of each kind but the chosen one's, fastest first.
+    """Return the fastest plan of each kind except that of the chosen plan, fastest first.
 
     Args:
         found: plans that fit.
@@ -21,7 +21,7 @@ def best_of_each_kind(found: Iterable[Candidate], best: Candidate) -> tuple[Cand
     """
     seen = {_kind(best)}
     rivals: list[Candidate] = []
-    for candidate in sorted(found, key=lambda one: one.iteration_s):
+    for candidate in sorted(found, key=lambda candidate_plan: candidate_plan.iteration_s):
         if _kind(candidate) not in seen:
             seen.add(_kind(candidate))
             rivals.append(candidate)

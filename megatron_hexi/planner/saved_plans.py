@@ -37,7 +37,7 @@ class SavedPlans:
 
     @property
     def trials(self) -> int:
-        """Layouts that were timed, besides those of the searches."""
+        """Number of layouts that were timed, besides those of the searches."""
         return self._savings.trials
 
     def best(self, plan: Candidate, found: list[Candidate]) -> Candidate:
@@ -101,18 +101,18 @@ class SavedPlans:
         if is_ruled_out or len(self._cluster.ranks) > _FEW_GPUS:
             return []
         job = replace(job, pipeline_parallel=1, data_parallel=1)
-        one = replace(self._request, job=job, fixed=self._request.fixed | alone)
-        found = self._searches.plans(one, self._cluster, max(_ROOMIER) * self._memory, faster_than)
-        return sorted(found, key=order_of)[:1]
+        single_stage = replace(self._request, job=job, fixed=self._request.fixed | alone)
+        plans = self._searches.plans(single_stage, self._cluster, max(_ROOMIER) * self._memory, faster_than)
+        return sorted(plans, key=order_of)[:1]
 
 
 def first_plan(searches: JointSearches, request: Request, cluster: Cluster) -> Candidate | None:
-    """The first plan found that fits, of as few replicas as may be; ``None``: there is none.
+    """Return the first plan that fits, with as few replicas as possible; ``None``: there is none.
 
     Where none fits as it is, one for GPUs with more memory may with what saves memory.
     """
-    found = searches.with_few_replicas(request, cluster, 1.0)
-    if found is None:
+    plan = searches.with_few_replicas(request, cluster, 1.0)
+    if plan is None:
         roomier = searches.with_few_replicas(request, cluster, max(_ROOMIER))
-        found = roomier and Savings(request, cluster).made_to_fit(roomier)
-    return found
+        plan = roomier and Savings(request, cluster).made_to_fit(roomier)
+    return plan

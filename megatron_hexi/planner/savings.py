@@ -1,7 +1,7 @@
-"""Where memory limits: a layout with ministages, with offload, by samples, with other shares of state.
+"""Saves memory in a plan: ministages, offload, samples, and other shares of optimizer state.
 
 The joint search knows none of these. Each is a change of a plan that it found, or that it would find if GPUs
-had more memory, and the cost model judges every one. What saves memory comes in rungs, the cheapest first;
+had more memory, and the cost model judges every one. What saves memory comes as options, the cheapest first;
 each stage takes the first that fits it. So a plan never becomes slower, and one that does not fit may.
 """
 
@@ -21,14 +21,14 @@ from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.plan import Domain, Group, Member, Plan, Stage
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.plan.units import rank_gpus
-from megatron_hexi.planner.features import keeps_to
+from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import order_of
-from megatron_hexi.planner.least_memory import LeastMemory, Rung
+from megatron_hexi.planner.least_memory import LeastMemory, MemoryOption
 from megatron_hexi.planner.request import Request
 
 #: Counts of ministages that are tried; the last is a layer each.
-_MINISTAGES: Final = (2, 4, 8, 16)
+_MINISTAGE_COUNTS: Final = (2, 4, 8, 16)
 #: Units of a stage get shares of the optimizer's state in so many parts of the one with most.
 _SHARES: Final = 16
 #: Samples of a micro-batch, as multiples of the least that gives each unit of the largest stage one.
@@ -39,17 +39,17 @@ _WORTH_IT: Final = 0.02
 
 
 #: Of a stage that runs whole, and of one in ministages: all on the device, or some in host memory.
-_WHOLE: Final = tuple(Rung(mode, ("optimizer",)) for mode in RECOMPUTES)
-_TURNS: Final = tuple(Rung(mode) for mode in RECOMPUTES)
-_TURNS_OFFLOADED: Final = (
-    Rung("none", ("optimizer",)),
-    Rung("none", ("parameters", "optimizer")),
-    *(Rung(mode, ("parameters", "optimizer", "activations")) for mode in RECOMPUTES),
+_WHOLE: Final = tuple(MemoryOption(mode, ("optimizer",)) for mode in RECOMPUTES)
+_MINISTAGES_ON_DEVICE: Final = tuple(MemoryOption(mode) for mode in RECOMPUTES)
+_MINISTAGES_OFFLOADED: Final = (
+    MemoryOption("none", ("optimizer",)),
+    MemoryOption("none", ("parameters", "optimizer")),
+    *(MemoryOption(mode, ("parameters", "optimizer", "activations")) for mode in RECOMPUTES),
 )
 
 
 class Savings:
-    """Changes plans of one request on one cluster; what cannot be faster than the best so far is left alone.
+    """Changes plans of one request on one cluster; skips changes that cannot beat the best so far.
 
     Args:
         request: the job, and what of it is fixed.
@@ -65,7 +65,7 @@ class Savings:
         self.trials = 0
 
     def best(self, candidate: Candidate) -> Candidate:
-        """The best of a plan that fits and of what it becomes; itself, where nothing is better."""
+        """Return the best of a plan that fits and its changed versions."""
         self._best_s = min(self._best_s, candidate.iteration_s)
         base = self._written_out(candidate)
         if base is None:
@@ -80,7 +80,7 @@ class Savings:
         return min([chosen, *self._by_samples(chosen)], key=order_of)
 
     def made_to_fit(self, candidate: Candidate) -> Candidate | None:
-        """The best of what a plan becomes that needs more memory than there is.
+        """Return the best changed version, that fits, of a plan that needs too much memory.
 
         ``None``: nothing fits, or nothing is faster than what was found before.
         """
@@ -88,15 +88,15 @@ class Savings:
         if base is None:
             return None
         least = LeastMemory(base, self._hosts)  # whatever shares of the state there are
-        for one in (base, self._with_state(base)):
-            fitting = [changed for changed in (one, *self._saving(one, least)) if changed.fits]
+        for start in (base, self._with_state(base)):
+            fitting = [changed for changed in (start, *self._saving(start, least)) if changed.fits]
             if fitting:
                 best = min(fitting, key=order_of)
                 return min([best, *self._by_samples(best)], key=order_of)
         return None
 
     def _written_out(self, candidate: Candidate) -> Candidate | None:
-        """The plan with layers of its own for each stage; ``None``: it cannot have these."""
+        """Return the plan with explicit layers for each stage; ``None``: that is impossible."""
         plan, job = candidate.plan, candidate.job
         if not self._rules.allow("unequal_stages"):
             return None
@@ -119,90 +119,92 @@ class Savings:
     # Ministages, offload, recomputation
 
     def _saving(self, base: Candidate, least: LeastMemory) -> Iterator[Candidate]:
-        """With the state on the host; in ministages, on the device and with more and more on the host."""
+        """Plans with offloaded state; with ministages; with ministages and more and more offload."""
         gpus = rank_gpus(base.plan, base.plan.ranks)
         on_host = self._rules.allow("offload") and all(
             self._cluster.ranks[gpu].device.host is not None for gpu in gpus
         )
         if on_host:
-            yield from self._climbed(base, least, None, _WHOLE)
+            yield from self._with_options(base, least, None, _WHOLE)
         if not self._rules.allow("ministages"):
             return
         layers = min(int(np.min(section.part.layers)) for section in base.timing.sections)
         has_pipelines = any(len(replica.stages) > 1 for replica in base.plan.replicas)
-        for count in sorted({count for count in (*_MINISTAGES, layers) if 1 < count <= layers}):
-            first = next(filter(self._allows, _TURNS), None)
+        for count in sorted({count for count in (*_MINISTAGE_COUNTS, layers) if 1 < count <= layers}):
+            first = next(filter(self._allows, _MINISTAGES_ON_DEVICE), None)
             if first is None:
                 return
             if self._is_slower(base, count, first):
                 if has_pipelines:
                     continue  # with more ministages pipelines fill and drain sooner
                 return
-            on_device = list(self._climbed(base, least, count, _TURNS))
+            on_device = list(self._with_options(base, least, count, _MINISTAGES_ON_DEVICE))
             yield from on_device
-            is_whole = any(one.fits and not recomputes(one.plan) for one in on_device)
+            is_whole = any(candidate.fits and not recomputes(candidate.plan) for candidate in on_device)
             if is_whole and not has_pipelines:
                 return
             if on_host and not is_whole:
-                yield from self._climbed(base, least, count, _TURNS_OFFLOADED)
+                yield from self._with_options(base, least, count, _MINISTAGES_OFFLOADED)
 
-    def _climbed(
-        self, base: Candidate, least: LeastMemory, ministages: int | None, rungs: Sequence[Rung]
+    def _with_options(
+        self, base: Candidate, least: LeastMemory, ministages: int | None, options: Sequence[MemoryOption]
     ) -> Iterator[Candidate]:
-        """Each stage on the first rung that fits it; nothing where some stage fits on none.
+        """The plan with each stage on the first option that fits it; nothing where none fits a stage.
 
         Args:
             base: the plan.
             least: what its stages need at least.
             ministages: of each stage; ``None``: it runs whole, and may stay as it is.
-            rungs: to climb.
+            options: in the order in which they are tried.
         """
-        rungs = [rung for rung in rungs if self._allows(rung)]
-        fitting = least.may_fit(ministages or 0, rungs)
-        chosen: dict[tuple[int, int], Rung] = {}
+        options = [option for option in options if self._allows(option)]
+        fitting = least.may_fit(ministages or 0, options)
+        chosen: dict[tuple[int, int], MemoryOption] = {}
         stages = _places(base.plan)
         if ministages is None:
             full = base.timing.stage_fullness
             chosen = {
-                (r, s): Rung("none", stage.offload or ())
+                (r, s): MemoryOption("none", stage.offload or ())
                 for r, replica in enumerate(base.plan.replicas)
                 for s, stage in enumerate(replica.stages)
                 if full[r, s] <= 1 and stage.recompute in (None, "none")
             }
         if len(chosen.keys() | set().union(*fitting)) < len(stages):
             return
-        for rung, may_fit in zip(rungs, fitting, strict=True):
+        for option, may_fit in zip(options, fitting, strict=True):
             left = [place for place in stages if place in may_fit and place not in chosen]
             if not left:
                 continue
-            if not chosen and self._is_slower(base, ministages, rung):
-                return  # other rungs take longer
-            full = self._on_rung(base, ministages, rung).timing.stage_fullness
-            chosen |= {place: rung for place in left if full[place] <= 1}
+            if not chosen and self._is_slower(base, ministages, option):
+                return  # other options take longer
+            full = self._with_option(base, ministages, option).timing.stage_fullness
+            chosen |= {place: option for place in left if full[place] <= 1}
         if len(chosen) < len(stages):
             return
-        found = self._timed(_with(base.plan, ministages, chosen), base.job)
-        if not keeps_to(found.plan, self._request):
-            return  # stages of equal replicas fit on different rungs
-        if found.fits:
-            self._best_s = min(self._best_s, found.iteration_s)
-        yield found
+        changed = self._timed(_with(base.plan, ministages, chosen), base.job)
+        if not is_allowed(changed.plan, self._request):
+            return  # stages of equal replicas fit with different options
+        if changed.fits:
+            self._best_s = min(self._best_s, changed.iteration_s)
+        yield changed
 
-    def _is_slower(self, base: Candidate, ministages: int | None, rung: Rung) -> bool:
-        """Whether the plan on a rung is no faster than the best; timed only where there is one."""
-        return self._best_s < np.inf and self._on_rung(base, ministages, rung).iteration_s >= self._best_s
+    def _is_slower(self, base: Candidate, ministages: int | None, option: MemoryOption) -> bool:
+        """Whether the plan with an option is no faster than the best; timed only if there is a best."""
+        return (
+            self._best_s < np.inf and self._with_option(base, ministages, option).iteration_s >= self._best_s
+        )
 
-    def _on_rung(self, base: Candidate, ministages: int | None, rung: Rung) -> Candidate:
-        """The plan with all stages on one rung."""
-        rungs = dict.fromkeys(_places(base.plan), rung)
-        return self._timed(_with(base.plan, ministages, rungs), base.job)
+    def _with_option(self, base: Candidate, ministages: int | None, option: MemoryOption) -> Candidate:
+        """The plan with all stages on one option."""
+        options = dict.fromkeys(_places(base.plan), option)
+        return self._timed(_with(base.plan, ministages, options), base.job)
 
-    def _allows(self, rung: Rung) -> bool:
-        """Whether the request leaves it to the planner."""
-        return "recompute" not in self._request.fixed or rung.recompute == self._request.job.recompute
+    def _allows(self, option: MemoryOption) -> bool:
+        """Whether the request permits the option's recomputation."""
+        return "recompute" not in self._request.fixed or option.recompute == self._request.job.recompute
 
     def _with_equal_layers(self, base: Candidate) -> Iterator[Candidate]:
-        """The plan with as many layers in each stage of a replica, which can be cut into most ministages."""
+        """The plan with equal layers in a replica's stages, which allows the most ministages."""
 
         def equal(place: tuple[int, int], stage: Stage) -> Stage:
             counts = apportion(base.job.model.layers, [1.0] * len(base.plan.replicas[place[0]].stages))
@@ -215,7 +217,7 @@ class Savings:
     # Shares of the optimizer's state
 
     def _with_state(self, base: Candidate) -> Candidate:
-        """The state of each set of GPUs that hold the same where there is room for it."""
+        """The plan with optimizer state shared in proportion to free memory."""
         room: dict[int, float] = {}
         timing = base.timing
         for section, terms, usable in zip(timing.sections, timing.memory, timing.usable, strict=True):
@@ -234,7 +236,7 @@ class Savings:
     # Samples
 
     def _by_samples(self, base: Candidate) -> Iterator[Candidate]:
-        """Stages whose units take samples of each micro-batch in place of tokens, in proportion to these."""
+        """Plans whose units take whole samples of each micro-batch, in proportion to their tokens."""
         plan, phases = base.plan, base.timing.phases
         stages = [stage for replica in plan.replicas for stage in replica.stages]
         most = max(sum(len(domain.members) for domain in stage.domains) for stage in stages)
@@ -261,7 +263,7 @@ class Savings:
 
 
 def spell_savings(plan: Plan) -> str:
-    """What of a plan saves memory, or takes samples, for people; empty where nothing does."""
+    """Text of how a plan saves memory or takes samples; empty where it does neither."""
     stages = [stage for replica in plan.replicas for stage in replica.stages]
     words = []
     counts = sorted({stage.ministages for stage in stages if stage.ministages is not None})
@@ -285,19 +287,19 @@ def _places(plan: Plan) -> list[tuple[int, int]]:
 
 
 def recomputes(plan: Plan) -> bool:
-    """Whether some stage, of those that say so themselves, computes something again."""
+    """Whether some stage recomputes."""
     stages = itertools.chain.from_iterable(replica.stages for replica in plan.replicas)
     return any(stage.recompute not in (None, "none") for stage in stages)
 
 
-def _with(plan: Plan, ministages: int | None, rungs: dict[tuple[int, int], Rung]) -> Plan:
-    """The plan with each stage on its rung."""
+def _with(plan: Plan, ministages: int | None, options: dict[tuple[int, int], MemoryOption]) -> Plan:
+    """The plan with a memory option for each stage."""
 
-    def on_rung(place: tuple[int, int], stage: Stage) -> Stage:
-        mode, offload = rungs[place]
+    def with_option(place: tuple[int, int], stage: Stage) -> Stage:
+        mode, offload = options[place]
         return replace(stage, recompute=mode, ministages=ministages, offload=offload or None)
 
-    return _with_stages(plan, on_rung)
+    return _with_stages(plan, with_option)
 
 
 def _with_members(plan: Plan, change: Callable[[Member], Member]) -> Plan:
@@ -329,7 +331,7 @@ def _with_stages(
 
 
 def _in_samples(plan: Plan, micro_batch_size: int, counts: Sequence[int]) -> Plan:
-    """Units of a stage as domains of their own, with samples in proportion to their tokens."""
+    """The plan with each unit as a domain, with samples in proportion to its tokens."""
 
     def dealt(_place: tuple[int, int], stage: Stage) -> Stage:
         members = stage.members
@@ -347,7 +349,7 @@ def _in_samples(plan: Plan, micro_batch_size: int, counts: Sequence[int]) -> Pla
 
 
 def _alone(plan: Plan, member: Member, samples: int) -> Domain:
-    """A unit that has all tokens and heads of its samples."""
+    """A domain of one unit, which has all tokens and heads of its samples."""
     length, heads = plan.workload.seq_length, plan.workload.heads // len(member.ranks)
     whole = replace(member, tokens=length, heads=(0, heads))
     return Domain((Group(((0, length),), (whole,)),), samples)

@@ -1,4 +1,4 @@
-"""Kinds of GPU that bring little: the job planned without each of those whose part of all speed is small."""
+"""Weak kinds of GPU: the job planned without each kind that has a small share of the speed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LITTLE = 0.06
 
 @dataclass(frozen=True)
 class WeakKind:
-    """A kind of GPU that a plan uses.
+    """A kind of GPU that a plan uses, and the best plan without it.
 
     Args:
         name: of the GPU.
@@ -62,7 +62,7 @@ def weak_kinds(
 
     used = [cluster.ranks[gpu].device.name for gpu in gpus_of(best.plan, cluster)]
     shares = {name: speed(name) / speed(None) for name in names if name in used}
-    found = []
+    weak = []
     for name in sorted(shares, key=lambda name: (shares[name], name))[:_MOST_KINDS]:
         if shares[name] > _SMALL:
             break
@@ -72,12 +72,12 @@ def weak_kinds(
         except HexiError:  # what is left has no units of a fixed size
             continue
         if plan is not None:
-            found.append(WeakKind(name, used.count(name), _on_all(plan, cluster, set(nodes))))
-    return found, len(found)
+            weak.append(WeakKind(name, used.count(name), _on_all(plan, cluster, set(nodes))))
+    return weak, len(weak)
 
 
 def _on_all(plan: Candidate, cluster: Cluster, left_out: set[int]) -> Candidate:
-    """Return a plan for some nodes as one of the whole cluster."""
+    """Return a plan for some nodes as a plan for the whole cluster."""
     kept = [gpu for gpu, rank in enumerate(cluster.ranks) if rank.node not in left_out]
     own = rank_gpus(plan.plan, len(kept))
     whole = replace(plan.plan, gpus=tuple(kept[gpu] for gpu in own))
@@ -85,7 +85,7 @@ def _on_all(plan: Candidate, cluster: Cluster, left_out: set[int]) -> Candidate:
 
 
 def spell_weak(kinds: Sequence[WeakKind], best: Candidate) -> tuple[str, ...]:
-    """Say what the kinds bring that bring little.
+    """Notes on the kinds of GPU that bring little.
 
     Args:
         kinds: that were planned without.

@@ -17,7 +17,7 @@ from megatron_hexi.cost import Job, Model
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner.fleet.units import find_units
-from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.layout import A2AGroup, Layout
 from megatron_hexi.yaml_file import read_yaml
 
 
@@ -268,7 +268,7 @@ def _random_layout(random, fleet, units, micro_batches):
     totals = apportion(fleet.job.seq_length, [sum(weights) for _, weights, _ in parts])
     return Layout(
         tuple(
-            Part(members, tuple(apportion(total, weights)), dealt)
+            A2AGroup(members, tuple(apportion(total, weights)), dealt)
             for total, (members, weights, dealt) in zip(totals, parts, strict=True)
         ),
         micro_batches,

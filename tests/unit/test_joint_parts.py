@@ -21,10 +21,9 @@ from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.joint.assembly import Assembly
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.packing import pack
-from megatron_hexi.planner.joint.pipes import Pipe, least_longest
-from megatron_hexi.planner.joint.pipes import Stage as PipeStage
-from megatron_hexi.planner.joint.placing import Place, find_gpus, number_ranks
-from megatron_hexi.planner.joint.pools import Pools, Shape
+from megatron_hexi.planner.joint.pipes import Pipe, PipeStage, least_longest
+from megatron_hexi.planner.joint.placing import StagePlace, find_gpus, number_ranks
+from megatron_hexi.planner.joint.pools import Pools, StageShape
 from megatron_hexi.planner.joint.replica_columns import Column
 from megatron_hexi.planner.joint.synchronisation import Synchronisation
 from megatron_hexi.planner.layouts.experts import IN_WHOLE_STAGES
@@ -64,7 +63,7 @@ def random_column(random, totals, sync_s):
     if not any(counts):
         counts = totals
     stages = tuple(
-        PipeStage(Shape(counts, 1), 1, "none", random.uniform(0.5, 2) / sum(counts))
+        PipeStage(StageShape(counts, 1), 1, "none", random.uniform(0.5, 2) / sum(counts))
         for _ in range(random.randint(1, 3))
     )
     ways = tuple(random.uniform(0, 0.3) for _ in stages[1:])
@@ -138,7 +137,7 @@ def test_pipelines_over_thin_links_take_what_was_expected(monkeypatch, stages, t
 def test_stages_that_fill_nodes_have_borders_between_nodes_where_a_node_ends():
     known = cluster([("a", "PLAIN", 4), ("b", "PLAIN", 4)], 1)
     pools = Pools.of(known, [1.0, 1.0])
-    single, pair, node = Shape((1,), 1), Shape((2,), 1), Shape((4,), 1)
+    single, pair, node = StageShape((1,), 1), StageShape((2,), 1), StageShape((4,), 1)
     assert pools.crossings(single, 8) == [False, False, False, True, False, False, False]
     assert pools.crossings(pair, 4) == [False, True, False]
     assert pools.crossings(node, 2) == [True]
@@ -156,7 +155,7 @@ def test_replicas_with_other_layers_wait_for_each_other_as_in_the_cost_model():
     model = dataclasses.replace(DEEP, vocab_size=128, tied_embeddings=False)
     job = tiny_job(model=model, global_batch_size=4)
     one = dataclasses.replace(job, global_batch_size=1, recompute="selective")
-    sync, shape = Synchronisation(LayerTimer(one, known, [1], IN_WHOLE_STAGES)), Shape((1,), 1)
+    sync, shape = Synchronisation(LayerTimer(one, known, [1], IN_WHOLE_STAGES)), StageShape((1,), 1)
 
     def waiting(*layers):
         """Seconds of gradients in a plan of replicas whose stages have so many layers, and as expected."""
@@ -203,7 +202,7 @@ def random_shapes(random, pools):
             width = random.choice([width for width in (1, 2, 4) if count % width == 0])
             if count <= left[pool] and pools.aligned(pool, count):
                 left[pool] -= count
-                stages.append(Shape(tuple(count * (pool == own) for own in range(len(left))), width))
+                stages.append(StageShape(tuple(count * (pool == own) for own in range(len(left))), width))
         if stages:
             replicas.append(stages)
     return replicas
@@ -247,13 +246,13 @@ def test_no_gpu_is_given_twice_and_ranks_keep_the_runtime_s_rules(seed):
 
 def test_ends_of_pipelines_stand_at_the_ends():
     known = cluster([("a", "PLAIN", 2), ("b", "PLAIN", 2), ("c", "PLAIN", 2)])
-    middle, first, last = (Place(0, stage, 3) for stage in (1, 0, 2))
+    middle, first, last = (StagePlace(0, stage, 3) for stage in (1, 0, 2))
     order = number_ranks(known, {middle: [0, 1], last: [2, 3], first: [4, 5]})
     assert order == [4, 5, 0, 1, 2, 3]
     # One node has everything.
-    assert number_ranks(known, {Place(0, 0, 2): [0], Place(0, 1, 2): [1]}) == [0, 1]
-    assert number_ranks(known, {Place(0, 1, 2): [0], Place(0, 0, 2): [1]}) == [1, 0]
+    assert number_ranks(known, {StagePlace(0, 0, 2): [0], StagePlace(0, 1, 2): [1]}) == [0, 1]
+    assert number_ranks(known, {StagePlace(0, 1, 2): [0], StagePlace(0, 0, 2): [1]}) == [1, 0]
     # Both ends are on one node, and it cannot be first and last.
     assert number_ranks(known, {first: [0], last: [1], middle: [2, 3]}) == []
     pools = Pools.of(known, [1.0] * 3)
-    assert find_gpus(pools, [[Shape((1,), 1), Shape((4,), 1), Shape((1,), 1)]]) is None
+    assert find_gpus(pools, [[StageShape((1,), 1), StageShape((4,), 1), StageShape((1,), 1)]]) is None

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import find_units
-from megatron_hexi.planner.layouts.deal import deal_heads, deal_in_turn, deal_tokens
-from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.deal import assign_heads, assign_in_turn, assign_tokens
+from megatron_hexi.planner.layouts.layout import A2AGroup, Layout
 from megatron_hexi.planner.layouts.trial import Judge
 from megatron_hexi.planner.search.balance import balance, rebalanced
 from megatron_hexi.planner.search.guess import FirstGuess
@@ -31,7 +31,7 @@ def longest(heads, seconds):
 @given(st.integers(0, 8), SECONDS)
 @examples(200)
 def test_no_other_way_to_deal_heads_ends_earlier(heads, seconds):
-    dealt = deal_heads(heads, seconds)
+    dealt = assign_heads(heads, seconds)
     assert sum(dealt) == heads
     best = min(longest(other, seconds) for other in compositions(heads, len(seconds)))
     assert longest(dealt, seconds) == best
@@ -41,7 +41,7 @@ def test_no_other_way_to_deal_heads_ends_earlier(heads, seconds):
 @examples(200)
 def test_nor_under_caps(heads, seconds, data):
     caps = data.draw(st.lists(st.integers(0, 8), min_size=len(seconds), max_size=len(seconds)))
-    dealt = deal_heads(heads, seconds, caps)
+    dealt = assign_heads(heads, seconds, caps)
     assert sum(dealt) == heads
     if sum(caps) < heads:  # caps give way
         assert all(count >= cap for count, cap in zip(dealt, caps, strict=True))
@@ -65,18 +65,18 @@ def test_nor_with_one_at_least_and_a_time_before_the_first(more, seconds, data):
     def ends(dealt):
         return max(time(n) for time, n in zip(times, dealt, strict=True))
 
-    dealt = deal_in_turn(count, times, least=1)
+    dealt = assign_in_turn(count, times, least=1)
     assert sum(dealt) == count
     assert min(dealt) >= 1
     assert ends(dealt) == min(ends(other) for other in compositions(count, len(seconds)) if min(other) >= 1)
 
 
 def test_heads_by_hand():
-    assert deal_heads(4, [1.0, 0.5]) == (1, 3)
-    assert deal_heads(8, [1.0, 1.0, 1.0]) == (3, 3, 2)
-    assert deal_heads(3, [1.0, 100.0]) == (3, 0)
-    assert deal_heads(4, [1.0, 0.5], [4, 2]) == (2, 2)
-    assert deal_heads(4, [1.0, 1.0], [0, 1]) == (2, 2)  # one under the caps; the other three as without any
+    assert assign_heads(4, [1.0, 0.5]) == (1, 3)
+    assert assign_heads(8, [1.0, 1.0, 1.0]) == (3, 3, 2)
+    assert assign_heads(3, [1.0, 100.0]) == (3, 0)
+    assert assign_heads(4, [1.0, 0.5], [4, 2]) == (2, 2)
+    assert assign_heads(4, [1.0, 1.0], [0, 1]) == (2, 2)  # one under the caps; the other three as without any
 
 
 # Tokens
@@ -85,7 +85,7 @@ def test_heads_by_hand():
 @given(st.integers(0, 10_000), st.lists(st.floats(0, 10), min_size=1, max_size=5).filter(any))
 @examples(200)
 def test_tokens_are_within_one_of_their_share(tokens, weights):
-    dealt = deal_tokens(tokens, np.array(weights))
+    dealt = assign_tokens(tokens, np.array(weights))
     assert sum(dealt) == tokens
     for count, weight in zip(dealt, weights, strict=True):
         assert abs(count - tokens * weight / sum(weights)) <= 1.001
@@ -98,7 +98,7 @@ def test_what_a_cap_cuts_off_goes_to_the_others_in_proportion(tokens, data):
     size = data.draw(st.integers(1, 5))
     weights = np.array(data.draw(st.lists(st.floats(0.1, 10), min_size=size, max_size=size)))
     caps = np.array(data.draw(st.lists(st.floats(0, 10_000), min_size=size, max_size=size)))
-    dealt = np.array(deal_tokens(tokens, weights, caps))
+    dealt = np.array(assign_tokens(tokens, weights, caps))
     assert dealt.sum() == tokens
     if caps.sum() <= tokens:  # caps give way, all by the same factor
         if caps.sum() > 0:
@@ -112,11 +112,14 @@ def test_what_a_cap_cuts_off_goes_to_the_others_in_proportion(tokens, data):
 
 
 def test_tokens_by_hand():
-    assert deal_tokens(12, np.array([1.0, 2.0, 3.0])) == (2, 4, 6)
-    assert deal_tokens(12, np.array([1.0, 2.0, 3.0]), np.array([100.0, 100.0, 3.0])) == (3, 6, 3)
-    assert deal_tokens(12, np.array([1.0, 1.0]), np.array([2.0, 4.0])) == (4, 8)
-    assert deal_tokens(0, np.array([0.0, 1.0])) == (0, 1 - 1)
-    assert deal_tokens(10, np.array([0.0, 1.0]), np.array([20.0, 4.0])) == (6, 4)  # rather than overfill one
+    assert assign_tokens(12, np.array([1.0, 2.0, 3.0])) == (2, 4, 6)
+    assert assign_tokens(12, np.array([1.0, 2.0, 3.0]), np.array([100.0, 100.0, 3.0])) == (3, 6, 3)
+    assert assign_tokens(12, np.array([1.0, 1.0]), np.array([2.0, 4.0])) == (4, 8)
+    assert assign_tokens(0, np.array([0.0, 1.0])) == (0, 1 - 1)
+    assert assign_tokens(10, np.array([0.0, 1.0]), np.array([20.0, 4.0])) == (
+        6,
+        4,
+    )  # rather than overfill one
 
 
 # The balance of a grouping
@@ -205,7 +208,7 @@ def test_memory_caps_tokens():
     )
     fleet = find_units(tiny_job(seq_length=2**17), read_text(text))
     judge, rates = Judge(fleet), Rates(fleet)
-    halves = Layout((Part((0,), (2**16,), (4,)), Part((1,), (2**16,), (4,))), 1)
+    halves = Layout((A2AGroup((0,), (2**16,), (4,)), A2AGroup((1,), (2**16,), (4,))), 1)
     first = judge.try_out(fleet, [halves], 1)
     assert not first.fits
     balanced = balance(judge, rates, first, 6)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.planner.fleet.units import find_units
-from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.layout import A2AGroup, Layout
 from megatron_hexi.planner.layouts.orders import alternating, facing, in_a_row, other_orders
 from megatron_hexi.planner.layouts.trial import Judge
 from tests.support.costs import cluster, tiny_job
@@ -35,7 +35,7 @@ def parts_of(seed):
     ends = sorted(chance.sample(range(1, 12), chance.randint(1, 4)))
     groups = [units[low:high] for low, high in zip([0, *ends], [*ends, 12], strict=True)]
     return tuple(
-        Part(tuple(group), *(tuple(chance.randint(0, 9) for _ in group) for _ in range(2)))
+        A2AGroup(tuple(group), *(tuple(chance.randint(0, 9) for _ in group) for _ in range(2)))
         for group in groups
     )
 
@@ -76,7 +76,7 @@ def test_each_kind_is_spread_evenly_over_the_heads(seed):
 
 def test_groups_that_are_alike_stay_as_they_are():
     fleet = mixed_fleet()
-    parts = tuple(Part((2 * n, 8 + n), (1, 1), (3, 1)) for n in range(4))
+    parts = tuple(A2AGroup((2 * n, 8 + n), (1, 1), (3, 1)) for n in range(4))
     assert facing(fleet, parts) == parts
     assert facing(fleet, parts[:1]) == parts[:1]
 
@@ -85,7 +85,7 @@ def test_keys_of_slow_members_go_to_all_and_not_to_one():
     # Two fast units have two of four heads each; beside them two fast units and two slow ones, one head each.
     fleet = mixed_fleet(seq_length=2**13)
     judge = Judge(fleet)
-    parts = Part((0, 1), (2**11,) * 2, (2, 2)), Part((2, 3, 8, 9), (2**10,) * 4, (1,) * 4)
+    parts = A2AGroup((0, 1), (2**11,) * 2, (2, 2)), A2AGroup((2, 3, 8, 9), (2**10,) * 4, (1,) * 4)
     plain, spread = (judge.try_out(fleet, [Layout(one, 1)], 1) for one in (parts, facing(fleet, parts)))
     assert heads_in_common(plain) == [0, 2]
     assert heads_in_common(spread) == [1, 1]

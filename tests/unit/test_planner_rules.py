@@ -9,11 +9,10 @@ from megatron_hexi.cost import Job, read_model
 from megatron_hexi.errors import HexiError, NothingFitsError
 from megatron_hexi.plan import has_equal_replicas
 from megatron_hexi.planner import Request, find_gains, find_plan
-from megatron_hexi.planner.features import USES, features_of, keeps_to
+from megatron_hexi.planner.features import USES, features_of, is_allowed
 from megatron_hexi.planner.joint import packing
-from megatron_hexi.planner.joint.pipes import Pipe
-from megatron_hexi.planner.joint.pipes import Stage as PipeStage
-from megatron_hexi.planner.joint.pools import Shape
+from megatron_hexi.planner.joint.pipes import Pipe, PipeStage
+from megatron_hexi.planner.joint.pools import StageShape
 from megatron_hexi.planner.joint.replica_columns import Column
 from tests.support.fleets import read_text
 
@@ -88,14 +87,14 @@ def test_replicas_are_equal_where_they_must_be(replicas):
     request = Request(job, frozenset({"data_parallel"}), rules=PlannerRules(unequal_replicas=False))
     plan = find_plan(request, read_text(MIXED.replace("gpus: 2", "gpus: 4"))).plan
     assert len(plan.replicas) == replicas
-    assert keeps_to(plan, request)
+    assert is_allowed(plan, request)
     assert len({replica.micro_batches for replica in plan.replicas}) == 1
     assert not plan.is_repeated or has_equal_replicas(plan)
 
 
 def test_equal_replicas_are_the_best_column_taken_several_times():
     def column(gpus, seconds):
-        stage = PipeStage(Shape((gpus,), 1), 1, "none", seconds)
+        stage = PipeStage(StageShape((gpus,), 1), 1, "none", seconds)
         return Column((gpus,), Pipe((stage,), (), 1, True), 1, 0.0)
 
     slow, fast = column(1, 4.0), column(2, 1.5)

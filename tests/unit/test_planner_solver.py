@@ -8,7 +8,7 @@ from ortools.sat.python import cp_model
 
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import find_units
-from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.layout import A2AGroup, Layout
 from megatron_hexi.planner.layouts.trial import Judge
 from megatron_hexi.planner.search.balance import balance
 from megatron_hexi.planner.search.groupings import all_partitions, site_classes
@@ -124,7 +124,9 @@ def test_tokens_and_heads_under_memory_are_found_together(memory, heads, kv_head
     assert refined.trial.fits
     assert refined.trial.iteration_s < 0.8 * scaled.iteration_s
     every = [
-        judge.try_out(fleet, [Layout((Part((0, 1), (tokens, 2**17 - tokens), (own, heads - own)),), 1)], 1)
+        judge.try_out(
+            fleet, [Layout((A2AGroup((0, 1), (tokens, 2**17 - tokens), (own, heads - own)),), 1)], 1
+        )
         for own in range(heads + 1)
         for tokens in range(0, 2**17 + 1, 2**12)
     ]
@@ -136,8 +138,8 @@ def test_replicas_with_unequal_shares_are_refined_together():
     job = tiny_job(seq_length=2**14, global_batch_size=3)
     fleet = find_units(job, cluster([("a", "DOUBLE", 2), ("b", "PLAIN", 2)]))
     layouts = [
-        Layout((Part((0, 1), (12000, 4384), (3, 1)),), 2),
-        Layout((Part((2, 3), (12000, 4384), (1, 3)),), 1),
+        Layout((A2AGroup((0, 1), (12000, 4384), (3, 1)),), 2),
+        Layout((A2AGroup((2, 3), (12000, 4384), (1, 3)),), 1),
     ]
     judge = Judge(fleet)
     trial = judge.try_out(fleet, layouts, 1)
@@ -171,11 +173,15 @@ def test_polishing_finds_what_links_ask_for():
     job = tiny_job(seq_length=2**14)
     fleet = find_units(job, cluster([("a", "DOUBLE", 1), ("b", "PLAIN", 1)], bandwidth=1))
     judge = Judge(fleet)
-    trial = judge.try_out(fleet, [Layout((Part((0,), (8192,), (4,)), Part((1,), (8192,), (4,))), 1)], 1)
+    trial = judge.try_out(
+        fleet, [Layout((A2AGroup((0,), (8192,), (4,)), A2AGroup((1,), (8192,), (4,))), 1)], 1
+    )
     polished = polish(judge, trial, 60)
     every = [
         judge.try_out(
-            fleet, [Layout((Part((0,), (size,), (4,)), Part((1,), (2**14 - size,), (4,))), 1)], window
+            fleet,
+            [Layout((A2AGroup((0,), (size,), (4,)), A2AGroup((1,), (2**14 - size,), (4,))), 1)],
+            window,
         )
         for size in range(256, 2**14, 256)
         for window in (1, 2)
@@ -186,6 +192,6 @@ def test_polishing_finds_what_links_ask_for():
 def test_without_a_budget_polishing_changes_nothing():
     fleet = find_units(tiny_job(), cluster([("a", "DOUBLE", 1), ("b", "PLAIN", 1)]))
     judge = Judge(fleet)
-    trial = judge.try_out(fleet, [Layout((Part((0, 1), (4000, 96), (4, 0)),), 1)], 1)
+    trial = judge.try_out(fleet, [Layout((A2AGroup((0, 1), (4000, 96), (4, 0)),), 1)], 1)
     assert polish(judge, trial, 0) is trial
     assert judge.trials == 1

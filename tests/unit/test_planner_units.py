@@ -7,7 +7,7 @@ import pytest
 
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.planner.fleet.units import find_units
-from megatron_hexi.planner.layouts.layout import Layout, Part, build_plan
+from megatron_hexi.planner.layouts.layout import A2AGroup, Layout, build_plan
 from megatron_hexi.planner.search.groupings import (
     all_partitions,
     group_by_counts,
@@ -141,7 +141,7 @@ def test_racks_are_kept_together_whatever_the_file_s_order():
 
 def test_a_layout_as_a_plan():
     fleet = fleet_of([("a", "PLAIN", 2), ("b", "DOUBLE", 2)])
-    layout = Layout((Part((0, 3), (1500, 500), (3, 1)), Part((2,), (2096,), (4,))), 1)
+    layout = Layout((A2AGroup((0, 3), (1500, 500), (3, 1)), A2AGroup((2,), (2096,), (4,))), 1)
     plan = build_plan(fleet, [layout], 3)
     # Ranks by the file: a-0/0, a-0/1, b-0/0 are units 2, 3, 0.
     assert plan.gpus == (0, 1, 2)
@@ -155,7 +155,7 @@ def test_a_layout_as_a_plan():
 
 def test_a_plan_for_all_gpus_in_file_order_names_none():
     fleet = fleet_of([("a", "PLAIN", 2), ("b", "DOUBLE", 2)])
-    layout = Layout((Part((0, 1, 2, 3), (1024,) * 4, (1,) * 4),), 1)
+    layout = Layout((A2AGroup((0, 1, 2, 3), (1024,) * 4, (1,) * 4),), 1)
     assert build_plan(fleet, [layout], 1).gpus is None
 
 

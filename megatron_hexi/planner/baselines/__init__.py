@@ -1,4 +1,4 @@
-"""What one would do without a planner: each baseline laid out as well as its own rules allow."""
+"""Layouts that a user could run without the planner, each the best that its rules allow."""
 
 from megatron_hexi.planner.baselines.find import Baseline, find_baselines, find_faster
 

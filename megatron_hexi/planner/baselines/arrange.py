@@ -1,4 +1,4 @@
-"""How ranks follow each other: orders of the machines, replicas as equal rectangles, groups of a replica.
+"""Orders of machines, equal replicas, and groups of a replica, as baselines use them.
 
 Baselines cut consecutive ranks. A machine's GPUs stay together, in Megatron's order, but which machine comes
 first is the user's to say (a host file). So it is a part of laying a baseline out well, and what the cluster
@@ -14,27 +14,27 @@ from megatron_hexi.planner.fleet.units import Fleet
 #: Units in the order of their ranks.
 Order = tuple[int, ...]
 #: The units of each replica, each in the order of their ranks.
-Deal = tuple[Order, ...]
+ReplicaUnits = tuple[Order, ...]
 
 
 def orders(fleet: Fleet) -> dict[str, Order]:
-    """Orders of the machines, by a name for people; the plain one, fast machines first, has none."""
+    """Orders of the machines by a printable name; the first, fast machines first, has an empty name."""
     sites = [sorted(site, key=lambda unit: fleet.units[unit].gpus) for site in fleet.sites]
     paths = _paths(fleet, sites)
     domains = sorted(range(len(sites)), key=lambda site: (*paths[site], site))
     model_of = {unit: number for number, units in enumerate(fleet.models.values()) for unit in units}
     alike = [(model_of[site[0]], len(site)) for site in sites]
-    found: dict[Order, str] = {}
+    name_of: dict[Order, str] = {}
     for name, ways in (("", range(len(sites))), ("domain by domain", domains)):
-        found.setdefault(_join(sites, ways), name)
+        name_of.setdefault(_join(sites, ways), name)
         backwards = ways[::-1]
         if [alike[site] for site in ways] != [alike[site] for site in backwards]:
-            found.setdefault(_join(sites, backwards), f"{name}, slow first" if name else "slow first")
-    return {name: order for order, name in found.items()}
+            name_of.setdefault(_join(sites, backwards), f"{name}, slow first" if name else "slow first")
+    return {name: order for order, name in name_of.items()}
 
 
-def deals(fleet: Fleet, count: int, order: Order) -> Iterator[Deal]:
-    """Equal replicas: runs of the order, and, where every model can be dealt out evenly, all of one mix."""
+def equal_replicas(fleet: Fleet, count: int, order: Order) -> Iterator[ReplicaUnits]:
+    """Equal replicas: consecutive units; and, where every GPU model divides evenly, one mix for all."""
     yield _runs(order, count)
     owned = fleet.models.values()
     if count > 1 and len(owned) > 1 and not any(len(units) % count for units in owned):
@@ -45,19 +45,19 @@ def deals(fleet: Fleet, count: int, order: Order) -> Iterator[Deal]:
 
 
 def groups(units: Order, degree: int, strided: bool) -> list[Order]:
-    """Groups of `degree` units: consecutive ones, or so that neighbours of one ring are consecutive."""
+    """Groups of `degree` units: consecutive units, or such that neighbours in a ring are consecutive."""
     if strided:
         return [units[first :: len(units) // degree] for first in range(len(units) // degree)]
     return [units[first : first + degree] for first in range(0, len(units), degree)]
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """All divisors of a number, ascending."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _paths(fleet: Fleet, sites: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Where each site is, from outside in: the first site, in canonical order, of each part that it is in."""
+    """Each site's path from the outermost level inwards, each part named by its first site."""
     paths: list[list[int]] = [[] for _ in sites]
     firsts = [fleet.units[site[0]].gpus[0][0] for site in sites]
     for partition in reversed(fleet.cluster.fast_domains()[1:]):
@@ -72,6 +72,6 @@ def _join(sites: Sequence[Sequence[int]], order: Sequence[int]) -> Order:
     return tuple(unit for site in order for unit in sites[site])
 
 
-def _runs(units: Sequence[int], count: int) -> Deal:
+def _runs(units: Sequence[int], count: int) -> ReplicaUnits:
     size = len(units) // count
     return tuple(tuple(units[first * size : (first + 1) * size]) for first in range(count))

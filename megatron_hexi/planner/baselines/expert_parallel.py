@@ -18,7 +18,7 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Domain, Exchange, Group, JobTerms, Member, Plan, Replica, Stage
 from megatron_hexi.plan.layout import apportion, causal_segments, consecutive
 from megatron_hexi.plan.parts import worthwhile_parts
-from megatron_hexi.planner.features import keeps_to
+from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.experts import spread_experts
 from megatron_hexi.planner.layouts.layout import with_experts
@@ -77,7 +77,7 @@ def best_equal(
         for candidate in _in_modes(flags, request, cluster):
             trials += 1
             if candidate.fits:  # more recomputation only takes longer
-                if keeps_to(candidate.plan, request):
+                if is_allowed(candidate.plan, request):
                     best = candidate if best is None else min(best, candidate, key=order_of)
                 break
     return best, trials

@@ -1,4 +1,4 @@
-"""`find_baselines`: the best layout of each baseline, or why it has none."""
+"""Finds the best layout of each baseline, or the reason why it has none."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.planner.baselines.expert_parallel import best_equal, spell_equal
 from megatron_hexi.planner.baselines.floor import Floor
 from megatron_hexi.planner.baselines.hexiscale import hexiscale
-from megatron_hexi.planner.baselines.race import Entry, Race
+from megatron_hexi.planner.baselines.race import BaselineSearch, TimedLayouts
 from megatron_hexi.planner.baselines.rules import (
     HOMOGENEOUS,
     NAMES,
     UNIFORM,
-    Entrant,
+    BaselineLayouts,
     candidates,
     replica_counts,
     why_none,
@@ -39,7 +39,7 @@ from megatron_hexi.planner.baselines.rules import (
 from megatron_hexi.planner.baselines.staged import StagedJudge, spell_stages
 from megatron_hexi.planner.baselines.uneven_layers import best_uneven, spell_uneven, why_no_uneven
 from megatron_hexi.planner.baselines.zorse import zorse
-from megatron_hexi.planner.features import keeps_to
+from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import Progress, Trial, order_of
@@ -61,7 +61,7 @@ _FEW_GPUS = 8
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """What one would do without a planner.
+    """A baseline: its best layout, or the reason why it has none.
 
     Args:
         name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous``,
@@ -87,7 +87,7 @@ class Baseline:
 def find_baselines(
     request: Request, cluster: Cluster, *, progress: Progress | None = None
 ) -> tuple[tuple[Baseline, ...], int]:
-    """Every baseline: the best of Megatron's flags, or its own planner's; the same kernels and overlap.
+    """Return all baselines, each with its best layout; kernels and overlap are the plan's.
 
     Flags are tensor-parallel size, stages that are alike, replicas that are alike, and recomputation; those
     that the request fixes stay. ``usp`` is so the best equal layout that Megatron can run.
@@ -95,7 +95,7 @@ def find_baselines(
     Args:
         request: the job.
         cluster: where.
-        progress: told how far it is.
+        progress: callback, receives (phase, done, total).
 
     Returns:
         The baselines, and how many layouts were timed.
@@ -105,22 +105,22 @@ def find_baselines(
         return (_equal_experts(equal),), timed
     replicas = _fixed_replicas(request)
     fleets = _fleets(request, cluster)
-    race = Race(inf, progress)
-    race.run(_heats(fleets, request, inf))
-    found = [_baseline(name, race.best.get(name), fleets, replicas) for name in NAMES]
+    race = BaselineSearch(inf, progress)
+    race.run(_layouts_by_fleet(fleets, request, inf))
+    baselines = [_baseline(name, race.best.get(name), fleets, replicas) for name in NAMES]
     uneven, timed = best_uneven(request, cluster)
     why = why_no_uneven(request) if uneven is None else ""
-    found.append(Baseline(UNEVEN, uneven, why, "" if uneven is None else spell_uneven(uneven), False))
+    baselines.append(Baseline(UNEVEN, uneven, why, "" if uneven is None else spell_uneven(uneven), False))
     judge = StagedJudge(request, cluster)
     for number, (name, planner) in enumerate(PUBLISHED.items()):
         if progress is not None:
             progress("published planners", number, len(PUBLISHED))
-        found.append(_published(name, planner(judge), cluster))
-    return tuple(found), race.trials + timed + judge.trials
+        baselines.append(_published(name, planner(judge), cluster))
+    return tuple(baselines), race.trials + timed + judge.trials
 
 
 def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple[Candidate | None, int]:
-    """The best of all layouts that Megatron's flags allow, if it is faster; and how many were timed.
+    """Return the fastest layout by Megatron's flags, if it is fast enough, and how many were timed.
 
     GPUs whose work alone takes longer at their best rates are left out at once. On few GPUs, or where nothing
     else is known to fit, planners of others are asked, too.
@@ -133,24 +133,35 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
     if request.job.model.experts is not None:
         best, trials = best_equal(request, cluster)
         return (best if best is not None and best.iteration_s < faster_than else None), trials
-    heats = _heats(_fleets(request, cluster), request, faster_than)
-    race = Race(min(faster_than, float_info.max), None)
+    layouts_by_fleet = _layouts_by_fleet(_fleets(request, cluster), request, faster_than)
+    race = BaselineSearch(min(faster_than, float_info.max), None)
     equal = not request.rules.allow("unequal_replicas")
     race.run(
-        (floor, [replace(one, texts={_ANY: ""}) for one in entrants if one.is_in_order or not equal])
-        for floor, entrants in heats
+        (
+            floor,
+            [
+                replace(candidate, texts={_ANY: ""})
+                for candidate in entrants
+                if candidate.is_in_order or not equal
+            ],
+        )
+        for floor, entrants in layouts_by_fleet
     )
-    found: list[Candidate] = [best.trial for best in race.best.values()]
-    fastest = min((one.iteration_s for one in found if one.fits), default=inf)
+    candidates_found: list[Candidate] = [best.trial for best in race.best.values()]
+    fastest = min((candidate.iteration_s for candidate in candidates_found if candidate.fits), default=inf)
     uneven, timed = best_uneven(request, cluster, min(faster_than, fastest))
-    found += [] if uneven is None else [uneven]
+    candidates_found += [] if uneven is None else [uneven]
     trials = race.trials + timed
     if faster_than == inf or len(cluster.ranks) <= _FEW_GPUS:
         judge = StagedJudge(request, cluster)
-        found += [one for one in (planner(judge) for planner in PUBLISHED.values()) if one is not None]
+        candidates_found += [
+            candidate
+            for candidate in (planner(judge) for planner in PUBLISHED.values())
+            if candidate is not None
+        ]
         trials += judge.trials
-    allowed = (one for one in found if keeps_to(one.plan, request))
-    faster = (one for one in allowed if one.fits and one.iteration_s < faster_than)
+    allowed = (candidate for candidate in candidates_found if is_allowed(candidate.plan, request))
+    faster = (candidate for candidate in allowed if candidate.fits and candidate.iteration_s < faster_than)
     return min(faster, key=order_of, default=None), trials
 
 
@@ -163,10 +174,10 @@ def _fixed_replicas(request: Request) -> int | None:
     return request.job.data_parallel if "data_parallel" in request.fixed else None
 
 
-def _heats(
+def _layouts_by_fleet(
     fleets: Sequence[Fleet], request: Request, faster_than: float
-) -> Iterator[tuple[Floor, list[Entrant]]]:
-    """Layouts of all baselines on each fleet, and on the GPUs of each model alone, that may be faster."""
+) -> Iterator[tuple[Floor, list[BaselineLayouts]]]:
+    """Layouts of all baselines on each fleet, and on each GPU model alone, that may be faster."""
     if not fleets:
         return
     replicas = _fixed_replicas(request)
@@ -176,14 +187,16 @@ def _heats(
         for part in ({id(fleet): fleet} | alone).values():
             floor = Floor(part, rings)
             counts = replica_counts(part, replicas, request.context_parallel)
-            counts = [one for one in counts if floor.least_s(one) < faster_than]
-            names = [one for one in NAMES if (id(part) in alone if one == HOMOGENEOUS else part is fleet)]
+            counts = [count for count in counts if floor.least_s(count) < faster_than]
+            names = [
+                count for count in NAMES if (id(part) in alone if count == HOMOGENEOUS else part is fleet)
+            ]
             if counts:
                 yield floor, candidates(part, counts, names)
 
 
 def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
-    """The units of every choice of flags that some GPU has memory for, or else of the one that needs least.
+    """The units of each choice of flags that some GPU has memory for, or else of the smallest choice.
 
     None where the pipeline's stages cannot have as many layers each.
 
@@ -196,7 +209,7 @@ def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
     again = [job.recompute] if "recompute" in fixed else list(RECOMPUTES)
     problem: HexiError | None = None
     has_units = False
-    found: list[tuple[float, Fleet]] = []
+    fleets: list[tuple[float, Fleet]] = []
     for width, depth, recompute in itertools.product(request.widths(widest), depths, again):
         try:
             flags = replace(
@@ -211,18 +224,18 @@ def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
             continue
         has_units = True
         if flags.has_equal_stages:
-            found.append((_least_bytes(fleet), fleet))
-    if not found:
+            fleets.append((_least_bytes(fleet), fleet))
+    if not fleets:
         if problem is not None and not has_units:
             raise problem
         return []
     most = max(node.device.usable_gib for node in cluster.nodes) * GIB
-    fitting = [fleet for needed, fleet in found if needed <= most]
-    return fitting or [min(found, key=lambda one: one[0])[1]]
+    fitting = [fleet for needed, fleet in fleets if needed <= most]
+    return fitting or [min(fleets, key=lambda entry: entry[0])[1]]
 
 
 def _least_bytes(fleet: Fleet) -> float:
-    """What a GPU of the emptiest stage needs before activations, optimizer state cut over all units."""
+    """Bytes that a GPU of the smallest stage needs before activations, with the state fully sharded."""
     job = fleet.job
     params = float(np.min(part_params(job, ModelPart.of_job(job, np.arange(job.pipeline_parallel)))))
     owned = params / (len(fleet.units) if job.distributed_optimizer else 1)
@@ -232,20 +245,22 @@ def _least_bytes(fleet: Fleet) -> float:
 
 
 def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:
-    """The units of each model of GPU; a stack of several models is in none."""
+    """The units of each model of GPU; units that stack several models are left out."""
     owned = [units for devices, units in fleet.models.items() if len(set(devices)) == 1]
     return [fleet if len(units) == len(fleet.units) else fleet.subset(units) for units in owned]
 
 
-def _baseline(name: str, best: Entry | None, fleets: list[Fleet], data_parallel: int | None) -> Baseline:
+def _baseline(
+    name: str, best: TimedLayouts | None, fleets: list[Fleet], data_parallel: int | None
+) -> Baseline:
     uniform = name in UNIFORM
     if best is None:
         return Baseline(name, None, _no_layout(name, fleets, data_parallel), "", uniform)
     trial = best.trial
-    text = _text(name, best.candidate, trial.window)
+    text = _spell_layout(name, best.candidate, trial.window)
     if trial.fits:
         return Baseline(name, trial, "", text, uniform)
-    return Baseline(name, None, f"short of memory: {_shortage(trial)}", text, uniform)
+    return Baseline(name, None, f"short of memory: {_spell_shortage(trial)}", text, uniform)
 
 
 def _published(name: str, best: Candidate | None, cluster: Cluster) -> Baseline:
@@ -259,7 +274,7 @@ def _published(name: str, best: Candidate | None, cluster: Cluster) -> Baseline:
 
 
 def _no_layout(name: str, fleets: Sequence[Fleet], data_parallel: int | None) -> str:
-    """Why there is none, for the first choice of flags."""
+    """The reason why a baseline has no layout, for the first choice of flags."""
     if not fleets:
         return "the layers cannot be shared equally by so many pipeline stages"
     fleet = fleets[0]
@@ -268,30 +283,30 @@ def _no_layout(name: str, fleets: Sequence[Fleet], data_parallel: int | None) ->
         return why_none(fleet, data_parallel, name)
     if not alone:
         return "every unit has GPUs of several models"
-    return "; ".join(f"{_who(part)}: {why_none(part, data_parallel, name)}" for part in alone)
+    return "; ".join(f"{_spell_gpus(part)}: {why_none(part, data_parallel, name)}" for part in alone)
 
 
-def _text(name: str, candidate: Entrant, window: int) -> str:
+def _spell_layout(name: str, candidate: BaselineLayouts, window: int) -> str:
     several = max(len(layout.parts) for layout in candidate.layouts) > 1
     text = candidate.texts[name] + (f", window {window}" if several else "")
-    text = f"{_flags(candidate.fleet.job)}: {text}"
-    return f"{_who(candidate.fleet)} alone: {text}" if name == HOMOGENEOUS else text
+    text = f"{_spell_flags(candidate.fleet.job)}: {text}"
+    return f"{_spell_gpus(candidate.fleet)} alone: {text}" if name == HOMOGENEOUS else text
 
 
-def _flags(job: Job) -> str:
-    """Megatron's flags in short."""
+def _spell_flags(job: Job) -> str:
+    """Text of a job's parallel sizes and recomputation."""
     recompute = "" if job.recompute == "none" else f", recompute {job.recompute}"
     return f"TP {job.tensor_parallel}, PP {job.pipeline_parallel}{recompute}"
 
 
-def _who(fleet: Fleet) -> str:
-    """How many GPUs of which model."""
+def _spell_gpus(fleet: Fleet) -> str:
+    """Text: number and model of a fleet's GPUs."""
     gpus = len(fleet.units) * fleet.job.tensor_parallel * fleet.job.pipeline_parallel
     return f"{gpus} {fleet.kinds[fleet.units[0].kind].name}"
 
 
-def _shortage(trial: Trial) -> str:
-    """The GPU that lacks most: its rank, what it needs, what it has, and what takes most of it."""
+def _spell_shortage(trial: Trial) -> str:
+    """Text about the fullest GPU: its rank, the memory it needs and has, and the largest term."""
     short = find_shortage(CostModel(trial.job, trial.fleet.cluster).estimate(trial.plan))
     assert isinstance(short, Shortage), "what does not fit is short of a GPU's memory: none is offloaded"
     return (

@@ -1,4 +1,4 @@
-"""A time that layouts cannot beat, and memory that they need: cheap enough to spare timing most of them.
+"""Lower bounds of layouts' iteration time and memory, which spare timing most of them.
 
     group     >= its longest token work + the longest of its members' attention work, of the way of keys from
                  other nodes, and of an all-to-all to them                   in each pass
@@ -49,7 +49,7 @@ from megatron_hexi.planner.layouts.layout import Layout
 
 
 class _Arrays(NamedTuple):
-    """Layouts of several candidates, one after the other.
+    """Layouts of several candidates, concatenated.
 
     Args:
         units: of the fleet, [V].
@@ -79,8 +79,8 @@ class _Arrays(NamedTuple):
 
     @classmethod
     def of(cls, candidates: Sequence[Sequence[Layout]]) -> _Arrays:
-        """Those of candidates, each of one layout a replica."""
-        layouts = [layout for one in candidates for layout in one]
+        """Concatenate candidates, each with one layout a replica."""
+        layouts = [layout for candidate_layouts in candidates for layout in candidate_layouts]
         parts = [part for layout in layouts for part in layout.parts]
         units, tokens, heads = (
             np.array([value for part in parts for value in getattr(part, name)])
@@ -88,7 +88,7 @@ class _Arrays(NamedTuple):
         )
         group, first = _numbered([len(part.units) for part in parts])
         replica, begin = _numbered([len(layout.parts) for layout in layouts])
-        candidate, starts = _numbered([len(one) for one in candidates])
+        candidate, starts = _numbered([len(candidate_layouts) for candidate_layouts in candidates])
         totals = np.add.reduceat(tokens, first)
         micro_batches = np.array([layout.micro_batches for layout in layouts])
         return cls(
@@ -96,7 +96,7 @@ class _Arrays(NamedTuple):
         )
 
     def beside(self, values: Floats) -> tuple[Floats, Floats]:
-        """Sums over the groups outside of each in its replica, and over those inside, [..., N, C] all."""
+        """For each group, sums over its replica's outer groups and over its inner ones, [..., N, C]."""
         before = np.cumsum(values, axis=-2) - values
         outside = before - before[..., self.begin, :][..., self.replica, :]
         whole = np.add.reduceat(values, self.begin, axis=-2)[..., self.replica, :]
@@ -118,12 +118,12 @@ class Floor:
         #: First GPU of each unit on each stage, [S, units], and its node.
         self._gpus = np.array([[unit.gpus[stage][0] for unit in fleet.units] for stage in stages])
         self._nodes = self._links.nodes[self._gpus]
-        devices = {id(one): one for kind in fleet.kinds for one in kind.devices}
-        kinds = [[list(devices).index(id(one)) for one in kind.devices] for kind in fleet.kinds]
+        devices = {id(device): device for kind in fleet.kinds for device in kind.devices}
+        kinds = [[list(devices).index(id(device)) for device in kind.devices] for kind in fleet.kinds]
         #: Device of each unit on each stage, [S, units], among these.
         self._device = np.array([kinds[unit.kind] for unit in fleet.units]).T
-        self._speeds = [device_speeds(one, job) for one in devices.values()]
-        self._usable = GIB * np.array([one.usable_gib for one in devices.values()])
+        self._speeds = [device_speeds(device, job) for device in devices.values()]
+        self._usable = GIB * np.array([device.usable_gib for device in devices.values()])
         self._inside = np.array([(node.bandwidth, node.latency_s) for node in cluster.nodes]).T
         self._outside = np.array([_way_out(cluster, node) for node in range(len(cluster.nodes))])
         self._per_gpu = bool(cluster.tiers) and cluster.tiers[0].per == "gpu"
@@ -133,13 +133,13 @@ class Floor:
         params = np.asarray(part_params(job, ModelPart.of_job(job, stages)), dtype=float)
         self._shards = len(fleet.units) if job.distributed_optimizer else 1
         owned = params / self._shards
-        steps = np.array([optimizer_seconds(one, job, params, owned) for one in self._speeds])
+        steps = np.array([optimizer_seconds(device, job, params, owned) for device in self._speeds])
         #: Seconds of all work at the best rates, and of the optimizer.
         self._work = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
         self._step = float(steps[self._device, stages[:, None]].max())
 
     def least_s(self, replicas: int) -> float:
-        """Seconds of an iteration of so many equal replicas, however they are laid out.
+        """Least seconds of an iteration with this number of equal replicas, for any layout.
 
         All work at the best rates, while pipelines fill and drain; or, as gradients and weights hide behind
         one micro-batch at most, the work of the others and these.
@@ -151,59 +151,59 @@ class Floor:
         return float(self._step + max(filled, others))
 
     def may_fit(self, candidates: Sequence[Sequence[Layout]]) -> Bools:
-        """Whether memory may suffice for each candidate: for all but the keys under way it does."""
-        one, nothing = _Arrays.of(candidates), np.zeros(1)
+        """Whether each candidate may fit in memory, which is checked without the keys under way."""
+        arrays, nothing = _Arrays.of(candidates), np.zeros(1)
         held = Holdings(
-            tokens=one.tokens.astype(float),
-            group_tokens=one.totals[one.group].astype(float),
-            heads=one.heads.astype(float),
-            kv=one.heads / self._job.workload().queries_per_kv,
-            micro_batches=one.micro_batches[one.replica][one.group],
+            tokens=arrays.tokens.astype(float),
+            group_tokens=arrays.totals[arrays.group].astype(float),
+            heads=arrays.heads.astype(float),
+            kv=arrays.heads / self._job.workload().queries_per_kv,
+            micro_batches=arrays.micro_batches[arrays.replica][arrays.group],
             flights=Flights(nothing, nothing),
         )
         part = ModelPart.of_job(self._job, np.arange(self._job.pipeline_parallel)[:, None])
         owned = part_params(self._job, part) / self._shards
         needed = sum(part_memory(self._job, part, held, 1, owned).values())
-        fits = (needed <= self._usable[self._device[:, one.units]]).all(axis=0)
-        return np.logical_and.reduceat(fits, one.first[one.begin[one.starts]])
+        fits = (needed <= self._usable[self._device[:, arrays.units]]).all(axis=0)
+        return np.logical_and.reduceat(fits, arrays.first[arrays.begin[arrays.starts]])
 
     def seconds(self, candidates: Sequence[Sequence[Layout]]) -> Floats:
-        """Seconds that an iteration of each candidate takes at least."""
-        job, one = self._job, _Arrays.of(candidates)
-        rows = job.micro_batch_size * one.tokens.astype(float)
-        device, slots = self._device[:, one.units], np.arange(len(rows))
-        sums = tensor_parallel_seconds(job, rows, *self._inside[:, self._nodes[:, one.units]])
+        """Least seconds of an iteration, for each candidate."""
+        job, arrays = self._job, _Arrays.of(candidates)
+        rows = job.micro_batch_size * arrays.tokens.astype(float)
+        device, slots = self._device[:, arrays.units], np.arange(len(rows))
+        sums = tensor_parallel_seconds(job, rows, *self._inside[:, self._nodes[:, arrays.units]])
         # All by stage, then unit, group or replica, then pass.
         part, mean, stages = ModelPart.of_job(job, np.arange(job.pipeline_parallel)), 0.0, 0.0
         for kind, held in zip(job.kinds, part.of_kinds(job.model), strict=True):
             token = np.array([token_times(speeds, kind, rows) for speeds in self._speeds])[device, :, slots]
-            heads = one.heads[:, None] * self._attention(one, kind)[device, :, one.group]
-            token = np.maximum.reduceat(token + 2 * sums[..., None], one.first, axis=1)
-            attention = np.maximum.reduceat(heads, one.first, axis=1)
-            attention = np.maximum(attention, self._from_other_nodes(one, kind))
-            passes = np.maximum.reduceat(token + attention, one.begin, axis=1)
+            heads = arrays.heads[:, None] * self._attention(arrays, kind)[device, :, arrays.group]
+            token = np.maximum.reduceat(token + 2 * sums[..., None], arrays.first, axis=1)
+            attention = np.maximum.reduceat(heads, arrays.first, axis=1)
+            attention = np.maximum(attention, self._from_other_nodes(arrays, kind))
+            passes = np.maximum.reduceat(token + attention, arrays.begin, axis=1)
             again = passes
             if job.mode == "selective":
-                again = np.maximum.reduceat(attention, one.begin, axis=1)
+                again = np.maximum.reduceat(attention, arrays.begin, axis=1)
             count, repeated = np.reshape(held.layers, (-1, 1)), np.reshape(held.again, (-1, 1))
             stages = stages + count * passes.sum(axis=2) + repeated * again[..., 0]
             mean = mean + count[..., None] / job.stage_layers * passes
         logits = np.array([sum(logits_times(speeds, job, rows)) for speeds in self._speeds])
         logits = logits[device[-1], slots] + sums[-1]
-        stages[-1] += np.maximum.reduceat(logits, one.first[one.begin])
-        stages[:-1] += self._sends(one, rows)
-        replicas = stages.sum(axis=0) + (one.micro_batches - 1) * stages.max(axis=0)
+        stages[-1] += np.maximum.reduceat(logits, arrays.first[arrays.begin])
+        stages[:-1] += self._sends(arrays, rows)
+        replicas = stages.sum(axis=0) + (arrays.micro_batches - 1) * stages.max(axis=0)
         replicas += self._shown(mean[..., 0], mean[..., 1]).max(axis=0)
-        return self._step + np.maximum.reduceat(replicas, one.starts)
+        return self._step + np.maximum.reduceat(replicas, arrays.starts)
 
-    def _attention(self, one: _Arrays, job: Job) -> Floats:
-        """Seconds of one head in each group on each device, [D, 2, N], in layers of one kind."""
+    def _attention(self, arrays: _Arrays, job: Job) -> Floats:
+        """Seconds of one head's attention in each group on each device, [D, 2, N], in layers of one kind."""
         if job.model.window is not None:
-            return self._in_window(one, job, job.model.window.size)
-        totals, number = np.unique(one.totals, return_inverse=True)
-        outside, inside = one.beside((number[:, None] == np.arange(len(totals))).astype(float))
+            return self._in_window(arrays, job, job.model.window.size)
+        totals, number = np.unique(arrays.totals, return_inverse=True)
+        outside, inside = arrays.beside((number[:, None] == np.arange(len(totals))).astype(float))
         sizes, fronts = totals.astype(float), np.floor(totals / 2)
-        found = []
+        seconds_by_device = []
         for speeds in self._speeds:
             seconds = np.array(own_block_times(speeds, job, sizes, True))[:, number]
             # All queries see an outer group's front half; those of the back half see all of an inner group.
@@ -212,17 +212,17 @@ class Floor:
                 blocks += np.array(merge_times(speeds, job, queries[:, None]))
                 blocks *= (queries[:, None] > 0) & (keys > 0)
                 seconds += (counts * blocks[:, number]).sum(axis=2)
-            found.append(seconds)
-        return np.array(found)
+            seconds_by_device.append(seconds)
+        return np.array(seconds_by_device)
 
-    def _in_window(self, one: _Arrays, job: Job, window: int) -> Floats:
-        """The same in a window."""
-        totals = one.totals.astype(float)
+    def _in_window(self, arrays: _Arrays, job: Job, window: int) -> Floats:
+        """Seconds of one head's attention in a window, at least, [D, 2, N]."""
+        totals = arrays.totals.astype(float)
         fastest = [replace(speeds, causal=_best_up_to(window, speeds)) for speeds in self._speeds]
         return np.array([own_block_times(speeds, job, totals, True) for speeds in fastest])
 
-    def _from_other_nodes(self, one: _Arrays, kind: Job) -> Floats:
-        """Seconds of what each group has to send to its own members on other nodes, or sees of groups there.
+    def _from_other_nodes(self, arrays: _Arrays, kind: Job) -> Floats:
+        """Least seconds of all-to-all and key exchange between nodes, for each group, in layers of one kind.
 
         A node's links carry what all of the group's members there send or receive, a GPU's what its own does.
 
@@ -230,18 +230,18 @@ class Floor:
             [S, N, 2].
         """
         job, workload = self._job, self._job.workload()
-        place = np.arange(len(self._nodes))[:, None], one.group, self._nodes[:, one.units]
-        tokens, heads, sent, used = np.zeros((4, len(self._nodes), len(one.totals), len(self._outside)))
-        np.add.at(tokens, place, one.tokens)
-        np.add.at(heads, place, one.heads)
+        place = np.arange(len(self._nodes))[:, None], arrays.group, self._nodes[:, arrays.units]
+        tokens, heads, sent, used = np.zeros((4, len(self._nodes), len(arrays.totals), len(self._outside)))
+        np.add.at(tokens, place, arrays.tokens)
+        np.add.at(heads, place, arrays.heads)
         if self._per_gpu:
-            np.maximum.at(sent, place, one.tokens)
-            np.maximum.at(used, place, one.heads)
+            np.maximum.at(sent, place, arrays.tokens)
+            np.maximum.at(used, place, arrays.heads)
         else:
             sent, used = job.tensor_parallel * tokens, job.tensor_parallel * heads
-        away, totals = heads == 0, one.totals[:, None]
+        away, totals = heads == 0, arrays.totals[:, None]
         # The front half of outer groups, and all of inner ones.
-        keys = used * (one.beside(away * (totals // 2.0))[0] + one.beside(away * (totals * 1.0))[1])
+        keys = used * (arrays.beside(away * (totals // 2.0))[0] + arrays.beside(away * (totals * 1.0))[1])
         if kind.model.window is not None:
             keys = np.zeros(keys.shape)
         rows = np.maximum(sent * (workload.local_heads - heads), used * (totals - tokens))
@@ -251,19 +251,19 @@ class Floor:
         seconds = [np.maximum(times * part * keys, (query + part) * rows) / self._outside for times in (1, 2)]
         return element * np.stack(seconds, axis=-1).max(axis=2)
 
-    def _sends(self, one: _Arrays, rows: Floats) -> Floats:
-        """Seconds of each replica's rows to the next stage, and of their gradients back, [S - 1, R]."""
-        by_unit = np.zeros((len(one.starts), len(self._fleet.units)))
-        by_unit[one.candidate[one.replica][one.group], one.units] = rows
+    def _sends(self, arrays: _Arrays, rows: Floats) -> Floats:
+        """Seconds of each replica's sends to the next stage, and of the gradients back, [S - 1, R]."""
+        by_unit = np.zeros((len(arrays.starts), len(self._fleet.units)))
+        by_unit[arrays.candidate[arrays.replica][arrays.group], arrays.units] = rows
         distinct, number = np.unique(by_unit, axis=0, return_inverse=True)
         seconds = [
             [2 * pipeline_seconds(self._links, self._job, held, *ends) for ends in pairwise(self._gpus)]
             for held in distinct
         ]
-        return np.array(seconds)[number][one.candidate].T
+        return np.array(seconds)[number][arrays.candidate].T
 
     def _shown(self, forward: Floats | float, backward: Floats | float) -> Floats:
-        """Seconds that gradients and weights add to each stage, given those of a layer's passes."""
+        """Exposed seconds of gradients and weights on each stage, given a layer's passes."""
         layers, shown = self._job.stage_layers, np.zeros(1)
         for turn in self._turns:
             cover = {"forward": forward, "backward": backward, None: None}[turn.hides_behind]
@@ -283,12 +283,12 @@ def _best_up_to(size: float, speeds: Speeds) -> Passes:
 
 
 def _numbered(counts: Sequence[int]) -> tuple[Ints, Ints]:
-    """The number of each of so many that follow each other, and where those of each number begin."""
+    """Index of the run that each element belongs to, and where each run begins, for runs of these lengths."""
     return np.repeat(np.arange(len(counts)), counts), np.cumsum(counts) - counts
 
 
 def _way_out(cluster: Cluster, node: int) -> float:
-    """Bytes/s of a node's cards to other nodes (or of each GPU's); thinner links further up are left out."""
+    """Bytes/s of a node's cards to other nodes (or of each GPU's card), without links further up."""
     if len(cluster.nodes) == 1:
         return np.inf
     if cluster.tiers:

@@ -1,4 +1,4 @@
-"""Links between all GPUs of a cluster, as graph partitions take them."""
+"""Links between all GPUs of a cluster, as graph partitioning needs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_hexi.cost.arrays import Floats
 
 
 def bandwidths(cluster: Cluster) -> Floats:
-    """Bytes/s between every two GPUs, the thinner way; 0 on the diagonal, [N, N]."""
+    """Bytes/s between every two GPUs, of the slower direction; 0 on the diagonal, [N, N]."""
     count = len(cluster.ranks)
     firsts = [node.ranks[0] for node in cluster.nodes]
     between = np.array(
@@ -25,7 +25,7 @@ def bandwidths(cluster: Cluster) -> Floats:
 
 
 def thickest_path(groups: Sequence[list[int]], links: Floats) -> list[list[int]]:
-    """From the first group always on over the thickest links, to the first of groups that are alike.
+    """A path that starts at the first group and always follows the fastest link.
 
     Args:
         groups: GPUs of each.

@@ -35,13 +35,13 @@ _ROUNDING = 1e-9
 
 
 def hexiscale(judge: StagedJudge) -> Candidate | None:
-    """Its best layout by the cost model, one that fits if any does; ``None``: there is none."""
+    """Return HexiScale's best layout by the cost model, preferably one that fits; ``None``: there is none."""
     size = judge.request.micro_batch_sizes()[0]
     return judge.best((pipelines, size) for pipelines in _choices(judge))
 
 
 def partition(edges: Floats, weights: Floats, parts: int) -> Ints:
-    """Vertices in parts of about equal weight, with little cut between parts: the part of each, [N].
+    """The part of each vertex, for parts of about equal weight with little cut between them, [N].
 
     Starts from runs of the vertices, and swaps two of different parts as long as that makes the cut less and
     parts no more unequal: Kernighan and Lin's step, the best swap of all first.
@@ -65,15 +65,15 @@ def partition(edges: Floats, weights: Floats, parts: int) -> Ints:
         moved = weights[:, None] - weights
         worse = np.abs(apart - 2 * moved) > np.maximum(np.abs(apart), weights.max()) + _ROUNDING
         saved[(part[:, None] == part) | worse] = -np.inf
-        one, other = np.unravel_index(int(np.argmax(saved)), saved.shape)
-        if saved[one, other] <= _ROUNDING * edges.max():
+        first, second = np.unravel_index(int(np.argmax(saved)), saved.shape)
+        if saved[first, second] <= _ROUNDING * edges.max():
             break
-        part[one], part[other] = part[other], part[one]
+        part[first], part[second] = part[second], part[first]
     return part
 
 
 def _choices(judge: StagedJudge) -> Iterator[tuple[Pipeline, ...]]:
-    """Pipelines to be judged."""
+    """Sets of pipelines for the cost model to compare."""
     request, links = judge.request, bandwidths(judge.cluster)
     order = np.array(judge.order)
     weights, ordered = np.array(judge.memory)[order], links[np.ix_(order, order)]
@@ -86,7 +86,7 @@ def _choices(judge: StagedJudge) -> Iterator[tuple[Pipeline, ...]]:
             continue
         for edges in (slow, ordered) if number > 1 else (ordered,):
             part = partition(edges, weights, number)
-            members = [order[part == own].tolist() for own in range(number)]
+            members = [order[part == pipeline].tolist() for pipeline in range(number)]
             for width in request.widths(widest):
                 for of in (judge.memory, judge.speeds):
                     only = "tensor_parallel" in request.fixed
@@ -105,7 +105,7 @@ def _may_be(judge: StagedJudge, pipelines: Sequence[Pipeline]) -> bool:
 def _pipeline(
     judge: StagedJudge, gpus: Sequence[int], links: Floats, width: int, of: Sequence[float], only: bool
 ) -> Pipeline:
-    """Tensor-parallel groups, machine by machine, as stages.
+    """A pipeline whose stages are tensor-parallel groups, machine by machine.
 
     Args:
         judge: of the request.

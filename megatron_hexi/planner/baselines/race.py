@@ -1,4 +1,4 @@
-"""Which of its layouts is a baseline's best: those that can be are timed, by what they take at least."""
+"""Finds the best layout of each baseline; times only layouts whose lower bound allows them to be the best."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import compress
 from math import inf
 
 from megatron_hexi.planner.baselines.floor import Floor
-from megatron_hexi.planner.baselines.rules import Entrant
+from megatron_hexi.planner.baselines.rules import BaselineLayouts
 from megatron_hexi.planner.layouts.layout import Layout
 from megatron_hexi.planner.layouts.trial import Judge, Progress, Trial
 
@@ -19,14 +19,14 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
-    """A layout that was timed."""
+class TimedLayouts:
+    """Layouts of a baseline that were timed."""
 
-    candidate: Entrant
+    candidate: BaselineLayouts
     trial: Trial
 
 
-class Race:
+class BaselineSearch:
     """Times layouts of baselines.
 
     A layout is passed over where its lower bound says that it cannot be the best of any baseline that may use
@@ -35,57 +35,57 @@ class Race:
 
     Args:
         faster_than: seconds of an iteration.
-        tell: told how far it is.
+        progress: callback, receives (phase, done, total).
     """
 
-    def __init__(self, faster_than: float, tell: Progress | None) -> None:
+    def __init__(self, faster_than: float, progress: Progress | None) -> None:
         #: One for each job that layouts are of.
         self._judges: dict[int, Judge] = {}
         self._faster_than = faster_than
-        self._tell = tell or (lambda _what, _done, _of: None)
+        self._progress = progress or (lambda _what, _done, _of: None)
         #: Seconds that layouts take at least, whatever is computed again.
         self._least: dict[tuple[object, ...], float] = {}
         #: Of each baseline the best of its layouts, one that fits if any does.
-        self.best: dict[str, Entry] = {}
+        self.best: dict[str, TimedLayouts] = {}
 
     @property
     def trials(self) -> int:
-        """Layouts that were timed."""
+        """Number of layouts that were timed."""
         return sum(judge.trials for judge in self._judges.values())
 
-    def run(self, heats: Iterable[tuple[Floor, Sequence[Entrant]]]) -> None:
-        """Find the best of each baseline, of layouts of several fleets.
+    def run(self, layouts_by_fleet: Iterable[tuple[Floor, Sequence[BaselineLayouts]]]) -> None:
+        """Find the best layout of each baseline over several fleets.
 
         Args:
-            heats: those of each fleet, and its floor; of a layout those that compute less again come first.
+            layouts_by_fleet: each fleet's floor and layouts, those with less recomputation first.
         """
-        entrants: list[tuple[float, bool, Entrant]] = []
-        for floor, some in heats:
-            room = floor.may_fit([one.layouts for one in some])
+        entrants: list[tuple[float, bool, BaselineLayouts]] = []
+        for floor, candidates in layouts_by_fleet:
+            room = floor.may_fit([layouts.layouts for layouts in candidates])
             if self._faster_than < inf:
-                some, room = list(compress(some, room)), room[room]
-            if some:
-                seconds = floor.seconds([one.layouts for one in some]) * (1 - _ROUNDING)
-                entrants += zip(seconds.tolist(), room.tolist(), some, strict=True)
+                candidates, room = list(compress(candidates, room)), room[room]
+            if candidates:
+                seconds = floor.seconds([layouts.layouts for layouts in candidates]) * (1 - _ROUNDING)
+                entrants += zip(seconds.tolist(), room.tolist(), candidates, strict=True)
         entrants.sort(key=lambda entrant: entrant[0])
-        for done, (least, has_room, one) in enumerate(entrants):
-            self._tell("baselines", done, len(entrants))
-            key = one.fleet.units, one.layouts
+        for done, (least, has_room, layouts) in enumerate(entrants):
+            self._progress("baselines", done, len(entrants))
+            key = layouts.fleet.units, layouts.layouts
             least = max(least, self._least.get(key, 0.0))
             # What does not fit is of interest where nothing does.
-            nothing_fits = any(self._limit(name) == inf for name in one.texts)
-            if self._may_win(one, least) and (has_room or nothing_fits):
-                self._least[key] = self._time(one, least)
+            nothing_fits = any(self._limit(name) == inf for name in layouts.texts)
+            if self._may_win(layouts, least) and (has_room or nothing_fits):
+                self._least[key] = self._time(layouts, least)
 
-    def _time(self, candidate: Entrant, least_s: float) -> float:
-        """Each window that may be the layout's best; what it takes at least with more computed again."""
+    def _time(self, candidate: BaselineLayouts, least_s: float) -> float:
+        """Time each promising window; return a lower bound for the layout with more recomputation."""
         fleet = candidate.fleet
         judge = self._judges.setdefault(id(fleet.job), Judge(fleet))
         for window in _windows(candidate.layouts):
             if window > 1 and not self._may_win(candidate, least_s):
                 return least_s
             trial = judge.try_out(fleet, candidate.layouts, window)
-            self._enter(Entry(candidate, trial))
+            self._enter(TimedLayouts(candidate, trial))
             least_s = max(least_s, _without_exchange(trial) * (1 - _ROUNDING))
             if not trial.fits:
                 return least_s  # a larger window takes more memory
@@ -93,13 +93,13 @@ class Race:
                 break  # nothing left that a window could hide
         return inf
 
-    def _enter(self, entry: Entry) -> None:
+    def _enter(self, entry: TimedLayouts) -> None:
         for name in entry.candidate.texts:
             best = self.best.get(name)
             if best is None or entry.trial.order < best.trial.order:
                 self.best[name] = entry
 
-    def _may_win(self, candidate: Entrant, least_s: float) -> bool:
+    def _may_win(self, candidate: BaselineLayouts, least_s: float) -> bool:
         """Whether the layout may be the best of a baseline."""
         return any(least_s < self._limit(name) for name in candidate.texts)
 
@@ -109,7 +109,7 @@ class Race:
 
 
 def _windows(layouts: Sequence[Layout]) -> Iterator[int]:
-    """Windows that differ: with so many steps under way as there are, all begin at once."""
+    """Windows that differ: a window as large as the number of steps lets all begin at once."""
     steps = max(len(layout.parts) for layout in layouts) - 1
     reached = 0
     for window in WINDOWS:
@@ -119,7 +119,7 @@ def _windows(layouts: Sequence[Layout]) -> Iterator[int]:
 
 
 def _without_exchange(trial: Trial) -> float:
-    """Seconds that an iteration would take if the exchange added nothing; no window makes it shorter.
+    """Seconds of an iteration without exposed exchange, which bounds the time with any window.
 
     A pass that becomes shorter hides less of the gradients, but is run at least as often as they are sent.
     """

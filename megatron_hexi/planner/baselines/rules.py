@@ -1,4 +1,4 @@
-"""What each baseline's own rules allow: its layouts, or why there is none.
+"""The layouts that each baseline's rules allow, or why there is none.
 
 ring          groups of one, tokens equal
 ulysses       one group; its size divides the query heads; KV heads replicated where there are fewer
@@ -19,9 +19,16 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 
 from megatron_hexi.plan.layout import apportion
-from megatron_hexi.planner.baselines.arrange import Deal, Order, deals, divisors, groups, orders
+from megatron_hexi.planner.baselines.arrange import (
+    Order,
+    ReplicaUnits,
+    divisors,
+    equal_replicas,
+    groups,
+    orders,
+)
 from megatron_hexi.planner.fleet.units import Fleet
-from megatron_hexi.planner.layouts.layout import Layout, Part, units_by_rank
+from megatron_hexi.planner.layouts.layout import A2AGroup, Layout, units_by_rank
 
 RING, ULYSSES, USP, TE = "ring", "ulysses", "usp", "te-a2a+p2p"
 PROPORTION, HOMOGENEOUS = "proportion", "homogeneous"
@@ -30,8 +37,8 @@ UNIFORM = (RING, ULYSSES, USP, TE)
 
 
 @dataclass(frozen=True, eq=False)
-class Entrant:
-    """Layouts that a baseline may use.
+class BaselineLayouts:
+    """Layouts of all replicas, and the baselines that may use them.
 
     Args:
         fleet: the units that their numbers mean.
@@ -45,41 +52,43 @@ class Entrant:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the first replica has the first ranks, and so on, as Megatron deals them."""
+        """Whether replicas have consecutive ranks in order, as Megatron assigns them."""
         number = {unit: place for place, unit in enumerate(units_by_rank(self.fleet, self.layouts))}
-        ranks = [sorted(number[unit] for part in one.parts for unit in part.units) for one in self.layouts]
-        dealt = [rank for own in ranks for rank in own]
+        ranks = [
+            sorted(number[unit] for part in layout.parts for unit in part.units) for layout in self.layouts
+        ]
+        dealt = [rank for replica_ranks in ranks for rank in replica_ranks]
         return dealt == sorted(dealt)
 
 
 def replica_counts(fleet: Fleet, data_parallel: int | None, context_parallel: int | None = None) -> list[int]:
-    """Numbers of equal replicas with equal micro-batches, and of so many units each where that is given."""
+    """Numbers of equal replicas with equal micro-batches, limited to the sizes that are given."""
     units, together = len(fleet.units), _micro_batches(fleet)
     wanted = divisors(together) if data_parallel is None else [data_parallel]
     counts = [count for count in wanted if units % count == 0 and together % count == 0]
     return [count for count in counts if context_parallel in (None, units // count)]
 
 
-def candidates(fleet: Fleet, counts: Iterable[int], names: Sequence[str] = NAMES) -> list[Entrant]:
-    """All layouts of the baselines asked for with such numbers of replicas, each once."""
-    found: dict[tuple[Layout, ...], Entrant] = {}
+def candidates(fleet: Fleet, counts: Iterable[int], names: Sequence[str] = NAMES) -> list[BaselineLayouts]:
+    """All layouts of these baselines with these numbers of replicas, each once."""
+    by_layouts: dict[tuple[Layout, ...], BaselineLayouts] = {}
     ways = orders(fleet)
     for count in counts:
-        seen: set[Deal] = set()
+        seen: set[ReplicaUnits] = set()
         for name, order in ways.items():
-            for deal in deals(fleet, count, order):
+            for deal in equal_replicas(fleet, count, order):
                 if deal in seen:
                     continue
                 seen.add(deal)
                 for layouts, text, users in _layouts(fleet, deal, names):
-                    one = found.setdefault(layouts, Entrant(fleet, layouts))
+                    baseline_layouts = by_layouts.setdefault(layouts, BaselineLayouts(fleet, layouts))
                     for user in users:
-                        one.texts.setdefault(user, _describe(fleet, deal, text, name))
-    return list(found.values())
+                        baseline_layouts.texts.setdefault(user, _describe(fleet, deal, text, name))
+    return list(by_layouts.values())
 
 
 def why_none(fleet: Fleet, data_parallel: int | None, name: str) -> str:
-    """Why a baseline has no layout at all."""
+    """The reason why a baseline has no layout at all."""
     workload = fleet.job.workload()
     units, together = len(fleet.units), _micro_batches(fleet)
     counts = replica_counts(fleet, data_parallel)
@@ -95,9 +104,9 @@ def why_none(fleet: Fleet, data_parallel: int | None, name: str) -> str:
 
 
 def _layouts(
-    fleet: Fleet, deal: Deal, names: Sequence[str]
+    fleet: Fleet, deal: ReplicaUnits, names: Sequence[str]
 ) -> Iterator[tuple[tuple[Layout, ...], str, list[str]]]:
-    """The layouts of one deal, what they are, and which baselines may use them."""
+    """The layouts of equal replicas, with their text and the baselines that may use them."""
     workload = fleet.job.workload()
     size = len(deal[0])
     degrees = [degree for degree in divisors(size) if workload.local_heads % degree == 0]
@@ -132,7 +141,7 @@ def _te_allows(fleet: Fleet, cut: Sequence[Sequence[Order]], size: int) -> bool:
 
 
 def _proportional(
-    fleet: Fleet, deal: Deal, degrees: Sequence[int]
+    fleet: Fleet, deal: ReplicaUnits, degrees: Sequence[int]
 ) -> Iterator[tuple[tuple[Layout, ...], str, list[str]]]:
     total = fleet.job.workload().local_heads
     speed = [fleet.kinds[unit.kind].tokens_per_s for unit in fleet.units]
@@ -152,19 +161,19 @@ def _proportional(
         yield likewise, f"{text}, heads in proportion", [PROPORTION]
 
 
-def _tokens(fleet: Fleet, deal: Deal, weights: Sequence[float]) -> list[int]:
-    """Tokens of each unit of the fleet; of equal ones the first, which are fast ones, have what is over."""
+def _tokens(fleet: Fleet, deal: ReplicaUnits, weights: Sequence[float]) -> list[int]:
+    """Tokens of each unit of the fleet; remainders go to the first units, which are the fast ones."""
     tokens = [0] * len(fleet.units)
     for replica in deal:
         units = sorted(replica)
-        found = apportion(fleet.job.seq_length, [weights[unit] for unit in units])
-        for unit, count in zip(units, found, strict=True):
+        counts = apportion(fleet.job.seq_length, [weights[unit] for unit in units])
+        for unit, count in zip(units, counts, strict=True):
             tokens[unit] = count
     return tokens
 
 
 def _same(heads: tuple[int, ...], units: tuple[int, ...]) -> tuple[int, ...]:
-    """Heads that do not depend on who the units are."""
+    """The same heads, whichever units have them."""
     assert len(heads) == len(units)
     return heads
 
@@ -186,7 +195,9 @@ def _assemble(
     layouts = []
     for replica in cut:
         owned = [tuple(sorted(group)) for group in replica]
-        parts = tuple(Part(units, tuple([tokens[unit] for unit in units]), heads(units)) for units in owned)
+        parts = tuple(
+            A2AGroup(units, tuple([tokens[unit] for unit in units]), heads(units)) for units in owned
+        )
         layouts.append(Layout(parts, share))
     return tuple(sorted(layouts, key=lambda layout: min(part.units[0] for part in layout.parts)))
 
@@ -203,7 +214,7 @@ def _shape(cut: Sequence[Order], strided: bool, uneven: int) -> str:
     return f"{text}, {more} with one token more" if uneven else text
 
 
-def _describe(fleet: Fleet, deal: Deal, shape: str, order: str) -> str:
+def _describe(fleet: Fleet, deal: ReplicaUnits, shape: str, order: str) -> str:
     count = len(deal)
     mixes = {tuple(sorted(fleet.units[unit].kind for unit in replica)) for replica in deal}
     alike = " of one mix" if len(mixes) == 1 and len(set(mixes.pop())) > 1 else ""

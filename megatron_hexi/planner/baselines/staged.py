@@ -1,4 +1,4 @@
-"""Layouts of pipelines with stages of their own, as published planners choose them, judged by the cost model.
+"""Layouts of pipelines with different stages, as published planners choose them, timed by the cost model.
 
 A planner says which GPUs are a stage and how much of the model it should have; what memory then asks for is
 found here, the same way for all of them: layers beyond what a stage holds go to the others, and each stage
@@ -23,8 +23,8 @@ from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.joint import Candidate
-from megatron_hexi.planner.joint.placing import Place, number_ranks
-from megatron_hexi.planner.layouts.deal import deal_in_turn, deal_tokens
+from megatron_hexi.planner.joint.placing import StagePlace, number_ranks
+from megatron_hexi.planner.layouts.deal import assign_in_turn, assign_tokens
 from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.request import Request
 
@@ -35,7 +35,7 @@ _SETTLED, _EXCESS = 4, 2
 
 
 class StageChoice(NamedTuple):
-    """A stage as a planner chose it.
+    """A stage that a published planner chose.
 
     Args:
         units: GPUs of the cluster of each tensor-parallel unit.
@@ -53,8 +53,8 @@ Pipeline = tuple[StageChoice, ...]
 
 
 @dataclass(frozen=True)
-class _Settled:
-    """What is left to settle for some pipelines: layers and recomputation of each stage, micro-batches."""
+class _Assignment:
+    """Layers and recomputation of each stage, and micro-batches of each pipeline."""
 
     layers: tuple[tuple[int, ...], ...]
     again: tuple[tuple[Recompute, ...], ...]
@@ -63,15 +63,15 @@ class _Settled:
 
 @dataclass(frozen=True, eq=False)
 class _Draft:
-    """Pipelines that are to be settled, and what they cost as they are."""
+    """Pipelines with a first assignment, and its cost."""
 
     pipelines: tuple[Pipeline, ...]
-    settled: _Settled
-    found: Candidate
+    assignment: _Assignment
+    candidate: Candidate
 
 
 class StagedJudge:
-    """Judges pipelines of one request on one cluster.
+    """Assigns layers, recomputation and micro-batches to pipelines, and times them.
 
     Args:
         request: the job, and what of it is fixed.
@@ -95,23 +95,23 @@ class StagedJudge:
         self.trials = 0
 
     def best(self, choices: Iterable[tuple[tuple[Pipeline, ...], int]]) -> Candidate | None:
-        """The best of some pipelines, each with its micro-batch size; ``None``: none can be cut so.
+        """Return the best of some pipelines, each with its micro-batch size; ``None``: none is possible.
 
         All are timed with everything computed again. What memory asks for is settled for the best of them.
         """
-        first = [one for one in itertools.starmap(self._first, choices) if one is not None]
-        first.sort(key=lambda one: (1 + _EXCESS * one.found.order[0]) * one.found.iteration_s)
-        settled = [self._settle(one) for one in first[:_SETTLED]]
-        return min(settled, key=order_of, default=None)
+        first = [draft for draft in itertools.starmap(self._first, choices) if draft is not None]
+        first.sort(key=lambda draft: (1 + _EXCESS * draft.candidate.order[0]) * draft.candidate.iteration_s)
+        assignment = [self._settle(draft) for draft in first[:_SETTLED]]
+        return min(assignment, key=order_of, default=None)
 
     def _first(self, pipelines: tuple[Pipeline, ...], micro_batch_size: int) -> _Draft | None:
-        """Layers by weights, the batch by speeds; ``None`` where that cannot be, or ranks not be numbered."""
+        """Assign layers by weight and the batch by speed; ``None`` where that is impossible."""
         job = self.request.job
         total = job.global_batch_size // micro_batch_size
         if max(map(len, pipelines)) > job.model.layers or len(pipelines) > total:
             return None
         placed = {
-            Place(r, s, len(pipeline)): [gpu for unit in stage.units for gpu in unit]
+            StagePlace(r, s, len(pipeline)): [gpu for unit in stage.units for gpu in unit]
             for r, pipeline in enumerate(pipelines)
             for s, stage in enumerate(pipeline)
         }
@@ -119,71 +119,84 @@ class StagedJudge:
         if not gpus:
             return None
         layers = tuple(
-            _deal_layers(job.model.layers, [stage.weight for stage in pipeline], None)
+            _assign_layers(job.model.layers, [stage.weight for stage in pipeline], None)
             for pipeline in pipelines
         )
         rates = [sum(self._rate(stage) for stage in pipeline) for pipeline in pipelines]
         again = tuple((self._modes[-1],) * len(pipeline) for pipeline in pipelines)
-        settled = _Settled(layers, again, _deal_batch(total, [1 / rate for rate in rates]))
-        return _Draft(pipelines, settled, self._candidate(pipelines, settled, micro_batch_size, gpus))
+        assignment = _Assignment(layers, again, _assign_batch(total, [1 / rate for rate in rates]))
+        return _Draft(pipelines, assignment, self._candidate(pipelines, assignment, micro_batch_size, gpus))
 
     def _settle(self, draft: _Draft) -> Candidate:
-        """Its layers and micro-batches dealt anew, and no more computed again than must be."""
-        pipelines, settled, found = draft.pipelines, draft.settled, draft.found
-        size, gpus = found.job.micro_batch_size, self._gpus(found)
-        best = settled, found
+        """Reassign layers and micro-batches, then reduce recomputation to what memory forces."""
+        pipelines, assignment, candidate = draft.pipelines, draft.assignment, draft.candidate
+        size, gpus = candidate.job.micro_batch_size, self._gpus(candidate)
+        best = assignment, candidate
         for _ in range(_ROUNDS):
-            dealt = self._dealt_again(pipelines, settled, found)
-            if dealt == settled:
+            reassigned = self._reassigned(pipelines, assignment, candidate)
+            if reassigned == assignment:
                 break
-            settled, found = dealt, self._candidate(pipelines, dealt, size, gpus)
-            best = min(best, (settled, found), key=lambda one: one[1].order)
-        settled, found = best
-        if len(self._modes) == 1 or not found.fits:
-            return found
-        return self._less_again(pipelines, settled, found)
+            assignment, candidate = reassigned, self._candidate(pipelines, reassigned, size, gpus)
+            best = min(best, (assignment, candidate), key=lambda pair: pair[1].order)
+        assignment, candidate = best
+        if len(self._modes) == 1 or not candidate.fits:
+            return candidate
+        return self._less_again(pipelines, assignment, candidate)
 
-    def _gpus(self, found: Candidate) -> Sequence[int]:
-        return tuple(rank_gpus(found.plan, len(self.cluster.ranks)))
+    def _gpus(self, candidate: Candidate) -> Sequence[int]:
+        return tuple(rank_gpus(candidate.plan, len(self.cluster.ranks)))
 
     def _rate(self, stage: StageChoice) -> float:
         return sum(self.speeds[gpu] for unit in stage.units for gpu in unit)
 
-    def _dealt_again(self, pipelines: Sequence[Pipeline], settled: _Settled, found: Candidate) -> _Settled:
-        """Layers that memory holds, and micro-batches by the seconds that pipelines really take."""
+    def _reassigned(
+        self, pipelines: Sequence[Pipeline], assignment: _Assignment, candidate: Candidate
+    ) -> _Assignment:
+        """Assign the layers that memory holds, and micro-batches by the pipelines' timed seconds."""
         layers = []
-        for pipeline, own, full in zip(pipelines, settled.layers, _fullness(found), strict=True):
-            caps = np.maximum(1, np.floor(np.array(own) / np.maximum(full, 1e-9)))
+        for pipeline, assigned, full in zip(pipelines, assignment.layers, _fullness(candidate), strict=True):
+            caps = np.maximum(1, np.floor(np.array(assigned) / np.maximum(full, 1e-9)))
             # What fits as it is may keep it.
-            caps = np.where(np.array(full) <= 1, np.maximum(caps, own), np.minimum(caps, own))
-            layers.append(_deal_layers(sum(own), [stage.weight for stage in pipeline], caps))
-        periods = [max(stage.total for stage in one.stages) for one in found.timing.pipelines]
+            caps = np.where(np.array(full) <= 1, np.maximum(caps, assigned), np.minimum(caps, assigned))
+            layers.append(_assign_layers(sum(assigned), [stage.weight for stage in pipeline], caps))
+        periods = [
+            max(stage.total for stage in pipeline_timing.stages)
+            for pipeline_timing in candidate.timing.pipelines
+        ]
         return replace(
-            settled,
+            assignment,
             layers=tuple(layers),
-            micro_batches=_deal_batch(sum(settled.micro_batches), periods),
+            micro_batches=_assign_batch(sum(assignment.micro_batches), periods),
         )
 
-    def _less_again(self, pipelines: Sequence[Pipeline], settled: _Settled, found: Candidate) -> Candidate:
-        """The same with each stage computing again as little as fits."""
-        size, gpus = found.job.micro_batch_size, self._gpus(found)
-        again = [list(modes) for modes in settled.again]
+    def _less_again(
+        self, pipelines: Sequence[Pipeline], assignment: _Assignment, candidate: Candidate
+    ) -> Candidate:
+        """Return the candidate with the least recomputation on each stage that fits."""
+        size, gpus = candidate.job.micro_batch_size, self._gpus(candidate)
+        again = [list(modes) for modes in assignment.again]
         for mode in reversed(RECOMPUTES[:-1]):
-            uniform = replace(settled, again=tuple((mode,) * len(modes) for modes in again))
+            uniform = replace(assignment, again=tuple((mode,) * len(modes) for modes in again))
             fullness = _fullness(self._candidate(pipelines, uniform, size, gpus))
-            for own, full in zip(again, fullness, strict=True):
-                own[:] = [mode if part <= 1 else old for part, old in zip(full, own, strict=True)]
-        less = replace(settled, again=tuple(map(tuple, again)))
-        return min(found, self._candidate(pipelines, less, size, gpus), key=order_of)
+            for stage_modes, full in zip(again, fullness, strict=True):
+                stage_modes[:] = [
+                    mode if part <= 1 else old for part, old in zip(full, stage_modes, strict=True)
+                ]
+        less = replace(assignment, again=tuple(map(tuple, again)))
+        return min(candidate, self._candidate(pipelines, less, size, gpus), key=order_of)
 
     def _candidate(
-        self, pipelines: Sequence[Pipeline], settled: _Settled, micro_batch_size: int, gpus: Sequence[int]
+        self,
+        pipelines: Sequence[Pipeline],
+        assignment: _Assignment,
+        micro_batch_size: int,
+        gpus: Sequence[int],
     ) -> Candidate:
         self.trials += 1
         rank = {gpu: number for number, gpu in enumerate(gpus)}
         replicas = []
         for pipeline, layers, again, count in zip(
-            pipelines, settled.layers, settled.again, settled.micro_batches, strict=True
+            pipelines, assignment.layers, assignment.again, assignment.micro_batches, strict=True
         ):
             stages, first = [], 0
             for stage, number, mode in zip(pipeline, layers, again, strict=True):
@@ -204,7 +217,7 @@ class StagedJudge:
         return Candidate(plan, model.job, model.timing(plan))
 
     def _domains(self, stage: StageChoice, rank: dict[int, int]) -> tuple[Domain, ...]:
-        """A domain of one unit for each: it has all tokens and heads of its samples."""
+        """One domain for each unit, which has all tokens and heads of its samples."""
         job = self.request.job
         several = len(stage.units) > 1
         domains = []
@@ -231,27 +244,27 @@ class StagedJudge:
 
 
 def _fullness(candidate: Candidate) -> list[list[float]]:
-    """The part of its memory that each stage's fullest GPU needs, by replica."""
+    """The fullest GPU's share of used memory, for each replica and stage."""
     full, replicas = candidate.timing.stage_fullness, candidate.plan.replicas
     return [[full[r, s] for s in range(len(replica.stages))] for r, replica in enumerate(replicas)]
 
 
-def _deal_layers(layers: int, weights: Sequence[float], caps: np.ndarray | None) -> tuple[int, ...]:
-    """Layers in proportion to weights, one at least each, none beyond the caps if that can be."""
-    dealt = list(deal_tokens(layers, np.array(weights), caps))
+def _assign_layers(layers: int, weights: Sequence[float], caps: np.ndarray | None) -> tuple[int, ...]:
+    """Assign layers in proportion to weights, at least one each, within the caps if possible."""
+    dealt = list(assign_tokens(layers, np.array(weights), caps))
     while min(dealt) < 1:
         dealt[dealt.index(max(dealt))] -= 1
         dealt[dealt.index(min(dealt))] += 1
     return tuple(dealt)
 
 
-def _deal_batch(micro_batches: int, seconds: Sequence[float]) -> tuple[int, ...]:
-    """Micro-batches of each pipeline, one at least, by the seconds that it needs for one."""
-    return deal_in_turn(micro_batches, [partial(operator.mul, each) for each in seconds], least=1)
+def _assign_batch(micro_batches: int, seconds: Sequence[float]) -> tuple[int, ...]:
+    """Assign at least one micro-batch to each pipeline, given its seconds for one."""
+    return assign_in_turn(micro_batches, [partial(operator.mul, each) for each in seconds], least=1)
 
 
 def spell_stages(plan: Plan, cluster: Cluster) -> str:
-    """``40 x (8 H100, TP 4: 27 layers / 24 A100, TP 8: 37 layers)``: micro-batches and stages by replica.
+    """Text of a plan, as ``40 x (8 H100, TP 4: 27 layers / 24 A100, TP 8: 37 layers)``.
 
     Args:
         plan: any.
@@ -262,12 +275,12 @@ def spell_stages(plan: Plan, cluster: Cluster) -> str:
     for replica in plan.replicas:
         stages = []
         for stage in replica.stages:
-            found: dict[str, int] = {}
+            gpu_counts: dict[str, int] = {}
             for member in stage.members:
                 for rank in member.ranks:
                     kind = cluster.ranks[gpus[rank]].device.name.partition("-")[0]
-                    found[kind] = found.get(kind, 0) + 1
-            who = " + ".join(f"{count} {kind}" for kind, count in found.items())
+                    gpu_counts[kind] = gpu_counts.get(kind, 0) + 1
+            who = " + ".join(f"{count} {kind}" for kind, count in gpu_counts.items())
             layers = "" if stage.layers is None else f": {stage.layers[1] - stage.layers[0]} layers"
             stages.append(f"{who}, TP {len(stage.members[0].ranks)}{layers}")
         replicas.append(f"{replica.micro_batches} x ({' / '.join(stages)})")

@@ -25,7 +25,7 @@ from megatron_hexi.planner.baselines.arrange import divisors, groups
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint import DEEPEST, Candidate
 from megatron_hexi.planner.joint.pipes import least_longest, moved_layers
-from megatron_hexi.planner.layouts.layout import Layout, Part, build_domain
+from megatron_hexi.planner.layouts.layout import A2AGroup, Layout, build_domain
 from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.request import Request
 
@@ -37,7 +37,7 @@ _ROUNDS = 2
 
 @dataclass(frozen=True)
 class _Choice:
-    """Flags, and the GPUs that they are used on.
+    """Megatron's parallel sizes, and the GPUs that they are used on.
 
     Args:
         all_units: GPUs of each tensor-parallel unit, in the order of ranks; the first ones are used.
@@ -57,7 +57,7 @@ class _Choice:
 
     @property
     def units(self) -> list[Sequence[tuple[int, ...]]]:
-        """Those of each stage."""
+        """Units of each stage."""
         return [self.all_units[stage * self.each : (stage + 1) * self.each] for stage in range(self.depth)]
 
 
@@ -82,17 +82,17 @@ class UnevenLayers:
         self.trials = 0
 
     def best(self, faster_than: float = inf) -> Candidate | None:
-        """Return the fastest that fits, of those that may be faster; ``None`` where there is none."""
+        """Return the fastest pipeline that fits and is faster than this; ``None``: there is none."""
         choices = sorted(self._choices(), key=lambda choice: choice.least_s)
-        found: Candidate | None = None
+        best: Candidate | None = None
         few = len(self._cluster.ranks) <= _FEW_GPUS
         for choice in choices[: _TIMED if few else _TIMED_OF_MANY]:
             if choice.least_s >= faster_than:
                 break
-            one = self._settled(choice)
-            if one is not None and one.iteration_s < faster_than:
-                found, faster_than = one, one.iteration_s
-        return found
+            candidate = self._settled(choice)
+            if candidate is not None and candidate.iteration_s < faster_than:
+                best, faster_than = candidate, candidate.iteration_s
+        return best
 
     def _choices(self) -> Iterator[_Choice]:
         request, job = self._request, self._request.job
@@ -123,7 +123,7 @@ class UnevenLayers:
                 yield _Choice(units, each, depth, width, replicas, least_s)
 
     def _orders(self) -> list[list[int]]:
-        """Orders of the nodes: fast ones first, slow ones first, and those of each model alone."""
+        """Orders of the nodes: fast nodes first, slow nodes first, and the nodes of each GPU model alone."""
         nodes = self._cluster.nodes
         speed = {number: self._rates[id(node.device)] for number, node in enumerate(nodes)}
         fast = sorted(speed, key=lambda number: (-speed[number], number))
@@ -133,13 +133,13 @@ class UnevenLayers:
         return [list(order) for order in dict.fromkeys(map(tuple, orders))]
 
     def _settled(self, choice: _Choice) -> Candidate | None:
-        """Return it with the least recomputation that fits; ``None`` where none does, or heads do not."""
+        """Return the choice with the least recomputation that fits; ``None``: none fits."""
         layouts = self._layouts(choice)
         for mode in self._modes:
             tried = [
                 self._dealt(choice, layout, replace(self._job(choice), recompute=mode)) for layout in layouts
             ]
-            fitting = [one for one in tried if one is not None and one.fits]
+            fitting = [candidate for candidate in tried if candidate is not None and candidate.fits]
             if fitting:
                 return min(fitting, key=order_of)
         return None
@@ -154,7 +154,7 @@ class UnevenLayers:
         )
 
     def _layouts(self, choice: _Choice) -> list[list[tuple[int, ...]]]:
-        """Groups of the units of a replica's stage, by their places: the largest, and those inside nodes."""
+        """Groups of a stage's units: the largest that heads allow, and groups inside nodes."""
         size = len(choice.units[0]) // choice.replicas
         heads = self._job(choice).workload().local_heads
         node = max(1, min(len(node.ranks) for node in self._cluster.nodes) // choice.width)
@@ -163,7 +163,7 @@ class UnevenLayers:
         return [groups(tuple(range(size)), degree, False) for degree in sorted({inside, degrees[-1]})]
 
     def _dealt(self, choice: _Choice, cut: list[tuple[int, ...]], job: Job) -> Candidate | None:
-        """Layers by what one takes on each stage, and what memory holds of them."""
+        """Assign layers by their timed seconds on each stage, as far as memory holds them."""
         layers, depth = job.model.layers, len(choice.units)
         if depth > layers:
             return None
@@ -171,10 +171,10 @@ class UnevenLayers:
         dealt, best = apportion(layers, [1.0] * depth), None
         for _ in range(_ROUNDS):
             plan = self._plan(choice, cut, job, dealt)
-            found = Candidate(plan, model.job, model.timing(plan))
+            candidate = Candidate(plan, model.job, model.timing(plan))
             self.trials += 1
-            best = found if best is None else min(best, found, key=order_of)
-            following = _deal_again(found, dealt, layers)
+            best = candidate if best is None else min(best, candidate, key=order_of)
+            following = _deal_again(candidate, dealt, layers)
             if following is None or following == dealt:
                 break
             dealt = following
@@ -189,15 +189,15 @@ class UnevenLayers:
         for replica in range(choice.replicas):
             stages, first = [], 0
             for units, layers in zip(choice.units, dealt, strict=True):
-                own = units[replica * size : (replica + 1) * size]
-                fleet = self._fleet(job, own)
+                replica_units = units[replica * size : (replica + 1) * size]
+                fleet = self._fleet(job, replica_units)
                 number = {unit.gpus[0]: place for place, unit in enumerate(fleet.units)}
                 parts = []
                 for places in cut:
-                    members = tuple(number[own[place]] for place in places)
+                    members = tuple(number[replica_units[place]] for place in places)
                     heads = (job.workload().local_heads // len(places),) * len(places)
-                    parts.append(Part(members, tuple(tokens[place] for place in places), heads))
-                ranks = {number[unit]: tuple(rank[gpu] for gpu in unit) for unit in own}
+                    parts.append(A2AGroup(members, tuple(tokens[place] for place in places), heads))
+                ranks = {number[unit]: tuple(rank[gpu] for gpu in unit) for unit in replica_units}
                 domain = build_domain(fleet, Layout(tuple(parts), 1), ranks, gpus)
                 stages.append(Stage((domain,), (first, first + layers), job.recompute))
                 first += layers
@@ -213,25 +213,25 @@ class UnevenLayers:
         return self._fleets[key]
 
 
-def _deal_again(found: Candidate, dealt: Sequence[int], layers: int) -> list[int] | None:
-    """Layers by what one takes on the slowest replica's stage, none beyond what memory holds."""
-    counts, full = np.arange(1, layers + 1), found.timing.stage_fullness
+def _deal_again(candidate: Candidate, dealt: Sequence[int], layers: int) -> list[int] | None:
+    """Reassign layers by their seconds on the slowest replica's stage, within memory."""
+    counts, full = np.arange(1, layers + 1), candidate.timing.stage_fullness
     seconds = []
-    for stage, own in enumerate(dealt):
-        took = max(pipeline.stages[stage].total for pipeline in found.timing.pipelines)
-        fullest = max(full[replica, stage] for replica in range(len(found.plan.replicas)))
-        most = own if fullest <= 1 and own == layers else max(1, int(own / fullest))
-        seconds.append(np.where(counts <= most, counts * took / own, np.inf))
+    for stage, assigned in enumerate(dealt):
+        took = max(pipeline.stages[stage].total for pipeline in candidate.timing.pipelines)
+        fullest = max(full[replica, stage] for replica in range(len(candidate.plan.replicas)))
+        most = assigned if fullest <= 1 and assigned == layers else max(1, int(assigned / fullest))
+        seconds.append(np.where(counts <= most, counts * took / assigned, np.inf))
     following = least_longest(seconds, layers)
     if following is None:
         return None
-    pipeline = max(found.timing.pipelines, key=lambda one: one.phases.total)
+    pipeline = max(candidate.timing.pipelines, key=lambda pipeline_timing: pipeline_timing.phases.total)
     ways = ((np.asarray(pipeline.there) + np.asarray(pipeline.back)) / 2).tolist()
-    return moved_layers(seconds, following, ways, int(found.timing.micro_batches[0]))
+    return moved_layers(seconds, following, ways, int(candidate.timing.micro_batches[0]))
 
 
 def spell_uneven(candidate: Candidate) -> str:
-    """``TP 4, PP 3, 2 replicas: 26/27/27 layers``."""
+    """Text of a plan, as ``TP 4, PP 3, 2 replicas: 26/27/27 layers``."""
     plan, job = candidate.plan, candidate.job
     stages = plan.replicas[0].stages
     counts = "/".join(str(stage.layers[1] - stage.layers[0]) for stage in stages if stage.layers is not None)
@@ -240,14 +240,14 @@ def spell_uneven(candidate: Candidate) -> str:
 
 
 def why_no_uneven(request: Request) -> str:
-    """Why there is none."""
+    """The reason why there is no uneven pipeline."""
     if "pipeline_parallel" in request.fixed and request.job.pipeline_parallel == 1:
         return "it has one pipeline stage"
     return "no pipeline of equally many GPUs a stage was found that fits"
 
 
 def best_uneven(request: Request, cluster: Cluster, faster_than: float = inf) -> tuple[Candidate | None, int]:
-    """Return the best that fits, if it is faster than so many seconds, and how many layouts were timed."""
+    """Return the best uneven pipeline that fits and is fast enough, and how many layouts were timed."""
     try:
         search = UnevenLayers(request, cluster)
         return search.best(faster_than), search.trials

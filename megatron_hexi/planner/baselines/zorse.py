@@ -33,7 +33,7 @@ _MOST_GROUPS = 16
 
 
 def zorse(judge: StagedJudge) -> Candidate | None:
-    """Its best layout by the cost model, one that fits if any does; ``None``: there is none."""
+    """Return Zorse's best layout by the cost model, preferably one that fits; ``None``: there is none."""
     fixed, job = judge.request.fixed, judge.request.job
     if {"tensor_parallel", "data_parallel"} & fixed and (job.tensor_parallel, job.data_parallel) != (1, 1):
         return None
@@ -46,7 +46,7 @@ def zorse(judge: StagedJudge) -> Candidate | None:
 
 
 def k_cuts(judge: StagedJudge) -> Iterator[list[list[int]]]:
-    """GPUs of each group, for each number of groups, the most first."""
+    """Groups of GPUs, for each number of groups in descending order."""
     cluster, links = judge.cluster, bandwidths(judge.cluster)
     machines: dict[int, list[int]] = {}
     for gpu in judge.order:
@@ -59,17 +59,21 @@ def k_cuts(judge: StagedJudge) -> Iterator[list[list[int]]]:
             return
 
         def closeness(pair: tuple[int, int]) -> tuple[float, float, float]:
-            one, other = groups[pair[0]], groups[pair[1]]
-            speeds = [np.mean([judge.speeds[gpu] for gpu in group]) for group in (one, other)]
-            together = sum(judge.speeds[gpu] for gpu in one + other)
-            return float(links[np.ix_(one, other)].mean()), -abs(float(speeds[0] - speeds[1])), -together
+            first_group, second_group = groups[pair[0]], groups[pair[1]]
+            speeds = [np.mean([judge.speeds[gpu] for gpu in group]) for group in (first_group, second_group)]
+            together = sum(judge.speeds[gpu] for gpu in first_group + second_group)
+            return (
+                float(links[np.ix_(first_group, second_group)].mean()),
+                -abs(float(speeds[0] - speeds[1])),
+                -together,
+            )
 
         first, second = max(itertools.combinations(range(len(groups)), 2), key=closeness)
         groups[first] = groups[first] + groups.pop(second)
 
 
 def _sizes(judge: StagedJudge, groups: Sequence[list[int]]) -> list[int]:
-    """Samples of a micro-batch: powers of two that divide the batch, from one for each GPU of some stage."""
+    """Micro-batch sizes: powers of two that divide the batch, at least a sample for each GPU of a stage."""
     request = judge.request
     if "micro_batch_size" in request.fixed:
         return [request.job.micro_batch_size]
@@ -80,7 +84,7 @@ def _sizes(judge: StagedJudge, groups: Sequence[list[int]]) -> list[int]:
 
 
 def _pipeline(judge: StagedJudge, groups: Sequence[list[int]], size: int) -> Pipeline:
-    """A stage a group, its samples dealt by speed."""
+    """A pipeline with a stage for each group, samples assigned by speed."""
     stages = []
     place = {gpu: number for number, gpu in enumerate(judge.order)}
     for group in groups:

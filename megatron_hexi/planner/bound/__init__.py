@@ -1,4 +1,4 @@
-"""A time that no layout can beat; it does not know the search, so that no plan is its own proof."""
+"""A time that no layout can beat, found independently of the search."""
 
 from megatron_hexi.planner.bound.bound import Bound, joint_bound, memory_fits
 

@@ -48,7 +48,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Model, ceiling_tokens_per_s
 from megatron_hexi.cost.memory import GIB, ModelPart, static_memory
 from megatron_hexi.planner.bound.options import ranges
-from megatron_hexi.planner.bound.program import MARGIN, SHARES_STEP, Program
+from megatron_hexi.planner.bound.program import MARGIN, SHARES_STEP, BoundProgram
 from megatron_hexi.planner.request import Request
 
 #: The bound is found to this part.
@@ -75,7 +75,7 @@ class Bound:
 
 
 def joint_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -> Bound:
-    """The bound over all layouts with causal attention and the request's tensor-parallel sizes.
+    """Return the bound over all layouts with causal attention and the request's tensor-parallel sizes.
 
     Args:
         request: the job; what it fixes is as it says.
@@ -94,9 +94,9 @@ def joint_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -
     least = Bound(found_s, nothing)
     program, sizes = None, _sizes(request)
     while sizes:
-        program = Program(request, cluster, sizes.pop(0), program)
+        program = BoundProgram(request, cluster, sizes.pop(0), program)
         most_s = min(least.iteration_s, _LONG * program.ceiling_s)
-        if program.carries(most_s):
+        if program.may_finish(most_s):
             seconds = _least_s(program, most_s)
             if seconds < least.iteration_s:
                 why = f"all GPUs at their best rates take {program.ceiling_s:.4g} s{program.needs}"
@@ -104,19 +104,19 @@ def joint_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -
         if not sizes:
             break
         # Larger micro-batches, all at once: mostly none is faster, or hardly.
-        larger = Program(request, cluster, (sizes[0][0], sizes[-1][1]), program)
+        larger = BoundProgram(request, cluster, (sizes[0][0], sizes[-1][1]), program)
         most_s = min(least.iteration_s, _LONG * larger.ceiling_s)
         near_s = most_s * (1 - _PRECISION)
-        if not larger.carries(most_s):
+        if not larger.may_finish(most_s):
             break
-        if not larger.carries(near_s):
+        if not larger.may_finish(near_s):
             least = replace(least, iteration_s=_refuted_to(larger, near_s, most_s))
             break
     return least
 
 
 def memory_fits(request: Request, cluster: Cluster) -> bool:
-    """Whether memory may suffice for some layout; if not, none fits.
+    """Whether some layout may fit in memory; if not, none fits.
 
     Raises:
         ClusterError: a GPU cannot do the job.
@@ -129,8 +129,8 @@ def memory_fits(request: Request, cluster: Cluster) -> bool:
         needed = sum(static_memory(job, ModelPart.of_job(job, 0), params, params, params).values())
         host = math.inf if request.rules.allow("offload") else 0.0
         return float(needed) <= GIB * sum(rank.device.usable_gib for rank in cluster.ranks) + host
-    programs = (Program(request, cluster, sizes) for sizes in _sizes(request))
-    return any(program.carries(_LONG * program.ceiling_s) for program in programs)
+    programs = (BoundProgram(request, cluster, sizes) for sizes in _sizes(request))
+    return any(program.may_finish(_LONG * program.ceiling_s) for program in programs)
 
 
 def _is_beyond_program(model: Model) -> bool:
@@ -143,24 +143,24 @@ def _is_beyond_program(model: Model) -> bool:
 
 
 def _sizes(request: Request) -> list[tuple[int, int]]:
-    """Ranges of micro-batch sizes, the least and the most."""
+    """Ranges of micro-batch sizes, smallest and largest."""
     batch, size = request.job.global_batch_size, request.job.micro_batch_size
     if "micro_batch_size" in request.fixed:
         return [(size, size)]
     small = [size for size in range(1, math.isqrt(batch) + 1) if batch % size == 0]
     divisors = sorted({*small, *(batch // size for size in small)})
-    some = [
+    size_ranges = [
         [size for size in divisors if first <= size <= last] for first, last in ranges(1, batch, SHARES_STEP)
     ]
-    return [(own[0], own[-1]) for own in some if own]
+    return [(sizes[0], sizes[-1]) for sizes in size_ranges if sizes]
 
 
-def _least_s(program: Program, most_s: float) -> float:
-    """A time that a program refutes, with all below it; to the precision the longest up to `most_s`."""
+def _least_s(program: BoundProgram, most_s: float) -> float:
+    """The longest time up to `most_s`, to the precision, that a program refutes."""
     low, high, step = program.ceiling_s * (1 - MARGIN), most_s, _RISE
     while high > low * (1 + _PRECISION):
         middle = min(low * (1 + step), math.sqrt(low * high))
-        if program.carries(middle):
+        if program.may_finish(middle):
             high, step = middle, _PRECISION
         else:
             low = _refuted_to(program, middle, high)
@@ -168,8 +168,8 @@ def _least_s(program: Program, most_s: float) -> float:
     return low
 
 
-def _refuted_to(program: Program, low: float, high: float) -> float:
-    """A time up to `high` that the prices which refute `low` refute too, near where they cease to."""
+def _refuted_to(program: BoundProgram, low: float, high: float) -> float:
+    """A time up to `high` that the prices which refute `low` refute as well."""
     done, time = program.done, low * (1 + _PRECISION)
     for _ in range(_TRIES):
         time = min(time, high)

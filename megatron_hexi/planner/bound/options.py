@@ -1,4 +1,4 @@
-"""What a GPU may be in a layout, and what it can do there at most: options of the bound over all layouts.
+"""Options of the bound: the positions of a GPU in a layout, and the most work it can do there.
 
 An option is a kind of GPU, a tensor-parallel size t, a range of layers l of L, whether the stage is the last
 of its replica, and a range of sequences w that the replica takes, as m micro-batches of B. The unit of a GPU
@@ -49,7 +49,7 @@ _STEPS = 4
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where in a replica a GPU may be, arrays over places, [P].
+    """Possible positions of a GPU in a replica, arrays over positions, [P].
 
     Args:
         low: layers of its stage, at least.
@@ -73,7 +73,7 @@ class Places:
 
     @classmethod
     def of(cls, layers: int, stages: int | None, shares: list[tuple[int, int]]) -> Places:
-        """All of them; `stages` of each replica, ``None``: any. A last stage alone has all layers."""
+        """All positions; `stages` of each replica, ``None``: any number. A single stage has all layers."""
         most = 0 if stages == 1 else layers + 1 - (stages or 2)
         alone = [(layers, layers, 1)] if stages in (None, 1) else []
         whole = [(*span, last) for span in ranges(1, most, _LAYERS_STEP) for last in (0, 1)]
@@ -85,15 +85,15 @@ class Places:
 
 
 def ranges(first: int, last: int, factor: float) -> Iterator[tuple[int, int]]:
-    """Ranges of whole numbers, each less than `factor` from end to end, that cover all between two."""
+    """Ranges of whole numbers from `first` to `last`, each spanning less than `factor`."""
     while first <= last:
         end = max(first, math.ceil(first * factor) - 1)
         yield first, min(last, end)
         first = end + 1
 
 
-class Unit:
-    """GPUs of one kind in tensor-parallel units of one size, in all places.
+class UnitOptions:
+    """GPUs of one kind in tensor-parallel units of one size, at all positions.
 
     Args:
         job: with that size, of one sequence a micro-batch, without recomputation.
@@ -121,8 +121,8 @@ class Unit:
         )
         sums = tensor_parallel_seconds(job, np.ones(1), np.array([node.bandwidth]), np.zeros(1))
         # A row forward, backward and through the logits: FLOPs at the rate of matrices, and seconds besides.
-        at, one = np.array([1.0, np.inf]), np.ones(2)
-        layer, logits = token_times(self._speeds, job, one, at), logits_times(self._speeds, job, one, at)
+        at, ones = np.array([1.0, np.inf]), np.ones(2)
+        layer, logits = token_times(self._speeds, job, ones, at), logits_times(self._speeds, job, ones, at)
         rows = np.stack([layer[0], layer[1], logits[0] + logits[1]]) + np.array([[2], [2], [1]]) * sums[0]
         self._row_flops, self._row_s = (rows[:, :1] - rows[:, 1:]), rows[:, 1:]
         self._attention_s = [
@@ -177,7 +177,7 @@ class Unit:
         self.room = usable - RESERVE_BYTES - each * params
 
     def seconds(self, iteration_s: float) -> Floats:
-        """Of each work in an iteration that takes no longer than this, at least, [P, works].
+        """Least seconds of each work in an iteration that takes no longer than this, [P, works].
 
         A unit takes r rows m times through l layers in the time. At the rate of too many rows that says
         they are fewer, at whose rate they are fewer still.
@@ -198,11 +198,11 @@ class Unit:
 
 
 def _rising(curve: Curve) -> Curve:
-    """A curve that never falls, nowhere below this one."""
+    """The smallest curve above this one that never falls."""
     return replace(curve, rates=tuple(itertools.accumulate(curve.rates, max)))
 
 
 def _up_to(passes: Passes, size: float) -> Passes:
-    """At every size the best rates up to this one."""
+    """Passes that have, at every size, the best rates up to this size."""
     both = (_rising(curve) for curve in (passes.forward, passes.backward))
     return Passes(*(replace(curve, sizes=(1.0,), rates=(curve.rate(size),)) for curve in both))

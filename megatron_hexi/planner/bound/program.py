@@ -14,7 +14,7 @@ from megatron_hexi.cost import RECOMPUTES
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.cost.memory import OPTIMIZER_BYTES
-from megatron_hexi.planner.bound.options import MODES, Places, Unit, ranges
+from megatron_hexi.planner.bound.options import MODES, Places, UnitOptions, ranges
 from megatron_hexi.planner.bound.solver import solve
 from megatron_hexi.planner.request import Request
 
@@ -51,7 +51,7 @@ class _Ends(NamedTuple):
     scale: float
 
 
-class Program:
+class BoundProgram:
     """The linear program, for some sizes of micro-batches.
 
     Columns are vertices of what all GPUs of a kind can do in one option. Rows are in parts of the batch, and
@@ -68,7 +68,7 @@ class Program:
     """
 
     def __init__(
-        self, request: Request, cluster: Cluster, sizes: tuple[int, int], alike: Program | None = None
+        self, request: Request, cluster: Cluster, sizes: tuple[int, int], alike: BoundProgram | None = None
     ) -> None:
         job, fixed = request.job, request.fixed
         stages = job.pipeline_parallel if "pipeline_parallel" in fixed else None
@@ -79,13 +79,17 @@ class Program:
         nodes = {(id(node.device), len(node.ranks), node.bandwidth): node for node in cluster.nodes}
         counts = Counter((id(node.device), len(node.ranks), node.bandwidth) for node in cluster.nodes)
         self._gpus = np.array([float(counts[key] * key[1]) for key in nodes])
-        some = {job.mode, "none"} if isinstance(job.recompute, int) else {job.mode}
-        modes = ["recompute" not in fixed or mode in some for mode in RECOMPUTES]
-        units, kinds = list[Unit](), list[int]()
+        allowed_modes = {job.mode, "none"} if isinstance(job.recompute, int) else {job.mode}
+        modes = ["recompute" not in fixed or mode in allowed_modes for mode in RECOMPUTES]
+        units, kinds = list[UnitOptions](), list[int]()
         for kind, node in enumerate(nodes.values()):
             for width in request.widths(len(node.ranks)):
-                own = replace(request.with_width(width), pipeline_parallel=1, recompute="none")
-                units.append(Unit(replace(own, micro_batch_size=1), node, places, sizes, sum(modes) > 1))
+                job_of_width = replace(request.with_width(width), pipeline_parallel=1, recompute="none")
+                units.append(
+                    UnitOptions(
+                        replace(job_of_width, micro_batch_size=1), node, places, sizes, sum(modes) > 1
+                    )
+                )
                 kinds.append(kind)
         share = np.tile(places.share, len(units))
         order = np.argsort(share, kind="stable")
@@ -121,7 +125,7 @@ class Program:
         self.needs = ""
 
     def _set_worth(self) -> None:
-        """What a second of a GPU is worth: enough in the least mode, and all together as little as can be."""
+        """Set the worth of a GPU's second, such that all GPUs together are worth as little as possible."""
         best = np.full((len(self._gpus), 2), np.inf)
         np.minimum.at(best, self._kind, self._seconds(np.inf)[[0, len(self._modes)]].T)
         token, attention = best.T
@@ -137,20 +141,20 @@ class Program:
         self.ceiling_s = self._batch * self._pass_s
 
     def _set_shares(self, shares: list[tuple[int, int]], stages: int | None, replicas: int | None) -> None:
-        """What no column gives to rows."""
-        own = np.zeros(_OWN)
-        own[[_BATCH, _LAST, _LAST + 1]] = -1, 1, -1
+        """Set the rows' values that no column adds to."""
+        row_values = np.zeros(_OWN)
+        row_values[[_BATCH, _LAST, _LAST + 1]] = -1, 1, -1
         if stages:
-            own[[_DEPTH, _DEPTH + 1]] = stages, -stages
+            row_values[[_DEPTH, _DEPTH + 1]] = stages, -stages
         #: What a range's part of the batch gives to all rows, [ranges, rows], and what these come to.
-        self._shares = np.pad(np.kron(np.eye(len(shares)), own), ((0, 0), (0, _ALL)))
+        self._shares = np.pad(np.kron(np.eye(len(shares)), row_values), ((0, 0), (0, _ALL)))
         self._least = np.zeros(self._shares.shape[1])
         if replicas:
             self._shares[:, -2:] = np.array([1, -1]) / shares
             self._least[-2:] = replicas / self._batch, -replicas / self._batch
 
     def _set_gives(self, whole: Floats, *, has_depth: bool) -> None:
-        """What all GPUs of a kind give to the rows of their range and to the room, but for idle time.
+        """Set the values that all GPUs of a kind add to their range's rows and the memory row.
 
         Args:
             whole: bytes of x of each mode on all GPUs together.
@@ -183,15 +187,15 @@ class Program:
         self._spans = list(itertools.starmap(slice, itertools.pairwise(spans)))
 
     def _seconds(self, iteration_s: float) -> Floats:
-        """Of each work in each option, [works, options]."""
+        """Seconds of each work in each option, [works, options]."""
         return np.concatenate([unit.seconds(iteration_s) for unit in self._units])[self._order].T[self._works]
 
     def _at(self, iteration_s: float) -> _Ends:
-        """What can be done in a time at the ends: nothing, a work, or two that fill time and memory."""
+        """The work that options can do in a time: none, one kind, or two that fill time and memory."""
         seconds, time, count = self._seconds(iteration_s), iteration_s - self._step_s, 1 + len(self._works)
         left = time - self._passed
         works = np.zeros((2, len(self._pairs[0]), len(left)))
-        a, b, c, d = (one[pair] for one in (seconds, self._size) for pair in self._pairs[:, count:])
+        a, b, c, d = (values[pair] for values in (seconds, self._size) for pair in self._pairs[:, count:])
         with np.errstate(divide="ignore", invalid="ignore"):  # a work may take no memory
             works[0, 1:count] = np.minimum(left / seconds, self._room / self._size)
             both = np.stack([left * d - b * self._room, a * self._room - left * c]) / (a * d - b * c)
@@ -201,17 +205,17 @@ class Program:
         return _Ends(left > 0, works, np.concatenate([time[None], -seconds]) * worth, scale)
 
     def _value(self, ends: _Ends, prices: Floats) -> tuple[Floats, Floats, float]:
-        """What the prices allow.
+        """Evaluate prices.
 
         Returns:
             What an option is worth at most, and each vertex of it; what of the batch is done at most.
         """
-        own = np.append(
+        range_prices = np.append(
             prices[:-_ALL].reshape(-1, _OWN), np.full((len(self._shares), 1), prices[-_ALL]), axis=1
         )
-        idle = own[:, _FILL:_TURNS].sum(axis=1)[self._places.share] * ends.idle
-        own[:, _FILL:_TURNS] *= ends.scale
-        parts = [self._gives[span] @ price for span, price in zip(self._spans, own, strict=True)]
+        idle = range_prices[:, _FILL:_TURNS].sum(axis=1)[self._places.share] * ends.idle
+        range_prices[:, _FILL:_TURNS] *= ends.scale
+        parts = [self._gives[span] @ price for span, price in zip(self._spans, range_prices, strict=True)]
         each = np.ascontiguousarray(np.concatenate(parts).T) + idle
         first, second = self._pairs
         vertices = ends.works[0] * each[1:].take(first, axis=0)
@@ -224,24 +228,24 @@ class Program:
         return worth, vertices, float(top.sum()) + rest
 
     def most_done(self, iteration_s: float) -> float:
-        """What of the batch is done in a time, at most, by the prices that last refuted one."""
+        """The largest part of the batch done in a time, by the prices that last refuted a time."""
         return self._value(self._at(iteration_s), self._prices)[2]
 
     def _columns(self, ends: _Ends, option: Ints, vertex: Ints) -> Floats:
-        """What all GPUs of its kind give at some vertices to all rows, and that these are used, [rows, V]."""
+        """Columns of some vertices: what all GPUs of their kind add to the rows, [rows, V]."""
         gives, number, count = self._gives[option], np.arange(len(option)), len(self._least)
         gives[:, :, _FILL:_TURNS] *= ends.scale
         gives[:, :, _FILL:_TURNS] += ends.idle.T[option][:, :, None]
-        own = gives[:, 0]
+        values = gives[:, 0]
         for works, pair in zip(ends.works, self._pairs, strict=True):
-            own = own + works[vertex, option][:, None] * gives[number, 1 + pair[vertex]]
+            values = values + works[vertex, option][:, None] * gives[number, 1 + pair[vertex]]
         columns = np.zeros((count + len(self._gpus), len(option)))
-        columns[_OWN * self._places.share[option] + np.arange(_OWN)[:, None], number] = own[:, :-1].T
-        columns[count - _ALL], columns[count + self._kind[option], number] = own[:, -1], 1
+        columns[_OWN * self._places.share[option] + np.arange(_OWN)[:, None], number] = values[:, :-1].T
+        columns[count - _ALL], columns[count + self._kind[option], number] = values[:, -1], 1
         return columns
 
-    def carries(self, iteration_s: float) -> bool:
-        """Whether the batch may be done in a time; if not, it cannot be done."""
+    def may_finish(self, iteration_s: float) -> bool:
+        """Whether the batch may finish in a time; if not, it cannot."""
         ends, prices, vertices = self._at(iteration_s), self._prices, len(self._pairs[0])
         rows, shares, paid = len(self._least), len(self._shares), np.zeros(len(self._gpus))
         columns = np.zeros((rows + len(paid), shares + _ALL))
@@ -277,10 +281,10 @@ class Program:
 
 
 def _name_needs(prices: Floats) -> str:
-    """What has a price besides time."""
-    own = prices[:-_ALL].reshape(-1, _OWN)
+    """Text of the rows, besides time, that have a price."""
+    range_prices = prices[:-_ALL].reshape(-1, _OWN)
     besides = {
-        "pipelines that fill and drain": own[:, _FILL:_TURNS].max(),
+        "pipelines that fill and drain": range_prices[:, _FILL:_TURNS].max(),
         "the memory of all GPUs": prices[-_ALL],
     }
     needs = [name for name, price in besides.items() if price > MARGIN]

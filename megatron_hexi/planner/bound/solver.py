@@ -18,14 +18,14 @@ _WAYS = "use_preprocessing: false", "use_preprocessing: true"
 
 
 class Solved(NamedTuple):
-    """What columns are worth together at most, and the price of each row, not below 0."""
+    """The largest worth of columns together, and the price of each row, at least 0."""
 
     worth: float
     prices: Floats
 
 
 def solve(columns: Floats, worths: Floats, least: Floats) -> Solved | None:
-    """The most that columns are worth together; ``None``: GLOP gave up.
+    """Maximise the worth of columns; ``None``: GLOP gave up.
 
     Args:
         columns: what each gives to rows, [rows, columns].

@@ -30,10 +30,10 @@ class Rates:
         job, kinds = fleet.job, np.array([unit.kind for unit in fleet.units])
         self.local_heads = job.workload().local_heads
         speeds = [[device_speeds(device, job) for device in kind.devices] for kind in fleet.kinds]
-        token = [[token_seconds(one, job, with_experts=False) for one in stages] for stages in speeds]
+        token = [[token_seconds(speed, job, with_experts=False) for speed in stages] for stages in speeds]
         #: Tokens a second of everything but attention.
         self.token = (job.tensor_parallel / np.max(token, axis=1))[kinds]
-        attention = [[attention_seconds(one, job, causal=True) for one in stages] for stages in speeds]
+        attention = [[attention_seconds(speed, job, causal=True) for speed in stages] for stages in speeds]
         #: Tokens x heads a second of attention, heads of one tensor-parallel rank.
         self.attention = (job.model.heads / np.max(attention, axis=1))[kinds]
         taken = _stage_bytes(fleet, window, shards or len(fleet.units), micro_batches)

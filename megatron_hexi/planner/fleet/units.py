@@ -1,4 +1,4 @@
-"""The units that a plan is made of: GPUs by tensor-parallel units, pipeline stacks and sites.
+"""Units of a plan: GPUs as tensor-parallel units, stacked over pipeline stages, grouped by site.
 
 A unit is what one member of a plan stands for: `tensor_parallel` consecutive GPUs of one node for each
 pipeline stage. Units on the same nodes are a site. Units are numbered in a canonical order (fast sites first,
@@ -21,8 +21,8 @@ from megatron_hexi.planner.layouts.experts import IN_WHOLE_STAGES, ExpertRule
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One member's GPUs.
+class FleetUnit:
+    """The GPUs of one member of a plan.
 
     Args:
         gpus: the cluster's ranks, [stages][tensor_parallel].
@@ -36,8 +36,8 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Units that are alike.
+class UnitKind:
+    """A kind of units: the same models of GPU on the same stages.
 
     Args:
         devices: model of GPU on each stage.
@@ -49,13 +49,13 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Printable name."""
         return " + ".join(dict.fromkeys(device.name for device in self.devices))
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Units to plan for.
+    """The units to plan for.
 
     Args:
         cluster: where they are.
@@ -69,8 +69,8 @@ class Fleet:
 
     cluster: Cluster
     job: Job
-    kinds: tuple[Kind, ...]
-    units: tuple[Unit, ...]
+    kinds: tuple[UnitKind, ...]
+    units: tuple[FleetUnit, ...]
     part: ModelPart | None = None
     experts: ExpertRule = IN_WHOLE_STAGES
 
@@ -90,28 +90,28 @@ class Fleet:
     @cached_property
     def models(self) -> dict[tuple[Device, ...], tuple[int, ...]]:
         """Units of each model of GPU (or stack of models), the fastest first; equal entries are one model."""
-        found: dict[tuple[Device, ...], list[int]] = {}
-        of_kind = [found.setdefault(kind.devices, []) for kind in self.kinds]
+        units_of: dict[tuple[Device, ...], list[int]] = {}
+        of_kind = [units_of.setdefault(kind.devices, []) for kind in self.kinds]
         for number, unit in enumerate(self.units):
             of_kind[unit.kind].append(number)
-        return {devices: tuple(units) for devices, units in found.items() if units}
+        return {devices: tuple(units) for devices, units in units_of.items() if units}
 
     def kinds_of(self, units: Iterable[int]) -> tuple[int, ...]:
-        """The kinds of some units, ascending."""
+        """The kinds of these units, ascending."""
         return tuple(sorted(self.units[unit].kind for unit in units))
 
     def subset(self, units: Iterable[int]) -> Fleet:
-        """Some of the units only."""
+        """The fleet with these units only."""
         return replace(self, units=tuple(self.units[number] for number in sorted(units)))
 
     def gpus(self, units: Sequence[int]) -> tuple[int, ...]:
-        """The cluster's rank of each rank of a job on these units: Megatron's order, stage by stage."""
+        """The cluster's GPU of each rank of a job on these units, in Megatron's order, stage by stage."""
         stages = range(self.job.pipeline_parallel)
         return tuple(gpu for stage in stages for unit in units for gpu in self.units[unit].gpus[stage])
 
     @property
     def ceiling_tokens_per_s(self) -> float:
-        """What no plan on these units can pass."""
+        """Tokens/s that no plan on these units exceeds."""
         devices = [
             self.cluster.ranks[gpu].device for unit in self.units for part in unit.gpus for gpu in part
         ]
@@ -119,7 +119,7 @@ class Fleet:
 
 
 def find_units(job: Job, cluster: Cluster, gpus: Collection[int] | None = None) -> Fleet:
-    """All units that the cluster has for a job, or that some of its GPUs make.
+    """Return all units that the cluster, or a subset of its GPUs, has for a job.
 
     Pipeline stages are put on different nodes of one kind where their number allows it, so that a stage keeps
     whole nodes for its all-to-alls; else inside a node; else, where nothing else is left, on whatever
@@ -128,8 +128,8 @@ def find_units(job: Job, cluster: Cluster, gpus: Collection[int] | None = None) 
     Raises:
         ClusterError: too few GPUs for a single unit, or a GPU that cannot do the job.
     """
-    own = [[gpu for gpu in node.ranks if gpus is None or gpu in gpus] for node in cluster.nodes]
-    runs = [_runs(of_node, job.tensor_parallel) for of_node in own]
+    gpus_by_node = [[gpu for gpu in node.ranks if gpus is None or gpu in gpus] for node in cluster.nodes]
+    runs = [_runs(of_node, job.tensor_parallel) for of_node in gpus_by_node]
     stacks = _stacks(job, cluster, runs)
     if not stacks:
         there = sum(map(len, runs))
@@ -140,8 +140,8 @@ def find_units(job: Job, cluster: Cluster, gpus: Collection[int] | None = None) 
             f"{width}: cluster {cluster.name} has {there} groups of as many GPUs on one node, too few for "
             f"{depth}; give smaller sizes"
         )
-    found = {_device_key(cluster, stack): stack for stack in stacks}
-    kinds = {key: _kind(job, cluster, stack) for key, stack in found.items()}
+    stack_of = {_device_key(cluster, stack): stack for stack in stacks}
+    kinds = {key: _kind(job, cluster, stack) for key, stack in stack_of.items()}
     order = sorted(
         kinds, key=lambda key: (-kinds[key].tokens_per_s, *(device.name for device in kinds[key].devices))
     )
@@ -153,7 +153,7 @@ _Stack = tuple[tuple[int, ...], ...]
 
 
 def _runs[T](things: Sequence[T], size: int) -> list[tuple[T, ...]]:
-    """Things that follow each other in runs of `size`; what is left over makes none."""
+    """Consecutive runs of `size` things; the remainder is dropped."""
     return [tuple(things[first : first + size]) for first in range(0, len(things) - size + 1, size)]
 
 
@@ -175,11 +175,11 @@ def _stacks(job: Job, cluster: Cluster, runs: list[list[tuple[int, ...]]]) -> li
     return stacks + _runs(rest, stages)
 
 
-def _kind(job: Job, cluster: Cluster, stack: _Stack) -> Kind:
+def _kind(job: Job, cluster: Cluster, stack: _Stack) -> UnitKind:
     devices = tuple(cluster.ranks[part[0]].device for part in stack)
     alike = {id(device): device for device in devices}
     slowest = min(ceiling_tokens_per_s(job, [device]) for device in alike.values())
-    return Kind(devices, slowest * job.tensor_parallel * job.pipeline_parallel)
+    return UnitKind(devices, slowest * job.tensor_parallel * job.pipeline_parallel)
 
 
 def _device_key(cluster: Cluster, stack: _Stack) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ def _device_key(cluster: Cluster, stack: _Stack) -> tuple[int, ...]:
 
 
 def _measured(cluster: Cluster, node: int) -> list[float]:
-    """With a measured matrix, what a node has to and from the others, the most first."""
+    """Negated measured bandwidths between a node and all others, fastest first; empty if not measured."""
     if not cluster.is_measured:
         return []
     here = cluster.nodes[node].ranks[0]
@@ -198,15 +198,15 @@ def _measured(cluster: Cluster, node: int) -> list[float]:
 
 def _in_canonical_order(
     cluster: Cluster, stacks: Sequence[_Stack], kinds: Sequence[tuple[int, ...]]
-) -> tuple[Unit, ...]:
-    """Sites sorted by kind, size and surroundings; those alike in all of it, by the file."""
+) -> tuple[FleetUnit, ...]:
+    """Units by site; sites are sorted by kind, size and surroundings, ties as in the file."""
     number_of_kind = {key: number for number, key in enumerate(kinds)}
     sites: dict[tuple[int, ...], list[_Stack]] = defaultdict(list)
     for stack in stacks:
         sites[tuple(cluster.ranks[part[0]].node for part in stack)].append(stack)
 
-    def own(nodes: tuple[int, ...]) -> tuple[float, ...]:
-        """Kind, size, and links: inside, and to other nodes, by cards or as measured."""
+    def site_key(nodes: tuple[int, ...]) -> tuple[float, ...]:
+        """A site's kind, size and links, inside and to other nodes."""
         kind = number_of_kind[_device_key(cluster, sites[nodes][0])]
         inside = [-cluster.nodes[node].bandwidth for node in nodes]
         cards = [cluster.nodes[node].cards for node in nodes]
@@ -214,18 +214,18 @@ def _in_canonical_order(
         return kind, -len(sites[nodes]), *inside, *outside, *_measured(cluster, nodes[0])
 
     def surroundings(nodes: tuple[int, ...]) -> tuple[object, ...]:
-        """For each level, from outside in: who else is in the same part of it, then which part that is."""
+        """The sites in each level's part around a site, from the outermost level inwards."""
         levels: list[object] = []
         for partition in reversed(cluster.fast_domains()[1:]):
             part = next(part for part in partition.parts if cluster.nodes[nodes[0]].ranks[0] in part)
             inside = {cluster.ranks[gpu].node for gpu in part}
-            levels += [sorted(own(other) for other in sites if other[0] in inside), part[0]]
+            levels += [sorted(site_key(other) for other in sites if other[0] in inside), part[0]]
         return tuple(levels)
 
     around = len(cluster.fast_domains()) > 2
-    order = sorted(sites, key=lambda nodes: (own(nodes), surroundings(nodes) if around else (), nodes))
+    order = sorted(sites, key=lambda nodes: (site_key(nodes), surroundings(nodes) if around else (), nodes))
     return tuple(
-        Unit(stack, number_of_kind[_device_key(cluster, stack)], site)
+        FleetUnit(stack, number_of_kind[_device_key(cluster, stack)], site)
         for site, nodes in enumerate(order)
         for stack in sites[nodes]
     )

@@ -1,4 +1,4 @@
-"""From packed replicas to a plan: GPUs, each stage's domain, layers dealt again, and all of it timed.
+"""From packed replicas to a timed plan: GPUs, each stage's domain, and layers reassigned.
 
 Tables decide which stages there are. Here each gets its own layout, under the memory that its layers and its
 place in the pipeline leave. As it may be faster or slower than its table said, layers are dealt once more.
@@ -21,8 +21,8 @@ from megatron_hexi.planner.joint.layer_moves import with_layers_moved
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.packing import Packed
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
-from megatron_hexi.planner.joint.pipes import Pipe, Stage
-from megatron_hexi.planner.joint.placing import Place, Placed, find_gpus, number_ranks
+from megatron_hexi.planner.joint.pipes import Pipe, PipeStage
+from megatron_hexi.planner.joint.placing import StageGpus, StagePlace, find_gpus, number_ranks
 from megatron_hexi.planner.joint.pools import Pools
 from megatron_hexi.planner.layouts.layout import Layout, build_domain, with_experts
 from megatron_hexi.planner.layouts.trial import Candidate, Judge, Trial, order_of
@@ -32,7 +32,7 @@ from megatron_hexi.planner.search.solver import refine
 
 
 class Assembly:
-    """Puts plans together, for one micro-batch size; stages that are alike are searched once.
+    """Builds plans for one micro-batch size; equal stages are searched once.
 
     Args:
         request: what is planned.
@@ -51,7 +51,7 @@ class Assembly:
         self.trials = 0
 
     def run(self, packed: Packed, *, polished: bool) -> Candidate | None:
-        """The plan of packed replicas; ``None`` where its parts of nodes do not add up.
+        """Return the plan of packed replicas; ``None`` where their parts of nodes do not add up.
 
         Args:
             packed: the replicas.
@@ -74,17 +74,21 @@ class Assembly:
         again = []
         for number, (column, count) in enumerate(zip(packed.columns, packed.micro_batches, strict=True)):
             depth = len(column.pipe.stages)
-            trials = [best[1][Place(number, stage, depth)] for stage in range(depth)]
-            again.append(self._dealt_again(column.pipe, count, column.shards, trials))
+            trials = [best[1][StagePlace(number, stage, depth)] for stage in range(depth)]
+            again.append(self._reassigned(column.pipe, count, column.shards, trials))
         if again != pipes:
-            other = self._assemble(again, packed.micro_batches, placed, fleets)
-            best = min(best, other, key=lambda one: one[0].order)
+            reassembled = self._assemble(again, packed.micro_batches, placed, fleets)
+            best = min(best, reassembled, key=lambda assembled: assembled[0].order)
         return best[0] if self._job.model.is_uniform else with_layers_moved(best[0], self._cluster)
 
     def _assemble(
-        self, pipes: Sequence[Pipe], micro_batches: Sequence[int], placed: Placed, fleets: dict[Place, Fleet]
-    ) -> tuple[Candidate, dict[Place, Trial]]:
-        """A candidate, and the search's trial of each stage."""
+        self,
+        pipes: Sequence[Pipe],
+        micro_batches: Sequence[int],
+        placed: StageGpus,
+        fleets: dict[StagePlace, Fleet],
+    ) -> tuple[Candidate, dict[StagePlace, Trial]]:
+        """Return a candidate, and the search's trial of each stage."""
         trials = {}
         for place in sorted(placed):
             stage = pipes[place.replica].stages[place.stage]
@@ -102,13 +106,13 @@ class Assembly:
     def _domain(
         self,
         fleet: Fleet,
-        place: Place,
-        stage: Stage,
+        place: StagePlace,
+        stage: PipeStage,
         first_layer: int | None,
         micro_batches: int,
         replicas: int,
     ) -> Trial:
-        """The best domain on a stage's GPUs; `first_layer` says which layers it has, where these differ."""
+        """Return the best domain on a stage's GPUs; `first_layer` says which layers, where they differ."""
         part = ModelPart(
             layers=stage.layers,
             again=layers_again(stage.layers, stage.recompute),
@@ -141,22 +145,26 @@ class Assembly:
             self.trials += judge.trials
         return replace(self._found[name], fleet=fleet)
 
-    def _dealt_again(self, pipe: Pipe, micro_batches: int, shards: int, trials: Sequence[Trial]) -> Pipe:
-        """The layers by what stages really take, as far as their tables say what fits."""
+    def _reassigned(self, pipe: Pipe, micro_batches: int, shards: int, trials: Sequence[Trial]) -> Pipe:
+        """Return the pipeline with layers reassigned by the stages' timed seconds."""
         took = [
             (stage.layers, trial.timing.pipelines[0].stages[0].total)
             for stage, trial in zip(pipe.stages, trials, strict=True)
         ]
-        other = self._search.layered(pipe.shapes, micro_batches, shards, timed=True, took=took)
-        if other is None:
+        layered = self._search.layered(pipe.shapes, micro_batches, shards, timed=True, took=took)
+        if layered is None:
             return pipe
-        both = zip(pipe.stages, other.stages, strict=True)
+        both = zip(pipe.stages, layered.stages, strict=True)
         return replace(pipe, stages=tuple(old if old.layers == new.layers else new for old, new in both))
 
     def _repeated(
-        self, pipes: Sequence[Pipe], micro_batches: Sequence[int], placed: Placed, trials: dict[Place, Trial]
+        self,
+        pipes: Sequence[Pipe],
+        micro_batches: Sequence[int],
+        placed: StageGpus,
+        trials: dict[StagePlace, Trial],
     ) -> Candidate:
-        """Replicas of one stage, all alike but for their domains: Megatron's own optimizer holds them."""
+        """Build replicas of a single stage, equal but for their domains, as Megatron's optimizer has them."""
         stage, count = pipes[0].stages[0], len(pipes)
         together = sum(micro_batches) * self._timer.micro_batch_size
         job = replace(
@@ -183,9 +191,13 @@ class Assembly:
         return best
 
     def _staged(
-        self, pipes: Sequence[Pipe], micro_batches: Sequence[int], placed: Placed, trials: dict[Place, Trial]
+        self,
+        pipes: Sequence[Pipe],
+        micro_batches: Sequence[int],
+        placed: StageGpus,
+        trials: dict[StagePlace, Trial],
     ) -> Candidate:
-        """Stages with layers of their own."""
+        """Build a plan whose stages have different layers."""
         gpus = number_ranks(self._cluster, placed)
         rank = {gpu: number for number, gpu in enumerate(gpus)}
         replicas = []
@@ -193,10 +205,10 @@ class Assembly:
             stages = []
             first = 0
             for s, stage in enumerate(pipe.stages):
-                trial = trials[Place(number, s, len(pipe.stages))]
+                trial = trials[StagePlace(number, s, len(pipe.stages))]
                 ranks = {
-                    unit: tuple(sorted(rank[gpu] for gpu in one.gpus[0]))
-                    for unit, one in enumerate(trial.fleet.units)
+                    unit: tuple(sorted(rank[gpu] for gpu in fleet_unit.gpus[0]))
+                    for unit, fleet_unit in enumerate(trial.fleet.units)
                 }
                 domain = build_domain(trial.fleet, trial.layouts[0], ranks, gpus)
                 alone = Replica((PlanStage((domain,)),))
@@ -222,13 +234,13 @@ class Assembly:
 
 
 def _is_repeated(pipes: Sequence[Pipe]) -> bool:
-    """Whether the job's one pipeline stage is the same for all, as far as Megatron's flags say it."""
+    """Whether all replicas have a single stage that Megatron's flags describe."""
     kinds = {(len(pipe.stages), pipe.stages[0].shape.width, pipe.stages[0].recompute) for pipe in pipes}
     return len(kinds) == 1 and len(pipes[0].stages) == 1
 
 
 def _alike(fleet: Fleet) -> tuple[object, ...]:
-    """Units by kind, by the nodes that they share, and by links."""
+    """A key of equal fleets: units by kind, by shared nodes, and by links."""
     cluster = fleet.cluster
     order = {site: number for number, site in enumerate(dict.fromkeys(unit.site for unit in fleet.units))}
     units = []

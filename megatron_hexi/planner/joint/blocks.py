@@ -1,4 +1,4 @@
-"""Blocks of a pipeline: stages that follow each other and are alike.
+"""Blocks of a pipeline: consecutive equal stages on the same pools.
 
 Pools of GPUs are joined to blocks; a block's stages all have the same part of each of its pools.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from megatron_hexi.planner.joint.pools import Counts, Pools, Shape, pools_of
+from megatron_hexi.planner.joint.pools import Counts, Pools, StageShape, pools_of
 from megatron_hexi.planner.search.groupings import set_partitions
 
 #: Stages of a block whose stages mix kinds of GPU, at most.
@@ -21,15 +21,15 @@ _LEFT_OVER = 1 / 8
 _FEW = 3
 
 
-class Block(NamedTuple):
-    """Stages that are alike."""
+class StageBlock(NamedTuple):
+    """Consecutive stages of one shape."""
 
-    shape: Shape
+    shape: StageShape
     stages: int
 
 
 class Blocks:
-    """What a replica's GPUs can be cut into.
+    """The blocks into which a replica's GPUs can be cut.
 
     Args:
         pools: of the cluster.
@@ -61,9 +61,9 @@ class Blocks:
             counts
         )
 
-    def _options(self, counts: Counts, only: int | None) -> list[Block]:
-        """What stages a block may be cut into: alike, aligned with nodes, little left over."""
-        found = []
+    def _options(self, counts: Counts, only: int | None) -> list[StageBlock]:
+        """Possible blocks on these GPUs: equal stages, aligned with nodes, few GPUs left over."""
+        blocks = []
         kinds = pools_of(counts)
         pools = self._pools.pools
         for width in self._widths if only is None else [only]:
@@ -83,19 +83,19 @@ class Blocks:
                 if self._size is not None:
                     fixed = _trimmed(each, kinds, width, self._size)
                     if fixed is not None:
-                        found.append(Block(Shape(fixed, width), depth))
+                        blocks.append(StageBlock(StageShape(fixed, width), depth))
                     continue
                 left = sum(counts) - depth * sum(each)
                 aligned = (depth == 1 and len(kinds) > 1) or all(
                     self._pools.tiles(pool, each[pool]) for pool in kinds
                 )
                 if left <= _LEFT_OVER * sum(counts) and aligned:
-                    found.append(Block(Shape(each, width), depth))
-        return found
+                    blocks.append(StageBlock(StageShape(each, width), depth))
+        return blocks
 
 
 def _trimmed(each: Counts, kinds: list[int], width: int, size: int) -> Counts | None:
-    """A stage with GPUs of the last pools taken away until so many units are left; ``None``: too few are.
+    """GPUs of a stage, reduced from the last pools to this number of units; ``None``: too few.
 
     Args:
         each: GPUs of each pool.
@@ -112,7 +112,7 @@ def _trimmed(each: Counts, kinds: list[int], width: int, size: int) -> Counts | 
 
 
 def _partitions(kinds: list[int]) -> Iterator[list[list[int]]]:
-    """Blocks of pools: all partitions of a few; of more those with one or two blocks of several pools."""
+    """Partitions of pools into blocks: all of a few pools, else those with one or two mixed blocks."""
     if len(kinds) <= _FEW:
         yield from set_partitions(kinds)
         return

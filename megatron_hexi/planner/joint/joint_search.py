@@ -1,4 +1,4 @@
-"""The joint search: replicas, pipelines, stages and domains of a job on a cluster, all chosen together."""
+"""The joint search over replicas, pipelines, stages and domains of a job on a cluster."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _POLISHED, _TIED = 2, 1.01
 
 
 class JointSearch:
-    """Layouts of one micro-batch size.
+    """Searches the layouts of one micro-batch size.
 
     Args:
         request: what is planned.
@@ -49,28 +49,28 @@ class JointSearch:
 
     @property
     def trials(self) -> int:
-        """Layouts that were timed, besides the timer's."""
+        """Number of layouts that were timed, besides the timer's."""
         return self._assembly.trials
 
-    def run(self, tell: Progress, faster_than: float, *, fewest: bool) -> Iterator[Candidate]:
-        """The best plan of each class of replicas, as long as it may be the best of all.
+    def run(self, progress: Progress, faster_than: float, *, fewest: bool) -> Iterator[Candidate]:
+        """Yield the best plans of each class of replicas, as long as they may be the best of all.
 
         Args:
-            tell: told how far it is.
+            progress: callback, receives (phase, done, total).
             faster_than: seconds of an iteration; slower plans are of no use.
             fewest: only plans of the fewest replicas, which need least memory.
         """
         whole = self._columns(1)
-        found = self._find(whole, 1, tell, faster_than, fewest=fewest)
-        if not (fewest or whole.looks_at_all or "data_parallel" in self._request.fixed):
-            found += self._repeated(tell, faster_than)
+        sets = self._find(whole, 1, progress, faster_than, fewest=fewest)
+        if not (fewest or whole.is_exhaustive or "data_parallel" in self._request.fixed):
+            sets += self._repeated(progress, faster_than)
         unique: dict[tuple[object, ...], Packed] = {}
-        for packed in sorted(found, key=lambda packed: (len(packed.columns) > 1, packed.seconds)):
+        for packed in sorted(sets, key=lambda packed: (len(packed.columns) > 1, packed.seconds)):
             unique.setdefault(_name(packed), packed)
         finalists = list(unique.values())[:_FINALISTS]
         tried: list[tuple[Candidate, Packed]] = []
         for number, packed in enumerate(finalists):
-            tell("finalists", number, len(finalists) + 1)
+            progress("finalists", number, len(finalists) + 1)
             if packed.seconds > _error(packed) * faster_than:
                 continue
             candidate = self._assembly.run(packed, polished=False)
@@ -79,37 +79,45 @@ class JointSearch:
                 if candidate.fits:
                     faster_than = min(faster_than, candidate.iteration_s)
                 yield candidate
-        tried.sort(key=lambda one: one[0].order)
+        tried.sort(key=lambda entry: entry[0].order)
         for candidate, packed in tried[:_POLISHED]:
             if candidate.iteration_s < _TIED * tried[0][0].iteration_s:
                 polished = self._assembly.run(packed, polished=True)
                 if polished is not None:
                     yield polished
 
-    def _repeated(self, tell: Progress, faster_than: float) -> list[Packed]:
-        """Replicas of one part of the fleet and the batch, as often as there are equal parts.
+    def _repeated(self, progress: Progress, faster_than: float) -> list[Packed]:
+        """Replicas for one of several equal parts of the fleet and the batch, repeated for each part.
 
         Of a large fleet only some choices of GPUs are looked at; a part is small enough for more.
         """
         parts = math.gcd(self._micro_batches, *(len(pool.nodes) for pool in self._pools.pools))
         for copies in (number for number in range(parts, 1, -1) if parts % number == 0):
-            found = self._find(self._columns(copies), copies, tell, faster_than)
-            if found:
+            sets = self._find(self._columns(copies), copies, progress, faster_than)
+            if sets:
                 return [
-                    replace(one, columns=one.columns * copies, micro_batches=one.micro_batches * copies)
-                    for one in found
+                    replace(
+                        packed, columns=packed.columns * copies, micro_batches=packed.micro_batches * copies
+                    )
+                    for packed in sets
                 ]
         return []
 
     def _columns(self, copies: int) -> ReplicaColumns:
-        """Replicas of one of so many equal parts of the fleet and the batch."""
+        """Candidate replicas for one of `copies` equal parts of the fleet and the batch."""
         micro_batches, pools = self._micro_batches // copies, self._pools.part(copies)
         return ReplicaColumns(self._request, self._timer, pools, self._pipelines, micro_batches)
 
     def _find(
-        self, part: ReplicaColumns, copies: int, tell: Progress, faster_than: float, *, fewest: bool = False
+        self,
+        part: ReplicaColumns,
+        copies: int,
+        progress: Progress,
+        faster_than: float,
+        *,
+        fewest: bool = False,
     ) -> list[Packed]:
-        """The best sets of replicas of each class, for one of so many equal parts.
+        """The best sets of replicas of each class, for one of `copies` equal parts.
 
         Between replicas of other tensor-parallel sizes gradients would have to be cut anew, which costs more
         than other sizes bring: there all have the same.
@@ -117,29 +125,29 @@ class JointSearch:
         classes = [some for some in (self._replicas(part, shards) for shards in _CLASSES) if len(some)]
         if fewest:
             del classes[1:]
-        found: list[Packed] = []
+        sets: list[Packed] = []
         for number, replicas in enumerate(classes):
-            tell("replicas and pipelines", number, len(classes))
+            progress("replicas and pipelines", number, len(classes))
             shards = _class_of(replicas[0] * copies)
             for width in [None] if replicas[0] == 1 else self._timer.widths:
                 columns = part.find(_class_of(replicas[0]), shards, width)
                 if width is None and len(self._timer.widths) > 1:
-                    found += self._of_one_width(part, shards, _FAR * _least(faster_than, found))
+                    sets += self._of_one_width(part, shards, _FAR * _least(faster_than, sets))
                 whole = [column for column in columns if len(column.pipe.stages) == 1]
                 for some in (columns, whole):
-                    found += _best(part, some, replicas, _FAR * _least(faster_than, found))
+                    sets += _best(part, some, replicas, _FAR * _least(faster_than, sets))
                 for some in _alike(columns) if replicas[0] > 1 else ():
-                    found += itertools.islice(_best(part, some, replicas, _least(faster_than, found)), 1)
-        return found
+                    sets += itertools.islice(_best(part, some, replicas, _least(faster_than, sets)), 1)
+        return sets
 
     def _of_one_width(self, part: ReplicaColumns, shards: int, most_s: float) -> Iterator[Packed]:
-        """The best single replica whose stages all have one tensor-parallel size, for each size."""
+        """The best single replica of each tensor-parallel size, the same in all stages."""
         for width in self._timer.widths:
             columns = part.find(1, shards, width, whole=False)
             yield from itertools.islice(_best(part, columns, range(1, 2), most_s), 1)
 
     def _replicas(self, part: ReplicaColumns, shards: int) -> range:
-        """Numbers of replicas of a class; none where another is fixed, or there is no batch for them."""
+        """Numbers of replicas in a class, limited to the fixed number and to the batch."""
         most = min(part.micro_batches, sum(part.pools.totals))
         if "data_parallel" in self._request.fixed:
             fixed = self._request.job.data_parallel
@@ -155,22 +163,22 @@ def _error(packed: Packed) -> float:
     return _NEARLY_EXACT if alone and not is_mixed else _NEAR
 
 
-def _least(seconds: float, found: list[Packed]) -> float:
-    """Of an iteration, of all that was found."""
-    return min([seconds, *(one.seconds for one in found)])
+def _least(seconds: float, sets: list[Packed]) -> float:
+    """The least seconds of an iteration, of a known time and of packed replicas."""
+    return min([seconds, *(packed.seconds for packed in sets)])
 
 
 def _alike(columns: list[Column]) -> list[list[Column]]:
-    """Pipelines by the layers of their stages: replicas of the same sum each stage's gradients by itself."""
-    found: dict[tuple[int, ...], list[Column]] = {}
+    """Columns with several stages, grouped by the layers of their stages."""
+    by_layers: dict[tuple[int, ...], list[Column]] = {}
     for column in columns:
         if len(column.pipe.stages) > 1:
-            found.setdefault(tuple(stage.layers for stage in column.pipe.stages), []).append(column)
-    return list(found.values())
+            by_layers.setdefault(tuple(stage.layers for stage in column.pipe.stages), []).append(column)
+    return list(by_layers.values())
 
 
 def _best(part: ReplicaColumns, columns: list[Column], replicas: range, most_s: float) -> Iterator[Packed]:
-    """The best sets of columns within a time, each without those of the ones before."""
+    """The best sets of columns within a time, each without the columns of the sets before."""
     least = 0.0
     for _ in range(_RIVALS[replicas[-1] > 1]):
         packed = _packed(part, columns, replicas, least, most_s)
@@ -186,7 +194,7 @@ def _best(part: ReplicaColumns, columns: list[Column], replicas: range, most_s: 
 def _packed(
     part: ReplicaColumns, columns: list[Column], replicas: range, least: float, most: float
 ) -> Packed | None:
-    """The best set of columns, all of them timed, that takes so many seconds at most."""
+    """The best set of timed columns that takes at most `most` seconds."""
     for _ in range(_ROUNDS):
         packed = pack(columns, part.micro_batches, part.pools.totals, replicas, least, most, equal=part.equal)
         if packed is None:
@@ -206,6 +214,6 @@ def _class_of(replicas: int) -> int:
 
 
 def _name(packed: Packed) -> tuple[object, ...]:
-    """The same for replicas of the same stages."""
+    """A key that is equal for replicas of the same stages."""
     stages = (tuple(stage[:3] for stage in column.pipe.stages) for column in packed.columns)
     return (*zip(stages, packed.micro_batches, strict=True),)

@@ -1,4 +1,4 @@
-"""One layer on anything that a stage could run on: its times, and what it keeps, by the cost model.
+"""Times and memory of one layer, by the cost model, on any GPUs that a stage could have.
 
 A domain is laid out for speed on the first GPUs of each pool, in the best of a few groupings, and timed. Of
 several pools the time is only known roughly at first: their own times, as if they worked side by side, longer
@@ -24,7 +24,7 @@ from megatron_hexi.cost.memory import FRAGMENTATION, ModelPart, part_memory
 from megatron_hexi.cost.memory_terms import sum_terms
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units
-from megatron_hexi.planner.joint.pools import Pools, Shape
+from megatron_hexi.planner.joint.pools import Pools, StageShape
 from megatron_hexi.planner.layouts.experts import ExpertRule
 from megatron_hexi.planner.layouts.layout import Grouping
 from megatron_hexi.planner.layouts.trial import Judge, Trial
@@ -45,7 +45,7 @@ _ONE_LAYER = ModelPart(layers=1, again=1, is_first=True, is_last=True, ahead=1)
 
 @dataclass(frozen=True, eq=False)
 class LayerTimes:
-    """One layer of a micro-batch on a stage, by the cost model; arrays over the stage's pools.
+    """Times and memory of one layer of a micro-batch on a stage; arrays over the stage's pools.
 
     Args:
         forward: seconds.
@@ -76,14 +76,14 @@ class LayerTimes:
     expert_copies: int
 
     def slower(self, factor: float) -> LayerTimes:
-        """The same with longer times."""
+        """Return this layer with longer times."""
         return replace(
             self, forward=self.forward * factor, backward=self.backward * factor, again=self.again * factor
         )
 
     @property
     def seconds(self) -> float:
-        """Both ways, without recomputation."""
+        """Seconds of forward and backward, without recomputation."""
         return self.forward + self.backward
 
     @property
@@ -93,7 +93,7 @@ class LayerTimes:
 
 
 class LayerTimer:
-    """Layers of one job's micro-batches; each is timed when it is asked for.
+    """Times layers of one job's micro-batches, each when it is first asked for.
 
     Args:
         job: of one micro-batch, with core attention computed again.
@@ -121,22 +121,22 @@ class LayerTimer:
 
     @property
     def trials(self) -> int:
-        """Layouts that were timed."""
+        """Number of layouts that were timed."""
         return sum(judge.trials for judge in self._judges.values())
 
     def seconds_alone(self, pool: int) -> float:
-        """What a micro-batch takes on one GPU at its best rates, all layers, without recomputation."""
+        """Seconds of a micro-batch, all layers, on one GPU at its best rates without recomputation."""
         job = replace(self.job(self.widths[0]), recompute="none")
         speeds = device_speeds(self.pools.pools[pool].device, job)
         tokens = self.micro_batch_size * job.seq_length
         return tokens * (token_seconds(speeds, job) + attention_seconds(speeds, job, causal=True))
 
     def job(self, width: int) -> Job:
-        """The job of units of a size, of one micro-batch."""
+        """The job of one micro-batch with units of a tensor-parallel size."""
         return self._fleets[width].job
 
-    def _layer(self, shape: Shape, timed: bool) -> LayerTimes | None:
-        """A layer of such a stage; ``None`` where it cannot be cut so.
+    def _layer(self, shape: StageShape, timed: bool) -> LayerTimes | None:
+        """Return a layer on a stage of this shape; ``None``: the shape is impossible.
 
         Args:
             shape: what it runs on.
@@ -145,17 +145,17 @@ class LayerTimer:
         """
         if timed or len(shape.kinds) == 1:
             return self._timed(shape)
-        beside = self._beside(shape)
+        beside = self._without_waiting(shape)
         return None if beside is None else beside.slower(self._waiting(tuple(shape.kinds), shape.width))
 
-    def _beside(self, shape: Shape) -> LayerTimes | None:
-        """Its pools side by side, none of which waits for another."""
+    def _without_waiting(self, shape: StageShape) -> LayerTimes | None:
+        """Return a layer on the stage's pools as if none waited for another."""
         alone = [self.layer(_only(shape, pool), True) for pool in shape.kinds]
-        known = [one for one in alone if one is not None]
+        known = [layer for layer in alone if layer is not None]
         return _side_by_side(known) if len(known) == len(alone) else None
 
     def _waiting_factor(self, kinds: tuple[int, ...], width: int) -> float:
-        """The factor by which stages of some pools take longer: that of one of a few units.
+        """The factor by which waiting slows stages of these pools, timed with a few units.
 
         Args:
             kinds: the pools.
@@ -167,14 +167,14 @@ class LayerTimer:
             self.pools.rounded(pool, min(most, pools[pool].gpus), width) if pool in kinds else 0
             for pool in range(len(pools))
         )
-        shape = Shape(counts, width)
+        shape = StageShape(counts, width)
         if any(not counts[pool] for pool in kinds):
             return 1.0
-        beside, timed = self._beside(shape), self.layer(shape, True)
+        beside, timed = self._without_waiting(shape), self.layer(shape, True)
         return 1.0 if beside is None or timed is None else timed.seconds / beside.seconds
 
-    def _trial(self, shape: Shape) -> LayerTimes | None:
-        """The best of a few groupings."""
+    def _trial(self, shape: StageShape) -> LayerTimes | None:
+        """Time a layer with the best of a few groupings."""
         fleet = self._stage_fleet(shape)
         if fleet is None:
             return None
@@ -189,7 +189,9 @@ class LayerTimer:
             return judge.try_out(fleet, [guess.layout(groupings[place], 1)], WINDOW)
 
         # From groups of a node on to larger ones as long as that is faster, or else to smaller ones.
-        start = next((place for place, one in enumerate(groupings) if len(one) >= len(fleet.sites)), 0)
+        start = next(
+            (place for place, grouping in enumerate(groupings) if len(grouping) >= len(fleet.sites)), 0
+        )
         best = timed(start)
         for step in (-1, 1):
             place, before = start + step, best
@@ -210,13 +212,13 @@ class LayerTimer:
             best = trial
         return self._read(shape, best)
 
-    def _stage_fleet(self, shape: Shape) -> Fleet | None:
+    def _stage_fleet(self, shape: StageShape) -> Fleet | None:
         fleet = self._fleets[shape.width]
         gpus = set(self.pools.some_gpus(shape))
         units = [number for number, unit in enumerate(fleet.units) if gpus.issuperset(unit.gpus[0])]
         return fleet.subset(units) if len(units) * shape.width == len(gpus) else None
 
-    def _read(self, shape: Shape, trial: Trial) -> LayerTimes:
+    def _read(self, shape: StageShape, trial: Trial) -> LayerTimes:
         (section,), (stage,) = trial.timing.sections, trial.timing.stages
         pool_of_node = {node: pool for pool in shape.kinds for node in self.pools.pools[pool].nodes}
         nodes = [self.cluster.ranks[gpu].node for gpu in section.placement.gpus[:, 0].tolist()]
@@ -229,9 +231,9 @@ class LayerTimer:
         ]
 
         def most(values: Floats) -> Floats:
-            found = np.zeros(len(shape.kinds))
-            np.maximum.at(found, pool, values)
-            return found
+            largest = np.zeros(len(shape.kinds))
+            np.maximum.at(largest, pool, values)
+            return largest
 
         whole = 1 + FRAGMENTATION
         return LayerTimes(
@@ -250,14 +252,14 @@ class LayerTimer:
         )
 
 
-def _only(shape: Shape, pool: int) -> Shape:
-    """What a stage has of one pool."""
-    return Shape(tuple(count * (place == pool) for place, count in enumerate(shape.counts)), shape.width)
+def _only(shape: StageShape, pool: int) -> StageShape:
+    """The part of a stage's shape in one pool."""
+    return StageShape(tuple(count * (place == pool) for place, count in enumerate(shape.counts)), shape.width)
 
 
 def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
-    """A layer whose tokens are dealt over pools by their speeds, each as it would work alone."""
-    speeds = np.array([1 / one.seconds for one in layers])
+    """Join pools' layers: tokens in proportion to the pools' speeds, without waiting."""
+    speeds = np.array([1 / layer.seconds for layer in layers])
     share = speeds / speeds.sum()
 
     def together(seconds: Sequence[float]) -> float:
@@ -265,15 +267,15 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
 
     def joined(field: str) -> Floats:
         return np.concatenate(
-            [getattr(one, field) * part for one, part in zip(layers, share, strict=True)], axis=-1
+            [getattr(layer, field) * part for layer, part in zip(layers, share, strict=True)], axis=-1
         )
 
     return LayerTimes(
-        forward=together([one.forward for one in layers]),
-        backward=together([one.backward for one in layers]),
-        again=together([one.again for one in layers]),
-        logits=together([one.logits for one in layers]),
-        units=np.concatenate([one.units for one in layers]),
+        forward=together([layer.forward for layer in layers]),
+        backward=together([layer.backward for layer in layers]),
+        again=together([layer.again for layer in layers]),
+        logits=together([layer.logits for layer in layers]),
+        units=np.concatenate([layer.units for layer in layers]),
         tokens=joined("tokens"),
         kept=joined("kept"),
         working=joined("working"),
@@ -296,29 +298,29 @@ def _attention_again(layer: Layer) -> float:
 
 
 def _spread_sizes(fleet: Fleet, best: Trial, heads: int) -> list[int]:
-    """Sizes of groups that may do better over many nodes: as now, and with a head each."""
+    """Group sizes that may be faster across nodes: the present size, and a unit for each head."""
     sizes = {max(len(part.units) for part in best.layouts[0].parts), heads}
     return sorted(size for size in sizes if 1 < size < len(fleet.units)) if len(fleet.sites) > 1 else []
 
 
 def _groupings(fleet: Fleet, heads: int) -> list[Grouping]:
-    """From one group of all units to groups of one: by nodes joined, whole, and cut.
+    """Groupings from one group of all units down to single units: nodes joined, whole, and cut.
 
     Args:
         fleet: the units.
         heads: a group has no more units than these.
     """
     sites, units = fleet.sites, tuple(range(len(fleet.units)))
-    found: list[Grouping] = [(units,)]
+    groupings: list[Grouping] = [(units,)]
     joined = 2 ** max(0, (len(sites) - 1).bit_length() - 1)
     while joined > 1:
         runs = [sites[place : place + joined] for place in range(0, len(sites), joined)]
-        found.append(tuple(tuple(unit for site in some for unit in site) for some in runs))
+        groupings.append(tuple(tuple(unit for site in run for unit in site) for run in runs))
         joined //= 2
-    found.append(sites)
+    groupings.append(sites)
     for parts in (2, 4):
         if all(len(site) % parts == 0 and len(site) > parts for site in sites):
-            found.append(tuple(site[part::parts] for site in sites for part in range(parts)))
-    found.append(tuple((unit,) for unit in units))
-    named = dict.fromkeys(tuple(sorted(map(tuple, grouping))) for grouping in found)
+            groupings.append(tuple(site[part::parts] for site in sites for part in range(parts)))
+    groupings.append(tuple((unit,) for unit in units))
+    named = dict.fromkeys(tuple(sorted(map(tuple, grouping))) for grouping in groupings)
     return [grouping for grouping in named if max(map(len, grouping)) <= heads]

@@ -1,4 +1,4 @@
-"""Which replicas together: columns packed into the fleet so that the iteration is shortest.
+"""Chooses the replicas of a plan: packs columns into the fleet for the shortest iteration.
 
 For a time of the iteration each column takes so many micro-batches; CP-SAT says whether some of the columns,
 each as often as there are GPUs for it, take the whole batch. The least time for which they do is found by
@@ -17,7 +17,7 @@ from ortools.sat.python import cp_model
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.planner.joint.pools import Counts
 from megatron_hexi.planner.joint.replica_columns import Column
-from megatron_hexi.planner.layouts.deal import deal_in_turn
+from megatron_hexi.planner.layouts.deal import assign_in_turn
 
 #: The bisection ends where the time is known to this factor.
 _CLOSE = 1.003
@@ -53,7 +53,7 @@ def pack(
     *,
     equal: bool = False,
 ) -> Packed | None:
-    """The best set of replicas; ``None`` where none takes the batch in time.
+    """Return the best set of replicas; ``None`` where none finishes the batch in time.
 
     Args:
         columns: to choose from.
@@ -84,18 +84,21 @@ def pack(
     high = min(top, best.seconds)
     while high / low > _CLOSE:
         middle = math.sqrt(low * high)
-        found = _packed(columns, middle, micro_batches, totals, replicas)
-        if found is None:
+        packed = _packed(columns, middle, micro_batches, totals, replicas)
+        if packed is None:
             low = middle
         else:
-            best, high = min(best, found, key=lambda one: one.seconds), min(middle, found.seconds)
+            best, high = (
+                min(best, packed, key=lambda packed_set: packed_set.seconds),
+                min(middle, packed.seconds),
+            )
     return replace(best, least_s=low)
 
 
 def _equal(
     columns: Sequence[Column], micro_batches: int, totals: Counts, replicas: range, most_s: float
 ) -> Packed | None:
-    """The best column taken several times; ``None`` where no number of replicas shares the batch in time."""
+    """Return the best column taken several times; ``None`` where equal shares do not finish in time."""
     best: Packed | None = None
     for column in columns:
         room = min(total // count for count, total in zip(column.counts, totals, strict=True) if count)
@@ -122,8 +125,8 @@ def _packed(
     most = np.min(np.array(totals) // np.maximum(gpus, 1), axis=1, where=gpus > 0, initial=replicas[-1])
     model = cp_model.CpModel()
     taken = [model.new_int_var(0, count, "") for count in most.tolist()]
-    for own, total in zip(gpus.T.tolist(), totals, strict=True):
-        model.add(cp_model.LinearExpr.weighted_sum(taken, own) <= total)
+    for counts, total in zip(gpus.T.tolist(), totals, strict=True):
+        model.add(cp_model.LinearExpr.weighted_sum(taken, counts) <= total)
     model.add(cp_model.LinearExpr.weighted_sum(taken, taking.tolist()) >= micro_batches)
     model.add_linear_constraint(sum(taken), replicas[0], replicas[-1])
     solver = cp_model.CpSolver()
@@ -135,11 +138,11 @@ def _packed(
     chosen = [
         column for (column, _), var in zip(offers, taken, strict=True) for _ in range(solver.value(var))
     ]
-    return _dealt(chosen, micro_batches)
+    return _with_batch(chosen, micro_batches)
 
 
 def _most(gpus: Ints, taking: Ints, totals: Ints) -> float:
-    """No set of columns takes more: at any prices of GPUs, all are worth so much of the best value for money.
+    """An upper bound on the micro-batches of any set of columns, by prices of GPUs.
 
     Prices are those at which each pool alone is worth the same: what its own best columns make of it.
 
@@ -151,11 +154,11 @@ def _most(gpus: Ints, taking: Ints, totals: Ints) -> float:
     alone = gpus == gpus.sum(axis=1, keepdims=True)
     prices = np.max(taking[:, None] / np.maximum(gpus, 1), axis=0, where=alone, initial=0)
     costs = [(gpus @ each, totals @ each) for each in (prices, np.ones(len(totals)))]
-    return min(float((taking / own).max() * all_of_them) for own, all_of_them in costs if own.all())
+    return min(float((taking / cost).max() * all_of_them) for cost, all_of_them in costs if cost.all())
 
 
 def _undominated(columns: Sequence[Column], seconds: float, micro_batches: int) -> list[tuple[Column, int]]:
-    """Columns with what they take in so many seconds, but for those that another one does with fewer GPUs."""
+    """Columns with their micro-batches in a time, without those that others match with fewer GPUs."""
     offers = [(column, min(micro_batches, column.micro_batches(seconds))) for column in columns]
     offers = [offer for offer in offers if offer[1]]
     if not offers:
@@ -167,11 +170,11 @@ def _undominated(columns: Sequence[Column], seconds: float, micro_batches: int) 
     return [offer for offer, dominated in zip(offers, fewer, strict=True) if not dominated]
 
 
-def _dealt(columns: Sequence[Column], micro_batches: int) -> Packed | None:
-    """Replicas with their micro-batches, one at least each; ``None`` where there are fewer."""
+def _with_batch(columns: Sequence[Column], micro_batches: int) -> Packed | None:
+    """Replicas with at least one micro-batch each; ``None`` where there are too few."""
     if len(columns) > micro_batches:
         return None
-    counts = deal_in_turn(micro_batches, [column.seconds for column in columns], least=1)
+    counts = assign_in_turn(micro_batches, [column.seconds for column in columns], least=1)
     # Gradients go round all replicas at the pace of the slowest.
     longest = max(
         column.seconds(count) - column.sync_s for column, count in zip(columns, counts, strict=True)

@@ -1,4 +1,4 @@
-"""The best pipeline on a replica's GPUs: which stages, in which order, with how many layers each.
+"""Searches the best pipeline on a replica's GPUs: its stages, their order and their layers.
 
 Pools of GPUs are joined to blocks: a block's stages all have the same part of each of its pools. For a time
 that no stage may pass, a table says how many layers a stage carries. So, block by block from the last stage
@@ -18,8 +18,8 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.planner.joint.blocks import Blocks
-from megatron_hexi.planner.joint.pipes import Pipe, Stage, least_longest, moved_layers
-from megatron_hexi.planner.joint.pools import Counts, Shape
+from megatron_hexi.planner.joint.pipes import Pipe, PipeStage, least_longest, moved_layers
+from megatron_hexi.planner.joint.pools import Counts, StageShape
 from megatron_hexi.planner.joint.stage_tables import DEEPEST, StageTables
 from megatron_hexi.planner.request import Request
 
@@ -34,8 +34,8 @@ _CHARGED = ((2.0, 0.0), (0.0, 0.0), (0.0, 2.0), (1.0, 1.0), (0.5, 0.5))
 _NEVER = -(10**6)
 
 
-class _Carried(NamedTuple):
-    """The most layers that some last blocks carry, by time, and which block is the first of them.
+class _CarriedLayers(NamedTuple):
+    """The most layers that the last blocks can have, for each time, and the first block of these.
 
     Args:
         layers: [times].
@@ -49,7 +49,7 @@ class _Carried(NamedTuple):
 
 
 class PipelineSearch:
-    """Pipelines by the tables of one micro-batch size.
+    """Searches pipelines with the tables of one micro-batch size.
 
     Args:
         request: what is planned.
@@ -75,7 +75,7 @@ class PipelineSearch:
         self._between = cache(self._pools.seconds_between)
 
     def best(self, counts: Counts, micro_batches: int, shards: int, width: int | None) -> list[Pipe]:
-        """Pipelines on these GPUs, the fastest first; none where the model does not fit.
+        """Return pipelines on these GPUs, the fastest first; empty where the model does not fit.
 
         Args:
             counts: of each pool.
@@ -83,15 +83,15 @@ class PipelineSearch:
             shards: replicas that share the optimizer's state.
             width: tensor-parallel size of all stages; ``None``: each its own.
         """
-        found: list[tuple[float, list[Shape]]] = []
+        candidates: list[tuple[float, list[StageShape]]] = []
         for blocks in self._blocks.orders(counts):
-            found += self._candidates(blocks, micro_batches, shards, width)
-        found.sort(key=lambda one: one[0])
-        pipes = [self.layered(shapes, micro_batches, shards) for _, shapes in found[:_FINALISTS]]
+            candidates += self._candidates(blocks, micro_batches, shards, width)
+        candidates.sort(key=lambda candidate: candidate[0])
+        pipes = [self.layered(shapes, micro_batches, shards) for _, shapes in candidates[:_FINALISTS]]
         return sorted((pipe for pipe in pipes if pipe is not None), key=lambda pipe: pipe.seconds)
 
     def alone(self, counts: Counts, micro_batches: int, shards: int, width: int | None) -> list[Pipe]:
-        """One stage of all layers, for each tensor-parallel size that fits. Arguments as of `best`."""
+        """Return single stages, of each tensor-parallel size that fits; arguments as of `best`."""
         if 1 not in self._depths:
             return []
         blocks = (block for block in self._blocks.options(counts, width) if block.stages == 1)
@@ -100,14 +100,14 @@ class PipelineSearch:
 
     def layered(
         self,
-        shapes: Sequence[Shape],
+        shapes: Sequence[StageShape],
         micro_batches: int,
         shards: int,
         *,
         timed: bool = False,
         took: Sequence[tuple[int, float]] = (),
     ) -> Pipe | None:
-        """The layers of each stage that make the slowest as fast as can be.
+        """Return the pipeline with the layers that make its slowest stage as fast as possible.
 
         Args:
             shapes: of the stages.
@@ -146,15 +146,15 @@ class PipelineSearch:
             if took:
                 dealt = moved_layers(seconds, dealt, ways, micro_batches)
             stages = tuple(
-                Stage(shape, count, table.recompute(count), float(times[count - 1]))
+                PipeStage(shape, count, table.recompute(count), float(times[count - 1]))
                 for shape, count, table, times in zip(shapes, dealt, tables, seconds, strict=True)
             )
             pipe = Pipe(stages, tuple(ways), micro_batches, is_timed)
             best = pipe if best is None or pipe.seconds < best.seconds else best
         return best
 
-    def _ways(self, shapes: Sequence[Shape]) -> list[float]:
-        """Return the seconds that activations are under way over each border, [p - 1]."""
+    def _ways(self, shapes: Sequence[StageShape]) -> list[float]:
+        """Seconds of activations over each border, [p - 1]."""
         ways: list[float] = []
         for shape, run in itertools.groupby(shapes):
             alike = len(list(run))
@@ -165,7 +165,7 @@ class PipelineSearch:
         return ways
 
     def _times(self) -> Floats:
-        """The grid: from what all GPUs could do together to what one of the slowest takes."""
+        """The grid of times, from all GPUs together to one of the slowest GPUs."""
         rates = [self._tables.timer.seconds_alone(pool) for pool in range(len(self._pools.pools))]
         together = 1 / sum(count / seconds for count, seconds in zip(self._pools.totals, rates, strict=True))
         low, high = together / (2 * DEEPEST), 2 * max(rates)
@@ -180,12 +180,12 @@ class PipelineSearch:
         is_first: bool,
         is_last: bool,
         shards: int,
-    ) -> dict[int, _Carried]:
-        """What the stages of a block carry together, by how many there are: the most.
+    ) -> dict[int, _CarriedLayers]:
+        """The most layers that a block's stages have together, by their number.
 
         With so many stages `behind` it, and so many micro-batches under way at `most`.
         """
-        found: dict[int, _Carried] = {}
+        by_depth: dict[int, _CarriedLayers] = {}
         for number, (shape, depth) in enumerate(self._blocks.options(counts, width)):
             if behind + depth > DEEPEST:
                 continue
@@ -197,13 +197,13 @@ class PipelineSearch:
                     break
                 layers = layers + carried
             else:
-                _keep_most(found, depth, _Carried(layers, np.array(number), np.array(behind)))
-        return found
+                _keep_most(by_depth, depth, _CarriedLayers(layers, np.array(number), np.array(behind)))
+        return by_depth
 
     def _stage_layers(
-        self, shape: Shape, under_way: int, is_first: bool, is_last: bool, shards: int, alike: int
+        self, shape: StageShape, under_way: int, is_first: bool, is_last: bool, shards: int, alike: int
     ) -> Floats | None:
-        """Return the layers that a stage carries, [times].
+        """The layers that a stage can have within each time, [times].
 
         Arguments as of `StageTables.table`; `alike` is how many such stages follow each other.
         """
@@ -219,16 +219,16 @@ class PipelineSearch:
 
     def _candidates(
         self, blocks: Sequence[Counts], micro_batches: int, shards: int, width: int | None
-    ) -> Iterator[tuple[float, list[Shape]]]:
-        """For each number of stages the pipeline that is fastest by the grid: seconds, and its stages."""
-        levels = [{0: _Carried(np.zeros(len(self._grid)), np.array(0), np.array(0))}]
+    ) -> Iterator[tuple[float, list[StageShape]]]:
+        """For each number of stages the fastest pipeline on the grid: seconds and shapes."""
+        levels = [{0: _CarriedLayers(np.zeros(len(self._grid)), np.array(0), np.array(0))}]
         most = min(micro_batches, DEEPEST)
         for place in reversed(range(len(blocks))):
-            following: dict[int, _Carried] = {}
+            following: dict[int, _CarriedLayers] = {}
             ends = place == 0, place == len(blocks) - 1
             for behind, carried in levels[-1].items():
-                own = self._carry(blocks[place], width, behind, most, *ends, shards)
-                for depth, block in own.items():
+                block_layers = self._carry(blocks[place], width, behind, most, *ends, shards)
+                for depth, block in block_layers.items():
                     together = block._replace(layers=carried.layers + block.layers)
                     _keep_most(following, behind + depth, together)
             levels.append(following)
@@ -242,12 +242,12 @@ class PipelineSearch:
     def _walk(
         self,
         blocks: Sequence[Counts],
-        levels: list[dict[int, _Carried]],
+        levels: list[dict[int, _CarriedLayers]],
         depth: int,
         time: int,
         width: int | None,
-    ) -> list[Shape]:
-        shapes: list[Shape] = []
+    ) -> list[StageShape]:
+        shapes: list[StageShape] = []
         for block, level in zip(blocks, reversed(levels), strict=False):
             _, options, behind = level[depth]
             shape, stages = self._blocks.options(block, width)[options[time]]
@@ -256,8 +256,8 @@ class PipelineSearch:
         return shapes
 
 
-def _keep_most(found: dict[int, _Carried], stages: int, new: _Carried) -> None:
-    """Enter what so many stages carry, at the times at which it is more than what is known."""
+def _keep_most(found: dict[int, _CarriedLayers], stages: int, new: _CarriedLayers) -> None:
+    """Keep, at each time, the entry with the most layers for this number of stages."""
     old = found.get(stages, new)
     better = new.layers > old.layers
-    found[stages] = _Carried(*(np.where(better, a, b) for a, b in zip(new, old, strict=True)))
+    found[stages] = _CarriedLayers(*(np.where(better, a, b) for a, b in zip(new, old, strict=True)))

@@ -1,4 +1,4 @@
-"""A pipeline: its stages, and how many layers each has so that the slowest is as fast as can be."""
+"""A pipeline's stages, and the layers that make its slowest stage as fast as possible."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.pipeline import period_s
 from megatron_hexi.plan.terms import Recompute
-from megatron_hexi.planner.joint.pools import Shape
+from megatron_hexi.planner.joint.pools import StageShape
 
 #: Times that every pair of stages is asked for a layer to move.
 _MOVES = 4
 
 
-class Stage(NamedTuple):
+class PipeStage(NamedTuple):
     """A stage of a pipeline.
 
     Args:
@@ -30,7 +30,7 @@ class Stage(NamedTuple):
         seconds: of a micro-batch, forward and backward.
     """
 
-    shape: Shape
+    shape: StageShape
     layers: int
     recompute: Recompute
     seconds: float
@@ -38,7 +38,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipe:
-    """A pipeline and its micro-batches.
+    """A pipeline with its number of micro-batches.
 
     Args:
         stages: the first stage first.
@@ -47,14 +47,14 @@ class Pipe:
         timed: whether every stage was timed.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PipeStage, ...]
     ways: tuple[float, ...]
     micro_batches: int
     timed: bool
 
     @property
-    def shapes(self) -> tuple[Shape, ...]:
-        """What its stages run on."""
+    def shapes(self) -> tuple[StageShape, ...]:
+        """The shape of each stage."""
         return tuple(stage.shape for stage in self.stages)
 
     @cached_property
@@ -64,17 +64,17 @@ class Pipe:
 
     @cached_property
     def fill_s(self) -> float:
-        """What the first micro-batch takes more than a period."""
+        """Seconds of the first micro-batch beyond a period."""
         return sum(stage.seconds for stage in self.stages) + 2 * sum(self.ways) - self.period_s
 
     @property
     def seconds(self) -> float:
-        """Of all micro-batches, one after the other."""
+        """Seconds of all micro-batches."""
         return self.fill_s + self.micro_batches * self.period_s
 
 
 def least_longest(seconds: Sequence[Floats], layers: int) -> list[int] | None:
-    """How many layers each stage has so that the slowest is as fast as can be; every stage has one at least.
+    """Return the layers of each stage, at least one, that make the slowest as fast as possible.
 
     Exact, since more layers never take less. What is left to choose goes to where the last layer is dearest:
     from there one is taken first.
@@ -108,7 +108,7 @@ def least_longest(seconds: Sequence[Floats], layers: int) -> list[int] | None:
 def moved_layers(
     seconds: Sequence[Floats], dealt: Sequence[int], ways: Sequence[float], micro_batches: int
 ) -> list[int]:
-    """Layers moved from stage to stage, one at a time, as long as all micro-batches together take less.
+    """Return the layers after moves between stages, one at a time, that shorten the whole.
 
     The slowest stage counts for each micro-batch, but the first one passes them all: where there are few,
     more layers on fast stages may be worth a longer period.

@@ -1,4 +1,4 @@
-"""Which GPUs each stage gets, and in which order the job numbers them."""
+"""Chooses the GPUs of each stage, and the order of the job's ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.planner.joint.pools import Pools, Shape
+from megatron_hexi.planner.joint.pools import Pools, StageShape
 
 
-class Place(NamedTuple):
-    """A stage of a plan: the number of its replica, its own, and how many the replica has."""
+class StagePlace(NamedTuple):
+    """The place of a stage in a plan: its replica's number, its own, and the replica's stages."""
 
     replica: int
     stage: int
@@ -18,46 +18,46 @@ class Place(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """Whether it begins its replica."""
+        """Whether the stage is its replica's first."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends its replica."""
+        """Whether the stage is its replica's last."""
         return self.stage == self.stages - 1
 
     @property
     def is_end(self) -> bool:
-        """Whether it begins or ends its replica."""
+        """Whether the stage is its replica's first or last."""
         return self.is_first or self.is_last
 
 
 #: GPUs of the cluster by stage.
-Placed = dict[Place, list[int]]
+StageGpus = dict[StagePlace, list[int]]
 
 
 class _Demand(NamedTuple):
-    """A part of a node that a stage wants."""
+    """A part of a node that a stage needs."""
 
-    place: Place
+    place: StagePlace
     width: int
     gpus: int
 
 
-def find_gpus(pools: Pools, replicas: Sequence[Sequence[Shape]]) -> Placed | None:
-    """GPUs for every stage; ``None`` where parts of nodes do not add up, or ranks cannot be numbered.
+def find_gpus(pools: Pools, replicas: Sequence[Sequence[StageShape]]) -> StageGpus | None:
+    """Return GPUs for every stage; ``None`` where parts of nodes do not add up or ranks have no order.
 
     Whole nodes go first, in the stages' order. Then parts of nodes, the largest first, each to a node that
     has room beside the neighbouring stage, or else beside any. So a tensor-parallel unit is on one node, and
     neighbours are close.
     """
-    placed: Placed = {}
-    for pool, own in enumerate(pools.pools):
-        nodes, demands = list(own.nodes), []
+    placed: StageGpus = {}
+    for pool, node_pool in enumerate(pools.pools):
+        nodes, demands = list(node_pool.nodes), []
         for number, shapes in enumerate(replicas):
             for stage, shape in enumerate(shapes):
-                place = Place(number, stage, len(shapes))
-                whole, rest = divmod(shape.counts[pool], own.size)
+                place = StagePlace(number, stage, len(shapes))
+                whole, rest = divmod(shape.counts[pool], node_pool.size)
                 if whole > len(nodes):
                     return None
                 for node in nodes[:whole]:
@@ -65,7 +65,7 @@ def find_gpus(pools: Pools, replicas: Sequence[Sequence[Shape]]) -> Placed | Non
                 del nodes[:whole]
                 if rest:
                     demands.append(_Demand(place, shape.width, rest))
-        shared = _share(demands, own.size, nodes)
+        shared = _share(demands, node_pool.size, nodes)
         if shared is None:
             return None
         for node, demands_of_node in shared.items():
@@ -77,7 +77,7 @@ def find_gpus(pools: Pools, replicas: Sequence[Sequence[Shape]]) -> Placed | Non
 
 
 def _share(demands: Sequence[_Demand], size: int, nodes: Sequence[int]) -> dict[int, list[_Demand]] | None:
-    """Parts of nodes by node."""
+    """Assign demands for parts of nodes to nodes; ``None`` where there is no room."""
     shared: dict[int, list[_Demand]] = {}
     for demand in sorted(demands, key=lambda demand: (-demand.gpus, demand.place)):
         rooms = [
@@ -98,8 +98,8 @@ def _are_neighbours(one: _Demand, other: _Demand) -> bool:
     return one.place.replica == other.place.replica and abs(one.place.stage - other.place.stage) == 1
 
 
-def number_ranks(cluster: Cluster, placed: Placed) -> list[int]:
-    """The cluster's GPU of each rank of the job; none where one node alone has all ends of pipelines.
+def number_ranks(cluster: Cluster, placed: StageGpus) -> list[int]:
+    """Return the GPU of each rank; empty where one node alone has all ends of pipelines.
 
     A node's GPUs follow each other, and nodes do as in the cluster file, but for two rules of the runtime:
     the first rank stands at an end of a pipeline, where data is read, and the last one computes the loss.

@@ -1,4 +1,4 @@
-"""Nodes that are alike, and stages by what they take of them.
+"""Pools of equal nodes, and the shapes of stages: numbers of GPUs from each pool.
 
 What a stage takes is decided here in numbers of GPUs; `placing` finds the GPUs.
 """
@@ -21,7 +21,7 @@ _MOST_POOLS = 8
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Nodes that are alike, on one site.
+    """Equal nodes on one site.
 
     Args:
         device: their GPU.
@@ -37,12 +37,12 @@ class Pool:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Number of GPUs."""
         return self.size * len(self.nodes)
 
 
-class Shape(NamedTuple):
-    """What a stage runs on.
+class StageShape(NamedTuple):
+    """The GPUs of a stage, by number from each pool.
 
     Args:
         counts: GPUs of each pool.
@@ -54,17 +54,17 @@ class Shape(NamedTuple):
 
     @property
     def units(self) -> int:
-        """Tensor-parallel units."""
+        """Number of tensor-parallel units."""
         return sum(self.counts) // self.width
 
     @property
     def kinds(self) -> list[int]:
-        """Pools that it takes GPUs of."""
+        """Pools with at least one GPU in the stage."""
         return pools_of(self.counts)
 
 
 def pools_of(counts: Counts) -> list[int]:
-    """Pools that GPUs are taken of."""
+    """Pools with at least one GPU."""
     return [pool for pool, count in enumerate(counts) if count]
 
 
@@ -81,7 +81,7 @@ class Pools:
 
     @classmethod
     def of(cls, cluster: Cluster, speeds: Sequence[float]) -> Pools:
-        """All of a cluster.
+        """The pools of a cluster.
 
         Args:
             cluster: the cluster.
@@ -90,47 +90,47 @@ class Pools:
         levels = cluster.fast_domains()
         # The last partition is everything, unless there is no level above the node.
         sites = levels[-2].parts if len(levels) > 2 else ()
-        found = _alike(cluster, {gpu: number for number, part in enumerate(sites) for gpu in part})
-        found = found if len(found) <= _MOST_POOLS else _alike(cluster, {})
-        found.sort(key=lambda pool: (-speeds[pool.nodes[0]], pool.device.name, -pool.gpus, pool.nodes[0]))
-        return cls(cluster, found)
+        pools = _alike(cluster, {gpu: number for number, part in enumerate(sites) for gpu in part})
+        pools = pools if len(pools) <= _MOST_POOLS else _alike(cluster, {})
+        pools.sort(key=lambda pool: (-speeds[pool.nodes[0]], pool.device.name, -pool.gpus, pool.nodes[0]))
+        return cls(cluster, pools)
 
     @cached_property
     def totals(self) -> Counts:
-        """GPUs that there are."""
+        """Number of GPUs of each pool."""
         return tuple(pool.gpus for pool in self.pools)
 
     def part(self, copies: int) -> Pools:
-        """Of so many equal parts the first: as many nodes of each pool."""
+        """The pools of the first of `copies` equal parts of the nodes."""
         parts = (replace(pool, nodes=pool.nodes[: len(pool.nodes) // copies]) for pool in self.pools)
         return Pools(self.cluster, list(parts))
 
     def with_memory(self, times: float) -> Pools:
-        """The same nodes, whose GPUs have so many times the memory."""
+        """The pools with GPUs of `times` times the memory."""
         cluster = self.cluster.with_memory_margin(1 - times)
         pools = (replace(pool, device=cluster.nodes[pool.nodes[0]].device) for pool in self.pools)
         return Pools(cluster, list(pools))
 
     def aligned(self, pool: int, count: int) -> bool:
-        """Whether stages of so many of a pool's GPUs fill nodes: whole ones, or a whole part of one."""
+        """Whether stages with this many of a pool's GPUs are whole nodes, or equal parts of a node."""
         size = self.pools[pool].size
         return count % size == 0 or (count < size and size % count == 0)
 
     def tiles(self, pool: int, count: int) -> bool:
-        """Whether stages of so many of a pool's GPUs fill nodes together: whole ones, and equal parts."""
+        """Whether stages with this many of a pool's GPUs fill whole nodes together."""
         size = self.pools[pool].size
         return count % size == 0 or size % (count % size) == 0
 
     def rounded(self, pool: int, count: int, width: int) -> int:
-        """The most GPUs of a pool, up to so many, of which stages of whole units can be made."""
+        """The most GPUs of a pool, up to `count`, that form stages of whole units."""
         size = self.pools[pool].size
         if count >= size:
             return count // size * size if size % width == 0 else 0
         part = max((part for part in range(1, count + 1) if size % part == 0), default=0)
         return part if part % width == 0 else 0
 
-    def some_gpus(self, shape: Shape) -> list[int]:
-        """GPUs of the cluster that such a stage could have: the first ones of each pool."""
+    def some_gpus(self, shape: StageShape) -> list[int]:
+        """GPUs of the cluster that match a shape: the first of each pool."""
         chosen = []
         for pool in shape.kinds:
             left = shape.counts[pool]
@@ -140,28 +140,28 @@ class Pools:
                 left -= len(taken)
         return chosen
 
-    def way_out(self, shape: Shape) -> float:
-        """Bytes/s with which a stage's GPUs can send to other nodes, all together."""
+    def way_out(self, shape: StageShape) -> float:
+        """Bytes/s that a stage's GPUs together send to other nodes."""
         if not self.cluster.tiers:
             return math.inf
-        found = 0.0
+        bandwidth = 0.0
         for pool, count in zip(self.pools, shape.counts, strict=True):
             cards = self.cluster.nodes[pool.nodes[0]].cards
             assert cards is not None
             whole, rest = divmod(count, pool.size)
-            found += whole * cards.way_out(pool.size, pool.size) + cards.way_out(rest, pool.size)
-        return found
+            bandwidth += whole * cards.way_out(pool.size, pool.size) + cards.way_out(rest, pool.size)
+        return bandwidth
 
-    def crossings(self, shape: Shape, alike: int) -> list[bool]:
-        """Return which borders between so many stages of one shape lie between nodes, [alike - 1].
+    def crossings(self, shape: StageShape, alike: int) -> list[bool]:
+        """Whether each border between `alike` stages of one shape lies between nodes, [alike - 1].
 
         Stages that are parts of a node fill it one after the other.
         """
         size, gpus = self.pools[shape.kinds[0]].size, sum(shape.counts)
         return [gpus >= size or (place + 1) * gpus % size == 0 for place in range(alike - 1)]
 
-    def seconds_between(self, first: Shape, second: Shape, size: float, crossing: float) -> float:
-        """Return how long bytes take from one stage to the next, roughly, over all of their links.
+    def seconds_between(self, first: StageShape, second: StageShape, size: float, crossing: float) -> float:
+        """Estimated seconds for bytes from one stage to the next, over all of their links.
 
         Args:
             first: the sender's shape.
@@ -179,8 +179,8 @@ class Pools:
             return inside
         return (1 - crossing) * inside + crossing * self._seconds_outside(first, second, size)
 
-    def _seconds_outside(self, first: Shape, second: Shape, size: float) -> float:
-        """Between stages on different nodes."""
+    def _seconds_outside(self, first: StageShape, second: StageShape, size: float) -> float:
+        """Seconds between stages on different nodes."""
         tiers = self.cluster.tiers
         if not tiers:
             sender, receiver = self.some_gpus(first)[0], self.some_gpus(second)[-1]
@@ -194,8 +194,8 @@ class Pools:
             seconds = max(seconds, size / (links * tiers[-1].bandwidths[0])) + tiers[-1].latency_s(one, other)
         return seconds
 
-    def _links_out(self, shape: Shape) -> int:
-        """Links of the outermost tier that a stage's GPUs have."""
+    def _links_out(self, shape: StageShape) -> int:
+        """Number of links of the outermost tier that a stage's GPUs have."""
         per = self.cluster.tiers[-1].per
         if per == "gpu":
             return sum(shape.counts)
@@ -205,7 +205,7 @@ class Pools:
 
 
 def _alike(cluster: Cluster, site_of: dict[int, int]) -> list[Pool]:
-    """Nodes by what they are, and by the site of their first GPU."""
+    """Pools of a cluster, given the site of GPUs."""
     alike: dict[tuple[int, int, float, float, Cards | None, int], list[int]] = {}
     for number, node in enumerate(cluster.nodes):
         name = (id(node.device), len(node.ranks), node.bandwidth, node.latency_s, node.cards)

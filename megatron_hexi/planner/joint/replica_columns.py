@@ -38,7 +38,7 @@ _NEARLY_ALL = 0.97
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """A replica that could be.
+    """A candidate replica.
 
     Args:
         counts: GPUs of each pool.
@@ -53,17 +53,17 @@ class Column:
     sync_s: float
 
     def micro_batches(self, seconds: float) -> int:
-        """How many it can take in an iteration of so many seconds."""
+        """The most micro-batches in an iteration of this many seconds."""
         left = seconds - self.sync_s - self.pipe.fill_s
         return max(0, int(left / self.pipe.period_s * (1 + 1e-12)))
 
     def seconds(self, micro_batches: int) -> float:
-        """Of an iteration with so many."""
+        """Seconds of an iteration with this many micro-batches."""
         return self.pipe.fill_s + micro_batches * self.pipe.period_s + self.sync_s
 
 
 class ReplicaColumns:
-    """Columns by the tables of one micro-batch size.
+    """Candidate replicas for one micro-batch size.
 
     Args:
         request: what is planned.
@@ -90,11 +90,11 @@ class ReplicaColumns:
         )
         self._least_alone = _LEAST_ALONE if len(self._choices) > _WITH_PIPELINES[0] else 0.0
         #: Whether each choice of GPUs gets pipelines.
-        self.looks_at_all = len(self._choices) <= min(_WITH_PIPELINES)
+        self.is_exhaustive = len(self._choices) <= min(_WITH_PIPELINES)
         self._pipelines = cache(search.best)
 
     def find(self, replicas: int, shards: int, width: int | None, *, whole: bool = True) -> list[Column]:
-        """All of them.
+        """Return the candidate replicas.
 
         Args:
             replicas: that a part has at least.
@@ -102,7 +102,7 @@ class ReplicaColumns:
             width: tensor-parallel size of all stages; ``None``: each its own.
             whole: with replicas of one stage, for more choices of GPUs.
         """
-        found: list[Column] = []
+        columns: list[Column] = []
         choices = [counts for counts in self._choices if self._take(counts, replicas)]
         several = replicas > 1
         # Pipelines differ little by who shares their optimizer state: those of two replicas do for more.
@@ -110,14 +110,14 @@ class ReplicaColumns:
         few = [counts for counts in choices if not several or len(pools_of(counts)) <= _MOST_KINDS]
         for counts in self._some(few, _WITH_PIPELINES[several]):
             pipes = self._pipelines(counts, self._take(counts, replicas), sharing, width)
-            found += self._columns(counts, pipes, sharing, _KEPT[several])
+            columns += self._columns(counts, pipes, sharing, _KEPT[several])
         for counts in self._some(choices, _WITH_ONE_STAGE[several]) if whole else ():
             pipes = self._search.alone(counts, self._take(counts, replicas), shards, width)
-            found += self._columns(counts, pipes, shards, 2)
-        return found
+            columns += self._columns(counts, pipes, shards, 2)
+        return columns
 
     def _columns(self, counts: Counts, pipes: list[Pipe], shards: int, most: int) -> list[Column]:
-        """The best of some pipelines with what their gradients cost."""
+        """The best pipelines with the seconds of their gradients."""
         if shards == 1:
             kinds: dict[tuple[int, ...], Pipe] = {}
             for pipe in pipes:
@@ -133,19 +133,19 @@ class ReplicaColumns:
         return list(dict.fromkeys([*columns[:most], *timed[:most]]))
 
     def unlike_seconds(self, columns: Sequence[Column]) -> float:
-        """What replicas wait longer because they are not alike (`Synchronisation`)."""
+        """Seconds that replicas wait because their stages differ (see `Synchronisation`)."""
         pipes = list(dict.fromkeys(column.pipe for column in columns))
         return self._sync.unlike_seconds([pipe.stages for pipe in pipes], columns[0].shards)
 
     def timed(self, column: Column) -> Column | None:
-        """The same with every stage's own times; ``None`` where it does not fit so."""
+        """Return the column with every stage timed; ``None`` where it does not fit."""
         pipe = self._search.layered(column.pipe.shapes, column.pipe.micro_batches, column.shards, timed=True)
         if pipe is None:
             return None
         return replace(column, pipe=pipe, sync_s=self._sync.seconds(pipe.stages, column.shards))
 
     def _some(self, choices: list[Counts], most: int) -> list[Counts]:
-        """So many choices: whole pools, some of those with nearly all GPUs, and others, evenly."""
+        """At most `most` choices: whole pools, choices of nearly all GPUs, and an even sample of others."""
         nearly = [choice for choice in choices if self._share(choice) > _NEARLY_ALL][: most // 3]
         pools = [choice for choice in choices if set(map(truediv, choice, self.pools.totals)) <= {0, 1}]
         whole = dict.fromkeys([*pools[: most // 2], *nearly])
@@ -154,18 +154,18 @@ class ReplicaColumns:
         return [*whole, *(rest[int(number * every)] for number in range(int(len(rest) / every)))]
 
     def _is_even_part(self, counts: Counts) -> bool:
-        """Whether as many such replicas as there can be leave no GPU of any pool."""
+        """Whether copies of such a replica can use up every GPU of all pools."""
         parts = {
             total / count if count else 0 for count, total in zip(counts, self.pools.totals, strict=True)
         }
         return len(parts) == 1 and parts.pop().is_integer()
 
     def _share(self, counts: Counts) -> float:
-        """Part of all GPUs' speed."""
+        """Share of all GPUs' speed."""
         return math.sumprod(counts, self._speeds) / math.sumprod(self.pools.totals, self._speeds)
 
     def _take(self, counts: Counts, replicas: int) -> int:
-        """Micro-batches that a replica will take, about, of so many; 0: it is none of them."""
+        """Estimated micro-batches of a replica on these GPUs; 0 if it cannot be one of that many."""
         share, all_of_them = self._share(counts), self.micro_batches
         if replicas == 1:
             return all_of_them if share > self._least_alone else 0
@@ -175,14 +175,14 @@ class ReplicaColumns:
         return max(1, min(round(share * all_of_them), all_of_them - replicas + 1))
 
     def _find_choices(self, needed: float) -> list[Counts]:
-        """GPUs that have so many bytes, many kinds first."""
+        """Choices of GPUs with enough memory, those with most kinds first."""
         memory = [pool.device.usable_gib * GIB for pool in self.pools.pools]
-        found = (counts for counts in set(_choices(self.pools)) if math.sumprod(counts, memory) >= needed)
-        return sorted(found, key=lambda counts: (-len(pools_of(counts)), -self._share(counts), counts))
+        enough = (counts for counts in set(_choices(self.pools)) if math.sumprod(counts, memory) >= needed)
+        return sorted(enough, key=lambda counts: (-len(pools_of(counts)), -self._share(counts), counts))
 
 
 def _choices(pools: Pools) -> Iterator[Counts]:
-    """Some GPUs of each pool: of one alone, equal parts of several, and whole nodes."""
+    """Choices of GPUs from each pool: from a single pool, equal parts of several, and whole nodes."""
     number, totals = len(pools.pools), pools.totals
     grids = [_sizes(pool.size, len(pool.nodes)) for pool in pools.pools]
     for kind, grid in enumerate(grids):
@@ -195,22 +195,22 @@ def _choices(pools: Pools) -> Iterator[Counts]:
         [count for count in whole if count // pool.size in (1, 2, 4, len(pool.nodes))]
         for whole, pool in zip(wholes, pools.pools, strict=True)
     ]
-    sets = [some for size in range(2, number + 1) for some in itertools.combinations(range(number), size)]
-    for some in sets:
+    sets = [kinds for size in range(2, number + 1) for kinds in itertools.combinations(range(number), size)]
+    for kinds in sets:
         for part in _PARTS:
-            counts = tuple(totals[pool] // part if pool in some else 0 for pool in range(number))
-            if all(counts[pool] and pools.aligned(pool, counts[pool]) for pool in some):
+            counts = tuple(totals[pool] // part if pool in kinds else 0 for pool in range(number))
+            if all(counts[pool] and pools.aligned(pool, counts[pool]) for pool in kinds):
                 yield counts
         for sizes in (wholes, fewer):
-            taken = [sizes[pool] if pool in some else [0] for pool in range(number)]
+            taken = [sizes[pool] if pool in kinds else [0] for pool in range(number)]
             if math.prod(map(len, taken)) <= _MOST_PRODUCTS:
                 yield from itertools.product(*taken)
 
 
 def _sizes(size: int, nodes: int) -> list[int]:
-    """How many GPUs of one pool: powers of 2, whole nodes, and parts of everything."""
+    """Numbers of GPUs from one pool: powers of 2, whole nodes, and equal parts of the pool."""
     total = size * nodes
-    found = {2**power for power in range(total.bit_length()) if 2**power <= total}
-    found |= {size * count for count in range(1, nodes + 1) if nodes <= 8 or nodes % count == 0}
-    found |= {total // part for part in _PARTS if total % part == 0}
-    return sorted(found)
+    sizes = {2**power for power in range(total.bit_length()) if 2**power <= total}
+    sizes |= {size * count for count in range(1, nodes + 1) if nodes <= 8 or nodes % count == 0}
+    sizes |= {total // part for part in _PARTS if total % part == 0}
+    return sorted(sizes)

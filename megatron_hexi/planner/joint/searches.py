@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job
-from megatron_hexi.planner.features import keeps_to
+from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.joint.joint_search import JointSearch
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.layouts.experts import ExpertRule
@@ -24,27 +24,27 @@ class JointSearches:
     """Searches for plans; `memory` is how many times the memory that they have GPUs are taken to have.
 
     Args:
-        tell: told how far a search is.
+        progress: callback, receives (phase, done, total).
     """
 
-    def __init__(self, tell: Progress) -> None:
-        self._tell = tell
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._timers: dict[tuple[int, Job, tuple[int, ...], ExpertRule], LayerTimer] = {}
         self._assembled = 0
 
     @property
     def trials(self) -> int:
-        """Layouts that were timed."""
+        """Number of layouts that were timed."""
         return self._assembled + sum(timer.trials for timer in self._timers.values())
 
     def plans(
         self, request: Request, cluster: Cluster, memory: float, faster_than: float = math.inf
     ) -> list[Candidate]:
-        """Plans that fit, over all sizes of micro-batches, but for those that are slower by far."""
+        """Return plans that fit, over all micro-batch sizes, without those that are far slower."""
         return list(self._fitting(request, cluster, memory, faster_than, fewest=False))
 
     def with_few_replicas(self, request: Request, cluster: Cluster, memory: float) -> Candidate | None:
-        """The first plan found that fits, of as few replicas as may be; ``None``: there is none."""
+        """Return the first plan that fits, with as few replicas as possible; ``None``: none."""
         return next(self._fitting(request, cluster, memory, math.inf, fewest=True), None)
 
     def _fitting(
@@ -52,8 +52,8 @@ class JointSearches:
     ) -> Iterator[Candidate]:
         for size in request.micro_batch_sizes():
             search = JointSearch(request, self._timer(request, cluster, size), memory)
-            for candidate in search.run(self._tell, faster_than, fewest=fewest):
-                if candidate.fits and keeps_to(candidate.plan, request):
+            for candidate in search.run(self._progress, faster_than, fewest=fewest):
+                if candidate.fits and is_allowed(candidate.plan, request):
                     faster_than = min(faster_than, candidate.iteration_s)
                     yield candidate
             self._assembled += search.trials

@@ -1,4 +1,4 @@
-"""How long a stage takes by its layers: one table for each thing that it could run on.
+"""Tables of a stage's time by its number of layers, for each shape of stage.
 
 A layer's time does not depend on how many layers its stage has, so one layer that was timed (layer_times.py)
 gives the time of them all. Memory then says how much each must compute again: its terms grow with layers and
@@ -29,7 +29,7 @@ from megatron_hexi.cost.memory import (
 )
 from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.joint.layer_times import LayerTimer, LayerTimes
-from megatron_hexi.planner.joint.pools import Pools, Shape
+from megatron_hexi.planner.joint.pools import Pools, StageShape
 from megatron_hexi.planner.request import Request
 
 #: Stages of a pipeline at most.
@@ -43,7 +43,7 @@ _LEAST_ROOM = 0.02
 
 
 class Table(NamedTuple):
-    """A stage by its layers, 1 to L.
+    """Seconds and recomputation of a stage with 1 to L layers.
 
     Args:
         seconds: of a micro-batch, forward and backward, [L]; never less for more layers; inf: does not fit.
@@ -54,13 +54,13 @@ class Table(NamedTuple):
     modes: Ints
 
     def recompute(self, layers: int) -> Recompute:
-        """What so many layers compute again."""
+        """The recomputation of a stage with this many layers."""
         mode = int(self.modes[layers - 1])
         return RECOMPUTES[mode] if mode < len(RECOMPUTES) else mode - len(RECOMPUTES)
 
 
 class StageTables:
-    """Tables of all stages of one job's micro-batches; each is worked out when it is asked for.
+    """Tables of all stages for one job's micro-batches, each computed when it is first asked for.
 
     Args:
         request: what is planned.
@@ -74,9 +74,9 @@ class StageTables:
         self._stack = cache(self._tables)
 
     def table(
-        self, shape: Shape, under_way: int, is_first: bool, is_last: bool, shards: int, timed: bool
+        self, shape: StageShape, under_way: int, is_first: bool, is_last: bool, shards: int, timed: bool
     ) -> Table | None:
-        """The table of a stage in its place.
+        """Return the table of a stage at its position in the pipeline; ``None``: it is impossible.
 
         Args:
             shape: what it runs on.
@@ -90,9 +90,9 @@ class StageTables:
         return None if stack is None else stack[bisect.bisect_left(UNDER_WAY, under_way)]
 
     def _tables(
-        self, shape: Shape, is_first: bool, is_last: bool, shards: int, timed: bool
+        self, shape: StageShape, is_first: bool, is_last: bool, shards: int, timed: bool
     ) -> list[Table] | None:
-        """Those for `UNDER_WAY` micro-batches, at once."""
+        """Compute the tables for all of `UNDER_WAY`."""
         layer = self.timer.layer(shape, timed)
         if layer is None:
             return None
@@ -127,7 +127,7 @@ class StageTables:
     def _choices(
         self, layer: LayerTimes, room: Floats, count: Ints, under_way: Ints
     ) -> Iterator[tuple[int, Ints]]:
-        """What may be computed again: a mode, and of how many layers, [L] or [F, L]."""
+        """Modes of recomputation, and the number of layers that each recomputes, [L] or [F, L]."""
         if self._fixed is not None:
             again = [layers_again(layers, self._fixed) for layers in count.tolist()]
             yield RECOMPUTES.index(recompute_mode(self._fixed)), np.array(again)
@@ -139,12 +139,12 @@ class StageTables:
         freed = under_way * np.maximum(layer.kept[0] - layer.kept[2], 1e-9)[:, None, None]
         kept = count * under_way * layer.kept[0][:, None, None]
         missing = kept + layer.working[2][:, None, None] - room
-        some = np.ceil(np.maximum(missing, 0.0) / freed).max(axis=0)
-        yield 2, np.clip(some, 1, count).astype(np.int64)
+        needed = np.ceil(np.maximum(missing, 0.0) / freed).max(axis=0)
+        yield 2, np.clip(needed, 1, count).astype(np.int64)
 
 
 def _stretch(layer: LayerTimes, room: Floats, taken: Floats) -> Floats:
-    """By what factor units take longer because others have no room for their tokens; inf: none have.
+    """The slowdown of a stage where some units lack memory for their share of tokens; inf: no room.
 
     Tokens go by speed, up to what memory holds of them: x times its share of each kind, where x is the least
     that has room for all. What is taken is in proportion to tokens.

@@ -1,4 +1,4 @@
-"""What a replica's gradients, weights and optimizer step add to an iteration, before its GPUs are known."""
+"""Seconds that gradients, weights and the optimizer step add to an iteration, before GPUs are known."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.stage import exposed_seconds
 from megatron_hexi.planner.joint.layer_times import LayerTimer
-from megatron_hexi.planner.joint.pipes import Stage
-from megatron_hexi.planner.joint.pools import Shape
+from megatron_hexi.planner.joint.pipes import PipeStage
+from megatron_hexi.planner.joint.pools import StageShape
 
 
 class Synchronisation:
-    """Rings over stages that stand for all that have the same shape.
+    """Times the synchronisation of replicas, on the first GPUs that have a stage's shape.
 
     Args:
         timer: of layers.
@@ -32,8 +32,8 @@ class Synchronisation:
         self._stage = cache(self._stage_seconds)
         self._of_layer = cache(self._layer_seconds)
 
-    def seconds(self, stages: Sequence[Stage], shards: int) -> float:
-        """Of the slowest stage: what shows of its gradients, its weights, and the optimizer's step.
+    def seconds(self, stages: Sequence[PipeStage], shards: int) -> float:
+        """Exposed seconds of gradients, weights and the optimizer's step, on the slowest stage.
 
         Args:
             stages: of a replica.
@@ -47,8 +47,8 @@ class Synchronisation:
             for place, stage in enumerate(stages)
         )
 
-    def unlike_seconds(self, replicas: Sequence[Sequence[Stage]], shards: int) -> float:
-        """What replicas wait longer because their stages do not have the same layers.
+    def unlike_seconds(self, replicas: Sequence[Sequence[PipeStage]], shards: int) -> float:
+        """Seconds that replicas wait because their stages do not have the same layers.
 
         Stages that hold the same layers are summed together, and a stage is in as many sums as it shares
         layers with different ones. So all between two borders that every replica has are summed one after
@@ -78,8 +78,8 @@ class Synchronisation:
             waiting += unlike - alike
         return waiting
 
-    def _layer_seconds(self, shape: Shape, shards: int) -> list[tuple[float, float]]:
-        """Of one layer's gradients and weights, and of the pass that may hide them."""
+    def _layer_seconds(self, shape: StageShape, shards: int) -> list[tuple[float, float]]:
+        """Seconds of one layer's gradients and weights, each with the pass that may hide them."""
         mean_layer = ModelPart(1, 0, is_first=False, is_last=False, ahead=1)
         params = float(part_params(self._timer.job(shape.width), mean_layer))
         return [
@@ -87,7 +87,13 @@ class Synchronisation:
         ]
 
     def _stage_seconds(
-        self, shape: Shape, layers: int, is_first: bool, is_last: bool, shards: int, end: Shape | None
+        self,
+        shape: StageShape,
+        layers: int,
+        is_first: bool,
+        is_last: bool,
+        shards: int,
+        end: StageShape | None,
     ) -> float:
         """Exposed time of a stage's gradients and weights, and the optimizer's step, s.
 
@@ -112,15 +118,15 @@ class Synchronisation:
             shown += float(exposed_seconds(seconds, layers, cover or None))
         return shown
 
-    def _turns(self, shape: Shape) -> list[tuple[int, float]]:
-        """Of gradients, then of weights: bytes each, and seconds of a layer's pass that may hide them."""
+    def _turns(self, shape: StageShape) -> list[tuple[int, float]]:
+        """Bytes of a gradient and of a weight, each with the seconds of the pass that may hide it."""
         layer, job = self._timer.layer(shape, False), self._timer.job(shape.width)
         assert layer is not None, "the stage is part of a pipeline that was found"
         backward, forward = (layer.backward, layer.forward) if job.overlap_gradients else (0.0, 0.0)
         return [(GRADIENT_BYTES[job.precision], backward), (job.element_bytes, forward)]
 
-    def _ring(self, shape: Shape, shards: int, size: float) -> float:
-        """One pass over the units of as many stages of this shape, the others on other nodes."""
+    def _ring(self, shape: StageShape, shards: int, size: float) -> float:
+        """Seconds of one ring pass over a stage's units in all replicas, which are on other nodes."""
         units = shape.units * shards
         if units == 1:
             return 0.0
@@ -129,8 +135,8 @@ class Synchronisation:
             gpus = self._with_others(gpus, shards)
         return self._rings.seconds(np.array(gpus[:: shape.width]), size, shape.width, 1 / units)
 
-    def _ring_of_ends(self, shape: Shape, end: Shape, shards: int, size: float) -> float:
-        """Return the seconds of one pass over the first and last stage of a pipeline and its copies."""
+    def _ring_of_ends(self, shape: StageShape, end: StageShape, shards: int, size: float) -> float:
+        """Seconds of one ring pass over the first and last stage of all replicas."""
         gpus = self._pools.some_gpus(shape)
         if shape.kinds == end.kinds:
             gpus = self._with_others(gpus, 2 * shards)
@@ -140,15 +146,15 @@ class Synchronisation:
         return self._rings.seconds(np.array(gpus[:: shape.width]), size, shape.width, 1 / units)
 
     def _with_others(self, gpus: Sequence[int], shards: int) -> list[int]:
-        """With GPUs of other replicas, which hold the same: beside a part of a node, and on another node."""
+        """GPUs together with those of replicas that hold the same weights."""
         cluster = self._pools.cluster
-        own = cluster.nodes[cluster.ranks[gpus[0]].node]
-        part = sum(gpu in own.ranks for gpu in gpus)
-        beside = part * min(shards, len(own.ranks) // part)
+        own_node = cluster.nodes[cluster.ranks[gpus[0]].node]
+        part = sum(gpu in own_node.ranks for gpu in gpus)
+        beside = part * min(shards, len(own_node.ranks) // part)
         taken = {cluster.ranks[gpu].node for gpu in gpus}
-        found = [*gpus, *own.ranks[part:beside]]
+        together = [*gpus, *own_node.ranks[part:beside]]
         for pool in self._pools.pools:
             for node in pool.nodes:
                 if node not in taken and pool.size >= beside:
-                    return found + list(cluster.nodes[node].ranks[:beside])
-        return found
+                    return together + list(cluster.nodes[node].ranks[:beside])
+        return together

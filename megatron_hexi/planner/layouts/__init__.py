@@ -1,1 +1,1 @@
-"""Plans as a search moves them (`layout`), and what the cost model says of them (`trial`, `measured`)."""
+"""Layouts of domains during a search (`layout`), and their times (`trial`, `measured`)."""

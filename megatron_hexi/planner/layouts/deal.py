@@ -1,4 +1,4 @@
-"""Dealing whole tokens, heads and micro-batches out, exactly."""
+"""Exact assignment of whole tokens, heads and micro-batches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.plan.layout import apportion
 
 
-def deal_in_turn(
+def assign_in_turn(
     count: int, times: Sequence[Callable[[int], float]], *, least: int = 0, caps: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """How many each member gets, so that the last is done as early as can be.
+    """Assign a count to members so that the last finishes as early as possible.
 
     One after another goes to the member that would be done with it first: exact, since a member's time only
     grows with what it has. Caps give way where they leave some over.
@@ -40,24 +40,24 @@ def deal_in_turn(
         if caps is None or dealt[member] < caps[member]:
             heapq.heappush(queue, (times[member](dealt[member] + 1), member))
     if left:
-        for member, more in enumerate(deal_in_turn(left, times)):
+        for member, more in enumerate(assign_in_turn(left, times)):
             dealt[member] += more
     return tuple(dealt)
 
 
-def deal_heads(heads: int, seconds: Sequence[float], caps: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Heads of each member, so that the largest heads x seconds is least.
+def assign_heads(heads: int, seconds: Sequence[float], caps: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Assign heads so that the largest heads x seconds is least.
 
     Args:
         heads: to deal.
         seconds: that each member needs for one.
         caps: the most that each may have; they give way where they leave heads over.
     """
-    return deal_in_turn(heads, [partial(operator.mul, each) for each in seconds], caps=caps)
+    return assign_in_turn(heads, [partial(operator.mul, each) for each in seconds], caps=caps)
 
 
-def deal_tokens(tokens: int, weights: Floats, caps: Floats | None = None) -> tuple[int, ...]:
-    """Tokens in proportion to weights; what a cap cuts off goes to the others, in proportion again.
+def assign_tokens(tokens: int, weights: Floats, caps: Floats | None = None) -> tuple[int, ...]:
+    """Assign tokens in proportion to weights; excess over caps goes to the others, in proportion.
 
     Caps give way, all by the same factor, where together they hold less than there is.
 

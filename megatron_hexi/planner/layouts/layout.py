@@ -1,4 +1,4 @@
-"""A plan as a search moves it: which units form groups, and how many tokens and heads each takes.
+"""Layouts of domains during a search: units in groups, with their tokens and heads.
 
 A layout says nothing of positions and ranks; `build_plan` derives them.
 """
@@ -15,7 +15,7 @@ from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, S
 from megatron_hexi.plan.layout import causal_segments, consecutive, full_segments
 from megatron_hexi.plan.parts import worthwhile_parts
 from megatron_hexi.planner.fleet.units import Fleet
-from megatron_hexi.planner.layouts.deal import deal_tokens
+from megatron_hexi.planner.layouts.deal import assign_tokens
 from megatron_hexi.planner.layouts.experts import spread_experts
 
 #: Units of each group, the outermost group first.
@@ -23,8 +23,8 @@ Grouping = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Part:
-    """One A2A group.
+class A2AGroup:
+    """An all-to-all group.
 
     Args:
         units: its members, as numbers in the fleet, in the order of their heads.
@@ -41,36 +41,36 @@ class Part:
         """Tokens of the group."""
         return sum(self.tokens)
 
-    def reordered(self, places: Iterable[int]) -> Part:
-        """The same members, those at some places one after the other; each keeps what it takes."""
+    def reordered(self, places: Iterable[int]) -> A2AGroup:
+        """Return the group with members in this order, each with its tokens and heads."""
         order = list(places)
         fields = (self.units, self.tokens, self.heads)
-        return Part(*(tuple(field[place] for place in order) for field in fields))
+        return A2AGroup(*(tuple(field[place] for place in order) for field in fields))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One domain.
+    """The layout of one domain.
 
     Args:
         parts: its groups, the outermost of the nested zigzag first.
         micro_batches: that its replica takes of an iteration.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[A2AGroup, ...]
     micro_batches: int
 
-    def dealt(self, tokens: int, weights: Sequence[float]) -> Layout:
-        """The same groups with so many tokens: by weights, inside them in proportion to what members have."""
+    def with_tokens(self, tokens: int, weights: Sequence[float]) -> Layout:
+        """Return the layout with tokens assigned to groups by weights, to members in proportion."""
         parts = [
-            replace(part, tokens=deal_tokens(total, np.array(part.tokens, dtype=float) + 1e-9))
-            for part, total in zip(self.parts, deal_tokens(tokens, np.array(weights)), strict=True)
+            replace(part, tokens=assign_tokens(total, np.array(part.tokens, dtype=float) + 1e-9))
+            for part, total in zip(self.parts, assign_tokens(tokens, np.array(weights)), strict=True)
         ]
         return replace(self, parts=tuple(parts))
 
 
 def build_plan(fleet: Fleet, layouts: Sequence[Layout], window: int) -> Plan:
-    """The plan of one layout a replica.
+    """Build a plan, given one layout a replica.
 
     Ranks are numbered by the cluster file, so a plan for all of a cluster needs no `Plan.gpus`.
     """
@@ -93,13 +93,13 @@ def build_plan(fleet: Fleet, layouts: Sequence[Layout], window: int) -> Plan:
 
 
 def units_by_rank(fleet: Fleet, layouts: Sequence[Layout]) -> list[int]:
-    """The unit of each of the plan's ranks: ranks are numbered by the cluster file."""
+    """The unit of each of the plan's ranks, in the order of the cluster file."""
     units = [unit for layout in layouts for part in layout.parts for unit in part.units]
     return sorted(units, key=lambda unit: fleet.units[unit].gpus[0][0])
 
 
 def with_experts(workload: Workload, job: Job) -> Workload:
-    """A plan's workload, whose units say which experts they hold where the model has some."""
+    """Return a plan's workload, whose units say which experts they hold where the model has some."""
     experts = job.model.experts
     return workload if experts is None else replace(workload, experts=experts.count)
 
@@ -107,7 +107,7 @@ def with_experts(workload: Workload, job: Job) -> Workload:
 def build_domain(
     fleet: Fleet, layout: Layout, ranks: Mapping[int, tuple[int, ...]], gpu: Mapping[int, int] | Sequence[int]
 ) -> Domain:
-    """The domain of a layout.
+    """Build the domain of a layout.
 
     Args:
         fleet: the units that the layout's numbers mean.
@@ -136,8 +136,8 @@ def build_domain(
     return domain
 
 
-def _name(fleet: Fleet, part: Part) -> str:
-    """The nodes of the group: ``h100-0``, ``h100-0 + a100-0``, or the first and how many more."""
+def _name(fleet: Fleet, part: A2AGroup) -> str:
+    """Printable name of a group: ``h100-0``, ``h100-0 + a100-0``, or ``h100-0 and 3 more nodes``."""
     cluster = fleet.cluster
     nodes = list(dict.fromkeys(cluster.ranks[fleet.units[unit].gpus[0][0]].node for unit in part.units))
     names = [cluster.nodes[node].name for node in nodes]

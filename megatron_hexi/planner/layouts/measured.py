@@ -1,4 +1,4 @@
-"""What a trial took, unit by unit: what balancing goes by."""
+"""Times and memory of a trial by unit, from which balancing starts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _FULL = 0.995
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
-    """A trial's figures by unit of the fleet, the slowest pipeline stage's, seconds of all passes of a layer.
+class UnitTimes:
+    """Times and memory by unit of the fleet, of the slowest pipeline stage; seconds of a layer's passes.
 
     Args:
         token: token work, with its share of the vocabulary.
@@ -39,8 +39,8 @@ class Measured:
     token_bytes: float
 
     @classmethod
-    def of(cls, trial: Trial) -> Measured:
-        """Those of a trial."""
+    def of(cls, trial: Trial) -> UnitTimes:
+        """Read them from a trial."""
         timing, used = trial.timing, units_by_rank(trial.fleet, trial.layouts)
         size, group = len(used), timing.arrays.group
         token, attention, moves, busy = (np.zeros(size) for _ in range(4))
@@ -52,11 +52,13 @@ class Measured:
                 shares = [float(np.mean(repeat / stage.layers)) for repeat in stage.repeats]
             passes = list(zip(shares, stage.passes, strict=True))
             token = np.maximum(
-                token, sum(n * (one.token + one.tensor_parallel) for n, one in passes) + logits
+                token, sum(n * (times.token + times.tensor_parallel) for n, times in passes) + logits
             )
-            attention = np.maximum(attention, sum(n * one.attention for n, one in passes))
-            moves = np.maximum(moves, sum(n * (one.all_to_all_in + one.all_to_all_out) for n, one in passes))
-            busy = np.maximum(busy, sum(n * one.undisturbed for n, one in passes) + logits)
+            attention = np.maximum(attention, sum(n * times.attention for n, times in passes))
+            moves = np.maximum(
+                moves, sum(n * (times.all_to_all_in + times.all_to_all_out) for n, times in passes)
+            )
+            busy = np.maximum(busy, sum(n * times.undisturbed for n, times in passes) + logits)
             terms = timing.memory[number]
             # A layer grows with heads, the loss with tokens; the larger of the two is there.
             loss, layer = sum_terms(terms, "loss"), sum_terms(terms, "layer")

@@ -1,4 +1,4 @@
-"""Who follows whom: groups in the nested zigzag, and a group's members along the heads.
+"""Orders of groups in the nested zigzag, and of a group's members along the heads.
 
 A step of the exchange takes as long as the partner is large, and as its busiest member sends or receives. So
 large groups alternate with small ones, or are all outside or inside; and where groups differ, the members of
@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from megatron_hexi.planner.fleet.units import Fleet
-from megatron_hexi.planner.layouts.layout import Part
+from megatron_hexi.planner.layouts.layout import A2AGroup
 
 
-def alternating(fleet: Fleet, parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Groups that are alike spread evenly over the whole, the largest first.
+def alternating(fleet: Fleet, parts: Iterable[A2AGroup]) -> tuple[A2AGroup, ...]:
+    """Groups sorted by size, with groups of the same kinds spread evenly.
 
     Where large partners follow each other, groups fall out of step and wait for each other's keys; where
     sizes alternate, all keep pace.
@@ -25,25 +25,25 @@ def alternating(fleet: Fleet, parts: Iterable[Part]) -> tuple[Part, ...]:
     return _spread(largest, lambda part: fleet.kinds_of(part.units))
 
 
-def facing(fleet: Fleet, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """The same groups; unless all are alike, the members of each kind spread evenly over the heads."""
+def facing(fleet: Fleet, parts: tuple[A2AGroup, ...]) -> tuple[A2AGroup, ...]:
+    """Groups with the members of each kind spread evenly over the heads, unless all groups are alike."""
     if len({fleet.kinds_of(part.units) for part in parts}) == 1:
         return parts
 
-    def spread(part: Part) -> Part:
+    def spread(part: A2AGroup) -> A2AGroup:
         kinds = [fleet.units[unit].kind for unit in part.units]
         return part.reordered(_spread(range(len(kinds)), kinds.__getitem__))
 
     return tuple(map(spread, parts))
 
 
-def in_a_row(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """The same groups, members with neighbouring numbers at neighbouring heads."""
+def in_a_row(parts: tuple[A2AGroup, ...]) -> tuple[A2AGroup, ...]:
+    """Groups with members in the order of their numbers."""
     return tuple(part.reordered(sorted(range(len(part.units)), key=part.units.__getitem__)) for part in parts)
 
 
-def other_orders(parts: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
-    """The same groups, members in a row; or those with most tokens outside, or inside.
+def other_orders(parts: tuple[A2AGroup, ...]) -> Iterator[tuple[A2AGroup, ...]]:
+    """Other orders to try: members in a row; largest groups outside; largest groups inside.
 
     The outermost group is sent all of the others' keys, and the innermost sends all of its own to each: those
     with many links had better be there, where sending is what takes time.
@@ -55,7 +55,7 @@ def other_orders(parts: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
 
 
 def _spread[T](things: Iterable[T], name: Callable[[T], Hashable]) -> tuple[T, ...]:
-    """Things of each name evenly over the whole; ties as given."""
+    """Spread things of each name evenly; ties keep their order."""
     things = tuple(things)
     counts, met = Counter(map(name, things)), Counter[Hashable]()
     places = []

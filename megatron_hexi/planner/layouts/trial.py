@@ -1,4 +1,4 @@
-"""Layouts timed by the cost model: the one judge of everything that the planner compares."""
+"""Times layouts by the cost model, for everything that the planner compares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MENDABLE = 0.03
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A plan and what it costs.
+    """A plan with its timing.
 
     Args:
         plan: the plan.
@@ -54,18 +54,18 @@ class Candidate:
 
     @property
     def order(self) -> tuple[float, float]:
-        """The better of two has the smaller one: first what fits, or overdraws least; then what is fast."""
+        """Sort key, smaller is better: plans that fit or overdraw least come first, then fast plans."""
         return self.excess, self.iteration_s
 
 
 def order_of(candidate: Candidate) -> tuple[float, float]:
-    """What is least of the best."""
+    """Sort key of candidates, see `Candidate.order`."""
     return candidate.order
 
 
 @dataclass(frozen=True, eq=False)
 class Trial(Candidate):
-    """A plan of layouts.
+    """A candidate built from layouts.
 
     Args:
         fleet: the units that the layouts' numbers mean.
@@ -79,7 +79,7 @@ class Trial(Candidate):
 
     @property
     def promise(self) -> tuple[bool, float]:
-        """The same for layouts that are not balanced to the end: a little too much memory is mended later."""
+        """Sort key of unbalanced layouts, which tolerates a small excess of memory."""
         return self.excess > _MENDABLE, self.iteration_s * (1 + 2 * self.excess)
 
 

@@ -1,4 +1,4 @@
-"""The exact balance of a grouping: how many tokens and heads each unit takes, so that nobody waits.
+"""Balances a grouping: tokens and heads of each unit, such that none waits.
 
 For a fixed grouping, token work is nearly proportional to a shard's tokens, and a group's attention to its
 tokens (the nested zigzag gives it the area tokens x S / 2) times a member's heads. So the balance is found by
@@ -16,15 +16,15 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.planner.fleet.rates import Rates
-from megatron_hexi.planner.layouts.deal import deal_heads, deal_tokens
-from megatron_hexi.planner.layouts.layout import Layout, Part
-from megatron_hexi.planner.layouts.measured import Measured
+from megatron_hexi.planner.layouts.deal import assign_heads, assign_tokens
+from megatron_hexi.planner.layouts.layout import A2AGroup, Layout
+from megatron_hexi.planner.layouts.measured import UnitTimes
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 from megatron_hexi.planner.search.guess import group_cap
 
 
 def balance(judge: Judge, rates: Rates, trial: Trial, rounds: int) -> Trial:
-    """The best of a trial and the layouts that scaling comes by from there.
+    """Return the best of a trial and its rebalanced layouts.
 
     Args:
         judge: times them.
@@ -46,9 +46,9 @@ def balance(judge: Judge, rates: Rates, trial: Trial, rounds: int) -> Trial:
 
 
 def rebalanced(rates: Rates, trial: Trial) -> Layout:
-    """The layout that would be balanced if times were proportional to what was timed."""
+    """Return the layout that would be balanced if times were proportional to work."""
     layout = trial.layouts[0]
-    measured = Measured.of(trial)
+    measured = UnitTimes.of(trial)
     scale = _token_scale(rates, trial, measured)
     weights, caps, members = [], [], []
     for part in layout.parts:
@@ -60,21 +60,21 @@ def rebalanced(rates: Rates, trial: Trial) -> Layout:
         )
         room = np.maximum(0.0, free - inside) / measured.token_bytes
         seconds = _head_seconds(rates, units, present, measured.attention[units])
-        heads = deal_heads(rates.local_heads, list(seconds), _head_caps(present, inside, free))
+        heads = assign_heads(rates.local_heads, list(seconds), _head_caps(present, inside, free))
         members.append((speeds, room, heads))
         caps.append(group_cap(part.total, inside, free, measured.token_bytes))
         busy = float(measured.group[units[0]])
         weights.append((part.total or 1) / busy if busy > 0 else 1.0)
-    totals = deal_tokens(trial.fleet.job.seq_length, np.array(weights), np.array(caps))
+    totals = assign_tokens(trial.fleet.job.seq_length, np.array(weights), np.array(caps))
     parts = [
-        Part(part.units, deal_tokens(total, speeds, room), heads)
+        A2AGroup(part.units, assign_tokens(total, speeds, room), heads)
         for part, total, (speeds, room, heads) in zip(layout.parts, totals, members, strict=True)
     ]
     return Layout(tuple(parts), layout.micro_batches)
 
 
-def _token_scale(rates: Rates, trial: Trial, measured: Measured) -> float:
-    """Tokens a second as measured for a layer, over the best rate: for units that hold no tokens yet."""
+def _token_scale(rates: Rates, trial: Trial, measured: UnitTimes) -> float:
+    """Timed tokens/s over the best rate, used for units that hold no tokens yet."""
     for part in trial.layouts[0].parts:
         for unit, tokens in zip(part.units, part.tokens, strict=True):
             if tokens:
@@ -83,7 +83,7 @@ def _token_scale(rates: Rates, trial: Trial, measured: Measured) -> float:
 
 
 def _head_seconds(rates: Rates, units: list[int], dealt: Floats, attention: Floats) -> Floats:
-    """Seconds a head; of members without heads by the others' and the best rates."""
+    """Seconds for each member's head; estimated for members without heads."""
     best = 1 / rates.attention[units]
     has = (dealt > 0) & (attention > 0)
     if not has.any():
@@ -94,7 +94,7 @@ def _head_seconds(rates: Rates, units: list[int], dealt: Floats, attention: Floa
 
 
 def _head_caps(dealt: Floats, inside: Floats, free: Floats) -> list[int]:
-    """The most heads that a member's memory bears at the group's present tokens, if it held no tokens."""
+    """The most heads that each member's memory holds at the group's present tokens."""
     per_head = np.where(dealt > 0, inside / np.maximum(dealt, 1), 0.0)
     per_head = np.where(per_head > 0, per_head, max(1.0, float(per_head.max())))
     return [int(count) for count in np.maximum(free, 0.0) // per_head]

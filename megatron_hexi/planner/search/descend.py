@@ -1,4 +1,4 @@
-"""From groupings that are alike on all sites to the best of their neighbours, step by step."""
+"""Searches groupings from uniform ones to their best neighbours, step by step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_hexi.planner.search.groupings import (
     rearranged,
     site_classes,
 )
-from megatron_hexi.planner.search.tried import Tried, grouping_of, promise_of
+from megatron_hexi.planner.search.tried import TriedGroupings, grouping_of, promise_of
 
 #: Groups a site with which all classes begin.
 _DENSITIES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -20,8 +20,8 @@ _FEW_UNITS = 64
 _REARRANGEMENTS = 3
 
 
-def descend(tried: Tried, fleet: Fleet, heads: int) -> None:
-    """All classes alike first; from the best of these one class after another a step coarser or finer.
+def descend(tried: TriedGroupings, fleet: Fleet, heads: int) -> None:
+    """Try uniform groupings; from the best, make one class after another a step coarser or finer.
 
     Args:
         tried: where groupings are tried.
@@ -47,15 +47,15 @@ def descend(tried: Tried, fleet: Fleet, heads: int) -> None:
         for name, ladder in ladders.items():
             place = ladder.index(counts[name])
             for count in ladder[max(0, place - 1) : place] + ladder[place + 1 : place + 2]:
-                other = counts | {name: count}
-                found = tried.attempt(group_by_counts(fleet, other)).promise
-                if found < promise:
-                    promise, counts, improved = found, other, True
+                new_counts = counts | {name: count}
+                new_promise = tried.attempt(group_by_counts(fleet, new_counts)).promise
+                if new_promise < promise:
+                    promise, counts, improved = new_promise, new_counts, True
     _rearrange(tried, fleet)
 
 
-def _rearrange(tried: Tried, fleet: Fleet) -> None:
-    """From the best grouping so far, two groups joined or one cut: one pair of each kind is tried."""
+def _rearrange(tried: TriedGroupings, fleet: Fleet) -> None:
+    """Join two groups or cut one of the best grouping so far, for each pair of kinds."""
     for _ in range(_REARRANGEMENTS):
         [best] = tried.most_promising(1)
         grouping = grouping_of(best)

@@ -1,4 +1,4 @@
-"""One domain's best layout: groupings tried, the best of them balanced, and the best of these polished."""
+"""Searches the best layout of a domain: tries groupings, balances the best, polishes the best of these."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_hexi.planner.search.balance import balance
 from megatron_hexi.planner.search.descend import descend
 from megatron_hexi.planner.search.groupings import all_partitions
 from megatron_hexi.planner.search.polish import polish
-from megatron_hexi.planner.search.tried import EXHAUSTIVE, WINDOW, Tried
+from megatron_hexi.planner.search.tried import EXHAUSTIVE, WINDOW, TriedGroupings
 
 #: Memory that is full enough to keep tokens from where they would be done fastest.
 _TIGHT = 0.97
@@ -40,13 +40,13 @@ class DomainSearch:
     def __init__(self, judge: Judge, fleet: Fleet, micro_batches: int) -> None:
         self._judge, self._fleet = judge, fleet
         self._rates = Rates(fleet, WINDOW, judge.shards, micro_batches)
-        self._tried = Tried(judge, fleet, self._rates, micro_batches)
+        self._tried = TriedGroupings(judge, fleet, self._rates, micro_batches)
         self._few = len(fleet.units) <= EXHAUSTIVE
         efforts = (effort for most, effort in _EFFORTS.items() if len(fleet.units) <= most)
         self._finalists, self._budget = next(efforts)
 
     def run(self, polished: bool = True) -> Trial:
-        """The best found on all units; without the last small changes if not `polished`."""
+        """Return the best layout on all units; without small changes if not `polished`."""
         if self._few:
             for grouping in all_partitions(self._fleet):
                 self._tried.attempt(grouping)
@@ -61,7 +61,7 @@ class DomainSearch:
         return min((polish(self._judge, trial, self._budget) for trial in finalists), key=order_of)
 
     def _balanced_finalists(self) -> list[Trial]:
-        """The best of what was tried, balanced to the end, the best first."""
+        """The most promising groupings, balanced, the best first."""
         balanced = [self._balanced(trial) for trial in self._tried.most_promising(self._finalists)]
         balanced.sort(key=order_of)
         # Where memory is full, fewer keys in flight leave room for another balance.

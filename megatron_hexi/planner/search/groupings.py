@@ -27,7 +27,7 @@ SiteClass = tuple[int, int]
 
 
 def site_classes(fleet: Fleet) -> dict[SiteClass, list[tuple[int, ...]]]:
-    """Sites that are alike, in canonical order."""
+    """Sites by kind and size, in canonical order."""
     classes: dict[SiteClass, list[tuple[int, ...]]] = {}
     for site in fleet.sites:
         classes.setdefault((fleet.units[site[0]].kind, len(site)), []).append(site)
@@ -35,7 +35,7 @@ def site_classes(fleet: Fleet) -> dict[SiteClass, list[tuple[int, ...]]]:
 
 
 def group_counts(size: int, sites: int, units: int, heads: int) -> list[int]:
-    """Numbers of groups of equal size, or nearly, that the sites of a class may form, ascending.
+    """Numbers of about equal groups that the sites of a class may form, ascending.
 
     Args:
         size: units of each site.
@@ -50,7 +50,7 @@ def group_counts(size: int, sites: int, units: int, heads: int) -> list[int]:
 
 
 def _counts(most: int, *others: int) -> list[int]:
-    """Numbers of groups that divide things evenly, and where few do, some that nearly do."""
+    """Numbers of groups that divide evenly, and if there are few, some that nearly do."""
     even = [count for count in range(1, most + 1) if all(number % count == 0 for number in (most, *others))]
     if len(even) > _FEW_DIVISORS:
         return even
@@ -62,7 +62,7 @@ def _finest(units: int) -> int:
 
 
 def group_by_counts(fleet: Fleet, counts: Mapping[SiteClass, int]) -> Grouping:
-    """The grouping of so many groups of each class: sites merged whole, or each of them cut."""
+    """Return the grouping with these numbers of groups of each class, from sites merged or cut."""
     groups: list[tuple[int, ...]] = []
     for name, sites in site_classes(fleet).items():
         count = counts[name]
@@ -73,7 +73,7 @@ def group_by_counts(fleet: Fleet, counts: Mapping[SiteClass, int]) -> Grouping:
 
 
 def mixed_groupings(fleet: Fleet, heads: int) -> Iterator[Grouping]:
-    """Groups over several classes: each part of every fast domain, and equal mixes of everything.
+    """Groupings over several classes: by fast domains, and equal mixes of all classes.
 
     And as many units as there are heads, or half as many, the fastest first, node by node or spread over
     nodes; the last group has what is left.
@@ -82,7 +82,7 @@ def mixed_groupings(fleet: Fleet, heads: int) -> Iterator[Grouping]:
         fleet: the units.
         heads: query heads of each group.
     """
-    number = {gpu: unit for unit, one in enumerate(fleet.units) for gpu in one.gpus[0]}
+    number = {gpu: unit for unit, fleet_unit in enumerate(fleet.units) for gpu in fleet_unit.gpus[0]}
     for partition in fleet.cluster.fast_domains()[1:]:
         parts = [tuple(sorted({number[gpu] for gpu in part if gpu in number})) for part in partition.parts]
         yield tuple(part for part in parts if part)
@@ -94,8 +94,8 @@ def mixed_groupings(fleet: Fleet, heads: int) -> Iterator[Grouping]:
             yield tuple(numbers[first : first + size] for first in range(0, len(numbers), size))
             yield spread(fleet, size)
     members: dict[int, list[int]] = {}
-    for unit, one in enumerate(fleet.units):
-        members.setdefault(one.kind, []).append(unit)
+    for unit, fleet_unit in enumerate(fleet.units):
+        members.setdefault(fleet_unit.kind, []).append(unit)
     if len(members) > 1:
         fewest = min(len(units) for units in members.values())
         finest = _finest(len(fleet.units)) * len(fleet.sites)
@@ -108,7 +108,7 @@ def mixed_groupings(fleet: Fleet, heads: int) -> Iterator[Grouping]:
 
 
 def spread(fleet: Fleet, size: int) -> Grouping:
-    """Groups of so many units on as many nodes: where keys are many, they had better travel inside nodes.
+    """Return groups of `size` units, each over as many nodes as possible.
 
     All-to-alls then go over every GPU's own link to other nodes, and the exchange stays on the node as long
     as it has units of other groups.
@@ -120,7 +120,7 @@ def spread(fleet: Fleet, size: int) -> Grouping:
 
 
 def rearranged(fleet: Fleet, grouping: Grouping) -> Iterator[Grouping]:
-    """Two groups joined, for each pair of kinds of groups one pair; one group cut in half, for each kind."""
+    """Groupings with two groups joined, or one cut in half, for each pair of kinds or kind of groups."""
     alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for group in grouping:
         alike.setdefault(fleet.kinds_of(group), []).append(group)
@@ -152,12 +152,12 @@ def all_partitions(fleet: Fleet) -> Iterator[Grouping]:
 
 
 def _run[T](things: Sequence[T], place: int, count: int) -> Sequence[T]:
-    """One of `count` runs of nearly equal length."""
+    """The run at `place` of `count` runs of nearly equal length."""
     return things[place * len(things) // count : (place + 1) * len(things) // count]
 
 
 def set_partitions(things: list[int]) -> Iterator[list[list[int]]]:
-    """All partitions of some things."""
+    """All partitions of a list into sets."""
     if not things:
         yield []
         return

@@ -1,4 +1,4 @@
-"""The first guess of a layout: every group and member by its best rates and memory, whatever links say."""
+"""First layouts, from the units' best rates and memory, without regard to links."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet
-from megatron_hexi.planner.layouts.deal import deal_heads, deal_tokens
-from megatron_hexi.planner.layouts.layout import Grouping, Layout, Part
+from megatron_hexi.planner.layouts.deal import assign_heads, assign_tokens
+from megatron_hexi.planner.layouts.layout import A2AGroup, Grouping, Layout
 
 
 @dataclass(frozen=True, eq=False)
-class _Alone:
-    """A group of units of some kinds, by itself.
+class _GroupRates:
+    """Rates and memory of a group of units, without other groups.
 
     Args:
         heads: of each member.
@@ -44,30 +44,32 @@ class FirstGuess:
 
     def __init__(self, fleet: Fleet, rates: Rates) -> None:
         self._fleet, self._rates = fleet, rates
-        self._alone: dict[tuple[int, ...], _Alone] = {}
+        self._alone: dict[tuple[int, ...], _GroupRates] = {}
 
     def layout(self, grouping: Grouping, micro_batches: int) -> Layout:
-        """Tokens by groups' speeds, then by members'; heads so that the slowest member is fastest."""
+        """Assign tokens by speed to groups and members, and heads such that none is slow."""
         units, seq_length = self._fleet.units, self._fleet.job.seq_length
         groups = [self._group(tuple(units[unit].kind for unit in part), part) for part in grouping]
-        speeds, caps = np.array([one.speed for one in groups]), np.array([one.cap for one in groups])
-        splits: dict[tuple[_Alone, int], tuple[int, ...]] = {}
+        speeds, caps = np.array([group.speed for group in groups]), np.array([group.cap for group in groups])
+        splits: dict[tuple[_GroupRates, int], tuple[int, ...]] = {}
         parts = []
-        for part, one, tokens in zip(grouping, groups, deal_tokens(seq_length, speeds, caps), strict=True):
-            if (one, tokens) not in splits:
-                room = np.maximum(0.0, one.free - one.inside * tokens) / self._rates.token_bytes
-                splits[one, tokens] = deal_tokens(tokens, one.weights, room)
-            parts.append(Part(part, splits[one, tokens], one.heads))
+        for part, group, tokens in zip(
+            grouping, groups, assign_tokens(seq_length, speeds, caps), strict=True
+        ):
+            if (group, tokens) not in splits:
+                room = np.maximum(0.0, group.free - group.inside * tokens) / self._rates.token_bytes
+                splits[group, tokens] = assign_tokens(tokens, group.weights, room)
+            parts.append(A2AGroup(part, splits[group, tokens], group.heads))
         return Layout(tuple(parts), micro_batches)
 
-    def _group(self, kinds: tuple[int, ...], units: tuple[int, ...]) -> _Alone:
+    def _group(self, kinds: tuple[int, ...], units: tuple[int, ...]) -> _GroupRates:
         if kinds not in self._alone:
             rates, members = self._rates, list(units)
             seconds = 1 / rates.attention[members]
-            heads = deal_heads(rates.local_heads, seconds.tolist())
+            heads = assign_heads(rates.local_heads, seconds.tolist())
             present = np.array(heads, dtype=float)
             weights, free, inside = rates.token[members], rates.free[members], rates.head_bytes * present
-            self._alone[kinds] = _Alone(
+            self._alone[kinds] = _GroupRates(
                 heads=heads,
                 speed=float(1 / (1 / weights.sum() + (present * seconds).max())),
                 cap=group_cap(1, inside, free, rates.token_bytes),
@@ -79,7 +81,7 @@ class FirstGuess:
 
 
 def group_cap(total: int, inside: Floats, free: Floats, token_bytes: float) -> float:
-    """The most tokens of a group: what is inside attention grows with them, the rest is for tokens.
+    """The most tokens that fit in a group's memory.
 
     x times as many tokens leave a member room for (free - x inside) / bytes a token, and all x total.
 

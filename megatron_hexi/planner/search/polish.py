@@ -1,4 +1,4 @@
-"""Small changes of a layout, each kept if the cost model likes it.
+"""Small changes of a layout, each kept if it is faster.
 
 Where links bound a plan, time is not proportional to work and scaling does not find the best. Then groups
 that are alike are given more or less together, by ever smaller steps; other windows and the
@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from megatron_hexi.planner.fleet.units import Fleet
-from megatron_hexi.planner.layouts.deal import deal_tokens
+from megatron_hexi.planner.layouts.deal import assign_tokens
 from megatron_hexi.planner.layouts.layout import Layout
 from megatron_hexi.planner.layouts.orders import in_a_row
 from megatron_hexi.planner.layouts.trial import Judge, Trial
@@ -32,7 +32,7 @@ _LEVERAGE = 5.0
 
 
 def polish(judge: Judge, trial: Trial, budget: int) -> Trial:
-    """The best that is found with at most so many more layouts timed.
+    """Return the best layout found by at most `budget` more trials.
 
     Args:
         judge: times them.
@@ -45,9 +45,9 @@ def polish(judge: Judge, trial: Trial, budget: int) -> Trial:
         nonlocal trial
         if judge.trials >= end:
             return False
-        other = judge.try_out(trial.fleet, [layout], window)
-        better = other.order < trial.order
-        trial = other if better else trial
+        changed = judge.try_out(trial.fleet, [layout], window)
+        better = changed.order < trial.order
+        trial = changed if better else trial
         return better
 
     if len(trial.layouts[0].parts) > 1:
@@ -74,7 +74,7 @@ def polish(judge: Judge, trial: Trial, budget: int) -> Trial:
 
 
 def _other_windows(trial: Trial) -> Iterator[int]:
-    """More keys in flight, as long as that makes it faster; where memory is short, fewer.
+    """Larger windows while they are faster; smaller windows where memory is short.
 
     A larger window never makes a layout slower, nor a smaller one faster.
     """
@@ -86,7 +86,7 @@ def _other_windows(trial: Trial) -> Iterator[int]:
 
 
 def _worthwhile_steps(trial: Trial) -> list[float]:
-    """Steps that could pay: groups whose work grows by a step wait for less communication at best."""
+    """Steps small enough to pay: at best they save the communication that groups wait for."""
     phases = trial.timing.phases
     return [step for step in _STEPS if step <= _LEVERAGE * phases.communication / phases.total]
 
@@ -95,7 +95,7 @@ _Change = Callable[[Layout, float], Layout]
 
 
 def _changes(fleet: Fleet, layout: Layout) -> Iterator[_Change]:
-    """More or fewer tokens for a class of groups, then for a kind of unit inside its groups.
+    """Changes of the tokens of a class of groups, then of a kind of unit inside its groups.
 
     Of a few groups each is a class: what travels to an outer one and to an inner one differs.
     """
@@ -103,7 +103,7 @@ def _changes(fleet: Fleet, layout: Layout) -> Iterator[_Change]:
     alone = len(classes) <= _FEW
     names = [(number if alone else 0, kinds) for number, kinds in enumerate(classes)]
     for name in dict.fromkeys(names):
-        places = [number for number, found in enumerate(names) if found == name]
+        places = [number for number, class_name in enumerate(names) if class_name == name]
         if len(places) < len(classes):
             yield partial(_scale_groups, places)
     for kinds in dict.fromkeys(classes):
@@ -115,7 +115,7 @@ def _changes(fleet: Fleet, layout: Layout) -> Iterator[_Change]:
 def _scale_groups(places: Sequence[int], layout: Layout, factor: float) -> Layout:
     totals = [part.total for part in layout.parts]
     weights = [total * (factor if place in places else 1.0) for place, total in enumerate(totals)]
-    return layout.dealt(sum(totals), weights)
+    return layout.with_tokens(sum(totals), weights)
 
 
 def _scale_kind(fleet: Fleet, kind: int, layout: Layout, factor: float) -> Layout:
@@ -123,5 +123,5 @@ def _scale_kind(fleet: Fleet, kind: int, layout: Layout, factor: float) -> Layou
     for part in layout.parts:
         weights = np.array(part.tokens, dtype=float) + 1e-9
         weights[[fleet.units[unit].kind == kind for unit in part.units]] *= factor
-        parts.append(replace(part, tokens=deal_tokens(part.total, weights)))
+        parts.append(replace(part, tokens=assign_tokens(part.total, weights)))
     return replace(layout, parts=tuple(parts))

@@ -1,4 +1,4 @@
-"""CP-SAT on a grouping that is balanced already: whole tokens and heads together, under memory, and a proof.
+"""CP-SAT on a balanced grouping: whole tokens and heads together, under memory, with a proof.
 
 Scaling (balance.py) settles tokens and heads one after the other. Where a member's memory must hold both, or
 one head more here allows fewer tokens there, they have to be found together. Times are those that the cost
@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from ortools.sat.python import cp_model
 
-from megatron_hexi.planner.layouts.layout import Layout, Part
-from megatron_hexi.planner.layouts.measured import Measured
+from megatron_hexi.planner.layouts.layout import A2AGroup, Layout
+from megatron_hexi.planner.layouts.measured import UnitTimes
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 
 SEED = 1
@@ -40,8 +40,8 @@ _PARTS = 2**24
 
 
 @dataclass(frozen=True, eq=False)
-class Refined:
-    """What CP-SAT made of a trial.
+class CpSatResult:
+    """The result of CP-SAT on a trial.
 
     Args:
         trial: the better of what was given and what was found.
@@ -52,8 +52,8 @@ class Refined:
     proven: bool
 
 
-def refine(judge: Judge, trial: Trial) -> Refined:
-    """Tokens and heads found together, from a trial that is balanced already."""
+def refine(judge: Judge, trial: Trial) -> CpSatResult:
+    """Find tokens and heads together, starting from a balanced trial."""
     build = _Build(trial)
     replicas = [build.add_replica(layout) for layout in trial.layouts]
     solver = cp_model.CpSolver()
@@ -66,20 +66,20 @@ def refine(judge: Judge, trial: Trial) -> Refined:
     build.model.minimize(build.limit)
     status = solver.solve(build.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Refined(trial, proven=False)
+        return CpSatResult(trial, proven=False)
     layouts = [
         _layout(layout, classes, solver) for layout, classes in zip(trial.layouts, replicas, strict=True)
     ]
     proven = status == cp_model.OPTIMAL
     if layouts == list(trial.layouts):
-        return Refined(trial, proven)
-    other = judge.try_out(trial.fleet, layouts, trial.window)
-    return Refined(other if other.order < trial.order else trial, proven)
+        return CpSatResult(trial, proven)
+    solved = judge.try_out(trial.fleet, layouts, trial.window)
+    return CpSatResult(solved if solved.order < trial.order else trial, proven)
 
 
 @dataclass(frozen=True, eq=False)
-class _Kind:
-    """Members of a group that are alike: their positions, the tokens of each, and how many have h heads."""
+class _MemberKind:
+    """Equal members of a group: positions, tokens of each, and the number with h heads."""
 
     positions: Sequence[int]
     tokens: cp_model.IntVar
@@ -88,19 +88,19 @@ class _Kind:
 
 @dataclass(frozen=True, eq=False)
 class _Class:
-    """Groups of the same kinds of units: their places in the layout, and the variables of each of them."""
+    """Groups of the same kinds of units: their places in the layout, and their variables."""
 
     places: Sequence[int]
-    kinds: Sequence[_Kind]
+    kinds: Sequence[_MemberKind]
 
 
 class _Build:
-    """The model of a trial."""
+    """Builds the CP-SAT model of a trial."""
 
     def __init__(self, trial: Trial) -> None:
         self.model = cp_model.CpModel()
         self._trial = trial
-        self._measured = Measured.of(trial)
+        self._measured = UnitTimes.of(trial)
         self._all_heads = trial.fleet.job.workload().local_heads
         self._sequence = trial.fleet.job.seq_length
         self._longest = max(
@@ -129,7 +129,7 @@ class _Build:
         return classes
 
     def _add_class(
-        self, part: Part, places: Sequence[int], group: cp_model.IntVar, micro_batches: int
+        self, part: A2AGroup, places: Sequence[int], group: cp_model.IntVar, micro_batches: int
     ) -> _Class:
         model, measured = self.model, self._measured
         token_time, attention_time = (model.new_int_var(0, _PARTS, name) for name in "xz")
@@ -155,14 +155,14 @@ class _Build:
 
     def _add_kind(
         self,
-        part: Part,
+        part: A2AGroup,
         positions: Sequence[int],
         group: cp_model.IntVar,
         token_time: cp_model.IntVar,
         attention_time: cp_model.IntVar,
         scale: float,
-    ) -> _Kind:
-        """Units of a kind; with so many heads, attention and memory are linear in the group's tokens."""
+    ) -> _MemberKind:
+        """Add the units of a kind; for given heads, attention and memory are linear in the group's tokens."""
         model, measured, total = self.model, self._measured, max(1, part.total)
         most = max(positions, key=lambda position: part.heads[position])
         unit, most_heads = part.units[most], part.heads[most]
@@ -196,9 +196,9 @@ class _Build:
                 model.add(by_tokens * held + by_group * group <= _PARTS).only_enforce_if(used)
             counts[heads] = count
         model.add(sum(counts.values()) == len(positions))
-        return _Kind(positions, held, counts)
+        return _MemberKind(positions, held, counts)
 
-    def _busy(self, part: Part) -> float:
+    def _busy(self, part: A2AGroup) -> float:
         measured, units = self._measured, list(part.units)
         return float(
             measured.token[units].max() + measured.all_to_all[units].max() + measured.attention[units].max()
@@ -206,17 +206,17 @@ class _Build:
 
 
 def _layout(layout: Layout, classes: Sequence[_Class], solver: cp_model.CpSolver) -> Layout:
-    """The solution; what rounding leaves over goes to all in proportion."""
+    """Read the solution; remainders are assigned in proportion."""
     parts = list(layout.parts)
-    for one in classes:
-        tokens, heads = ([0] * len(parts[one.places[0]].units) for _ in range(2))
-        for kind in one.kinds:
+    for group_class in classes:
+        tokens, heads = ([0] * len(parts[group_class.places[0]].units) for _ in range(2))
+        for kind in group_class.kinds:
             dealt = [count for count, number in kind.counts.items() for _ in range(solver.value(number))]
             for position, count in zip(kind.positions, sorted(dealt, reverse=True), strict=True):
                 tokens[position], heads[position] = solver.value(kind.tokens), count
-        for place in one.places:
+        for place in group_class.places:
             parts[place] = replace(parts[place], tokens=tuple(tokens), heads=tuple(heads))
     if not any(part.total for part in parts):  # fewer tokens than groups that are alike
         return layout
     sequence = sum(part.total for part in layout.parts)
-    return replace(layout, parts=tuple(parts)).dealt(sequence, [float(part.total) for part in parts])
+    return replace(layout, parts=tuple(parts)).with_tokens(sequence, [float(part.total) for part in parts])

@@ -1,4 +1,4 @@
-"""Groupings that were tried, each by its best layout so far."""
+"""Groupings tried in a search, each with its best layout so far."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MENDS = (WINDOW, 1, 1)
 _WAITING = 0.005
 
 
-class Tried:
-    """Groupings of one domain on all units of a fleet.
+class TriedGroupings:
+    """Tries groupings of one domain on all units of a fleet.
 
     Args:
         judge: times layouts.
@@ -43,11 +43,11 @@ class Tried:
         self._best: Trial | None = None
 
     def most_promising(self, most: int) -> list[Trial]:
-        """So many at most, of as many groupings, the best first."""
+        """Return at most `most` trials of different groupings, the best first."""
         return sorted(self._found.values(), key=promise_of)[:most]
 
     def attempt(self, grouping: Grouping) -> Trial:
-        """The grouping's first layout, scaled again where memory does not suffice, in its best order."""
+        """Time the grouping's first layout, rescaled if memory is short, in its best order."""
         name = _unordered(grouping)
         if name not in self._found:
             layout = self._nested(grouping)
@@ -70,36 +70,36 @@ class Tried:
         return best
 
     def _is_behind(self, trial: Trial) -> bool:
-        """Whether it cannot be the best by far; of a handful of units, every grouping gets its chance."""
+        """Whether a trial is too slow to become the best; never for a few units."""
         if self._best is None or len(self._fleet.units) <= EXHAUSTIVE:
             return False
         short, seconds = self._best.promise
         return not short and trial.iteration_s > _BEHIND * seconds
 
     def _order_matters(self, trial: Trial) -> bool:
-        """Whether it waits for keys, and without that could be the best so far."""
+        """Whether a trial waits for keys, and without that could be the best so far."""
         phases, best = trial.timing.phases, self._best
         if phases.exchange <= _WAITING * phases.total or self._is_behind(trial):
             return False
         return best is None or best.promise[0] or phases.total - phases.exchange < best.iteration_s
 
     def _nested(self, grouping: Grouping) -> Layout:
-        """The first guess, groups and members in an order that lets all keep pace."""
+        """The first layout, with an order of groups and members that evens out the exchange."""
         layout = self._guess.layout(grouping, self._micro_batches)
         parts = facing(self._fleet, alternating(self._fleet, layout.parts))
         return Layout(parts, layout.micro_batches)
 
 
 def grouping_of(trial: Trial) -> Grouping:
-    """Units by group, ascending, of a trial of one replica."""
+    """The units of each group, ascending, of a trial with one replica."""
     return tuple(tuple(sorted(part.units)) for part in trial.layouts[0].parts)
 
 
 def promise_of(trial: Trial) -> tuple[bool, float]:
-    """What is least of the most promising."""
+    """Sort key of trials, see `Trial.promise`."""
     return trial.promise
 
 
 def _unordered(grouping: Grouping) -> Grouping:
-    """The same however groups and members are ordered."""
+    """A key of the grouping that ignores the order of groups and members."""
     return tuple(sorted(tuple(sorted(group)) for group in grouping))

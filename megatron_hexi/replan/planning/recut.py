@@ -14,9 +14,9 @@ from megatron_hexi.cost import CostModel, Job, ceiling_tokens_per_s
 from megatron_hexi.plan import Domain, Plan, Replica, Stage
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner.fleet.rates import Rates
-from megatron_hexi.planner.fleet.units import Fleet, Kind, Unit
-from megatron_hexi.planner.layouts.deal import deal_heads
-from megatron_hexi.planner.layouts.layout import Layout, Part, build_domain
+from megatron_hexi.planner.fleet.units import Fleet, FleetUnit, UnitKind
+from megatron_hexi.planner.layouts.deal import assign_heads
+from megatron_hexi.planner.layouts.layout import A2AGroup, Layout, build_domain
 from megatron_hexi.planner.layouts.trial import Judge
 from megatron_hexi.planner.search.balance import balance
 from megatron_hexi.planner.search.polish import polish
@@ -61,7 +61,7 @@ def _dealt_again(plan: Plan, job: Job, cluster: Cluster) -> Plan | None:
     for cost in CostModel(job, cluster).estimate(plan).ranks:
         number = replica_of[cost.rank % plan.ranks]
         busy[number] = max(busy[number], cost.compute_s + cost.communication_s)
-    dealt = list(deal_heads(sum(present), [seconds / n for seconds, n in zip(busy, present, strict=True)]))
+    dealt = list(assign_heads(sum(present), [seconds / n for seconds, n in zip(busy, present, strict=True)]))
     while min(dealt) == 0:  # each replica has a part in an iteration
         dealt[dealt.index(max(dealt))] -= 1
         dealt[dealt.index(0)] += 1
@@ -118,9 +118,9 @@ def _fleet(domain: Domain, plan: Plan, job: Job, cluster: Cluster) -> Fleet:
         # A unit waits for its slowest GPU.
         key = tuple(min((cluster.ranks[gpu].device for gpu in part), key=rate) for part in stack)
         place = devices.setdefault(tuple(map(id, key)), (len(devices), key))[0]
-        units.append(Unit(stack, place, site))
+        units.append(FleetUnit(stack, place, site))
     size = job.tensor_parallel * job.pipeline_parallel
-    kinds = tuple(Kind(key, min(map(rate, key)) * size) for _, key in devices.values())
+    kinds = tuple(UnitKind(key, min(map(rate, key)) * size) for _, key in devices.values())
     return Fleet(cluster, job, kinds, tuple(units))
 
 
@@ -131,7 +131,7 @@ def _layout(domain: Domain, micro_batches: int) -> Layout:
     for group in sorted(domain.groups, key=lambda group: (not group.segments, group.segments)):
         members = sorted(group.members, key=lambda member: member.heads)
         parts.append(
-            Part(
+            A2AGroup(
                 tuple(number[member.lead] for member in members),
                 tuple(member.tokens for member in members),
                 tuple(member.heads[1] - member.heads[0] for member in members),
