@@ -8,11 +8,11 @@ would: expert-parallel ranks of several replicas are one replica there, whose do
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import RECOMPUTES, CostModel, Job
+from megatron_hexi.cost import RECOMPUTES, CostModel, Job, ceiling_tokens_per_s
 from megatron_hexi.cost.memory import GIB, ModelPart, part_params, static_memory
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Domain, Exchange, Group, JobTerms, Member, Plan, Replica, Stage
@@ -68,12 +68,15 @@ def best_equal(
         cluster: where, on all GPUs.
         progress: told how far it is.
     """
-    choices = list(_choices(request, cluster))
+    floor = _floor_s(request, cluster)
+    choices = sorted(_choices(request, cluster), key=floor)
     best: Candidate | None = None
     trials = 0
     for number, flags in enumerate(choices):
         if progress is not None:
             progress("Megatron's flags", number, len(choices))
+        if best is not None and floor(flags) >= best.iteration_s:
+            break
         for candidate in _in_modes(flags, request, cluster):
             trials += 1
             if candidate.fits:  # more recomputation only takes longer
@@ -104,11 +107,31 @@ def _choices(request: Request, cluster: Cluster) -> Iterator[ExpertFlags]:
                 len(node.ranks) % width for node in cluster.nodes
             ):
                 continue
-            for size in _expert_sizes(experts.count, width * context, replicas):
+            flags = [
+                ExpertFlags(width, depth, context, size, 1)
+                for size in _expert_sizes(experts.count, width * context, replicas)
+            ]
+            fitting = [choice for choice in flags if _may_fit(choice, request, cluster)]
+            of_node = [choice for choice in fitting if choice.expert <= smallest]
+            # The least two that may fit, the ranks of a node, and as many as there are: those between are
+            # more messages over the same links.
+            for choice in dict.fromkeys([*fitting[:2], *of_node[-1:], *fitting[-1:]]):
                 for group in _groups(request.with_width(width), context):
-                    flags = ExpertFlags(width, depth, context, size, group)
-                    if _may_fit(flags, request, cluster):
-                        yield flags
+                    yield replace(choice, group=group)
+
+
+def _floor_s(request: Request, cluster: Cluster) -> Callable[[ExpertFlags], float]:
+    """Seconds that an equal layout takes at least: the slowest GPU's part of all work, and the bubble."""
+    job = replace(request.job, recompute="none")
+    slowest = max(1 / ceiling_tokens_per_s(job, [node.device]) for node in cluster.nodes)
+    work = slowest * job.seq_length * job.global_batch_size / len(cluster.ranks)
+
+    def seconds(flags: ExpertFlags) -> float:
+        replicas = len(cluster.ranks) // (flags.tensor * flags.pipeline * flags.context)
+        micro_batches = job.global_batch_size // (replicas * request.micro_batch_sizes()[0])
+        return work * (micro_batches + flags.pipeline - 1) / micro_batches
+
+    return seconds
 
 
 def _expert_sizes(count: int, inside: int, replicas: int) -> list[int]:
