@@ -19,6 +19,8 @@ from megatron_hexi.plan.units import rank_gpus
 
 #: Of the sequence's length, the short document that a fit takes beside the whole.
 _SHORT = 1 / 64
+#: Of the most that a pair may take, the least.
+_LEAST = 1e-6
 
 
 def unit_rates(plan: Plan, job: Job, cluster: Cluster) -> UnitRates:
@@ -73,8 +75,8 @@ def _rates(device: Device, plan: Plan, job: Job) -> tuple[float, float]:
     per_token = seconds / lengths
     pair = max(0.0, 2 * float(per_token[0] - per_token[1]) / (lengths[0] - lengths[1])) if long > 1 else 0.0
     most = 2 * float(per_token[0]) / long
-    # In a window a long document's tokens take no longer than a short one's.
-    pair = min(pair if pair or job.model.window else np.inf, most)
+    # In a window a long document's tokens take no longer than a short one's; plans have rates above 0.
+    pair = min(pair or (_LEAST * most if job.model.window else np.inf), most)
     return row + max(0.0, float(per_token[0]) - pair * long / 2), pair
 
 
