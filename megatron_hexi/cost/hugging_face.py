@@ -1,4 +1,4 @@
-"""Models as Hugging Face's config.json describes them: Llama, Mistral, Qwen and GPT-2 families."""
+"""Models as Hugging Face's config.json describes them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_hexi.cost.hugging_face_config import Config, read_config
 from megatron_hexi.cost.hugging_face_constants import NoFlagError, constants_of
+from megatron_hexi.cost.hugging_face_layers import SCORE_BIAS, experts_of, latent_of, window_of
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 
@@ -24,32 +25,58 @@ def model_from_config(text: str, path: Path) -> Model:
     config = read_config(text, path)
     with contextlib.suppress(NoFlagError):  # `constant_flags` says so where flags are printed
         constants_of(config)
-    fields = _gpt(config) if config.model_type == "gpt2" else _decoder(config)
     vocab_size, tied = config.size("vocab_size"), config.flag("tie_word_embeddings")
     try:
-        return Model(name=str(path), source=str(path), vocab_size=vocab_size, tied_embeddings=tied, **fields)
+        fields = _gpt(config) if config.model_type == "gpt2" else _decoder(config)
+        return Model(
+            name=str(path),
+            source=f"{path} ({config.note})" if config.note else str(path),
+            vocab_size=vocab_size,
+            tied_embeddings=tied,
+            **fields,
+        )
     except HexiError as problem:
-        raise HexiError(f"{path}: {problem}") from None
+        said = str(problem)
+        raise HexiError(said if said.startswith(str(path)) else f"{path}: {said}") from None
 
 
 def _decoder(config: Config) -> dict[str, Any]:
     """Fields of a model with rotary positions, RMSNorm and a gated MLP."""
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    _check_windows(config, config.size("num_hidden_layers"))
-    if config.get("head_dim") is None:
-        _check_divides(config, heads, hidden, "add head_dim")
+    kind, layers = config.model_type, config.size("num_hidden_layers")
+    width = "intermediate_size_mlp" if kind == "llama4_text" else "intermediate_size"
     return {
-        "layers": config.size("num_hidden_layers"),
-        "hidden_size": hidden,
+        "layers": layers,
+        "hidden_size": config.size("hidden_size"),
+        "ffn_hidden_size": config.size(width),
+        "gated": True,
+        "biases": (kind == "llama" and _has_biases(config)) or kind == "gpt_oss",
+        "qkv_bias": kind == "qwen2" or (kind == "glm4_moe" and config.flag("attention_bias")),
+        "norm_biases": False,
+        "qk_norm": kind in ("qwen3", "qwen3_moe", "gemma3_text")
+        or (kind == "glm4_moe" and config.flag("use_qk_norm")),  # Llama 4's has no weights
+        "sinks": kind == "gpt_oss",
+        "post_norms": kind == "gemma3_text",
+        "experts": experts_of(config, layers),
+        "window": window_of(config, layers),
+        "mtp_layers": config.count("num_nextn_predict_layers") if kind in SCORE_BIAS else 0,
+        **_heads(config),
+    }
+
+
+def _heads(config: Config) -> dict[str, Any]:
+    """Fields about the heads of attention."""
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    latent = latent_of(config, heads)
+    if latent is not None:
+        return {"heads": heads, "kv_heads": heads, "head_dim": latent[1], "latent": latent[0]}
+    given = config.model_type != "phi3" and config.get("head_dim") is not None
+    if not given:
+        remedy = "correct one of them" if config.model_type == "phi3" else "add head_dim"
+        _check_divides(config, heads, hidden, remedy)
+    return {
         "heads": heads,
         "kv_heads": config.size("num_key_value_heads", heads),
-        "head_dim": config.size("head_dim", hidden // heads),
-        "ffn_hidden_size": config.size("intermediate_size"),
-        "gated": True,
-        "biases": config.model_type == "llama" and _has_biases(config),
-        "qkv_bias": config.model_type == "qwen2",
-        "norm_biases": False,
-        "qk_norm": config.model_type == "qwen3",
+        "head_dim": config.size("head_dim") if given else hidden // heads,
     }
 
 
@@ -84,30 +111,3 @@ def _has_biases(config: Config) -> bool:
         )
         config.refuse("attention_bias", attention, "give a model with both or none", problem)
     return attention
-
-
-def _check_windows(config: Config, layers: int) -> None:
-    """Refuse layers whose queries see the latest keys only.
-
-    In Qwen's types layers from max_window_layers on have a window, or those that layer_types names, where
-    use_sliding_window is true; in the others all have one.
-    """
-    window = config.get("sliding_window")
-    if config.model_type in ("qwen2", "qwen3"):
-        types = config.get("layer_types")
-        known = {"full_attention", "sliding_attention"}
-        if types is None:
-            first = config.get("max_window_layers")
-            if type(first) is not int or first < 0:
-                config.refuse("max_window_layers", first, "write a whole number from 0")
-            slides = first < layers
-        elif isinstance(types, list) and len(types) == layers and known.issuperset(map(str, types)):
-            slides = "sliding_attention" in types
-        else:
-            config.refuse("layer_types", types, f"write full_attention for each of the {layers} layers")
-        if not (config.flag("use_sliding_window") and slides):
-            return
-    if window is not None:
-        said = "" if "sliding_window" in config.values else " (transformers' default)"
-        problem = f"attention in a window is not supported{said}"
-        config.refuse("sliding_window", window, "set it to null to train with full attention", problem)

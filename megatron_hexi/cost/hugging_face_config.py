@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_hexi.cost.hugging_face_fields import HARMLESS_FIELDS, NEEDED, ONLY, TYPES, ModelType, Only
+from megatron_hexi.cost.hugging_face_fields import HARMLESS_FIELDS, NEEDED, ONLY, ModelType, Only
+from megatron_hexi.cost.hugging_face_types import TYPES, VISION_FIELDS, WITH_VISION
 from megatron_hexi.errors import HexiError
 
 
@@ -19,11 +21,13 @@ class Config:
         values: of the file, by field; aliases are replaced.
         model_type: the type's name.
         path: the file, for messages.
+        note: what of the file the model leaves out; empty: nothing.
     """
 
     values: dict[str, Any]
     model_type: str
     path: Path
+    note: str = ""
 
     def get(self, field: str) -> Any:
         """The value of a field, or the type's default where the file leaves it out.
@@ -44,6 +48,32 @@ class Config:
         if type(value) is not int or value < 1:
             self.refuse(field, value, "write a whole number above 0")
         return value
+
+    def count(self, field: str) -> int:
+        """A whole number from 0; null is 0."""
+        value = self.get(field)
+        if value is None:
+            return 0
+        if type(value) is not int or value < 0:
+            self.refuse(field, value, "write a whole number from 0")
+        return value
+
+    def layer_numbers(self, field: str, layers: int) -> Sequence[int] | None:
+        """Numbers of layers, from 0; ``None`` where the value is null."""
+        value = self.get(field)
+        if value is None:
+            return None
+        if not isinstance(value, list) or any(
+            type(number) is not int or not 0 <= number < layers for number in value
+        ):
+            self.refuse(field, value, f"write a list of layers, from 0 to {layers - 1}")
+        return value
+
+    def require_equal(self, field: str, *wanted: int) -> None:
+        """Refuse a value that follows from other fields and is neither null nor one of the wanted."""
+        value = self.get(field)
+        if value is not None and value not in wanted:
+            self.refuse(field, value, f"write {wanted[0]}", f"other fields make it {wanted[0]}")
 
     def number(self, field: str) -> float:
         """A number above 0."""
@@ -82,17 +112,18 @@ def read_config(text: str, path: Path) -> Config:
         raise HexiError(f"{path}:{line}: not valid JSON ({problem}); correct that line") from None
     if not isinstance(values, dict):
         raise HexiError(f"{path}: not a config.json: a mapping with model_type and num_hidden_layers")
+    values, note = _language_model(values, path)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in TYPES:
         found = "is missing" if model_type is None else f"= {short(model_type)} is not known"
         raise HexiError(
-            f"{path}: model_type {found}; known are {', '.join(TYPES)}: "
+            f"{path}: model_type {found}; known are {', '.join((*TYPES, *WITH_VISION))}: "
             "write the one with the same shapes, or give a file of Megatron's arguments"
         )
     kind = TYPES[model_type]
-    config = Config(_without_aliases(values, kind, path), model_type, path)
+    config = Config(_without_aliases(values, kind, path), model_type, path, note)
     for field, value in config.values.items():
-        if field not in kind.used and field not in HARMLESS_FIELDS:
+        if field not in kind.used and field not in kind.harmless and field not in HARMLESS_FIELDS:
             _check(config, field, value, kind.only.get(field) or ONLY.get(field))
     _check_architectures(config, kind)
     return config
@@ -113,6 +144,35 @@ def short(value: Any) -> str:
     """A value as JSON, 40 characters at most."""
     text = json.dumps(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _language_model(values: dict[str, Any], path: Path) -> tuple[dict[str, Any], str]:
+    """The fields of the language model of a file with vision, and what is left out; others as they are."""
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in WITH_VISION:
+        return values, ""
+    text_type, architecture = WITH_VISION[model_type]
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        raise HexiError(f"{path}: text_config = {short(text)}; write the language model's fields")
+    text = {"model_type": text_type} | text
+    if text["model_type"] != text_type:
+        raise HexiError(f"{path}: text_config.model_type = {short(text['model_type'])}; write {text_type}")
+    if values.get("architectures") not in (None, [architecture]):
+        raise HexiError(
+            f"{path}: architectures = {short(values['architectures'])}; write {short([architecture])}"
+        )
+    tied = text.get("tie_word_embeddings", TYPES[text_type].used["tie_word_embeddings"])
+    if values.get("tie_word_embeddings", tied) not in (None, tied):
+        raise HexiError(f"{path}: tie_word_embeddings differs from text_config's; remove one of them")
+    own = {"model_type", "text_config", "architectures", "tie_word_embeddings", "initializer_range"}
+    rest = {
+        field: value
+        for field, value in values.items()
+        if field not in own and field not in VISION_FIELDS and field not in HARMLESS_FIELDS
+    }
+    without = {"architectures": None}  # the text model's class is that of the whole in some files
+    return rest | text | without, "vision is left out"
 
 
 def _without_aliases(values: dict[str, Any], kind: ModelType, path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_hexi.cost.hugging_face_config import Config
 from megatron_hexi.cost.hugging_face_rotary import NoFlagError, rotary_flags
+from megatron_hexi.cost.hugging_face_router import router_flags
 
 __all__ = ["NoFlagError", "constants_of"]
 
@@ -17,6 +18,13 @@ _ACTIVATIONS = {
 }
 
 
+#: Types of which Megatron cannot compute the layers, and what it has no flags for.
+_NO_FLAGS = {
+    "gemma3_text": "norms behind attention and MLP, two rotary bases, and GELU's gate",
+    "llama4_text": "attention in chunks, a temperature of attention, and scores on what experts read",
+}
+
+
 def constants_of(config: Config) -> list[tuple[str, str]]:
     """Megatron's flags for the constants of a config.json, each with its value; empty where it takes none.
 
@@ -24,6 +32,11 @@ def constants_of(config: Config) -> list[tuple[str, str]]:
         HexiError: a value that is not usable.
         NoFlagError: a value that Megatron has no flag for; with file, field and remedy.
     """
+    if config.model_type in _NO_FLAGS:
+        raise NoFlagError(
+            f"{config.path}: model_type = {config.model_type}: Megatron has no flags for "
+            f"{_NO_FLAGS[config.model_type]}; give a model of another type"
+        )
     gpt = config.model_type == "gpt2"
     flags = [("--norm-epsilon", str(config.number("layer_norm_epsilon" if gpt else "rms_norm_eps")))]
     std = config.number("initializer_range")
@@ -38,4 +51,8 @@ def constants_of(config: Config) -> list[tuple[str, str]]:
         flags += rotary_flags(config)
     if config.model_type == "qwen2":
         flags.append(("--add-qkv-bias", ""))
-    return flags
+    if config.model_type == "gpt_oss":
+        # A gate of x sigmoid(1.702 x) times one more than the rest, both clamped.
+        flags += [("--glu-linear-offset", "1.0"), ("--quick-geglu", "")]
+        flags.append(("--activation-func-clamp-value", str(config.number("swiglu_limit"))))
+    return flags + router_flags(config)

@@ -1,4 +1,4 @@
-"""The fields of Hugging Face's config.json: what each means here, by model type.
+"""The fields of Hugging Face's config.json that mean the same in all model types.
 
 transformers takes a field that a file leaves out from the defaults of the type, and ignores a field that it
 does not know. Here every field of a file is used, harmless for a reason, supported with some values only, or
@@ -40,12 +40,14 @@ class ModelType:
         used: fields that weights, time, or Megatron's flags depend on, with transformers' defaults.
         only: fields of which one value is supported, besides those of all types.
         aliases: other names of fields that transformers takes.
+        harmless: fields that change nothing in this type, besides those of all types, with the reason.
     """
 
     architecture: str
     used: Mapping[str, Any]
     only: Mapping[str, Only] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    harmless: Mapping[str, str] = field(default_factory=dict)
 
 
 _DENSE = "give a dense model"
@@ -98,8 +100,11 @@ HARMLESS: Mapping[str, Sequence[str]] = {
         *("bad_words_ids", "num_return_sequences", "forced_bos_token_id", "forced_eos_token_id"),
         *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
         *("begin_suppress_tokens", "output_scores", "return_dict_in_generate", "task_specific_params"),
+        "cache_implementation",
     ),
-    "what transformers returns": ("output_attentions", "output_hidden_states", "return_dict"),
+    "what transformers returns": (
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    ),
     "heads of other tasks, which a causal language model lacks": (
         *(
             "id2label",
@@ -125,103 +130,3 @@ HARMLESS: Mapping[str, Sequence[str]] = {
     "a length that nothing depends on": ("n_ctx", "max_sequence_length"),
 }
 HARMLESS_FIELDS = frozenset(name for names in HARMLESS.values() for name in names)
-
-_ROTARY: Mapping[str, Any] = {
-    "max_position_embeddings": 2048,
-    "original_max_position_embeddings": None,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "rope_parameters": None,
-}
-_DECODER: Mapping[str, Any] = {
-    "architectures": None,
-    "num_hidden_layers": NEEDED,
-    "hidden_size": NEEDED,
-    "intermediate_size": NEEDED,
-    "num_attention_heads": NEEDED,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "vocab_size": NEEDED,
-    "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.02,
-    "sliding_window": None,
-    **_ROTARY,
-}
-_WINDOWS: Mapping[str, Any] = {
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
-_SILU = Only(("silu", "swish"), "another activation in a gated MLP", "give a model with silu")
-_NO_BIAS = Only(
-    (False,),
-    "biases in some linear layers only, of which Megatron has those of queries, keys and values,",
-    "give a model without",
-)
-_NO_BIASES = {"attention_bias": _NO_BIAS, "mlp_bias": _NO_BIAS}
-
-#: The types that are read.
-TYPES: Mapping[str, ModelType] = {
-    "llama": ModelType(
-        "LlamaForCausalLM", {**_DECODER, "attention_bias": False, "mlp_bias": False}, {"hidden_act": _SILU}
-    ),
-    "mistral": ModelType(
-        "MistralForCausalLM",
-        {**_DECODER, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-        {"hidden_act": _SILU, **_NO_BIASES},
-    ),
-    "qwen2": ModelType(
-        "Qwen2ForCausalLM",
-        {**_DECODER, **_WINDOWS, "num_key_value_heads": 32, "max_position_embeddings": 32768},
-        {
-            "hidden_act": _SILU,
-            # transformers does not read it: queries, keys and values have biases, other layers none.
-            "attention_bias": Only(
-                (True,), "Qwen2 without biases of queries, keys and values", "give a llama"
-            ),
-            "mlp_bias": _NO_BIAS,
-        },
-    ),
-    "qwen3": ModelType(
-        "Qwen3ForCausalLM",
-        {
-            **_DECODER,
-            **_WINDOWS,
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 32768,
-        },
-        {"hidden_act": _SILU, **_NO_BIASES},
-    ),
-    "gpt2": ModelType(
-        "GPT2LMHeadModel",
-        {
-            "architectures": None,
-            "n_layer": NEEDED,
-            "n_embd": NEEDED,
-            "n_head": NEEDED,
-            "n_inner": None,
-            "n_positions": 1024,
-            "vocab_size": NEEDED,
-            "tie_word_embeddings": True,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "initializer_range": 0.02,
-        },
-        {
-            "n_special": Only((0,), "embeddings beside the vocabulary's", "add them to vocab_size"),
-            "scale_attn_weights": Only((True,), "attention without a scale", "give a model with true"),
-            "scale_attn_by_inverse_layer_idx": Only(
-                (False,), "a scale of attention by layer", "give a model with false"
-            ),
-        },
-        {
-            "hidden_size": "n_embd",
-            "max_position_embeddings": "n_positions",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
-        },
-    ),
-}

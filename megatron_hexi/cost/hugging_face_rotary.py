@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from megatron_hexi.cost.hugging_face_config import Config, positive, short
+from megatron_hexi.cost.hugging_face_layers import LATENT
+from megatron_hexi.cost.hugging_face_types import TYPES
 from megatron_hexi.errors import HexiError
 
 Flags = list[tuple[str, str]]
@@ -19,6 +21,8 @@ Flags = list[tuple[str, str]]
 #: whatever --rope-scaling-factor says (gpt_builders.py up to 0.18, argument_utils.py in 0.19).
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_POSITIONS = 8192
+#: MLATransformerConfig.original_max_position_embeddings, for which there is no flag.
+_LATENT_POSITIONS = 4096
 
 
 class NoFlagError(HexiError):
@@ -35,20 +39,32 @@ def rotary_flags(config: Config) -> Flags:
     name, rope = _mapping(config)
     reader = _Rope(config, name, rope)
     base = reader.number("rope_theta", config.get("rope_theta"))
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        reader.refuse(
-            "partial_rotary_factor", "give a model with 1", "rotating a part of a head is not supported"
-        )
+    part = _rotated_part(reader)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join(_KINDS)
         reader.lack("rope_type" if "rope_type" in rope else "type", f"Megatron computes {known} only")
     fields, flags_of = _KINDS[kind]
     reader.check({*fields, "rope_theta", "rope_type", "type", "partial_rotary_factor"})
-    flags = flags_of(reader)
+    flags = _latent(reader, kind) if config.model_type in LATENT else flags_of(reader)
     if base != int(base):
         reader.lack("rope_theta", "Megatron's --rotary-base is a whole number", base)
-    return [("--rotary-base", str(int(base))), *flags]
+    return [("--rotary-base", str(int(base))), *flags, *part]
+
+
+def _rotated_part(reader: _Rope) -> Flags:
+    """The flag for rotating a part of each head only, where the type allows it."""
+    part, config = reader.rope.get("partial_rotary_factor"), reader.config
+    if "partial_rotary_factor" not in TYPES[config.model_type].used:
+        if part not in (None, 1):
+            reader.refuse(
+                "partial_rotary_factor", "give a model with 1", "rotating a part of a head is not supported"
+            )
+        return []
+    value = positive(
+        config.get("partial_rotary_factor") if part is None else part, "partial_rotary_factor", config.path
+    )
+    return [("--rotary-percent", str(value))] if value != 1 else []
 
 
 def _mapping(config: Config) -> tuple[str, dict[str, Any]]:
@@ -150,6 +166,24 @@ def _yarn(rope: _Rope) -> Flags:
     if truncate not in (None, True, False):
         rope.refuse("truncate", "write true or false", "is not usable")
     return [*flags, *([("--no-yarn-correction-range-round-to-int", "")] if truncate is False else [])]
+
+
+def _latent(rope: _Rope, kind: str) -> Flags:
+    """Flags of latent attention, which has its own: MLATransformerConfig fixes what has none."""
+    if kind == "default":
+        return [("--rope-type", "rope")]
+    if kind != "yarn":
+        rope.lack("rope_type" if "rope_type" in rope.rope else "type", "latent attention computes yarn only")
+    for field, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+        if rope.number(field, usual) != usual:
+            rope.lack(field, f"Megatron's latent attention has {usual} built in")
+    if rope.positions != _LATENT_POSITIONS:
+        problem = f"Megatron's latent attention has {_LATENT_POSITIONS} built in"
+        rope.lack("original_max_position_embeddings", problem, rope.positions)
+    factor = rope.number("factor")
+    mscale, all_dim = _concentration(rope, factor)
+    values = {"--rotary-scaling-factor": factor, "--mscale": mscale, "--mscale-all-dim": all_dim}
+    return [("--rope-type", "yarn"), *((flag, str(value)) for flag, value in values.items())]
 
 
 def _concentration(rope: _Rope, factor: float) -> tuple[float, float]:

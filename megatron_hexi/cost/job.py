@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Literal, NoReturn, get_args
 
 from megatron_hexi.cost.model import Model
+from megatron_hexi.cost.planned_kinds import refuse_unplanned
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import JobTerms, Plan, Workload
 from megatron_hexi.plan.flags import spell_flag
@@ -55,7 +56,8 @@ class Job:
             ``None``: each GPU's own default.
 
     Raises:
-        HexiError: sizes that Megatron cannot divide, or words that it does not know.
+        HexiError: sizes that Megatron cannot divide, words that it does not know, or a model with layers
+            that are not modelled (`refuse_unplanned`).
     """
 
     model: Model
@@ -73,6 +75,7 @@ class Job:
     kernel: str | None = None
 
     def __post_init__(self) -> None:
+        refuse_unplanned(self.model)
         for field in _COUNTS:
             value = getattr(self, field)
             if type(value) is not int or value < 1:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hexi.argument_file import located_words
+from megatron_hexi.cost.hugging_face_rotary import NoFlagError
 from megatron_hexi.cost.model import VOCAB_MULTIPLE, Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.kinds import PlanKind, masks_documents
+from megatron_hexi.options.layer_features import pattern_text, query_size
 from megatron_hexi.options.meaning import model_features, resolve
 from megatron_hexi.options.parser import Parsed, parse_words
 from megatron_hexi.options.plan_job import kind_of
@@ -165,13 +167,13 @@ def _model(args: Namespace, path: Path) -> Model:
         hidden_size=args.hidden_size,
         heads=args.num_attention_heads,
         kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        head_dim=args.kv_channels,
+        head_dim=query_size(args),
         ffn_hidden_size=args.ffn_hidden_size,
         vocab_size=padded or args.vocab_size,
         vocab_multiple=1 if padded else args.make_vocab_size_divisible_by,
         learned_positions=args.max_position_embeddings if learned else 0,
         source=str(path),
-        **model_features(args),
+        **model_features(args, str(path)),
     )
 
 
@@ -181,7 +183,17 @@ def model_flags(model: Model, seq_length: int) -> list[str]:
     Args:
         model: its shapes. Constants that they leave open (--norm-epsilon, --rotary-base) are Megatron's.
         seq_length: positions that are allowed, where they are not learned.
+
+    Raises:
+        NoFlagError: Megatron has no flags for such layers.
     """
+    lacking = {
+        "norms behind attention and MLP": model.post_norms,
+        "attention in chunks": model.window is not None and model.window.in_chunks,
+    }
+    for what, has in lacking.items():
+        if has:
+            raise NoFlagError(f"model {model.name}: Megatron has no flags for {what}; give another model")
     sizes = {
         "--num-layers": model.layers,
         "--hidden-size": model.hidden_size,
@@ -195,6 +207,8 @@ def model_flags(model: Model, seq_length: int) -> list[str]:
         "--hidden-dropout": 0,
     }
     flags = [word for flag, value in sizes.items() for word in (flag, str(value))]
+    sizes_of_kinds = _sizes_of_kinds(model)
+    flags += [word for flag, value in sizes_of_kinds.items() for word in (flag, str(value))]
     if model.kv_heads < model.heads:
         flags += ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
     if model.vocab_multiple != VOCAB_MULTIPLE:
@@ -208,7 +222,38 @@ def model_flags(model: Model, seq_length: int) -> list[str]:
         "--disable-bias-linear": not model.biases,
         "--add-qkv-bias": model.qkv_bias and not model.biases,
         "--untie-embeddings-and-output-weights": not model.tied_embeddings,
-        "--qk-layernorm": model.qk_norm,
+        "--qk-layernorm": model.qk_norm or model.latent is not None,
         "--attention-output-gate": model.output_gate,
+        "--moe-router-enable-expert-bias": model.experts is not None and model.experts.score_bias,
+        "--multi-latent-attention": model.latent is not None,
+        # Beside a plan the fused kernel does not rotate latent keys (`megatron_hexi.options.attention`).
+        "--no-rope-fusion": model.latent is not None,
     }
     return flags + [flag for flag, wanted in said.items() if wanted]
+
+
+def _sizes_of_kinds(model: Model) -> dict[str, int | str]:
+    """Flags of experts, windows, latent attention and multi-token prediction, with their values."""
+    found: dict[str, int | str] = {}
+    if model.experts is not None:
+        found["--num-experts"] = model.experts.count
+        found["--moe-ffn-hidden-size"] = model.experts.ffn_hidden_size
+        found["--moe-router-topk"] = model.experts.active
+        if model.experts.shared_ffn_hidden_size:
+            found["--moe-shared-expert-intermediate-size"] = model.experts.shared_ffn_hidden_size
+        if model.experts.layers:
+            found["--moe-layer-freq"] = pattern_text(model.experts.layers)
+    if model.window is not None:
+        found["--window-size"] = f"{model.window.size - 1},0"
+        if model.window.layers:
+            found["--window-attn-skip-freq"] = pattern_text(model.window.layers)
+    if model.latent is not None:
+        found["--kv-lora-rank"] = model.latent.kv_rank
+        found["--qk-head-dim"] = model.head_dim - model.latent.rotary_dim
+        found["--qk-pos-emb-head-dim"] = model.latent.rotary_dim
+        found["--v-head-dim"] = model.latent.value_dim
+        if model.latent.query_rank is not None:
+            found["--q-lora-rank"] = model.latent.query_rank
+    if model.mtp_layers:
+        found["--mtp-num-layers"] = model.mtp_layers
+    return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_hexi.argument_file import split_words
 from megatron_hexi.cost.hugging_face import model_from_config
 from megatron_hexi.cost.hugging_face_config import read_config
-from megatron_hexi.cost.hugging_face_constants import constants_of
+from megatron_hexi.cost.hugging_face_constants import NoFlagError, constants_of
 from megatron_hexi.cost.megatron_arguments import (
     ArgumentTerms,
     check_arguments,
@@ -17,7 +17,7 @@ from megatron_hexi.cost.megatron_arguments import (
     terms_from_arguments,
 )
 from megatron_hexi.cost.model import Model
-from megatron_hexi.cost.named_models import preset_constants
+from megatron_hexi.cost.named_models import preset_constants, preset_problems
 from megatron_hexi.cost.named_models import presets as presets
 from megatron_hexi.cost.recipes import recipes
 from megatron_hexi.errors import HexiError
@@ -94,6 +94,10 @@ def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
     name = os.fspath(name_or_path)
     found = _read(name)
     if found is None:
+        if name in preset_problems():
+            raise NoFlagError(
+                f"{name}: Megatron has no flags for {preset_problems()[name]}; give another model"
+            )
         return list(preset_constants()[name])
     path, text = found
     if not _is_json(text, path):

@@ -9,6 +9,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.layer_features import layer_features
 
 
 def resolve(args: Namespace, source: str) -> None:
@@ -42,11 +43,15 @@ def resolve(args: Namespace, source: str) -> None:
         args.ffn_hidden_size = int((4 * hidden * 2 / 3) / 64) * 64 if args.swiglu else 4 * hidden
 
 
-def model_features(args: Namespace) -> dict[str, Any]:
+def model_features(args: Namespace, source: str) -> dict[str, Any]:
     """Return the fields of `megatron_hexi.cost.Model` that say what layers consist of.
 
     Args:
         args: Megatron's arguments, resolved.
+        source: where they stand, for errors.
+
+    Raises:
+        HexiError: as `layer_features`.
     """
     biases, norm_biases = bool(args.add_bias_linear), args.normalization == "LayerNorm"
     return {
@@ -56,9 +61,11 @@ def model_features(args: Namespace) -> dict[str, Any]:
         "qkv_bias": bool(args.add_qkv_bias and not biases),
         "norm_biases": None if norm_biases == biases else norm_biases,
         # An L2 norm goes before it, and has no weights.
-        "qk_norm": bool(args.qk_layernorm and not args.qk_l2_norm),
+        # In latent attention it goes before the latent columns, which have norms of their own.
+        "qk_norm": bool(args.qk_layernorm and not args.qk_l2_norm and not args.multi_latent_attention),
         "output_gate": bool(args.attention_output_gate),
         "sinks": args.softmax_type == "learnable",
+        **layer_features(args, source),
     }
 
 

@@ -296,8 +296,11 @@ def flags_text(flags: Sequence[str]) -> str:
 
 
 def replace_flags(words: Sequence[str], more: Sequence[str]) -> list[str]:
-    """The words, in which flags of `more` replace those of the same name."""
-    return [*_without(words, {word for word in more if word.startswith("--")}), *more]
+    """The words, in which flags of `more` replace those of the same name, and another activation."""
+    replaced = {word for word in more if word.startswith("--")}
+    if "--quick-geglu" in replaced:
+        replaced.add("--swiglu")  # Megatron refuses two
+    return [*_without(words, replaced), *more]
 
 
 def _without(words: Sequence[str], flags: set[str]) -> list[str]:

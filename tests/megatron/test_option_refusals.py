@@ -77,12 +77,11 @@ OPTION_WORDS = {
     "--check-weight-hash-across-dp-replicas-interval-stages": (
         "--check-weight-hash-across-dp-replicas-interval 2"
     ),
-    "--num-experts-planned": "--num-experts 4",
-    "--multi-latent-attention-planned": " ".join((*LATENT, "--no-rope-fusion")),
-    "--window-size-planned": "--window-size 128,0",
+    "--moe-shared-expert-gate-planned": "--num-experts 4 --moe-shared-expert-gate",
+    "--moe-latent-size-planned": "--moe-latent-size 32",
+    "--mtp-use-repeated-layer-planned": "--mtp-num-layers 1 --mtp-use-repeated-layer",
     "--hybrid-layer-pattern-planned": "--hybrid-layer-pattern *-",
     "--hybrid-override-pattern-planned": "--hybrid-override-pattern *-",
-    "--mtp-num-layers-planned": "--mtp-num-layers 1",
     "--spec-planned": "--spec my.layers spec",
     "--recompute-modules-planned": "--recompute-modules mlp core_attn",
     "--step-batch-size-schedule-planned": "--step-batch-size-schedule 0:4",

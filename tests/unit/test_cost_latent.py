@@ -142,7 +142,7 @@ def test_elements_by_hand():
 
 def test_kernels_compute_the_wider_of_both_sizes():
     (node,) = cluster([("a", "PLAIN", 1)]).nodes
-    wide = dataclasses.replace(MODEL, latent=dataclasses.replace(MODEL.latent, value_dim=200))
+    wide = dataclasses.replace(MODEL, latent=Latent(kv_rank=64, rotary_dim=32, value_dim=200, query_rank=80))
     for model, width in ((MODEL, 128), (wide, 200)):
         job = tiny_job(model=model)
         speeds = device_speeds(node.device, job)

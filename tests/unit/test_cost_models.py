@@ -132,7 +132,10 @@ def without(field):
         (json.dumps(LLAMA3_8B | {"num_attention_heads": 30}), "30 heads do not divide hidden size 4096; add"),
         (json.dumps(LLAMA3_8B | {"num_key_value_heads": 5}), "kv_heads = 5 does not divide the 32 heads"),
         (json.dumps(LLAMA3_8B | {"num_local_experts": 8}), "num_local_experts = 8: mixture of experts"),
-        (json.dumps(LLAMA3_8B | {"sliding_window": 4096}), "sliding_window = 4096: attention in a window"),
+        (
+            json.dumps(LLAMA3_8B | {"sliding_window": 4096}),
+            "sliding_window = 4096: transformers' llama has no window; remove it",
+        ),
         (json.dumps(LLAMA3_8B | {"tie_word_embeddings": 1}), "tie_word_embeddings = 1; write true or false"),
     ],
 )
@@ -154,12 +157,24 @@ def test_a_window_that_is_not_used_is_harmless(tmp_path):
     ("text", "said"),
     [
         (
-            LLAMA3_8B_ARGUMENTS + "--num-experts 8",
-            "line 7: --num-experts does not work with hexi plan: mixture of experts is not supported",
+            LLAMA3_8B_ARGUMENTS + "--num-experts 8 --moe-shared-expert-gate",
+            "line 7: --moe-shared-expert-gate does not work with hexi plan: the weights of that gate are not",
         ),
         (
-            LLAMA3_8B_ARGUMENTS + "--multi-latent-attention",
-            "multi-latent attention is not supported; plan with",
+            LLAMA3_8B_ARGUMENTS + "--num-experts 8 --moe-layer-freq [0]*32",
+            "--moe-layer-freq leaves no layer with experts; leave --num-experts out",
+        ),
+        (
+            LLAMA3_8B_ARGUMENTS + "--num-experts 8 --moe-layer-freq [0,1]*99999999",
+            "--moe-layer-freq [0,1]*99999999: is no list of 0 and 1; write one",
+        ),
+        (
+            LLAMA3_8B_ARGUMENTS + "--window-size 9,0 --window-attn-skip-freq [0,1]",
+            "--window-attn-skip-freq has 2 entries, the model has 32 layers; give one for each",
+        ),
+        (
+            LLAMA3_8B_ARGUMENTS + "--multi-latent-attention --no-rope-fusion",
+            "--multi-latent-attention without --qk-layernorm is not read: its weights are not counted; add",
         ),
         (
             LLAMA3_8B_ARGUMENTS + "--swigluu",

@@ -45,7 +45,7 @@ def groups_of(plan):
 
 def far_groups(plan):
     """For each step: the number of each group that takes part, and of the one whose keys it uses."""
-    first, steps = 0, {}
+    first, steps = 0, dict[int, list[tuple[int, int]]]()
     for replica in plan.replicas:
         count = len(replica.domain.groups)
         for distance in range(1, count):
@@ -88,7 +88,8 @@ def runs(own):
 @given(causal_plans(value_dims=(None, 2, 9)), st.integers(1, 3))
 @examples(200)
 def test_messages_and_bytes_are_those_of_the_split_tables(drawn, batch):
-    check_against_schedules(*drawn, batch)
+    plan, window = drawn
+    check_against_schedules(plan, window, batch)
 
 
 @pytest.mark.parametrize("plan", [TORN, SPARSE, RAGGED])

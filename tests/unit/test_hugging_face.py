@@ -17,9 +17,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_hexi.cost import NoFlagError, constant_flags, read_model
-from megatron_hexi.cost.hugging_face_fields import HARMLESS, HARMLESS_FIELDS, NEEDED, ONLY, TYPES
+from megatron_hexi.cost.hugging_face_fields import HARMLESS, HARMLESS_FIELDS, NEEDED, ONLY
+from megatron_hexi.cost.hugging_face_types import TYPES
 from megatron_hexi.errors import HexiError
 from tests.support.published_configs import PUBLISHED
+from tests.support.published_layers import COUNTED, PUBLISHED_LAYERS
 
 
 @pytest.fixture
@@ -35,32 +37,50 @@ def write(tmp_path):
 
 def count_by_transformers(folder):
     """Weights of transformers' own model, which has no memory on the meta device; shared ones once."""
+    text = json.loads((folder / "config.json").read_text())
+    # transformers leaves Kimi K2 to code of its own, which is DeepSeek-V3's.
+    known = {name: value for name, value in text.items() if name not in ("auto_map", "quantization_config")}
+    known["model_type"] = known["model_type"].replace("kimi_k2", "deepseek_v3")
+    config = AutoConfig.for_model(**known)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    return sum(weight.numel() for weight in model.parameters())
+        model = AutoModelForCausalLM.from_config(config.get_text_config())
+    biases = [bias.numel() for name, bias in model.named_buffers() if name.endswith("score_correction_bias")]
+    return sum(weight.numel() for weight in model.parameters()) + sum(biases)
 
 
 def count(folder):
     """Weights of our model without the rows that Megatron adds to the vocabulary."""
-    model = read_model(folder)
+    return count_of(read_model(folder))
+
+
+def count_of(model):
+    """Weights of a model without the rows that Megatron adds to the vocabulary."""
     added = (model.padded_vocab() - model.vocab_size) * model.hidden_size
     return model.total_params - added * (1 if model.tied_embeddings else 2)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", (PUBLISHED | PUBLISHED_LAYERS))
 def test_weights_are_those_of_transformers(write, name):
-    folder = write(PUBLISHED[name])
+    folder = write((PUBLISHED | PUBLISHED_LAYERS)[name])
     assert count(folder) == count_by_transformers(folder)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_weights_and_active_weights_are_those_counted_by_hand(write, name):
+    model = read_model(write(PUBLISHED_LAYERS[name]))
+    weights, active = COUNTED[name]
+    assert count_of(model) == weights
+    assert model.active_params / 1e9 == pytest.approx(active, rel=5e-3)
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_field_of_transformers_is_accounted_for_and_defaults_are_its(model_type):
     kind = TYPES[model_type]
-    config: Any = type(AutoConfig.for_model(model_type))
-    known = kind.used.keys() | kind.only.keys() | ONLY.keys() | HARMLESS_FIELDS
+    config: Any = type(AutoConfig.for_model(model_type.replace("kimi_k2", "deepseek_v3")))
+    known = kind.used.keys() | kind.only.keys() | kind.harmless.keys() | ONLY.keys() | HARMLESS_FIELDS
     assert set(config().to_dict()) - known == set()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config(num_hidden_layers=1, vocab_size=8))
+        model = AutoModelForCausalLM.from_config(config(num_hidden_layers=1, vocab_size=8, pad_token_id=None))
     assert type(model).__name__ == kind.architecture
     own = inspect.signature(config).parameters
     wanted = {name: default for name, default in kind.used.items() if default is not NEEDED and name in own}
@@ -70,8 +90,8 @@ def test_every_field_of_transformers_is_accounted_for_and_defaults_are_its(model
 
 def test_no_field_is_told_twice():
     for kind in TYPES.values():
-        assert not (kind.used.keys() | kind.only.keys()) & HARMLESS_FIELDS
-        assert not kind.used.keys() & kind.only.keys()
+        told = [*kind.used, *kind.only, *kind.harmless, *HARMLESS_FIELDS]
+        assert len(told) == len(set(told))
     assert not ONLY.keys() & HARMLESS_FIELDS
     assert len(HARMLESS_FIELDS) == sum(map(len, HARMLESS.values()))
 
@@ -85,6 +105,9 @@ LLAMA = {
 QWEN2, QWEN3 = PUBLISHED["Qwen2.5-3B"], PUBLISHED["Qwen3-0.6B"]
 MISTRAL, GPT2 = PUBLISHED["Mistral-7B-v0.3"], PUBLISHED["gpt2"]
 SMALL = {"num_hidden_layers": 2}
+DEEPSEEK, GPT_OSS = PUBLISHED_LAYERS["deepseek-ai/DeepSeek-V3"], PUBLISHED_LAYERS["openai/gpt-oss-20b"]
+QWEN_MOE = PUBLISHED_LAYERS["Qwen/Qwen3-30B-A3B"]
+SCOUT = PUBLISHED_LAYERS["meta-llama/Llama-4-Scout-17B-16E"]
 
 
 def without(config, *fields):
@@ -160,17 +183,39 @@ WINDOWS = QWEN2 | {"use_sliding_window": True, "sliding_window": 64}
         (QWEN3 | {"attention_bias": True}, "attention_bias = true: biases in some linear layers only"),
         (QWEN2 | {"attention_bias": False}, "attention_bias = false: Qwen2 without biases"),
         (
-            without(MISTRAL, "sliding_window"),
-            "sliding_window = 4096: attention in a window is not supported (trans",
+            WINDOWS | {"max_window_layers": 35, "sliding_window": 0},
+            "sliding_window = 0; write a whole number",
         ),
         (
-            WINDOWS | {"max_window_layers": 35},
-            "sliding_window = 64: attention in a window is not supported; set",
+            MISTRAL | {"model_type": "qwen2_moe"},
+            'model_type = "qwen2_moe" is not known; known are llama, mis',
         ),
-        (WINDOWS | {"layer_types": ["sliding_attention"] * 36}, "sliding_window = 64: attention in a window"),
+        (MISTRAL | {"model_type": "deepseek_v2"}, 'model_type = "deepseek_v2" is not known'),
+        (MISTRAL | {"model_type": "qwen3_next"}, 'model_type = "qwen3_next" is not known'),
+        (MISTRAL | {"model_type": "mamba2"}, 'model_type = "mamba2" is not known'),
+        (DEEPSEEK | {"head_dim": 100}, "head_dim = 100: other fields make it 64; write 64"),
+        (DEEPSEEK | {"scoring_func": "softmax"}, 'scoring_func = "softmax": another score of experts'),
+        (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq = 2: dense layers between those with experts"),
+        (DEEPSEEK | {"first_k_dense_replace": -1}, "first_k_dense_replace = -1; write a whole number from 0"),
+        (GPT_OSS | {"experts_per_token": 2}, "experts_per_token = 2: other fields make it 4; write 4"),
+        (
+            GPT_OSS | {"num_experts_per_tok": 64, "experts_per_token": 64},
+            "experts: active = 64 of 32 experts",
+        ),
+        (
+            QWEN_MOE | {"mlp_only_layers": [48]},
+            "mlp_only_layers = [48]; write a list of layers, from 0 to 47",
+        ),
+        (SCOUT | {"text_config": None}, "text_config = null; write the language model's fields"),
+        (SCOUT | {"tie_word_embeddings": True}, "tie_word_embeddings differs from text_config's"),
+        (SCOUT | {"audio_config": {}}, "audio_config = {}: transformers' llama4_text has no such field"),
+        (
+            SCOUT | {"text_config": SCOUT["text_config"] | {"no_rope_layers": [1, 0]}},
+            "no_rope_layers = [1, 0]; write 0 or 1 for each of the 48 layers",
+        ),
         (
             WINDOWS | {"layer_types": ["linear_attention"] * 36},
-            "write full_attention for each of the 36 layers",
+            "write full_attention or sliding_attention for each of the 36 layers",
         ),
         (WINDOWS | {"max_window_layers": -1}, "max_window_layers = -1; write a whole number from 0"),
         (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "a scale of attention by layer is not supported"),

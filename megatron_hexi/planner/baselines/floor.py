@@ -174,7 +174,8 @@ class Floor:
         device, slots = self._device[:, arrays.units], np.arange(len(rows))
         sums = tensor_parallel_seconds(job, rows, *self._inside[:, self._nodes[:, arrays.units]])
         # All by stage, then unit, group or replica, then pass.
-        part, mean, stages = ModelPart.of_job(job, np.arange(job.pipeline_parallel)), 0.0, 0.0
+        part = ModelPart.of_job(job, np.arange(job.pipeline_parallel))
+        mean = stages = np.zeros(1)
         for kind, held in zip(job.kinds, part.of_kinds(job.model), strict=True):
             token = np.array([token_times(speeds, kind, rows) for speeds in self._speeds])[device, :, slots]
             heads = arrays.heads[:, None] * self._attention(arrays, kind)[device, :, arrays.group]
@@ -197,7 +198,7 @@ class Floor:
         return self._step + np.maximum.reduceat(replicas, arrays.starts)
 
     def _attention(self, arrays: _Arrays, job: Job) -> Floats:
-        """Seconds of one head's attention in each group on each device, [D, 2, N], in layers of one kind."""
+        """Seconds of one head in each group on each device, [D, 2, N], in layers of one kind."""
         if job.model.window is not None:
             return self._in_window(arrays, job, job.model.window.size)
         totals, number = np.unique(arrays.totals, return_inverse=True)
@@ -216,13 +217,13 @@ class Floor:
         return np.array(seconds_by_device)
 
     def _in_window(self, arrays: _Arrays, job: Job, window: int) -> Floats:
-        """Seconds of one head's attention in a window, at least, [D, 2, N]."""
+        """Seconds of one head's attention in a window, in each group on each device, [D, 2, N]."""
         totals = arrays.totals.astype(float)
         fastest = [replace(speeds, causal=_best_up_to(window, speeds)) for speeds in self._speeds]
         return np.array([own_block_times(speeds, job, totals, True) for speeds in fastest])
 
     def _from_other_nodes(self, arrays: _Arrays, kind: Job) -> Floats:
-        """Least seconds of all-to-all and key exchange between nodes, for each group, in layers of one kind.
+        """Least seconds of all-to-all and key exchange between nodes, for each group.
 
         A node's links carry what all of the group's members there send or receive, a GPU's what its own does.
 

@@ -77,8 +77,8 @@ class Assembly:
             trials = [best[1][StagePlace(number, stage, depth)] for stage in range(depth)]
             again.append(self._reassigned(column.pipe, count, column.shards, trials))
         if again != pipes:
-            reassembled = self._assemble(again, packed.micro_batches, placed, fleets)
-            best = min(best, reassembled, key=lambda assembled: assembled[0].order)
+            other = self._assemble(again, packed.micro_batches, placed, fleets)
+            best = min(best, other, key=lambda assembled: assembled[0].order)
         return best[0] if self._job.model.is_uniform else with_layers_moved(best[0], self._cluster)
 
     def _assemble(
@@ -112,7 +112,7 @@ class Assembly:
         micro_batches: int,
         replicas: int,
     ) -> Trial:
-        """Return the best domain on a stage's GPUs; `first_layer` says which layers, where they differ."""
+        """The best domain on a stage's GPUs; `first_layer` says which layers it has, where these differ."""
         part = ModelPart(
             layers=stage.layers,
             again=layers_again(stage.layers, stage.recompute),

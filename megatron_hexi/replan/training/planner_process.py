@@ -11,6 +11,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_hexi.megatron.session import Session
+from megatron_hexi.options.layer_features import query_size
 from megatron_hexi.options.meaning import model_features
 
 
@@ -59,10 +60,10 @@ def model_document(args: Namespace) -> dict[str, Any]:
         "hidden_size": args.hidden_size,
         "heads": args.num_attention_heads,
         "kv_heads": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        "head_dim": args.kv_channels,
+        "head_dim": query_size(args),
         "ffn_hidden_size": args.ffn_hidden_size,
         "vocab_size": args.padded_vocab_size,
-        **model_features(args),
+        **model_features(args, "the job"),
     }
 
 

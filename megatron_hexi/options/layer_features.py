@@ -1,0 +1,176 @@
+"""Experts, windows and latent attention as Megatron's arguments state them, layer by layer."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_hexi.errors import HexiError
+
+#: Far more layers than any model has: a longer pattern is a mistake, and would take memory to write out.
+_MOST_LAYERS = 2**14
+
+
+def layer_features(args: Namespace, source: str) -> dict[str, Any]:
+    """Return the fields of `megatron_hexi.cost.Model` in which layers differ, or are not plain.
+
+    Args:
+        args: Megatron's arguments, resolved.
+        source: where they stand, for errors.
+
+    Raises:
+        HexiError: a pattern that is none of this model's layers, or latent attention with weights that are
+            not counted.
+    """
+    found = {
+        "experts": _experts(args, source),
+        "window": _window(args, source),
+        "latent": _latent(args, source),
+        "mtp_layers": getattr(args, "mtp_num_layers", None) or 0,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def query_size(args: Namespace) -> int | None:
+    """The size of one head's query and key."""
+    if args.multi_latent_attention:
+        return int(args.qk_head_dim + args.qk_pos_emb_head_dim)
+    return args.kv_channels
+
+
+def _experts(args: Namespace, source: str) -> dict[str, Any] | None:
+    if not args.num_experts:
+        return None
+    frequency = args.moe_layer_freq
+    if isinstance(frequency, int):  # megatron/core/models/gpt/gpt_layer_specs.py
+        layers = [layer % _above_0("--moe-layer-freq", frequency, source) == 0 for layer in _layers(args)]
+    else:
+        layers = layer_pattern("--moe-layer-freq", frequency, args.num_layers, source)
+    if not any(layers):
+        raise HexiError(f"{source}: --moe-layer-freq leaves no layer with experts; leave --num-experts out")
+    return {
+        "count": args.num_experts,
+        "active": args.moe_router_topk,
+        "ffn_hidden_size": args.moe_ffn_hidden_size or args.ffn_hidden_size,
+        "shared_ffn_hidden_size": args.moe_shared_expert_intermediate_size or 0,
+        "score_bias": bool(args.moe_router_enable_expert_bias),
+        "layers": tuple(layers),
+    }
+
+
+def _window(args: Namespace, source: str) -> dict[str, Any] | None:
+    if not args.window_size or args.window_size[0] < 0:  # -1: as far as there are keys
+        return None
+    frequency = args.window_attn_skip_freq
+    if frequency is None:
+        layers = [True for _ in _layers(args)]
+    elif isinstance(frequency, int):  # `is_layer_window_attention` in megatron/core/transformer/utils.py
+        step = _above_0("--window-attn-skip-freq", frequency, source)
+        layers = [(layer + 1) % step != 0 for layer in _layers(args)]
+    else:
+        layers = layer_pattern("--window-attn-skip-freq", frequency, args.num_layers, source)
+    return {"size": args.window_size[0] + 1, "layers": tuple(layers)} if any(layers) else None
+
+
+def _latent(args: Namespace, source: str) -> dict[str, Any] | None:
+    if not args.multi_latent_attention:
+        return None
+    uncounted = {
+        "without --qk-layernorm": not args.qk_layernorm,
+        "without --disable-bias-linear": args.add_bias_linear,
+        "with --add-qkv-bias": args.add_qkv_bias,
+        "with --attention-output-gate": args.attention_output_gate,
+        "with --group-query-attention": args.group_query_attention,
+    }
+    for what, is_so in uncounted.items():
+        if is_so:
+            verb = "add" if what.startswith("without") else "remove"
+            raise HexiError(
+                f"{source}: --multi-latent-attention {what} is not read: its weights are not counted; "
+                f"{verb} {what.partition(' ')[2]}"
+            )
+    return {
+        "kv_rank": args.kv_lora_rank,
+        "rotary_dim": args.qk_pos_emb_head_dim,
+        "value_dim": args.v_head_dim,
+        "query_rank": args.q_lora_rank,
+    }
+
+
+def _layers(args: Namespace) -> range:
+    return range(min(args.num_layers or 0, _MOST_LAYERS))
+
+
+def _above_0(flag: str, value: int, source: str) -> int:
+    if value < 1:
+        raise HexiError(f"{source}: {flag} {value}; write a whole number above 0, or a list of 0 and 1")
+    return value
+
+
+def layer_pattern(flag: str, pattern: str | list[int], layers: int, source: str) -> list[bool]:
+    """Return one value for each layer of a list of 0 and 1, or of Megatron's expression of lists.
+
+    Args:
+        flag: what the pattern belongs to, for errors.
+        pattern: the list, or the expression: "[0]*3+[1]*58".
+        layers: how many there are.
+        source: where the pattern stands, for errors.
+
+    Raises:
+        HexiError: another expression, or one of another number of layers.
+    """
+    try:
+        values = _value(ast.parse(pattern, mode="eval").body) if isinstance(pattern, str) else pattern
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        values = None
+    if not isinstance(values, list) or any(value not in (0, 1) for value in values):
+        said = str(pattern)[:40]
+        raise HexiError(f"{source}: {flag} {said}: is no list of 0 and 1; write one, as '[0]*3+[1]*{layers}'")
+    if len(values) != layers:
+        raise HexiError(
+            f"{source}: {flag} has {len(values)} entries, the model has {layers} layers; give one for each"
+        )
+    return [bool(value) for value in values]
+
+
+def pattern_text(layers: Sequence[bool]) -> str:
+    """Megatron's expression for one value of each layer: what repeats is written once."""
+    numbers = [int(has) for has in layers]
+    for period in range(1, len(numbers) // 2 + 1):
+        if numbers == numbers[:period] * (len(numbers) // period):
+            return f"{str(numbers[:period]).replace(' ', '')}*{len(numbers) // period}"
+    runs = [(number, len(list(same))) for number, same in itertools.groupby(numbers)]
+    if len(runs) * 2 > len(numbers):
+        return str(numbers).replace(" ", "")
+    return "+".join(f"[{number}]*{count}" for number, count in runs)
+
+
+def _value(node: ast.expr) -> Any:
+    """The value of an expression of whole numbers and lists, with + and *; ValueError: it is another."""
+    if isinstance(node, ast.Constant) and type(node.value) is int and node.value <= _MOST_LAYERS:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_value(element) for element in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left, right = _value(node.left), _value(node.right)
+        kinds = {type(left), type(right)}
+        if isinstance(node.op, ast.Add) and kinds == {list}:
+            return _short(left + right)
+        if isinstance(node.op, ast.Mult) and kinds == {list, int}:
+            return _repeated(*((left, right) if isinstance(left, list) else (right, left)))
+    raise ValueError
+
+
+def _repeated(values: list[Any], times: int) -> list[Any]:
+    if len(values) * times > _MOST_LAYERS:
+        raise ValueError
+    return values * times
+
+
+def _short(values: list[Any]) -> list[Any]:
+    if len(values) > _MOST_LAYERS:
+        raise ValueError
+    return values

@@ -1,0 +1,91 @@
+"""Presets with experts, windows or latent attention are the published models, and flags say them back."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from megatron_hexi.cost import Job, NoFlagError, constant_flags, model_flags, read_model
+from megatron_hexi.errors import HexiError
+from megatron_hexi.report.launch import replace_flags
+from tests.support.published_layers import PUBLISHED_LAYERS
+
+#: The published model of each preset.
+PRESETS = {
+    "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
+    "glm-4.5": "zai-org/GLM-4.5",
+    "gemma-3-27b": "google/gemma-3-27b-it",
+    "llama-4-scout": "meta-llama/Llama-4-Scout-17B-16E",
+    "llama-4-maverick": "meta-llama/Llama-4-Maverick-17B-128E",
+}
+#: Those that Megatron has no flags for, with what it lacks.
+NO_FLAGS = {
+    "kimi-k2": "beta_fast = 1.0",
+    "gemma-3-27b": "two rotary bases",
+    "llama-4-scout": "attention in chunks",
+    "llama-4-maverick": "attention in chunks",
+}
+
+
+def shapes(model):
+    """The model without what only people read, and with norms' biases said."""
+    return replace(model, name="", source="", norm_biases=model.norm_params(1) == 2)
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Writes a published model's config.json."""
+
+    def write(name):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(PUBLISHED_LAYERS[name]))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_published_model(name, published):
+    path = published(PRESETS[name])
+    assert shapes(read_model(name)) == shapes(read_model(path))
+    if name not in NO_FLAGS:
+        assert constant_flags(name) == constant_flags(path)
+        return
+    for model in (name, path):
+        with pytest.raises(NoFlagError, match=NO_FLAGS[name]):
+            constant_flags(model)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - NO_FLAGS.keys()))
+def test_printed_flags_are_read_back_as_the_same_model(name, tmp_path):
+    path = tmp_path / "job.args"
+    path.write_text(shlex.join(replace_flags(model_flags(read_model(name), 4096), constant_flags(name))))
+    assert shapes(read_model(path)) == shapes(read_model(name))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_such_a_model_is_refused_where_time_or_memory_is_asked_for(name):
+    with pytest.raises(HexiError, match=f"model {name}: .* is not supported: its time and memory"):
+        Job(read_model(name), 4096)
+
+
+@pytest.mark.parametrize(
+    "name", ["meta-llama/Llama-4-Scout-17B-16E", "google/gemma-3-4b-it"], ids=["llama4", "gemma3"]
+)
+def test_a_model_without_its_vision_says_so(name, published):
+    assert read_model(published(name)).source.endswith("(vision is left out)")
+
+
+def test_layers_that_no_flag_describes_are_refused(published):
+    with pytest.raises(NoFlagError, match="norms behind attention and MLP"):
+        model_flags(read_model(published("google/gemma-3-1b-it")), 4096)
