@@ -14,12 +14,8 @@ def refuse_unplanned(model: Model) -> None:
     Raises:
         HexiError: the model has such layers; with the kind.
     """
-    chunked = model.window is not None and model.window.in_chunks
     kinds = {
-        "mixture of experts": model.experts is not None,
-        "attention in chunks": chunked,
-        "attention in a window": model.window is not None and not chunked,
-        "multi-latent attention": model.latent is not None,
+        "attention in chunks": model.window is not None and model.window.in_chunks,
         "multi-token prediction": model.mtp_layers > 0,
     }
     for kind, has in kinds.items():
