@@ -65,6 +65,8 @@ Picture = Annotated[
 PRESETS = (
     *("gpt-3b", "gpt-7b", "gpt-13b", "gpt-70b"),
     *("llama3-8b", "llama3-70b", "qwen3-8b", "qwen3-32b"),
+    *("mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2"),
+    *("gpt-oss-20b", "gpt-oss-120b", "glm-4.5", "gemma-3-27b", "llama-4-scout", "llama-4-maverick"),
 )
 _MODEL = (
     f"A preset ({', '.join(PRESETS)}), a recipe (hexi recipe list), a Hugging Face config.json, or a file of "
@@ -263,8 +265,11 @@ class NewJob(PlanFeatures, Training):
         if replicas is not None:
             stated["data_parallel"] = replicas
         fixed = frozenset(stated.keys() & set(CHOSEN))
-        job, margin = Job(model=model, **stated), self.memory_margin / 100
         terms = read_terms(self.model)
+        if model.mtp_layers and terms is None:  # a file of arguments asks for it
+            model = replace(model, mtp_layers=0)
+            say(f"note: {self.model}: planned without multi-token prediction; its flags are left out")
+        job, margin = Job(model=model, **stated), self.memory_margin / 100
         if terms and terms.context_parallel is not None and self.context_parallel is None:
             flag = spell_flag("context_parallel", terms.context_parallel)
             say(f"note: {self.model}: {flag} is chosen anew; give it on the command line to keep it")

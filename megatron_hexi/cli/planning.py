@@ -61,7 +61,7 @@ app = typer.Typer()
 
 
 @app.command(
-    epilog="Example: hexi plan examples/clusters/mixed-16.yaml --model gpt-7b --seq-length 262144 "
+    epilog="Example: hexi plan examples/clusters/mixed-16.yaml --model gpt-7b --seq-length 131072 "
     "-o plan.yaml"
 )
 @with_bundles
@@ -142,7 +142,7 @@ def _without_flags() -> Iterator[None]:
 
 
 @app.command(
-    epilog="Example: hexi compare examples/clusters/mixed-16.yaml --model gpt-7b --seq-length 262144 "
+    epilog="Example: hexi compare examples/clusters/mixed-16.yaml --model gpt-7b --seq-length 131072 "
     "--picture compare.png"
 )
 @with_bundles

@@ -239,6 +239,8 @@ def _sizes_of_kinds(model: Model) -> dict[str, int | str]:
         found["--num-experts"] = model.experts.count
         found["--moe-ffn-hidden-size"] = model.experts.ffn_hidden_size
         found["--moe-router-topk"] = model.experts.active
+        # Megatron's default, allgather, sends every token to every rank.
+        found["--moe-token-dispatcher-type"] = "alltoall"
         if model.experts.shared_ffn_hidden_size:
             found["--moe-shared-expert-intermediate-size"] = model.experts.shared_ffn_hidden_size
         if model.experts.layers:

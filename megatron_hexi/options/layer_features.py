@@ -34,11 +34,11 @@ def layer_features(args: Namespace, source: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
-def query_size(args: Namespace) -> int | None:
-    """The size of one head's query and key."""
+def query_size(args: Namespace) -> int:
+    """Return the size of one head's query and key."""
     if args.multi_latent_attention:
         return int(args.qk_head_dim + args.qk_pos_emb_head_dim)
-    return args.kv_channels
+    return int(args.kv_channels)
 
 
 def _experts(args: Namespace, source: str) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 from dataclasses import replace
 
@@ -116,7 +115,7 @@ def test_facts_of_another_version_are_not_our_fault():
     assert "another version of megatron-hexi" in other.unknown[0][1]
 
 
-def test_under_torchrun_rank_0_reports_for_all():
+def test_under_torchrun_rank_0_reports_for_all(forks):
     """Two processes as torchrun starts them, one of them with a variable of its own."""
     program = (
         "import os, sys; os.environ.update({'NCCL_PROTO': 'Simple'} if os.environ['RANK'] == '1' else {}); "
@@ -128,7 +127,7 @@ def test_under_torchrun_rank_0_reports_for_all():
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "GLOO_"))}
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
     run = subprocess.run(
-        [sys.executable, *torchrun, sys.executable, "-c", program],
+        [forks.python, *torchrun, forks.python, "-c", program],
         capture_output=True,
         text=True,
         timeout=250,

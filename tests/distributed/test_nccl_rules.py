@@ -51,7 +51,7 @@ def check(job):
 
 
 @given(job=jobs())
-@examples(30)
+@examples(12)
 def test_any_job_ends_and_its_messages_and_collectives_match(job):
     assert check(job) > 0
 
@@ -65,7 +65,7 @@ def layers(draw, most_ranks=6):
 
 
 @given(layer=layers())
-@examples(40)
+@examples(20)
 def test_the_runtime_posts_what_the_program_says(layer):
     plan, mask = layer
     job = one_layer(plan, mask=mask)
@@ -75,7 +75,7 @@ def test_the_runtime_posts_what_the_program_says(layer):
 
 
 @given(layer=layers(most_ranks=16))
-@examples(300)
+@examples(100)
 def test_the_program_of_any_plan_ends_and_its_messages_and_collectives_match(layer):
     plan, mask = layer
     posted = programmed(plan, mask, "float32")

@@ -21,14 +21,14 @@ SHORT = ("--quick", "--budget", "0.2", "--precision", "fp32", "--hidden-size", "
 _LIMIT_S = 150
 
 
-def start(folder, *words, nodes=2, ranks=2):
-    """Agents of one job, one a node."""
+def start(forks, folder, *words, nodes=2, ranks=2, python=None):
+    """Agents of one job, one a node; they are forked unless an interpreter is given, and the ranks always."""
     port = free_port()
     return [
         subprocess.Popen(
             [
                 *(
-                    sys.executable,
+                    python or forks.python,
                     "-m",
                     "torch.distributed.run",
                     "--nnodes",
@@ -40,7 +40,7 @@ def start(folder, *words, nodes=2, ranks=2):
                 *("-m", "megatron_hexi.cli.main", "probe", *words),
             ],
             cwd=folder,
-            env=environment(),
+            env=environment() | {"PYTHON_EXEC": str(forks.python)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -63,8 +63,8 @@ def errors_in(text):
     return [line for line in text.splitlines() if line.startswith("hexi: error: ")]
 
 
-def test_two_nodes_of_two_ranks_give_a_file_that_hexi_plan_takes(tmp_path):
-    codes, outs, err = finish(start(tmp_path, "-o", "out.yaml", *SHORT, "--json"))
+def test_two_nodes_of_two_ranks_give_a_file_that_hexi_plan_takes(forks, tmp_path):
+    codes, outs, err = finish(start(forks, tmp_path, "-o", "out.yaml", *SHORT, "--json"))
     assert codes == [0, 0], err
     cluster = read_cluster(tmp_path / "out.yaml")
     assert [list(node.ranks) for node in cluster.nodes] == [[0, 1], [2, 3]]
@@ -83,7 +83,7 @@ def test_two_nodes_of_two_ranks_give_a_file_that_hexi_plan_takes(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(model | {"model_type": "llama", "vocab_size": 512}))
     job = ("--model", "config.json", "--seq-length", "2048", "--precision", "fp32", "-o", "plan.yaml")
     planned = subprocess.run(
-        [sys.executable, "-m", "megatron_hexi.cli.main", "plan", "out.yaml", *job],
+        [forks.python, "-m", "megatron_hexi.cli.main", "plan", "out.yaml", *job],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,
@@ -102,8 +102,8 @@ def test_two_nodes_of_two_ranks_give_a_file_that_hexi_plan_takes(tmp_path):
         (("-o", "missing/out.yaml"), "the folder missing is not there"),
     ],
 )
-def test_a_mistake_is_said_once(tmp_path, words, said):
-    _, _, err = finish(start(tmp_path, *words, *SHORT, nodes=1))
+def test_a_mistake_is_said_once(forks, tmp_path, words, said):
+    _, _, err = finish(start(forks, tmp_path, *words, *SHORT, nodes=1))
     (line,) = errors_in(err)
     assert said in line
     assert list(tmp_path.iterdir()) == []
@@ -118,8 +118,8 @@ def rank_process(agent, rank):
     raise AssertionError(f"no rank {rank} among {children}")
 
 
-def test_a_rank_that_dies_ends_all_and_what_was_measured_is_kept(tmp_path):
-    agents = start(tmp_path, "-o", "out.yaml", *SHORT, nodes=1)
+def test_a_rank_that_dies_ends_all_and_what_was_measured_is_kept(forks, tmp_path):
+    agents = start(forks, tmp_path, "-o", "out.yaml", *SHORT, nodes=1, python=sys.executable)
     kept = tmp_path / "out.yaml.partial.json"
     deadline = time.monotonic() + _LIMIT_S
     while not kept.exists():
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_ends_all_and_what_was_measured_is_kept(tmp_path):
     assert len(errors_in(err)) <= 1
     assert all("a rank no longer answers" in line for line in errors_in(err))
     first = json.loads(kept.read_text())
-    codes, outs, err = finish(start(tmp_path, "-o", "out.yaml", *SHORT, "--json", nodes=1))
+    codes, outs, err = finish(start(forks, tmp_path, "-o", "out.yaml", *SHORT, "--json", nodes=1))
     assert codes == [0], err
     assert "1 of 5: memory" not in err
     assert json.loads(outs[0])["usable_bytes"] == first["usable_bytes"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hexi.lab.testbed.isolation import find_isolation
+from tests.megatron.forked import Forks
 from tests.megatron.launch import environment
 from tests.support.testbed import pair
 
@@ -33,9 +34,17 @@ class Ended:
         return line
 
 
-def ranks_with(who: int, how: str, folder: Path) -> dict[int, Ended]:
+def ranks_with(forks: Forks, who: int, how: str, folder: Path) -> dict[int, Ended]:
     """Run ranks of which one comes to grief; how those ended that did."""
-    command = [sys.executable, "-m", "tests.support.watched_rank", str(RANKS), str(who), how, str(TIMEOUT_S)]
+    command = [
+        str(forks.python),
+        "-m",
+        "tests.support.watched_rank",
+        str(RANKS),
+        str(who),
+        how,
+        str(TIMEOUT_S),
+    ]
     done = subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=90, check=True
     )
@@ -45,8 +54,8 @@ def ranks_with(who: int, how: str, folder: Path) -> dict[int, Ended]:
 
 @pytest.mark.parametrize("who", [0, 1], ids=["keeps-the-store", "another"])
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_rank_that_is_gone_is_named_by_every_survivor(who, how, tmp_path):
-    ended = ranks_with(who, how, tmp_path)
+def test_a_rank_that_is_gone_is_named_by_every_survivor(who, how, forks, tmp_path):
+    ended = ranks_with(forks, who, how, tmp_path)
     survivors = {rank: end for rank, end in ended.items() if rank != who}
     assert len(survivors) == RANKS - 1
     for rank, end in survivors.items():
@@ -56,8 +65,8 @@ def test_a_rank_that_is_gone_is_named_by_every_survivor(who, how, tmp_path):
         assert end.code == 1
 
 
-def test_a_mistake_of_one_rank_ends_all_with_its_message_and_exit_code(tmp_path):
-    ended = ranks_with(1, "mistaken", tmp_path)
+def test_a_mistake_of_one_rank_ends_all_with_its_message_and_exit_code(forks, tmp_path):
+    ended = ranks_with(forks, 1, "mistaken", tmp_path)
     assert [ended[rank].code for rank in range(RANKS)] == [2, 2, 2]
     for rank, end in ended.items():
         assert end.error.startswith(f"hexi: error: [rank {rank}] ")
@@ -66,8 +75,8 @@ def test_a_mistake_of_one_rank_ends_all_with_its_message_and_exit_code(tmp_path)
         assert "Traceback" not in end.log
 
 
-def test_an_exception_of_one_rank_is_told_by_the_others_and_keeps_its_traceback(tmp_path):
-    ended = ranks_with(1, "broken", tmp_path)
+def test_an_exception_of_one_rank_is_told_by_the_others_and_keeps_its_traceback(forks, tmp_path):
+    ended = ranks_with(forks, 1, "broken", tmp_path)
     assert [ended[rank].code for rank in range(RANKS)] == [1, 1, 1]
     assert "Traceback" in ended[1].log
     assert ended[1].log.rstrip().endswith("ValueError: nobody expected this")
@@ -76,8 +85,8 @@ def test_an_exception_of_one_rank_is_told_by_the_others_and_keeps_its_traceback(
         assert "ended by ValueError: nobody expected this. This rank was in" in ended[rank].error
 
 
-def test_a_rank_that_left_in_order_is_not_called_silent(tmp_path):
-    ended = ranks_with(1, "done", tmp_path)
+def test_a_rank_that_left_in_order_is_not_called_silent(forks, tmp_path):
+    ended = ranks_with(forks, 1, "done", tmp_path)
     assert ended[1].code == 0
     assert "hexi: error" not in ended[1].log
     for rank in (0, 2):  # their collective fails all the same

@@ -3,6 +3,7 @@
 Importing takes a rank some five seconds of a core, training a tiny model less than one. Started through
 `tests.megatron.launch`, a run is what a user starts; started here it is the same entry point in the same
 kind of process, several times as fast. `Forks` is used in the tests, the rest runs in the process that forks.
+What starts its processes by itself (torchrun, the demo, a shell) is given `Forks.python` for its interpreter.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import select
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -26,17 +30,21 @@ from typing import Any, Self
 
 from megatron_hexi.lab.testbed.ports import free_port
 from megatron_hexi.plan import Plan, write_plan
+from tests.megatron import forked_python
 from tests.megatron.launch import REPOSITORY, TrainingLog, environment, read_metrics
 
 #: What a rank runs unless told otherwise.
 ENTRY = "megatron_hexi.pretrain_gpt"
 
-#: What is imported only while training, by Megatron's tokenizers and torch's optimizers among others.
+#: What is imported only while training, by Megatron's tokenizers and torch's optimizers among others, and by
+#: commands.
 LATER_IMPORTS = (
     "megatron.core.tokenizers.text",
     "megatron.core.models.mimo",
     "megatron.core.datasets.helpers",
     "torch._dynamo",
+    "torch.distributed.run",
+    "megatron_hexi.cli.main",
 )
 
 #: Seconds that the other ranks have to end after one has failed.
@@ -121,7 +129,11 @@ class Trainer(ABC):
 
 
 class Forks(Trainer):
-    """A process that has imported Megatron, and forks the ranks of one run after another."""
+    """A process that has imported Megatron, and forks the ranks of one run after another.
+
+    Attributes:
+        python: a program that is called as an interpreter is, and has its process forked (`forked_python`).
+    """
 
     def __init__(self, server: str = "tests.megatron.forked") -> None:
         """Start the process.
@@ -129,14 +141,22 @@ class Forks(Trainer):
         Args:
             server: the module that it runs, which ends in `serve`.
         """
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", server, "--hexi-platform", "cpu"],
-            cwd=REPOSITORY,
-            env=environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._folder = tempfile.TemporaryDirectory(prefix="forks-")
+        self.python = Path(self._folder.name) / "python"
+        with socket.socket(socket.AF_UNIX) as listener:
+            address = self.python.with_name("socket")
+            listener.bind(str(address))
+            listener.listen(64)
+            forked_python.write_python(self.python, address)
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", server, str(listener.fileno()), "--hexi-platform", "cpu"],
+                cwd=REPOSITORY,
+                env=environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=[listener.fileno()],
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -145,6 +165,7 @@ class Forks(Trainer):
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait(timeout=30)
+        self._folder.cleanup()
 
     def launch(
         self,
@@ -173,18 +194,31 @@ def _log(folder: Path, rank: int) -> Path:
 
 
 def serve(adapt: Callable[[], object] = lambda: None) -> None:
-    """Fork the ranks of each job that comes in, a line each, and answer with their exit codes.
+    """Fork what is asked for: of each line that comes in the ranks of a job, of each connection a command.
+
+    A job is answered with its exit codes. The first argument of the process is the file descriptor of the
+    socket that listens. Returns when there is nothing more to come; a forked command ends without returning.
 
     Args:
         adapt: called once Megatron is imported, before the first job.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an import prints is no answer
-
-    prepare()
-    adapt()
-    for line in sys.stdin:
-        print(json.dumps(run(**json.loads(line))), file=answers, flush=True)
+    overseers: list[int] = []
+    with socket.socket(fileno=int(sys.argv.pop(1))) as listener:
+        prepare()
+        adapt()
+        while True:
+            ready, _, _ = select.select([sys.stdin, listener], [], [])
+            if listener in ready:
+                words = forked_python.answer(listener, overseers)
+                if words is not None:
+                    break
+            elif line := sys.stdin.readline():
+                print(json.dumps(run(**json.loads(line))), file=answers, flush=True)
+            else:
+                return
+    forked_python.execute(words)
 
 
 def prepare() -> None:

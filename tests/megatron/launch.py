@@ -51,6 +51,8 @@ def train(
     args: Sequence[str | Path],
     plan: Path | None = None,
     entry: str | Sequence[str] = "megatron_hexi.pretrain_gpt",
+    python: str | Path = sys.executable,
+    rank_python: str | Path | None = None,
     timeout: float = 120.0,
 ) -> TrainingLog:
     """Train and read the metrics.
@@ -62,6 +64,8 @@ def train(
         plan: a plan for ``--hexi-plan``.
         entry: the module to run; or what to give torchrun instead (a script, or ``-m``, a module and words of
             its own).
+        python: the interpreter of torchrun, and of the ranks unless told otherwise; that of `Forks` is fast.
+        rank_python: the interpreter of the ranks.
         timeout: seconds after which the run has failed.
 
     Raises:
@@ -71,7 +75,15 @@ def train(
     metrics.touch()
     options = {"--hexi-metrics": metrics, **({"--hexi-plan": plan} if plan else {})}
     words = [word for option in options.items() for word in option]
-    result = launch(tmp_path, ranks=ranks, args=[*args, *words], entry=entry, timeout=timeout)
+    result = launch(
+        tmp_path,
+        ranks=ranks,
+        args=[*args, *words],
+        entry=entry,
+        python=python,
+        rank_python=rank_python,
+        timeout=timeout,
+    )
     output = result.stdout + result.stderr
     # The first traceback is a rank's; what torchrun says comes last and does not know why.
     why = output[max(0, output.find("Traceback (most recent call last)") - 1000) :][:6000]
@@ -98,16 +110,19 @@ def launch(
     ranks: int,
     args: Sequence[str | Path],
     entry: str | Sequence[str] = "megatron_hexi.pretrain_gpt",
+    python: str | Path = sys.executable,
+    rank_python: str | Path | None = None,
     timeout: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run an entry point under torchrun, and come back whether it succeeded or not."""
     program = ["-m", entry] if isinstance(entry, str) else entry
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+        *(str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
         *(*program, *map(str, args)),
     ]
+    variables = environment() | ({} if rank_python is None else {"PYTHON_EXEC": str(rank_python)})
     return subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=timeout, check=False
     )
 
 

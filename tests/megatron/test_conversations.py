@@ -61,7 +61,7 @@ def on_one_rank(forks, conversations, tmp_path_factory):
         common = {"ranks": 1, "plan": proportional_plan(WORKLOAD, [[[1]]]), "entry": ENTRY}
         saving = "--save", folder / "weights", "--save-interval", "1", "--no-save-optim", "--train-iters", "1"
         forks.train(folder, args=[*conversations, *model, *saving], **common)
-        loading = "--load", folder / "weights", "--finetune", "--train-iters", "10"
+        loading = "--load", folder / "weights", "--finetune", "--train-iters", "4"
         return folder / "weights", forks.train(folder, args=[*conversations, *model, *loading], **common)
 
     return trained
@@ -85,7 +85,7 @@ def test_packed_conversations_train_as_on_one_rank(
     log = forks.train(
         tmp_path,
         ranks=plan.units * case.model_parallel,
-        args=[*conversations, *model, *job, "--train-iters", "10", "--load", weights, "--finetune"],
+        args=[*conversations, *model, *job, "--train-iters", "4", "--load", weights, "--finetune"],
         plan=plan,
         entry=ENTRY,
     )

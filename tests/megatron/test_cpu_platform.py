@@ -14,8 +14,8 @@ from tests.megatron.launch import REPOSITORY, TINY_GPT, TrainingLog, launch, tra
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> TrainingLog:
-    return train(tmp_path_factory.mktemp("one-rank"), ranks=1, args=TINY_GPT)
+def one_rank(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> TrainingLog:
+    return forks.train(tmp_path_factory.mktemp("one-rank"), ranks=1, args=TINY_GPT)
 
 
 def assert_same_training(found: TrainingLog, expected: TrainingLog, relative: float = 1e-5) -> None:
@@ -28,7 +28,6 @@ def test_the_loss_falls_from_that_of_a_guess(one_rank: TrainingLog) -> None:
     assert one_rank.iterations == [1, 2, 3, 4]
     assert one_rank.losses[0] == pytest.approx(math.log(128), abs=0.1)
     assert one_rank.losses == sorted(one_rank.losses, reverse=True)
-    assert "hexi: no GPU found: running on the CPU with gloo" in one_rank.output
 
 
 def test_two_data_parallel_ranks_train_as_one(forks: Forks, tmp_path: Path, one_rank: TrainingLog) -> None:
@@ -158,8 +157,11 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "way", ["run", pytest.param("import", marks=pytest.mark.slow), "import after Megatron"]
 )
-def test_a_script_of_the_users_own(tmp_path: Path, one_rank: TrainingLog, way: str) -> None:
-    """Through the launcher, or with our import in it: the same training, and checkpoints are saved."""
+def test_a_script_of_the_users_own(forks: Forks, tmp_path: Path, one_rank: TrainingLog, way: str) -> None:
+    """Through the launcher, or with our import in it: the same training, and checkpoints are saved.
+
+    The rank is not forked, so that our package and Megatron are imported in the script's order.
+    """
     script = tmp_path / "scripts" / "train.py"
     script.parent.mkdir()
     (script.parent / "helper.py").write_text("NAME = 'helper'\n")
@@ -167,16 +169,22 @@ def test_a_script_of_the_users_own(tmp_path: Path, one_rank: TrainingLog, way: s
     script.write_text(SCRIPT.format(megatron_first=way == "import after Megatron", adaptor=adaptor))
     entry = ("-m", "megatron_hexi.run", str(script)) if way == "run" else (str(script),)
     found = train(
-        tmp_path, ranks=1, args=[*TINY_GPT, "--save", tmp_path / "saved", "--save-interval", "4"], entry=entry
+        tmp_path,
+        ranks=1,
+        args=[*TINY_GPT, "--save", tmp_path / "saved", "--save-interval", "4"],
+        entry=entry,
+        python=forks.python,
+        rank_python=sys.executable,
     )
     assert_same_training(found, one_rank, relative=1e-7)
     assert f"script helper {script}" in found.output
+    assert "hexi: no GPU found: running on the CPU with gloo" in found.output
     assert (tmp_path / "saved" / "iter_0000004").is_dir()
 
 
 @pytest.mark.parametrize("args", [[], ["no_such_script.py"]])
-def test_the_launcher_without_a_script_shows_its_usage(tmp_path: Path, args: list[str]) -> None:
-    result = launch(tmp_path, ranks=1, args=args, entry="megatron_hexi.run")
+def test_the_launcher_without_a_script_shows_its_usage(forks: Forks, tmp_path: Path, args: list[str]) -> None:
+    result = launch(tmp_path, ranks=1, args=args, entry="megatron_hexi.run", python=forks.python)
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("hexi: error: [rank 0]"))
     assert "usage: torchrun" in line
     assert "exitcode  : 2" in result.stderr

@@ -1,4 +1,4 @@
-"""The demo, with few iterations; on request as `make demo` runs it, all ranks under torchrun."""
+"""The demo, with few iterations and its processes forked; on request as `make demo` runs it."""
 
 from __future__ import annotations
 
@@ -11,29 +11,22 @@ import pytest
 
 from megatron_hexi.plan import read_plan
 from megatron_hexi.record import read_record
+from tests.megatron.forked import Forks
 from tests.megatron.launch import REPOSITORY
 
-ITERATIONS = 4
+ITERATIONS = 3
 
 
-AS_IT_IS = ("scripts/quickstart/demo.py",)
-
-
-def demo(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *map(str, args)]
+def demo(*args: str | Path, python: str | Path = sys.executable) -> subprocess.CompletedProcess[str]:
+    command = [str(python), "scripts/quickstart/demo.py", *map(str, args)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False)
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        pytest.param(("-m", "tests.megatron.forked_demo"), id="forked"),
-        pytest.param(AS_IT_IS, id="under-torchrun", marks=pytest.mark.slow),
-    ],
-)
-def test_the_uneven_training_is_that_of_one_rank(start: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["forked", pytest.param("as-it-is", marks=pytest.mark.slow)])
+def test_the_uneven_training_is_that_of_one_rank(start: str, forks: Forks, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    result = demo(*start, "--iterations", str(ITERATIONS), "--out", folder)
+    python = forks.python if start == "forked" else sys.executable
+    result = demo("--iterations", str(ITERATIONS), "--out", folder, python=python)
     assert result.returncode == 0, result.stdout + result.stderr
 
     found = json.loads((folder / "results.json").read_text())
@@ -60,7 +53,7 @@ def test_the_uneven_training_is_that_of_one_rank(start: tuple[str, ...], tmp_pat
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    result = demo(*AS_IT_IS, "--out", tmp_path)
+    result = demo("--out", tmp_path)
     assert result.returncode == 2
     assert "holds files that are not the demo's" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]

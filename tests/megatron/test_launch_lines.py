@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hexi.lab.testbed.ports import free_port
+from tests.megatron.forked import Forks
 from tests.megatron.launch import REPOSITORY
 
 CLUSTER = """\
@@ -55,14 +56,15 @@ OWN = (
     ],
     ids=["on-one-node", "on-both-nodes"],
 )
-def test_lines_train(layout, agents, tmp_path):
+def test_lines_train(layout, agents, forks, tmp_path):
+    def hexi(*words: str) -> str:
+        return _hexi(forks, tmp_path, *words)
+
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     (tmp_path / "tiny.args").write_text(MODEL)
-    _hexi(tmp_path, "plan", "cluster.yaml", *JOB, *layout, "-o", "plan.yaml")
-    lines = json.loads(
-        _hexi(tmp_path, "launch", "plan.yaml", "--cluster", "cluster.yaml", "--json", "--", *OWN)
-    )
-    text = _hexi(tmp_path, "launch", "plan.yaml", "--cluster", "cluster.yaml", "--", *OWN)
+    hexi("plan", "cluster.yaml", *JOB, *layout, "-o", "plan.yaml")
+    lines = json.loads(hexi("launch", "plan.yaml", "--cluster", "cluster.yaml", "--json", "--", *OWN))
+    text = hexi("launch", "plan.yaml", "--cluster", "cluster.yaml", "--", *OWN)
     typed = text.split("# or with Slurm")[0]
     assert len(lines["torchrun"]) == agents
     for start in lines["torchrun"]:
@@ -72,16 +74,21 @@ def test_lines_train(layout, agents, tmp_path):
     typed = typed.replace("--master-port=29500", f"--master-port={free_port()}")
     script = f'set -eu\njobs=()\n{typed}\nfor job in "${{jobs[@]}}"; do wait "$job"; done\n'
     ran = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=240
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=_environment() | {"PYTHON_EXEC": str(forks.python)},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert ran.returncode == 0, [line for line in ran.stderr.splitlines() if "rror" in line][:5]
     losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 2
 
 
-def _hexi(folder: Path, *words: str) -> str:
+def _hexi(forks: Forks, folder: Path, *words: str) -> str:
     ran = subprocess.run(
-        [sys.executable, "-m", "megatron_hexi.cli.main", *words],
+        [forks.python, "-m", "megatron_hexi.cli.main", *words],
         cwd=folder,
         env=_environment(),
         capture_output=True,
@@ -93,7 +100,7 @@ def _hexi(folder: Path, *words: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """With torchrun where the interpreter is, and its ranks on one core each."""
+    """With torchrun where the interpreter is, and its ranks, which are forked, on one core each."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return os.environ | {
         "PATH": path,

@@ -96,8 +96,9 @@ def test_a_default_group_that_is_bound_to_a_device_is_refused_by_name(forks, fol
         assert "Traceback" not in output
 
 
-def test_under_torchrun_the_rank_that_finds_it_says_it_alone(folder):
-    result = launch(folder, ranks=2, args=[*MODEL, "--train-iters", "1", "--hexi-metrics", "."])
+def test_under_torchrun_the_rank_that_finds_it_says_it_alone(forks, folder):
+    words = [*MODEL, "--train-iters", "1", "--hexi-metrics", "."]
+    result = launch(folder, ranks=2, args=words, python=forks.python)
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("hexi: error:"))
     assert line.startswith("hexi: error: [rank 1] .: is a folder")
     assert "Traceback (most recent call last)" not in result.stderr.split("hexi: error:")[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
@@ -22,8 +21,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_torchrun_ends_with_the_line(folder):
-    result = launch(folder, ranks=4, args=WRONG)
+def test_torchrun_ends_with_the_line(forks, folder):
+    result = launch(folder, ranks=4, args=WRONG, python=forks.python)
     before, _, block = result.stderr.partition("FAILED\n")
     assert before.count("hexi: error: ") == 1
     assert SAID in before
@@ -34,8 +33,8 @@ def test_torchrun_ends_with_the_line(folder):
     assert result.returncode == 1  # torchrun's own, for all failures
 
 
-def test_our_torchrun_passes_the_exit_code_on_without_a_traceback(folder):
-    command = [sys.executable, "-m", "megatron_hexi.torchrun", "--standalone", "--nproc-per-node", "4"]
+def test_our_torchrun_passes_the_exit_code_on_without_a_traceback(forks, folder):
+    command = [forks.python, "-m", "megatron_hexi.torchrun", "--standalone", "--nproc-per-node", "4"]
     result = subprocess.run(
         [*command, "-m", "megatron_hexi.pretrain_gpt", *WRONG],
         cwd=folder,
@@ -51,9 +50,9 @@ def test_our_torchrun_passes_the_exit_code_on_without_a_traceback(folder):
     assert SAID in result.stderr
 
 
-def test_our_torchrun_reports_what_no_rank_has_said(tmp_path):
+def test_our_torchrun_reports_what_no_rank_has_said(forks, tmp_path):
     (tmp_path / "fails.py").write_text("import sys; sys.exit(7)\n")
-    command = [sys.executable, "-m", "megatron_hexi.torchrun", "--standalone", "--nproc-per-node", "2"]
+    command = [forks.python, "-m", "megatron_hexi.torchrun", "--standalone", "--nproc-per-node", "2"]
     result = subprocess.run(
         [*command, "fails.py"],
         cwd=tmp_path,

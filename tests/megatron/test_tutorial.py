@@ -6,7 +6,6 @@ import json
 import math
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -294,10 +293,10 @@ def test_what_is_not_converted_is_refused_by_name(tmp_path, change, said):
         read_model(tmp_path)
 
 
-def test_the_command_ends_with_one_line_and_leaves_nothing_behind(tmp_path):
+def test_the_command_ends_with_one_line_and_leaves_nothing_behind(forks, tmp_path):
     write_model(tmp_path / "model", LLAMA)
     (tmp_path / "model/config.json").write_text(json.dumps({**LLAMA, "intermediate_size": FFN + 1}))
-    command = [sys.executable, "-m", "megatron_hexi.convert", "hf-to-megatron", "model", "weights"]
+    command = [forks.python, "-m", "megatron_hexi.convert", "hf-to-megatron", "model", "weights"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100, check=False
     )

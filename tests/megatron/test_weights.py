@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
 from megatron_hexi.errors import HexiError
-from tests.megatron.launch import REPOSITORY
+from tests.megatron.forked import Forks
+from tests.megatron.launch import REPOSITORY, environment
 
 Weigh = Callable[[list[str]], int | str]
 
@@ -26,11 +26,12 @@ SMALL = (
 
 
 @pytest.fixture(scope="module")
-def weigh() -> Iterator[Weigh]:
+def weigh(forks: Forks) -> Iterator[Weigh]:
     """Megatron in a process of its own, which keeps this one free of its globals."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.megatron.weighing"],
+        [forks.python, "-m", "tests.megatron.weighing"],
         cwd=REPOSITORY,
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

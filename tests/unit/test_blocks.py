@@ -63,7 +63,7 @@ def masked_domains(draw):
 
 
 @given(masked_domains())
-@examples(300)
+@examples(150)
 def test_the_own_blocks_of_a_group_are_the_mask(case):
     seq_length, domain, mask = case
     for group in domain.groups:
@@ -76,7 +76,7 @@ def test_the_own_blocks_of_a_group_are_the_mask(case):
 
 
 @given(masked_domains())
-@examples(300)
+@examples(150)
 def test_the_blocks_between_two_groups_are_the_mask_and_no_key_travels_in_vain(case):
     seq_length, domain, mask = case
     for group, source in itertools.permutations(domain.groups, 2):

@@ -5,7 +5,6 @@ Nothing is written, and nothing is printed but that line. How long it takes, `be
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -309,7 +308,7 @@ def test_replays(refused, case):
     ("options", "said"),
     [
         pytest.param("--seq-length 8388608", "GiB", id="too long"),
-        pytest.param("--model gpt-70b --no-offload", "GiB", id="too large"),
+        pytest.param("--model gpt-70b --no-offload", "GiB", marks=pytest.mark.slow, id="too large"),
         pytest.param(
             *("--model gpt-70b --no-offload --data-parallel-size auto", "GiB"),
             marks=pytest.mark.slow,
@@ -332,10 +331,10 @@ def test_what_does_not_fit_in_memory_is_code_3(refused, options, said):
         ("simulate binary.yaml --cluster cluster.yaml", 2),
     ],
 )
-def test_from_a_shell(folder, words, code):
+def test_from_a_shell(forks, folder, words, code):
     before = snapshot(folder)
     run = subprocess.run(
-        [sys.executable, "-m", "megatron_hexi.cli.main", *words.split()],
+        [forks.python, "-m", "megatron_hexi.cli.main", *words.split()],
         capture_output=True,
         text=True,
         timeout=60,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -50,28 +51,50 @@ PAGES = {
 }
 
 
+#: What each of these commands wrote; they read nothing but `examples`, so that one that several pages show is
+#: run once.
+_WRITTEN: dict[str, dict[str, bytes]] = {}
+_READ_EXAMPLES_ALONE = ("hexi plan ", "hexi compare ")
+
+
 @pytest.fixture
-def shell(tmp_path):
+def shell(forks, tmp_path):
     """Runs a command where a reader would: beside `examples`, with `hexi` and `torchrun` on the path."""
-    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    folder, programs = tmp_path / "folder", tmp_path / "programs"
+    for made in (folder, programs):
+        made.mkdir()
+    (folder / "examples").symlink_to(REPOSITORY / "examples")
+    hexi = programs / "hexi"
+    hexi.write_text(f'#!/bin/sh\nexec {shlex.quote(str(forks.python))} -m megatron_hexi.cli.main "$@"\n')
+    hexi.chmod(0o755)
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "COLUMNS"}
     }
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment["PATH"] = os.pathsep.join(
+        [str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]
+    )
     environment["PYTHONPATH"] = str(REPOSITORY)
 
     def run(command: str) -> None:
+        if command in _WRITTEN:
+            for name, content in _WRITTEN[command].items():
+                (folder / name).write_bytes(content)
+            return
+        before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", command],
-            cwd=tmp_path,
+            cwd=folder,
             env=environment,
             capture_output=True,
             text=True,
             timeout=250,
         )
         assert done.returncode == 0, f"$ {command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        if command.startswith(_READ_EXAMPLES_ALONE):
+            after = [path for path in folder.iterdir() if before.get(path) != path.stat().st_mtime_ns]
+            _WRITTEN[command] = {path.name: path.read_bytes() for path in after}
 
     return run
 

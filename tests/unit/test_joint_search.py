@@ -42,14 +42,16 @@ def search(request, known):
 # Whole plans
 
 
-@pytest.fixture(scope="module")
-def plans():
+@pytest.fixture(
+    scope="module", params=[range(8), pytest.param(range(8, 32), marks=pytest.mark.slow)], ids=["few", "more"]
+)
+def plans(request):
     """(text, cluster, request, plan) of random fleets; ``None`` where nothing is found."""
     found = []
-    for seed in range(16):
+    for seed in request.param:
         text, known, job = random_parallel_case(seed, gpus=(2, 3, 4, 6, 8))
-        request = Request(job)
-        found.append((text, known, request, search(request, known)))
+        asked = Request(job)
+        found.append((text, known, asked, search(asked, known)))
     return found
 
 
@@ -68,7 +70,7 @@ def test_every_plan_is_valid_and_fits(plans, tmp_path):
         assert batch * found.job.micro_batch_size == request.job.global_batch_size
         assert len(found.plan.replicas) == found.job.data_parallel
         checked += 1
-    assert checked > 11
+    assert checked > 0.7 * len(plans)
 
 
 def test_it_is_hardly_ever_slower_than_the_best_baseline(plans):
@@ -291,12 +293,12 @@ def moved(part, ranks):
     "terms",
     [
         {"tensor_parallel": 2},
-        {"pipeline_parallel": 1},
+        pytest.param({"pipeline_parallel": 1}, marks=pytest.mark.slow),
         {"pipeline_parallel": 2},
-        {"pipeline_parallel": 4},
-        {"data_parallel": 1},
+        pytest.param({"pipeline_parallel": 4}, marks=pytest.mark.slow),
+        pytest.param({"data_parallel": 1}, marks=pytest.mark.slow),
         {"data_parallel": 3},
-        {"recompute": "none"},
+        pytest.param({"recompute": "none"}, marks=pytest.mark.slow),
         {"recompute": "selective"},
         {"recompute": "full", "pipeline_parallel": 2},
         {"micro_batch_size": 2},
@@ -322,7 +324,14 @@ def test_what_is_fixed_is_kept(terms):
     assert search(Request(job, frozenset(terms)), known) is not None
 
 
-@pytest.mark.parametrize("changes", [{"pipeline_parallel": 2}, {"data_parallel": 2}, {}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"pipeline_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param({"data_parallel": 2}, marks=pytest.mark.slow),
+        {},
+    ],
+)
 def test_the_same_plan_again_and_whatever_the_file_lists_first(changes):
     job = tiny_job(model=DEEP, seq_length=2**14, global_batch_size=4, **changes)
     nodes = [("a", "DOUBLE", 2), ("b", "PLAIN", 2), ("c", "PLAIN", 4)]

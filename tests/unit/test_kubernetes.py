@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -411,7 +410,7 @@ open(f"{sys.argv[1]}/{os.environ['RANK']}", "w").write(
 """
 
 
-def test_pods_start_their_ranks(tmp_path):
+def test_pods_start_their_ranks(forks, tmp_path):
     """Pods as processes of this machine: with addresses and the training replaced, torchrun numbers ranks."""
     (tmp_path / "rank.py").write_text(_RANK)
     out = tmp_path / "out"
@@ -429,7 +428,7 @@ def test_pods_start_their_ranks(tmp_path):
     (tmp_path / "job.args").write_text(data["job.args"])
     starts = [
         subprocess.Popen(
-            [sys.executable, "-m", "megatron_hexi.kubernetes.start", str(tmp_path), kind],
+            [forks.python, "-m", "megatron_hexi.kubernetes.start", str(tmp_path), kind],
             env={**os.environ, "JOB_COMPLETION_INDEX": str(index)},
         )
         for kind, pods_ in pods.commands.items()

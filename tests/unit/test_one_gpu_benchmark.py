@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.one_gpu.profiled import overlap
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import CostModel
 from megatron_hexi.plan import proportional_plan
+from tests.megatron.forked import Forks
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RUNS = page.read_runs(RESULTS / "one-gpu" / "measured.json")
@@ -60,7 +62,10 @@ def test_a_part_that_fails_leaves_what_was_measured(tmp_path: Path, capsys: pyte
     assert "one: failed: RuntimeError: out of memory" in capsys.readouterr().err
 
 
-def test_all_parts_run_with_tiny_sizes_on_the_cpu(tmp_path: Path):
+def test_all_parts_run_with_tiny_sizes_on_the_cpu(
+    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "executable", str(forks.python))
     output = tmp_path / "out.json"
     assert main(["--dry-run", "-o", str(output), "--logs", str(tmp_path / "logs")]) == 0
     (run,) = page.read_runs(output)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 from megatron_hexi.options.kinds import Supported
@@ -20,10 +19,10 @@ def test_the_page_is_current():
     )
 
 
-def test_every_option_names_a_test_that_exists():
+def test_every_option_names_a_test_that_exists(forks):
     named = {option.test for options in OPTIONS.values() for option in options}
     files = sorted({test.partition("::")[0] for test in named})
-    collecting = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", *files]
+    collecting = [forks.python, "-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", *files]
     result = subprocess.run(
         collecting, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True
     )

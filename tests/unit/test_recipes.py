@@ -14,8 +14,8 @@ from megatron_hexi.plan import read_plan
 from tests.support.shell import call_hexi, is_one_error_line
 
 NAMES = list(recipes())
-#: In CI the smaller models at the shortest length, which plan in seconds; on request all.
-QUICK = ("llama3-8b-32k", "qwen3-8b-32k")
+#: In CI the smaller models at the shortest length on the smaller fleet: a plan takes seconds. On request all.
+QUICK = (("llama3-8b-32k", "mixed-16"), ("qwen3-8b-32k", "mixed-16"))
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 FLEETS = ("mixed-16", "fleet-96")
 
@@ -85,9 +85,13 @@ def test_wrong_names_are_one_line(monkeypatch, capsys, tmp_path, words, said):
     assert is_one_error_line(found.err)
 
 
-@pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NAMES]
+    ("name", "fleet"),
+    [
+        pytest.param(name, fleet, marks=[] if (name, fleet) in QUICK else [pytest.mark.slow])
+        for name in NAMES
+        for fleet in FLEETS
+    ],
 )
 def test_a_recipe_plans_and_launches(name, fleet, monkeypatch, capsys, tmp_path):
     """A plan on each fleet, whose lines start Megatron with the recipe's arguments; or too little memory."""

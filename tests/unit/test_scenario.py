@@ -178,7 +178,7 @@ def test_what_is_passed_over_is_what_would_have_been_advised(play, monkeypatch):
     assert soon["re-planning"].iterations == pytest.approx(late["re-planning"].iterations, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_nothing_is_faster_than_the_oracle(play, seed):
     text = f"""
 lasts: 10m
