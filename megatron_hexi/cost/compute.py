@@ -16,7 +16,7 @@ from megatron_hexi.cluster import Curve, Device, Passes
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.job import Job
 from megatron_hexi.errors import ClusterError
-from megatron_hexi.plan.kernels import kernel_on
+from megatron_hexi.plan.kernels import WIDEST_HEADS, kernel_on
 
 #: Part of a memory's nominal bandwidth that streaming kernels reach. An estimate: BabelStream's triad reaches
 #: about 90 % on A100 and H100 (https://github.com/UoB-HPC/BabelStream).
@@ -60,7 +60,7 @@ def device_speeds(device: Device, job: Job) -> Speeds:
     products, the best of many shapes, a layer reaches a share (cluster/data/devices.yaml).
 
     Raises:
-        ClusterError: the GPU lacks the precision, or has no curves for the kernel.
+        ClusterError: the GPU lacks the precision, or has no curves for the kernel, or it takes no such heads.
     """
     rate = getattr(device.nominal, job.precision)
     if rate is not None and job.precision == "fp8" and device.matmul_fp8 is None:
@@ -76,7 +76,13 @@ def device_speeds(device: Device, job: Job) -> Speeds:
     half = device.nominal.bf16 or device.nominal.fp16 or rate
     factor = rate / half if job.precision == "fp32" else 1.0
     heads = factor * head_size_factor(job.model.kernel_dim)
-    attention = device.attention(kernel_on(job.kernel, device.name)).map(lambda curve: curve.scaled(heads))
+    chosen = kernel_on(job.kernel, device.name)
+    if chosen is not None and job.model.kernel_dim > WIDEST_HEADS.get(chosen, job.model.kernel_dim):
+        raise ClusterError(
+            f"--kernel {chosen}: it takes heads up to {WIDEST_HEADS[chosen]}, those of {job.model.name} are "
+            f"of {job.model.kernel_dim}; choose another of {', '.join(device.kernels)}"
+        )
+    attention = device.attention(chosen).map(lambda curve: curve.scaled(heads))
     output = device.layer_matmul.scaled(factor)
     in_fp8 = device.matmul_fp8 if job.precision == "fp8" else None
     return Speeds(

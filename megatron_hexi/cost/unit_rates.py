@@ -19,6 +19,8 @@ from megatron_hexi.plan.units import rank_gpus
 
 #: Of the sequence's length, the short document that a fit takes beside the whole.
 _SHORT = 1 / 64
+#: Of the most that a pair may take, the least.
+_LEAST = 1e-6
 
 
 def unit_rates(plan: Plan, job: Job, cluster: Cluster) -> UnitRates:
@@ -53,22 +55,28 @@ def unit_rates(plan: Plan, job: Job, cluster: Cluster) -> UnitRates:
 
 
 def _rates(device: Device, plan: Plan, job: Job) -> tuple[float, float]:
-    """Seconds of a row and of a pair in all heads of a rank; one layer, all passes."""
+    """Seconds of a row and of a pair in all heads of a rank; one layer of the mean, all passes."""
     speeds = device_speeds(device, job)
     rows = np.array([max(1.0, job.micro_batch_size * job.seq_length / plan.units)])
-    layer, logits = token_times(speeds, job, rows), logits_times(speeds, job, rows)
-    again = 1 + (job.mode == "full")
-    row = float(again * layer.forward[0] + layer.backward[0]) / rows[0]
-    row += float(logits.forward[0] + logits.backward[0]) / rows[0] / job.model.layers
+    logits, again, passes = (
+        logits_times(speeds, job, rows),
+        1 + (job.mode == "full"),
+        2 - (job.mode == "none"),
+    )
+    row = float(logits.forward[0] + logits.backward[0]) / rows[0] / job.model.layers
     long = float(job.seq_length)
-    lengths = np.array([long, max(1.0, long * _SHORT)])
-    block = own_block_times(speeds, job, lengths, causal=True)
-    passes = 1 if job.mode == "none" else 2
-    seconds = (passes * block.forward + block.backward) * plan.workload.local_heads
+    lengths, seconds = np.array([long, max(1.0, long * _SHORT)]), np.zeros(2)
+    for kind in job.kinds:
+        share, layer = kind.model.layers / job.model.layers, token_times(speeds, kind, rows)
+        row += share * float(again * layer.forward[0] + layer.backward[0]) / rows[0]
+        block = own_block_times(speeds, kind, lengths, causal=True)
+        seconds += share * (passes * block.forward + block.backward) * plan.workload.local_heads
     # a L^2 / 2 + b L, with b not below 0
     per_token = seconds / lengths
     pair = max(0.0, 2 * float(per_token[0] - per_token[1]) / (lengths[0] - lengths[1])) if long > 1 else 0.0
-    pair = min(pair or np.inf, 2 * float(per_token[0]) / long)
+    most = 2 * float(per_token[0]) / long
+    # In a window a long document's tokens take no longer than a short one's; plans have rates above 0.
+    pair = min(pair or (_LEAST * most if job.model.window else np.inf), most)
     return row + max(0.0, float(per_token[0]) - pair * long / 2), pair
 
 

@@ -15,6 +15,8 @@ from megatron_hexi.errors import HexiError
 #: Kernels that share the curves of another kernel: torch ships FlashAttention-2's CUDA code as
 #: `aten::_flash_attention`.
 KERNEL_ALIASES = {"aten-flash": "flash-attn-2"}
+#: The widest heads that fused kernels take; of latent attention the wider of keys and values.
+WIDEST_HEADS = {"cudnn": 128, "flash-attn-2": 256, "aten-flash": 256, "flash-attn-3": 256}
 
 
 def split_kernels(text: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Job, assumed_kernels, ceiling_tokens_per_s, planned_kernels
+from megatron_hexi.cost import Job, Model, assumed_kernels, ceiling_tokens_per_s, planned_kernels
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.plan.units import domain_rows
@@ -35,6 +35,7 @@ def planned_report(planned: Planned, cluster: Cluster) -> RenderableType:
     shares = find_shares(planned.plan, planned.job, planned.cost, cluster)
     return Group(
         Text(job_line(planned.job, cluster)),
+        *(Text(line) for line in layer_lines(planned.job.model)),
         Text(speed_line(planned, cluster)),
         Text(f"layout: {layout_line(planned.plan, planned.job)}"),
         *(Text(line) for line in kernel_lines(planned.job, cluster)),
@@ -86,6 +87,19 @@ def job_line(job: Job, cluster: Cluster) -> str:
         f"{job.model.name}, {job.seq_length:,} tokens, global batch {job.global_batch_size}, on "
         f"{cluster.name}: {gpus}"
     )
+
+
+def layer_lines(model: Model) -> list[str]:
+    """How many layers there are of each kind, where they are of several."""
+    if model.is_uniform:
+        return []
+    has_windows, has_experts = model.window is not None, model.experts is not None
+    kinds = []
+    for kind in model.kinds:
+        words = [f"window of {kind.window.size:,}" if kind.window else "full attention"] * has_windows
+        words += [f"{kind.experts.count} experts" if kind.experts else "dense MLP"] * has_experts
+        kinds.append(f"{kind.layers} with {' and '.join(words)}")
+    return [f"layers: {', '.join(kinds)}"]
 
 
 def speed_line(planned: Planned, cluster: Cluster) -> str:

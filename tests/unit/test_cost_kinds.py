@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.cost.layer_kinds import Window
 from megatron_hexi.cost.memory import part_params
+from megatron_hexi.cost.unit_rates import unit_rates
 from megatron_hexi.plan import Exchange, Plan, Replica, Stage, proportional_plan
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.plans import examples
@@ -125,3 +126,20 @@ def test_heavier_layers_make_the_stage_that_has_them_slower():
     # The first stage is on slow GPUs.
     assert costs[0][0] < costs[1][0]
     assert costs[0][1] > costs[1][1]
+
+
+@pytest.mark.parametrize("layers", [[True] * 4, [True, False, True, True]])
+def test_documents_are_dealt_by_the_mean_of_all_layers(layers):
+    nodes, weights = cluster(NODES), [[[1.0, 1.0], [1.0, 1.0]]]
+    rates = []
+    for shape in (model(4), with_window(16, layers), with_window(16, [True] * 4)):
+        job = tiny_job(model=shape)
+        rates.append(unit_rates(proportional_plan(job.workload(), weights), job, nodes))
+    full, mixed, narrow = ((one.row_s[0], one.pair_s[0]) for one in rates)
+    windowed = sum(layers) / 4
+    # A pair in a window of 16 keys counts next to nothing beside one of the whole context.
+    assert mixed[1] == pytest.approx(
+        (1 - windowed) * full[1] + windowed * narrow[1], rel=0.01, abs=1e-4 * full[1]
+    )
+    assert mixed[0] == pytest.approx((1 - windowed) * full[0] + windowed * narrow[0], rel=0.01)
+    assert all(0 < one.pair_s[0] <= full[1] for one in rates)

@@ -27,9 +27,11 @@ from megatron_hexi.cost.layer_bytes import (
 )
 from megatron_hexi.cost.layer_kinds import Latent
 from megatron_hexi.cost.library_bytes import workspace_bytes
+from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan import backward_traffic, build_schedule, forward_traffic
 from megatron_hexi.report.unit_summary import unit_summaries
 from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
+from tests.support.fleets import read_text
 from tests.support.plans import examples, plans, workloads
 
 #: 4 heads of 128 (32 of them rotary) and values of 96, made of 64 and 80 columns.
@@ -156,3 +158,15 @@ def test_merging_by_hand():
     assert times.forward == pytest.approx(100 * 18 * 96 / 900e9)
     assert times.backward == pytest.approx(100 * 10 * 128 / 900e9)
     assert keys_merge_times(speeds, JOB, one(100)) == pytest.approx(100 * 30 * 224 / 900e9)
+
+
+def test_a_kernel_that_takes_no_such_heads_is_refused():
+    (node,) = read_text(
+        "name: one\nnodes:\n- {name: a, gpu: H100-SXM-80GB, gpus: 1}\n"
+        "network: {bandwidth_gb_s: 25, latency_us: 10, per: gpu}\n"
+    ).nodes
+    wide = dataclasses.replace(MODEL, head_dim=192)
+    with pytest.raises(ClusterError, match="takes heads up to 128, those of tiny are of 192"):
+        device_speeds(node.device, tiny_job(model=wide, kernel="cudnn"))
+    device_speeds(node.device, tiny_job(model=MODEL, kernel="cudnn"))
+    device_speeds(node.device, tiny_job(model=wide, kernel="flash-attn-2"))

@@ -15,6 +15,7 @@ from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.cost.replica_pipelines import replica_lanes
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import exposed_synchronisation
+from megatron_hexi.errors import PlanError
 from megatron_hexi.lab.simulator.engine import Progress
 from megatron_hexi.lab.simulator.extend import StageTimes, extend_stage
 from megatron_hexi.lab.simulator.findings import find
@@ -50,9 +51,14 @@ def simulate(
         progress: callback: receives the parts done and their total, about a hundred times.
 
     Raises:
-        PlanError: the plan was made for another job.
+        PlanError: the plan was made for another job, or the model's layers are of several kinds.
         ClusterError: the plan's units do not match the cluster, or a GPU cannot do the job.
     """
+    if not job.model.is_uniform:
+        raise PlanError(
+            f"--model {job.model.name}: its layers are of {len(job.model.kinds)} kinds, and the simulator "
+            "replays those of one; see what the plan takes with hexi validate"
+        )
     timing = CostModel(job, cluster).timing(plan, gpus)
     sections = timing.sections
     works = [

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from megatron_hexi.plan.kernels import WIDEST_HEADS
 from megatron_hexi.runtime.kernels.base import BlockKind, KernelOnOffer, Sequences, is_deterministic
 
 #: Largest batch and number of heads (max_cudnn_dim_size there).
@@ -36,8 +37,8 @@ class CudnnKernel(KernelOnOffer):
             return f"it runs on CUDA, the tensors are on {device.type}"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"it takes bf16 and fp16, not {dtype}"
-        if head_dim % 8 or head_dim > 128:
-            return f"it takes head sizes up to 128 that 8 divides, not {head_dim}"
+        if head_dim % 8 or head_dim > WIDEST_HEADS["cudnn"]:
+            return f"it takes head sizes up to {WIDEST_HEADS['cudnn']} that 8 divides, not {head_dim}"
         if torch.cuda.get_device_capability(device) < (8, 0):
             return "it needs compute capability 8.0"
         if not torch.backends.cudnn.is_available():
