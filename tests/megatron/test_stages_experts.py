@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 
 import pytest
@@ -11,9 +12,9 @@ from megatron_hexi.plan import Workload
 from tests.megatron.checkpoint_contents import tensors_of
 from tests.megatron.conftest import job
 from tests.megatron.forked import ENTRY
-from tests.megatron.option_cases import SELECTIVE
+from tests.megatron.option_cases import APART, PACKED, SELECTIVE
 from tests.megatron.planted import EXPERT_FAULTS
-from tests.megatron.test_uneven_training import largest_difference
+from tests.megatron.test_uneven_training import error, largest_difference
 from tests.support.expert_layouts import EXPERTS, LAYERS, LAYOUTS, MICRO_BATCH, MICRO_BATCHES, expert_layout
 from tests.support.expert_plans import expert_plan
 
@@ -33,36 +34,45 @@ def balanced(*losses: str) -> tuple[str, ...]:
     return ("--moe-router-load-balancing-type", *losses, "--moe-aux-loss-coeff", *("0.1" for _ in losses))
 
 
+#: In fp32 with a rate of 0.01 two experts of one token are equal to rounding in the fourth iteration; it then
+#: goes to either of them, and gradient norms are off by 1e-4.
 BIAS = (
     *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
-    *("--moe-router-bias-update-rate", "0.01"),
+    *("--moe-router-bias-update-rate", "0.02", "--moe-router-dtype", "fp64"),
 )
 Z_LOSS = ("--moe-z-loss-coeff", "0.01")
 LOSSES = {
     "all": (*balanced("aux_loss", "seq_aux_loss"), *Z_LOSS, *BIAS),
     "batches": (*balanced("aux_loss"), *Z_LOSS),
+    "sequences": balanced("seq_aux_loss"),
+    "global": (*balanced("global_aux_loss"), *Z_LOSS),
     "bias": ("--moe-router-load-balancing-type", "none", *BIAS),
 }
-JOBS = {"moe": (*SELECTIVE, "moe"), "": ()}
+JOBS = {
+    "moe": (*SELECTIVE, "moe"),
+    "activations": (*SELECTIVE, "moe_act", "core_attn"),
+    "overlapped": ("--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "5000"),
+    "": (),
+}
 IN_CI = {("replicas", "all", ""), ("samples", "all", ""), ("slices", "all", "moe")}
-#: With all losses three iterations alone: in the fourth two experts of one token are equal to rounding, and
-#: it goes to either of them, which changes gradient norms by 1e-4.
-SHORT = [*((layout, "all", "") for layout in LAYOUTS), ("slices", "all", "moe")]
-LONG = [(layout, "batches", "") for layout in LAYOUTS]
+ALL = [
+    *((layout, loss, "") for layout in LAYOUTS for loss in ("batches", "all")),
+    *((layout, "all", how) for layout in ("uneven", "slices") for how in JOBS if how),
+    *((layout, loss, "") for layout in ("samples", "slices") for loss in ("sequences", "bias")),
+    *(("uneven", "global", ""), ("recomputed", "global", "")),
+]
 
 
-def _slow_unless(in_ci):
-    return () if in_ci else pytest.mark.slow
+def case_of(*case, iterations, marks):
+    name = "-".join(filter(None, (*case, "long" if iterations > 10 else "")))
+    return pytest.param(*case, iterations, id=name, marks=marks)
 
 
 @pytest.mark.parametrize(
     ("layout", "loss", "how", "iterations"),
     [
-        *(
-            pytest.param(*case, 3, id="-".join(filter(None, case)), marks=_slow_unless(case in IN_CI))
-            for case in SHORT
-        ),
-        *(pytest.param(*case, 20, id=f"{case[0]}-long", marks=pytest.mark.slow) for case in LONG),
+        *(case_of(*case, iterations=3, marks=()) for case in ALL if case in IN_CI),
+        *(case_of(*case, iterations=20, marks=pytest.mark.slow) for case in ALL),
     ],
 )
 def test_experts_train_as_on_one_rank(layout, loss, how, iterations, forks, references, tmp_path):
@@ -167,6 +177,35 @@ def test_each_weight_and_its_gradient_is_that_of_one_rank(layout, forks, referen
     assert max(differences.values()) < 2e-4, differences
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [("--bf16",), ("--fp16", "--initial-loss-scale", "16")])
+def test_half_precision_is_no_further_from_fp32_than_one_rank_is(precision, forks, references, tmp_path):
+    model = (*MODEL, *LOSSES["all"])
+    weights, exact = references(model, 20)
+    args = words(model, 20, weights, *precision)
+    one = error(forks.train(tmp_path / "one", ranks=1, args=args), exact)
+    for layout in ("replicas", "slices"):
+        plan = expert_layout(layout, tmp_path)
+        log = forks.train(tmp_path / layout, ranks=plan.ranks, args=[*args, *SEQUENCE], plan=plan)
+        for what, found, allowed in zip(("losses", "norms"), error(log, exact), one, strict=True):
+            print(f"{layout}: {what} off fp32 by {found:.1e}, on one rank by {allowed:.1e}")
+            assert found <= 2 * allowed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["uneven", "unstated"])
+def test_documents_reach_uneven_experts(layout, forks, references, documents, tmp_path):
+    own = ("--micro-batch-size", "1", "--global-batch-size", "4", *documents)
+    model = (*MODEL, *balanced("aux_loss"), *Z_LOSS, *own)
+    weights, reference = references((*model, *APART), 4)
+    plan = expert_layout(layout, tmp_path)
+    plan = dataclasses.replace(plan, job=dataclasses.replace(plan.job, micro_batch_size=1))
+    log = forks.train(
+        tmp_path, ranks=plan.ranks, args=words((*model, *PACKED), 4, weights, *SEQUENCE), plan=plan
+    )
+    assert largest_difference(log, reference) < 1e-5
+
+
 #: Who saves and loads, on how many ranks without a plan.
 HOLDERS = {
     "one-rank": 1,
@@ -175,7 +214,7 @@ HOLDERS = {
 CHECKPOINTS_IN_CI = {("samples", "slices")}
 OPTIMIZERS = {
     "fp32": (),
-    "distributed": ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"),
+    "bf16-distributed": ("--bf16", "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"),
 }
 
 
@@ -222,8 +261,9 @@ def test_any_layout_goes_on_from_any_other(saver, loader, kind, trainings, forks
     weights, whole = trainings(saver, kind)
     log = go_on(loader, kind, 4, ["--load", weights], forks, tmp_path)
     assert log.iterations == [3, 4]
-    assert log.losses == pytest.approx(whole.losses[2:], rel=1e-5)
-    assert log.grad_norms == pytest.approx(whole.grad_norms[2:], rel=1e-5)
+    tolerance = 2e-3 if "16" in kind else 1e-5  # products are rounded in another order
+    assert log.losses == pytest.approx(whole.losses[2:], rel=tolerance)
+    assert log.grad_norms == pytest.approx(whole.grad_norms[2:], rel=10 * tolerance)
 
 
 @pytest.mark.slow
