@@ -14,6 +14,7 @@ from tests.megatron.conftest import job
 from tests.megatron.forked import ENTRY
 from tests.megatron.option_cases import APART, PACKED, SELECTIVE
 from tests.megatron.planted import EXPERT_FAULTS
+from tests.megatron.routed import routed
 from tests.megatron.test_uneven_training import error, largest_difference
 from tests.support.expert_layouts import EXPERTS, LAYERS, LAYOUTS, MICRO_BATCH, MICRO_BATCHES, expert_layout
 from tests.support.expert_plans import expert_plan
@@ -34,12 +35,10 @@ def balanced(*losses: str) -> tuple[str, ...]:
     return ("--moe-router-load-balancing-type", *losses, "--moe-aux-loss-coeff", *("0.1" for _ in losses))
 
 
-#: In fp32 with a rate of 0.01 two experts of one token are equal to rounding in the fourth iteration; it then
-#: goes to either of them, and gradient norms are off by 1e-4.
-BIAS = (
-    *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
-    *("--moe-router-bias-update-rate", "0.02", "--moe-router-dtype", "fp64"),
-)
+SIGMOID = ("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid")
+#: With these no two experts of a token are equal to rounding, other than with `TIES`.
+BIAS = (*SIGMOID, *("--moe-router-bias-update-rate", "0.02", "--moe-router-dtype", "fp64"))
+TIES = (*SIGMOID, *("--moe-router-bias-update-rate", "0.01"))
 Z_LOSS = ("--moe-z-loss-coeff", "0.01")
 LOSSES = {
     "all": (*balanced("aux_loss", "seq_aux_loss"), *Z_LOSS, *BIAS),
@@ -108,7 +107,51 @@ def balances(log):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("layout", ["uneven", "samples", "slices", "dealt"])
+def test_a_token_goes_elsewhere_only_where_its_experts_tie(layout, forks, references, tmp_path):
+    """Until two experts of a token are equal to rounding, losses are those of one rank, and after it not."""
+    model = (*MODEL, *balanced("aux_loss", "seq_aux_loss"), *Z_LOSS, *TIES)
+    weights, _ = references(model, 3)
+    plan = expert_layout(layout, tmp_path)
+    entry, args = "tests.megatron.routed", words(model, 20, weights, *SEQUENCE)
+    one = forks.train(tmp_path / "one", ranks=1, args=args, entry=entry)
+    log = forks.train(tmp_path / "plan", ranks=plan.ranks, args=args, plan=plan, entry=entry, timeout=600)
+    true, found = routed(tmp_path / "one", 1), routed(tmp_path / "plan", plan.ranks)
+    assert found.keys() == true.keys()
+    same_until = 20
+    for iteration, layer, use in sorted(true):
+        tie = rows_elsewhere(true[iteration, layer, use], found[iteration, layer, use])
+        if tie is not None:
+            rows, gap, error = tie
+            print(f"iteration {iteration}, layer {layer}, {use}: {rows} rows, tied within {gap:.1e}")
+            assert rows == 1
+            assert gap < 1e-5
+            assert error < 1e-5
+            same_until = iteration
+            break
+    for number in range(same_until):
+        assert log.losses[number] == pytest.approx(one.losses[number], rel=1e-6)
+        assert log.grad_norms[number] == pytest.approx(one.grad_norms[number], rel=1e-6)
+
+
+def rows_elsewhere(true, found):
+    """How many rows go to other experts, their largest gap between the second and the third, and the error.
+
+    Ranks keep rows in another order and pad them, so a row is looked for by its scores. ``None``: all rows
+    go where they do on one rank.
+    """
+    (scores, chosen), (others, theirs) = true, found
+    distance, row = torch.cdist(scores.double(), others.double(), p=float("inf")).min(1)
+    moved = (chosen != theirs[row]).any(1)
+    if not moved.any():
+        return None
+    second, third = scores[moved].topk(3).values[:, 1:].unbind(1)
+    return int(moved.sum()), float((second - third).max()), float(distance[moved].max())
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed < 8 else pytest.mark.slow) for seed in range(100)]
+)
 def test_a_random_plan_trains_as_one_rank(seed, forks, references, tmp_path):
     model = (*MODEL, *LOSSES["all"])
     weights, reference = references(model, 4)
@@ -119,8 +162,12 @@ def test_a_random_plan_trains_as_one_rank(seed, forks, references, tmp_path):
     )
     log = forks.train(tmp_path, ranks=plan.ranks, args=words(model, 2, weights, *SEQUENCE), plan=plan)
     # The learning rate is decayed over all iterations of a run: only after the first step is it the same.
-    found = [*log.losses, *log.grad_norms]
-    assert found == pytest.approx([*reference.losses[:2], *reference.grad_norms[:2]], rel=1e-5)
+    pairs = [(log.losses, reference.losses), (log.grad_norms, reference.grad_norms)]
+    difference = max(
+        abs(here / there - 1) for found, true in pairs for here, there in zip(found, true[:2], strict=True)
+    )
+    print(f"seed {seed}: {plan.ranks} ranks, losses and gradient norms within {difference:.1e}")
+    assert difference < 1e-5
 
 
 #: The loss that shows a fault.
