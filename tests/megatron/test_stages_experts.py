@@ -149,9 +149,8 @@ def rows_elsewhere(true, found):
     return int(moved.sum()), float((second - third).max()), float(distance[moved].max())
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < 8 else pytest.mark.slow) for seed in range(100)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
 def test_a_random_plan_trains_as_one_rank(seed, forks, references, tmp_path):
     model = (*MODEL, *LOSSES["all"])
     weights, reference = references(model, 4)
