@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.experts import held_experts
-
-#: What is not tested beside experts in stages yet, and whether a job uses it.
-_UNSHOWN: tuple[tuple[str, Callable[[Namespace], bool]], ...] = (
-    ("--bf16", lambda args: args.bf16),
-    ("--fp16", lambda args: args.fp16),
-    ("--transformer-impl other than local", lambda args: args.transformer_impl != "local"),
-    ("--dataloader-inter-document-masking or --sft", is_packed),
-    ("--moe-router-load-balancing-type global_aux_loss", lambda args: "global_aux_loss" in _losses(args)),
-)
 
 
 def check_experts(args: Namespace, plan: Plan) -> None:
@@ -33,9 +22,7 @@ def check_experts(args: Namespace, plan: Plan) -> None:
     if not args.num_experts:
         return
     path = args.hexi_plan
-    for option, used in _UNSHOWN:
-        if used(args):
-            raise PlanError(f"{path}: {option} is not tested with experts in stages yet; train without it")
+    _check_losses(args, plan)
     shared, size = args.moe_shared_expert_intermediate_size, args.moe_ffn_hidden_size or args.ffn_hidden_size
     for member in plan.members:
         ranks, width = list(member.ranks), len(member.ranks)
@@ -62,6 +49,18 @@ def check_experts(args: Namespace, plan: Plan) -> None:
             )
 
 
-def _losses(args: Namespace) -> list[str]:
+def _check_losses(args: Namespace, plan: Plan) -> None:
+    """Refuse a running mean over micro-batches where ranks run these in another order than one rank."""
     kinds = args.moe_router_load_balancing_type
-    return kinds if isinstance(kinds, list) else [kinds]
+    if "global_aux_loss" not in (kinds if isinstance(kinds, list) else [kinds]):
+        return
+    if len(plan.replicas) > 1:
+        why = "counts the micro-batches so far, which other replicas run at other times"
+    elif plan.has_ministages:
+        why = "counts the micro-batches so far, which ministages run in another order"
+    else:
+        return
+    raise PlanError(
+        f"{args.hexi_plan}: --moe-router-load-balancing-type global_aux_loss {why}; use aux_loss or "
+        "seq_aux_loss"
+    )

@@ -72,8 +72,16 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "--num-experts, --moe-router-load-balancing-type aux_loss|seq_aux_loss, --moe-z-loss-coeff, "
             "--moe-router-enable-expert-bias, --moe-shared-expert-intermediate-size, --moe-layer-freq",
             _STAGES + "test_experts_train_as_on_one_rank[slices-all-moe]",
-            "any experts on any ranks of a stage; not with --bf16, --fp16, Transformer Engine's layers, "
-            "--dataloader-inter-document-masking, --sft or global_aux_loss yet",
+            "any experts on any ranks of a stage",
+        ),
+        Supported(
+            "--moe-router-load-balancing-type global_aux_loss",
+            _STAGES + "test_experts_train_as_on_one_rank[uneven-global-long]",
+            "with one replica in 1F1B",
+        ),
+        Supported(
+            "--moe-grouped-gemm",
+            "tests/megatron/test_te_training.py::test_stages_train_experts_as_one_rank[slices-grouped]",
         ),
         Supported(
             "--ckpt-format torch_dist",

@@ -55,7 +55,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         beside_stages(
             "--mtp-num-layers",
             lambda args: bool(args.mtp_num_layers),
-            "multi-token prediction over stages of other domains is not supported yet",
+            "the last stage would need the embedding and the tokens, which only the first has",
         ),
         beside_stages(
             "--hybrid-layer-pattern",

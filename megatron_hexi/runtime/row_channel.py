@@ -1,9 +1,9 @@
 """Asynchronous messages of rows over the border between two stages, by the table of `mesh.border`.
 
-A channel is one direction of a border on one rank. Sends stay under way while the rank computes on. Receives
-are posted one micro-batch ahead: a 1F1B schedule posts the send of that micro-batch without waiting for
-anything that comes after the receive, so this is safe even where a device runs all of a rank's messages in
-one queue.
+A channel is one direction of one border, as one rank sees it. Sends are left under way while the rank
+computes on. Receives are posted one micro-batch ahead. So a rank has messages of both directions under way at
+once, in the order in which neither could end alone: each direction has a group, and a device must let the
+groups' messages make progress beside each other. NCCL has a stream for each group; not tested on GPUs.
 
 A message that is a run of a rank's rows, of all its samples, is sent and received in place; others are
 packed.

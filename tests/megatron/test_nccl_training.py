@@ -98,5 +98,6 @@ def test_uneven_experts_go_by_nccls_rules(layout, forks, tmp_path):
     words += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "5000"]
     forks.train(tmp_path, ranks=plan.ranks, args=words, plan=plan, entry="tests.megatron.posting")
     calls = posted(tmp_path, plan.ranks)
-    assert replay(calls) > 0
+    # Borders, of dense stages too, receive one micro-batch ahead in one group while they send in another.
+    assert replay(calls, one_queue=False) > 0
     assert any(call.collective == "alltoall_base_" for one in calls for call in one)

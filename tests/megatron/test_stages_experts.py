@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 
 import pytest
@@ -11,9 +12,10 @@ from megatron_hexi.plan import Workload
 from tests.megatron.checkpoint_contents import tensors_of
 from tests.megatron.conftest import job
 from tests.megatron.forked import ENTRY
-from tests.megatron.option_cases import SELECTIVE
+from tests.megatron.option_cases import APART, PACKED, SELECTIVE
 from tests.megatron.planted import EXPERT_FAULTS
-from tests.megatron.test_uneven_training import largest_difference
+from tests.megatron.routed import routed
+from tests.megatron.test_uneven_training import error, largest_difference
 from tests.support.expert_layouts import EXPERTS, LAYERS, LAYOUTS, MICRO_BATCH, MICRO_BATCHES, expert_layout
 from tests.support.expert_plans import expert_plan
 
@@ -33,36 +35,43 @@ def balanced(*losses: str) -> tuple[str, ...]:
     return ("--moe-router-load-balancing-type", *losses, "--moe-aux-loss-coeff", *("0.1" for _ in losses))
 
 
-BIAS = (
-    *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
-    *("--moe-router-bias-update-rate", "0.01"),
-)
+SIGMOID = ("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid")
+#: With these no two experts of a token are equal to rounding, other than with `TIES`.
+BIAS = (*SIGMOID, *("--moe-router-bias-update-rate", "0.02", "--moe-router-dtype", "fp64"))
+TIES = (*SIGMOID, *("--moe-router-bias-update-rate", "0.01"))
 Z_LOSS = ("--moe-z-loss-coeff", "0.01")
 LOSSES = {
     "all": (*balanced("aux_loss", "seq_aux_loss"), *Z_LOSS, *BIAS),
     "batches": (*balanced("aux_loss"), *Z_LOSS),
+    "sequences": balanced("seq_aux_loss"),
+    "global": (*balanced("global_aux_loss"), *Z_LOSS),
     "bias": ("--moe-router-load-balancing-type", "none", *BIAS),
 }
-JOBS = {"moe": (*SELECTIVE, "moe"), "": ()}
+JOBS = {
+    "moe": (*SELECTIVE, "moe"),
+    "activations": (*SELECTIVE, "moe_act", "core_attn"),
+    "overlapped": ("--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "5000"),
+    "": (),
+}
 IN_CI = {("replicas", "all", ""), ("samples", "all", ""), ("slices", "all", "moe")}
-#: With all losses three iterations alone: in the fourth two experts of one token are equal to rounding, and
-#: it goes to either of them, which changes gradient norms by 1e-4.
-SHORT = [*((layout, "all", "") for layout in LAYOUTS), ("slices", "all", "moe")]
-LONG = [(layout, "batches", "") for layout in LAYOUTS]
+ALL = [
+    *((layout, loss, "") for layout in LAYOUTS for loss in ("batches", "all")),
+    *((layout, "all", how) for layout in ("uneven", "slices") for how in JOBS if how),
+    *((layout, loss, "") for layout in ("samples", "slices") for loss in ("sequences", "bias")),
+    *(("uneven", "global", ""), ("recomputed", "global", "")),
+]
 
 
-def _slow_unless(in_ci):
-    return () if in_ci else pytest.mark.slow
+def case_of(*case, iterations, marks):
+    name = "-".join(filter(None, (*case, "long" if iterations > 10 else "")))
+    return pytest.param(*case, iterations, id=name, marks=marks)
 
 
 @pytest.mark.parametrize(
     ("layout", "loss", "how", "iterations"),
     [
-        *(
-            pytest.param(*case, 3, id="-".join(filter(None, case)), marks=_slow_unless(case in IN_CI))
-            for case in SHORT
-        ),
-        *(pytest.param(*case, 20, id=f"{case[0]}-long", marks=pytest.mark.slow) for case in LONG),
+        *(case_of(*case, iterations=3, marks=()) for case in ALL if case in IN_CI),
+        *(case_of(*case, iterations=20, marks=pytest.mark.slow) for case in ALL),
     ],
 )
 def test_experts_train_as_on_one_rank(layout, loss, how, iterations, forks, references, tmp_path):
@@ -98,6 +107,49 @@ def balances(log):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["uneven", "samples", "slices", "dealt"])
+def test_a_token_goes_elsewhere_only_where_its_experts_tie(layout, forks, references, tmp_path):
+    """Until two experts of a token are equal to rounding, losses are those of one rank, and after it not."""
+    model = (*MODEL, *balanced("aux_loss", "seq_aux_loss"), *Z_LOSS, *TIES)
+    weights, _ = references(model, 3)
+    plan = expert_layout(layout, tmp_path)
+    entry, args = "tests.megatron.routed", words(model, 20, weights, *SEQUENCE)
+    one = forks.train(tmp_path / "one", ranks=1, args=args, entry=entry)
+    log = forks.train(tmp_path / "plan", ranks=plan.ranks, args=args, plan=plan, entry=entry, timeout=600)
+    true, found = routed(tmp_path / "one", 1), routed(tmp_path / "plan", plan.ranks)
+    assert found.keys() == true.keys()
+    same_until = 20
+    for iteration, layer, use in sorted(true):
+        tie = rows_elsewhere(true[iteration, layer, use], found[iteration, layer, use])
+        if tie is not None:
+            rows, gap, error = tie
+            print(f"iteration {iteration}, layer {layer}, {use}: {rows} rows, tied within {gap:.1e}")
+            assert rows == 1
+            assert gap < 1e-5
+            assert error < 1e-5
+            same_until = iteration
+            break
+    for number in range(same_until):
+        assert log.losses[number] == pytest.approx(one.losses[number], rel=1e-6)
+        assert log.grad_norms[number] == pytest.approx(one.grad_norms[number], rel=1e-6)
+
+
+def rows_elsewhere(true, found):
+    """How many rows go to other experts, their largest gap between the second and the third, and the error.
+
+    Ranks keep rows in another order and pad them, so a row is looked for by its scores. ``None``: all rows
+    go where they do on one rank.
+    """
+    (scores, chosen), (others, theirs) = true, found
+    distance, row = torch.cdist(scores.double(), others.double(), p=float("inf")).min(1)
+    moved = (chosen != theirs[row]).any(1)
+    if not moved.any():
+        return None
+    second, third = scores[moved].topk(3).values[:, 1:].unbind(1)
+    return int(moved.sum()), float((second - third).max()), float(distance[moved].max())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
 def test_a_random_plan_trains_as_one_rank(seed, forks, references, tmp_path):
     model = (*MODEL, *LOSSES["all"])
@@ -109,8 +161,12 @@ def test_a_random_plan_trains_as_one_rank(seed, forks, references, tmp_path):
     )
     log = forks.train(tmp_path, ranks=plan.ranks, args=words(model, 2, weights, *SEQUENCE), plan=plan)
     # The learning rate is decayed over all iterations of a run: only after the first step is it the same.
-    found = [*log.losses, *log.grad_norms]
-    assert found == pytest.approx([*reference.losses[:2], *reference.grad_norms[:2]], rel=1e-5)
+    pairs = [(log.losses, reference.losses), (log.grad_norms, reference.grad_norms)]
+    difference = max(
+        abs(here / there - 1) for found, true in pairs for here, there in zip(found, true[:2], strict=True)
+    )
+    print(f"seed {seed}: {plan.ranks} ranks, losses and gradient norms within {difference:.1e}")
+    assert difference < 1e-5
 
 
 #: The loss that shows a fault.
@@ -167,6 +223,35 @@ def test_each_weight_and_its_gradient_is_that_of_one_rank(layout, forks, referen
     assert max(differences.values()) < 2e-4, differences
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [("--bf16",), ("--fp16", "--initial-loss-scale", "16")])
+def test_half_precision_is_no_further_from_fp32_than_one_rank_is(precision, forks, references, tmp_path):
+    model = (*MODEL, *LOSSES["all"])
+    weights, exact = references(model, 20)
+    args = words(model, 20, weights, *precision)
+    one = error(forks.train(tmp_path / "one", ranks=1, args=args), exact)
+    for layout in ("replicas", "slices"):
+        plan = expert_layout(layout, tmp_path)
+        log = forks.train(tmp_path / layout, ranks=plan.ranks, args=[*args, *SEQUENCE], plan=plan)
+        for what, found, allowed in zip(("losses", "norms"), error(log, exact), one, strict=True):
+            print(f"{layout}: {what} off fp32 by {found:.1e}, on one rank by {allowed:.1e}")
+            assert found <= 2 * allowed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["uneven", "unstated"])
+def test_documents_reach_uneven_experts(layout, forks, references, documents, tmp_path):
+    own = ("--micro-batch-size", "1", "--global-batch-size", "4", *documents)
+    model = (*MODEL, *balanced("aux_loss"), *Z_LOSS, *own)
+    weights, reference = references((*model, *APART), 4)
+    plan = expert_layout(layout, tmp_path)
+    plan = dataclasses.replace(plan, job=dataclasses.replace(plan.job, micro_batch_size=1))
+    log = forks.train(
+        tmp_path, ranks=plan.ranks, args=words((*model, *PACKED), 4, weights, *SEQUENCE), plan=plan
+    )
+    assert largest_difference(log, reference) < 1e-5
+
+
 #: Who saves and loads, on how many ranks without a plan.
 HOLDERS = {
     "one-rank": 1,
@@ -175,7 +260,7 @@ HOLDERS = {
 CHECKPOINTS_IN_CI = {("samples", "slices")}
 OPTIMIZERS = {
     "fp32": (),
-    "distributed": ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"),
+    "bf16-distributed": ("--bf16", "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"),
 }
 
 
@@ -222,8 +307,9 @@ def test_any_layout_goes_on_from_any_other(saver, loader, kind, trainings, forks
     weights, whole = trainings(saver, kind)
     log = go_on(loader, kind, 4, ["--load", weights], forks, tmp_path)
     assert log.iterations == [3, 4]
-    assert log.losses == pytest.approx(whole.losses[2:], rel=1e-5)
-    assert log.grad_norms == pytest.approx(whole.grad_norms[2:], rel=1e-5)
+    tolerance = 2e-3 if "16" in kind else 1e-5  # products are rounded in another order
+    assert log.losses == pytest.approx(whole.losses[2:], rel=tolerance)
+    assert log.grad_norms == pytest.approx(whole.grad_norms[2:], rel=10 * tolerance)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ the same checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from megatron_hexi.plan import proportional_plan
 from tests.megatron import te_emulated
 from tests.megatron import test_ministages as ministages
+from tests.megatron import test_stages_experts as experts
 from tests.megatron import test_stages_training as stages
 from tests.megatron.conftest import References, job
 from tests.megatron.forked import Forks
@@ -23,6 +25,7 @@ from tests.megatron.test_gpu_training import EXPERTS
 from tests.megatron.test_option_training import check_case, steps
 from tests.megatron.test_stages_training import check_training
 from tests.megatron.test_uneven_training import THREE_AND_ONE, WORKLOAD, largest_difference
+from tests.support.expert_layouts import LAYERS, expert_layout
 
 pytestmark = pytest.mark.skipif(
     not te_emulated.is_available(), reason="Transformer Engine's wheel is not unpacked: make environment"
@@ -96,4 +99,21 @@ def test_experts_train_as_one_rank(grouped: tuple[str, ...], te: EmulatedTe, tmp
     words: list[str | Path] = [*model, *steps(3), "--load", tmp_path / "weights", "--finetune"]
     reference = te.train(tmp_path / "one", ranks=1, args=words, plan=alone)
     log = te.train(tmp_path / "four", ranks=4, args=words, plan=THREE_AND_ONE)
+    assert largest_difference(log, reference) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grouped", [(), ("--moe-grouped-gemm",)], ids=["one-by-one", "grouped"])
+@pytest.mark.parametrize("layout", ["samples", "slices", "offload"])
+def test_stages_train_experts_as_one_rank(
+    layout: str, grouped: tuple[str, ...], te: EmulatedTe, tmp_path: Path
+):
+    model = job((*experts.MODEL, *experts.LOSSES["all"], *grouped))
+    alone = proportional_plan(replace(WORKLOAD, layers=LAYERS), [[[1]]])
+    save = ("--save", tmp_path / "weights", "--save-interval", "1", "--no-save-optim")
+    te.train(tmp_path / "first", ranks=1, args=[*model, *steps(1), *save], plan=alone)
+    words: list[str | Path] = [*model, *steps(3), "--load", tmp_path / "weights", "--finetune"]
+    reference = te.train(tmp_path / "one", ranks=1, args=words, plan=alone)
+    plan = expert_layout(layout, tmp_path)
+    log = te.train(tmp_path / layout, ranks=plan.ranks, args=[*words, *experts.SEQUENCE], plan=plan)
     assert largest_difference(log, reference) < 1e-5

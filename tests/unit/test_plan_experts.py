@@ -189,10 +189,6 @@ def job(**changes) -> Namespace:
         moe_ffn_hidden_size=64,
         ffn_hidden_size=99,
         add_bias_linear=False,
-        bf16=False,
-        fp16=False,
-        transformer_impl="local",
-        sft=False,
         hexi_plan="plan.yaml",
     )
     return Namespace(**{**vars(usual), **changes})
@@ -221,23 +217,28 @@ def test_a_job_whose_experts_a_plan_cannot_hold_is_refused(changes, says, read):
 
 
 @pytest.mark.parametrize(
-    ("changes", "option"),
+    ("layout", "says"),
     [
-        ({"bf16": True}, "--bf16"),
-        ({"fp16": True}, "--fp16"),
-        ({"transformer_impl": "transformer_engine"}, "--transformer-impl other than local"),
-        ({"sft": True}, "--dataloader-inter-document-masking or --sft"),
-        *(
-            ({"moe_router_load_balancing_type": kinds}, "--moe-router-load-balancing-type global_aux_loss")
-            for kinds in ("global_aux_loss", ["aux_loss", "global_aux_loss"])
+        (
+            "replicas",
+            "counts the micro-batches so far, which other replicas run at other times; use aux_loss",
         ),
+        (
+            "ministages",
+            "counts the micro-batches so far, which ministages run in another order; use aux_loss",
+        ),
+        ("uneven", None),
     ],
 )
-def test_what_is_not_tested_with_experts_in_stages_is_refused(changes, option, read):
-    plan = read(MIXED)
-    check_experts(job(num_experts=None, **changes), plan)
-    with pytest.raises(PlanError, match=f"{option} is not tested with experts in stages yet; train without"):
-        check_experts(job(**changes), plan)
+@pytest.mark.parametrize("kinds", ["global_aux_loss", ["aux_loss", "global_aux_loss"]])
+def test_a_running_mean_is_refused_where_micro_batches_run_in_another_order(kinds, layout, says, read):
+    plan, args = read(HEADER + LAYOUTS[layout]), job(moe_router_load_balancing_type=kinds)
+    if says is None:
+        check_experts(args, plan)
+        return
+    with pytest.raises(PlanError) as refused:
+        check_experts(args, plan)
+    assert says in str(refused.value)
 
 
 def test_the_cost_model_refuses_a_plan_with_experts(read):
