@@ -19,6 +19,13 @@ def _has_unequal_replicas(plan: Plan) -> bool:
     return len(kinds) > 1
 
 
+def _has_unequal_stages(plan: Plan) -> bool:
+    """Whether stages have layers of their own; equal ones are written out to say where experts are."""
+    if plan.workload.experts is None:
+        return not plan.is_repeated
+    return len({sum(stage.ministage_sizes) for stage in _stages(plan)}) > 1
+
+
 def _size(stage: Stage) -> tuple[object, ...]:
     """The properties that stages at the same position of equal replicas share."""
     widths = tuple(sorted(len(member.ranks) for member in stage.members))
@@ -34,7 +41,7 @@ USES: Final[dict[str, Callable[[Plan], bool]]] = {
     "ministages": lambda plan: any(stage.ministages is not None for stage in _stages(plan)),
     "offload": lambda plan: any(stage.offload for stage in _stages(plan)),
     "unequal_replicas": _has_unequal_replicas,
-    "unequal_stages": lambda plan: not plan.is_repeated,
+    "unequal_stages": _has_unequal_stages,
 }
 
 

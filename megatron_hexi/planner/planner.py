@@ -106,18 +106,41 @@ def _search_experts(
     request: Request, cluster: Cluster, searches: JointSearches, tell: Progress
 ) -> tuple[_SearchResult, Request]:
     """Search with each choice of where experts are; the best of all, and the request with its choice."""
-    results = [
-        (_search(choice, cluster, searches, tell), choice)
-        for choice in (replace(request, experts=rule) for rule in expert_rules(request.job, cluster))
-    ]
-    return min(results, key=lambda pair: math.inf if pair[0].best is None else pair[0].best.iteration_s)
+    best: tuple[_SearchResult, Request] | None = None
+    trials, fastest_s = 0, math.inf
+    for rule in expert_rules(request.job, cluster):
+        choice = replace(request, experts=rule)
+        result = _search(choice, cluster, searches, tell, fastest_s)
+        trials += result.trials
+        if best is None or (result.best is not None and result.best.iteration_s < fastest_s):
+            best = result, choice
+            fastest_s = math.inf if result.best is None else result.best.iteration_s
+    assert best is not None, "there is a rule for every model"
+    return replace(best[0], trials=trials), best[1]
 
 
-def _search(request: Request, cluster: Cluster, searches: JointSearches, tell: Progress) -> _SearchResult:
-    """Search for the fastest plan that fits, at first with the margin of memory kept free."""
+def _search(
+    request: Request,
+    cluster: Cluster,
+    searches: JointSearches,
+    tell: Progress,
+    faster_than: float = math.inf,
+) -> _SearchResult:
+    """Search for the fastest plan that fits, at first with the margin of memory kept free.
+
+    Args:
+        request: the job.
+        cluster: where it runs.
+        searches: the joint searches of this planning.
+        tell: callback, receives (phase, done, total).
+        faster_than: seconds of a plan with experts elsewhere; then Megatron's flags have been looked at.
+    """
     trials = 0
     for memory in dict.fromkeys((1 - request.memory_margin, 1.0)):
-        tried = searches.plans(request, cluster, memory)
+        tried = searches.plans(request, cluster, memory, faster_than)
+        if faster_than < math.inf:
+            best = min(tried, key=order_of, default=None)
+            break
         roomy = cluster.with_memory_margin(1 - memory)
         best = min(tried, key=order_of, default=None)
         # What the search passes over may be all that fits.
@@ -129,6 +152,8 @@ def _search(request: Request, cluster: Cluster, searches: JointSearches, tell: P
         if best is not None:
             break
     unsaved_s = math.inf if best is None else best.iteration_s
+    if best is None and faster_than < math.inf:
+        return _SearchResult(None, tried, unsaved_s, memory, trials)
     tell("memory", 0, 1)
     saved = SavedPlans(request, cluster, memory, searches)
     best = saved.made_to_fit() if best is None else saved.best(best, tried)
