@@ -70,4 +70,7 @@ def read_model(folder: Path) -> DenseModel:
     if config.model_type not in _TYPES:
         problem = "another architecture is not converted"
         config.refuse("model_type", config.model_type, f"give one of {', '.join(_TYPES)}", problem)
+    if shapes.window is not None:
+        problem = "attention in a window is not converted"
+        config.refuse("sliding_window", shapes.window.size, "set it to null for full attention", problem)
     return DenseModel(shapes, constants_of(config), config.size("max_position_embeddings"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import astuple
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ class HeldWeights:
         for rank, unit in enumerate(self._mesh.units):
             _, experts = self._experts.get(rank, (None, None))
             tp_rank = unit.ranks.index(rank)
-            name = unit.replica, unit.stage, tp_rank, unit.width, experts and (experts.experts, experts.part)
+            name = unit.replica, unit.stage, tp_rank, unit.width, experts and astuple(experts)[1:]
             if name not in found:
                 boxes_of = [self._box(unit, tp_rank, held) for held in self._held(unit)]
                 if experts is not None:

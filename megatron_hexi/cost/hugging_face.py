@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_hexi.cost.hugging_face_config import Config, read_config
 from megatron_hexi.cost.hugging_face_constants import NoFlagError, constants_of
-from megatron_hexi.cost.hugging_face_layers import SCORE_BIAS, experts_of, latent_of, window_of
+from megatron_hexi.cost.hugging_face_layers import expert_fields, window_fields
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 
@@ -17,6 +17,7 @@ def model_from_config(text: str, path: Path) -> Model:
     """The model of a config.json, all of whose fields were looked at.
 
     Constants that Megatron has no flag for do not matter here: no weight, time or memory depends on them.
+    Of a model with vision the language model is returned; its `source` says so.
 
     Raises:
         HexiError: not JSON, an unknown type, or a field that is missing, unusable, unknown or not supported;
@@ -25,58 +26,73 @@ def model_from_config(text: str, path: Path) -> Model:
     config = read_config(text, path)
     with contextlib.suppress(NoFlagError):  # `constant_flags` says so where flags are printed
         constants_of(config)
+    fields = _gpt(config) if config.model_type == "gpt2" else _decoder(config)
+    source = f"{path}: text_config; vision is left out" if config.is_part else str(path)
     vocab_size, tied = config.size("vocab_size"), config.flag("tie_word_embeddings")
     try:
-        fields = _gpt(config) if config.model_type == "gpt2" else _decoder(config)
-        return Model(
-            name=str(path),
-            source=f"{path} ({config.note})" if config.note else str(path),
-            vocab_size=vocab_size,
-            tied_embeddings=tied,
-            **fields,
-        )
+        return Model(name=str(path), source=source, vocab_size=vocab_size, tied_embeddings=tied, **fields)
     except HexiError as problem:
-        said = str(problem)
-        raise HexiError(said if said.startswith(str(path)) else f"{path}: {said}") from None
+        raise HexiError(f"{path}: {problem}") from None
 
 
 def _decoder(config: Config) -> dict[str, Any]:
     """Fields of a model with rotary positions, RMSNorm and a gated MLP."""
-    kind, layers = config.model_type, config.size("num_hidden_layers")
-    width = "intermediate_size_mlp" if kind == "llama4_text" else "intermediate_size"
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    dense = "intermediate_size_mlp" if config.has("intermediate_size_mlp") else "intermediate_size"
     return {
-        "layers": layers,
-        "hidden_size": config.size("hidden_size"),
-        "ffn_hidden_size": config.size(width),
+        "layers": config.size("num_hidden_layers"),
+        "hidden_size": hidden,
+        "heads": heads,
+        "ffn_hidden_size": config.size(dense),
         "gated": True,
-        "biases": (kind == "llama" and _has_biases(config)) or kind == "gpt_oss",
-        "qkv_bias": kind == "qwen2" or (kind == "glm4_moe" and config.flag("attention_bias")),
+        "biases": _has_biases(config),
+        "qkv_bias": config.model_type == "qwen2"
+        or (config.model_type == "glm4_moe" and config.flag("attention_bias")),
         "norm_biases": False,
-        "qk_norm": kind in ("qwen3", "qwen3_moe", "gemma3_text")
-        or (kind == "glm4_moe" and config.flag("use_qk_norm")),  # Llama 4's has no weights
-        "sinks": kind == "gpt_oss",
-        "post_norms": kind == "gemma3_text",
-        "experts": experts_of(config, layers),
-        "window": window_of(config, layers),
-        "mtp_layers": config.count("num_nextn_predict_layers") if kind in SCORE_BIAS else 0,
-        **_heads(config),
+        "qk_norm": config.model_type in ("qwen3", "qwen3_moe", "gemma3_text")
+        or (config.model_type == "glm4_moe" and config.flag("use_qk_norm")),
+        "sinks": config.model_type == "gpt_oss",
+        "post_norms": config.model_type == "gemma3_text",
+        "experts": expert_fields(config),
+        "window": window_fields(config),
+        "mtp_layers": config.count("num_nextn_predict_layers")
+        if config.has("num_nextn_predict_layers")
+        else 0,
+        **(_latent(config, heads) if config.has("kv_lora_rank") else _heads(config, hidden, heads)),
     }
 
 
-def _heads(config: Config) -> dict[str, Any]:
-    """Fields about the heads of attention."""
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    latent = latent_of(config, heads)
-    if latent is not None:
-        return {"heads": heads, "kv_heads": heads, "head_dim": latent[1], "latent": latent[0]}
-    given = config.model_type != "phi3" and config.get("head_dim") is not None
-    if not given:
-        remedy = "correct one of them" if config.model_type == "phi3" else "add head_dim"
-        _check_divides(config, heads, hidden, remedy)
+def _heads(config: Config, hidden: int, heads: int) -> dict[str, Any]:
+    """Fields of heads that have keys and values of their own."""
+    if config.get("head_dim") is None:
+        _check_divides(config, heads, hidden, "add head_dim")
     return {
-        "heads": heads,
         "kv_heads": config.size("num_key_value_heads", heads),
-        "head_dim": config.size("head_dim") if given else hidden // heads,
+        "head_dim": config.size("head_dim", hidden // heads),
+    }
+
+
+def _latent(config: Config, heads: int) -> dict[str, Any]:
+    """Fields of latent attention; transformers derives head_dim and qk_head_dim, whatever the file says."""
+    rotary, other = config.size("qk_rope_head_dim"), config.size("qk_nope_head_dim")
+    for field, value in (
+        ("num_key_value_heads", heads),
+        ("head_dim", rotary),
+        ("qk_head_dim", rotary + other),
+    ):
+        if config.get(field) not in (None, value):
+            config.refuse(
+                field, config.get(field), f"write {value}", "differs from what the other fields say"
+            )
+    return {
+        "kv_heads": heads,
+        "head_dim": rotary + other,
+        "latent": {
+            "kv_rank": config.size("kv_lora_rank"),
+            "rotary_dim": rotary,
+            "value_dim": config.size("v_head_dim"),
+            "query_rank": None if config.get("q_lora_rank") is None else config.size("q_lora_rank"),
+        },
     }
 
 
@@ -104,6 +120,8 @@ def _check_divides(config: Config, heads: int, hidden: int, remedy: str) -> None
 
 def _has_biases(config: Config) -> bool:
     """Whether all linear layers have biases; Megatron has no model where only some of Llama's have."""
+    if config.model_type != "llama":
+        return config.model_type == "gpt_oss"
     attention, mlp = config.flag("attention_bias"), config.flag("mlp_bias")
     if attention != mlp:
         problem = (

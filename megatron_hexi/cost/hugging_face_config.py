@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_hexi.cost.hugging_face_fields import HARMLESS_FIELDS, NEEDED, ONLY, ModelType, Only
-from megatron_hexi.cost.hugging_face_types import TYPES, VISION_FIELDS, WITH_VISION
+from megatron_hexi.cost.hugging_face_types import TYPES, WRAPPERS
 from megatron_hexi.errors import HexiError
 
 
@@ -21,13 +20,17 @@ class Config:
         values: of the file, by field; aliases are replaced.
         model_type: the type's name.
         path: the file, for messages.
-        note: what of the file the model leaves out; empty: nothing.
+        is_part: whether the file describes more than this language model, such as vision.
     """
 
     values: dict[str, Any]
     model_type: str
     path: Path
-    note: str = ""
+    is_part: bool = False
+
+    def has(self, field: str) -> bool:
+        """Whether the model's type has such a field."""
+        return field in TYPES[self.model_type].used
 
     def get(self, field: str) -> Any:
         """The value of a field, or the type's default where the file leaves it out.
@@ -50,34 +53,19 @@ class Config:
         return value
 
     def count(self, field: str) -> int:
-        """A whole number from 0; null is 0."""
+        """A whole number from 0."""
         value = self.get(field)
-        if value is None:
-            return 0
         if type(value) is not int or value < 0:
             self.refuse(field, value, "write a whole number from 0")
         return value
 
-    def layer_numbers(self, field: str, layers: int) -> Sequence[int] | None:
-        """Numbers of layers, from 0; ``None`` where the value is null."""
-        value = self.get(field)
-        if value is None:
-            return None
-        if not isinstance(value, list) or any(
-            type(number) is not int or not 0 <= number < layers for number in value
-        ):
-            self.refuse(field, value, f"write a list of layers, from 0 to {layers - 1}")
-        return value
-
-    def require_equal(self, field: str, *wanted: int) -> None:
-        """Refuse a value that follows from other fields and is neither null nor one of the wanted."""
-        value = self.get(field)
-        if value is not None and value not in wanted:
-            self.refuse(field, value, f"write {wanted[0]}", f"other fields make it {wanted[0]}")
-
     def number(self, field: str) -> float:
         """A number above 0."""
         return positive(self.get(field), field, self.path)
+
+    def share(self, field: str) -> float:
+        """A number from 0."""
+        return 0.0 if self.get(field) in (0, 0.0) else self.number(field)
 
     def flag(self, field: str) -> bool:
         """True or false; null is false where that is the default."""
@@ -112,21 +100,52 @@ def read_config(text: str, path: Path) -> Config:
         raise HexiError(f"{path}:{line}: not valid JSON ({problem}); correct that line") from None
     if not isinstance(values, dict):
         raise HexiError(f"{path}: not a config.json: a mapping with model_type and num_hidden_layers")
-    values, note = _language_model(values, path)
+    values, is_part = _language_model(values, path)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in TYPES:
         found = "is missing" if model_type is None else f"= {short(model_type)} is not known"
         raise HexiError(
-            f"{path}: model_type {found}; known are {', '.join((*TYPES, *WITH_VISION))}: "
+            f"{path}: model_type {found}; known are {', '.join((*TYPES, *WRAPPERS))}: "
             "write the one with the same shapes, or give a file of Megatron's arguments"
         )
     kind = TYPES[model_type]
-    config = Config(_without_aliases(values, kind, path), model_type, path, note)
+    config = Config(_without_aliases(values, kind, path), model_type, path, is_part)
     for field, value in config.values.items():
-        if field not in kind.used and field not in kind.harmless and field not in HARMLESS_FIELDS:
+        if field == "quantization_config" and kind.stored_as:
+            _check_stored(config, value, kind.stored_as)
+        elif field not in kind.used and field not in kind.harmless and field not in HARMLESS_FIELDS:
             _check(config, field, value, kind.only.get(field) or ONLY.get(field))
     _check_architectures(config, kind)
     return config
+
+
+def _language_model(values: dict[str, Any], path: Path) -> tuple[dict[str, Any], bool]:
+    """The fields of a file's language model, and whether the file describes more than that."""
+    name = values.get("model_type")
+    wrapper = WRAPPERS.get(name) if isinstance(name, str) else None
+    if wrapper is None:
+        return values, False
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        raise HexiError(
+            f"{path}: text_config = {short(text)}; write the mapping of the language model's fields"
+        )
+    text = {"model_type": wrapper.text_type, **text}
+    if text["model_type"] != wrapper.text_type:
+        raise HexiError(
+            f"{path}: text_config.model_type = {short(text['model_type'])} in a {name}; "
+            f"write {json.dumps(wrapper.text_type)}"
+        )
+    whole = Config(values, wrapper.text_type, path, is_part=True)
+    for field, value in values.items():
+        if field == "architectures":
+            _check_class(whole, value, wrapper.architecture)
+        elif field == "tie_word_embeddings":
+            if text.setdefault(field, value) != value:
+                whole.refuse(field, value, "write the same in both", "text_config has another value")
+        elif field != "text_config" and field not in wrapper.harmless and field not in HARMLESS_FIELDS:
+            _check(whole, field, value, ONLY.get(field))
+    return text, True
 
 
 def positive(value: Any, field: str, path: Path) -> float:
@@ -144,35 +163,6 @@ def short(value: Any) -> str:
     """A value as JSON, 40 characters at most."""
     text = json.dumps(value)
     return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _language_model(values: dict[str, Any], path: Path) -> tuple[dict[str, Any], str]:
-    """The fields of the language model of a file with vision, and what is left out; others as they are."""
-    model_type = values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in WITH_VISION:
-        return values, ""
-    text_type, architecture = WITH_VISION[model_type]
-    text = values.get("text_config")
-    if not isinstance(text, dict):
-        raise HexiError(f"{path}: text_config = {short(text)}; write the language model's fields")
-    text = {"model_type": text_type} | text
-    if text["model_type"] != text_type:
-        raise HexiError(f"{path}: text_config.model_type = {short(text['model_type'])}; write {text_type}")
-    if values.get("architectures") not in (None, [architecture]):
-        raise HexiError(
-            f"{path}: architectures = {short(values['architectures'])}; write {short([architecture])}"
-        )
-    tied = text.get("tie_word_embeddings", TYPES[text_type].used["tie_word_embeddings"])
-    if values.get("tie_word_embeddings", tied) not in (None, tied):
-        raise HexiError(f"{path}: tie_word_embeddings differs from text_config's; remove one of them")
-    own = {"model_type", "text_config", "architectures", "tie_word_embeddings", "initializer_range"}
-    rest = {
-        field: value
-        for field, value in values.items()
-        if field not in own and field not in VISION_FIELDS and field not in HARMLESS_FIELDS
-    }
-    without = {"architectures": None}  # the text model's class is that of the whole in some files
-    return rest | text | without, "vision is left out"
 
 
 def _without_aliases(values: dict[str, Any], kind: ModelType, path: Path) -> dict[str, Any]:
@@ -196,10 +186,21 @@ def _check(config: Config, field: str, value: Any, only: Only | None) -> None:
         config.refuse(field, value, only.remedy, f"{only.what} is not supported")
 
 
+def _check_stored(config: Config, value: Any, stored_as: str) -> None:
+    """Refuse quantized weights of another kind than the type's as it was published."""
+    found = value.get("quant_method") if isinstance(value, dict) else value
+    if value is not None and found != stored_as:
+        only = ONLY["quantization_config"]
+        config.refuse("quantization_config", value, only.remedy, f"{only.what} is not supported")
+
+
 def _check_architectures(config: Config, kind: ModelType) -> None:
     named = config.get("architectures")
-    if named is None:
-        return
-    if not isinstance(named, list) or kind.architecture.lower() not in (str(name).lower() for name in named):
-        remedy = f"write [{json.dumps(kind.architecture)}] to train a language model of these sizes"
+    if named is not None:
+        _check_class(config, named, kind.architecture)
+
+
+def _check_class(config: Config, named: Any, architecture: str) -> None:
+    if not isinstance(named, list) or architecture.lower() not in (str(name).lower() for name in named):
+        remedy = f"write [{json.dumps(architecture)}] to train a language model of these sizes"
         config.refuse("architectures", named, remedy, "this is no causal language model of the type")

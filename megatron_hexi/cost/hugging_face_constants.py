@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from typing import NoReturn
+
 from megatron_hexi.cost.hugging_face_config import Config
-from megatron_hexi.cost.hugging_face_rotary import NoFlagError, rotary_flags
-from megatron_hexi.cost.hugging_face_router import router_flags
+from megatron_hexi.cost.hugging_face_rotary import NoFlagError, check_rotary_by_kind, rotary_flags
+from megatron_hexi.cost.hugging_face_routers import router_flags
 
 __all__ = ["NoFlagError", "constants_of"]
 
 #: Standard deviation of fresh weights without --init-method-std.
 _INIT_STD = 0.02
+#: What Megatron's --quick-geglu multiplies by in its sigmoid (megatron/core/fusions/fused_bias_geglu.py).
+_QUICK_GELU = 1.702
 #: GPT-2's activations, with the flags that make Megatron compute the same. Its fused kernel has the tanh
 #: approximation (megatron/core/fusions/fused_bias_gelu.py), what it takes without has the error function.
 _ACTIVATIONS = {
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), ()),
     "gelu": (("--no-bias-gelu-fusion", ""),),
-}
-
-
-#: Types of which Megatron cannot compute the layers, and what it has no flags for.
-_NO_FLAGS = {
-    "gemma3_text": "norms behind attention and MLP, two rotary bases, and GELU's gate",
-    "llama4_text": "attention in chunks, a temperature of attention, and scores on what experts read",
 }
 
 
@@ -32,11 +31,6 @@ def constants_of(config: Config) -> list[tuple[str, str]]:
         HexiError: a value that is not usable.
         NoFlagError: a value that Megatron has no flag for; with file, field and remedy.
     """
-    if config.model_type in _NO_FLAGS:
-        raise NoFlagError(
-            f"{config.path}: model_type = {config.model_type}: Megatron has no flags for "
-            f"{_NO_FLAGS[config.model_type]}; give a model of another type"
-        )
     gpt = config.model_type == "gpt2"
     flags = [("--norm-epsilon", str(config.number("layer_norm_epsilon" if gpt else "rms_norm_eps")))]
     std = config.number("initializer_range")
@@ -47,12 +41,56 @@ def constants_of(config: Config) -> list[tuple[str, str]]:
         if not isinstance(activation, str) or activation not in _ACTIVATIONS:
             config.refuse("activation_function", activation, f"give a model with {' or '.join(_ACTIVATIONS)}")
         flags += _ACTIVATIONS[activation]
-    else:
-        flags += rotary_flags(config)
-    if config.model_type == "qwen2":
-        flags.append(("--add-qkv-bias", ""))
+        return flags
+    if config.model_type == "gemma3_text":
+        _lack_gemma(config)
+    if config.model_type == "llama4_text":
+        _lack_llama4(config)
+    flags += router_flags(config)
     if config.model_type == "gpt_oss":
-        # A gate of x sigmoid(1.702 x) times one more than the rest, both clamped.
-        flags += [("--glu-linear-offset", "1.0"), ("--quick-geglu", "")]
-        flags.append(("--activation-func-clamp-value", str(config.number("swiglu_limit"))))
-    return flags + router_flags(config)
+        flags += _clamped_activation(config)
+    flags += rotary_flags(config)
+    if config.model_type == "qwen2" or (config.model_type == "glm4_moe" and config.flag("attention_bias")):
+        flags.append(("--add-qkv-bias", ""))
+    return flags
+
+
+def _clamped_activation(config: Config) -> list[tuple[str, str]]:
+    """The flags for x sigmoid(1.702 x) times 1 + y, both clamped, in place of --swiglu."""
+    alpha = config.number("swiglu_alpha")
+    if alpha != _QUICK_GELU:
+        raise NoFlagError(
+            f"{config.path}: swiglu_alpha = {alpha}: Megatron's --quick-geglu has {_QUICK_GELU} built in; "
+            "change it in a copy to train another model of the same shapes"
+        )
+    limit = config.number("swiglu_limit")
+    return [
+        ("--quick-geglu", ""),
+        ("--glu-linear-offset", "1.0"),
+        ("--activation-func-clamp-value", str(limit)),
+    ]
+
+
+def _lack_gemma(config: Config) -> NoReturn:
+    """Check the constants of Gemma 3, and say that Megatron has no flags for them."""
+    config.number("query_pre_attn_scalar")
+    check_rotary_by_kind(config)
+    _lack(config, "norms behind attention and MLP, a gate of GELU, scaled embeddings and two rotary bases")
+
+
+def _lack_llama4(config: Config) -> NoReturn:
+    """Check the constants of Llama 4, and say that Megatron has no flags for them."""
+    for field in ("use_qk_norm", "attn_temperature_tuning"):
+        config.flag(field)
+    for field in ("floor_scale", "attn_scale"):
+        config.number(field)
+    config.share("router_aux_loss_coef")
+    with contextlib.suppress(NoFlagError):
+        rotary_flags(config)
+    _lack(config, "attention in chunks, its temperature, and norms in layers with rotary embeddings only")
+
+
+def _lack(config: Config, what: str) -> NoReturn:
+    remedy = "give a file of Megatron's arguments to train a model without them"
+    kind = json.dumps(config.model_type)
+    raise NoFlagError(f"{config.path}: model_type = {kind}: Megatron has no flags for {what}; {remedy}")

@@ -2,8 +2,8 @@
 
 transformers takes a field that a file leaves out from the defaults of the type, and ignores a field that it
 does not know. Here every field of a file is used, harmless for a reason, supported with some values only, or
-refused. Sources: configuration_*.py and modeling_*.py of transformers 4.37 to 5.24, with whose latest a test
-compares fields and defaults.
+refused. `hugging_face_types` has the fields of each type. Sources: configuration_*.py and modeling_*.py of
+transformers 4.37 to 5.24, with whose latest a test compares fields and defaults.
 """
 
 from __future__ import annotations
@@ -39,15 +39,32 @@ class ModelType:
         architecture: the class of its causal language model, as ``architectures`` names it.
         used: fields that weights, time, or Megatron's flags depend on, with transformers' defaults.
         only: fields of which one value is supported, besides those of all types.
-        aliases: other names of fields that transformers takes.
-        harmless: fields that change nothing in this type, besides those of all types, with the reason.
+        aliases: other names of fields that transformers takes, or that files have beside transformers' own.
+        harmless: fields that change neither weights nor what the model computes, besides those of all types.
+        stored_as: ``quant_method`` of the weights as they are published; training takes them dequantized.
     """
 
     architecture: str
     used: Mapping[str, Any]
     only: Mapping[str, Only] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    harmless: Mapping[str, str] = field(default_factory=dict)
+    harmless: frozenset[str] = frozenset()
+    stored_as: str = ""
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A ``model_type`` whose language model is described by its ``text_config``; vision is left out.
+
+    Args:
+        text_type: the type of the language model.
+        architecture: the class of the whole model.
+        harmless: fields beside ``text_config`` that no language model depends on.
+    """
+
+    text_type: str
+    architecture: str
+    harmless: frozenset[str]
 
 
 _DENSE = "give a dense model"
@@ -88,6 +105,7 @@ HARMLESS: Mapping[str, Sequence[str]] = {
     "generation of text": (
         *(
             "use_cache",
+            "cache_implementation",
             "output_past",
             "max_length",
             "min_length",
@@ -100,7 +118,6 @@ HARMLESS: Mapping[str, Sequence[str]] = {
         *("bad_words_ids", "num_return_sequences", "forced_bos_token_id", "forced_eos_token_id"),
         *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
         *("begin_suppress_tokens", "output_scores", "return_dict_in_generate", "task_specific_params"),
-        "cache_implementation",
     ),
     "what transformers returns": (
         *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),

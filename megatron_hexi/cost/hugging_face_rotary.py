@@ -6,13 +6,13 @@ megatron/core/models/common/embeddings; a test compares the frequencies of both.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from megatron_hexi.cost.hugging_face_config import Config, positive, short
-from megatron_hexi.cost.hugging_face_layers import LATENT
-from megatron_hexi.cost.hugging_face_types import TYPES
 from megatron_hexi.errors import HexiError
 
 Flags = list[tuple[str, str]]
@@ -21,8 +21,11 @@ Flags = list[tuple[str, str]]
 #: whatever --rope-scaling-factor says (gpt_builders.py up to 0.18, argument_utils.py in 0.19).
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_POSITIONS = 8192
-#: MLATransformerConfig.original_max_position_embeddings, for which there is no flag.
+#: What YaRN computes with in latent attention (MLATransformerConfig): no flag reaches them.
+_LATENT_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
 _LATENT_POSITIONS = 4096
+#: Kinds of Gemma's layers.
+_BY_KIND = ("full_attention", "sliding_attention")
 
 
 class NoFlagError(HexiError):
@@ -40,31 +43,50 @@ def rotary_flags(config: Config) -> Flags:
     reader = _Rope(config, name, rope)
     base = reader.number("rope_theta", config.get("rope_theta"))
     part = _rotated_part(reader)
+    kinds = _LATENT_KINDS if config.has("kv_lora_rank") else _KINDS
+    if config.model_type == "phi3":  # transformers takes any scaling of this type for longrope
+        kinds = {"default": _KINDS["default"]}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _KINDS:
-        known = ", ".join(_KINDS)
+    if not isinstance(kind, str) or kind not in kinds:
+        known = ", ".join(kinds)
         reader.lack("rope_type" if "rope_type" in rope else "type", f"Megatron computes {known} only")
-    fields, flags_of = _KINDS[kind]
+    fields, flags_of = kinds[kind]
     reader.check({*fields, "rope_theta", "rope_type", "type", "partial_rotary_factor"})
-    flags = _latent(reader, kind) if config.model_type in LATENT else flags_of(reader)
+    flags = flags_of(reader)
     if base != int(base):
         reader.lack("rope_theta", "Megatron's --rotary-base is a whole number", base)
-    return [("--rotary-base", str(int(base))), *flags, *part]
+    return [("--rotary-base", str(int(base))), *part, *flags]
 
 
-def _rotated_part(reader: _Rope) -> Flags:
-    """The flag for rotating a part of each head only, where the type allows it."""
-    part, config = reader.rope.get("partial_rotary_factor"), reader.config
-    if "partial_rotary_factor" not in TYPES[config.model_type].used:
-        if part not in (None, 1):
-            reader.refuse(
-                "partial_rotary_factor", "give a model with 1", "rotating a part of a head is not supported"
-            )
+def check_rotary_by_kind(config: Config) -> None:
+    """Check the rotary embeddings of Gemma 3, whose layers with a window have a base of their own.
+
+    Raises:
+        HexiError: a value that is not usable, or a field that is not known.
+    """
+    local, both = config.number("rope_local_base_freq"), config.get("rope_parameters")
+    if both is not None and (not isinstance(both, dict) or both.keys() - _BY_KIND):
+        config.refuse("rope_parameters", both, f"write a mapping with {' and '.join(_BY_KIND)}")
+    for kind in _BY_KIND:
+        values: dict[str, Any] = {"rope_parameters": (both or {}).get(kind)}
+        if kind == "sliding_attention":
+            values |= {"rope_theta": local, "rope_scaling": None}
+        with contextlib.suppress(NoFlagError):
+            rotary_flags(replace(config, values=config.values | values))
+
+
+def _rotated_part(rope: _Rope) -> Flags:
+    """The flag for the part of each head that is rotated."""
+    place, value = "partial_rotary_factor", rope.rope.get("partial_rotary_factor")
+    if not rope.config.has(place):
+        if value not in (None, 1):
+            rope.refuse(place, "give a model with 1", "rotating a part of a head is not supported")
         return []
-    value = positive(
-        config.get("partial_rotary_factor") if part is None else part, "partial_rotary_factor", config.path
-    )
-    return [("--rotary-percent", str(value))] if value != 1 else []
+    part = rope.number(place, rope.config.get(place))
+    if part > 1:
+        value = rope.config.get(place) if value is None else value
+        rope.config.refuse(place, value, "write a number up to 1", "more than a head cannot be rotated")
+    return [("--rotary-percent", str(part))] if part < 1 else []
 
 
 def _mapping(config: Config) -> tuple[str, dict[str, Any]]:
@@ -168,24 +190,6 @@ def _yarn(rope: _Rope) -> Flags:
     return [*flags, *([("--no-yarn-correction-range-round-to-int", "")] if truncate is False else [])]
 
 
-def _latent(rope: _Rope, kind: str) -> Flags:
-    """Flags of latent attention, which has its own: MLATransformerConfig fixes what has none."""
-    if kind == "default":
-        return [("--rope-type", "rope")]
-    if kind != "yarn":
-        rope.lack("rope_type" if "rope_type" in rope.rope else "type", "latent attention computes yarn only")
-    for field, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-        if rope.number(field, usual) != usual:
-            rope.lack(field, f"Megatron's latent attention has {usual} built in")
-    if rope.positions != _LATENT_POSITIONS:
-        problem = f"Megatron's latent attention has {_LATENT_POSITIONS} built in"
-        rope.lack("original_max_position_embeddings", problem, rope.positions)
-    factor = rope.number("factor")
-    mscale, all_dim = _concentration(rope, factor)
-    values = {"--rotary-scaling-factor": factor, "--mscale": mscale, "--mscale-all-dim": all_dim}
-    return [("--rope-type", "yarn"), *((flag, str(value)) for flag, value in values.items())]
-
-
 def _concentration(rope: _Rope, factor: float) -> tuple[float, float]:
     """Megatron's --mscale and --mscale-all-dim for what transformers multiplies sines and cosines by.
 
@@ -202,16 +206,47 @@ def _concentration(rope: _Rope, factor: float) -> tuple[float, float]:
     return 1.0, 0.0
 
 
+def _latent_default(rope: _Rope) -> Flags:
+    return [("--rope-type", "rope"), ("--no-rope-fusion", "")]  # Megatron fuses YaRN only
+
+
+def _latent_yarn(rope: _Rope) -> Flags:
+    """YaRN's flags in latent attention, whose scores Megatron and transformers multiply alike.
+
+    Both by (1 + 0.1 mscale_all_dim ln factor) squared.
+    """
+    positions = rope.positions
+    factor = rope.number("factor", rope.config.size("max_position_embeddings") / positions)
+    for field, built_in in _LATENT_YARN.items():
+        if rope.number(field, built_in) != built_in:
+            rope.lack(field, f"Megatron's latent attention has {built_in} built in")
+    if positions != _LATENT_POSITIONS:
+        problem = f"Megatron's latent attention has {_LATENT_POSITIONS} built in"
+        rope.lack("original_max_position_embeddings", problem, positions)
+    truncate = rope.rope.get("truncate")
+    if truncate not in (None, True):
+        rope.lack("truncate", "Megatron's latent attention has true built in")
+    mscale, all_dim = _concentration(rope, factor)
+    if (rope.rope.get("mscale_all_dim") or 0) != all_dim:
+        rope.lack("mscale_all_dim", "Megatron scales rotary embeddings and scores by it, or neither")
+    values = {"--rotary-scaling-factor": factor, "--mscale": mscale, "--mscale-all-dim": all_dim}
+    return [("--rope-type", "yarn"), *((flag, str(value)) for flag, value in values.items())]
+
+
+_YARN_FIELDS = (
+    *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    *("mscale", "mscale_all_dim", "truncate"),
+)
+_Kinds = dict[str, tuple[tuple[str, ...], Callable[[_Rope], Flags]]]
 #: Kinds of scaling that Megatron has: fields of their mappings, and their flags.
-_KINDS: dict[Any, tuple[tuple[str, ...], Callable[[_Rope], Flags]]] = {
+_KINDS: _Kinds = {
     "default": (("factor", "original_max_position_embeddings"), _default),
     "linear": (("factor",), _linear),
     "llama3": ((*_LLAMA3, "original_max_position_embeddings"), _llama3),
-    "yarn": (
-        (
-            *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
-            *("mscale", "mscale_all_dim", "truncate"),
-        ),
-        _yarn,
-    ),
+    "yarn": (_YARN_FIELDS, _yarn),
+}
+#: Those of latent attention.
+_LATENT_KINDS: _Kinds = {
+    "default": (("factor", "original_max_position_embeddings"), _latent_default),
+    "yarn": (_YARN_FIELDS, _latent_yarn),
 }

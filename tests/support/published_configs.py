@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.published_experts import EXPERTS, WINDOWED
+
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16", "use_cache": True}
 _LLAMA3_ROPE = {
     "factor": 8.0,
@@ -146,6 +148,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
     ),
     "Mistral-7B-v0.3": _mistral(4096, 14336, 32, 32, 8, 32768),
+    "Mistral-7B-v0.1": _mistral(4096, 14336, 32, 32, 8, 32000, rope_theta=10000.0, sliding_window=4096),
     "Mistral-Nemo-12B": _mistral(5120, 14336, 40, 32, 8, 131072, head_dim=128),
     "Qwen2-0.5B": _qwen("qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True),
     "Qwen2-7B": _qwen("qwen2", 3584, 18944, 28, 28, 4, 152064),
@@ -165,4 +168,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt2-medium": _gpt2(1024, 24, 16, n_special=0, predict_special_tokens=True),
     "gpt2-xl": _gpt2(1600, 48, 25, output_past=True),
     "distilgpt2": _gpt2(768, 6, 12, _num_labels=1, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0}),
+    **EXPERTS,
+    **WINDOWED,
 }

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_hexi.cost import CostModel, estimate
@@ -62,6 +62,7 @@ def one_stage(model, tokens, held, layers=None):
 
 
 @given(st.integers(0, 10**6), st.integers(2, 8))
+@example(3322, 4)  # two units share a tensor-parallel size and a range, one of them cuts its experts
 def test_each_rank_holds_the_weights_of_its_experts_and_each_weight_has_one_owner(seed, ranks):
     drawn = random.Random(seed)
     experts = Experts(EXPERTS, 2, 240, layers=(False, True, True))

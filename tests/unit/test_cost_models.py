@@ -134,7 +134,7 @@ def without(field):
         (json.dumps(LLAMA3_8B | {"num_local_experts": 8}), "num_local_experts = 8: mixture of experts"),
         (
             json.dumps(LLAMA3_8B | {"sliding_window": 4096}),
-            "sliding_window = 4096: transformers' llama has no window; remove it",
+            "sliding_window = 4096: attention in a window is not supported; give a mistral",
         ),
         (json.dumps(LLAMA3_8B | {"tie_word_embeddings": 1}), "tie_word_embeddings = 1; write true or false"),
     ],

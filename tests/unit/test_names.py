@@ -13,7 +13,7 @@ import megatron_hexi
 PACKAGE = Path(megatron_hexi.__file__).parent
 
 #: Classes of `cost` and `planner` that share a name, with each other or with another package. To be emptied.
-SHARED_CLASSES = {"Block", "HostMemory", "Part", "Shape", "Stage", "Start", "Step", "Unit", "_Terms"}
+SHARED_CLASSES = {"HostMemory", "Part", "Stage", "Start", "Step", "_Terms"}
 #: Packages whose docstrings are not sentences everywhere yet. To be emptied.
 UNFINISHED = ("cost", "planner")
 #: Modules of `planner` that share a name. To be emptied.

@@ -88,7 +88,7 @@ def test_layers_that_are_not_modelled_are_refused_where_time_or_memory_is_asked_
     "name", ["meta-llama/Llama-4-Scout-17B-16E", "google/gemma-3-4b-it"], ids=["llama4", "gemma3"]
 )
 def test_a_model_without_its_vision_says_so(name, published):
-    assert read_model(published(name)).source.endswith("(vision is left out)")
+    assert read_model(published(name)).source.endswith("text_config; vision is left out")
 
 
 def test_layers_that_no_flag_describes_are_refused(published):
