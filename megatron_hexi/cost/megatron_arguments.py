@@ -139,12 +139,17 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
         stated = _MEGATRON_DEFAULTS | stated
     free = tuple(flag for flag in sorted(given) if class_of(flag) == "free")
     size = args.context_parallel_size if FLAGS["context_parallel"] in given else None
-    return ArgumentTerms(stated, free, _restricting(args), size)
+    return ArgumentTerms(stated, free, _restricting(args, path), size)
 
 
-def _restricting(args: Namespace) -> dict[str, tuple[str, ...]]:
+def _restricting(args: Namespace, path: Path) -> dict[str, tuple[str, ...]]:
     """Options that a plan refuses where replicas are unequal, or stages have layers of their own."""
     found: dict[str, tuple[str, ...]] = {}
+    if args.num_experts:  # a plan says where experts are in stages with layers only
+        option = find_refused(args, "stages")
+        if option is not None:
+            raise HexiError(f"{path}: {option.message}")
+        return found
     for feature, kind in _FEATURES.items():
         option = find_refused(args, kind)
         if option is not None:
