@@ -109,7 +109,7 @@ def _choices(request: Request, cluster: Cluster) -> Iterator[ExpertFlags]:
                 continue
             flags = [
                 ExpertFlags(width, depth, context, size, 1)
-                for size in _expert_sizes(experts.count, width * context, replicas)
+                for size in _expert_sizes(experts.count, width, context, replicas)
             ]
             fitting = [choice for choice in flags if _may_fit(choice, request, cluster)]
             of_node = [choice for choice in fitting if choice.expert <= smallest]
@@ -134,10 +134,13 @@ def _floor_s(request: Request, cluster: Cluster) -> Callable[[ExpertFlags], floa
     return seconds
 
 
-def _expert_sizes(count: int, inside: int, replicas: int) -> list[int]:
-    """Expert-parallel sizes: whole parts of a replica's ranks, or the ranks of several replicas."""
-    sizes = [n for n in range(1, inside + 1) if inside % n == 0]
-    sizes += [inside * n for n in range(2, replicas + 1) if replicas % n == 0]
+def _expert_sizes(count: int, width: int, context: int, replicas: int) -> list[int]:
+    """Expert-parallel sizes: whole units of a replica, or the ranks of several replicas.
+
+    Less than a unit's ranks would hold copies of an expert inside it, which takes memory and saves nothing.
+    """
+    sizes = [width * n for n in range(1, context + 1) if context % n == 0]
+    sizes += [width * context * n for n in range(2, replicas + 1) if replicas % n == 0]
     return [size for size in sizes if count % size == 0]
 
 

@@ -1,0 +1,135 @@
+"""Plans of models with experts: where experts are, and never slower than Megatron's flags."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from megatron_hexi.cost import CostModel, Model, job_of_plan
+from megatron_hexi.cost.layer_kinds import Experts
+from megatron_hexi.plan import validate_plan
+from megatron_hexi.plan.experts import expert_domains
+from megatron_hexi.planner import find_plan
+from megatron_hexi.planner.baselines.expert_parallel import ExpertFlags, best_equal, equal_plan, spell_equal
+from megatron_hexi.planner.expert_placement import ExpertRule, expert_rules, spread_experts
+from megatron_hexi.planner.request import Request
+from tests.support.costs import cluster, tiny_job
+
+TOTAL = 16
+#: A dense layer and two with experts, most of whose weights are theirs.
+MODEL = Model(
+    name="sparse",
+    layers=3,
+    hidden_size=1024,
+    heads=8,
+    kv_heads=4,
+    head_dim=128,
+    ffn_hidden_size=4096,
+    gated=True,
+    vocab_size=1024,
+    tied_embeddings=False,
+    experts=Experts(TOTAL, 2, 2048, layers=(False, True, True)),
+)
+JOB = tiny_job(model=MODEL, seq_length=16384, global_batch_size=8)
+MIXED = cluster([("fast", "DOUBLE", 2), ("slow", "PLAIN", 2)], 50)
+
+
+def held(plan):
+    """For each stage of each replica, the ranges of experts of each expert domain, ascending."""
+    return [
+        [sorted(each.experts for each in domain if each.count) for domain in expert_domains(stage, TOTAL)]
+        for replica in plan.replicas
+        for stage in replica.stages
+    ]
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return find_plan(Request(JOB), MIXED, with_baselines=True)
+
+
+def test_a_plan_says_where_experts_are_and_costs_what_it_was_planned_for(planned):
+    validate_plan(planned.plan)
+    assert planned.plan.workload.experts == TOTAL
+    for domain in itertools.chain.from_iterable(held(planned.plan)):
+        # Every expert once, in order.
+        assert [start for start, _ in domain] == [0, *(stop for _, stop in domain)][:-1]
+        assert domain[-1][1] == TOTAL
+    job = job_of_plan(planned.plan, MODEL)
+    assert CostModel(job, MIXED).timing(planned.plan).phases.total == pytest.approx(planned.cost.iteration_s)
+    assert planned.cost.fits
+
+
+def test_a_plan_is_never_slower_than_megatrons_flags_nor_faster_than_the_bound(planned):
+    (equal,) = planned.baselines
+    assert equal.name == "expert-parallel"
+    assert equal.trial is not None
+    assert "EP" in equal.layout
+    assert planned.cost.iteration_s <= equal.trial.iteration_s * 1.002
+    assert planned.bound.iteration_s <= planned.cost.iteration_s
+
+
+def test_faster_gpus_hold_more_experts():
+    """On links that take no time one expert domain of all GPUs is best, with experts by their speed."""
+    plan = equal_plan(ExpertFlags(1, 1, 4, 4, 1), dataclasses.replace(JOB, recompute="none"), 4)
+    (stage,) = plan.replicas[0].stages
+    (domain,) = spread_experts(stage.domains, TOTAL, None, lambda rank: 2.0 if rank < 2 else 1.0)
+    counts = [stop - start for m in domain.members for start, stop in m.experts or ()]
+    assert sum(counts) == TOTAL
+    assert counts[0] == counts[1] in (5, 6)
+    assert counts[2] + counts[3] == TOTAL - 2 * counts[0]
+    even, uneven = (
+        CostModel(JOB, cluster([("fast", "DOUBLE", 2), ("slow", "PLAIN", 2)], 1e6))
+        .timing(dataclasses.replace(plan, replicas=(dataclasses.replace(plan.replicas[0], stages=(each,)),)))
+        .stages[0]
+        .kinds[1]
+        .forward
+        for each in (stage, dataclasses.replace(stage, domains=(domain,)))
+    )
+    assert (uneven.experts + uneven.expert_wait).max() < 0.8 * (even.experts + even.expert_wait).max()
+
+
+@pytest.mark.parametrize(
+    ("flags", "replicas", "domains", "expert_ranks"),
+    [
+        (ExpertFlags(1, 1, 2, 2, 1), 4, 1, 2),
+        (ExpertFlags(1, 1, 2, 4, 2), 2, 2, 4),  # two replicas of Megatron's are one of ours
+        (ExpertFlags(2, 1, 2, 8, 2), 1, 2, 8),
+        (ExpertFlags(2, 1, 1, 2, 1), 4, 1, 2),
+    ],
+)
+def test_equal_layouts_are_megatrons(flags, replicas, domains, expert_ranks):
+    job = dataclasses.replace(JOB, tensor_parallel=flags.tensor, micro_batch_size=flags.merged)
+    plan = equal_plan(flags, job, 8)
+    validate_plan(plan)
+    assert len(plan.replicas) == replicas
+    assert all(len(stage.domains) == domains for replica in plan.replicas for stage in replica.stages)
+    assert plan.members[-1].ranks[-1] == 7
+    for of_stage in held(plan):
+        for domain in of_stage:
+            assert len(domain) == expert_ranks
+            assert {stop - start for start, stop in domain} == {TOTAL // expert_ranks}
+
+
+def test_what_is_fixed_stays_in_equal_layouts():
+    request = Request(dataclasses.replace(JOB, tensor_parallel=2), fixed=frozenset({"tensor_parallel"}))
+    best, trials = best_equal(request, MIXED)
+    assert best is not None
+    assert trials > 0
+    assert all(len(member.ranks) == 2 for member in best.plan.members)
+    assert spell_equal(best).startswith("TP 2, PP 1, ")
+
+
+def test_places_of_experts_that_are_tried():
+    """By speed in whole stages, by memory where GPUs differ in it for their speed, in nodes and alone."""
+    assert expert_rules(JOB, MIXED) == [
+        ExpertRule(),
+        ExpertRule(None, "memory"),
+        ExpertRule(2),
+        ExpertRule(1),
+    ]
+    huge = dataclasses.replace(MODEL, experts=Experts(TOTAL, 2, 2**20, layers=(False, True, True)))
+    assert ExpertRule(1) not in expert_rules(dataclasses.replace(JOB, model=huge), MIXED)
+    assert expert_rules(dataclasses.replace(JOB, model=dataclasses.replace(MODEL, experts=None)), MIXED) == [
+        ExpertRule()
+    ]
