@@ -14,7 +14,8 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job, Model, assumed_kernels, ceiling_tokens_per_s, planned_kernels
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.plan import Plan, plan_digest
-from megatron_hexi.plan.units import domain_rows
+from megatron_hexi.plan.experts import expert_domains
+from megatron_hexi.plan.units import domain_rows, rank_gpus
 from megatron_hexi.report.estimate import phases_line, spell_seconds, spell_throughput
 from megatron_hexi.report.share_lines import find_shares, shares_table, spell_recompute
 
@@ -38,6 +39,7 @@ def planned_report(planned: Planned, cluster: Cluster) -> RenderableType:
         *(Text(line) for line in layer_lines(planned.job.model)),
         Text(speed_line(planned, cluster)),
         Text(f"layout: {layout_line(planned.plan, planned.job)}"),
+        *(Text(line) for line in expert_lines(planned.plan, cluster)),
         *(Text(line) for line in kernel_lines(planned.job, cluster)),
         Text(bound_line(planned)),
         Text(phases_line(planned.cost)),
@@ -87,6 +89,29 @@ def job_line(job: Job, cluster: Cluster) -> str:
         f"{job.model.name}, {job.seq_length:,} tokens, global batch {job.global_batch_size}, on "
         f"{cluster.name}: {gpus}"
     )
+
+
+def expert_lines(plan: Plan, cluster: Cluster) -> list[str]:
+    """Return a line with the experts of a layer that each model of GPU holds, if units hold any."""
+    total = plan.workload.experts
+    if total is None:
+        return []
+    gpus = rank_gpus(plan, len(cluster.ranks))
+    counts: dict[str, set[int]] = {}
+    sizes = set()
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            for domain in expert_domains(stage, total):
+                sizes.add(len(domain))
+                for held in domain:
+                    name = cluster.ranks[gpus[held.rank]].device.name
+                    counts.setdefault(name, set()).add(held.count)
+    each = ", ".join(f"{_range(numbers)} on a {name}" for name, numbers in counts.items())
+    return [f"experts: of {total} in a layer {each}; tokens travel between {_range(sizes)} GPUs"]
+
+
+def _range(numbers: set[int]) -> str:
+    return f"{min(numbers)}" if len(numbers) == 1 else f"{min(numbers)} to {max(numbers)}"
 
 
 def layer_lines(model: Model) -> list[str]:

@@ -7,12 +7,15 @@ import pytest
 
 from megatron_hexi.cost import CostModel, Model, job_of_plan
 from megatron_hexi.cost.layer_kinds import Experts
+from megatron_hexi.errors import PlanError
+from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.plan import validate_plan
 from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.baselines.expert_parallel import ExpertFlags, best_equal, equal_plan, spell_equal
 from megatron_hexi.planner.expert_placement import ExpertRule, expert_rules, spread_experts
 from megatron_hexi.planner.request import Request
+from megatron_hexi.report.planned import expert_lines
 from tests.support.costs import cluster, tiny_job
 
 TOTAL = 16
@@ -67,6 +70,17 @@ def test_a_plan_is_never_slower_than_megatrons_flags_nor_faster_than_the_bound(p
     assert "EP" in equal.layout
     assert planned.cost.iteration_s <= equal.trial.iteration_s * 1.002
     assert planned.bound.iteration_s <= planned.cost.iteration_s
+
+
+def test_a_report_says_how_many_experts_each_gpu_holds(planned):
+    (line,) = expert_lines(planned.plan, MIXED)
+    assert line.startswith("experts: of 16 in a layer ")
+    assert "on a DOUBLE" in line
+
+
+def test_the_simulator_refuses_experts(planned):
+    with pytest.raises(PlanError, match=r"does not replay|of 2 kinds"):
+        simulate(planned.plan, job_of_plan(planned.plan, MODEL), MIXED)
 
 
 def test_faster_gpus_hold_more_experts():

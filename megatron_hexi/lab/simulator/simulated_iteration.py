@@ -51,13 +51,19 @@ def simulate(
         progress: callback: receives the parts done and their total, about a hundred times.
 
     Raises:
-        PlanError: the plan was made for another job, or the model's layers are of several kinds.
+        PlanError: the plan was made for another job, the model's layers are of several kinds, or
+            have experts.
         ClusterError: the plan's units do not match the cluster, or a GPU cannot do the job.
     """
     if not job.model.is_uniform:
         raise PlanError(
             f"--model {job.model.name}: its layers are of {len(job.model.kinds)} kinds, and the simulator "
             "replays those of one; see what the plan takes with hexi validate"
+        )
+    if job.model.experts is not None:
+        raise PlanError(
+            f"--model {job.model.name}: the simulator does not replay how tokens travel to experts; see "
+            "what the plan takes with hexi validate"
         )
     timing = CostModel(job, cluster).timing(plan, gpus)
     sections = timing.sections
