@@ -97,7 +97,13 @@ def _job(plan: Plan, words: Sequence[str]) -> Job:
     fields = terms_from_arguments(text, _COMMAND_LINE).fields
     ignored = ("seq_length", "tensor_parallel", "data_parallel")
     stated = {name: value for name, value in fields.items() if name not in ignored}
-    return job_of_plan(plan, model_from_arguments(text, _COMMAND_LINE), **stated)
+    model = model_from_arguments(text, _COMMAND_LINE)
+    if model.experts is not None:
+        raise HexiError(
+            "--num-experts: experts lie in stages that have layers, which plans for the nodes that are left "
+            "do not have yet; start the job without megatron_hexi.elastic"
+        )
+    return job_of_plan(plan, model, **stated)
 
 
 def main() -> None:

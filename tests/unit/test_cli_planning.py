@@ -469,12 +469,22 @@ def test_a_context_parallel_size_in_a_file_is_said_to_be_chosen_anew(hexi, asked
     assert [request.context_parallel for request, _, _ in asked] == [None, 4]
 
 
-@pytest.mark.parametrize("option", ["--attention-backend fused", "--fp8-format hybrid", "--num-experts 8"])
+@pytest.mark.parametrize("option", ["--attention-backend fused", "--fp8-format hybrid"])
 def test_what_training_refuses_is_refused_before_anything_is_planned(hexi, asked, option):
     Path("job.args").write_text(f"{ARGUMENTS}{option}")
     result = hexi("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
     assert result.code == 2
     assert result.err.startswith(f"hexi: error: job.args, line 5: {option.split()[0]} does not work with ")
+    assert asked == []
+
+
+def test_what_stages_refuse_is_refused_with_experts(hexi, asked):
+    """Plans say where experts are in stages with layers only, which Megatron's default dispatcher is not for."""
+    Path("job.args").write_text(f"{ARGUMENTS}--num-experts 8")
+    result = hexi("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
+    assert result.code == 2
+    assert "job.args: --moe-token-dispatcher-type does not work with stages" in result.err
+    assert "give --moe-token-dispatcher-type alltoall" in result.err
     assert asked == []
 
 

@@ -24,6 +24,7 @@ WORDS = [
     *("--position-embedding-type", "rope", "--max-position-embeddings", "1024", "--vocab-size", "255"),
     *("--micro-batch-size", "1", "--global-batch-size", "4"),
 ]
+EXPERTS = ["--num-experts", "8", "--moe-token-dispatcher-type", "alltoall"]
 NETWORKS = {
     "network": "network: {bandwidth_gb_s: 0.125, latency_us: 20, per: node}",
     "levels": "network: {bandwidth_gb_s: 0.5, latency_us: 20, per: node}\n"
@@ -99,8 +100,8 @@ def test_nodes_that_are_none_of_the_cluster_s_are_refused(cluster, plan, present
 
 def test_what_the_planner_does_not_know_is_refused_at_the_first_start(cluster, plan):
     present = [(name, i) for name, count in PLACES.items() for i in range(count)]
-    with pytest.raises(HexiError, match="mixture of experts"):
-        survive(plan, cluster, present, [*WORDS, "--num-experts", "8"])
+    with pytest.raises(HexiError, match="--num-experts: experts lie in stages"):
+        survive(plan, cluster, present, [*WORDS, *EXPERTS])
 
 
 def checkpoint(folder, iteration, *, whole):
