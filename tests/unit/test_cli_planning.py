@@ -479,7 +479,7 @@ def test_what_training_refuses_is_refused_before_anything_is_planned(hexi, asked
 
 
 def test_what_stages_refuse_is_refused_with_experts(hexi, asked):
-    """Plans say where experts are in stages with layers only, which Megatron's default dispatcher is not for."""
+    """Plans say where experts are in stages with layers, which need Megatron's alltoall dispatcher."""
     Path("job.args").write_text(f"{ARGUMENTS}--num-experts 8")
     result = hexi("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
     assert result.code == 2
