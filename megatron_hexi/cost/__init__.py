@@ -1,4 +1,4 @@
-"""How long and how much memory a plan takes: compute, network, memory, iteration. No torch here."""
+"""Predictions of time and memory: compute, network, memory, iteration. No torch here."""
 
 from megatron_hexi.cost.ceiling import attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.fit import Shortage, find_shortage

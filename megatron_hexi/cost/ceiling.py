@@ -1,4 +1,4 @@
-"""What no plan can pass: every GPU at its best rates, nothing to wait for, nothing to send."""
+"""An upper bound of tokens/s: every GPU at its best rates, nothing to wait for, nothing to send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels besides the exchange: all-to-alls, sums in units, pipeline sends; rings are in rings.py."""
+"""Seconds of all-to-alls, sums in units and pipeline sends; rings are in rings.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a GPU computes, phase by phase. Times are seconds of one micro-batch, sizes may be arrays.
+"""Seconds of computation on a GPU, phase by phase. Times are seconds of one micro-batch, sizes may be arrays.
 
 Each phase is matrix or attention work over an achieved rate, plus bytes over the bandwidth of the GPU's
 memory. Nothing overlaps inside a GPU: kernels run one after the other. D is the size of a head's query and
@@ -52,7 +52,7 @@ class Speeds:
 
 
 def device_speeds(device: Device, job: Job) -> Speeds:
-    """What the GPU achieves in this job.
+    """Return the rates that a GPU achieves in a job.
 
     Curves are in bf16 (fp16 where there is no bf16); both 16-bit types run alike. fp32 is slower by the
     ratio of the nominal rates, matrix products and attention alike. fp8 is matrix products in fp8;
@@ -95,7 +95,7 @@ def device_speeds(device: Device, job: Job) -> Speeds:
 
 
 def head_size_factor(head_dim: int) -> float:
-    """What of a curve's rate, which is for heads of 128, other head sizes reach."""
+    """Return the part of a curve's rate, which is for heads of 128, that heads of another size reach."""
     return min(1.0, (head_dim / CURVE_HEAD_DIM) ** HEAD_SIZE_EXPONENT)
 
 
@@ -185,7 +185,7 @@ def own_block_times(
 
 
 def edge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:
-    """What a window's edge costs beside its products: bytes of one query head.
+    """Seconds of a window's edge besides its products: bytes of one query head.
 
     Its blocks are triangles seen from behind, of copied rows, whose results are added to those of the blocks
     beside them (runtime/call_rows.py, runtime/sums.py). Elements, k / h KV heads to a query head:

@@ -1,4 +1,4 @@
-"""What each step of the exchange moves and computes, for all groups of all replicas at once.
+"""Messages and blocks of each step of the exchange, for all groups of all replicas at once.
 
 The split tables (`plan.schedule`) of a plan without windows and documents, in arrays, as a search asks for
 them thousands of times. In step s a group uses the keys of the group s places before it in its replica, and
@@ -60,7 +60,7 @@ class Chunk:
     sent: Ints
 
     def messages(self, part: int) -> slice:
-        """Where those of a part are."""
+        """Return the slice of the messages of a part."""
         return slice(self._bounds[part], self._bounds[part + 1])
 
     @cached_property
@@ -122,7 +122,7 @@ def _sources(grouping: Grouping, first: int, count: int) -> tuple[Ints, Bools]:
 
 @lru_cache(maxsize=64)
 def _messages(grouping: Grouping, first: int, count: int, uses: bytes) -> Ints:
-    """What travels: part, owner, user, KV heads, and where the tokens stand in [steps, N], [5, M].
+    """Messages: part, owner, user, KV heads, and index of the tokens in [steps, N]; [5, M].
 
     `uses` says whether each group is sent anything, [steps, N].
     """

@@ -1,4 +1,4 @@
-"""Where memory does not suffice: which rank, which term, by how much."""
+"""Shortages of memory: which rank, which term, by how much."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Shortage:
 
     @property
     def short_gib(self) -> float:
-        """What is missing, GiB."""
+        """Missing memory, GiB."""
         return self.needed_gib - self.usable_gib
 
     def __str__(self) -> str:

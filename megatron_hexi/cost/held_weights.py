@@ -177,7 +177,7 @@ def _layer_boxes(model: Model, layers: tuple[int, int]) -> Iterator[tuple[int, t
 
 @lru_cache(maxsize=4)
 def _buckets(boxes: tuple[tuple[Box, ...], ...], state: tuple[int, ...]) -> tuple[tuple[Bucket, float], ...]:
-    """Of the boxes and shares of each rank; the same for plans that differ in recomputation or offload."""
+    """Buckets of boxes and shares of state by rank; plans that differ in offload have the same."""
     found = make_buckets(cut_pieces(boxes), dict(enumerate(state)), None)
     return tuple((bucket, _least_share(bucket)) for bucket in found)
 

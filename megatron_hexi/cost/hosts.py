@@ -20,7 +20,7 @@ STEP_BYTES = 2 * 4 + 3 * 8
 
 @dataclass(frozen=True)
 class NodeLoad:
-    """What a plan keeps in a node's memory.
+    """Memory of a node that a plan uses.
 
     Args:
         name: of the node.
@@ -39,7 +39,7 @@ class NodeLoad:
 
     @property
     def short_gib(self) -> float:
-        """What is missing, GiB; below 0 where there is more than is needed."""
+        """Missing memory, GiB; below 0 where there is more than is needed."""
         return self.needed_gib - self.usable_gib
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class NodeLoad:
 
 
 class Hosts:
-    """What the nodes of a cluster have, by GPU.
+    """Host memory and its bandwidth, for each GPU of a cluster.
 
     Args:
         cluster: the cluster.
@@ -73,7 +73,7 @@ class Hosts:
         return float(self._usable.sum()) * GIB
 
     def copy_seconds(self, gpus: Ints, size: Floats) -> Floats:
-        """Of so many bytes to or from each of some GPUs, while all GPUs of their nodes copy; 0 of none.
+        """Seconds of copies to or from some GPUs, while all GPUs of their nodes copy; 0 for 0 bytes.
 
         Raises:
             ClusterError: nothing is known of the host memory beside one that copies something.

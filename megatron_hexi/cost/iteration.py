@@ -1,4 +1,4 @@
-"""How long an iteration takes, and what each rank does in it.
+"""Seconds of an iteration, and the work of each rank in it.
 
 layer     = the slowest group of a domain, as in layer.py; backward after what recomputation repeats
 stage     = its slowest domain: layers x (forward + backward) + logits on the last stage + sends that are
@@ -49,7 +49,7 @@ from megatron_hexi.plan import Plan
 
 @dataclass(frozen=True)
 class IterationCost:
-    """What an iteration is predicted to cost.
+    """The predicted time and memory of an iteration.
 
     Args:
         iteration_s: seconds.
@@ -118,7 +118,7 @@ class CostModel:
         self._channels = np.array([message_channels(rank.device) for rank in cluster.ranks])
 
     def estimate(self, plan: Plan, gpus: Sequence[int] | None = None) -> IterationCost:
-        """What the plan costs.
+        """Predict time and memory of a plan.
 
         Args:
             plan: a plan that passed its checks.
@@ -259,5 +259,5 @@ def least_recomputed(job: Job, sections: Sequence[Section]) -> Job:
 
 
 def estimate(plan: Plan, job: Job, cluster: Cluster, gpus: Sequence[int] | None = None) -> IterationCost:
-    """What a plan costs; see `CostModel.estimate`, which is for many plans of one job and cluster."""
+    """Predict time and memory of a plan; `CostModel.estimate` is for many plans of one job."""
     return CostModel(job, cluster).estimate(plan, gpus)

@@ -33,7 +33,7 @@ _COUNTS = (
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how.
+    """A model, its batch, and how it is trained.
 
     Args:
         model: its shapes.
@@ -130,7 +130,7 @@ class Job:
 
     @property
     def mode(self) -> RecomputeMode:
-        """How a layer is computed again, if it is."""
+        """The part of a layer that the backward pass computes again."""
         return recompute_mode(self.recompute)
 
     @property
@@ -139,7 +139,7 @@ class Job:
         return self.tensor_parallel if self.sequence_parallel else 1
 
     def workload(self) -> Workload:
-        """What a plan for this job is made for."""
+        """The workload of plans for this job."""
         model = self.model
         return Workload(
             seq_length=self.seq_length,
@@ -154,17 +154,17 @@ class Job:
 
 
 def recompute_mode(recompute: Recompute) -> RecomputeMode:
-    """How a layer is computed again, if it is; a number of layers means that these are, whole."""
+    """Return what the backward pass computes again of a layer; a number of layers means whole ones."""
     return "full" if isinstance(recompute, int) else recompute
 
 
 def layers_again(layers: int, recompute: Recompute) -> int:
-    """How many of a stage's layers are computed again, in whole or in part."""
+    """Return the number of a stage's layers that are computed again, in whole or in part."""
     return min(layers, recompute) if isinstance(recompute, int) else layers * (recompute != "none")
 
 
 def job_terms(stated: Mapping[str, Any], plan: Plan) -> JobTerms:
-    """What a plan records of the job that it was made for.
+    """Return the terms of a job that a plan records.
 
     Args:
         stated: those of `Job`'s fields that the user stated; the others are left open.

@@ -46,7 +46,7 @@ def assumed_kernels(text: str | None, cluster: Cluster) -> dict[str, tuple[str, 
 
 
 def shipped_kernels(kernels: Mapping[str, str]) -> dict[str, str]:
-    """Those of some kernels that the shipped image has, by the GPU's name."""
+    """Return those kernels that the shipped image has, by the GPU's name."""
     return {gpu: kernel for gpu, kernel in kernels.items() if kernel != _NOT_IN_IMAGE}
 
 

@@ -33,7 +33,7 @@ from megatron_hexi.cost.expert_cycle import ExpertCycle
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.network import LinkTable
-from megatron_hexi.cost.overlap import Part, Start, pass_ends
+from megatron_hexi.cost.overlap import EntryTimes, ExchangePart, pass_ends
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.windows import own_pairs
 
@@ -96,7 +96,7 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class UnitGpus:
     """GPUs and links of the units of one pipeline stage.
 
     Args:
@@ -125,7 +125,7 @@ class Stage:
 def layer_times(
     plan: PlanArrays,
     job: Job,
-    stage: Stage,
+    stage: UnitGpus,
     links: LinkTable,
     window: int,
     experts: ExpertCycle | None = None,
@@ -157,7 +157,7 @@ def layer_times(
     begin = ready + enter
     attention = own
     received, sent, wire = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(2)
-    steps: list[list[Part]] = []
+    steps: list[list[ExchangePart]] = []
     for chunk in exchange_chunks(plan, None if job.model.window is None else job.model.window.size):
         work = chunk_times(plan, job, stage, chunk)
         there, home = _message_seconds(job, stage, links, chunk)
@@ -175,7 +175,7 @@ def layer_times(
 
     def assemble(way: int, whole: bool = True) -> Pass:
         start, (out, out_first) = begin[way] if whole else enter[way], leaving[:, way]
-        entry = Start(start - late[way], late[way], first[way], own[way] - first[way])
+        entry = EntryTimes(start - late[way], late[way], first[way], own[way] - first[way])
         ends = pass_ends(way > 0, steps, entry, window, 1 + plan.in_halves, last_rest)
         end, first_end = by_group(plan, np.stack(ends))
         leave = np.maximum(first_end + out_first - end, 0.0) + out
@@ -203,17 +203,17 @@ def layer_times(
     )
 
 
-def _parts(chunk: Chunk, work: Floats, there: Floats, home: Floats) -> Iterator[list[Part]]:
+def _parts(chunk: Chunk, work: Floats, there: Floats, home: Floats) -> Iterator[list[ExchangePart]]:
     """The parts of each step."""
     for numbers in chunk.steps:
         step = []
         for n in numbers:
             own = chunk.messages(n)
-            step.append(Part(work[:, n], chunk.owner[own], chunk.user[own], there[own], home[own]))
+            step.append(ExchangePart(work[:, n], chunk.owner[own], chunk.user[own], there[own], home[own]))
         yield step
 
 
-def _last_step(plan: PlanArrays, own: Floats, steps: Sequence[Sequence[Part]]) -> Floats:
+def _last_step(plan: PlanArrays, own: Floats, steps: Sequence[Sequence[ExchangePart]]) -> Floats:
     """Each unit's forward work of its last step, or its own block where it has none."""
     work, number = own, plan.groups_beside[plan.group] - 1
     for last in set(number.tolist()) - {0}:
@@ -227,7 +227,7 @@ def by_group(plan: PlanArrays, values: Floats) -> Floats:
     return largest[..., plan.group]
 
 
-def unit_times(plan: PlanArrays, job: Job, stage: Stage) -> Floats:
+def unit_times(plan: PlanArrays, job: Job, stage: UnitGpus) -> Floats:
     """Seconds of each unit's token work and of its own group's block, each in both directions, [2, 2, U]."""
     rows, group_tokens = job.micro_batch_size * plan.tokens.astype(float), plan.group_tokens[plan.group]
     found, window = np.empty((2, 2, len(rows))), job.model.window
@@ -240,7 +240,7 @@ def unit_times(plan: PlanArrays, job: Job, stage: Stage) -> Floats:
     return found
 
 
-def chunk_times(plan: PlanArrays, job: Job, stage: Stage, chunk: Chunk) -> Floats:
+def chunk_times(plan: PlanArrays, job: Job, stage: UnitGpus, chunk: Chunk) -> Floats:
     """Seconds that each unit computes in each part, forward and backward, [2, C, U]."""
     work = np.empty((2, *chunk.heads.shape))
     for speeds, units in stage.by_kind:
@@ -260,7 +260,7 @@ def message_bytes(job: Job, chunk: Chunk) -> Floats:
     return (job.micro_batch_size * columns * job.element_bytes * chunk.kv * chunk.sent).astype(float)
 
 
-def _message_seconds(job: Job, stage: Stage, links: LinkTable, chunk: Chunk) -> tuple[Floats, Floats]:
+def _message_seconds(job: Job, stage: UnitGpus, links: LinkTable, chunk: Chunk) -> tuple[Floats, Floats]:
     size, parts = message_bytes(job, chunk), len(chunk.keys)
     owner, user = stage.gpus[chunk.owner], stage.gpus[chunk.user]
     # Both ways in one call, as sets of their own: that is faster.

@@ -1,4 +1,4 @@
-"""What one layer keeps of a micro-batch, and what it needs while it is computed, in bytes on one GPU.
+"""Bytes on one GPU that a layer keeps of a micro-batch, and that it needs while it is computed.
 
 Shape letters: B micro-batch, T tokens of the unit, G of its group, H and h heads (all, own), K and k KV
 heads, D size of a head's query and key, V of its value, e bytes an element.
@@ -100,7 +100,7 @@ def attention_bytes(
 def working_set_bytes(
     job: Job, tokens: Floats, group_tokens: Floats, heads: Floats, kv: Floats, flights: Flights, window: int
 ) -> Floats:
-    """What one layer needs at its peak, in the backward pass: that of attention (runtime/attention.py).
+    """Bytes that a layer needs at its peak, the backward pass of attention (runtime/attention.py).
 
     All-to-all, there and back:  2 (T (H D + K (D + V)) + G (h D + k (D + V))) B e
     Gradient of the output:      G h V B e
@@ -160,7 +160,7 @@ def logit_bytes(job: Job) -> float:
 
 
 def logits_bytes(job: Job, rows: Floats, logit: float) -> Floats:
-    """What the loss needs: rows (V `logit` + 3 h e).
+    """Bytes that the loss needs: rows (V `logit` + 3 h e).
 
     Logits, input and output of the last norm, and the output's gradient. With sequence parallelism that is of
     the rows of all ranks of a unit before it is cut, beside as many of the output.

@@ -27,7 +27,7 @@ NVLINK_CHANNELS, OTHER_CHANNELS = 32, 2
 
 
 def workspace_bytes(job: Job, group_tokens: Floats, heads: Floats, kv: Floats) -> Floats:
-    """What an attention kernel's backward pass takes beside its results, of the one that takes most.
+    """Workspace of an attention kernel's backward pass, bytes: of the kernel that takes most.
 
     FlashAttention-2: gradient of queries in fp32, B G h D 4, and a sum of each row, B G h 4; where several
     queries share a KV head, gradients of keys and values by query head, 2 B G h D e (mha_varlen_bwd,
@@ -74,7 +74,7 @@ def message_buffer_bytes(arrays: PlanArrays, nodes: Ints, inside: Ints) -> Float
 
 
 def _beside(owner: Ints, nodes: Ints, count: int) -> tuple[Ints, Bools]:
-    """Of each unit: those of its owner on its node, itself included; whether others are elsewhere."""
+    """Count, for each unit, those of its owner on its node; and say whether it has others elsewhere."""
     together = np.bincount(owner * count + nodes, minlength=(int(owner.max()) + 1) * count)
     here = together[owner * count + nodes]
     return here, here < np.bincount(owner)[owner]

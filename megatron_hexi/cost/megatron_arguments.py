@@ -35,7 +35,7 @@ _FEATURES: dict[str, PlanKind] = {"unequal_replicas": "unequal", "unequal_stages
 
 @dataclass(frozen=True)
 class ArgumentTerms:
-    """What a file of Megatron's arguments says of the job, besides the model.
+    """Terms of the job in a file of Megatron's arguments.
 
     Args:
         fields: values of `Job`'s fields.

@@ -1,4 +1,4 @@
-"""How much memory each unit's GPUs take, term by term, in bytes."""
+"""Memory that each unit's GPUs take, term by term, in bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_hexi.cost.layer_bytes import (
     working_set_bytes,
 )
 from megatron_hexi.cost.library_bytes import workspace_bytes
-from megatron_hexi.cost.memory_terms import HostMemory, Memory
+from megatron_hexi.cost.memory_terms import HostMemoryTerms, Memory
 from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.mesh import ROWS_ON_DEVICE
@@ -140,7 +140,7 @@ class ModelPart:
 
     @property
     def borders(self) -> Ints:
-        """How many neighbouring stages there are."""
+        """Number of neighbouring stages."""
         return 2 - np.asarray(self.is_first, dtype=int) - np.asarray(self.is_last, dtype=int)
 
     def of(self, index: Ints | np.int64) -> ModelPart:
@@ -398,7 +398,7 @@ def token_bytes(
 
 
 def part_host_memory(job: Job, part: ModelPart, held: Holdings, present: Present | None) -> dict[str, Floats]:
-    """Bytes in host memory of one GPU of each unit, by the names of `HostMemory`'s terms.
+    """Bytes in host memory of one GPU of each unit, by the names of `HostMemoryTerms`'s terms.
 
     Args:
         job: the units' job.
@@ -407,7 +407,7 @@ def part_host_memory(job: Job, part: ModelPart, held: Holdings, present: Present
         present: what is where; ``None``: nothing is offloaded.
     """
     if present is None:
-        return {field.name: np.zeros(held.tokens.shape) for field in fields(HostMemory)}
+        return {field.name: np.zeros(held.tokens.shape) for field in fields(HostMemoryTerms)}
     element = float(job.element_bytes)
     # In fp32 the model's weights are the optimizer's: on the host there is one of them.
     masters = present.host_masters * element if job.precision == "fp32" else 0.0
@@ -424,6 +424,6 @@ def unit_memory(terms: Mapping[str, Floats], unit: int) -> Memory:
     return Memory(**{name: float(values[unit]) for name, values in terms.items()})
 
 
-def unit_host_memory(terms: Mapping[str, Floats], unit: int) -> HostMemory:
+def unit_host_memory(terms: Mapping[str, Floats], unit: int) -> HostMemoryTerms:
     """One unit's part of `part_host_memory`."""
-    return HostMemory(**{name: float(values[unit]) for name, values in terms.items()})
+    return HostMemoryTerms(**{name: float(values[unit]) for name, values in terms.items()})

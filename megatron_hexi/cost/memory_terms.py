@@ -15,7 +15,7 @@ Lasts = Literal["always", "kept", "layer", "loss"]
 
 
 @dataclass(frozen=True)
-class _Terms:
+class _MemoryTerms:
     """Memory by term, bytes."""
 
     @property
@@ -51,7 +51,7 @@ def _tagged(grows: Grows | None, lasts: Lasts, remedy: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Memory(_Terms):
+class Memory(_MemoryTerms):
     """Bytes on one GPU at the peak of an iteration.
 
     Args:
@@ -99,7 +99,7 @@ def sum_terms(terms: Mapping[str, Floats], lasts: Lasts, grows: Grows | None = N
 
 
 @dataclass(frozen=True)
-class HostMemory(_Terms):
+class HostMemoryTerms(_MemoryTerms):
     """Bytes in host memory of what one GPU's stage offloads.
 
     Args:

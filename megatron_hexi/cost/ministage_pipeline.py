@@ -101,7 +101,7 @@ class MinistagePipeline:
 
     @property
     def stages(self) -> tuple[Phases, ...]:
-        """Where the time of a micro-batch goes in each stage, on its slowest lane."""
+        """Phases of a micro-batch in each stage, on its slowest lane."""
         return tuple(
             max((lane.phases for lane in lanes), key=lambda phases: phases.total) for lanes in self.lanes
         )
@@ -113,7 +113,7 @@ class MinistagePipeline:
 
     @property
     def phases(self) -> Phases:
-        """Where the replica's time goes: the busiest lane's work, its waits for others, and for weights."""
+        """Phases of the replica's time: the busiest lane's work, its waits for others, and for weights."""
         return self.busiest + self.waits(MinistagePipeline.seconds)
 
     def waits(self, seconds_of: SecondsOf) -> Phases:

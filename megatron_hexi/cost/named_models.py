@@ -48,5 +48,5 @@ def preset_constants() -> Mapping[str, tuple[str, ...]]:
 
 @functools.cache
 def preset_problems() -> Mapping[str, str]:
-    """What Megatron has no flags for, by name of the presets that it cannot train."""
+    """Parts of a model that Megatron has no flags for, by name of the presets that have them."""
     return {name: entry["no_flags"] for name, entry in read_yaml(DATA).data.items() if "no_flags" in entry}

@@ -1,4 +1,4 @@
-"""How long transfers take that cross shared links at the same time.
+"""Seconds of transfers that cross shared links at the same time.
 
 A message takes as long as the busiest link on its route needs for all the bytes that cross it, its own and
 others', plus the latency of its route. A set of messages takes as long as its longest. Sharing is thus

@@ -1,4 +1,4 @@
-"""What overlap hides: the program of a pass (`plan.program`), read with one clock for each unit.
+"""Hidden communication: the program of a pass (`plan.program`), read with a clock for each unit.
 
 All units go through one program, that of the replica with the most groups; others have nothing to send or to
 compute in the steps that they lack. A unit's transfers go over its wire one batch after the other, in the
@@ -17,7 +17,7 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.plan.program import Batch, FarBlocks, OwnBlock, Wait, attention_program
 
 
-class Part(NamedTuple):
+class ExchangePart(NamedTuple):
     """Some heads of a step.
 
     Args:
@@ -35,8 +35,8 @@ class Part(NamedTuple):
     home: Floats
 
 
-class Start(NamedTuple):
-    """What each unit knows when it enters attention, s, [U].
+class EntryTimes(NamedTuple):
+    """Times of each unit when it enters attention, s, [U].
 
     Args:
         posted: when its group's first way in has arrived.
@@ -77,7 +77,12 @@ class _Wire:
 
 
 def pass_ends(
-    backward: bool, steps: Sequence[Sequence[Part]], start: Start, window: int, halves: int, last_rest: Floats
+    backward: bool,
+    steps: Sequence[Sequence[ExchangePart]],
+    start: EntryTimes,
+    window: int,
+    halves: int,
+    last_rest: Floats,
 ) -> Ends:
     """Read the clocks.
 

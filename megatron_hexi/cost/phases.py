@@ -1,4 +1,4 @@
-"""Where an iteration's time goes."""
+"""Phases of an iteration's time."""
 
 from __future__ import annotations
 

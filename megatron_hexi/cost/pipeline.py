@@ -18,7 +18,7 @@ from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.phases import Phases
 
 
-class Step(NamedTuple):
+class PipelineStep(NamedTuple):
     """A micro-batch's pass through a stage."""
 
     way: Literal["forward", "backward"]
@@ -42,21 +42,21 @@ class Pipeline:
     back: Floats
     micro_batches: int
 
-    def steps(self, stage: int) -> Iterator[Step]:
-        """What a stage does, in order."""
+    def steps(self, stage: int) -> Iterator[PipelineStep]:
+        """Steps of a stage, in order."""
         count = self.micro_batches
         ahead = min(len(self.stages) - 1 - stage, count)
         for number in range(ahead):
-            yield Step("forward", number)
+            yield PipelineStep("forward", number)
         for number in range(count - ahead):
-            yield Step("forward", ahead + number)
-            yield Step("backward", number)
+            yield PipelineStep("forward", ahead + number)
+            yield PipelineStep("backward", number)
         for number in range(count - ahead, count):
-            yield Step("backward", number)
+            yield PipelineStep("backward", number)
 
     @property
     def phases(self) -> Phases:
-        """Where the replica's time goes, in closed form.
+        """Phases of the replica's time, in closed form.
 
             sum of all stages and borders + (micro-batches - 1) x period
 

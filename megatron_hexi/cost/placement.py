@@ -12,7 +12,7 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.compute import Speeds, device_speeds
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer import Stage
+from megatron_hexi.cost.layer import UnitGpus
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan import Plan
@@ -33,7 +33,7 @@ class Placement:
     """
 
     gpus: Ints
-    stage: Stage
+    stage: UnitGpus
     usable: Floats
 
 
@@ -92,7 +92,7 @@ class Placer:
 
     def _placement(self, gpus: Ints, kinds: Ints, speeds: tuple[Speeds, ...]) -> Placement:
         first = gpus[:, 0]
-        stage = Stage(first, kinds, speeds, self._bandwidth[first], self._latency[first])
+        stage = UnitGpus(first, kinds, speeds, self._bandwidth[first], self._latency[first])
         return Placement(gpus, stage, self._usable[gpus].min(axis=1))
 
     def _slowest(self, devices: Ints) -> Ints:

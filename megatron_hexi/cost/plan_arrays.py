@@ -24,7 +24,7 @@ from megatron_hexi.plan.model import Group, Range
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
-    """Who is in which group with which heads: what stays when tokens move, and is worked out once.
+    """Groups and heads of all units: they stay when tokens move, and are worked out once.
 
     Args:
         heads: query heads (of one tensor-parallel rank) of each unit.
@@ -67,13 +67,13 @@ class Grouping:
 
     @property
     def serving(self) -> Serving:
-        """Who serves whom between groups of two head classes."""
+        """Owners and users of keys between groups of two head classes."""
         return serving(self.head_ranges, self.queries_per_kv)
 
 
 @dataclass(frozen=True, eq=False)
 class PlanArrays(Grouping):
-    """What a plan says.
+    """A plan as arrays.
 
     Args:
         grouping: that of all plans that differ in tokens only.
@@ -122,7 +122,7 @@ def domain_arrays(workload: Workload, domains: Sequence[Domain], parts: int) -> 
 def _grouping(
     groups: tuple[tuple[tuple[int, Range, bool], ...], ...], counts: tuple[int, ...], ratio: int, parts: int
 ) -> Grouping:
-    """That of each group's first ranks, query heads and whether it has tokens; counts: by replica."""
+    """Grouping of members given by first rank, query heads and whether they have tokens."""
     leads = [lead for members in groups for lead, _, _ in members]
     number = {lead: place for place, lead in enumerate(sorted(leads))}
     slots = np.array([number[lead] for lead in leads])
@@ -177,7 +177,7 @@ def _pairs(heads: Ints, has_tokens: Bools, group: Ints, slots: Ints, sizes: Ints
 
 @lru_cache(maxsize=4096)  # a search asks for few ranges, over and over
 def _held(heads: Range, ratio: int, parts: int) -> tuple[int, ...]:
-    """Of a member: query heads, those that come first, KV heads; query heads by part, KV heads by part."""
+    """Counts of a member: query heads, those that come first, KV heads; both by part."""
     some = head_parts(heads, ratio, parts)
     none = (0,) * (parts - len(some))
     queries, *each = (stop - start for start, stop in (heads, *some))

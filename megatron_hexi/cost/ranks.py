@@ -1,4 +1,4 @@
-"""What each rank does in an iteration, and which of them the others wait for."""
+"""Work and memory of each rank in an iteration, and the ranks that others wait for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.layer import Pass
 from megatron_hexi.cost.memory import GIB, unit_host_memory, unit_memory
-from megatron_hexi.cost.memory_terms import HostMemory, Memory
+from megatron_hexi.cost.memory_terms import HostMemoryTerms, Memory
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.timing import Timing
 
@@ -52,7 +52,7 @@ class RankCost:
     idle_s: float
     memory: Memory
     usable_gib: float
-    host_memory: HostMemory
+    host_memory: HostMemoryTerms
 
     @property
     def compute_s(self) -> float:

@@ -22,7 +22,7 @@ def replica_lanes(
     costs: Iterable[tuple[Sequence[Phases], Iterable[float]]],
     micro_batches: Ints,
 ) -> list[Lanes]:
-    """What works by itself in each replica: of domains that share each micro-batch the slowest counts.
+    """Lanes of each replica: of domains that share each micro-batch the slowest counts.
 
     Args:
         sections: the units.

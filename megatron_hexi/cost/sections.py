@@ -60,11 +60,11 @@ class Section:
 
     @cached_property
     def part(self) -> ModelPart:
-        """What the units have of the model, numbers or [U]."""
+        """Part of the model that the units have, numbers or [U]."""
         return self.parts.of(self.arrays.unit_replica)
 
     def turns(self, micro_batches: Ints) -> Ints:
-        """How many micro-batches each unit takes of those of its replica, [U]."""
+        """Number of micro-batches that each unit takes of its replica, [U]."""
         taken = [
             micro_batches[replica] if own is None else len(own)
             for replica, own in zip(self.replicas.tolist(), self.takes, strict=True)
@@ -76,7 +76,7 @@ class Section:
         return values.tolist() if isinstance(values, np.ndarray) else [values] * len(self.replicas)
 
 
-class _Terms(NamedTuple):
+class _SectionTerms(NamedTuple):
     """The terms that domains of one section have in common."""
 
     stage: int
@@ -102,9 +102,9 @@ def plan_sections(
         gpus: the cluster's GPU of each rank; ``None``: see `Placer.place`.
         part: what the one stage of a plan has of the model; ``None``: what the job says.
     """
-    found: dict[_Terms, list[DomainRow]] = {}
+    found: dict[_SectionTerms, list[DomainRow]] = {}
     for row in domain_rows(plan, job.micro_batch_size, job.pipeline_parallel, job.model.layers):
-        terms = _Terms(
+        terms = _SectionTerms(
             stage=row.stage,
             width=row.width,
             samples=row.samples[1] - row.samples[0],

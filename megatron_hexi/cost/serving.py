@@ -1,4 +1,4 @@
-"""Who serves which keys and values, for all pairs of head classes: `plan.schedule.kv_owners` in arrays.
+"""Owners and users of keys and values, for all pairs of head classes: `plan.schedule.kv_owners` in arrays.
 
 Groups whose members have the same head ranges are one class. A plan for a large mixed cluster may have
 hundreds of classes, so hundreds of thousands of pairs of them.
@@ -20,7 +20,7 @@ from megatron_hexi.plan.schedule import kv_owners
 
 @dataclass(frozen=True, eq=False)
 class Serving:
-    """What travels between two groups, by their classes.
+    """Messages between two groups, by their classes.
 
     Args:
         first: where the entries of each pair (user's class, owner's class) begin, [classes, classes].

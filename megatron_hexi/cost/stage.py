@@ -13,7 +13,7 @@ from megatron_hexi.cost.collectives import pipeline_seconds, tensor_parallel_sec
 from megatron_hexi.cost.compute import logits_times, optimizer_seconds
 from megatron_hexi.cost.expert_cycle import ExpertCycle
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer import Layer, Pass, Stage, layer_times
+from megatron_hexi.cost.layer import Layer, Pass, UnitGpus, layer_times
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases
@@ -24,7 +24,7 @@ from megatron_hexi.cost.sections import Section
 
 @dataclass(frozen=True, eq=False)
 class StageCost:
-    """What the stages of a section do for one micro-batch.
+    """Times of the stages of a section, for one micro-batch.
 
     Args:
         kinds: a layer of each kind.
@@ -217,7 +217,7 @@ def optimizer_times(section: Section, params: Counts, owned: Floats | float) -> 
     return times
 
 
-def _logits(job: Job, stage: Stage, rows: Floats) -> Floats:
+def _logits(job: Job, stage: UnitGpus, rows: Floats) -> Floats:
     times = np.zeros(len(rows))
     for speeds, units in stage.by_kind:
         times[units] = sum(logits_times(speeds, job, rows[units]))

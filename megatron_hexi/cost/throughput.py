@@ -1,4 +1,4 @@
-"""What a number of tokens/s is worth: of each GPU, as model FLOP/s, and as a part of the datasheet's rate."""
+"""Tokens/s in other units: of each GPU, as model FLOP/s, and as a part of the datasheet's rate."""
 
 from __future__ import annotations
 

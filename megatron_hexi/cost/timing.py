@@ -1,4 +1,4 @@
-"""What an iteration takes, in arrays over units."""
+"""Time and memory of an iteration, in arrays over units."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ class Timing:
 
     @cached_property
     def replicas(self) -> tuple[Phases, ...]:
-        """Where each replica's time goes, the optimizer aside; worked out when it is asked for."""
+        """Phases of each replica's time, the optimizer aside; worked out when it is asked for."""
         both = zip(self.pipelines, self.synchronisation, strict=True)
         return tuple(pipeline.phases + Phases(gradients=wait) for pipeline, wait in both)
 
     @cached_property
     def phases(self) -> Phases:
-        """Of the slowest replica, with the optimizer."""
+        """Phases of the slowest replica, with the optimizer."""
         step = max(float(times.max()) for times in self.optimizer)
         return max(self.replicas, key=lambda phases: phases.total) + Phases(optimizer=step)
 
     @property
     def arrays(self) -> PlanArrays:
-        """What the units of every stage hold, of a plan whose stage the job repeats."""
+        """Holdings of the units of every stage, of a plan whose stage the job repeats."""
         return self.sections[0].arrays
 
     @property

@@ -81,5 +81,5 @@ def _rates(device: Device, plan: Plan, job: Job) -> tuple[float, float]:
 
 
 def _spelt(value: float) -> float:
-    """As a plan writes it: six digits."""
+    """Return a number as a plan writes it, with six digits."""
     return float(f"{value:.6g}")

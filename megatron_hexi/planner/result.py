@@ -42,5 +42,5 @@ class Planned:
 
     @property
     def gap(self) -> float:
-        """How much longer than the lower bound an iteration is, as a part of the bound; 0 is optimal."""
+        """Time above the lower bound, as a part of the bound; 0 is optimal."""
         return max(0.0, self.cost.iteration_s / self.bound.iteration_s - 1)

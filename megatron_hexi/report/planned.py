@@ -115,7 +115,7 @@ def _range(numbers: set[int]) -> str:
 
 
 def layer_lines(model: Model) -> list[str]:
-    """How many layers there are of each kind, where they are of several."""
+    """Return a line with the number of layers of each kind, where they are of several."""
     if model.is_uniform:
         return []
     has_windows, has_experts = model.window is not None, model.experts is not None

@@ -11,7 +11,7 @@ from megatron_hexi.cost import exchange
 from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.layer import message_bytes
-from megatron_hexi.cost.overlap import Part, Start, pass_ends
+from megatron_hexi.cost.overlap import EntryTimes, ExchangePart, pass_ends
 from megatron_hexi.plan import Group, Member, Workload, backward_traffic, build_schedule, forward_traffic
 from tests.support.costs import TINY, plan_arrays, tiny_job
 from tests.support.plans import SPARSE, TORN, examples, one_replica, plans
@@ -129,14 +129,14 @@ BOTH = (np.array([0, 1]), np.array([1, 0]))
 
 
 def part(compute, there, home=(0, 0)):
-    return Part(np.array([compute, compute], dtype=float), *BOTH, units(*there), units(*home))
+    return ExchangePart(np.array([compute, compute], dtype=float), *BOTH, units(*there), units(*home))
 
 
 def carried_out(backward, window, posted, first, rest, steps):
     """Steps are lists of parts, or the one part of a step."""
     parts = [[part(*one) for one in step] if isinstance(step, list) else [part(*step)] for step in steps]
     nothing = np.zeros(len(posted))
-    own = Start(units(*posted), nothing, units(*first), units(*rest))
+    own = EntryTimes(units(*posted), nothing, units(*first), units(*rest))
     return list(pass_ends(backward, parts, own, window, 1, nothing).whole)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_hexi.cost import Phases
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.pipeline import Pipeline, Step
+from megatron_hexi.cost.pipeline import Pipeline, PipelineStep
 from megatron_hexi.lab.simulator.simulation import PipelineSpan
 
 
@@ -33,10 +33,10 @@ def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) 
     ]
     steps = [list(pipeline.steps(stage)) for stage in range(count)]
     place, free = [0] * count, [0.0] * count
-    begun: dict[tuple[int, Step], float] = {}
-    ended: dict[tuple[int, Step], float] = {}
+    begun: dict[tuple[int, PipelineStep], float] = {}
+    ended: dict[tuple[int, PipelineStep], float] = {}
 
-    def arrival(stage: int, step: Step) -> float | None:
+    def arrival(stage: int, step: PipelineStep) -> float | None:
         """Return when a stage has the input of a step; ``None``: not known yet."""
         ahead = step.way == "forward"
         neighbour = stage - 1 if ahead else stage + 1
@@ -45,7 +45,7 @@ def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) 
         if (neighbour, step) not in ended:
             return None
         travels = float(pipeline.there[neighbour] if ahead else pipeline.back[stage])
-        posted = begun.get((stage, Step(step.way, step.micro_batch - 1)), 0.0)
+        posted = begun.get((stage, PipelineStep(step.way, step.micro_batch - 1)), 0.0)
         return max(ended[neighbour, step], posted) + travels
 
     spans: list[PipelineSpan] = []

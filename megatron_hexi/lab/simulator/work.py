@@ -11,7 +11,7 @@ from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.compute import Times
 from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer import Layer, Stage, chunk_times, message_bytes, unit_times
+from megatron_hexi.cost.layer import Layer, UnitGpus, chunk_times, message_bytes, unit_times
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.plan.program import Batch
 
@@ -59,7 +59,7 @@ class LayerWork:
         return forward * (1 + again) + backward
 
 
-def layer_work(plan: PlanArrays, job: Job, stage: Stage, layer: Layer) -> LayerWork:
+def layer_work(plan: PlanArrays, job: Job, stage: UnitGpus, layer: Layer) -> LayerWork:
     """Return the work of a layer, step by step.
 
     Args:
@@ -108,7 +108,7 @@ def _all_to_alls(plan: PlanArrays, job: Job) -> dict[tuple[str, bool], dict[Batc
 
 
 def _exchange(
-    plan: PlanArrays, job: Job, stage: Stage
+    plan: PlanArrays, job: Job, stage: UnitGpus
 ) -> tuple[tuple[tuple[Times, ...], ...], dict[Batch, Messages]]:
     """Return seconds of the blocks of each step in its parts, and the keys that travel for them."""
     blocks: list[tuple[Times, ...]] = []

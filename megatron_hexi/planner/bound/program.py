@@ -14,8 +14,8 @@ from megatron_hexi.cost import RECOMPUTES
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.cost.memory import OPTIMIZER_BYTES
+from megatron_hexi.planner.bound.linear_solver import solve
 from megatron_hexi.planner.bound.options import MODES, Places, UnitOptions, ranges
-from megatron_hexi.planner.bound.solver import solve
 from megatron_hexi.planner.request import Request
 
 #: Rounding of floats adds up to much less.
@@ -36,7 +36,7 @@ _ALL = 3
 
 
 class _Ends(NamedTuple):
-    """What a GPU of each option can do in a time.
+    """Work that a GPU of each option can do in a time.
 
     Args:
         possible: whether there is time for anything, [options].

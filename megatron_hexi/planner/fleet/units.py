@@ -75,7 +75,7 @@ class Fleet:
     experts: ExpertRule = IN_WHOLE_STAGES
 
     def expert_weight(self, gpu: int) -> float:
-        """What the number of experts of one of the cluster's GPUs is in proportion to."""
+        """Return the weight of one of the cluster's GPUs when experts are shared out."""
         device = self.cluster.ranks[gpu].device
         return device.usable_gib if self.experts.by == "memory" else max(device.layer_matmul.rates)
 
