@@ -129,6 +129,7 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     backward: norms 6 h, gradients of residuals 6 h, activation 3 f (gated 5 f), rotary 2 (H + K) D
     a gate of attention's output: 3 H D forward, 5 H D backward, as that of the activation
     norms behind attention and MLP: 4 h more forward, 6 h backward
+    norms of queries and keys: 2 (H + K) D more forward, 3 (H + K) D backward
     latent attention, of r rotary columns, in place of the rotary: norms of latent columns c, 2 c forward, 3 c
     backward; 12 (H + 1) r each way, in no fused kernel, which a plan refuses; queries, keys and values, whose
     columns are put together, 2 H (2 D + V)
@@ -144,6 +145,8 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     heads, kv = model.head_dim * model.heads / tp, model.head_dim * max(1, model.kv_heads / tp)
     gate, output, values = heads * model.output_gate, model.value_dim * model.heads / tp, kv
     norms, around = 2 * (1 + model.post_norms) * hidden, 2 * (heads + kv)
+    if model.qk_norm:
+        norms += heads + kv
     if model.latent is not None:
         latent = model.latent
         values = output

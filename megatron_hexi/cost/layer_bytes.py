@@ -35,9 +35,9 @@ def token_activation_bytes(job: Job) -> float:
     less query, key and value 6 h, which are counted inside attention here. fp8 keeps in one byte what goes
     into matrices: all but the norms' inputs and the MLP's first output.
 
-    Norms behind attention and MLP keep their inputs 2 h. Latent attention keeps its latent columns, and all
-    but the rotary ones once more behind their norm (Megatron's MLASelfAttention); the heads that are made of
-    them are counted inside attention.
+    Norms behind attention and MLP keep their inputs 2 h, norms of queries and keys (H + K) D. Latent
+    attention keeps its latent columns, and all but the rotary ones once more behind their norm (Megatron's
+    MLASelfAttention); the heads that are made of them are counted inside attention.
     """
     model, tp = job.model, job.tensor_parallel
     hidden, width = 2 * model.hidden_size / job.row_parts, model.mlp_width / tp
@@ -47,6 +47,8 @@ def token_activation_bytes(job: Job) -> float:
     inputs = hidden + heads + width
     if model.post_norms:
         whole += hidden
+    if model.qk_norm:
+        whole += model.head_dim * (model.heads / tp + max(1, model.kv_heads / tp))
     if model.latent is not None:
         columns = (model.latent.kv_rank + (model.latent.query_rank or 0)) / job.row_parts
         whole += columns + model.latent.rotary_dim / job.row_parts

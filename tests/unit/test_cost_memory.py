@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.cost import Shortage, estimate, find_shortage
+from megatron_hexi.cost.compute import elementwise_elements
 from megatron_hexi.cost.layer_bytes import (
     Flights,
     attention_bytes,
@@ -272,3 +273,12 @@ def test_bytes_of_a_token_are_those_of_many_less_those_of_none():
     # Of two layers the inputs; the one at work has all of its activations; then the embedding's gradient.
     assert held > 2 * 512 * 2
     assert attended > 0
+
+
+def test_norms_of_queries_and_keys_keep_what_they_normalise():
+    """4 heads and 2 KV heads of 128: their columns in 16 bits, read and written, and read thrice backward."""
+    grouped = dataclasses.replace(TINY, kv_heads=2)
+    plain, normed = (tiny_job(model=dataclasses.replace(grouped, qk_norm=has)) for has in (False, True))
+    assert token_activation_bytes(normed) - token_activation_bytes(plain) == 2 * 6 * 128
+    both = zip(elementwise_elements(normed), elementwise_elements(plain), strict=True)
+    assert [more - less for more, less in both] == [2 * 6 * 128, 3 * 6 * 128]
