@@ -273,7 +273,7 @@ def test_half_precision_stays_and_is_loaded_into_single(forks, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "mixtral"}, "model_type"),
+        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, "model_type"),
         ({"model_type": "mistral", "architectures": None}, "sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
