@@ -18,8 +18,8 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.compute import Speeds, Times, rates
-from megatron_hexi.cost.expert_cycle import ExpertCycle
 from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.layer import ExpertCycle
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.memory import Holdings
 from megatron_hexi.cost.network import LinkTable

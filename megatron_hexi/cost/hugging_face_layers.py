@@ -1,4 +1,4 @@
-"""Which layers of a Hugging Face model have experts, and which see a window of keys.
+"""Layers of a Hugging Face model that have experts, and those that see a window of keys.
 
 The rules are those of transformers' configuration_*.py and modeling_*.py.
 """

@@ -29,7 +29,6 @@ from megatron_hexi.cost.compute import (
     token_times,
 )
 from megatron_hexi.cost.exchange import Chunk, exchange_chunks
-from megatron_hexi.cost.expert_cycle import ExpertCycle
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.network import LinkTable
@@ -93,6 +92,26 @@ class Layer:
     backward: Pass
     attention_again: Pass | None
     flights: Flights
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertCycle:
+    """The experts' part of a layer, forward and backward, seconds of each unit, [2, U].
+
+    Args:
+        compute: on its own experts.
+        exchange: both all-to-alls, until the last rank of the domain has its rows.
+        wait: for the rank of the domain that computes longest.
+    """
+
+    compute: Floats
+    exchange: Floats
+    wait: Floats
+
+    @property
+    def total(self) -> Floats:
+        """From the first token sent to the last result back, the same in all of a domain."""
+        return self.compute + self.exchange + self.wait
 
 
 @dataclass(frozen=True, eq=False)

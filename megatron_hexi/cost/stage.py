@@ -11,9 +11,8 @@ import numpy as np
 from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
 from megatron_hexi.cost.collectives import pipeline_seconds, tensor_parallel_seconds
 from megatron_hexi.cost.compute import logits_times, optimizer_seconds
-from megatron_hexi.cost.expert_cycle import ExpertCycle
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer import Layer, Pass, UnitGpus, layer_times
+from megatron_hexi.cost.layer import ExpertCycle, Layer, Pass, UnitGpus, layer_times
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases

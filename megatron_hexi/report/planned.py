@@ -115,16 +115,20 @@ def _range(numbers: set[int]) -> str:
 
 
 def layer_lines(model: Model) -> list[str]:
-    """Return a line with the number of layers of each kind, where they are of several."""
+    """Return lines with the weights that a token uses, and the layers of each kind, where they differ."""
+    lines = []
+    if model.experts is not None:
+        total, active = (f"{count / 1e9:,.1f} billion" for count in (model.total_params, model.active_params))
+        lines = [f"weights: {total}, of which a token goes through {active}"]
     if model.is_uniform:
-        return []
+        return lines
     has_windows, has_experts = model.window is not None, model.experts is not None
     kinds = []
     for kind in model.kinds:
         words = [f"window of {kind.window.size:,}" if kind.window else "full attention"] * has_windows
         words += [f"{kind.experts.count} experts" if kind.experts else "dense MLP"] * has_experts
         kinds.append(f"{kind.layers} with {' and '.join(words)}")
-    return [f"layers: {', '.join(kinds)}"]
+    return [*lines, f"layers: {', '.join(kinds)}"]
 
 
 def speed_line(planned: Planned, cluster: Cluster) -> str:

@@ -135,7 +135,7 @@ def test_a_token_goes_elsewhere_only_where_its_experts_tie(layout, forks, refere
 
 
 def rows_elsewhere(true, found):
-    """How many rows go to other experts, their largest gap between the second and the third, and the error.
+    """Number of rows that go to other experts, largest gap of their second to their third, and the error.
 
     Ranks keep rows in another order and pad them, so a row is looked for by its scores. ``None``: all rows
     go where they do on one rank.

@@ -72,7 +72,7 @@ def test_a_window_that_hides_nothing_costs_nothing(layers, recompute, in_stages)
 
 
 def seconds(layers, size, recompute="none", weights=((1.0, 2.0), (2.0, 1.0))):
-    """Of one micro-batch through a stage: everything but gradients, weights and the optimizer."""
+    """Seconds of one micro-batch through a stage: everything but gradients, weights and the optimizer."""
     shape = model(len(layers)) if not any(layers) else with_window(size, layers)
     job = tiny_job(model=shape, recompute=recompute)
     timing = CostModel(job, cluster(NODES, latency=5)).timing(one_stage(job, weights))

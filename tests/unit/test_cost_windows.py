@@ -34,7 +34,7 @@ def positions(group):
 
 
 def visible(queries, keys, window):
-    """Which key each query sees, [queries, keys]."""
+    """Whether each query sees each key, [queries, keys]."""
     behind = queries[:, None] - keys
     return (behind >= 0) & (behind < window)
 
@@ -81,7 +81,7 @@ def test_pairs_are_those_that_positions_say(drawn, chunk):
 
 
 def runs(own):
-    """Where each run of consecutive positions stands."""
+    """Indices of each run of consecutive positions."""
     return np.split(np.arange(len(own)), np.flatnonzero(np.diff(own) > 1) + 1)
 
 

@@ -134,6 +134,18 @@ def test_what_is_fixed_stays_in_equal_layouts():
     assert spell_equal(best).startswith("TP 2, PP 1, ")
 
 
+def test_equal_layouts_are_tried_on_the_gpus_of_each_model_alone():
+    """Slow GPUs that hold fast ones up by more than their share of the work are left out."""
+    uneven = cluster([("fast", "DOUBLE", 4), ("slow", "PLAIN", 2)], 50)
+    best, _ = best_equal(Request(JOB), uneven)
+    assert best is not None
+    assert best.plan.gpus == (0, 1, 2, 3)
+    assert spell_equal(best).startswith("4 GPUs alone: TP ")
+    alone, _ = best_equal(Request(JOB), uneven.without({1}))
+    assert alone is not None
+    assert alone.iteration_s == pytest.approx(best.iteration_s)
+
+
 def test_places_of_experts_that_are_tried():
     """By speed in whole stages, by memory where GPUs differ in it for their speed, in nodes and alone."""
     assert expert_rules(JOB, MIXED) == [

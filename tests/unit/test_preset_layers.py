@@ -11,20 +11,20 @@ import pytest
 from megatron_hexi.cost import Job, NoFlagError, constant_flags, model_flags, read_model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.report.launch_lines import replace_flags
-from tests.support.published_layers import PUBLISHED_LAYERS
+from tests.support.published_configs import PUBLISHED
 
 #: The published model of each preset.
 PRESETS = {
-    "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "mistral-7b": "Mistral-7B-v0.1",
     "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
     "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
     "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
     "deepseek-v3": "deepseek-ai/DeepSeek-V3",
-    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
+    "kimi-k2": "moonshotai/Kimi-K2-Base",
     "gpt-oss-20b": "openai/gpt-oss-20b",
     "gpt-oss-120b": "openai/gpt-oss-120b",
     "glm-4.5": "zai-org/GLM-4.5",
-    "gemma-3-27b": "google/gemma-3-27b-it",
+    "gemma-3-27b": "google/gemma-3-27b-pt",
     "llama-4-scout": "meta-llama/Llama-4-Scout-17B-16E",
     "llama-4-maverick": "meta-llama/Llama-4-Maverick-17B-128E",
 }
@@ -48,7 +48,7 @@ def published(tmp_path):
 
     def write(name):
         path = tmp_path / "config.json"
-        path.write_text(json.dumps(PUBLISHED_LAYERS[name]))
+        path.write_text(json.dumps(PUBLISHED[name]))
         return path
 
     return write
@@ -85,12 +85,41 @@ def test_layers_that_are_not_modelled_are_refused_where_time_or_memory_is_asked_
 
 
 @pytest.mark.parametrize(
-    "name", ["meta-llama/Llama-4-Scout-17B-16E", "google/gemma-3-4b-it"], ids=["llama4", "gemma3"]
+    "name", ["meta-llama/Llama-4-Scout-17B-16E", "google/gemma-3-4b-pt"], ids=["llama4", "gemma3"]
 )
 def test_a_model_without_its_vision_says_so(name, published):
     assert read_model(published(name)).source.endswith("text_config; vision is left out")
 
 
+#: Weights, without padding of the vocabulary, and in billions those that a token goes through.
+WEIGHTS = {
+    "mixtral-8x7b": (46_702_792_704, 12.75),
+    "qwen3-30b-a3b": (30_532_122_624, 3.04),
+    "qwen3-235b-a22b": (235_093_634_560, 21.57),
+    "deepseek-v3": (671_026_419_200, 36.63),
+    "kimi-k2": (1_026_408_232_448, 31.69),
+    "gpt-oss-20b": (20_914_757_184, 3.61),
+    "gpt-oss-120b": (116_829_156_672, 5.13),
+    "gemma-3-27b": (27_009_346_304, 27.01),
+    "llama-4-scout": (107_769_861_120, 16.14),
+    "llama-4-maverick": (400_711_848_960, 16.15),
+    "glm-4.5": (352_797_829_024, 32.86),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_are_the_published_ones(name):
+    total, active = WEIGHTS[name]
+    model = replace(read_model(name), vocab_multiple=1)
+    assert model.total_params == total
+    assert model.active_params == pytest.approx(active * 1e9, rel=5e-3)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("deepseek-v3", 11.61), ("glm-4.5", 3.99), ("kimi-k2", 0)])
+def test_prediction_heads_are_counted_apart(name, billions):
+    assert read_model(name).mtp_params == pytest.approx(billions * 1e9, rel=1e-3)
+
+
 def test_layers_that_no_flag_describes_are_refused(published):
     with pytest.raises(NoFlagError, match="norms behind attention and MLP"):
-        model_flags(read_model(published("google/gemma-3-1b-it")), 4096)
+        model_flags(read_model(published("google/gemma-3-1b-pt")), 4096)

@@ -1,4 +1,4 @@
-"""The best layout of Megatron's flags for a model with experts: all GPUs alike, experts in equal parts.
+"""The best layout of Megatron's flags for a model with experts: GPUs taken as alike, experts in equal parts.
 
 Flags are tensor-, pipeline-, context- and expert-parallel size, and recomputation; experts are whole
 (--expert-tensor-parallel-size 1). Each layout is written out as a plan, which costs what Megatron's own
@@ -10,12 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, CostModel, Job, ceiling_tokens_per_s
 from megatron_hexi.cost.memory import GIB, ModelPart, part_params, static_memory
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Domain, Exchange, Group, JobTerms, Member, Plan, Replica, Stage
+from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.plan.layout import apportion, causal_segments, consecutive
 from megatron_hexi.plan.parts import worthwhile_parts
 from megatron_hexi.planner.expert_placement import spread_experts
@@ -65,25 +67,40 @@ def best_equal(
 
     Args:
         request: the job; what it fixes stays.
-        cluster: where, on all GPUs.
-        progress: told how far it is.
+        cluster: where: on all GPUs, and on those of each model alone.
+        progress: callback, receives (phase, done, total).
     """
-    floor = _floor_s(request, cluster)
-    choices = sorted(_choices(request, cluster), key=floor)
+    choices = []
+    for nodes in _alike(cluster):
+        part = cluster.without(set(range(len(cluster.nodes))).difference(nodes))
+        gpus = tuple(gpu for node in nodes for gpu in cluster.nodes[node].ranks)
+        floor = _floor_s(request, part)
+        choices += [(floor(flags), flags, gpus) for flags in _choices(request, part)]
+    choices.sort(key=lambda choice: choice[0])
+    model = cache(partial(CostModel, cluster=cluster))
     best: Candidate | None = None
     trials = 0
-    for number, flags in enumerate(choices):
+    for number, (floor_s, flags, gpus) in enumerate(choices):
         if progress is not None:
             progress("Megatron's flags", number, len(choices))
-        if best is not None and floor(flags) >= best.iteration_s:
+        if best is not None and floor_s >= best.iteration_s:
             break
-        for candidate in _in_modes(flags, request, cluster):
+        for candidate in _in_modes(flags, request, gpus, model):
             trials += 1
             if candidate.fits:  # more recomputation only takes longer
                 if is_allowed(candidate.plan, request):
                     best = candidate if best is None else min(best, candidate, key=order_of)
                 break
     return best, trials
+
+
+def _alike(cluster: Cluster) -> list[list[int]]:
+    """The nodes that equal layouts are tried on: all, and where GPUs differ those of each model."""
+    of_model: dict[int, list[int]] = {}
+    for number, node in enumerate(cluster.nodes):
+        of_model.setdefault(id(node.device), []).append(number)
+    everything = list(range(len(cluster.nodes)))
+    return [everything, *(of_model.values() if len(of_model) > 1 else ())]
 
 
 def _choices(request: Request, cluster: Cluster) -> Iterator[ExpertFlags]:
@@ -163,8 +180,10 @@ def _may_fit(flags: ExpertFlags, request: Request, cluster: Cluster) -> bool:
     return needed <= GIB * max(node.device.usable_gib for node in cluster.nodes)
 
 
-def _in_modes(flags: ExpertFlags, request: Request, cluster: Cluster) -> Iterator[Candidate]:
-    """The layout with ever more recomputation."""
+def _in_modes(
+    flags: ExpertFlags, request: Request, gpus: tuple[int, ...], model: Callable[[Job], CostModel]
+) -> Iterator[Candidate]:
+    """The layout on some of a cluster's GPUs, with ever more recomputation."""
     fixed = "recompute" in request.fixed
     for recompute in [request.job.recompute] if fixed else RECOMPUTES:
         job = replace(
@@ -174,26 +193,30 @@ def _in_modes(flags: ExpertFlags, request: Request, cluster: Cluster) -> Iterato
             recompute="none",
         )
         try:
-            plan = equal_plan(flags, replace(job, recompute=recompute), len(cluster.ranks))
+            plan = equal_plan(flags, replace(job, recompute=recompute), len(gpus))
             job = replace(job, data_parallel=len(plan.replicas))
-            yield Candidate(plan, job, CostModel(job, cluster).timing(plan))
+            whole = gpus == tuple(range(len(model(job).cluster.ranks)))
+            plan = replace(plan, gpus=None if whole else gpus)
+            yield Candidate(plan, job, model(job).timing(plan))
         except HexiError:  # a size that the model cannot be cut into
             return
 
 
 def spell_equal(found: Candidate) -> str:
     """Megatron's flags of a layout of `best_equal`, for people."""
-    replica = found.plan.replicas[0]
-    domain = replica.stages[0].domains[0]
-    width = len(domain.members[0].ranks)
-    held = [member.experts for stage in replica.stages for member in stage.members]
-    fewest = min(stop - start for ranges in held for start, stop in ranges or ())
-    total = found.job.model.experts.count if found.job.model.experts else 1
-    recompute = replica.stages[0].recompute
-    again = "" if recompute in (None, "none") else f", recompute {recompute}"
-    return (
-        f"TP {width}, PP {len(replica.stages)}, CP {len(domain.members)}, EP {total // max(1, fewest)}{again}"
+    plan, (stage, *_) = found.plan, found.plan.replicas[0].stages
+    assert plan.workload.experts is not None
+    members = stage.domains[0].members
+    flags = ExpertFlags(
+        tensor=len(members[0].ranks),
+        pipeline=len(plan.replicas[0].stages),
+        context=len(members),
+        expert=len(expert_domains(stage, plan.workload.experts)[0]),
+        group=len(stage.domains[0].groups[0].members),
     )
+    gpus = "" if plan.gpus is None else f"{len(plan.gpus)} GPUs alone: "
+    again = "" if stage.recompute in (None, "none") else f", recompute {stage.recompute}"
+    return f"{gpus}{flags}{again}"
 
 
 def equal_plan(flags: ExpertFlags, job: Job, gpus: int) -> Plan:

@@ -173,7 +173,7 @@ def _tokens(fleet: Fleet, deal: ReplicaUnits, weights: Sequence[float]) -> list[
 
 
 def _same(heads: tuple[int, ...], units: tuple[int, ...]) -> tuple[int, ...]:
-    """The same heads, whichever units have them."""
+    """Heads of each unit, which are the same in any order of the units."""
     assert len(heads) == len(units)
     return heads
 
