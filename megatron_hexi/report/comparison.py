@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -13,6 +12,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Phases, Throughput
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.report.estimate import spell_seconds, throughput_cells
+from megatron_hexi.report.lines import Report
 from megatron_hexi.report.planned import bound_line, cluster_ceiling, job_line, kernel_lines, planned_dict
 from megatron_hexi.report.share_lines import find_shares, spell_layout, spell_recomputed
 
@@ -144,11 +144,11 @@ def compare(planned: Planned, cluster: Cluster) -> Comparison:
     return Comparison(tuple(results), cluster_ceiling(planned.job, cluster), planned.bound.iteration_s)
 
 
-def comparison_report(planned: Planned, cluster: Cluster) -> RenderableType:
+def comparison_report(planned: Planned, cluster: Cluster) -> Report:
     """Return the comparison for a terminal."""
     comparison = compare(planned, cluster)
     ceiling = f"ceiling: {comparison.ceiling_tokens_per_s:,.0f} tokens/s"
-    return Group(
+    return Report(
         Text(job_line(planned.job, cluster)),
         *(Text(line) for line in kernel_lines(planned.job, cluster)),
         comparison_table(comparison),

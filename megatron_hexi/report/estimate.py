@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from megatron_hexi.cost import IterationCost, Job, RankCost, Throughput, find_shortage
 from megatron_hexi.cost.memory import GIB
+from megatron_hexi.report.lines import Report
 
 _TIMES = ("token", "attention", "logits", "optimizer", "communication", "idle")
 _TIMES_CAPTION = "seconds of an iteration; communication: its own, exposed; idle: waiting for slower ranks"
@@ -22,10 +22,10 @@ _MEMORY_CAPTION = "GiB at the peak of an iteration"
 _HEADS = ("ranks", "GPU", "names")
 
 
-def estimate_report(cost: IterationCost) -> RenderableType:
+def estimate_report(cost: IterationCost) -> Report:
     """Return the prediction for a terminal: summary, phases, and tables of time and memory."""
     rows = _alike(cost.ranks)
-    return Group(
+    return Report(
         Text(_headline(cost)),
         Text(phases_line(cost)),
         Text(_paces_line(cost)),

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
 from rich.text import Text
 
 from megatron_hexi.cluster import Cluster
@@ -17,6 +16,7 @@ from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.plan.units import domain_rows, rank_gpus
 from megatron_hexi.report.estimate import phases_line, spell_seconds, spell_throughput
+from megatron_hexi.report.lines import Report
 from megatron_hexi.report.share_lines import find_shares, shares_table, spell_recompute
 
 if TYPE_CHECKING:  # brings the solver, which a report does not need
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # brings the solver, which a report does not need
 _BEST = 5e-4
 
 
-def planned_report(planned: Planned, cluster: Cluster) -> RenderableType:
+def planned_report(planned: Planned, cluster: Cluster) -> Report:
     """Return the plan in a few lines and a table.
 
     Args:
@@ -34,7 +34,7 @@ def planned_report(planned: Planned, cluster: Cluster) -> RenderableType:
         cluster: the plan's cluster.
     """
     shares = find_shares(planned.plan, planned.job, planned.cost, cluster)
-    return Group(
+    return Report(
         Text(job_line(planned.job, cluster)),
         *(Text(line) for line in layer_lines(planned.job.model)),
         Text(speed_line(planned, cluster)),

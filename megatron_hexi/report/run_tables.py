@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from megatron_hexi.report.estimate import spell_seconds
+from megatron_hexi.report.lines import Report
 from megatron_hexi.report.run_summary import Run, RunSpeed
 
 _CAPTION = "seconds of the mean iteration; waiting includes transfers that no work hides; GiB: the most"
 
 
-def run_report(run: Run) -> RenderableType:
+def run_report(run: Run) -> Report:
     """Return the run in a line, and each rank in a row."""
-    return Group(Text(_headline(run)), run_table(run), *(Text(f"note: {note}") for note in run.notes))
+    return Report(Text(_headline(run)), run_table(run), *(Text(f"note: {note}") for note in run.notes))
 
 
 def run_table(run: Run) -> Table:

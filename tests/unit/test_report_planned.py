@@ -323,3 +323,11 @@ def test_host_memory_that_nobody_measured_is_said_to_be_assumed_with_its_size():
     assert line.startswith("note: host memory beside H100-SXM-80GB: 61.3 of 200 GiB a GPU are used")
     assert host.estimate
     assert "both are assumed: say under host: in the cluster file what is there" in line
+
+
+def test_a_notebook_shows_reports_as_html(planned):
+    for report in (planned_report(planned, FOUR), comparison_report(planned, FOUR)):
+        shown = report._repr_mimebundle_([], [])
+        assert "DOUBLE" in shown["text/plain"]
+        assert shown["text/html"].startswith("<pre")
+        assert "DOUBLE" in shown["text/html"]

@@ -1,0 +1,10 @@
+"""A report of several parts, for a terminal and for a notebook."""
+
+from __future__ import annotations
+
+from rich.console import Group
+from rich.jupyter import JupyterMixin
+
+
+class Report(JupyterMixin, Group):
+    """Lines and tables one below the other: ``rich`` prints them, and a notebook shows them as HTML."""
