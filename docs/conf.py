@@ -32,9 +32,7 @@ html_css_files = ["site.css"]
 html_copy_source = True  # every page lies in _sources as Markdown, where llms.txt sends its readers
 html_sourcelink_suffix = ""
 llms_txt_uri_template = "_sources/{docname}.md"  # relative: the site may lie anywhere
-llms_txt_summary = (
-    "Long-context training on mixed GPU clusters, as a plugin for Megatron-LM"
-)
+llms_txt_summary = "Long-context training on mixed GPU clusters, as a plugin for Megatron-LM"
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 

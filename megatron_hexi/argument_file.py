@@ -185,3 +185,22 @@ def last_value(words: Sequence[str], flag: str, path: Path) -> str | None:
             value = words[number + 1]
         result = value
     return result
+
+
+def replace_flags(words: Sequence[str], more: Sequence[str]) -> list[str]:
+    """Return words in which flags of `more` replace those of the same name, and another activation."""
+    replaced = {word for word in more if word.startswith("--")}
+    if "--quick-geglu" in replaced:
+        replaced.add("--swiglu")  # Megatron refuses two
+    return [*without_flags(words, replaced), *more]
+
+
+def without_flags(words: Sequence[str], flags: set[str]) -> list[str]:
+    """Return words without some flags and their values."""
+    remaining, leaving = [], False
+    for word in words:
+        if word.startswith("--"):
+            leaving = word.partition("=")[0] in flags
+        if not leaving:
+            remaining.append(word)
+    return remaining

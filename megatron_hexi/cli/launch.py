@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_hexi.argument_file import replace_flags
 from megatron_hexi.cli.bundles import with_bundles
 from megatron_hexi.cli.kubernetes import PLAN_IN_POD, TrainingManifests, write_manifests
 from megatron_hexi.cli.options import MODEL_OF_PLAN, AsJson, ClusterOption, PlanPath
@@ -22,7 +23,6 @@ from megatron_hexi.report.launch_lines import (
     launch_lines,
     launch_text,
     megatron_flags,
-    replace_flags,
 )
 from megatron_hexi.text_file import write_text_atomically
 

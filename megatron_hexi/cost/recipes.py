@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_hexi.argument_file import replace_flags
 from megatron_hexi.cost.megatron_arguments import model_flags
 from megatron_hexi.cost.named_models import preset_constants, presets
 from megatron_hexi.yaml_file import read_yaml
@@ -65,6 +66,7 @@ def recipes() -> Mapping[str, Recipe]:
         _recipe(model, entry, length, job, data["common"])
         for model, entry in data["models"].items()
         for length, job in data["lengths"].items()
+        if length in entry["rotary"]
     ]
     return MappingProxyType({recipe.name: recipe for recipe in found})
 
@@ -74,8 +76,8 @@ def _recipe(
 ) -> Recipe:
     rotary, lr = entry["rotary"][length], job["lr"] * entry["lr_share"]
     flags = {
-        **_pairs(model_flags(presets()[model], job["seq_length"])),
-        **_pairs(preset_constants()[model]),
+        **_pairs(replace_flags(model_flags(presets()[model], job["seq_length"]), preset_constants()[model])),
+        **entry.get("flags", {}),
         **rotary["flags"],
         "--seq-length": job["seq_length"],
         "--global-batch-size": job["batch"],

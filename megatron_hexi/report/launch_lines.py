@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_hexi.argument_file import Word
+from megatron_hexi.argument_file import Word, without_flags
 from megatron_hexi.cluster import Cluster, NodeEntry
 from megatron_hexi.cost import shipped_kernels
 from megatron_hexi.errors import HexiError
@@ -98,7 +98,7 @@ def megatron_flags(model_words: Sequence[str], more: Sequence[str], plan: Plan, 
     """
     names = {word.partition("=")[0] for word in more}
     words = [
-        *_without(model_words, {*replaced_flags(plan), *names}),
+        *without_flags(model_words, {*replaced_flags(plan), *names}),
         "--seq-length",
         str(plan.workload.seq_length),
     ]
@@ -108,7 +108,7 @@ def megatron_flags(model_words: Sequence[str], more: Sequence[str], plan: Plan, 
         positions = max(args.max_position_embeddings or 0, plan.workload.seq_length)
         if positions != args.max_position_embeddings and "--max-position-embeddings" not in names:
             words = [
-                *_without(words, {"--max-position-embeddings"}),
+                *without_flags(words, {"--max-position-embeddings"}),
                 "--max-position-embeddings",
                 str(positions),
             ]
@@ -297,22 +297,3 @@ def _flag_lines(flags: Sequence[str]) -> list[str]:
 def flags_text(flags: Sequence[str]) -> str:
     """Return the flags as a file of Megatron's arguments."""
     return "".join(f"{line}\n" for line in _flag_lines(flags))
-
-
-def replace_flags(words: Sequence[str], more: Sequence[str]) -> list[str]:
-    """Return words in which flags of `more` replace those of the same name, and another activation."""
-    replaced = {word for word in more if word.startswith("--")}
-    if "--quick-geglu" in replaced:
-        replaced.add("--swiglu")  # Megatron refuses two
-    return [*_without(words, replaced), *more]
-
-
-def _without(words: Sequence[str], flags: set[str]) -> list[str]:
-    """Return words without some flags and their values."""
-    remaining, leaving = [], False
-    for word in words:
-        if word.startswith("--"):
-            leaving = word.partition("=")[0] in flags
-        if not leaving:
-            remaining.append(word)
-    return remaining

@@ -49,7 +49,7 @@ LOSSES = {
 }
 JOBS = {
     "moe": (*SELECTIVE, "moe"),
-    "activations": (*SELECTIVE, "moe_act", "core_attn"),
+    "attention": (*SELECTIVE, "core_attn"),
     "overlapped": ("--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "5000"),
     "": (),
 }

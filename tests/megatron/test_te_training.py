@@ -103,7 +103,15 @@ def test_experts_train_as_one_rank(grouped: tuple[str, ...], te: EmulatedTe, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grouped", [(), ("--moe-grouped-gemm",)], ids=["one-by-one", "grouped"])
+@pytest.mark.parametrize(
+    "grouped",
+    [
+        (),
+        ("--moe-grouped-gemm",),
+        ("--moe-grouped-gemm", "--recompute-granularity", "selective", "--recompute-modules", "moe_act"),
+    ],
+    ids=["one-by-one", "grouped", "recomputed"],
+)
 @pytest.mark.parametrize("layout", ["samples", "slices", "offload"])
 def test_stages_train_experts_as_one_rank(
     layout: str, grouped: tuple[str, ...], te: EmulatedTe, tmp_path: Path

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_hexi.argument_file import replace_flags
 from megatron_hexi.cost import Job, NoFlagError, constant_flags, model_flags, read_model
 from megatron_hexi.errors import HexiError
-from megatron_hexi.report.launch_lines import replace_flags
 from tests.support.published_configs import PUBLISHED
 
 #: The published model of each preset.

@@ -20,9 +20,10 @@ CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 FLEETS = ("mixed-16", "fleet-96")
 
 
-def test_each_model_has_a_recipe_at_each_length():
-    models = ("llama3-8b", "llama3-70b", "qwen3-8b", "qwen3-32b")
-    assert [f"{model}-{length}" for model in models for length in ("32k", "128k", "512k")] == NAMES
+def test_each_model_has_a_recipe_at_each_length_that_it_holds():
+    models = ("llama3-8b", "llama3-70b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b")
+    expected = [f"{model}-{length}" for model in models for length in ("32k", "128k", "512k")]
+    assert [*expected, "gpt-oss-20b-32k", "gpt-oss-20b-128k"] == NAMES
     assert not set(NAMES) & set(presets())
 
 
