@@ -22,11 +22,6 @@ def _paced(original: Any) -> Any:
     return train_step
 
 
-def main() -> None:
-    """Train."""
+if __name__ == "__main__":
     setattr(training, "train_step", _paced(training.train_step))  # noqa: B010
     pretrain_gpt.main()
-
-
-if __name__ == "__main__":
-    main()

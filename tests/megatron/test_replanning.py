@@ -108,12 +108,9 @@ def test_a_rank_with_another_plan_stops_the_job_by_name(forks, tmp_path):
 
 def test_the_planner_is_asked_and_says_its_numbers(forks, tmp_path):
     replan = ("--hexi-replan-interval", "3", "--hexi-cluster", str(CLUSTER))
-    words = (*MODEL, "--train-iters", "24", "--log-interval", "24")
+    words = (*MODEL, "--train-iters", "60", "--log-interval", "60")
     still = forks.train(tmp_path, ranks=4, args=words, plan=THREE_AND_ONE)
-    # Slow iterations, so that the planner has answered before the last.
-    led = forks.train(
-        tmp_path, ranks=4, args=(*words, *replan), plan=THREE_AND_ONE, entry="tests.megatron.paced"
-    )
+    led = forks.train(tmp_path, ranks=4, args=(*words, *replan), plan=THREE_AND_ONE)
     assert led.losses == pytest.approx(still.losses, rel=1e-5)
     decisions = re.findall(r"hexi: replan: iteration (\d+): .*gain (-?[\d.]+)%", led.output)
     assert decisions

@@ -1,7 +1,7 @@
 """Real Megatron training under uneven plans, beside the same training on one rank from one checkpoint.
 
 Set MEGATRON_LM to a Megatron-LM checkout of the installed version to train through its unmodified
-pretrain_gpt.py under torchrun, 20 iterations; without it, 4 through our own entry point.
+pretrain_gpt.py under torchrun, 20 iterations; without it, 6 through our own entry point.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODEL = (
     *("--num-workers", "0", "--eval-interval", "1000", "--eval-iters", "1"),
 )
 WORKLOAD = Workload(SEQ_LENGTH, heads=6, kv_heads=2, head_dim=16, layers=2, hidden_size=96)
-ITERATIONS = 20 if "MEGATRON_LM" in os.environ else 4
+ITERATIONS = 20 if "MEGATRON_LM" in os.environ else 6
 
 # The KV heads 0 and 1 of the first group are each used by two of its members.
 THREE_AND_ONE = Plan(
