@@ -94,7 +94,7 @@ def positions_of_group(schedules, index):
 @given(plan=plans(), batch=st.integers(1, 3))
 @example(plan=TORN, batch=2)
 @example(plan=SPARSE, batch=1)
-@examples(80)
+@examples(50)
 def test_every_element_gets_to_its_place_and_back(plan, batch):
     workload, schedules = plan.workload, schedules_of(plan)
     query_heads, kv_heads = range(workload.local_heads), range(workload.local_kv_heads)
@@ -194,7 +194,7 @@ class Wire:
 )
 @example(plan=TORN, batch=2, dtype=torch.float32)
 @example(plan=SPARSE, batch=1, dtype=torch.float32)
-@examples(60)
+@examples(25)
 def test_collectives_messages_and_bytes_are_those_that_the_plan_says(plan, batch, dtype):
     workload = plan.workload
 

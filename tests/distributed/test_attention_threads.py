@@ -52,7 +52,7 @@ ANY = workloads(value_dims=(None, None, 2, 9))
 @example(plan=TORN, batch=2, scale=None, kernel="auto", seed=0)
 @example(plan=RAGGED, batch=2, scale=None, kernel="auto", seed=0)
 @example(plan=SPARSE, batch=3, scale=0.3, kernel="auto", seed=0)
-@examples(150)
+@examples(60)
 def test_any_plan_gives_the_output_and_the_gradients_of_one_device(plan, batch, scale, kernel, seed):
     problem = random_problem(plan.workload, batch, scale=scale, seed=seed)
     assert_close(planned_results(plan, problem, kernel), plain_results(problem), tolerance=1e-10)
@@ -76,7 +76,7 @@ def masked_plans(draw):
 @example(
     case=(RAGGED, Mask(window=7, documents=(20, 1, 0, 20))), batch=2, has_sinks=True, kernel="auto", seed=0
 )
-@examples(120)
+@examples(60)
 def test_windows_documents_and_sinks_under_any_plan_are_those_of_one_device(
     case, batch, has_sinks, kernel, seed
 ):
@@ -193,7 +193,7 @@ def test_half_of_the_own_block_hides_the_first_keys_and_half_the_last_gradients(
 
 @given(plan=plans(), seed=SEEDS)
 @example(plan=TORN, seed=0)
-@examples(12)
+@examples(6)
 def test_recomputing_the_activations_changes_nothing(plan, seed):
     problem = random_problem(plan.workload, batch=2, seed=seed)
 

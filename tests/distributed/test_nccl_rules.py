@@ -51,7 +51,7 @@ def check(job):
 
 
 @given(job=jobs())
-@examples(12)
+@examples(6)
 def test_any_job_ends_and_its_messages_and_collectives_match(job):
     assert check(job) > 0
 
@@ -65,7 +65,7 @@ def layers(draw, most_ranks=6):
 
 
 @given(layer=layers())
-@examples(20)
+@examples(12)
 def test_the_runtime_posts_what_the_program_says(layer):
     plan, mask = layer
     job = one_layer(plan, mask=mask)

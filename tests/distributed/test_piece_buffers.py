@@ -179,7 +179,7 @@ def check_sums(results, mesh, dtype, seed):
     ids=["fp32", "bf16", "bf16-summed-in-fp32"],
 )
 def test_gradients_of_any_boxes_are_the_sums_over_their_holders(dtype, in_fp32):
-    @examples(20)
+    @examples(12)
     @given(mesh=MESHES, seed=SEEDS, size=SIZES)
     def add_up(mesh, seed, size):
         check_sums(run_buffers(mesh, dtype, seed, size, in_fp32), mesh, dtype, seed)
@@ -196,7 +196,7 @@ def test_gradients_that_are_ready_in_any_order_and_at_any_time_give_the_same_sum
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_are_those_of_one_holder_at_first_and_of_the_owners_later(dtype):
-    @examples(20)
+    @examples(12)
     @given(mesh=MESHES, seed=SEEDS, size=SIZES)
     def hand_out(mesh, seed, size):
         before = [RankModel(mesh, rank, dtype, seed) for rank in range(len(mesh.units))]

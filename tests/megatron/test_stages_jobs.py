@@ -183,7 +183,6 @@ def go_on(forks, folder, holder, kind, words):
 IN_CI = {
     ("one-rank", "units", "fp32"),
     ("units", "samples", "distributed"),
-    ("samples", "one-rank", "bf16"),
     ("depths", "tp-pp", "bf16-distributed"),
     ("offload", "one-rank", "distributed"),
 }

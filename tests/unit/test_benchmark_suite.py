@@ -85,7 +85,7 @@ def test_random_clusters_are_those_of_the_seed():
 
 
 @given(plans(most_replicas=2))
-@examples(20)
+@examples(8)
 def test_the_runtime_would_send_what_the_cost_model_counts(plan):
     found = check_wire(plan, job_for(plan, batch=2))
     assert found.ranks == found.of == plan.units

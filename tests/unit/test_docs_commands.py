@@ -8,9 +8,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from megatron_hexi.cli.main import app
 from scripts.docs.commands_page import commands
 
 REPOSITORY = Path(__file__).parents[2]
@@ -51,10 +54,9 @@ PAGES = {
 }
 
 
-#: What each of these commands wrote; they read nothing but `examples`, so that one that several pages show is
-#: run once.
-_WRITTEN: dict[str, dict[str, bytes]] = {}
-_READ_EXAMPLES_ALONE = ("hexi plan ", "hexi compare ")
+COMPARE = "hexi compare "
+#: What each command wrote, with the files that it named: one that several pages show is run once.
+_WRITTEN: dict[tuple[object, ...], dict[str, bytes]] = {}
 
 
 @pytest.fixture
@@ -78,8 +80,10 @@ def shell(forks, tmp_path):
     environment["PYTHONPATH"] = str(REPOSITORY)
 
     def run(command: str) -> None:
-        if command in _WRITTEN:
-            for name, content in _WRITTEN[command].items():
+        words = shlex.split(command)
+        key = (*words, *((folder / word).read_bytes() for word in words if (folder / word).is_file()))
+        if key in _WRITTEN:
+            for name, content in _WRITTEN[key].items():
                 (folder / name).write_bytes(content)
             return
         before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
@@ -92,17 +96,30 @@ def shell(forks, tmp_path):
             timeout=250,
         )
         assert done.returncode == 0, f"$ {command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
-        if command.startswith(_READ_EXAMPLES_ALONE):
+        if words[0] == "hexi":
             after = [path for path in folder.iterdir() if before.get(path) != path.stat().st_mtime_ns]
-            _WRITTEN[command] = {path.name: path.read_bytes() for path in after}
+            _WRITTEN[key] = {path.name: path.read_bytes() for path in after}
 
     return run
 
 
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if commands_of(text, slow=False)])
 def test_commands_of_a_page_run(shell, page):
+    """Comparisons, which take longest and all do the same, are parsed here and run on request."""
     for command in commands_of(PAGES[page], slow=False):
-        shell(command)
+        if command.startswith(COMPARE):
+            hexi: Any = get_command(app)
+            hexi.commands["compare"].make_context("compare", shlex.split(command)[2:])
+        else:
+            shell(command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "$ " + COMPARE in text])
+def test_comparisons_of_a_page_run(shell, page):
+    for command in commands_of(PAGES[page], slow=False):
+        if command.startswith(COMPARE):
+            shell(command)
 
 
 @pytest.mark.slow

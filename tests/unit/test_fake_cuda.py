@@ -95,7 +95,7 @@ block_cases = given(
 
 
 @block_cases
-@examples(30)
+@examples(15)
 def test_kernels_are_given_what_they_ask_for_and_give_what_is_asked(block, machine, name):
     check_block(block, machine, name)
 
@@ -133,7 +133,7 @@ def layer_cases(most_ranks):
 
 
 @layer_cases(most_ranks=4)
-@examples(6)
+@examples(3)
 def test_passes_of_any_plan_ask_kernels_for_what_they_take_and_never_wait(
     layer, machine, batch, dtype, has_sinks, name
 ):

@@ -163,7 +163,7 @@ def written_out(target, terms, base, sinks):
 
 @each_way
 @seeds
-@examples(12 if ON_GPU else 50)  # each is compiled
+@examples(12 if ON_GPU else 20 if INTERPRETED else 50)  # each is compiled
 def test_a_sum_is_that_of_its_terms(ways, seed):
     target, terms, base, sinks = sum_case(seed)
     expected, log_sum_exp = written_out(target, terms, base, sinks)
@@ -179,7 +179,7 @@ def test_a_sum_is_that_of_its_terms(ways, seed):
 
 @each_way
 @seeds
-@examples(12 if ON_GPU else 30)
+@examples(12 if ON_GPU or INTERPRETED else 30)
 def test_rows_are_copied(ways, seed):
     random = Random(seed)
     dtype, shape = (
@@ -196,7 +196,7 @@ def test_rows_are_copied(ways, seed):
 
 @each_way
 @seeds
-@examples(12 if ON_GPU else 30)
+@examples(12 if ON_GPU or INTERPRETED else 30)
 def test_heads_are_packed_and_unpacked(ways, seed):
     """Between members of a group that hold any heads each, some of them several."""
     random = Random(seed)

@@ -391,7 +391,7 @@ BANDWIDTHS = st.sampled_from([0.1, 1, 10, 1000])
 
 
 @given(st.integers(0, 2**20), st.sampled_from([1, None]))
-@examples(12)
+@examples(6)
 def test_the_best_is_what_timing_everything_finds(seed, data_parallel):
     text, known, job = random_case(seed, (2, 4, 4, 6, 8))
     fleet = find_units(job, known)
@@ -409,7 +409,7 @@ def test_the_best_is_what_timing_everything_finds(seed, data_parallel):
 
 
 @given(NODES, JOBS, BANDWIDTHS, st.floats(0.3, 1.5))
-@examples(15)
+@examples(8)
 def test_with_a_limit_nothing_faster_is_lost(nodes, changes, bandwidth, share):
     known = cluster(nodes, bandwidth=bandwidth)
     request = Request(tiny_job(**changes), frozenset({"tensor_parallel", "micro_batch_size"}))
@@ -435,7 +435,7 @@ def with_attention(random, model, attention):
 
 
 @given(st.integers(0, 2**20), st.sampled_from(["plain", "windows", "kinds", "latent"]))
-@examples(160)
+@examples(80)
 def test_the_lower_bound_is_below_any_layout_s_time(seed, attention):
     text, known, job = random_parallel_case(seed)
     random = Random(seed)

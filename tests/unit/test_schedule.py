@@ -88,7 +88,7 @@ def test_only_the_first_step_comes_in_parts_and_each_has_whole_kv_heads(plan):
 
 
 @given(plans(most_ranks=6))
-@examples(30)
+@examples(15)
 def test_every_query_head_meets_every_visible_key_of_its_kv_head_once(plan):
     """Follow what arrives where: own block and blocks of all ranks together are the attention of a layer."""
     workload, ratio = plan.workload, plan.workload.queries_per_kv
