@@ -89,6 +89,24 @@ class KindLayers(NamedTuple):
     layers: Counts
     again: Counts
 
+    def kept(self, plain: Floats, repeated: Floats) -> Floats:
+        """Bytes that the layers keep of a micro-batch.
+
+        Args:
+            plain: of a layer that is not computed again.
+            repeated: of one that is.
+        """
+        return self.again * repeated + (self.layers - self.again) * plain
+
+    def seconds(self, once: Floats | float, repeated: Floats | float) -> Floats | float:
+        """Seconds of the layers' passes.
+
+        Args:
+            once: a layer's forward and backward pass.
+            repeated: what its recomputation takes.
+        """
+        return self.layers * once + self.again * repeated
+
 
 @dataclass(frozen=True, eq=False)
 class ModelPart:
@@ -195,6 +213,22 @@ def part_params(job: Job, part: ModelPart, experts: Floats | float = 0) -> Count
         + has_output * model.vocab_params(tp)
     )
     return params
+
+
+def owned_params(job: Job, params: Counts, owners: float) -> Floats | float:
+    """Weights whose optimizer state a GPU keeps, of those that it holds.
+
+    Args:
+        job: the job.
+        params: weights on the GPU.
+        owners: GPUs that hold the same, which share the distributed optimizer's state equally.
+    """
+    return params / owners if job.distributed_optimizer else params
+
+
+def allocated_bytes[N: (float, Floats)](tensors: N) -> N:
+    """Bytes that the caching allocator takes for tensors that come and go."""
+    return (1 + FRAGMENTATION) * tensors
 
 
 def stage_params(job: Job, stage: int) -> int:
@@ -311,9 +345,8 @@ def part_memory(
             whole = layer.outside + layer.inside
             needed = needed + np.where(np.equal(count.again, count.layers), whole, 0.0)
         working = np.maximum(working, np.where(np.equal(count.layers, 0), 0.0, needed))
-        rest = count.layers - count.again
-        activations = activations + at_once * (count.again * layer.outside_again + rest * layer.outside)
-        attention = attention + at_once * (count.again * layer.inside_again + rest * layer.inside)
+        activations = activations + at_once * count.kept(layer.outside, layer.outside_again)
+        attention = attention + at_once * count.kept(layer.inside, layer.inside_again)
     if np.any(part.ministages):
         waiting = part.entered(held.micro_batches)
         waiting = np.where(part.rows_on_host, np.minimum(waiting, ROWS_ON_DEVICE), waiting)
@@ -392,7 +425,7 @@ def token_bytes(
     # Where experts and tokens are in proportion, as many rows come to a rank as leave it.
     routed = 0.0 if experts is None else experts.active * job.micro_batch_size * tokens / job.tensor_parallel
     held = Holdings(tokens, attended, heads, keys, np.full(3, micro_batches), flights, routed_rows=routed)
-    owned = part_params(job, part) / (shards if job.distributed_optimizer else 1)
+    owned = owned_params(job, part_params(job, part), shards)
     alone, *more = np.sum(list(part_memory(job, part, held, window, owned).values()), axis=0).tolist()
     return alone, (more[0] - alone) / _MANY, (more[1] - alone) / _MANY
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -15,11 +15,40 @@ from megatron_hexi.cost.experts import ExpertsOnRanks
 from megatron_hexi.cost.held_weights import HeldWeights
 from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.memory import GRADIENT_BYTES, ModelPart, Present, part_params
+from megatron_hexi.cost.memory import GRADIENT_BYTES, ModelPart, Present, owned_params, part_params
 from megatron_hexi.cost.ministage_pipeline import Passing
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh import Bucket, Mesh, Residence, bucket_residence, ministage_passes
+
+#: The pass of a layer behind which a collective travels; ``None``: nothing hides it.
+HidesBehind = Literal["forward", "backward"] | None
+
+
+class WeightCollective(NamedTuple):
+    """A collective of all gradients, or of all weights, over the ranks that hold the same, once an iteration.
+
+    Args:
+        element_bytes: bytes of a weight's part in it.
+        hides_behind: the pass behind which it travels.
+    """
+
+    element_bytes: int
+    hides_behind: HidesBehind
+
+
+def weight_collectives(
+    job: Job, *, has_ministages: bool = False
+) -> tuple[WeightCollective, WeightCollective]:
+    """The reduce-scatter of gradients, and the all-gather of weights after the optimizer's step.
+
+    With `overlap_gradients` both are hidden, weights not where ministages need them one after the other.
+    """
+    hidden = job.overlap_gradients
+    return (
+        WeightCollective(GRADIENT_BYTES[job.precision], "backward" if hidden else None),
+        WeightCollective(job.element_bytes, "forward" if hidden and not has_ministages else None),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +57,11 @@ class Turn:
 
     Args:
         seconds: of each section's domains, [sections][domains]: of all sets of holders that its ranks are in.
-        hides_behind: the pass of a layer behind which it travels; ``None``: nothing hides it.
+        hides_behind: the pass of a layer behind which it travels.
     """
 
     seconds: list[Floats]
-    hides_behind: Literal["forward", "backward"] | None
+    hides_behind: HidesBehind
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +91,7 @@ def repeated_reductions(
     """Collectives of alike pipeline stages, each over all ranks of a stage, as Megatron's are.
 
     With the distributed optimizer gradients are reduce-scattered and weights all-gathered, without it
-    gradients are all-reduced (twice their bytes). With `overlap_gradients` both are hidden.
+    gradients are all-reduced (twice their bytes).
 
     Args:
         job: the job.
@@ -77,12 +106,12 @@ def repeated_reductions(
     ]
     owned: list[Floats | float] = []
     for (part, gpus, _), placed in zip(held, experts, strict=True):
-        owners = (shards or len(gpus)) if job.distributed_optimizer else 1
-        owned.append(part_params(job, part) / owners)
+        owners = shards or len(gpus)
+        owned.append(owned_params(job, part_params(job, part), owners))
         if placed is not None:
-            copies = len(np.unique(placed.domain)) * owners / len(gpus) if job.distributed_optimizer else 1
+            copies = len(np.unique(placed.domain)) * owners / len(gpus)
             routed = part_params(job, part, placed.whole) - part_params(job, part)
-            owned[-1] = owned[-1] + routed / max(copies, 1)
+            owned[-1] = owned[-1] + owned_params(job, routed, max(copies, 1))
     return Reductions(repeated_turns(job, held, rings), owned, [None] * len(owned))
 
 
@@ -95,20 +124,16 @@ def repeated_turns(job: Job, stages: Iterable[tuple[ModelPart, Ints, int]], ring
             for each stage.
         rings: of the cluster.
     """
-    gradients, weights = list[Floats](), list[Floats]()
+    turns = tuple(Turn([], one.hides_behind) for one in weight_collectives(job))
     for part, gpus, domains in stages:
-        params, once = part_params(job, part), np.ones(domains)
-        sizes = float(params * GRADIENT_BYTES[job.precision]), float(params * job.element_bytes)
-        seconds = [rings.seconds(gpus, size, job.tensor_parallel) for size in sizes]
-        gradients.append(once * seconds[0])
-        weights.append(once * seconds[1])
-    hidden = job.overlap_gradients
-    if not job.distributed_optimizer:
-        return (Turn([2 * one for one in gradients], "backward" if hidden else None),)
-    return (
-        Turn(gradients, "backward" if hidden else None),
-        Turn(weights, "forward" if hidden else None),
-    )
+        params = part_params(job, part)
+        for turn, one in zip(turns, weight_collectives(job), strict=True):
+            seconds = rings.seconds(gpus, float(params * one.element_bytes), job.tensor_parallel)
+            turn.seconds.append(np.full(domains, seconds))
+    if job.distributed_optimizer:
+        return turns
+    gradients, _ = turns
+    return (Turn([2 * seconds for seconds in gradients.seconds], gradients.hides_behind),)
 
 
 def uneven_reductions(
@@ -135,16 +160,14 @@ def uneven_reductions(
     for section in sections:
         gpu[section.ranks] = section.placement.gpus
         lead[section.ranks] = section.placement.gpus[:, :1]
-    busy = np.zeros((2, len(mesh.units)))
+    collectives = weight_collectives(job, has_ministages=plan.has_ministages)
+    busy = np.zeros((len(collectives), len(mesh.units)))
     placing, travel = _Placing(job, mesh), _Travel(job, mesh)
     for bucket, least in weights.buckets():
         holders = np.array(bucket.holders)
         params = weights.size(bucket)
         gpus, width = _ring(mesh, holders, weights.width, lead, gpu)
-        seconds = [
-            rings.seconds(gpus, params * size, width, least)
-            for size in (GRADIENT_BYTES[job.precision], job.element_bytes)
-        ]
+        seconds = [rings.seconds(gpus, params * one.element_bytes, width, least) for one in collectives]
         for rank, whole, own in weights.of(bucket):
             owned[rank] += own
             kept = placing.add(bucket, rank, whole, own)
@@ -152,13 +175,13 @@ def uneven_reductions(
         if kept.whole:  # for all of its holders, or for none (`mesh.keeping`)
             busy[:, holders] = (busy[:, holders].max(axis=1) + seconds)[:, None]
     found = placing.at_peak()
-    turns = [
-        [_by_domain(section, times[section.ranks].max(axis=1)) for section in sections] for times in busy
-    ]
     return Reductions(
-        turns=(
-            Turn(turns[0], "backward" if job.overlap_gradients else None),
-            Turn(turns[1], "forward" if job.overlap_gradients and not plan.has_ministages else None),
+        turns=tuple(
+            Turn(
+                [_by_domain(section, times[section.ranks].max(axis=1)) for section in sections],
+                one.hides_behind,
+            )
+            for times, one in zip(busy, collectives, strict=True)
         ),
         owned=[owned[section.ranks].max(axis=1) for section in sections],
         present=[

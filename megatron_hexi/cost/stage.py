@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
@@ -176,6 +177,12 @@ def exposed_seconds(seconds: Floats | float, layers: int, cover: Floats | float 
     return seconds if cover is None else np.maximum(seconds / layers, seconds - layers * cover)
 
 
+def free_network(way: Literal["forward", "backward"], units: Bools, layer: Layer) -> float:
+    """Seconds of a layer's pass on some units in which gradients or weights may travel."""
+    one: Pass = getattr(layer, way)
+    return max(0.0, float(one.finish[units].max()) - one.wire)
+
+
 def exposed_synchronisation(
     sections: Sequence[Section], costs: Sequence[StageCost], reductions: Reductions
 ) -> list[float]:
@@ -188,16 +195,10 @@ def exposed_synchronisation(
             for one in reductions.turns:
                 cover = None
                 if one.hides_behind is not None:
-                    cover = cost.mean(partial(_free_network, one.hides_behind, units), domain)
+                    cover = cost.mean(partial(free_network, one.hides_behind, units), domain)
                 wait += float(exposed_seconds(one.seconds[number][domain], layers[domain], cover))
             waits[replica] = max(waits[replica], wait)
     return [float(wait) for wait in waits]
-
-
-def _free_network(way: str, units: Bools, layer: Layer) -> float:
-    """Seconds of a layer's pass on some units in which the network is free."""
-    one: Pass = getattr(layer, way)
-    return max(0.0, float(one.finish[units].max()) - one.wire)
 
 
 def optimizer_times(section: Section, params: Counts, owned: Floats | float) -> Floats:

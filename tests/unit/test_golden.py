@@ -1,6 +1,6 @@
 """A part of the golden values; `python -m tests.golden` compares all of them."""
 
-from tests.golden import plans, timings, values
+from tests.golden import planner, plans, timings, values
 
 
 def check(part, cases, value, relative):
@@ -20,6 +20,11 @@ def test_ranks_derive_the_same_from_plans():
 def test_iterations_take_as_long():
     quick = ((name, case) for name, case in timings.cases(10) if not name.startswith("fleet-96"))
     check("timings", quick, timings.values, 1e-12)
+
+
+def test_the_planner_finds_the_same_plan():
+    quick = ((name, asked) for name, asked in planner.cases() if name == "c llama3-8b 8K 8")
+    check("planner", quick, lambda asked: planner.values(*asked), 1e-12)
 
 
 def test_a_value_that_differs_is_named():

@@ -16,6 +16,7 @@ from megatron_hexi.plan import (
     Plan,
     Replica,
     Stage,
+    proportional_plan,
 )
 from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES
@@ -178,6 +179,19 @@ def test_replicas_with_other_layers_wait_for_each_other_as_in_the_cost_model():
     seconds, alone, more = waiting((2, 2), (1, 3))
     assert more > alone / 10
     assert seconds == pytest.approx(alone + more, rel=0.05)
+
+
+def test_gradients_hide_where_messages_leave_the_network_free_as_in_the_cost_model():
+    model = dataclasses.replace(DEEP, vocab_size=128, tied_embeddings=False)
+    job = tiny_job(model=model, overlap_gradients=True)
+    known = cluster([(name, "PLAIN", 1) for name in "ab"], 0.1)
+    one = dataclasses.replace(job, global_batch_size=1, recompute="selective")
+    timer, shape = LayerTimer(one, known, [1], IN_WHOLE_STAGES), StageShape((2,), 1)
+    plans = [proportional_plan(job.workload(), [groups]) for groups in ([[1, 1]], [[1], [1]])]
+    timings = [CostModel(job, known).timing(plan) for plan in plans]
+    phases = min(timings, key=lambda timing: timing.stages[0].layer.backward.finish.max()).phases
+    sync = Synchronisation(timer).seconds([PipeStage(shape, model.layers, "none", 1.0)], 1)
+    assert sync == pytest.approx(phases.gradients + phases.optimizer, rel=1e-6)
 
 
 def one_unit(job, rank):

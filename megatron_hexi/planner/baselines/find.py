@@ -17,6 +17,7 @@ from megatron_hexi.cost.memory import (
     GIB,
     RESERVE_BYTES,
     ModelPart,
+    owned_params,
     part_params,
     static_memory,
 )
@@ -238,7 +239,7 @@ def _least_bytes(fleet: Fleet) -> float:
     """Bytes that a GPU of the smallest stage needs before activations, with the state fully sharded."""
     job = fleet.job
     params = float(np.min(part_params(job, ModelPart.of_job(job, np.arange(job.pipeline_parallel)))))
-    owned = params / (len(fleet.units) if job.distributed_optimizer else 1)
+    owned = owned_params(job, params, len(fleet.units))
     return float(
         sum(static_memory(job, ModelPart.of_job(job, 0), params, params, owned).values()) + RESERVE_BYTES
     )

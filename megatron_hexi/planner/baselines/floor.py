@@ -40,7 +40,15 @@ from megatron_hexi.cost.compute import (
 )
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer_bytes import Flights
-from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_memory, part_params
+from megatron_hexi.cost.memory import (
+    GIB,
+    Holdings,
+    KindLayers,
+    ModelPart,
+    owned_params,
+    part_memory,
+    part_params,
+)
 from megatron_hexi.cost.reductions import repeated_turns
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.stage import exposed_seconds
@@ -131,8 +139,7 @@ class Floor:
         held = [(ModelPart.of_job(job, stage), self._gpus[stage, order], 1) for stage in stages.tolist()]
         self._turns = repeated_turns(job, held, rings)
         params = np.asarray(part_params(job, ModelPart.of_job(job, stages)), dtype=float)
-        self._shards = len(fleet.units) if job.distributed_optimizer else 1
-        owned = params / self._shards
+        owned = np.asarray(owned_params(job, params, len(fleet.units)))
         steps = np.array([optimizer_seconds(device, job, params, owned) for device in self._speeds])
         #: Seconds of all work at the best rates, and of the optimizer.
         self._work = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
@@ -162,7 +169,7 @@ class Floor:
             flights=Flights(nothing, nothing),
         )
         part = ModelPart.of_job(self._job, np.arange(self._job.pipeline_parallel)[:, None])
-        owned = part_params(self._job, part) / self._shards
+        owned = owned_params(self._job, part_params(self._job, part), len(self._fleet.units))
         needed = sum(part_memory(self._job, part, held, 1, owned).values())
         fits = (needed <= self._usable[self._device[:, arrays.units]]).all(axis=0)
         return np.logical_and.reduceat(fits, arrays.first[arrays.begin[arrays.starts]])
@@ -186,9 +193,9 @@ class Floor:
             again = passes
             if job.mode == "selective":
                 again = np.maximum.reduceat(attention, arrays.begin, axis=1)
-            count, repeated = np.reshape(held.layers, (-1, 1)), np.reshape(held.again, (-1, 1))
-            stages = stages + count * passes.sum(axis=2) + repeated * again[..., 0]
-            mean = mean + count[..., None] / job.stage_layers * passes
+            count = KindLayers(*(np.reshape(layers, (-1, 1)) for layers in held))
+            stages = stages + count.seconds(passes.sum(axis=2), again[..., 0])
+            mean = mean + np.reshape(count.layers, (-1, 1, 1)) / job.stage_layers * passes
         logits = np.array([sum(logits_times(speeds, job, rows)) for speeds in self._speeds])
         logits = logits[device[-1], slots] + sums[-1]
         stages[-1] += np.maximum.reduceat(logits, arrays.first[arrays.begin])

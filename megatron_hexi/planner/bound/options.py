@@ -28,11 +28,11 @@ from megatron_hexi.cost.collectives import tensor_parallel_seconds
 from megatron_hexi.cost.compute import device_speeds, logits_times, optimizer_seconds, rates, token_times
 from megatron_hexi.cost.layer_bytes import Flights, logit_bytes, logits_bytes
 from megatron_hexi.cost.memory import (
-    FRAGMENTATION,
     GIB,
     RESERVE_BYTES,
     Holdings,
     ModelPart,
+    allocated_bytes,
     part_memory,
     part_params,
 )
@@ -151,7 +151,7 @@ class UnitOptions:
             np.maximum(layers * turn / np.maximum(places.most_parts, 1), one_layer),
             layers * np.minimum(1, (2 - places.last) * turn),
         )
-        scale = job.seq_length * job.tensor_parallel * (1 + FRAGMENTATION)
+        scale = allocated_bytes(float(job.seq_length * job.tensor_parallel))
         #: Bytes of x in each mode, and of as much of tokens attended to with all heads, [P, modes].
         self.held_bytes, self.attended_bytes = np.zeros((2, len(turn), MODES))
         # What an output takes, which a unit alone in its group has among its tokens' inputs.

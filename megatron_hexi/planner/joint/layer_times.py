@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -20,8 +20,10 @@ from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.experts import section_holdings
 from megatron_hexi.cost.layer import Layer
 from megatron_hexi.cost.layer_bytes import border_bytes
-from megatron_hexi.cost.memory import FRAGMENTATION, ModelPart, part_memory
+from megatron_hexi.cost.memory import ModelPart, allocated_bytes, part_memory
 from megatron_hexi.cost.memory_terms import sum_terms
+from megatron_hexi.cost.reductions import HidesBehind
+from megatron_hexi.cost.stage import free_network
 from megatron_hexi.planner.expert_placement import ExpertRule
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units
@@ -50,6 +52,8 @@ class LayerTimes:
     Args:
         forward: seconds.
         backward: seconds.
+        free_forward: of the forward pass, seconds in which the network is free.
+        free_backward: of the backward pass.
         again: seconds of core attention, forward once more.
         logits: seconds of the loss, both ways.
         units: of each pool.
@@ -64,6 +68,8 @@ class LayerTimes:
 
     forward: float
     backward: float
+    free_forward: float
+    free_backward: float
     again: float
     logits: float
     units: Floats
@@ -77,14 +83,17 @@ class LayerTimes:
 
     def slower(self, factor: float) -> LayerTimes:
         """Return this layer with longer times."""
-        return replace(
-            self, forward=self.forward * factor, backward=self.backward * factor, again=self.again * factor
-        )
+        times = ("forward", "backward", "free_forward", "free_backward", "again")
+        return replace(self, **{name: getattr(self, name) * factor for name in times})
 
     @property
     def seconds(self) -> float:
         """Seconds of forward and backward, without recomputation."""
         return self.forward + self.backward
+
+    def cover(self, way: HidesBehind) -> float | None:
+        """Seconds of a layer in which gradients or weights may travel unseen; ``None``: none."""
+        return None if way is None else {"forward": self.free_forward, "backward": self.free_backward}[way]
 
     @property
     def added(self) -> tuple[float, ...]:
@@ -235,18 +244,20 @@ class LayerTimer:
             np.maximum.at(largest, pool, values)
             return largest
 
-        whole = 1 + FRAGMENTATION
+        everything = np.ones(len(pool), dtype=bool)
         return LayerTimes(
             forward=stage.mean(lambda layer: float(layer.forward.finish.max())),
             backward=stage.mean(lambda layer: float(layer.backward.finish.max())),
+            free_forward=stage.mean(partial(free_network, "forward", everything)),
+            free_backward=stage.mean(partial(free_network, "backward", everything)),
             again=stage.mean(_attention_again),
             logits=float((stage.logits + stage.logits_sum).max()),
             units=np.bincount(pool).astype(float),
             tokens=most(section.arrays.tokens.astype(float)),
-            kept=np.array([most(whole * sum_terms(terms, "kept")) for terms in memory]),
-            working=np.array([most(whole * sum_terms(terms, "layer")) for terms in memory]),
-            logits_bytes=most(whole * sum_terms(memory[0], "loss")),
-            border_bytes=most(whole * border_bytes(section.job, held.tokens)),
+            kept=np.array([most(allocated_bytes(sum_terms(terms, "kept"))) for terms in memory]),
+            working=np.array([most(allocated_bytes(sum_terms(terms, "layer"))) for terms in memory]),
+            logits_bytes=most(allocated_bytes(sum_terms(memory[0], "loss"))),
+            border_bytes=most(allocated_bytes(border_bytes(section.job, held.tokens))),
             experts=most(held.experts + np.zeros(len(pool))),
             expert_copies=1 if placed is None else len(np.unique(placed.domain)),
         )
@@ -273,6 +284,9 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
     return LayerTimes(
         forward=together([layer.forward for layer in layers]),
         backward=together([layer.backward for layer in layers]),
+        # The pool whose messages take longest of its own time: each has its share of the tokens.
+        free_forward=float(min(share * [layer.free_forward for layer in layers])),
+        free_backward=float(min(share * [layer.free_backward for layer in layers])),
         again=together([layer.again for layer in layers]),
         logits=together([layer.logits for layer in layers]),
         units=np.concatenate([layer.units for layer in layers]),

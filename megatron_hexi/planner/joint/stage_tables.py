@@ -23,7 +23,9 @@ from megatron_hexi.cost.job import layers_again, recompute_mode
 from megatron_hexi.cost.memory import (
     GIB,
     RESERVE_BYTES,
+    KindLayers,
     ModelPart,
+    owned_params,
     part_params,
     static_memory,
 )
@@ -100,8 +102,8 @@ class StageTables:
         job = self.timer.job(shape.width)
         part = ModelPart(layers=count, again=count, is_first=is_first, is_last=is_last, ahead=1)
         params = np.asarray(part_params(job, part), dtype=float)
-        owners = shape.units * shards if job.distributed_optimizer else 1
-        static = sum(static_memory(job, part, params, params, params / owners).values())
+        owned = owned_params(job, params, shape.units * shards)
+        static = sum(static_memory(job, part, params, params, owned).values())
         # Bytes left for activations.
         ends = is_last * layer.logits_bytes + part.borders * layer.border_bytes
         usable = GIB * np.array([self.pools.pools[kind].device.usable_gib for kind in shape.kinds])
@@ -109,16 +111,17 @@ class StageTables:
         if job.model.experts is not None:
             routed = part_params(job, part, layer.experts[:, None, None]) - params
             # The state of an expert is shared by those that hold it.
-            owned = routed / (layer.expert_copies * shards if job.distributed_optimizer else 1)
+            owned = owned_params(job, routed, layer.expert_copies * shards)
             nothing = replace(part, layers=0)  # copies in fp8 are counted above
             room = room - sum(static_memory(job, nothing, routed, routed, owned).values())
-        base = layer.seconds * count + is_last * layer.logits
         best = np.full((len(under_way), len(count)), np.inf)
         modes = np.zeros(best.shape, dtype=np.int64)
         for mode, again in self._choices(layer, room, count, under_way):
-            kept = (count - again) * layer.kept[0][:, None, None] + again * layer.kept[mode][:, None, None]
+            held = KindLayers(count, again)
+            kept = held.kept(layer.kept[0][:, None, None], layer.kept[mode][:, None, None])
             taken = under_way * kept + layer.working[mode][:, None, None]
-            seconds = (base + again * layer.added[mode]) * _stretch(layer, room, taken)
+            seconds = held.seconds(layer.seconds, layer.added[mode]) + is_last * layer.logits
+            seconds = seconds * _stretch(layer, room, taken)
             partly = np.where((again < count) & (again > 0), len(RECOMPUTES) + again, mode)
             better = seconds < best
             best, modes = np.where(better, seconds, best), np.where(better, partly, modes)

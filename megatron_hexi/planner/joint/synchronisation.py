@@ -10,11 +10,12 @@ from functools import cache
 import numpy as np
 
 from megatron_hexi.cost.compute import device_speeds, optimizer_seconds
-from megatron_hexi.cost.memory import GRADIENT_BYTES, ModelPart, part_params
+from megatron_hexi.cost.memory import ModelPart, owned_params, part_params
 from megatron_hexi.cost.network import LinkTable
+from megatron_hexi.cost.reductions import weight_collectives
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.stage import exposed_seconds
-from megatron_hexi.planner.joint.layer_times import LayerTimer
+from megatron_hexi.planner.joint.layer_times import LayerTimer, LayerTimes
 from megatron_hexi.planner.joint.pipes import PipeStage
 from megatron_hexi.planner.joint.pools import StageShape
 
@@ -29,6 +30,8 @@ class Synchronisation:
     def __init__(self, timer: LayerTimer) -> None:
         self._timer, self._pools = timer, timer.pools
         self._rings = Rings(LinkTable(timer.cluster))
+        #: Precision and overlap are those of the job, whatever the tensor-parallel size.
+        self._collectives = weight_collectives(timer.job(timer.widths[0]))
         self._stage = cache(self._stage_seconds)
         self._of_layer = cache(self._layer_seconds)
 
@@ -61,30 +64,31 @@ class Synchronisation:
         borders = [[0, *itertools.accumulate(stage.layers for stage in stages)] for stages in replicas]
         common = sorted(set.intersection(*map(set, borders)))
         waiting = 0.0
-        for way in range(2):  # gradients, weights
-            each = [[self._of_layer(stage.shape, shards)[way] for stage in stages] for stages in replicas]
-            layers = [
-                np.repeat([seconds for seconds, _ in own], np.diff(ends))
-                for own, ends in zip(each, borders, strict=True)
-            ]
+        for number, collective in enumerate(self._collectives):
+            each = [[self._of_layer(stage.shape, shards)[number] for stage in stages] for stages in replicas]
+            layers = [np.repeat(own, np.diff(ends)) for own, ends in zip(each, borders, strict=True)]
             together = np.add.reduceat(np.max(layers, axis=0), common[:-1])
-            shown = [
-                (together[bisect.bisect_right(common, first) - 1] - hidden, (last - first) * seconds - hidden)
-                for own, ends in zip(each, borders, strict=True)
-                for (seconds, cover), (first, last) in zip(own, itertools.pairwise(ends), strict=True)
-                for hidden in [(last - first) * cover]
-            ]
-            unlike, alike = np.maximum(0, np.max(shown, axis=0)).tolist()
+            shown = []
+            for own, stages, ends in zip(each, replicas, borders, strict=True):
+                for seconds, stage, first in zip(own, stages, ends[:-1], strict=True):
+                    both = [together[bisect.bisect_right(common, first) - 1], stage.layers * seconds]
+                    cover = self._layer(stage.shape).cover(collective.hides_behind)
+                    shown.append(exposed_seconds(np.array(both), stage.layers, cover))
+            unlike, alike = np.max(shown, axis=0).tolist()
             waiting += unlike - alike
         return waiting
 
-    def _layer_seconds(self, shape: StageShape, shards: int) -> list[tuple[float, float]]:
-        """Seconds of one layer's gradients and weights, each with the pass that may hide them."""
+    def _layer_seconds(self, shape: StageShape, shards: int) -> list[float]:
+        """Seconds of each collective of one layer."""
         mean_layer = ModelPart(1, 0, is_first=False, is_last=False, ahead=1)
         params = float(part_params(self._timer.job(shape.width), mean_layer))
-        return [
-            (self._ring(shape, shards, float(params * size)), cover) for size, cover in self._turns(shape)
-        ]
+        return [self._ring(shape, shards, params * one.element_bytes) for one in self._collectives]
+
+    def _layer(self, shape: StageShape) -> LayerTimes:
+        """The layer of a stage of a pipeline that was found."""
+        layer = self._timer.layer(shape, False)
+        assert layer is not None, "the stage is part of a pipeline that was found"
+        return layer
 
     def _stage_seconds(
         self,
@@ -106,24 +110,18 @@ class Synchronisation:
             end: of the first and last stage the other end of the pipeline, which holds tied embeddings too.
         """
         job, part = self._timer.job(shape.width), ModelPart(layers, 0, is_first, is_last, 1)
-        params, owners = int(part_params(job, part)), shape.units * shards
+        params = int(part_params(job, part))
         shared = job.model.vocab_params(shape.width) if end and job.model.tied_embeddings else 0
-        owned = params / owners if job.distributed_optimizer else params
+        owned = float(owned_params(job, params, shape.units * shards))
         speeds = (device_speeds(self._pools.pools[kind].device, job) for kind in shape.kinds)
         shown = max(optimizer_seconds(each, job, params, owned) for each in speeds)
-        for size, cover in self._turns(shape):
-            seconds = self._ring(shape, shards, float((params - shared) * size))
+        layer = self._layer(shape)
+        for one in self._collectives:
+            seconds = self._ring(shape, shards, float((params - shared) * one.element_bytes))
             if end and shared:
-                seconds += self._ring_of_ends(shape, end, shards, float(shared * size))
-            shown += float(exposed_seconds(seconds, layers, cover or None))
+                seconds += self._ring_of_ends(shape, end, shards, float(shared * one.element_bytes))
+            shown += float(exposed_seconds(seconds, layers, layer.cover(one.hides_behind)))
         return shown
-
-    def _turns(self, shape: StageShape) -> list[tuple[int, float]]:
-        """Bytes of a gradient and of a weight, each with the seconds of the pass that may hide it."""
-        layer, job = self._timer.layer(shape, False), self._timer.job(shape.width)
-        assert layer is not None, "the stage is part of a pipeline that was found"
-        backward, forward = (layer.backward, layer.forward) if job.overlap_gradients else (0.0, 0.0)
-        return [(GRADIENT_BYTES[job.precision], backward), (job.element_bytes, forward)]
 
     def _ring(self, shape: StageShape, shards: int, size: float) -> float:
         """Seconds of one ring pass over a stage's units in all replicas, which are on other nodes."""

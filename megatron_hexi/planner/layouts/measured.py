@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.memory import FRAGMENTATION
+from megatron_hexi.cost.memory import allocated_bytes
 from megatron_hexi.cost.memory_terms import sum_terms
 from megatron_hexi.planner.layouts.layout import units_by_rank
 from megatron_hexi.planner.layouts.trial import Trial
@@ -63,8 +63,8 @@ class UnitTimes:
             # A layer grows with heads, the loss with tokens; the larger of the two is there.
             loss, layer = sum_terms(terms, "loss"), sum_terms(terms, "layer")
             held, inside_kept = sum_terms(terms, "kept", "tokens"), sum_terms(terms, "kept", "heads")
-            by_tokens = (1 + FRAGMENTATION) * (held + np.where(loss > 0, loss + layer, 0.0))
-            by_heads = (1 + FRAGMENTATION) * (inside_kept + np.where(loss > 0, 0.0, layer))
+            by_tokens = allocated_bytes(held + np.where(loss > 0, loss + layer, 0.0))
+            by_heads = allocated_bytes(inside_kept + np.where(loss > 0, 0.0, layer))
             left = _FULL * timing.usable[number] - (timing.needed[number] - by_tokens - by_heads)
             inside, free = np.maximum(inside, by_heads), np.minimum(free, left)
             tokens = timing.arrays.tokens
