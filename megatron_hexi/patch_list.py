@@ -8,6 +8,7 @@ from megatron_hexi.megatron.arguments import argument_patches
 from megatron_hexi.megatron.batch import BATCH_PATCHES
 from megatron_hexi.megatron.checkpoints import CHECKPOINT_PATCHES
 from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
+from megatron_hexi.megatron.latent import LATENT_PATCHES
 from megatron_hexi.megatron.datasets import COMPILE_HELPERS, HELPERS_PATH
 from megatron_hexi.megatron.document_datasets import DOCUMENT_DATASET_PATCHES
 from megatron_hexi.megatron.documents_ahead import DOCUMENTS_AHEAD_PATCHES
@@ -57,6 +58,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *BATCH_PATCHES,
         *ROTARY_PATCHES,
         *ATTENTION_PATCHES,
+        *LATENT_PATCHES,
         *PIPELINE_PATCHES,
         *STAGES_PATCHES,
         *EXPERT_PATCHES,
