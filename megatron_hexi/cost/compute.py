@@ -192,7 +192,7 @@ def own_block_times(
     return Times(blocks.forward + edges.forward, blocks.backward + edges.backward)
 
 
-def expansion_times(speeds: Speeds, job: Job, keys: Floats) -> Times:
+def expansion_times(speeds: Speeds, job: Job, keys: Floats, merged: bool = False) -> Times:
     """Seconds to make one head's keys and values of latent columns that travelled, and of their gradients.
 
     forward:  2 B S C (N + V) / rate(B S) + bytes of columns put together, 2 (D + V)
@@ -202,12 +202,15 @@ def expansion_times(speeds: Speeds, job: Job, keys: Floats) -> Times:
         speeds: of the GPU.
         job: the job, in which latent columns travel.
         keys: tokens S.
+        merged: whether blocks' gradients are added up before, as those of a step of the exchange: bytes of an
+            element of B (D + V) S, zeroed 4, added 8 + e, cast 4 + e.
     """
     rows = job.micro_batch_size * keys
     product = 2 * rows * job.model.expansion_params / rates(speeds.matmul, rows)
     columns = job.model.head_dim + job.model.value_dim
     memory = 2 * columns * rows * job.element_bytes / speeds.memory
-    return Times(product + memory, 3 * product + 2 * memory)
+    added = (16 + 2 * job.element_bytes) * columns * rows / speeds.memory if merged else 0.0
+    return Times(product + memory, 3 * product + 2 * memory + added)
 
 
 def edge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:

@@ -273,7 +273,7 @@ def chunk_times(plan: PlanArrays, job: Job, stage: UnitGpus, chunk: Chunk) -> Fl
         received = chunk.received[:, groups].astype(float)
         gradients = keys_merge_times(speeds, job, received)
         if job.latent_exchange:
-            made = np.array(expansion_times(speeds, job, received))
+            made = np.array(expansion_times(speeds, job, received, merged=True))
             work[:, :, units] = made[:, :, column] * chunk.heads[:, units]
         work[:, :, units] += blocks.sum(axis=3)[:, :, column] * chunk.heads[:, units]
         work[1][:, units] += gradients[:, column] * chunk.kv_heads[:, units]
