@@ -8,11 +8,11 @@ from megatron_hexi.megatron.arguments import argument_patches
 from megatron_hexi.megatron.batch import BATCH_PATCHES
 from megatron_hexi.megatron.checkpoints import CHECKPOINT_PATCHES
 from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
-from megatron_hexi.megatron.latent import LATENT_PATCHES
 from megatron_hexi.megatron.datasets import COMPILE_HELPERS, HELPERS_PATH
 from megatron_hexi.megatron.document_datasets import DOCUMENT_DATASET_PATCHES
 from megatron_hexi.megatron.documents_ahead import DOCUMENTS_AHEAD_PATCHES
 from megatron_hexi.megatron.groups import group_patches
+from megatron_hexi.megatron.latent import LATENT_PATCHES
 from megatron_hexi.megatron.loss_scale import LOSS_SCALE_PATCHES
 from megatron_hexi.megatron.metrics import METRICS_PATCHES
 from megatron_hexi.megatron.multi_token import MULTI_TOKEN_PATCHES

@@ -43,8 +43,8 @@ def check_job(plan: Plan, job: Job) -> Ints:
         if plan.workload.latent_exchange != columns:
             raise PlanError(
                 f"workload.latent_exchange: the plan is for {plan.workload.latent_exchange}, the job has "
-                f"{columns} (model {job.model.name}); give the job that the plan was made for, or make a plan "
-                "for this one"
+                f"{columns} (model {job.model.name}); give the job that the plan was made for, or make a "
+                "plan for this one"
             )
     replicas = len(plan.replicas)
     if replicas != job.data_parallel:

@@ -285,7 +285,8 @@ def message_bytes(job: Job, chunk: Chunk) -> Floats:
 
     Where latent columns travel, they are one KV head of C + R in place of D + V.
     """
-    return (job.micro_batch_size * job.exchanged_columns * job.element_bytes * chunk.kv * chunk.sent).astype(float)
+    columns = job.exchanged_columns
+    return (job.micro_batch_size * columns * job.element_bytes * chunk.kv * chunk.sent).astype(float)
 
 
 def _message_seconds(job: Job, stage: UnitGpus, links: LinkTable, chunk: Chunk) -> tuple[Floats, Floats]:

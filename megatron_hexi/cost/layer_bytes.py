@@ -76,7 +76,7 @@ def routed_working_bytes(job: Job) -> float:
 
 
 def token_qkv_bytes(job: Job) -> float:
-    """Bytes of one token's query, key and value on one GPU, or of its latent columns in place of the latter."""
+    """Bytes of one token's query, key and value on one GPU; latent columns that travel are one KV head."""
     model, tp = job.model, job.tensor_parallel
     keys = job.workload().local_kv_heads * job.exchanged_columns
     return job.element_bytes * (model.heads // tp * model.head_dim + keys)
@@ -118,8 +118,8 @@ def working_set_bytes(
     of a call at its edge are copied, G (h (D + 2 V) + k (D + V)) B e.
     Where keys and values differ in size: value, output, its gradient and that of the value as wide as the
     other, 2 G (h + k) max(D, V) B e.
-    Where latent columns travel, they are one KV head of C + R in place of D + V, and of the own tokens, or of a
-    step's if these are more: keys and values that are made of them, and their gradients as they come from
+    Where latent columns travel, they are one KV head of C + R in place of D + V, and of the own tokens, or of
+    a step's if these are more: keys and values that are made of them, and their gradients as they come from
     kernels and put together, 3 h (D + V) B e; the gradient of the matrix, H C (N + V) (4 + 2 e).
     Sequence parallelism brings the rows of all ranks of a unit together, and has the gradient of as many
     before it is cut: 2 T B hidden e.

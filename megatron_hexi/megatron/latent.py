@@ -1,10 +1,10 @@
 """Multi-latent attention whose latent columns travel between ranks, in place of keys and values.
 
-Megatron multiplies a token's latent columns with the matrix of `linear_kv_up_proj` where the token lies. Under
-a plan with `workload.latent_exchange` the layer hands the columns and the matrix to our core attention in
-place of key and value, which multiplies them where they are used. `linear_kv_up_proj` stays the owner of the
-matrix: it is still called, so that its hooks wait for weights that are gathered, and gives its input, brought
-together over tensor-parallel ranks as for its product.
+Megatron multiplies a token's latent columns with the matrix of `linear_kv_up_proj` where the token lies.
+Under a plan with `workload.latent_exchange` the layer hands the columns and the matrix to our core attention,
+in place of key and value, which multiplies them where they are used. `linear_kv_up_proj` stays the owner of
+the matrix: it is still called, so that its hooks wait for weights that are gathered, and gives its input,
+brought together over tensor-parallel ranks as for its product.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ LATENT_PATCHES = (
     Patch(
         target=f"{_LAYER}.__init__",
         only=">=0.19",  # before, latent columns do not travel
-        why="leaves the product that makes keys and values to our core attention, where latent columns travel",
+        why="where latent columns travel, leaves the product that makes keys and values to core attention",
         build=_with_columns,
     ),
     Patch(

@@ -188,8 +188,8 @@ def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, s
         )
     if "mla_up_proj" in (args.recompute_modules or ()):
         raise PlanError(
-            f"{path}: workload.latent_exchange: keys and values are made where they are used, in the backward "
-            "pass again; leave mla_up_proj out of --recompute-modules"
+            f"{path}: workload.latent_exchange: keys and values are made where they are used, and again "
+            "in the backward pass; leave mla_up_proj out of --recompute-modules"
         )
     if getattr(args, "delay_wgrad_compute", False):
         raise PlanError(

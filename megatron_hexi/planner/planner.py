@@ -154,7 +154,7 @@ def _search(
             break
         roomy = cluster.with_memory_margin(1 - memory)
         best = min(tried, key=order_of, default=None)
-        # What the search passes over may be all that fits. Megatron's flags know no latent columns that travel.
+        # What the search passes over may be all that fits. By Megatron's flags no latent columns travel.
         plain = replace(request, job=replace(request.job, latent_exchange=False))
         faster, timed = find_faster(plain, roomy, math.inf if best is None else best.iteration_s)
         trials += timed

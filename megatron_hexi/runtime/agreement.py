@@ -223,7 +223,7 @@ def _unlike_plan(workload: Workload, schedule: Schedule, tensors: Sequence[Tenso
     names = ("latent columns", "rotary columns") if workload.latent_exchange else ("key", "value")
     sizes = (
         ("query", workload.local_heads, workload.head_dim),
-        *((name, workload.local_kv_heads, size) for name, size in zip(names, workload.exchanged_sizes)),
+        *zip(names, [workload.local_kv_heads] * 2, workload.exchanged_sizes, strict=True),
     )
     for tensor, (name, heads, size) in zip(tensors, sizes, strict=True):
         expected = (schedule.tokens, batch, heads, size)

@@ -181,7 +181,7 @@ class AttentionLayer:
         return next(half for half, end in enumerate(ends) if span.queries[1] <= end)
 
     def expansion(self, recorder: Recorder, matrix: Value) -> Expansion | None:
-        """Return what makes the rank's keys and values of latent columns; ``None`` where these do not travel."""
+        """Return what makes keys and values of latent columns; ``None`` where these do not travel."""
         sizes, first = self.inputs.head_sizes, self.schedule.heads[self.schedule.position][0]
         return Expansion(recorder, matrix, sizes, first) if sizes else None
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import LatentColumns, Mask, build_schedule
 from megatron_hexi.runtime import latent
-from tests.support.plans import RANDOMS, RAGGED, SPARSE, TORN, examples, masks, plans, workloads
+from tests.support.plans import RAGGED, RANDOMS, SPARSE, TORN, examples, masks, plans, workloads
 from tests.support.reference import plain_attention, positions_of
 from tests.support.threads import run_ranks
 

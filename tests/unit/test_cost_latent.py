@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost import estimate
+from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.compute import (
     device_speeds,
     elementwise_elements,
@@ -30,7 +30,13 @@ from megatron_hexi.cost.layer_bytes import (
 from megatron_hexi.cost.layer_kinds import Latent
 from megatron_hexi.cost.library_bytes import workspace_bytes
 from megatron_hexi.errors import ClusterError
-from megatron_hexi.plan import LatentColumns, backward_traffic, build_schedule, forward_traffic, proportional_plan
+from megatron_hexi.plan import (
+    LatentColumns,
+    backward_traffic,
+    build_schedule,
+    forward_traffic,
+    proportional_plan,
+)
 from megatron_hexi.report.unit_summary import unit_summaries
 from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
 from tests.support.fleets import read_text
@@ -53,9 +59,7 @@ def one(value):
 def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch, travel):
     if travel:
         columns = LatentColumns(kv_rank=4, rotary_dim=1)
-        workload = dataclasses.replace(
-            plan.workload, kv_heads=plan.workload.heads, latent_exchange=columns
-        )
+        workload = dataclasses.replace(plan.workload, kv_heads=plan.workload.heads, latent_exchange=columns)
         plan = dataclasses.replace(plan, workload=workload)
     workload = plan.workload
     # Sizes of a head are all that messages ask of a model.
@@ -66,9 +70,7 @@ def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch, travel):
         head_dim=workload.head_dim,
         latent=Latent(kv_rank=4, rotary_dim=1, value_dim=workload.value_dim),
     )
-    job = tiny_job(
-        model=model, micro_batch_size=batch, global_batch_size=batch, latent_exchange=travel
-    )
+    job = tiny_job(model=model, micro_batch_size=batch, global_batch_size=batch, latent_exchange=travel)
     arrays = plan_arrays(plan)
     holder, taker = arrays.all_to_all_pairs
     sent = np.zeros((4, len(arrays.tokens)))
@@ -209,7 +211,9 @@ def test_a_token_s_own_work_loses_what_attention_gains():
     assert plain.forward - other.forward == pytest.approx(4 * gained.forward - columns)
     # Keys and values are made again in the backward pass.
     product = 4 * 2 * 1000 * 64 * (96 + 96) / 100e12
-    assert plain.backward - other.backward == pytest.approx(2 * product + 4 * 2 * 1000 * 224 * 2 / 900e9 - columns)
+    assert plain.backward - other.backward == pytest.approx(
+        2 * product + 4 * 2 * 1000 * 224 * 2 / 900e9 - columns
+    )
 
 
 def test_attention_keeps_columns_by_hand():
