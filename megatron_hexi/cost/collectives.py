@@ -37,13 +37,14 @@ def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
     backward in:   T_i h_j V B e                    its gradient
     backward out:  T_i (h_j D + k_j (D + V)) B e    three gradients
 
-    D is the size of a head's query and key, V that of its value.
+    D is the size of a head's query and key, V that of its value; where latent columns travel, they are one KV
+    head of C + R in place of D + V.
 
     In halves, query heads travel in two; keys and values with the first, their gradients with the last.
     """
     holder, taker = plan.all_to_all_pairs
     tokens = plan.tokens[holder].astype(float) * (job.micro_batch_size * job.element_bytes)
-    keys = tokens * (job.model.head_dim + job.model.value_dim) * plan.kv[taker]
+    keys = tokens * job.exchanged_columns * plan.kv[taker]
     halves = [plan.heads_first, plan.heads - plan.heads_first] if plan.in_halves else [plan.heads]
     queries = [tokens * job.model.head_dim * half[taker] for half in halves]
     outputs = [tokens * job.model.value_dim * half[taker] for half in halves]

@@ -109,13 +109,16 @@ def token_times(speeds: Speeds, job: Job, rows: Floats, reached: Floats | None =
 
     forward  = 2 rows N / rate(rows) + bytes / memory;  N: weights of the layer's matrices on this GPU
     backward = 4 rows N / rate(rows) + bytes / memory;  gradients of inputs and of weights
-    Matrices that every tensor-parallel rank has see the rows that norms do.
+    Matrices that every tensor-parallel rank has see the rows that norms do. Where latent columns travel, the
+    matrix that makes keys and values of them is counted inside attention (`expansion_times`).
 
     `reached` is rate(rows), for callers that need it more than once.
     """
     model, tp = job.model, job.tensor_parallel
     reached = rates(speeds.matmul, rows) if reached is None else reached
     weights = model.matrix_params(tp) - model.down_params * (1 - 1 / job.row_parts)
+    if job.latent_exchange:
+        weights -= model.heads // tp * model.expansion_params
     matrices = 2 * rows * weights / reached
     forward, backward = elementwise_elements(job)
     memory = rows * job.element_bytes / speeds.memory
@@ -132,7 +135,8 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     norms of queries and keys: 2 (H + K) D more forward, 3 (H + K) D backward
     latent attention, of r rotary columns, in place of the rotary: norms of latent columns c, 2 c forward, 3 c
     backward; 12 (H + 1) r each way, in no fused kernel, which a plan refuses; queries, keys and values, whose
-    columns are put together, 2 H (2 D + V)
+    columns are put together, 2 H (2 D + V); where latent columns travel queries 2 H D and these columns
+    2 (c + r) alone
     (h hidden, f MLP width; kernels fused as in Megatron, no dropout). Tensor-parallel ranks share f, H
     and K, and with sequence parallelism h.
 
@@ -150,7 +154,8 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     if model.latent is not None:
         latent = model.latent
         values = output
-        around = 12 * (model.heads / tp + 1) * latent.rotary_dim + 2 * (heads + kv + values)
+        keys = job.exchanged_columns if job.latent_exchange else kv + values
+        around = 12 * (model.heads / tp + 1) * latent.rotary_dim + 2 * (heads + keys)
         norms += (latent.kv_rank + (latent.query_rank or 0)) / job.row_parts
     forward = 2 * norms + 6 * hidden + (3 if model.gated else 2) * mlp + around + 3 * gate
     backward = 3 * norms + 6 * hidden + (5 if model.gated else 3) * mlp + around + 5 * gate
@@ -185,6 +190,27 @@ def own_block_times(
     area = visible - tokens / 2
     blocks, edges = _attention(curves, job, area, size), edge_times(speeds, job, tokens - size)
     return Times(blocks.forward + edges.forward, blocks.backward + edges.backward)
+
+
+def expansion_times(speeds: Speeds, job: Job, keys: Floats, merged: bool = False) -> Times:
+    """Seconds to make one head's keys and values of latent columns that travelled, and of their gradients.
+
+    forward:  2 B S C (N + V) / rate(B S) + bytes of columns put together, 2 (D + V)
+    backward: made again, and two products for the gradients of columns and matrix; bytes 4 (D + V)
+
+    Args:
+        speeds: of the GPU.
+        job: the job, in which latent columns travel.
+        keys: tokens S.
+        merged: whether blocks' gradients are added up before, as those of a step of the exchange: bytes of an
+            element of B (D + V) S, zeroed 4, added 8 + e, cast 4 + e.
+    """
+    rows = job.micro_batch_size * keys
+    product = 2 * rows * job.model.expansion_params / rates(speeds.matmul, rows)
+    columns = job.model.head_dim + job.model.value_dim
+    memory = 2 * columns * rows * job.element_bytes / speeds.memory
+    added = (16 + 2 * job.element_bytes) * columns * rows / speeds.memory if merged else 0.0
+    return Times(product + memory, 3 * product + 2 * memory + added)
 
 
 def edge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:
@@ -243,10 +269,11 @@ def merge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:
 def keys_merge_times(speeds: Speeds, job: Job, keys: Floats) -> Floats:
     """Backward of one exchange step, one KV head: the gradients of the keys and values received.
 
-    Per element of B (D + V) keys: zeroed 4, added 8 + e, cast 4 + e, added at the owner 8 + e.
+    Per element of B (D + V) keys: zeroed 4, added 8 + e, cast 4 + e, added at the owner 8 + e. Where latent
+    columns travel, of B (C + R) keys.
     """
-    columns = job.model.head_dim + job.model.value_dim
-    return (24 + 3 * job.element_bytes) * job.micro_batch_size * columns * keys / speeds.memory
+    columns = job.micro_batch_size * job.exchanged_columns
+    return (24 + 3 * job.element_bytes) * columns * keys / speeds.memory
 
 
 def logits_times(speeds: Speeds, job: Job, rows: Floats, reached: Floats | None = None) -> Times:

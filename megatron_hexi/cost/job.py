@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, get_args
 from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.planned_kinds import refuse_unplanned
 from megatron_hexi.errors import HexiError
-from megatron_hexi.plan import JobTerms, Plan, Workload
+from megatron_hexi.plan import JobTerms, LatentColumns, Plan, Workload
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.kernels import join_kernels, split_kernels
 from megatron_hexi.plan.terms import Precision, Recompute
@@ -54,6 +54,8 @@ class Job:
         sequence_parallel: --sequence-parallel, where `tensor_parallel` is above 1.
         kernel: attention kernel: one name, or one for each kind of GPU (`megatron_hexi.plan.kernels`);
             ``None``: each GPU's own default.
+        latent_exchange: whether latent columns travel between ranks in place of keys and values, as plans
+            with `workload.latent_exchange` say; of models with latent attention alone.
 
     Raises:
         HexiError: sizes that Megatron cannot divide, words that it does not know, or a model with layers
@@ -73,6 +75,7 @@ class Job:
     overlap_gradients: bool = True
     sequence_parallel: bool = True
     kernel: str | None = None
+    latent_exchange: bool = False
 
     def __post_init__(self) -> None:
         refuse_unplanned(self.model)
@@ -86,6 +89,8 @@ class Job:
             _refuse("precision", self.precision, f"use {', '.join(PRECISIONS)}")
         if self.kernel is not None:
             split_kernels(self.kernel)
+        if self.latent_exchange and self.model.latent is None:
+            _refuse("latent_exchange", True, f"leave it out: {self.model.name} has no latent attention")
         self._check_division()
 
     def _check_division(self) -> None:
@@ -138,9 +143,20 @@ class Job:
         """Tensor-parallel ranks that share the rows of norms and residuals."""
         return self.tensor_parallel if self.sequence_parallel else 1
 
+    @property
+    def exchanged_columns(self) -> int:
+        """Columns of a KV head that travel between ranks: those of key and value, or all latent columns."""
+        model = self.model
+        if self.latent_exchange and model.latent is not None:
+            return model.latent.kv_rank + model.latent.rotary_dim
+        return model.head_dim + model.value_dim
+
     def workload(self) -> Workload:
         """The workload of plans for this job."""
         model = self.model
+        columns = None
+        if self.latent_exchange and model.latent is not None:
+            columns = LatentColumns(model.latent.kv_rank, model.latent.rotary_dim)
         return Workload(
             seq_length=self.seq_length,
             heads=model.heads,
@@ -149,6 +165,7 @@ class Job:
             value_dim=None if model.latent is None else model.value_dim,
             layers=model.layers,
             hidden_size=model.hidden_size,
+            latent_exchange=columns,
             tensor_parallel=self.tensor_parallel,
         )
 
@@ -206,6 +223,7 @@ def job_of_plan(plan: Plan, model: Model, **stated: Any) -> Job:
         # Units of several sizes say their own.
         tensor_parallel=plan.workload.tensor_parallel or 1,
         data_parallel=len(plan.replicas),
+        latent_exchange=plan.workload.latent_exchange is not None,
         **terms,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from megatron_hexi.cost.arrays import Ints
@@ -35,6 +37,14 @@ def check_job(plan: Plan, job: Job) -> Ints:
             raise PlanError(
                 f"workload.{field}: the plan is for {planned}, the job has {asked} (model {job.model.name}); "
                 "give the job that the plan was made for, or make a plan for this one"
+            )
+    if plan.workload.latent_exchange is not None:
+        columns = replace(job, latent_exchange=True).workload().latent_exchange
+        if plan.workload.latent_exchange != columns:
+            raise PlanError(
+                f"workload.latent_exchange: the plan is for {plan.workload.latent_exchange}, the job has "
+                f"{columns} (model {job.model.name}); give the job that the plan was made for, or make a "
+                "plan for this one"
             )
     replicas = len(plan.replicas)
     if replicas != job.data_parallel:

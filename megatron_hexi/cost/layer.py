@@ -22,6 +22,7 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import all_to_alls, tensor_parallel_seconds
 from megatron_hexi.cost.compute import (
     Speeds,
+    expansion_times,
     keys_merge_times,
     merge_times,
     own_block_times,
@@ -255,27 +256,36 @@ def unit_times(plan: PlanArrays, job: Job, stage: UnitGpus) -> Floats:
         found[0][:, units] = token_times(speeds, job, rows[units])
         sizes, own = group_tokens[units].astype(float), None if pairs is None else pairs[units]
         found[1][:, units] = own_block_times(speeds, job, sizes, plan.causal, own)
+        if job.latent_exchange:
+            found[1][:, units] += expansion_times(speeds, job, sizes)
     found[1] *= plan.heads
     return found
 
 
 def chunk_times(plan: PlanArrays, job: Job, stage: UnitGpus, chunk: Chunk) -> Floats:
     """Seconds that each unit computes in each part, forward and backward, [2, C, U]."""
-    work = np.empty((2, *chunk.heads.shape))
+    work = np.zeros((2, *chunk.heads.shape))
     for speeds, units in stage.by_kind:
         groups, column = np.unique(plan.group[units], return_inverse=True)
         queries, keys = chunk.queries[:, groups].astype(float), chunk.keys[:, groups].astype(float)
         blocks = np.array(rectangle_times(speeds, job, queries, keys))
         blocks += merge_times(speeds, job, queries)
-        gradients = keys_merge_times(speeds, job, chunk.received[:, groups].astype(float))
-        work[:, :, units] = blocks.sum(axis=3)[:, :, column] * chunk.heads[:, units]
+        received = chunk.received[:, groups].astype(float)
+        gradients = keys_merge_times(speeds, job, received)
+        if job.latent_exchange:
+            made = np.array(expansion_times(speeds, job, received, merged=True))
+            work[:, :, units] = made[:, :, column] * chunk.heads[:, units]
+        work[:, :, units] += blocks.sum(axis=3)[:, :, column] * chunk.heads[:, units]
         work[1][:, units] += gradients[:, column] * chunk.kv_heads[:, units]
     return work
 
 
 def message_bytes(job: Job, chunk: Chunk) -> Floats:
-    """Keys and values of each message: KV heads x tokens x B (D + V) e; their gradients are as many."""
-    columns = job.model.head_dim + job.model.value_dim
+    """Keys and values of each message: KV heads x tokens x B (D + V) e; their gradients are as many.
+
+    Where latent columns travel, they are one KV head of C + R in place of D + V.
+    """
+    columns = job.exchanged_columns
     return (job.micro_batch_size * columns * job.element_bytes * chunk.kv * chunk.sent).astype(float)
 
 

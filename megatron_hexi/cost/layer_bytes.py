@@ -76,9 +76,9 @@ def routed_working_bytes(job: Job) -> float:
 
 
 def token_qkv_bytes(job: Job) -> float:
-    """Bytes of one token's query, key and value on one GPU."""
+    """Bytes of one token's query, key and value on one GPU; latent columns that travel are one KV head."""
     model, tp = job.model, job.tensor_parallel
-    keys = max(1, model.kv_heads // tp) * (model.head_dim + model.value_dim)
+    keys = job.workload().local_kv_heads * job.exchanged_columns
     return job.element_bytes * (model.heads // tp * model.head_dim + keys)
 
 
@@ -87,6 +87,8 @@ def attention_bytes(
 ) -> Floats:
     """Bytes that our autograd function keeps of one layer: B G (D + V) (h + k) e, log-sum-exp B G h 4.
 
+    Where latent columns travel, C + R in place of k (D + V).
+
     Query, key, value and output in the heads' layout (runtime/attention.py). The output of a unit that is
     alone in its group goes into the projection as it is, with whose inputs it is counted; unless values are
     narrower than keys: it then is a part of a wider tensor (runtime/blocks.py).
@@ -94,7 +96,7 @@ def attention_bytes(
     query, value = job.model.head_dim, job.model.value_dim
     is_alone = (tokens == group_tokens) & (heads == job.model.heads // job.tensor_parallel)
     output = np.where(is_alone, 0 if query == value else job.model.kernel_dim, value)
-    kept = heads * (query + output) + kv * (query + value)
+    kept = heads * (query + output) + kv * job.exchanged_columns
     sequence = job.micro_batch_size * group_tokens
     return sequence * (kept * job.element_bytes + 4 * heads)
 
@@ -116,11 +118,14 @@ def working_set_bytes(
     of a call at its edge are copied, G (h (D + 2 V) + k (D + V)) B e.
     Where keys and values differ in size: value, output, its gradient and that of the value as wide as the
     other, 2 G (h + k) max(D, V) B e.
+    Where latent columns travel, they are one KV head of C + R in place of D + V, and of the own tokens, or of
+    a step's if these are more: keys and values that are made of them, and their gradients as they come from
+    kernels and put together, 3 h (D + V) B e; the gradient of the matrix, H C (N + V) (4 + 2 e).
     Sequence parallelism brings the rows of all ranks of a unit together, and has the gradient of as many
     before it is cut: 2 T B hidden e.
     """
     element, query, value = job.element_bytes, job.model.head_dim, job.model.value_dim
-    both = query + value
+    both = job.exchanged_columns
     own = group_tokens * (heads * query + kv * both)
     qkv = tokens * token_qkv_bytes(job) / element
     inside = element * (2 * (qkv + own) + group_tokens * heads * value + own)
@@ -134,7 +139,12 @@ def working_set_bytes(
         is_cut = group_tokens > job.model.window.size
         inside = inside + np.where(is_cut, edge + np.where(exchanges, 0.0, waiting), 0.0)
     if query != value:
-        inside = inside + 2 * element * group_tokens * (heads + kv) * job.model.kernel_dim
+        keys = heads if job.latent_exchange else kv
+        inside = inside + 2 * element * group_tokens * (heads + keys) * job.model.kernel_dim
+    if job.latent_exchange:
+        inside = inside + 3 * element * np.maximum(group_tokens, flights.received) * heads * (query + value)
+        matrix = (4 + 2 * element) * job.workload().local_heads * job.model.expansion_params
+        inside = inside + matrix / job.micro_batch_size
     whole = 2 * (job.row_parts > 1) * job.micro_batch_size * tokens * job.model.hidden_size * element
     return whole + job.micro_batch_size * (inside + np.where(exchanges, between, 0.0))
 

@@ -37,6 +37,8 @@ def workspace_bytes(job: Job, group_tokens: Floats, heads: Floats, kv: Floats) -
     if job.precision == "fp32":
         return np.zeros(np.shape(group_tokens))
     rows = job.micro_batch_size * group_tokens * heads
+    if job.latent_exchange:  # each head has a key of its own by then
+        kv = heads
     shared = np.where(heads > kv, 2.0 * job.element_bytes, 0.0)
     return rows * (job.model.kernel_dim * (4 + shared) + 4)
 

@@ -197,11 +197,16 @@ class Model:
             return self.hidden_size * self.head_dim * ((2 + self.output_gate) * heads + 2 * kv_heads)
         # Of the matrices up from the latent columns a rank has the part of its heads.
         latent = self.latent
-        up = heads * (
-            (latent.query_rank or self.hidden_size) * self.head_dim
-            + latent.kv_rank * (self.head_dim - latent.rotary_dim + latent.value_dim)
-        )
+        up = heads * ((latent.query_rank or self.hidden_size) * self.head_dim + self.expansion_params)
         return self.down_params + self.hidden_size * heads * latent.value_dim + up
+
+    @property
+    def expansion_params(self) -> int:
+        """Weights of the matrix that makes one head's key and value of latent columns, C (N + V)."""
+        latent = self.latent
+        if latent is None:
+            return 0
+        return latent.kv_rank * (self.head_dim - latent.rotary_dim + latent.value_dim)
 
     @property
     def down_params(self) -> int:

@@ -125,6 +125,7 @@ def plan_sections(
                 micro_batch_size=terms.samples,
                 global_batch_size=terms.samples,
                 recompute=terms.mode,
+                latent_exchange=plan.workload.latent_exchange is not None,
             ),
             window=terms.exchange.window,
             arrays=domain_arrays(

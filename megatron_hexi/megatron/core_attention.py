@@ -100,8 +100,9 @@ class HexiCoreAttention(MegatronModule):
 
         Args:
             query: [L, B, H, D], rows of the shard, padding last; [L, H, D] with documents.
-            key: [L, B, K, D]; [L, K, D] with documents.
-            value: likewise; another head size under multi-latent attention.
+            key: [L, B, K, D]; [L, K, D] with documents; [L, B, 1, C + R] where latent columns travel.
+            value: likewise; another head size under multi-latent attention; where latent columns travel, the
+                matrix [H (N + V), C] that makes keys and values of them.
             attention_mask: must be ``None``: the mask is the plan's.
             attn_mask_type: ``None``, or the type that the layer was built with.
             attention_bias: must be ``None``.
@@ -129,6 +130,10 @@ class HexiCoreAttention(MegatronModule):
             packed = packed_shard(session, document_ends(packed_seq_params))
             documents, shard = packed.documents, packed.shard
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        matrix, latent = None, session.given.plan.workload.latent_exchange
+        if latent is not None:
+            matrix = value
+            key, value = key.split([latent.kv_rank, latent.rotary_dim], dim=-1)
         output = session.attention(
             query,
             key,
@@ -137,6 +142,7 @@ class HexiCoreAttention(MegatronModule):
             Mask(session.given.plan.workload.causal, self.window, documents),
             self.softmax_offset,
             padding=shard.rows - shard.tokens,
+            matrix=matrix,
         ).flatten(2)
         return output if documents is None else output.squeeze(1)
 
@@ -198,7 +204,10 @@ def _with_compact_inputs(original: Callable[..., Tensor]) -> Callable[..., Tenso
         self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         if active_session() is not None:
-            query, key, value = compact((query, key, value))
+            # Where latent columns travel, the value is a weight, which nobody copies.
+            moved = (query, key) if isinstance(value, torch.nn.Parameter) else (query, key, value)
+            query, key, *rest = compact(moved)
+            value = rest[0] if rest else value
         return original(self, query, key, value, *args, **kwargs)
 
     return _checkpointed_attention_forward

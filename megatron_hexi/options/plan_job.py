@@ -9,7 +9,15 @@ from megatron_hexi.options.job_terms import PARALLEL_SIZES, STAGE_FLAGS, set_job
 from megatron_hexi.options.kinds import PlanKind, is_packed
 from megatron_hexi.options.plan_experts import check_experts
 from megatron_hexi.options.refusals import refuse_unsupported
-from megatron_hexi.plan import Plan, Share, assign_micro_batches, has_equal_replicas, require_repeated
+from megatron_hexi.options.release import is_assumed
+from megatron_hexi.plan import (
+    Plan,
+    Share,
+    Workload,
+    assign_micro_batches,
+    has_equal_replicas,
+    require_repeated,
+)
 
 PER_TOKEN = "--calculate-per-token-loss"
 
@@ -136,6 +144,7 @@ def check_workload(args: Namespace, plan: Plan) -> None:
             key_dim,
         ),
         ("value_dim", workload.value_size, "--v-head-dim", args.v_head_dim if latent else key_dim),
+        *_latent_sizes(args, workload),
         ("layers", workload.layers, "--num-layers", args.num_layers),
         ("hidden_size", workload.hidden_size, "--hidden-size", args.hidden_size),
         ("experts", workload.experts, "--num-experts", args.num_experts),
@@ -156,6 +165,42 @@ def check_workload(args: Namespace, plan: Plan) -> None:
         raise PlanError(
             f"{args.hexi_plan}: workload.causal is false, a GPT is causal; use a plan made for this job"
         )
+
+
+def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, str, int | None]]:
+    """Return latent columns that travel beside those of the job: name, number, flag, and the job's number.
+
+    Raises:
+        PlanError: the job has no latent columns, or an option beside which they do not travel.
+    """
+    latent, path = workload.latent_exchange, args.hexi_plan
+    if latent is None:
+        return []
+    if not args.multi_latent_attention:
+        raise PlanError(
+            f"{path}: workload.latent_exchange: latent columns travel, which the job's attention does not "
+            "have; leave it out, or train with --multi-latent-attention"
+        )
+    if is_assumed("<0.19"):
+        raise PlanError(
+            f"{path}: workload.latent_exchange: latent columns travel with megatron-core 0.19 only; leave it "
+            "out"
+        )
+    if "mla_up_proj" in (args.recompute_modules or ()):
+        raise PlanError(
+            f"{path}: workload.latent_exchange: keys and values are made where they are used, and again "
+            "in the backward pass; leave mla_up_proj out of --recompute-modules"
+        )
+    if getattr(args, "delay_wgrad_compute", False):
+        raise PlanError(
+            f"{path}: workload.latent_exchange: the gradient of the matrix that makes keys and values comes "
+            "with attention's; leave out --delay-wgrad-compute"
+        )
+    place = "latent_exchange."
+    return [
+        (f"{place}kv_rank", latent.kv_rank, "--kv-lora-rank", args.kv_lora_rank),
+        (f"{place}rotary_dim", latent.rotary_dim, "--qk-pos-emb-head-dim", args.qk_pos_emb_head_dim),
+    ]
 
 
 def check_ranks(args: Namespace, plan: Plan) -> None:

@@ -232,6 +232,23 @@ def _check_workload(workload: Workload, where: Where) -> None:
             f"is {kv_heads}, which does not divide the {heads} heads",
             "give a number that divides them",
         )
+    latent, place = workload.latent_exchange, ("workload", "latent_exchange")
+    if latent is None:
+        return
+    if kv_heads != heads:
+        refuse(
+            where,
+            place,
+            f"is given, and {heads} heads share {kv_heads} KV heads",
+            "leave it out: only multi-latent attention has such columns, and there each head has its own key",
+        )
+    if latent.rotary_dim >= workload.head_dim:
+        refuse(
+            where,
+            (*place, "rotary_dim"),
+            f"is {latent.rotary_dim}, a key has {workload.head_dim} columns",
+            "give fewer",
+        )
 
 
 def _check_units(

@@ -53,6 +53,21 @@ def _ranges(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class LatentColumns:
+    """The columns of a token that multi-latent attention makes keys and values of.
+
+    Args:
+        kv_rank: columns that each head's key and value are made of (--kv-lora-rank).
+        rotary_dim: columns of a key with rotary positions, equal in all heads (--qk-pos-emb-head-dim).
+    """
+
+    kv_rank: Positive
+    rotary_dim: Positive
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
 class Workload:
     """The model and the sequence of a plan; a job that differs in a given field is refused.
 
@@ -67,6 +82,8 @@ class Workload:
         value_dim: size of one head's values, where it is not `head_dim` (multi-latent attention).
         padded_vocabulary: rows of the embedding, padding included.
         experts: --num-experts, where units say which of them they hold.
+        latent_exchange: latent columns, where these travel in place of keys and values, and each rank makes
+            its own heads' keys and values of those that it receives.
         tensor_parallel: not in the file: ranks of a member, 0 where members differ. Head ranges count the
             heads of one of them.
     """
@@ -81,6 +98,7 @@ class Workload:
     value_dim: Positive | None = None
     padded_vocabulary: Positive | None = None
     experts: Experts | None = None
+    latent_exchange: LatentColumns | None = None
     tensor_parallel: Count = 1
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -97,8 +115,17 @@ class Workload:
 
     @property
     def local_kv_heads(self) -> int:
-        """KV heads of a tensor-parallel rank (K). Megatron gives every rank at least one."""
-        return max(1, self.kv_heads // self.tensor_parallel)
+        """KV heads of a tensor-parallel rank (K). Megatron gives every rank at least one.
+
+        Latent columns that travel are one KV head, of which all query heads read.
+        """
+        return 1 if self.latent_exchange else max(1, self.kv_heads // self.tensor_parallel)
+
+    @property
+    def exchanged_sizes(self) -> tuple[int, int]:
+        """Columns of a KV head that travel: key and value, or latent columns without and with positions."""
+        latent = self.latent_exchange
+        return (latent.kv_rank, latent.rotary_dim) if latent else (self.head_dim, self.value_size)
 
     @property
     def queries_per_kv(self) -> int:

@@ -27,7 +27,12 @@ class Traffic:
 
 
 def forward_traffic(
-    schedule: Schedule, head_dim: int, batch: int, element_bytes: int, value_dim: int | None = None
+    schedule: Schedule,
+    head_dim: int,
+    batch: int,
+    element_bytes: int,
+    value_dim: int | None = None,
+    exchanged: int | None = None,
 ) -> Traffic:
     """Return the traffic of a forward pass: query, key and value in, keys and values exchanged, output back.
 
@@ -39,10 +44,12 @@ def forward_traffic(
         batch: sequences of a micro-batch.
         element_bytes: bytes of an element.
         value_dim: size of one head's values; ``None``: the same.
+        exchanged: columns of a KV head that travel; ``None``: those of its key and value.
     """
     values = head_dim if value_dim is None else value_dim
+    columns = head_dim + values if exchanged is None else exchanged
     inward = sum(
-        schedule.tokens * (_size(heads) * head_dim + _size(kv) * (head_dim + values))
+        schedule.tokens * (_size(heads) * head_dim + _size(kv) * columns)
         for i, (heads, kv) in enumerate(zip(schedule.heads, schedule.kv, strict=True))
         if i != schedule.position
     )
@@ -52,22 +59,28 @@ def forward_traffic(
         all_to_alls=2 * len(schedule.halves) if exchanges_heads(schedule) else 0,
         all_to_all_bytes=(inward + outward) * batch * element_bytes,
         messages=len(sends),
-        message_bytes=_keys_and_values(sends, head_dim + values) * batch * element_bytes,
+        message_bytes=_keys_and_values(sends, columns) * batch * element_bytes,
     )
 
 
 def backward_traffic(
-    schedule: Schedule, head_dim: int, batch: int, element_bytes: int, value_dim: int | None = None
+    schedule: Schedule,
+    head_dim: int,
+    batch: int,
+    element_bytes: int,
+    value_dim: int | None = None,
+    exchanged: int | None = None,
 ) -> Traffic:
     """Return the traffic of a backward pass: output gradient in, keys and values, their gradients, all back.
 
     Arguments are those of `forward_traffic`.
     """
     values = head_dim if value_dim is None else value_dim
+    columns = head_dim + values if exchanged is None else exchanged
     inward = values * sum(
         schedule.tokens * _size(heads) for i, heads in enumerate(schedule.heads) if i != schedule.position
     )
-    own_columns = schedule.own_heads * head_dim + _size(schedule.own_kv) * (head_dim + values)
+    own_columns = schedule.own_heads * head_dim + _size(schedule.own_kv) * columns
     outward = own_columns * (schedule.group_tokens - schedule.tokens)
     sends = [send for step in schedule.steps for send in step.sends]
     returns = [receive for step in schedule.steps for receive in step.receives]
@@ -75,7 +88,7 @@ def backward_traffic(
         all_to_alls=2 * len(schedule.halves) if exchanges_heads(schedule) else 0,
         all_to_all_bytes=(inward + outward) * batch * element_bytes,
         messages=len(sends) + len(returns),
-        message_bytes=_keys_and_values([*sends, *returns], head_dim + values) * batch * element_bytes,
+        message_bytes=_keys_and_values([*sends, *returns], columns) * batch * element_bytes,
     )
 
 

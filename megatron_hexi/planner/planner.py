@@ -58,6 +58,7 @@ def find_plan(
     _check_fixed(request, cluster)
     if not memory_fits(request, cluster):
         raise nothing_fits(request, cluster, partial(first_plan, searches), proven=True)
+    asked = request
     result, request = _search_experts(request, cluster, searches, tell)
     best = result.best
     if best is None:
@@ -68,10 +69,10 @@ def find_plan(
     baselines: tuple[Baseline, ...] = ()
     if with_baselines:
         roomy = cluster.with_memory_margin(1 - result.memory)
-        baselines, timed = find_baselines(request, roomy, progress=tell)
+        baselines, timed = find_baselines(asked, roomy, progress=tell)
         trials += timed
     tell("bound", 0, 1)
-    bound = joint_bound(request, cluster, best.iteration_s)
+    bound = joint_bound(asked, cluster, best.iteration_s)
     planned = _planned(best, cluster, bound, baselines, trials, begun)
     notes = (
         *why_saved(best.plan, best.iteration_s, result.unsaved_s),
@@ -105,7 +106,11 @@ class _SearchResult:
 def _search_experts(
     request: Request, cluster: Cluster, searches: JointSearches, tell: Progress
 ) -> tuple[_SearchResult, Request]:
-    """Search with each choice of where experts are; the best of all, and the request with its choice."""
+    """Search with each choice of where experts are; the best of all, and the request with its choice.
+
+    Of models with latent attention once more, with that choice: latent columns travel in place of keys and
+    values.
+    """
     best: tuple[_SearchResult, Request] | None = None
     trials, fastest_s = 0, math.inf
     for rule in expert_rules(request.job, cluster):
@@ -116,6 +121,12 @@ def _search_experts(
             best = result, choice
             fastest_s = math.inf if result.best is None else result.best.iteration_s
     assert best is not None, "there is a rule for every model"
+    if request.job.model.latent is not None:
+        choice = replace(best[1], job=replace(request.job, latent_exchange=True))
+        result = _search(choice, cluster, searches, tell, fastest_s)
+        trials += result.trials
+        if result.best is not None and result.best.iteration_s < fastest_s:
+            best = result, choice
     return replace(best[0], trials=trials), best[1]
 
 
@@ -133,7 +144,7 @@ def _search(
         cluster: where it runs.
         searches: the joint searches of this planning.
         tell: callback, receives (phase, done, total).
-        faster_than: seconds of a plan with experts elsewhere; then Megatron's flags have been looked at.
+        faster_than: seconds of a plan by another choice; then Megatron's flags have been looked at.
     """
     trials = 0
     for memory in dict.fromkeys((1 - request.memory_margin, 1.0)):
@@ -143,8 +154,9 @@ def _search(
             break
         roomy = cluster.with_memory_margin(1 - memory)
         best = min(tried, key=order_of, default=None)
-        # What the search passes over may be all that fits.
-        faster, timed = find_faster(request, roomy, math.inf if best is None else best.iteration_s)
+        # What the search passes over may be all that fits. By Megatron's flags no latent columns travel.
+        plain = replace(request, job=replace(request.job, latent_exchange=False))
+        faster, timed = find_faster(plain, roomy, math.inf if best is None else best.iteration_s)
         trials += timed
         if faster is not None:
             best = faster

@@ -80,7 +80,8 @@ def unit_summaries(plan: Plan) -> list[UnitSummary]:
 def _summary(plan: Plan, number: int, unit: Unit) -> UnitSummary:
     workload = plan.workload_of(unit.domain)
     schedule = build_schedule(workload, unit.domain, unit.member, unit.exchange.parts)
-    counted = (schedule, workload.head_dim, BATCH, ELEMENT_BYTES, workload.value_dim)
+    sizes = workload.value_dim, sum(workload.exchanged_sizes)
+    counted = (schedule, workload.head_dim, BATCH, ELEMENT_BYTES, *sizes)
     return UnitSummary(
         rank=number,
         ranks=unit.ranks,

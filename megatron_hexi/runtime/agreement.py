@@ -184,7 +184,8 @@ def agree_on_shapes(
     Args:
         workload: the model and sequence of the plan.
         schedule: this rank's split tables.
-        tensors: query [T, B, H, D], key [T, B, K, D], value [T, B, K, Dv].
+        tensors: query [T, B, H, D], key [T, B, K, D], value [T, B, K, Dv]; in place of the latter two, where
+            latent columns travel, [T, B, 1, C] and [T, B, 1, R].
         group: the ranks of the domain.
         agreed: kinds that all ranks agreed on so far; a new one is added.
 
@@ -219,10 +220,10 @@ def agree_on_shapes(
 def _unlike_plan(workload: Workload, schedule: Schedule, tensors: Sequence[Tensor]) -> str:
     """Return how query, key and value differ from those of the plan; empty if they do not."""
     batch = tensors[0].shape[1]
+    names = ("latent columns", "rotary columns") if workload.latent_exchange else ("key", "value")
     sizes = (
         ("query", workload.local_heads, workload.head_dim),
-        ("key", workload.local_kv_heads, workload.head_dim),
-        ("value", workload.local_kv_heads, workload.value_size),
+        *zip(names, [workload.local_kv_heads] * 2, workload.exchanged_sizes, strict=True),
     )
     for tensor, (name, heads, size) in zip(tensors, sizes, strict=True):
         expected = (schedule.tokens, batch, heads, size)

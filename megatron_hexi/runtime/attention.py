@@ -13,6 +13,9 @@ are compiled (`passes`), once for each mask and kind of tensors.
 
 Shape letters: T tokens of the shard, L its rows with padding, B batch, H query heads, K KV heads, D head size
 (Dv that of values).
+
+Where latent columns travel (`Workload.latent_exchange`), the key is the columns without positions, the value
+those with rotary positions, and each rank makes its heads' keys and values of them (`latent`).
 """
 
 from __future__ import annotations
@@ -89,6 +92,7 @@ class DomainAttention:
         mask: Mask | None = None,
         sinks: Tensor | None = None,
         padding: int = 0,
+        matrix: Tensor | None = None,
     ) -> Tensor:
         """Return the attention of the rank's own tokens; `connect` comes first.
 
@@ -102,6 +106,9 @@ class DomainAttention:
             sinks: logit of each head's sink [H], the same on all ranks; ``None`` for none.
             padding: number of last rows that are no tokens, L - T; they are not read, and are 0 in the output
                 and in gradients.
+            matrix: [H (N + V), C], the columns of each head's key without positions, N = D - R, and of its
+                value, V = Dv, where latent columns travel: `key` is [L, B, 1, C], `value` [L, B, 1, R]. The
+                scale is then given. Its gradient is this rank's part of a sum over all ranks of the domain.
 
         Returns:
             [L, B, H, Dv].
@@ -110,12 +117,12 @@ class DomainAttention:
             PlanError: the tensors are not those of the plan, or another rank's differ; on every rank.
             PlatformError: no kernel takes such tensors.
         """
-        kind = mask, Inputs.of(query, key, value, sinks, padding), scale
+        kind = mask, Inputs.of(query, key, value, sinks, padding, matrix), scale
         layer = self._layers.pop(kind, None) or self._new_layer(query, key, value, scale, mask, kind[1])
         self._layers[kind] = layer
         if len(self._layers) > _KEPT:
             del self._layers[next(iter(self._layers))]
-        output: Tensor = _DomainAttentionFunction.apply(query, key, value, sinks, layer)
+        output: Tensor = _DomainAttentionFunction.apply(query, key, value, sinks, matrix, layer)
         return output
 
     def _new_layer(
@@ -133,7 +140,7 @@ class DomainAttention:
         agree_on_shapes(self.workload, schedule, tensors, self.domain_group, self._agreed)
         return AttentionLayer(
             schedule=schedule,
-            kernel=self.kernel(query if query.shape[3] >= value.shape[3] else value),
+            kernel=self.kernel(query.device, query.dtype, inputs.widest),
             scale=1.0 / math.sqrt(query.shape[3]) if scale is None else scale,
             domain_group=self.domain_group,
             a2a_group=self.a2a_group,
@@ -141,9 +148,9 @@ class DomainAttention:
             inputs=inputs,
         )
 
-    def kernel(self, tensor: Tensor) -> KernelDispatch:
-        """Return the kernel for tensors of this kind, [..., D]; chosen once, since it looks for packages."""
-        kind = (tensor.device, tensor.dtype, tensor.shape[-1])
+    def kernel(self, device: torch.device, dtype: torch.dtype, size: int) -> KernelDispatch:
+        """Return the kernel for heads of a size; chosen once, since it looks for packages."""
+        kind = (device, dtype, size)
         if kind not in self._kernels:
             self._kernels[kind] = select_kernel(self.kernel_name, *kind)
         return self._kernels[kind]
@@ -152,14 +159,20 @@ class DomainAttention:
 class _DomainAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: AttentionLayer
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        matrix: Tensor | None,
+        layer: AttentionLayer,
     ) -> Tensor:
         ctx.layer = layer
         if not layer.schedule.group_tokens:  # nobody sends to this group or asks it for anything
-            ctx.save_for_backward(query, key, value, sinks)
-            return query.new_zeros(*query.shape[:3], value.shape[3])
-        output, *saved = layer.forward(query, key, value, sinks)
-        ctx.save_for_backward(*saved, sinks)
+            ctx.save_for_backward(query, key, value, sinks, matrix)
+            return query.new_zeros(layer.inputs.output)
+        output, *saved = layer.forward(query, key, value, sinks, matrix)
+        ctx.save_for_backward(*saved, sinks, matrix)
         result: Tensor = output
         return result
 

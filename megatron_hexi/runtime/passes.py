@@ -6,6 +6,10 @@ stay separate: kernels read what arrives, and their results are summed (`sums`) 
 Shape letters: T tokens of the shard, L its rows with padding, G tokens of the group, B batch, H query heads
 and K KV heads of the layer, h query heads of a half and k the rank's own KV heads, D head size (Dv that of
 values).
+
+Where latent columns travel in place of keys and values (`latent`), they are a KV head that all query heads
+read: its "keys" are the columns without positions, its "values" those with, and each block's keys and values
+are made of them for the heads that the block computes.
 """
 
 from __future__ import annotations
@@ -27,10 +31,12 @@ from megatron_hexi.plan.program import Batch, FarBlocks, OwnBlock, Post, Wait
 from megatron_hexi.plan.schedule import Schedule
 from megatron_hexi.runtime.all_to_all import Arriving, Leaving, arrive
 from megatron_hexi.runtime.blocks import BlockAttention, Queries
+from megatron_hexi.runtime.call_rows import Rows
 from megatron_hexi.runtime.compiled import CompiledPass, Recorder, Shape, Value
 from megatron_hexi.runtime.exchange import GradientReturn, KeyExchange
 from megatron_hexi.runtime.fused.slots import MOST_TERMS
 from megatron_hexi.runtime.kernels import KernelDispatch
+from megatron_hexi.runtime.latent import Expansion, Sizes
 from megatron_hexi.runtime.sinks import sinks_gradient
 from megatron_hexi.runtime.sums import RowSum
 
@@ -46,6 +52,8 @@ class Inputs(NamedTuple):
         device: likewise.
         has_sinks: whether heads have sinks.
         padding: rows behind the tokens, L - T.
+        matrix: shape of the matrix that makes keys and values of latent columns, [H (N + V), C], which
+            `key` [L, B, 1, C] and `value` [L, B, 1, R] then are; ``None``: they are keys and values.
     """
 
     query: Shape
@@ -55,19 +63,44 @@ class Inputs(NamedTuple):
     device: torch.device
     has_sinks: bool = False
     padding: int = 0
+    matrix: Shape | None = None
 
     @classmethod
     def of(
-        cls, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, padding: int = 0
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None = None,
+        padding: int = 0,
+        matrix: Tensor | None = None,
     ) -> Self:
         """Return the kind of tensors."""
-        has_sinks = sinks is not None
-        return cls(query.shape, key.shape, value.shape, query.dtype, query.device, has_sinks, padding)
+        return cls(
+            *(query.shape, key.shape, value.shape, query.dtype, query.device),
+            has_sinks=sinks is not None,
+            padding=padding,
+            matrix=None if matrix is None else matrix.shape,
+        )
+
+    @property
+    def head_sizes(self) -> Sizes | None:
+        """Columns of a head that is made of latent columns."""
+        if self.matrix is None:
+            return None
+        rotary = self.value[3]
+        plain = self.query[3] - rotary
+        return Sizes(plain, rotary, self.matrix[0] // self.query[2] - plain)
 
     @property
     def output(self) -> Shape:
         """Shape of the output, [L, B, H, Dv]."""
-        return *self.query[:3], self.value[3]
+        return *self.query[:3], self.head_sizes.value if self.head_sizes else self.value[3]
+
+    @property
+    def widest(self) -> int:
+        """The wider of a head's key and value, for which a kernel is chosen."""
+        return max(self.query[3], self.output[3])
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,12 +127,12 @@ class AttentionLayer:
 
     @cached_property
     def forward(self) -> CompiledPass:
-        """The forward pass: query, key, value and sinks to output [L, B, H, Dv] and saved tensors."""
+        """The forward pass: query, key, value, sinks and matrix to output [L, B, H, Dv] and saved tensors."""
         return _compile_forward(self)
 
     @cached_property
     def backward(self) -> CompiledPass:
-        """The backward pass: the output's gradient, saved tensors and sinks to four gradients."""
+        """The backward pass: the output's gradient, saved tensors, sinks and matrix to five gradients."""
         return _compile_backward(self)
 
     def arriving(self, recorder: Recorder, half: int, query: Value, *keys: Value) -> Arriving:
@@ -147,6 +180,11 @@ class AttentionLayer:
         ends = [stop for _, stop in self.own_halves]
         return next(half for half, end in enumerate(ends) if span.queries[1] <= end)
 
+    def expansion(self, recorder: Recorder, matrix: Value) -> Expansion | None:
+        """Return what makes keys and values of latent columns; ``None`` where these do not travel."""
+        sizes, first = self.inputs.head_sizes, self.schedule.heads[self.schedule.position][0]
+        return Expansion(recorder, matrix, sizes, first) if sizes else None
+
     def own_sinks(self, sinks: Value, half: int) -> Value:
         """Return the sinks of the rank's own heads in a half, or their gradients."""
         return sinks.cut(self.schedule.halves[half][self.schedule.position])
@@ -156,7 +194,8 @@ def _compile_forward(layer: AttentionLayer) -> CompiledPass:
     schedule, inputs, heads = layer.schedule, layer.inputs, layer.own_halves
     recorder = Recorder(inputs.dtype, inputs.device)
     blocks = BlockAttention(recorder, layer.kernel, layer.scale)
-    *tensors, sinks = recorder.inputs(*inputs[:3], inputs.query[2:3])
+    *tensors, sinks, matrix = recorder.inputs(*inputs[:3], inputs.query[2:3], inputs.matrix or ())
+    expansion = layer.expansion(recorder, matrix)
     arriving: list[Arriving] = []
     queries: list[Queries] = []
     sums: list[RowSum] = []
@@ -176,7 +215,7 @@ def _compile_forward(layer: AttentionLayer) -> CompiledPass:
                         exchange = KeyExchange(recorder, key, value, schedule, layer.domain_group)
                 queries.append(Queries(heads[half], (query,)))
                 logits = layer.own_sinks(sinks, half) if inputs.has_sinks else None
-                shape = *query.shape[:3], value.shape[3]
+                shape = *query.shape[:3], inputs.output[3]
                 sums.append(RowSum(recorder, shape, few=layer.has_few_groups, weighed=True, sinks=logits))
             case OwnBlock():
                 keys, calls = (key, value), (*schedule.own_calls, *schedule.own_beside_calls)
@@ -193,7 +232,10 @@ def _compile_forward(layer: AttentionLayer) -> CompiledPass:
             case Wait(Batch("out", half)):
                 parts = arrive(recorder, leaving, half, inputs.padding, parts)
         for half, spans in computed:
-            for block_heads, rows, out, lse in blocks.forward(queries[half], *keys, spans, calls):
+            made = keys
+            if expansion is not None:
+                spans, *made = expansion.keys(spans, *keys)
+            for block_heads, rows, out, lse in blocks.forward(queries[half], *made, spans, calls):
                 sums[half].add(queries[half].within(block_heads), rows, out, lse)
     (output,), written = parts, [half.written[0] for half in leaving]
     outputs, log_sum_exps = zip(*written, strict=True)
@@ -206,13 +248,14 @@ def _compile_backward(layer: AttentionLayer) -> CompiledPass:
     schedule, inputs, heads = layer.schedule, layer.inputs, layer.own_halves
     recorder, count = Recorder(inputs.dtype, inputs.device), len(heads)
     blocks = BlockAttention(recorder, layer.kernel, layer.scale)
-    shapes = inputs.output, *layer.forward.shapes[1:], inputs.query[2:3]
-    output_grad, key, value, *saved, sinks = recorder.inputs(*shapes)
+    shapes = inputs.output, *layer.forward.shapes[1:], inputs.query[2:3], inputs.matrix or ()
+    output_grad, key, value, *saved, sinks, matrix = recorder.inputs(*shapes)
+    expansion = layer.expansion(recorder, matrix)
     of_half = [saved[half::count] for half in range(count)]  # query, output, log-sum-exp
     few = layer.has_few_groups
     sums = [RowSum(recorder, query.shape, few=few) for query, _, _ in of_half]
     own_sums = RowSum(recorder, key.shape, few=few), RowSum(recorder, value.shape, few=few)
-    grad_sinks = None
+    grad_sinks = grad_matrix = None
     arriving: list[Arriving] = []
     queries: list[Queries] = []
     leaving: list[Leaving] = []
@@ -228,10 +271,20 @@ def _compile_backward(layer: AttentionLayer) -> CompiledPass:
         calls: Sequence[Call],
     ) -> None:
         for half, half_spans in spans:
-            for span, rows, grads in blocks.backward(queries[half], *keys, half_spans, calls):
+            made, made_sums = keys, key_sums
+            if expansion is not None:
+                half_spans, *made = expansion.keys(half_spans, *keys)
+                made_sums = RowSum(recorder, made[0].shape), RowSum(recorder, made[1].shape)
+            for span, rows, grads in blocks.backward(queries[half], *made, half_spans, calls):
                 sums[half].add(queries[half].within(span.queries), rows.queries, grads[0])
-                for total, grad in zip(key_sums, grads[1:], strict=True):
+                for total, grad in zip(made_sums, grads[1:], strict=True):
                     total.add(span.kv, rows.keys, grad)
+            if expansion is not None:
+                results = (total.result()[0] for total in made_sums)
+                for total, grad in zip(
+                    key_sums, expansion.gradients(keys[0], *results, half_spans), strict=True
+                ):
+                    total.add((0, 1), Rows((0, keys[0].shape[2])), grad)
 
     for operation in schedule.program(backward=True, window=layer.window):
         recorder.begin(operation)
@@ -270,4 +323,6 @@ def _compile_backward(layer: AttentionLayer) -> CompiledPass:
             logits = layer.own_sinks(sinks, half)
             gradient = recorder.make(sinks_gradient, logits.shape, grad_output, output, log_sum_exp, logits)
             recorder.do(Tensor.copy_, layer.own_sinks(grad_sinks, half), gradient)
-    return recorder.compile(*parts, grad_sinks)
+    if expansion is not None:
+        grad_matrix = expansion.matrix_gradient()
+    return recorder.compile(*parts, grad_sinks, grad_matrix)

@@ -36,19 +36,20 @@ class _OnGpu(torch.autograd.Function):
         ctx.of_layer = Context()
         query, key, value = (tensor.to(GPU) for tensor in (query, key, value))
         sinks = None if sinks is None else sinks.to(GPU)
-        return _DomainAttentionFunction.forward(ctx.of_layer, query, key, value, sinks, layer).cpu()
+        return _DomainAttentionFunction.forward(ctx.of_layer, query, key, value, sinks, None, layer).cpu()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         found = _DomainAttentionFunction.backward(ctx.of_layer, *(grad.to(GPU) for grad in grads))
-        return tuple(None if grad is None else grad.cpu() for grad in found)
+        *grads, _, nothing = found
+        return *(None if grad is None else grad.cpu() for grad in grads), nothing
 
 
 def results_on_gpu(plan, problem, name="auto"):
     def layer(attention, query, key, value, scale, sinks=None):
         schedule = attention.schedules(problem.mask)
         there = query[:0].to(GPU)
-        kernel = attention.kernel(there)
+        kernel = attention.kernel(there.device, there.dtype, there.shape[-1])
         groups = attention.domain_group, attention.a2a_group
         inputs = Inputs.of(query, key, value, sinks)._replace(device=there.device)
         way = AttentionLayer(schedule, kernel, scale, *groups, plan.exchange.window, inputs)

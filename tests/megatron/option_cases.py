@@ -8,7 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, UnitRates, Workload, unit_ranks
+from megatron_hexi.plan import (
+    Domain,
+    Group,
+    LatentColumns,
+    Member,
+    Plan,
+    Replica,
+    Stage,
+    UnitRates,
+    Workload,
+    unit_ranks,
+)
 from tests.megatron.test_uneven_training import SEQ_LENGTH
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
@@ -46,6 +57,7 @@ class Case:
         reference: arguments of the run without a plan alone.
         corpus: whether both read a data set of many short documents and some long ones.
         replicas: whether the plans have two replicas.
+        columns: whether latent columns travel in place of keys and values.
         slow: whether it runs on request only.
     """
 
@@ -54,6 +66,7 @@ class Case:
     reference: tuple[str, ...] = ()
     corpus: bool = False
     replicas: bool = False
+    columns: bool = False
     slow: bool = False
 
     @property
@@ -71,6 +84,7 @@ class Case:
             *(SEQ_LENGTH, 6, 6 if latent else 2, 16),
             tensor_parallel=self.tensor_parallel,
             value_dim=24 if latent else None,
+            latent_exchange=LatentColumns(32, 8) if self.columns else None,
         )
 
     def plans(self) -> dict[str, Plan]:
@@ -207,6 +221,24 @@ CASES = {
         (*LATENT, "--rope-type", "yarn", "--rotary-scaling-factor", "4", "--q-lora-rank", "24"),
         (*SEQUENCE, *FULL, "uniform"),
         LATENT_SPEC,
+        slow=True,
+    ),
+    "latent-columns": Case(LATENT, reference=LATENT_SPEC, columns=True),
+    "latent-columns-yarn": Case(
+        (*LATENT, "--rope-type", "yarn", "--rotary-scaling-factor", "4", "--q-lora-rank", "24"),
+        (*SEQUENCE, *FULL, "uniform"),
+        LATENT_SPEC,
+        columns=True,
+        slow=True,
+    ),
+    "latent-columns-tensor-parallel": Case(
+        LATENT, (*TENSOR, *OVERLAPPED), LATENT_SPEC, replicas=True, columns=True, slow=True
+    ),
+    "latent-columns-windows-sinks": Case(
+        (*LATENT, *WINDOW, *SINKS),
+        (*PIPELINE, "--recompute-granularity", "selective"),
+        LATENT_SPEC,
+        columns=True,
         slow=True,
     ),
     "latent-windows-sinks": Case((*LATENT, *WINDOW, *SINKS), PIPELINE, LATENT_SPEC, slow=True),

@@ -316,10 +316,10 @@ def run_layer(
             inputs = Inputs.of(query, key, value, sinks)
             layer = AttentionLayer(schedule, kernel, 0.1, *groups, plan.exchange.window, inputs)
             context: Any = Context()
-            output = _DomainAttentionFunction.forward(context, query, key, value, sinks, layer)
+            output = _DomainAttentionFunction.forward(context, query, key, value, sinks, None, layer)
             assert output.shape == (schedule.tokens, batch, heads, values)
             assert (output.dtype, output.device, output.is_contiguous()) == (dtype, CUDA, True)
-            *grads, nothing = _DomainAttentionFunction.backward(context, torch.empty_like(output))
+            *grads, _, nothing = _DomainAttentionFunction.backward(context, torch.empty_like(output))
             assert nothing is None
             for grad, tensor in zip(grads, (query, key, value, sinks), strict=True):
                 assert (grad is None) == (tensor is None)

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_hexi.cost import estimate
 from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.compute import (
     device_speeds,
     elementwise_elements,
+    expansion_times,
     keys_merge_times,
     merge_times,
     own_block_times,
@@ -28,7 +30,13 @@ from megatron_hexi.cost.layer_bytes import (
 from megatron_hexi.cost.layer_kinds import Latent
 from megatron_hexi.cost.library_bytes import workspace_bytes
 from megatron_hexi.errors import ClusterError
-from megatron_hexi.plan import backward_traffic, build_schedule, forward_traffic
+from megatron_hexi.plan import (
+    LatentColumns,
+    backward_traffic,
+    build_schedule,
+    forward_traffic,
+    proportional_plan,
+)
 from megatron_hexi.report.unit_summary import unit_summaries
 from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
 from tests.support.fleets import read_text
@@ -44,9 +52,15 @@ def one(value):
     return np.array([value], dtype=float)
 
 
-@given(plans(workloads(head_dims=(3, 8), value_dims=(2, 9)), most_replicas=2), st.integers(1, 3))
+@given(
+    plans(workloads(head_dims=(3, 8), value_dims=(2, 9)), most_replicas=2), st.integers(1, 3), st.booleans()
+)
 @examples(150)
-def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch):
+def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch, travel):
+    if travel:
+        columns = LatentColumns(kv_rank=4, rotary_dim=1)
+        workload = dataclasses.replace(plan.workload, kv_heads=plan.workload.heads, latent_exchange=columns)
+        plan = dataclasses.replace(plan, workload=workload)
     workload = plan.workload
     # Sizes of a head are all that messages ask of a model.
     model = dataclasses.replace(
@@ -56,7 +70,7 @@ def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch):
         head_dim=workload.head_dim,
         latent=Latent(kv_rank=4, rotary_dim=1, value_dim=workload.value_dim),
     )
-    job = tiny_job(model=model, micro_batch_size=batch, global_batch_size=batch)
+    job = tiny_job(model=model, micro_batch_size=batch, global_batch_size=batch, latent_exchange=travel)
     arrays = plan_arrays(plan)
     holder, taker = arrays.all_to_all_pairs
     sent = np.zeros((4, len(arrays.tokens)))
@@ -71,7 +85,7 @@ def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch):
     for replica in plan.replicas:
         for index, member in enumerate(replica.domain.members):
             schedule = build_schedule(workload, replica.domain, index, plan.exchange.parts)
-            sizes = workload.head_dim, batch, 2, workload.value_dim
+            sizes = workload.head_dim, batch, 2, workload.value_dim, sum(workload.exchanged_sizes)
             there, back = forward_traffic(schedule, *sizes), backward_traffic(schedule, *sizes)
             assert list(sent[:, member.number]) == [
                 there.all_to_all_bytes,
@@ -170,3 +184,57 @@ def test_a_kernel_that_takes_no_such_heads_is_refused():
         device_speeds(node.device, tiny_job(model=wide, kernel="cudnn"))
     device_speeds(node.device, tiny_job(model=MODEL, kernel="cudnn"))
     device_speeds(node.device, tiny_job(model=wide, kernel="flash-attn-2"))
+
+
+#: Latent columns travel: 64 + 32 of them, in place of 4 x (128 + 96) of keys and values.
+TRAVEL = dataclasses.replace(JOB, latent_exchange=True)
+
+
+def test_expansion_by_hand():
+    (node,) = cluster([("a", "PLAIN", 1)]).nodes
+    times = expansion_times(device_speeds(node.device, TRAVEL), TRAVEL, one(1000))
+    product, memory = 2 * 1000 * 64 * (96 + 96) / 100e12, 2 * 1000 * (128 + 96) * 2 / 900e9
+    assert times.forward == pytest.approx(product + memory)
+    assert times.backward == pytest.approx(3 * product + 2 * memory)
+    merged = expansion_times(device_speeds(node.device, TRAVEL), TRAVEL, one(1000), merged=True)
+    assert merged.forward == times.forward
+    assert merged.backward - times.backward == pytest.approx(20 * 1000 * (128 + 96) / 900e9)
+
+
+def test_a_token_s_own_work_loses_what_attention_gains():
+    (node,) = cluster([("a", "PLAIN", 1)]).nodes
+    speeds = device_speeds(node.device, JOB)
+    plain, other = (token_times(speeds, job, one(1000)) for job in (JOB, TRAVEL))
+    gained = expansion_times(speeds, TRAVEL, one(1000))
+    # Queries, and columns that get their positions, are still put together.
+    columns = 2 * 1000 * (64 + 32) * 2 / 900e9
+    assert plain.forward - other.forward == pytest.approx(4 * gained.forward - columns)
+    # Keys and values are made again in the backward pass.
+    product = 4 * 2 * 1000 * 64 * (96 + 96) / 100e12
+    assert plain.backward - other.backward == pytest.approx(
+        2 * product + 4 * 2 * 1000 * 224 * 2 / 900e9 - columns
+    )
+
+
+def test_attention_keeps_columns_by_hand():
+    kept = 2 * (3 * (128 + 96) + 96) + 4 * 3
+    assert attention_bytes(TRAVEL, 10.0, one(100), one(3), one(1)) == [100 * kept]
+    assert token_qkv_bytes(TRAVEL) == 2 * (4 * 128 + 96)
+
+
+def test_working_set_where_columns_travel_by_hand():
+    qkv, own = 10 * (4 * 128 + 96), 100 * (3 * 128 + 96)
+    inside = 2 * (2 * (qkv + own) + 100 * 3 * 96 + own) + 2 * 2 * 100 * 6 * 128
+    made = 3 * 2 * 100 * 3 * (128 + 96) + (4 + 2 * 2) * 4 * 64 * (96 + 96)
+    flights = NONE
+    assert working_set_bytes(TRAVEL, one(10), one(100), one(3), one(1), flights, 1) == [inside + made]
+
+
+@pytest.mark.parametrize(("bandwidth", "travel"), [(1, True), (100_000, False)])
+def test_columns_travel_where_the_network_is_slow(bandwidth, travel):
+    nodes = cluster([("a", "PLAIN", 1), ("b", "PLAIN", 1)], bandwidth=bandwidth)
+    seconds = {}
+    for job in (JOB, TRAVEL):
+        plan = proportional_plan(job.workload(), [[[1], [1]]])
+        seconds[job.latent_exchange] = estimate(plan, job, nodes).iteration_s
+    assert min(seconds, key=seconds.get) is travel

@@ -91,3 +91,16 @@ def test_the_simulator_replays_windows_as_the_cost_model_times_them(size):
     plan = proportional_plan(job.workload(), [[[1.0, 2.0], [2.0, 1.0]]])
     simulated, expected = simulate(plan, job, nodes), estimate(plan, job, nodes)
     assert simulated.iteration_s == pytest.approx(expected.iteration_s, rel=0.05)
+
+
+@pytest.mark.parametrize(("bandwidth", "travel"), [(10, True), (1000, False)])
+def test_latent_columns_travel_where_the_network_is_slow(bandwidth, travel):
+    nodes = "".join(f"- {{name: {name}, gpu: H100-SXM-80GB, gpus: 1}}\n" for name in "ab")
+    network = f"network: {{bandwidth_gb_s: {bandwidth}, latency_us: 10, per: gpu}}\n"
+    known = read_text(f"name: two\nnodes:\n{nodes}{network}")
+    job = Job(dataclasses.replace(LATENT, layers=2), 65536, global_batch_size=1)
+    planned = find_plan(Request(job), known)
+    assert (planned.plan.workload.latent_exchange is not None) is travel
+    again = estimate(planned.plan, planned.job, known)
+    assert again.iteration_s == pytest.approx(planned.cost.iteration_s, rel=1e-12)
+    assert planned.bound.iteration_s <= planned.cost.iteration_s

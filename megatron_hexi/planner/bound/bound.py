@@ -136,10 +136,11 @@ def memory_fits(request: Request, cluster: Cluster) -> bool:
 def _is_beyond_program(model: Model) -> bool:
     """Whether the program does not hold for a model: ceilings do.
 
-    Any rank may compute experts of other ranks' tokens; and where layers differ, the program's rows would mix
-    those of several kinds.
+    Any rank may compute experts of other ranks' tokens; where layers differ, the program's rows would mix
+    those of several kinds; and where latent columns travel, other ranks make a token's keys and values, and
+    keep less of them.
     """
-    return model.experts is not None or not model.is_uniform
+    return model.experts is not None or model.latent is not None or not model.is_uniform
 
 
 def _sizes(request: Request) -> list[tuple[int, int]]:
