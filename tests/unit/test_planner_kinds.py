@@ -91,3 +91,18 @@ def test_the_simulator_replays_windows_as_the_cost_model_times_them(size):
     plan = proportional_plan(job.workload(), [[[1.0, 2.0], [2.0, 1.0]]])
     simulated, expected = simulate(plan, job, nodes), estimate(plan, job, nodes)
     assert simulated.iteration_s == pytest.approx(expected.iteration_s, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(model(4, sinks=True), id="sinks"),
+        pytest.param(dataclasses.replace(LATENT, layers=4), id="latent"),
+    ],
+)
+def test_the_simulator_times_sinks_and_latent_attention(shape):
+    nodes = cluster(NODES, bandwidth=100)
+    job = tiny_job(model=shape)
+    plan = proportional_plan(job.workload(), [[[1.0, 2.0], [2.0, 1.0]]])
+    simulated, expected = simulate(plan, job, nodes), estimate(plan, job, nodes)
+    assert simulated.iteration_s == pytest.approx(expected.iteration_s, rel=0.05)
