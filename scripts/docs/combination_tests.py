@@ -106,7 +106,6 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
     "hybrid": {
         "domain": _OPTIONS.format("hybrid-model-groups"),
         "replicas": _UNEQUAL.format("hybrid"),
-        "interleaving": _OPTIONS.format("hybrid-interleaved-groups"),
         "checkpoints": _RESUMED.format("hybrid"),
     },
 }

@@ -222,7 +222,6 @@ CASES = {
     ),
     "latent-interleaved": Case((*LATENT, *DEEPER), VIRTUAL, LATENT_SPEC, slow=True),
     "experts-interleaved": Case((*balanced("aux_loss"), *DEEPER), VIRTUAL, slow=True),
-    "hybrid-interleaved": Case((*HYBRID, *DEEPER), VIRTUAL, slow=True),
     "uneven-stages": Case(DEEPER, (*PIPELINE, "--decoder-first-pipeline-num-layers", "1"), slow=True),
     "stage-layout": Case(DEEPER, (*PIPELINE, "--pipeline-model-parallel-layout", "Et|tttL"), slow=True),
     "distributed-optimizer": Case(job=OVERLAPPED, replicas=True, slow=True),
