@@ -11,6 +11,7 @@ from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
 from megatron_hexi.megatron.datasets import COMPILE_HELPERS, HELPERS_PATH
 from megatron_hexi.megatron.document_datasets import DOCUMENT_DATASET_PATCHES
 from megatron_hexi.megatron.documents_ahead import DOCUMENTS_AHEAD_PATCHES
+from megatron_hexi.megatron.expert_loads import EXPERT_LOAD_PATCHES
 from megatron_hexi.megatron.groups import group_patches
 from megatron_hexi.megatron.latent import LATENT_PATCHES
 from megatron_hexi.megatron.loss_scale import LOSS_SCALE_PATCHES
@@ -62,5 +63,6 @@ def all_patches(platform: Platform) -> list[Patch]:
         *PIPELINE_PATCHES,
         *STAGES_PATCHES,
         *EXPERT_PATCHES,
+        *EXPERT_LOAD_PATCHES,
         *MULTI_TOKEN_PATCHES,
     ]

@@ -26,6 +26,7 @@ from megatron_hexi.cost import (
     model_file,
     read_model,
     read_terms,
+    refuse_imbalance,
 )
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.plan import JobTerms, Plan
@@ -167,6 +168,15 @@ class Training(Bundle):
         bool | None,
         _option("sequence_parallel", "Sequence parallelism, where tensor-parallel (yes)."),
     ] = None
+    expert_imbalance: Annotated[
+        float | None,
+        _option(
+            "expert_imbalance",
+            "Standard deviation over mean of an expert's tokens, as hexi report measures it; "
+            f"{Job.expert_imbalance} if neither given nor in the plan.",
+            metavar="PART",
+        ),
+    ] = None
 
     def _stated(self, arguments: str | None) -> dict[str, Any]:
         """Return the fields of `Job` that are given on the command line, or else in a file of arguments.
@@ -259,6 +269,7 @@ class NewJob(PlanFeatures, Training):
         from megatron_hexi.planner import CHOSEN, Request
 
         model, stated = read_model(self.model), self._stated(self.model)
+        refuse_imbalance(self.expert_imbalance, model)
         if "seq_length" not in stated:
             raise HexiError(f"--seq-length is missing, and {self.model} does not say it; add --seq-length N")
         replicas = self._replicas
@@ -381,7 +392,9 @@ class PlannedJob(Training):
         stated = self._stated(model if plan.job == JobTerms() else None)
         self._check_terms(plan, path, stated)
         check_options(model, plan)
-        return job_of_plan(plan, read_model(model), **stated)
+        shapes = read_model(model)
+        refuse_imbalance(self.expert_imbalance, shapes)
+        return job_of_plan(plan, shapes, **stated)
 
     def _check_terms(self, plan: Plan, path: Path, stated: Mapping[str, Any]) -> None:
         """Refuse options that contradict the plan, with both values.

@@ -292,6 +292,8 @@ def _find(path: Path, options: NewJob, *, with_baselines: bool = False) -> tuple
     left_open = {"model", "seq_length", "tensor_parallel", "data_parallel", "kernel"}
     if kind_of(planned.plan) == "stages":  # which state it
         left_open.add("recompute")
+    if planned.job.model.experts is None:
+        left_open.add("expert_imbalance")
     terms = job_terms(
         {field: value for field, value in vars(planned.job).items() if field not in left_open}, planned.plan
     )

@@ -12,6 +12,7 @@ from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_flags
 from megatron_hexi.cost.memory_terms import Memory
 from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.phases import Phases
+from megatron_hexi.cost.planned_kinds import refuse_imbalance
 from megatron_hexi.cost.presets import (
     argument_words,
     check_options,
@@ -65,6 +66,7 @@ __all__ = [
     "read_model",
     "read_terms",
     "recipes",
+    "refuse_imbalance",
     "shipped_kernels",
     "token_seconds",
     "unit_rates",

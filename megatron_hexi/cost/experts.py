@@ -28,10 +28,8 @@ from megatron_hexi.mesh.experts import ExpertDomain, job_experts
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.experts import HeldExperts
 
-#: Variation of the loads of experts: standard deviation over mean of the rows of an expert. The rank whose
-#: experts are busiest is taken to lie two deviations above the mean of as many. An estimate for a trained
-#: router with a balancing loss.
-LOAD_VARIATION = 0.2
+#: The rank whose experts are busiest is taken to lie so many deviations above the mean of as many.
+_DEVIATIONS = 2
 #: Part of a single product's rate, at the rows of an expert, that grouped products reach. An estimate.
 GROUPED_SHARE = 0.85
 #: Elements that a routed row reads and writes outside the products, in units of h: gathered by destination,
@@ -63,7 +61,8 @@ class ExpertsOnRanks:
     def rows(self, job: Job) -> Floats:
         """Rows that the experts of each unit's fullest rank compute, slices counted whole, [U].
 
-        k D e / E of the D rows of the domain, and more where the busiest experts are: 1 + 2 c / sqrt(e).
+        k D e / E of the D rows of the domain, and more where the busiest experts are: 1 + 2 c / sqrt(e), for
+        loads of variation c (`Job.expert_imbalance`).
         """
         return _busiest_rows(job, self.count.max(axis=1), self.domain_rows)
 
@@ -248,7 +247,7 @@ def _busiest_rows(job: Job, count: Ints, domain_rows: Floats) -> Floats:
     experts = job.model.experts
     assert experts is not None
     mean = experts.active * domain_rows * count / experts.count
-    spread = 2 * LOAD_VARIATION / np.sqrt(np.maximum(count, 1)) * (count < experts.count)
+    spread = _DEVIATIONS * job.expert_imbalance / np.sqrt(np.maximum(count, 1)) * (count < experts.count)
     return np.minimum(mean * (1 + spread), experts.active * domain_rows)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Final, Literal, NoReturn, get_args
 
 from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.planned_kinds import refuse_unplanned
@@ -20,6 +20,10 @@ RecomputeMode = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 #: What the runtime trains in.
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+#: Variation of experts' loads where none is given: an estimate for a trained router with a balancing loss.
+EXPERT_IMBALANCE: Final = 0.2
+#: All rows at one of a thousand experts vary by the root of 999.
+_MOST_IMBALANCE = 32
 
 _COUNTS = (
     "seq_length",
@@ -56,6 +60,8 @@ class Job:
             ``None``: each GPU's own default.
         latent_exchange: whether latent columns travel between ranks in place of keys and values, as plans
             with `workload.latent_exchange` say; of models with latent attention alone.
+        expert_imbalance: variation of the loads of experts: standard deviation over mean of the rows of an
+            expert, as ``hexi report`` measures it.
 
     Raises:
         HexiError: sizes that Megatron cannot divide, words that it does not know, or a model with layers
@@ -76,9 +82,12 @@ class Job:
     sequence_parallel: bool = True
     kernel: str | None = None
     latent_exchange: bool = False
+    expert_imbalance: float = EXPERT_IMBALANCE
 
     def __post_init__(self) -> None:
         refuse_unplanned(self.model)
+        if not 0 <= self.expert_imbalance <= _MOST_IMBALANCE:
+            _refuse("expert_imbalance", self.expert_imbalance, f"give a number from 0 to {_MOST_IMBALANCE}")
         for field in _COUNTS:
             value = getattr(self, field)
             if type(value) is not int or value < 1:

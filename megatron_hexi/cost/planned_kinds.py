@@ -1,9 +1,10 @@
-"""The kinds of layers whose time and memory are not modelled yet."""
+"""Models that are not planned, and terms of a job that a model does not have."""
 
 from __future__ import annotations
 
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
+from megatron_hexi.plan.flags import spell_flag
 
 
 def refuse_unplanned(model: Model) -> None:
@@ -24,3 +25,18 @@ def refuse_unplanned(model: Model) -> None:
                 f"model {model.name}: {kind} is not supported: its time and memory are not modelled; plan "
                 "with hexi proportion, which asks for no model"
             )
+
+
+def refuse_imbalance(imbalance: float | None, model: Model) -> None:
+    """Refuse an imbalance of experts' loads for a model that has none.
+
+    Args:
+        imbalance: what the user gave; ``None``: nothing.
+        model: the model.
+
+    Raises:
+        HexiError: it is given; with its flag.
+    """
+    if imbalance is not None and model.experts is None:
+        flag = spell_flag("expert_imbalance", imbalance)
+        raise HexiError(f"{flag}: {model.name} has no experts; leave it out")

@@ -3,7 +3,8 @@
 Megatron's log rounds losses to seven digits and gradient norms to three decimals, which is too little to
 compare two layouts by. The rank that writes Megatron's log (the last) writes this file too; with
 ``{rank}`` in the path, every rank writes its own. Processor time shows the work of a rank; wall-clock seconds
-include waiting for others.
+include waiting for others. Under a plan with experts, an iteration that Megatron logs has the imbalance of
+their loads since the last one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megatron_hexi.megatron.expert_loads import LOADS
 from megatron_hexi.megatron.optional_output import OptionalOutput
 from megatron_hexi.patching import STEP_PARAMETERS, Patch
 from megatron_hexi.regular_file import check_output
@@ -100,6 +102,7 @@ def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
                 loss_scale=_number(logged["loss_scale"]),
                 skipped=logged["skipped_iter"],
                 **_step_times,
+                **({} if LOADS.latest is None else {"expert_imbalance": LOADS.latest}),
             )
         return original(*args, **kwargs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hexi.elastic.training.goodput import log_words as round_log_words
+from megatron_hexi.megatron.expert_loads import LOADS
 from megatron_hexi.megatron.metrics import LOG_PARAMETERS
 from megatron_hexi.megatron.optional_output import OptionalOutput
 from megatron_hexi.megatron.record_writer import RecordWriter
@@ -45,8 +47,9 @@ def gather_interval(
     steps: Sequence[StepTimes],
     tokens: int,
     session: Session,
+    args: Namespace,
 ) -> Interval:
-    """Return the measurements of all ranks, on every rank; a collective of all ranks.
+    """Return the measurements of all ranks, on every rank; collectives of all ranks.
 
     Args:
         iterations: numbers of the iterations.
@@ -54,6 +57,7 @@ def gather_interval(
         steps: their times on this rank.
         tokens: tokens of an iteration.
         session: this rank's session, for the device of its tensors.
+        args: Megatron's arguments.
     """
     count = len(steps)
     known = [math.nan if loss is None else float(loss) for loss in losses]
@@ -80,6 +84,7 @@ def gather_interval(
             peak_bytes=tuple(map(int, peak.flatten().tolist())),
             **waited,
         ),
+        expert_imbalance=LOADS.take(args, device),
     )
 
 
@@ -100,13 +105,17 @@ def log_words(interval: Interval) -> str:
         ranks, title = sorted(ranks, key=busy.__getitem__)[:: len(busy) - 1], "least and most busy"
     named = ", ".join(f"{rank}: {busy[rank]:.1f}" for rank in ranks)
     idle = f"idle share: {interval.ranks.idle_share:.1%}"
-    return f" tokens/s: {interval.tokens_per_s:.0f} | {idle} | {title} by rank (ms): {named} |"
+    loads = interval.expert_imbalance
+    experts = "" if loads is None else f" expert imbalance: {loads:.3f} |"
+    return f" tokens/s: {interval.tokens_per_s:.0f} | {idle} | {title} by rank (ms): {named} |{experts}"
 
 
 def scalars(interval: Interval) -> dict[str, float]:
     """Return the values for TensorBoard and Weights & Biases, by name."""
     ranks = interval.ranks
     values = {"hexi/tokens-per-second": interval.tokens_per_s, "hexi/idle-share": ranks.idle_share}
+    if interval.expert_imbalance is not None:
+        values["hexi/expert-imbalance"] = interval.expert_imbalance
     for rank, (busy, share) in enumerate(zip(ranks.busy_s, ranks.idle_shares, strict=True)):
         values |= {f"hexi-busy-seconds/rank-{rank}": busy, f"hexi-idle-share/rank-{rank}": share}
     return values
@@ -126,6 +135,7 @@ def _with_progress(original: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         iteration = call.arguments["iteration"]
+        LOADS.end_iteration()
         _unlogged.append((iteration, call.arguments["loss_dict"].get("lm loss")))
         if iteration % get_args().log_interval == 0 or call.arguments["is_first_iteration"]:
             _line_end = _log_interval(session)
@@ -145,7 +155,7 @@ def _log_interval(session: Session) -> str:
     _unlogged.clear()
     # Megatron waits for the device too before it logs.
     tokens = get_current_running_global_batch_size() * session.seq_length
-    interval = gather_interval(numbers, losses, METER.take(), tokens, session)
+    interval = gather_interval(numbers, losses, METER.take(), tokens, session, get_args())
     # On every rank, whatever its flags: the constructor calls a collective.
     _recorder = _recorder or RecordWriter(session, get_args())
     _RECORD.attempt(_recorder.write, interval, session.given.digest)

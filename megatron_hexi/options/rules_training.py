@@ -83,6 +83,17 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "use attention and MLP layers only",
             "with other layers than * and -",
         ),
+        # Megatron reads virtual stages from the pattern's segments, and refuses the flag beside it.
+        Refused(
+            "--num-layers-per-virtual-pipeline-stage",
+            lambda args: (
+                bool(_hybrid_layers(args))
+                and ("|" in _hybrid_layers(args) or bool(args.num_layers_per_virtual_pipeline_stage))
+            ),
+            "segments of a hybrid model are not tested under a plan yet",
+            "leave it out, and give --hybrid-layer-pattern without |",
+            "with --hybrid-layer-pattern, or segments in its pattern",
+        ),
         Refused(
             "--is-hybrid-model",
             lambda args: args.is_hybrid_model and not _hybrid_layers(args),

@@ -44,6 +44,7 @@ class JobTerms:
         overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
         sequence_parallel: --sequence-parallel, where units have several ranks.
         kernel: --hexi-kernel, by the GPU's name in the cluster file.
+        expert_imbalance: variation of experts' loads that the plan was made for; sets no argument.
     """
 
     micro_batch_size: Positive | None = None
@@ -56,6 +57,7 @@ class JobTerms:
     overlap_gradients: bool | None = None
     sequence_parallel: bool | None = None
     kernel: dict[Label, Label] | None = None
+    expert_imbalance: Real | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 

@@ -138,6 +138,8 @@ class Interval:
         losses: loss of each iteration, a mean over its tokens.
         tokens: tokens of one iteration, over all replicas.
         ranks: times of ranks, means over these iterations.
+        expert_imbalance: standard deviation over mean of the rows of an expert, a mean over these iterations
+            and layers; ``None`` without experts.
     """
 
     iterations: Annotated[tuple[Positive, ...], Field(min_length=1)]
@@ -145,6 +147,7 @@ class Interval:
     losses: tuple[Loss, ...]
     tokens: Positive
     ranks: RankTimes
+    expert_imbalance: Real | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 

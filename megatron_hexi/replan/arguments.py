@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.layer_features import layer_features
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.check import refuse_stages
 
@@ -14,9 +15,9 @@ _FLAG = "--hexi-replan-interval"
 #: Options whose work the cost model does not know, or that fix the shapes of a rank; by argument.
 _REFUSED = {
     "num_experts": "--num-experts",
-    "multi_latent_attention": "--multi-latent-attention",
     "mtp_num_layers": "--mtp-num-layers",
-    "window_size": "--window-size",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern",
+    "hybrid_override_pattern": "--hybrid-override-pattern",
     "fp8": "--fp8-format",
 }
 
@@ -65,5 +66,6 @@ def check_replanning(args: Namespace, plan: Plan | None) -> None:
     for name, flag in _REFUSED.items():
         if getattr(args, name, None):
             raise HexiError(f"{what}: the planner does not know the work of {flag}; leave one of them out")
+    layer_features(args, what)  # refuses latent attention whose weights are not counted
     if getattr(args, "cuda_graph_impl", "none") not in ("none", None):
         raise HexiError(f"{what}: --cuda-graph-impl fixes the rows of a rank; leave one of them out")

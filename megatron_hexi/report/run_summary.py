@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hexi.cost import IterationCost
+from megatron_hexi.cost.job import EXPERT_IMBALANCE
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan, plan_digest
@@ -20,6 +21,9 @@ from megatron_hexi.report.estimate import spell_seconds
 _DIGEST = 12
 #: Last rounds of an elastic job that are listed.
 _LISTED_ROUNDS = 8
+#: Loads of experts that vary by so much more or less than assumed call for another plan: 5 % more rows on a
+#: rank with four experts.
+_NEAR_IMBALANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,9 @@ class Run:
         predicted: their prediction; ``None`` without one.
         ranks: ranks of the job, ascending.
         notes: notes for the reader.
+        expert_imbalance: measured standard deviation over mean of the rows of an expert; ``None`` without
+            experts.
+        assumed_imbalance: what the plan was made for; ``None`` without experts.
     """
 
     plan_digest: str
@@ -120,6 +127,8 @@ class Run:
     predicted: RunSpeed | None
     ranks: tuple[RankRun, ...]
     notes: tuple[str, ...]
+    expert_imbalance: float | None = None
+    assumed_imbalance: float | None = None
 
 
 def last_start(record: Record, plan: Plan) -> Start:
@@ -168,6 +177,8 @@ def describe_run(record: Record, plan: Plan, cost: IterationCost | None) -> Run:
         )
     }
     iterations = tuple(sorted(curve))
+    loads = _expert_imbalance(timed)
+    assumed = EXPERT_IMBALANCE if plan.job.expert_imbalance is None else plan.job.expert_imbalance
     return Run(
         plan_digest=start.digest,
         started=record.legs[0].start.started,
@@ -180,7 +191,9 @@ def describe_run(record: Record, plan: Plan, cost: IterationCost | None) -> Run:
         measured=_measured(timed, cost),
         predicted=_predicted(plan, cost),
         ranks=_ranks(plan, start, timed, cost),
-        notes=(*_notes(record, same, timed), *_tensor_parallel_note(plan)),
+        notes=(*_notes(record, same, timed), *_tensor_parallel_note(plan), *_imbalance_note(loads, assumed)),
+        expert_imbalance=loads,
+        assumed_imbalance=None if loads is None else assumed,
     )
 
 
@@ -321,6 +334,27 @@ def _round_note(ended: Round) -> str:
         f"{' in memory' if ended.in_memory else ''}, {ended.undone} iterations done again; "
         f"goodput {ended.goodput:.0%} by then"
     )
+
+
+def _expert_imbalance(intervals: Sequence[Interval]) -> float | None:
+    """Return the mean over iterations; ``None`` where no interval has it."""
+    known = [
+        (interval.expert_imbalance, len(interval.iterations))
+        for interval in intervals
+        if interval.expert_imbalance is not None
+    ]
+    return sum(loads * count for loads, count in known) / sum(count for _, count in known) if known else None
+
+
+def _imbalance_note(loads: float | None, assumed: float) -> tuple[str, ...]:
+    """Return a note on measured loads of experts, with what to type where they are not the assumed ones."""
+    if loads is None:
+        return ()
+    remedy = ""
+    if abs(loads - assumed) > _NEAR_IMBALANCE:
+        remedy = f"; plan again with hexi plan --expert-imbalance {loads:.2f}"
+    said = "loads of experts vary by {:.2f} (standard deviation over mean), planned for {:.2f}"
+    return (said.format(loads, assumed) + remedy,)
 
 
 def _tensor_parallel_note(plan: Plan) -> tuple[str, ...]:

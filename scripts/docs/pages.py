@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from scripts.docs.combinations_page import combinations_page
 from scripts.docs.commands_page import commands_page
 from scripts.docs.draw_exchange import draw_exchange
 from scripts.docs.draw_layout import draw_all_to_all, draw_layout
@@ -22,6 +23,7 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "reference/cluster-file.md": cluster_fields_page,
     "reference/scenario-file.md": scenario_fields_page,
     "reference/training.md": training_page,
+    "reference/combinations.md": combinations_page,
     "images/layout.svg": lambda: as_svg(draw_layout()),
     "images/all-to-all.svg": lambda: as_svg(draw_all_to_all()),
     "images/exchange.svg": lambda: as_svg(draw_exchange()),

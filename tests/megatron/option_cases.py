@@ -158,6 +158,8 @@ LATENT = (
 )
 #: Megatron's own attention takes no values of another size without Transformer Engine.
 LATENT_SPEC = ("--spec", "tests.megatron.latent_spec", "spec")
+#: Two attention layers and two MLPs.
+HYBRID = ("--hybrid-layer-pattern", "*-*-", "--spec", "tests.megatron.hybrid_spec", "stack")
 
 CASES = {
     # Attention and positions
@@ -247,6 +249,11 @@ CASES = {
     "sequence-parallel": Case(job=SEQUENCE, slow=True),
     "pipeline": Case(job=PIPELINE, slow=True),
     "virtual-pipeline": Case(DEEPER, VIRTUAL),
+    "windows-sinks-interleaved": Case(
+        (*WINDOW, *SINKS, *DEEPER, "--window-attn-skip-freq", "2"), VIRTUAL, slow=True
+    ),
+    "latent-interleaved": Case((*LATENT, *DEEPER), VIRTUAL, LATENT_SPEC, slow=True),
+    "experts-interleaved": Case((*balanced("aux_loss"), *DEEPER), VIRTUAL, slow=True),
     "uneven-stages": Case(DEEPER, (*PIPELINE, "--decoder-first-pipeline-num-layers", "1"), slow=True),
     "stage-layout": Case(DEEPER, (*PIPELINE, "--pipeline-model-parallel-layout", "Et|tttL"), slow=True),
     "distributed-optimizer": Case(job=OVERLAPPED, replicas=True, slow=True),
@@ -285,7 +292,7 @@ CASES = {
     "multi-token-experts": Case(
         (*FURTHER_TOKENS, "--mtp-use-repeated-layer", *balanced("aux_loss")), slow=True
     ),
-    "hybrid-model": Case(("--hybrid-layer-pattern", "*-*-", "--spec", "tests.megatron.hybrid_spec", "stack")),
+    "hybrid-model": Case(HYBRID),
     # Experts
     "experts": Case(balanced("aux_loss"), slow=True),
     "experts-seq-loss": Case(balanced("seq_aux_loss"), slow=True),

@@ -54,6 +54,9 @@ OPTION_WORDS = {
     "--multi-latent-attention": " ".join((*LATENT, *PACKED, "--micro-batch-size", "1")),
     "--mlp-chunks-for-training": "--mlp-chunks-for-training 2",
     "--mtp-num-layers": "--mtp-num-layers 1 --pipeline-model-parallel-size 2",
+    "--num-layers-per-virtual-pipeline-stage": (
+        "--hybrid-layer-pattern *-*- --num-layers-per-virtual-pipeline-stage 1"
+    ),
     "--num-experts-repeated": "--num-experts 4",
     "--num-distributed-optimizer-instances": "--num-distributed-optimizer-instances 2",
     "--position-embedding-type": "--position-embedding-type mrope",
@@ -135,6 +138,7 @@ def test_an_option_is_refused_by_its_real_name(
         "--moe-router-load-balancing-type aux_loss sinkhorn",
         "--num-experts 4 --moe-token-dispatcher-type allgather --expert-model-parallel-size 2",
         "--position-embedding-type relative",
+        "--hybrid-layer-pattern *-|*-",
     ],
 )
 def test_so_is_each_of_its_values(words: str, parser: ArgumentParser):

@@ -15,6 +15,7 @@ from megatron_hexi.plan import JobTerms, Plan, read_plan, write_plan
 from megatron_hexi.planner import Request, find_plan
 from tests.megatron.conftest import References, job
 from tests.megatron.forked import Forks
+from tests.megatron.option_cases import LATENT, LATENT_SPEC, SINKS, WINDOW
 from tests.megatron.test_stages_training import MICRO_BATCH, MICRO_BATCHES, MODEL, words
 from tests.megatron.test_uneven_training import SEQ_LENGTH, largest_difference
 
@@ -30,6 +31,8 @@ class Wanted:
         slow: of the slow one.
         fixed: terms of the job that are fixed.
         stages: of the plan's replicas, all together, at least.
+        model: arguments of the model.
+        reference: arguments of the run on one rank alone.
         slow_test: whether it runs on request only.
     """
 
@@ -37,12 +40,20 @@ class Wanted:
     slow: int
     fixed: dict[str, Any]
     stages: int = 1
+    model: tuple[str, ...] = ()
+    reference: tuple[str, ...] = ()
     slow_test: bool = True
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of the model's layers, none of a dense decoder's."""
+        named = {"windows": WINDOW[0], "sinks": SINKS[0], "latent": LATENT[0]}
+        return [name for name, flag in named.items() if flag in self.model]
 
     @property
     def name(self) -> str:
         fixed = "-".join(f"{name}={value}" for name, value in self.fixed.items())
-        return f"{self.fast}+{self.slow}-{fixed or 'free'}"
+        return f"{self.fast}+{self.slow}-{fixed or 'free'}" + "".join(f"-{name}" for name in self.kinds)
 
 
 WANTED = [
@@ -56,6 +67,8 @@ WANTED = [
     Wanted(2, 2, {"pipeline_parallel": 2, "recompute": "full"}, 2),
     Wanted(1, 3, {"pipeline_parallel": 2, "recompute": "selective"}, 2),
     Wanted(4, 4, {"pipeline_parallel": 2, "data_parallel": 2}, 4),
+    Wanted(2, 2, {"pipeline_parallel": 2}, 2, (*WINDOW, "--window-attn-skip-freq", "2", *SINKS)),
+    Wanted(2, 2, {}, 1, (*LATENT, "--qk-layernorm"), LATENT_SPEC),
 ]
 
 
@@ -69,7 +82,7 @@ def planned(wanted: Wanted, folder: Path) -> Plan:
     cluster = folder / "cluster.yaml"
     cluster.write_text(yaml.safe_dump({"name": "small", "nodes": nodes, "network": network}))
     arguments = folder / "model.args"
-    arguments.write_text(" ".join(job(MODEL)))
+    arguments.write_text(" ".join(job((*MODEL, *wanted.model))))
     terms = Job(
         model=read_model(str(arguments)),
         seq_length=SEQ_LENGTH,
@@ -93,7 +106,9 @@ def test_what_is_planned_trains_as_one_rank(
     plan = planned(wanted, tmp_path)
     assert sum(len(replica.stages) for replica in plan.replicas) >= wanted.stages
     width = max(len(member.ranks) for member in plan.members)
-    weights, reference = references(MODEL, 2)
+    weights, reference = references((*MODEL, *wanted.model, *wanted.reference), 2)
     flags = ("--tensor-model-parallel-size", str(width)) if plan.is_repeated else ()
-    log = forks.train(tmp_path, ranks=plan.ranks, args=words(MODEL, 2, weights, flags), plan=plan)
+    log = forks.train(
+        tmp_path, ranks=plan.ranks, args=words((*MODEL, *wanted.model), 2, weights, flags), plan=plan
+    )
     assert largest_difference(log, reference) < 1e-5

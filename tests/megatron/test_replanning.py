@@ -12,8 +12,10 @@ import pytest
 
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, dump_plan, plan_digest
 from megatron_hexi.record import read_record
+from tests.megatron.conftest import job
 from tests.megatron.forked import Trainer
 from tests.megatron.launch import REPOSITORY
+from tests.megatron.option_cases import LATENT, ONE_EACH, PACKED, SINKS, WINDOW
 from tests.megatron.test_unequal_replicas import plan_of
 from tests.megatron.test_uneven_training import MODEL, SEQ_LENGTH, THREE_AND_ONE, WORKLOAD, one_domain
 
@@ -38,7 +40,7 @@ OTHERS = (three_and_one(20, (7, 60, 30), (1, 3)), three_and_one(11, (40, 0, 2), 
 def swapping(forks: Trainer, folder: Path, plan: Plan, others: tuple[Plan, ...], iterations: int, *args: str):
     plans = folder / "plans.json"
     plans.write_text(json.dumps([dump_plan(other) for other in others]))
-    words = (*MODEL, "--train-iters", str(iterations), "--lr-decay-iters", "1000", *args)
+    words = (*job(args), "--train-iters", str(iterations), "--lr-decay-iters", "1000")
     replan = ("--hexi-replan-interval", "2", "--hexi-cluster", str(CLUSTER))
     record = ("--hexi-record", str(folder / "record.jsonl"), "--log-interval", "5")
     still = forks.train(folder, ranks=plan.ranks, args=words, plan=plan, timeout=600)
@@ -79,6 +81,26 @@ def test_losses_are_those_without_swaps(forks, tmp_path, plan, others, args):
     assert [leg.start.swapped_at for leg in record.legs] == [None, 6, 12, 18]
     told = [i for leg in record.legs for interval in leg.intervals for i in interval.iterations]
     assert told == list(range(1, 21))
+
+
+def of_latent_heads(plan: Plan) -> Plan:
+    """The plan for a model with `LATENT`."""
+    return replace(plan, workload=replace(plan.workload, kv_heads=6, value_dim=24))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["windows-sinks", "latent", "documents"])
+def test_kinds_of_models_keep_their_losses_over_swaps(forks, tmp_path, documents, kind):
+    args = {
+        "windows-sinks": (*WINDOW, "--window-attn-skip-freq", "2", *SINKS),
+        "latent": (*LATENT, "--qk-layernorm"),
+        "documents": (*ONE_EACH, *documents, *PACKED),
+    }[kind]
+    plan, *others = (of_latent_heads(p) if kind == "latent" else p for p in (THREE_AND_ONE, *OTHERS))
+    still, swapped, _ = swapping(forks, tmp_path, plan, tuple(others), 20, *args)
+    assert swapped.losses == pytest.approx(still.losses, rel=1e-5)
+    assert swapped.grad_norms == pytest.approx(still.grad_norms, rel=1e-4)
+    assert len(milliseconds(swapped.output)) == 3
 
 
 def with_shares(*shares: int) -> Plan:

@@ -13,6 +13,7 @@ import pytest
 from megatron_hexi import planner
 from megatron_hexi.cli import main as cli
 from megatron_hexi.cli import output
+from megatron_hexi.cli.options import NewJob
 from megatron_hexi.cli.output import PICTURE_FORMATS, check_outputs, progress_bar
 from megatron_hexi.cluster import PlannerRules
 from megatron_hexi.errors import HexiError, NothingFitsError
@@ -458,6 +459,15 @@ def test_an_option_that_leaves_some_plans_restricts_the_search(hexi, asked, opti
     contrary = hexi(*words, f"--{refused[-1].replace('_', '-')}")
     assert contrary.code == 2
     assert f"--unequal-stages: {option.split()[0]} of job.args does not work with it" in contrary.err
+
+
+def test_the_imbalance_of_experts_is_a_term_of_the_job(hexi, asked):
+    given = NewJob(model="mixtral-8x7b", seq_length=4096, expert_imbalance=0.6)
+    assert given.request().job.expert_imbalance == 0.6
+    assert NewJob(model="mixtral-8x7b", seq_length=4096).request().job.expert_imbalance == 0.2
+    refused = hexi("plan", "cluster.yaml", *JOB, "--expert-imbalance", "0.6", "-o", "plan.yaml")
+    assert (refused.code, refused.out) == (2, "")
+    assert "--expert-imbalance 0.6: gpt-3b has no experts; leave it out" in refused.err
 
 
 def test_a_context_parallel_size_in_a_file_is_said_to_be_chosen_anew(hexi, asked):

@@ -1,6 +1,7 @@
 """Routed experts in the cost model: who holds which weights, rows by hand, messages and waits by hand."""
 
 import dataclasses
+import math
 import random
 
 import numpy as np
@@ -12,7 +13,7 @@ from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.cost import experts as experts_module
 from megatron_hexi.cost.held_weights import HeldWeights
 from megatron_hexi.cost.layer_kinds import Experts
-from megatron_hexi.errors import PlanError
+from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.mesh import Mesh, cell_size
 from megatron_hexi.mesh.experts import job_experts
 from megatron_hexi.plan import (
@@ -99,6 +100,7 @@ def test_all_rows_that_are_sent_are_computed(seed, ranks):
     plan = expert_plan(drawn, shape, 4, ranks, EXPERTS)
     job = tiny_job(
         model=MIXED,
+        expert_imbalance=0,
         micro_batch_size=4,
         global_batch_size=4 * len(plan.replicas) * 4,
         data_parallel=len(plan.replicas),
@@ -107,17 +109,15 @@ def test_all_rows_that_are_sent_are_computed(seed, ranks):
         plan, replicas=tuple(dataclasses.replace(one, micro_batches=None) for one in plan.replicas)
     )
     known = cluster([("a", "PLAIN", ranks)], FAST)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts_module, "LOAD_VARIATION", 0.0)
-        timing = CostModel(job, known).timing(plan)
-        rows, expected = dict[int, float](), dict[int, float]()
-        for section, held in zip(timing.sections, timing.experts, strict=True):
-            assert held is not None
-            each = 2 * held.domain_rows[:, None] * held.count / EXPERTS / held.parts[:, None]
-            sent = 2 * section.job.micro_batch_size * section.arrays.tokens
-            for domain, computed, own in zip(held.domain.tolist(), each.sum(axis=1), sent, strict=True):
-                rows[domain] = rows.get(domain, 0.0) + float(computed)
-                expected[domain] = expected.get(domain, 0.0) + float(own)
+    timing = CostModel(job, known).timing(plan)
+    rows, expected = dict[int, float](), dict[int, float]()
+    for section, held in zip(timing.sections, timing.experts, strict=True):
+        assert held is not None
+        each = 2 * held.domain_rows[:, None] * held.count / EXPERTS / held.parts[:, None]
+        sent = 2 * section.job.micro_batch_size * section.arrays.tokens
+        for domain, computed, own in zip(held.domain.tolist(), each.sum(axis=1), sent, strict=True):
+            rows[domain] = rows.get(domain, 0.0) + float(computed)
+            expected[domain] = expected.get(domain, 0.0) + float(own)
     assert rows == pytest.approx(expected)
 
 
@@ -126,10 +126,8 @@ def test_experts_take_as_long_as_their_rows_and_all_wait_for_the_slowest():
     known = cluster([("a", "DOUBLE", 1), ("b", "PLAIN", 1)], FAST)
     plan = one_stage(SPARSE, (2048, 2048), ((0, 5), (5, 8)))
     validate_plan(plan)
-    job = tiny_job(model=SPARSE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts_module, "LOAD_VARIATION", 0.0)
-        timing = CostModel(job, known).timing(plan)
+    job = tiny_job(model=SPARSE, expert_imbalance=0)
+    timing = CostModel(job, known).timing(plan)
     layer = timing.stages[0].layer
     for count, rate, unit in ((5, 200e12, 0), (3, 100e12, 1)):
         rows = 2 * 4096 * count / EXPERTS
@@ -181,9 +179,8 @@ def test_memory_has_the_experts_that_a_rank_holds_and_the_rows_that_come_to_it()
     assert second.weights - first.weights == pytest.approx(2 * more)
     assert second.gradients - first.gradients == pytest.approx(4 * more)
     assert second.optimizer - first.optimizer == pytest.approx(12 * more, rel=1e-3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts_module, "LOAD_VARIATION", 0.0)
-        first, second = (estimate(plan, job, known).ranks[0].memory for plan in (even, uneven))
+    job = tiny_job(model=SPARSE, expert_imbalance=0)
+    first, second = (estimate(plan, job, known).ranks[0].memory for plan in (even, uneven))
     rows = 2 * 4096 * 2 / EXPERTS
     assert second.activations - first.activations == pytest.approx(2 * rows * 2 * (512 + 2 * 256))
 
@@ -197,3 +194,22 @@ def test_a_plan_for_other_experts_is_refused():
     repeated = proportional_plan(tiny_job(model=SPARSE).workload(), [[[1.0]]])
     with pytest.raises(PlanError, match="--expert-model-parallel-size puts them"):
         estimate(repeated, tiny_job(model=SPARSE), known)
+
+
+@given(st.integers(1, EXPERTS - 1), st.floats(0, 2), st.integers(8, 4096))
+def test_the_busiest_rank_has_more_rows_by_the_imbalance(count, imbalance, tokens):
+    """The mean, and two deviations of the mean of so many experts; never more rows than there are."""
+    known = cluster([("a", "PLAIN", 1), ("b", "PLAIN", 1)], FAST)
+    plan = one_stage(SPARSE, (tokens, tokens), ((0, count), (count, EXPERTS)))
+    job = tiny_job(model=SPARSE, seq_length=2 * tokens, expert_imbalance=imbalance)
+    (held,) = CostModel(job, known).timing(plan).experts
+    for unit, experts in enumerate((count, EXPERTS - count)):
+        mean = 2 * 2 * tokens / EXPERTS
+        busiest = experts * (mean + 2 * imbalance * mean / math.sqrt(experts))
+        assert held.rows(job)[unit] == pytest.approx(min(busiest, 2 * 2 * tokens))
+
+
+@pytest.mark.parametrize("imbalance", [-0.1, math.nan, math.inf, 33])
+def test_an_imbalance_that_cannot_be_is_refused(imbalance):
+    with pytest.raises(HexiError, match=r"--expert-imbalance .*: give a number from 0 to 32"):
+        tiny_job(model=SPARSE, expert_imbalance=imbalance)

@@ -104,3 +104,18 @@ def test_latent_columns_travel_where_the_network_is_slow(bandwidth, travel):
     again = estimate(planned.plan, planned.job, known)
     assert again.iteration_s == pytest.approx(planned.cost.iteration_s, rel=1e-12)
     assert planned.bound.iteration_s <= planned.cost.iteration_s
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(model(4, sinks=True), id="sinks"),
+        pytest.param(dataclasses.replace(LATENT, layers=4), id="latent"),
+    ],
+)
+def test_the_simulator_times_sinks_and_latent_attention(shape):
+    nodes = cluster(NODES, bandwidth=100)
+    job = tiny_job(model=shape)
+    plan = proportional_plan(job.workload(), [[[1.0, 2.0], [2.0, 1.0]]])
+    simulated, expected = simulate(plan, job, nodes), estimate(plan, job, nodes)
+    assert simulated.iteration_s == pytest.approx(expected.iteration_s, rel=0.05)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_hexi.argument_file import Word
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.parser import parse_words
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, Workload
 from megatron_hexi.replan.arguments import check_replanning
 
@@ -27,12 +29,17 @@ STAGES = replace(TWO, replicas=(Replica((replace(TWO.replicas[0].stages[0], laye
 
 
 def arguments(**given: object) -> Namespace:
+    """Megatron's own for a dense decoder of two layers, with re-planning."""
+    words = [Word(word, 0) for word in ("--num-layers", "2", "--disable-bias-linear")]
     defaults = {"hexi_plan": "plan.yaml", "hexi_replan_interval": 10, "hexi_replan_threshold": 0.03}
-    return Namespace(**(defaults | {"hexi_cluster": CLUSTER} | given))
+    args = parse_words(words, "the job").args
+    return Namespace(**(vars(args) | defaults | {"hexi_cluster": CLUSTER} | given))
 
 
 def test_what_can_be_replanned_passes():
     check_replanning(arguments(), TWO)
+    check_replanning(arguments(window_size=(4, 0), window_attn_skip_freq=2, softmax_type="learnable"), TWO)
+    check_replanning(arguments(multi_latent_attention=True, qk_layernorm=True), TWO)
     check_replanning(arguments(hexi_replan_interval=None, hexi_cluster=None), None)
 
 
@@ -49,9 +56,13 @@ def test_what_can_be_replanned_passes():
         ({}, ONE, "nothing can move"),
         ({}, STAGES, "layers of their own"),
         ({"num_experts": 4}, TWO, "does not know the work of --num-experts"),
-        ({"multi_latent_attention": True}, TWO, "--multi-latent-attention"),
+        (
+            {"multi_latent_attention": True, "qk_layernorm": False},
+            TWO,
+            "--multi-latent-attention without --qk-layernorm is not read",
+        ),
         ({"mtp_num_layers": 1}, TWO, "--mtp-num-layers"),
-        ({"window_size": (4, 0)}, TWO, "--window-size"),
+        ({"hybrid_layer_pattern": "*-"}, TWO, "--hybrid-layer-pattern"),
         ({"fp8": "hybrid"}, TWO, "--fp8-format"),
         ({"cuda_graph_impl": "local"}, TWO, "--cuda-graph-impl"),
     ],

@@ -59,6 +59,32 @@ def test_means_are_over_iterations_but_each_start_s_first(record):
     assert any("3 iterations from 2 to 4, the slowest took 5 s" in note for note in run.notes)
 
 
+@pytest.mark.parametrize(
+    ("planned", "loads", "said"),
+    [
+        (
+            None,
+            (0.9, 0.7, 0.4),
+            "vary by 0.60 (standard deviation over mean), planned for 0.20; plan again with ",
+        ),
+        (0.6, (0.9, 0.7, 0.4), "vary by 0.60 (standard deviation over mean), planned for 0.60"),
+        (0.6, (None, None, None), None),
+    ],
+)
+def test_loads_of_experts_stand_beside_those_that_were_planned_for(path, planned, loads, said):
+    """Two iterations of 0.7 and one of 0.4; the first interval warms up."""
+    plan = dataclasses.replace(PLAN, job=dataclasses.replace(PLAN.job, expert_imbalance=planned))
+    told = [dataclasses.replace(one, expert_imbalance=n) for one, n in zip(INTERVALS, loads, strict=True)]
+    run = describe_run(read_record(write_record(path, start(plan), *told)), plan, None)
+    notes = [note for note in run.notes if note.startswith("loads of experts")]
+    if said is None:
+        assert (run.expert_imbalance, run.assumed_imbalance, notes) == (None, None, [])
+        return
+    assert (run.expert_imbalance, run.assumed_imbalance) == (pytest.approx(0.6), planned or 0.2)
+    assert said in notes[0]
+    assert notes[0].endswith("planned for 0.60" if planned else "hexi plan --expert-imbalance 0.60")
+
+
 def test_a_single_interval_counts(path):
     run = describe_run(read_record(write_record(path, start(), interval(1))), PLAN, None)
     assert (run.timed, run.measured.iteration_s) == (1, 2.0)

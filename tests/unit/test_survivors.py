@@ -18,12 +18,13 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.planner import CHOSEN, Request, find_plan
 from megatron_hexi.text_file import read_text
 
-WORDS = [
+UNGROUPED = [
     *("--num-layers", "2", "--hidden-size", "96", "--num-attention-heads", "6", "--swiglu"),
-    *("--group-query-attention", "--num-query-groups", "2", "--seq-length", "1024"),
+    *("--seq-length", "1024"),
     *("--position-embedding-type", "rope", "--max-position-embeddings", "1024", "--vocab-size", "255"),
     *("--micro-batch-size", "1", "--global-batch-size", "4"),
 ]
+WORDS = [*UNGROUPED, "--group-query-attention", "--num-query-groups", "2"]
 EXPERTS = ["--num-experts", "8", "--moe-token-dispatcher-type", "alltoall"]
 NETWORKS = {
     "network": "network: {bandwidth_gb_s: 0.125, latency_us: 20, per: node}",
@@ -47,11 +48,15 @@ def cluster(request, tmp_path_factory):
     return read_cluster(path)
 
 
-@pytest.fixture(scope="module")
-def plan(cluster):
-    model = model_from_arguments(" ".join(WORDS), _COMMAND_LINE)
+def planned(cluster, words):
+    model = model_from_arguments(" ".join(words), _COMMAND_LINE)
     job = Job(model, 1024, global_batch_size=4, precision="fp32")
     return find_plan(Request(job, frozenset(CHOSEN) - {"data_parallel"}), cluster).plan
+
+
+@pytest.fixture(scope="module")
+def plan(cluster):
+    return planned(cluster, WORDS)
 
 
 PLACES = {"fast-0": 2, "fast-1": 2, "slow": 1}
@@ -74,6 +79,28 @@ def test_each_rank_of_the_plan_is_on_a_gpu_that_is_there(cluster, plan, gone):
     whole = CostModel(replace(job, global_batch_size=4), cluster).timing(found.plan).phases.total
     assert found.plan.estimate is not None
     assert whole == pytest.approx(found.plan.estimate.iteration_s, rel=0.02)
+
+
+KINDS = {
+    "window": [*WORDS, "--window-size", "255,0", "--window-attn-skip-freq", "2"],
+    "sinks": [*WORDS, "--softmax-type", "learnable"],
+    "documents": [*WORDS, "--dataloader-inter-document-masking", "--no-rope-fusion"],
+    "latent": [
+        *(*UNGROUPED, "--multi-latent-attention", "--qk-layernorm", "--kv-lora-rank", "32"),
+        *("--qk-head-dim", "8", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "24"),
+        *("--disable-bias-linear", "--no-rope-fusion"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cluster", ["network"], indirect=True)
+def test_kinds_of_models_are_planned_anew(cluster, kind):
+    words = KINDS[kind]
+    found = survive(planned(cluster, words), cluster, [("fast-0", 0), ("fast-0", 1)], words)
+    assert set(found.plan.gpus or ()) <= set(cluster.nodes[0].ranks)
+    assert set(found.left_out) == {"fast-1", "slow-0"}
+    assert found.plan.workload.value_size == (24 if kind == "latent" else 16)
 
 
 def test_while_all_of_a_plan_s_nodes_are_there_it_stays(cluster, plan):

@@ -1,0 +1,122 @@
+"""The test of each combination that works, and which refusals lie in the nature of things."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+_M, _U = "tests/megatron/test_", "tests/unit/test_"
+_OPTIONS = f"{_M}option_training.py::test_losses_and_gradient_norms_are_those_without_a_plan[{{}}]"
+_REPLICAS = f"{_M}unequal_replicas.py::test_training_is_that_of_one_rank[{{}}]"
+_STAGES = f"{_M}stages_training.py::test_training_is_that_of_one_rank[{{}}]"
+_MINISTAGES = f"{_M}ministages.py::test_training_is_that_of_one_rank[{{}}]"
+_EXPERTS = f"{_M}stages_experts.py::test_experts_train_as_on_one_rank[{{}}]"
+_PLANNED = f"{_M}planned_training.py::test_what_is_planned_trains_as_one_rank[{{}}]"
+_SIMULATED = f"{_U}simulator.py::test_agrees_with_the_model_where_nothing_contends"
+_REPLAYED = f"{_U}planner_kinds.py::test_the_simulator_times_sinks_and_latent_attention[{{}}]"
+_SWAPPED = f"{_M}replanning.py::test_kinds_of_models_keep_their_losses_over_swaps[{{}}]"
+_SURVIVED = f"{_U}survivors.py::test_kinds_of_models_are_planned_anew[network-{{}}]"
+_KINDS = f"{_M}combinations.py::test_"
+_OFFLOADED = _KINDS + "stages_that_offload_have_each_gradient_of_one_rank[{}]"
+_UNEQUAL = _KINDS + "unequal_replicas_train_as_one_rank[{}]"
+_RESUMED = _KINDS + "a_checkpoint_goes_on_under_another_plan[{}]"
+_DOCUMENTS = f"{_M}stages_jobs.py::test_documents_{{}}"
+
+
+def _in_stages(stages: str, offloaded: str) -> dict[str, str]:
+    """Tests of the columns of stages, where one test shows samples, ministages and offloading together."""
+    return {"stages": stages, **dict.fromkeys(("samples", "ministages", "offload"), offloaded)}
+
+
+_ATTENTION = {
+    "domain": _OPTIONS.format("windows-sinks-groups"),
+    "replicas": _REPLICAS.format("windows-sinks"),
+    **_in_stages(_STAGES.format("windows-sinks"), _OFFLOADED.format("windows-sinks")),
+    "interleaving": _OPTIONS.format("windows-sinks-interleaved-groups"),
+    "planner": _PLANNED.format("2+2-pipeline_parallel=2-windows-sinks"),
+    "re-planning": _SWAPPED.format("windows-sinks"),
+    "checkpoints": _RESUMED.format("windows-sinks"),
+}
+
+#: By kind and feature, as `megatron_hexi`'s own code takes them: a test that the combination works.
+TESTS: Final[Mapping[str, Mapping[str, str]]] = {
+    "dense": {
+        "domain": _OPTIONS.format("recompute-full-groups"),
+        "replicas": _REPLICAS.format("two-and-one"),
+        "stages": _STAGES.format("depths"),
+        "samples": _STAGES.format("samples"),
+        "ministages": _MINISTAGES.format("one-stage"),
+        "offload": _MINISTAGES.format("by-one-of-two-replicas-offloaded"),
+        "interleaving": _OPTIONS.format("virtual-pipeline-groups"),
+        "planner": _PLANNED.format("2+2-free"),
+        "simulator": _SIMULATED,
+        "re-planning": f"{_M}replanning.py::test_losses_are_those_without_swaps[groups]",
+        "elastic": f"{_M}elastic.py::test_the_one_that_is_left_goes_on_from_what_is_whole[memory]",
+        "checkpoints": (
+            f"{_M}checkpoints.py::test_training_goes_on_under_any_plan_and_parallelism[another-plan]"
+        ),
+    },
+    "window": {**_ATTENTION, "elastic": _SURVIVED.format("window")},
+    "sinks": {**_ATTENTION, "simulator": _REPLAYED.format("sinks"), "elastic": _SURVIVED.format("sinks")},
+    "documents": {
+        "domain": _OPTIONS.format("documents-groups"),
+        "replicas": _REPLICAS.format("documents"),
+        "stages": _DOCUMENTS.format("travel_over_borders_of_other_domains"),
+        "ministages": _DOCUMENTS.format("pass_ministages[offload0]"),
+        "offload": _DOCUMENTS.format("pass_ministages[offload1]"),
+        "interleaving": _OPTIONS.format("documents-pipeline-groups"),
+        "planner": (
+            f"{_U}cli_planning.py::test_an_option_that_leaves_some_plans_restricts_the_search"
+            "[--dataloader-inter-document-masking --no-rope-fusion --micro-batch-size 1-refused2]"
+        ),
+        "simulator": _SIMULATED,
+        "re-planning": _SWAPPED.format("documents"),
+        "elastic": _SURVIVED.format("documents"),
+        "checkpoints": _RESUMED.format("documents"),
+    },
+    "latent": {
+        "domain": _OPTIONS.format("latent-groups"),
+        "replicas": _UNEQUAL.format("latent"),
+        **_in_stages(_OFFLOADED.format("latent"), _OFFLOADED.format("latent")),
+        "interleaving": _OPTIONS.format("latent-interleaved-groups"),
+        "planner": _PLANNED.format("2+2-free-latent"),
+        "simulator": _REPLAYED.format("latent"),
+        "re-planning": _SWAPPED.format("latent"),
+        "elastic": _SURVIVED.format("latent"),
+        "checkpoints": _RESUMED.format("latent"),
+    },
+    "experts": {
+        "domain": _OPTIONS.format("experts-groups"),
+        "replicas": _EXPERTS.format("replicas-all"),
+        "stages": _EXPERTS.format("slices-all-moe"),
+        "samples": _EXPERTS.format("samples-all"),
+        "ministages": _EXPERTS.format("ministages-all-long"),
+        "offload": _EXPERTS.format("offload-all-long"),
+        "interleaving": _OPTIONS.format("experts-interleaved-groups"),
+        "planner": f"{_U}planner_experts.py::test_faster_gpus_hold_more_experts",
+        "checkpoints": (
+            f"{_M}stages_experts.py::test_any_layout_goes_on_from_any_other[samples-to-slices-fp32]"
+        ),
+    },
+    "prediction": {
+        "domain": _OPTIONS.format("multi-token-groups"),
+        "replicas": _REPLICAS.format("multi-token"),
+        "checkpoints": _RESUMED.format("prediction"),
+    },
+    "hybrid": {
+        "domain": _OPTIONS.format("hybrid-model-groups"),
+        "replicas": _UNEQUAL.format("hybrid"),
+        "checkpoints": _RESUMED.format("hybrid"),
+    },
+}
+
+#: Combinations that will never work; all others that are refused do not work yet.
+IMPOSSIBLE: Final = {("documents", "samples")}
+
+#: What readers must know of a combination that works.
+NOTES: Final[Mapping[tuple[str, str], str]] = {
+    ("documents", "planner"): "for whole sequences; `--batch-shares` deals documents batch by batch",
+    ("documents", "simulator"): "as whole sequences",
+    ("documents", "re-planning"): "times are compared with the median rank's, batch by batch",
+    ("experts", "replicas"): "with `layers` in each stage",
+}

@@ -1,0 +1,231 @@
+"""Combinations of kinds of models with features, each asked of the code that would train or plan it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from megatron_hexi.argument_file import Word
+from megatron_hexi.cluster import Cluster, read_cluster
+from megatron_hexi.cost import Job
+from megatron_hexi.cost.megatron_arguments import model_from_arguments
+from megatron_hexi.elastic.planning import survive
+from megatron_hexi.elastic.training.round import check_surviving
+from megatron_hexi.errors import HexiError
+from megatron_hexi.lab.simulator import simulate
+from megatron_hexi.options.parser import Parsed, parse_words
+from megatron_hexi.options.plan_job import hold_job
+from megatron_hexi.options.refusals import refuse_unsupported
+from megatron_hexi.plan import Plan, plan_from_yaml
+from megatron_hexi.plan.units import job_ranks
+from megatron_hexi.planner import CHOSEN, Request, find_plan
+from megatron_hexi.replan.arguments import check_replanning
+from megatron_hexi.yaml_file import yaml_from_text
+
+_PLAN, _ARGUMENTS = "plan.yaml", Path("job.args")
+_CLUSTER = Path(__file__).parents[1] / "testbed" / "four-equal.yaml"
+_LAYERS, _LENGTH = 4, 64
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model or data.
+
+    Args:
+        title: what readers call it.
+        words: Megatron's arguments that make a model of this kind, beside those of a dense decoder.
+        workload: what a plan's workload says otherwise for it.
+        micro_batch: samples of a micro-batch where the feature does not need several.
+    """
+
+    title: str
+    words: tuple[str, ...] = ()
+    workload: Mapping[str, int] = field(default_factory=dict)
+    micro_batch: int = 2
+
+
+_DENSE = (
+    *("--num-layers", str(_LAYERS), "--hidden-size", "128", "--num-attention-heads", "4"),
+    *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", "--vocab-size", "256"),
+    *("--position-embedding-type", "rope", "--no-rope-fusion", "--max-position-embeddings", str(_LENGTH)),
+    *("--seq-length", str(_LENGTH), "--attention-dropout", "0", "--hidden-dropout", "0", "--eval-iters", "0"),
+)
+_GROUPED = ("--kv-channels", "32", "--group-query-attention", "--num-query-groups", "2")
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "dense": Kind("Dense"),
+    "window": Kind("Windows", ("--window-size", "15,0", "--window-attn-skip-freq", "2")),
+    "sinks": Kind("Sinks", ("--softmax-type", "learnable")),
+    "documents": Kind("Documents", ("--dataloader-inter-document-masking",), micro_batch=1),
+    "latent": Kind(
+        "Latent attention",
+        (
+            *("--multi-latent-attention", "--qk-layernorm", "--kv-lora-rank", "32", "--qk-head-dim", "16"),
+            *("--qk-pos-emb-head-dim", "16", "--v-head-dim", "24"),
+        ),
+        {"kv_heads": 4, "value_dim": 24},
+    ),
+    "experts": Kind(
+        "Experts",
+        (
+            *("--num-experts", "4", "--moe-ffn-hidden-size", "64", "--moe-router-topk", "2"),
+            *("--moe-token-dispatcher-type", "alltoall"),
+        ),
+    ),
+    "prediction": Kind("Multi-token prediction", ("--mtp-num-layers", "1")),
+    "hybrid": Kind("Hybrid models", ("--hybrid-layer-pattern", "*-*-")),
+}
+
+_TOKENS = """\
+    - groups:
+      - segments: [[0, 64]]
+        members: [{ranks: [0], tokens: 40, heads: [0, 3]}, {ranks: [1], tokens: 24, heads: [3, 4]}]
+"""
+_ONE_REPLICA = f"- stages:\n  - domains:\n{_TOKENS}"
+_LAYERED_REPLICA = f"- stages:\n  - layers: [0, 4]\n    domains:\n{_TOKENS}"
+_STAGES = """\
+- stages:
+  - {layers: [0, 1], domains: [{ranks: [0]}]}
+  - {layers: [1, 4], domains: [{ranks: [1]}]}
+"""
+_SAMPLES = """\
+- stages:
+  - {layers: [0, 1], domains: [{ranks: [0], samples: 3}, {ranks: [1], samples: 1}]}
+  - {layers: [1, 4], domains: [{ranks: [2]}]}
+"""
+_MINISTAGES = """\
+- stages:
+  - {layers: [0, 2], ministages: 2, domains: [{ranks: [0]}]}
+  - {layers: [2, 4], ministages: 2, domains: [{ranks: [1]}]}
+"""
+_ALL = "offload: [parameters, optimizer, activations]"
+_SECOND = "domains: [{ranks: [2]}]"
+
+
+def _plan(kind: Kind, replicas: str, micro_batch: int) -> Plan:
+    """Return a plan for a model of this kind, read as a user's file would be."""
+    sizes = {"seq_length": _LENGTH, "heads": 4, "kv_heads": 2, "head_dim": 32} | kind.workload
+    if "layers:" in replicas:
+        sizes |= {"layers": _LAYERS}
+    workload = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+    text = f"version: 2\nworkload: {{{workload}}}\njob: {{micro_batch_size: {micro_batch}}}\nreplicas:\n"
+    return plan_from_yaml(yaml_from_text(Path(_PLAN), text + replicas))
+
+
+def _words(kind: Kind, *more: str) -> tuple[str, ...]:
+    heads = () if "--multi-latent-attention" in kind.words else _GROUPED
+    return (*_DENSE, *heads, *kind.words, "--global-batch-size", "8", *more)
+
+
+def _parsed(kind: Kind, *more: str) -> Parsed:
+    return parse_words([Word(word, 0) for word in _words(kind, *more)], str(_ARGUMENTS))
+
+
+def _hold(kind: Kind, plan: Plan, *more: str, stages: int = 1) -> Namespace:
+    """Check the job against the plan, as every rank does before anything is allocated."""
+    args, given = _parsed(kind, *more)
+    args.hexi_plan, args.rank, args.world_size = _PLAN, 0, job_ranks(plan, stages)
+    refuse_unsupported(args, "script")
+    hold_job(args, given, plan)
+    return args
+
+
+def _trained(*layouts: str, micro_batch: int | None = None) -> Callable[[Kind], None]:
+    """Return a question for training under the first of these layouts that takes the job."""
+
+    def ask(kind: Kind) -> None:
+        refusals = []
+        for layout in layouts:
+            try:
+                _hold(kind, _plan(kind, layout, micro_batch or kind.micro_batch))
+                return
+            except HexiError as refusal:
+                refusals.append(refusal)
+        raise refusals[-1]
+
+    return ask
+
+
+def _interleaved(kind: Kind) -> None:
+    flags = ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1")
+    _hold(kind, _plan(kind, _ONE_REPLICA, kind.micro_batch), *flags, stages=2)
+
+
+def _replanned(kind: Kind) -> None:
+    plan = _plan(kind, _ONE_REPLICA, kind.micro_batch)
+    args = _hold(kind, plan)
+    args.hexi_replan_interval, args.hexi_replan_threshold = 10, 0.03
+    args.hexi_cluster = str(_CLUSTER)
+    check_replanning(args, plan)
+
+
+def _job(kind: Kind) -> Job:
+    words = _words(kind, "--micro-batch-size", str(kind.micro_batch))
+    model = model_from_arguments(" ".join(words), _ARGUMENTS)
+    return Job(model, _LENGTH, kind.micro_batch, precision="fp32")
+
+
+@cache
+def _cluster() -> Cluster:
+    return read_cluster(_CLUSTER)
+
+
+def _planned(kind: Kind) -> None:
+    find_plan(Request(_job(kind), frozenset(CHOSEN)), _cluster().without([1]))
+
+
+def _simulated(kind: Kind) -> None:
+    job = _job(kind)
+    layout = _ONE_REPLICA if job.model.experts is None else _STAGES
+    simulate(_plan(kind, layout, kind.micro_batch), replace(job, data_parallel=1), _cluster(), range(2))
+
+
+def _elastic(kind: Kind) -> None:
+    """Ask training, and the planner for the nodes that are left when one of the two is lost."""
+    whole = replace(_plan(kind, _ONE_REPLICA, kind.micro_batch), gpus=(0, 1))
+    args = _hold(kind, whole, "--save", "saved", "--save-interval", "10")
+    args.hexi_cluster = str(_CLUSTER)
+    check_surviving(args, set(), whole)
+    words = _words(kind, "--micro-batch-size", str(kind.micro_batch))
+    survive(whole, _cluster(), [("node-1", 0), ("node-1", 1)], words)
+
+
+FEATURES: Final[Mapping[str, tuple[str, Callable[[Kind], object]]]] = {
+    "domain": ("one replica", _trained(_ONE_REPLICA, _LAYERED_REPLICA)),
+    "replicas": (
+        "unequal replicas",
+        _trained(
+            f"{_ONE_REPLICA}- stages:\n  - {_SECOND}\n",
+            f"{_LAYERED_REPLICA}- stages:\n  - {{layers: [0, 4], {_SECOND}}}\n",
+        ),
+    ),
+    "stages": ("stages", _trained(_STAGES)),
+    "samples": ("samples", _trained(_SAMPLES, micro_batch=4)),
+    "ministages": ("mini&shy;stages", _trained(_MINISTAGES)),
+    "offload": ("offload", _trained(_MINISTAGES.replace("domains", f"{_ALL}, domains"))),
+    "interleaving": ("inter&shy;leaving", _interleaved),
+    "planner": ("planner", _planned),
+    "simulator": ("simu&shy;lator", _simulated),
+    "re-planning": ("re-planning", _replanned),
+    "elastic": ("elastic", _elastic),
+    "checkpoints": ("check&shy;points", _trained(_ONE_REPLICA)),
+}
+
+
+@cache
+def refusal(kind: str, feature: str) -> str | None:
+    """Return what the code says when it is asked for a combination; ``None`` if it takes it.
+
+    Args:
+        kind: a key of `KINDS`.
+        feature: a key of `FEATURES`.
+    """
+    try:
+        FEATURES[feature][1](KINDS[kind])
+    except HexiError as error:
+        return str(error)
+    return None
