@@ -13,6 +13,7 @@ from megatron_hexi.cost.layer_kinds import Experts, Latent, Window
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.lab.simulator import chrome_trace, compare_with_model, simulate
 from megatron_hexi.lab.simulator.replay import replay_layers
+from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
 from megatron_hexi.lab.simulator.unit_program import FROM_EXPERTS, TO_EXPERTS
 from megatron_hexi.plan import Exchange, proportional_plan
 from tests.support.costs import TINY, cluster, tiny_job
@@ -75,7 +76,6 @@ def test_experts_alone_take_as_long_as_the_cost_model_says(held, recompute):
     found, cost = simulate(plan, job, known), estimate(plan, job, known)
     # A rank with less to do has its results back early: what travels then has the link to itself.
     assert found.iteration_s == pytest.approx(cost.iteration_s, rel=0.03)
-    assert found.phases.token == pytest.approx(cost.phases.token)
 
 
 def replayed(plan, job, known, kind=0):
@@ -113,6 +113,8 @@ def test_every_row_that_goes_to_an_expert_comes_back(seed, ranks):
         own = [number for number, section in enumerate(timing.sections) if section.number == stage]
         for mode in {timing.sections[number].job.mode for number in own}:
             alike = [number for number in own if timing.sections[number].job.mode == mode]
+            if not any(np.any(timing.sections[one].parts.of_kinds(MIXED)[1].layers) for one in alike):
+                continue
             found = replay_layers(
                 *(
                     [of[number] for number in alike]
@@ -202,5 +204,8 @@ def test_stages_have_the_kinds_of_their_own_layers():
     kinds = {rank: {span.layer_kind for span in found.spans if span.rank == rank} for rank in (0, 1)}
     assert kinds == {0: {0}, 1: {1}}
     assert [rank.busy["experts"] > 0 for rank in found.ranks] == [False, True]
+    titles = [axes.get_title(loc="left") for axes in draw_timeline(found, plan).axes]
+    for way in ("forward", "backward"):
+        assert {f"dense MLP, {way}", f"8 experts, {way}"} <= set(titles)
     events = [event for event in chrome_trace(found)["traceEvents"] if event["ph"] == "X"]
     assert {event["args"].get("kind") for event in events if event["pid"] == 1} == {"8 experts"}
