@@ -67,6 +67,23 @@ class ExpertsOnRanks:
         return _busiest_rows(job, self.count.max(axis=1), self.domain_rows)
 
 
+@dataclass(frozen=True, eq=False)
+class ExpertMessages:
+    """The messages of an all-to-all to the experts of a stage; those back are the same, reversed.
+
+    Args:
+        gpus: GPU of each rank of the stage, section by section and unit by unit, [R].
+        src: sending rank of each message, an index into `gpus`, [M].
+        dst: receiving rank, another one, [M].
+        size: bytes, [M].
+    """
+
+    gpus: Ints
+    src: Ints
+    dst: Ints
+    size: Floats
+
+
 def place_experts(plan: Plan, job: Job, sections: Sequence[Section]) -> list[ExpertsOnRanks | None]:
     """The experts of each section's units; ``None``: the model has none.
 
@@ -132,11 +149,10 @@ def expert_cycles(
     placed = [held for held in experts if held is not None]
     if not placed:
         return [None] * len(sections)
-    job = sections[0].job
     compute = [np.array(expert_times(section, held)) for section, held in zip(sections, placed, strict=True)]
     slowest = _by_domain(placed, compute)
     # There and back, in both directions.
-    seconds = [np.stack([2 * way, 2 * way]) for way in _exchange_seconds(job, sections, placed, links)]
+    seconds = [np.stack([2 * way, 2 * way]) for way in _exchange_seconds(sections, placed, links)]
     exchange = _by_domain(placed, seconds)
     return [
         ExpertCycle(own, moves, longest - own)
@@ -175,26 +191,43 @@ def _times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Floats) -> 
     )
 
 
-def _exchange_seconds(
-    job: Job, sections: Sequence[Section], placed: Sequence[ExpertsOnRanks], links: LinkTable
-) -> list[Floats]:
-    """Seconds of each unit's longest message in one all-to-all of a layer, [U]; the same in all of them.
+def expert_messages(sections: Sequence[Section], placed: Sequence[ExpertsOnRanks]) -> ExpertMessages:
+    """The messages from ranks of one stage to those that hold experts, in one layer.
 
     A rank sends k T h elements of its T tokens, e / E of them to each rank: to every slice of a cut expert.
+
+    Args:
+        sections: of one stage, whose model has experts.
+        placed: experts of their units.
     """
+    job = sections[0].job
     experts = job.model.experts
     assert experts is not None
     element = job.model.hidden_size * job.element_bytes * experts.active / experts.count
+    gpus = np.concatenate([section.placement.gpus.ravel() for section in sections])
+    count = np.concatenate([held.count.ravel() for held in placed])
+    sent = element * np.concatenate([_rank_rows(section) for section in sections])
+    domain = np.concatenate([np.repeat(held.domain, held.count.shape[1]) for held in placed])
+    ends = []
+    for number in np.unique(domain).tolist():
+        ranks = np.flatnonzero(domain == number)
+        src, dst = (axis.ravel() for axis in np.meshgrid(ranks, ranks, indexing="ij"))
+        moves = (src != dst) & (sent[src] > 0) & (count[dst] > 0)
+        ends.append((src[moves], dst[moves]))
+    src, dst = (np.concatenate(side) for side in zip(*ends, strict=True))
+    return ExpertMessages(gpus, src, dst, sent[src] * count[dst])
+
+
+def _exchange_seconds(
+    sections: Sequence[Section], placed: Sequence[ExpertsOnRanks], links: LinkTable
+) -> list[Floats]:
+    """Seconds of each unit's longest message in one all-to-all of a layer, [U]; the same in all of them."""
     found = []
     for stage in sorted({section.number for section in sections}):
         own = [number for number, section in enumerate(sections) if section.number == stage]
-        gpus = np.concatenate([sections[number].placement.gpus.ravel() for number in own])
-        count = np.concatenate([placed[number].count.ravel() for number in own])
-        rows = np.concatenate([_rank_rows(sections[number]) for number in own])
-        domain = np.concatenate(
-            [np.repeat(placed[number].domain, placed[number].count.shape[1]) for number in own]
+        seconds = _longest_messages(
+            expert_messages([sections[number] for number in own], [placed[number] for number in own]), links
         )
-        seconds = _message_seconds(gpus, domain, element * rows, count, links)
         first = 0
         for number in own:
             shape = placed[number].count.shape
@@ -204,25 +237,11 @@ def _exchange_seconds(
     return [seconds for _, seconds in sorted(found, key=lambda pair: pair[0])]
 
 
-def _message_seconds(gpus: Ints, domain: Ints, sent: Floats, count: Ints, links: LinkTable) -> Floats:
-    """Seconds of each rank's longest message, [R].
-
-    Args:
-        gpus: of each rank, [R].
-        domain: its expert domain, [R].
-        sent: bytes that it sends for each expert of a layer, [R].
-        count: experts that it holds, [R].
-        links: the cluster's.
-    """
-    longest = np.zeros(len(gpus))
-    ends = []
-    for number in np.unique(domain).tolist():
-        ranks = np.flatnonzero(domain == number)
-        src, dst = (axis.ravel() for axis in np.meshgrid(ranks, ranks, indexing="ij"))
-        moves = (src != dst) & (sent[src] > 0) & (count[dst] > 0)
-        ends.append((src[moves], dst[moves]))
-    src, dst = (np.concatenate(side) for side in zip(*ends, strict=True))
-    seconds = links.message_seconds(gpus[src], gpus[dst], sent[src] * count[dst])
+def _longest_messages(messages: ExpertMessages, links: LinkTable) -> Floats:
+    """Seconds of each rank's longest message, [R]."""
+    longest = np.zeros(len(messages.gpus))
+    src, dst = messages.src, messages.dst
+    seconds = links.message_seconds(messages.gpus[src], messages.gpus[dst], messages.size)
     np.maximum.at(longest, src, seconds)
     np.maximum.at(longest, dst, seconds)
     return longest

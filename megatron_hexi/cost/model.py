@@ -138,6 +138,12 @@ class Model:
             for kind in dict.fromkeys(self._kind_of_layers)
         )
 
+    @cached_property
+    def kind_of_layers(self) -> tuple[int, ...]:
+        """For each layer, the number of its kind in `kinds`."""
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(self._kind_of_layers))}
+        return tuple(numbers[kind] for kind in self._kind_of_layers)
+
     @property
     def is_uniform(self) -> bool:
         """Whether all layers are of one kind."""

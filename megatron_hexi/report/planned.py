@@ -16,6 +16,7 @@ from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.plan.units import domain_rows, rank_gpus
 from megatron_hexi.report.estimate import phases_line, spell_seconds, spell_throughput
+from megatron_hexi.report.layer_names import kind_names
 from megatron_hexi.report.lines import Report
 from megatron_hexi.report.share_lines import find_shares, shares_table, spell_recompute
 
@@ -122,13 +123,8 @@ def layer_lines(model: Model) -> list[str]:
         lines = [f"weights: {total}, of which a token goes through {active}"]
     if model.is_uniform:
         return lines
-    has_windows, has_experts = model.window is not None, model.experts is not None
-    kinds = []
-    for kind in model.kinds:
-        words = [f"window of {kind.window.size:,}" if kind.window else "full attention"] * has_windows
-        words += [f"{kind.experts.count} experts" if kind.experts else "dense MLP"] * has_experts
-        kinds.append(f"{kind.layers} with {' and '.join(words)}")
-    return [*lines, f"layers: {', '.join(kinds)}"]
+    named = zip(model.kinds, kind_names(model), strict=True)
+    return [*lines, f"layers: {', '.join(f'{kind.layers} with {name}' for kind, name in named)}"]
 
 
 def speed_line(planned: Planned, cluster: Cluster) -> str:

@@ -6,7 +6,6 @@ import pytest
 
 from megatron_hexi.cost import CostModel, Job, Model, estimate
 from megatron_hexi.cost.layer_kinds import Latent, Window
-from megatron_hexi.errors import PlanError
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.plan import proportional_plan
 from megatron_hexi.planner import Request, find_plan
@@ -75,13 +74,6 @@ def test_layers_move_to_where_no_single_step_is_faster(begin):
 def test_the_report_names_kinds_of_layers():
     assert layer_lines(SOME) == ["layers: 6 with window of 1,024, 2 with full attention"]
     assert layer_lines(ALL) == []
-
-
-def test_the_simulator_refuses_layers_of_several_kinds_by_name():
-    job = tiny_job(model=with_window(64, [True, False]))
-    plan = proportional_plan(job.workload(), [[[1.0, 1.0]]])
-    with pytest.raises(PlanError, match="its layers are of 2 kinds"):
-        simulate(plan, job, cluster([("a", "PLAIN", 2)]))
 
 
 @pytest.mark.parametrize("size", [64, 1000, 4096])

@@ -20,7 +20,8 @@ from megatron_hexi.cost.compute import (
     token_times,
 )
 from megatron_hexi.lab.simulator import compare_with_model, simulate
-from megatron_hexi.lab.simulator.replay import replay_section
+from megatron_hexi.lab.simulator.replay import replay_layers
+from megatron_hexi.lab.simulator.unit_program import FINISH
 from megatron_hexi.lab.simulator.work import layer_work
 from megatron_hexi.plan import Replica, backward_traffic, build_schedule, forward_traffic, proportional_plan
 from tests.support.costs import TINY, cluster, tiny_job
@@ -34,8 +35,8 @@ def replay(plan, job, known, layers=2):
     timing = CostModel(job, known).timing(plan)
     section, cost = timing.sections[0], timing.stages[0]
     work = layer_work(section.arrays, job, section.placement.stage, cost.layer)
-    found = replay_section(section, cost, work, known, layers)
-    return found, work, cost
+    (found,) = replay_layers([section], [cost], [None], 0, known, layers=layers)
+    return found.whole, work, cost
 
 
 def job_for(plan, **changes):
@@ -74,7 +75,8 @@ def check_traffic(plan, recompute):
     job = job_for(plan, recompute=recompute)
     found, work, cost = replay(plan, job, nodes_for(plan, per="node"))
     assert np.isfinite(found.log.arrived).all()
-    (inside, between), (inside_in, between_in) = found.sent(), found.sent(received=True)
+    inside, inside_in = (found.sent("all_to_all", received) for received in (False, True))
+    between, between_in = (found.sent("exchange", received) for received in (False, True))
     for part in plan.replicas:
         members = part.domain.members
         for index, member in enumerate(members):
@@ -124,7 +126,7 @@ def covered(times, by):
 def test_every_second_of_every_unit_is_accounted_for(plan, recompute, per):
     job = job_for(plan, recompute=recompute)
     found, _, _ = replay(plan, job, nodes_for(plan, per=per))
-    exposed, wire = found.exposed(), found.wire()
+    exposed, wire = found.exposed, found.wire
     for unit in range(plan.units):
         own = [piece for piece in found.log.activities if piece.unit == unit and piece.lane == "compute"]
         waits = [(wait.start, wait.end) for wait in found.log.waits if wait.unit == unit]
@@ -197,10 +199,10 @@ def test_idle_time_is_that_of_the_replay():
     known = cluster([("a", "DOUBLE", 2), ("b", "PLAIN", 1)], bandwidth=2)
     found, whole = replay(plan, job, known)[0], simulate(plan, job, known)
     step = max(rank.busy["optimizer"] for rank in whole.ranks)
-    finish = found.log.marks[-1, 3]
+    finish = found.log.marks[-1, FINISH]
     for rank in whole.ranks:
         waits = sum(wait.end - wait.start for wait in found.log.waits if wait.unit == rank.unit)
-        inside = waits - found.exposed()[:, rank.unit].sum() + found.log.end - finish[rank.unit]
+        inside = waits - found.exposed[:, rank.unit].sum() + found.log.end - finish[rank.unit]
         assert rank.idle_s == pytest.approx(inside + step - rank.busy["optimizer"])
     assert max(rank.idle_s for rank in whole.ranks) > 0.05 * whole.iteration_s
 

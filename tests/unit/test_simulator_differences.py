@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cost import Job, estimate, presets
 from megatron_hexi.errors import ClusterError, PlanError
-from megatron_hexi.lab.simulator import compare_with_model, simulate, simulated_iteration
+from megatron_hexi.lab.simulator import compare_with_model, replay, simulate
 from megatron_hexi.plan import proportional_plan
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.plans import examples, plans
@@ -170,7 +170,7 @@ def test_layers_that_are_not_replayed_go_on_like_the_last(monkeypatch):
     plan = proportional_plan(job.workload(), [[[4.0, 1.0], [2.0], [1.0, 1.0]]])
     known = cluster([("a", "PLAIN", 3), ("b", "DOUBLE", 2)], per="node", bandwidth=5)
     whole = simulate(plan, job, known)
-    monkeypatch.setattr(simulated_iteration, "MOST_MESSAGES", 0)
+    monkeypatch.setattr(replay, "MOST_MESSAGES", 0)
     part = simulate(plan, job, known)
     assert (whole.layers, part.layers, part.stage_layers) == (24, 3, 24)
     assert len(part.spans) < len(whole.spans) / 7

@@ -9,6 +9,8 @@ from megatron_hexi.lab.simulator.engine import Engine
 from megatron_hexi.lab.simulator.fair import fair_rates
 from megatron_hexi.lab.simulator.routes import Routes, RouteTable
 from megatron_hexi.lab.simulator.unit_program import (
+    FINISH,
+    POINTS,
     Compute,
     LayerPass,
     Mark,
@@ -76,8 +78,8 @@ def test_nobody_can_be_given_more(capacity, routes, width):
 
 def test_routes_are_the_cluster_s():
     known = cluster([("a", "PLAIN", 2), ("b", "PLAIN", 2)], bandwidth=10, latency=20, per="node")
-    routes = Routes(known, width=2)
-    numbers = routes.numbers(np.array([0, 1, 0]), np.array([2, 3, 1]))
+    routes = Routes(known)
+    numbers = routes.numbers(np.array([0, 1, 0]), np.array([2, 3, 1]), width=2)
     table = routes.table()
     # Both cross from a to b over the nodes' own links; the third stays inside.
     assert [table.own[number] for number in numbers] == [(0, 1), (0, 1), (2, 3)]
@@ -122,7 +124,7 @@ def carry_out(programs, capacity, messages, ends, latency=0.0):
         alone=capacities[links].min(axis=1),
         own=tuple(map(tuple, routes)),
     )
-    marked = [[*program, *(Mark(0, point) for point in range(4))] for program in programs]
+    marked = [[*program, *(Mark(0, point) for point in range(len(POINTS)))] for program in programs]
     whole = np.zeros(len(messages), dtype=np.int64)
     program = StageProgram(
         marked,
@@ -130,12 +132,13 @@ def carry_out(programs, capacity, messages, ends, latency=0.0):
         np.array(src),
         np.array(dst),
         np.array(size, float),
+        np.arange(len(routes)),
         whole,
         ["keys"],
         [0],
         ends,
     )
-    log = Engine(program, table, np.arange(len(routes))).run()
+    log = Engine(program, table).run()
     return list(log.arrived), log
 
 
@@ -192,7 +195,7 @@ def test_one_batch_at_a_time_on_a_wire():
     arrived, log = carry_out(programs, [10, 10], messages, [tuple(first), tuple(second)])
     # The second has its link to itself, and waits for the first all the same.
     assert arrived == pytest.approx([3, 4])
-    assert list(log.marks[0, 3]) == pytest.approx([4, 3, 4])
+    assert list(log.marks[0, FINISH]) == pytest.approx([4, 3, 4])
 
 
 def test_sums_inside_a_unit_take_their_time():

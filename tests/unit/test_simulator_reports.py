@@ -101,7 +101,7 @@ def test_less_than_nothing_is_spelt():
 
 
 def test_a_part_of_the_layers_is_named(monkeypatch):
-    monkeypatch.setattr("megatron_hexi.lab.simulator.simulated_iteration.MOST_MESSAGES", 0)
+    monkeypatch.setattr("megatron_hexi.lab.simulator.replay.MOST_MESSAGES", 0)
     found, cost, differences = simulated(model=dataclasses.replace(TINY, layers=8))
     assert "through 3 of the 8 layers of each stage" in printed(timeline_report(found, cost, differences))
 

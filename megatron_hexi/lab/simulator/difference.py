@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_hexi.cost import IterationCost
 from megatron_hexi.lab.simulator.simulation import Findings, Simulation
+from megatron_hexi.lab.simulator.unit_program import FROM_EXPERTS, TO_EXPERTS
 
 #: Part of the iteration below which a difference needs no reason.
 _SAME = 0.002
@@ -23,7 +24,7 @@ _SMALL = (
     "a link shared fairly is not always full, and who is served late makes others wait",
 )
 
-_MOVES = ("all-to-all in", "all-to-all out")
+_MOVES = ("all-to-all in", "all-to-all out", TO_EXPERTS, FROM_EXPERTS)
 _EXCHANGE = ("keys", "gradients")
 
 

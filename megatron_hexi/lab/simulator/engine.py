@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.lab.simulator.fair_network import CLOSE, FairNetwork, Meetings
 from megatron_hexi.lab.simulator.routes import RouteTable
 from megatron_hexi.lab.simulator.simulation import Lane
@@ -88,17 +88,14 @@ class Engine:
     Args:
         program: instructions of the units.
         table: routes of the messages.
-        route: the route of each message, [M].
         progress: callback: receives the parts done and their total.
     """
 
-    def __init__(
-        self, program: StageProgram, table: RouteTable, route: Ints, progress: Progress | None = None
-    ) -> None:
+    def __init__(self, program: StageProgram, table: RouteTable, progress: Progress | None = None) -> None:
         units = len(program.units)
         self._program = program
-        self._network = FairNetwork(table, route, program.size, program.sets, program.set_kinds)
-        self._latency: list[float] = table.latency[route].tolist()
+        self._network = FairNetwork(table, program.route, program.size, program.sets, program.set_kinds)
+        self._latency: list[float] = table.latency[program.route].tolist()
         self._progress = progress
         self._total = sum(map(len, program.units)) + len(program.size)
         self._done = 0

@@ -1,26 +1,54 @@
 """Extrapolation from a few replayed layers of one micro-batch to all layers.
 
-A stage with L layers of which n were replayed takes the time of the replay and L - n times the mean of its
-last two layers, forward and backward (groups that alternate in waiting for each other repeat after two).
-Every micro-batch begins with all units of its stage ready.
+A stage with L layers of a kind of which n were replayed takes the time of the replay and L - n times the mean
+of its last two layers, forward and backward (groups that alternate in waiting for each other repeat after
+two). Kinds are added up. Every micro-batch begins with all units of its stage ready.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
 import numpy as np
 
 from megatron_hexi.cost import Phases
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.layer import by_group
+from megatron_hexi.cost.layer import Layer, by_group
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import StageCost
-from megatron_hexi.lab.simulator.replay import Replay, last_laps
-from megatron_hexi.lab.simulator.unit_program import LayerPass
+from megatron_hexi.lab.simulator.replay import SectionReplay, last_laps
+from megatron_hexi.lab.simulator.unit_program import ENTER, FINISH, LEAVE, READY, ROUTE, LayerPass
 
 #: Part of the whole below which a remainder is rounding.
 _ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class KindTimes:
+    """Times of one micro-batch in all layers of one kind.
+
+    Args:
+        replicas: phases of each domain.
+        forward: seconds of each domain's forward pass, without recomputation and logits, [domains].
+        token: seconds of token work of each unit, [U].
+        attention: likewise.
+        experts: likewise, of routed experts.
+        communication: waiting while its own messages are under way, likewise.
+        times: number of layers for which each layer pass counts, [passes, U].
+        layer: the cost model's, with simulated times.
+    """
+
+    replicas: tuple[Phases, ...]
+    forward: Floats
+    token: Floats
+    attention: Floats
+    experts: Floats
+    communication: Floats
+    times: Floats
+    layer: Layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +60,9 @@ class StageTimes:
         forward: seconds of each domain's forward pass, without recomputation and logits, [domains].
         token: seconds of token work of each unit, [U].
         attention: likewise.
+        experts: likewise, of routed experts.
         communication: waiting while its own messages are under way, likewise, exposed sends included.
-        times: number of layers for which each layer pass counts, [passes, U].
+        times: for each replay the number of layers for which each layer pass counts, [passes, U].
         cost: the cost model's, with simulated times of a layer, for communication that they hide.
     """
 
@@ -41,25 +70,47 @@ class StageTimes:
     forward: Floats
     token: Floats
     attention: Floats
+    experts: Floats
     communication: Floats
-    times: Floats
+    times: tuple[Floats, ...]
     cost: StageCost
 
 
-def extend_stage(section: Section, replay: Replay, cost: StageCost, layers: int) -> StageTimes:
+def extend_stage(section: Section, replays: Sequence[SectionReplay], cost: StageCost) -> StageTimes:
     """Return the times of all layers of the stages of a section.
 
     Args:
         section: the units.
-        replay: replay of some of the layers.
+        replays: for each kind of layers that they have, the replay of some of these.
         cost: the cost model's, for work and sends.
-        layers: number of replayed layers.
     """
-    plan, laps = replay.plan, replay.laps
+    kinds = [_extend_kind(section, replay, cost) for replay in replays]
+    layers = list(cost.kinds)
+    for replay, found in zip(replays, kinds, strict=True):
+        layers[replay.kind] = found.layer
+    sends = Phases(pipeline=cost.pipeline_s)
+    return StageTimes(
+        replicas=tuple(
+            reduce(add, phases) + sends for phases in zip(*(one.replicas for one in kinds), strict=True)
+        ),
+        forward=_total([one.forward for one in kinds]) + cost.pipeline_s / 2,
+        token=_total([one.token for one in kinds]),
+        attention=_total([one.attention for one in kinds]),
+        experts=_total([one.experts for one in kinds]),
+        communication=_total([one.communication for one in kinds]) + cost.pipeline_s,
+        times=tuple(one.times for one in kinds),
+        cost=replace(cost, kinds=tuple(layers)),
+    )
+
+
+def _extend_kind(section: Section, replay: SectionReplay, cost: StageCost) -> KindTimes:
+    plan, laps, layer = replay.plan, replay.laps, cost.kinds[replay.kind]
     domain = plan.unit_replica
-    once, more = _times(section, laps, layers)
-    token, attention = (np.array([_work(cost, lap, name) for lap in laps]) for name in ("token", "attention"))
-    durations, exposed, busy = replay.durations(), replay.exposed(), token + attention
+    once, more = _times(section, replay)
+    token, attention, experts = (
+        np.array([_work(layer, lap, name) for lap in laps]) for name in ("token", "attention", "experts")
+    )
+    durations, exposed, busy = replay.durations(), replay.exposed, token + attention + experts
     whole, communication = (once * durations), (once[:, domain] * exposed).sum(axis=0)
     ahead = np.array([lap.way == "forward" for lap in laps])
     passes = []
@@ -71,89 +122,108 @@ def extend_stage(section: Section, replay: Replay, cost: StageCost, layers: int)
         waits = (more[:, domain] * exposed)[rows].sum(axis=0)
         communication = communication + np.minimum(waits, missing[domain] - work)
     times = once + more
-    # With ministages some layers run forward twice.
-    parts = section.parts
-    counts = [np.array(section.by_domain(number)) for number in (parts.layers, parts.run_twice)]
-    return StageTimes(
+    forward, _, backward = _counts(section, replay.kind)
+    return KindTimes(
         replicas=tuple(
             _replica_phases(replay, cost, times[:, number], number, float(seconds))
             for number, seconds in enumerate(sum(passes))
         ),
-        forward=passes[0] * counts[0] / (counts[0] + counts[1]) + cost.pipeline_s / 2,
+        # With ministages some layers run forward twice.
+        forward=passes[0] * backward / np.where(forward, forward, 1),
         token=(times[:, domain] * token).sum(axis=0),
         attention=(times[:, domain] * attention).sum(axis=0),
-        communication=communication + cost.pipeline_s,
+        experts=(times[:, domain] * experts).sum(axis=0),
+        communication=communication,
         times=times[:, domain],
-        cost=_simulated_cost(replay, cost, durations),
+        layer=_simulated_layer(replay, layer, durations),
     )
 
 
-def _times(section: Section, laps: tuple[LayerPass, ...], layers: int) -> tuple[Floats, Floats]:
+def _counts(section: Section, kind: int) -> tuple[Floats, Floats, Floats]:
+    """Return how many layers of a kind each domain runs forward, again and backward, [domains] each."""
+    parts = section.parts
+    held = parts.of_kinds(section.job.model)[kind]
+    # Which ministages have which kinds does not matter: each runs as many as it has twice.
+    share = held.layers / np.maximum(parts.layers, 1)
+    numbers = (held.layers + parts.run_twice * share, held.again, held.layers)
+    forward, again, backward = (np.array(section.by_domain(number), dtype=float) for number in numbers)
+    return forward, again, backward
+
+
+def _times(section: Section, replay: SectionReplay) -> tuple[Floats, Floats]:
     """Return for how many layers each pass counts as replayed, and for how many the last passes stand."""
+    laps, layers = replay.laps, replay.whole.layers
     once = np.ones((len(laps), len(section.replicas)))
     more = np.zeros(once.shape)
-    parts = section.parts
-    ahead = parts.layers + parts.run_twice
-    for way, number in (("forward", ahead), ("again", parts.again), ("backward", parts.layers)):
-        counts = np.array(section.by_domain(number))
+    for way, counts in zip(("forward", "again", "backward"), _counts(section, replay.kind), strict=True):
         once[[lap.way == way for lap in laps]] = np.minimum(1, counts / layers)
         last = last_laps(laps, way)
         more[last] = np.maximum(0, counts - layers) / max(1, len(last))
     return once, more
 
 
-def _work(cost: StageCost, lap: LayerPass, name: str) -> Floats:
-    """Return seconds of token work, all-reduces or attention of each unit in a layer pass, without logits."""
-    layer_pass_cost = cost.layer.backward if lap.way == "backward" else cost.layer.forward
-    values: Floats = getattr(layer_pass_cost, name)
+def _work(layer: Layer, lap: LayerPass, name: str) -> Floats:
+    """Return seconds of a unit's work of some kind in a layer pass, without logits, [U]."""
+    values: Floats = getattr(layer.backward if lap.way == "backward" else layer.forward, name)
     absent = lap.way == "logits" or (name != "attention" and not lap.whole)
     return np.zeros(len(values)) if absent else values
 
 
-def _replica_phases(replay: Replay, cost: StageCost, times: Floats, replica: int, seconds: float) -> Phases:
+def _replica_phases(
+    replay: SectionReplay, cost: StageCost, times: Floats, replica: int, seconds: float
+) -> Phases:
     """Return the phases of a domain along its busiest group.
 
-    All-to-alls take from the time when the last member is ready until the last is done. The remainder of the
+    All-to-alls take from the time when the last member is ready until the last is done; of experts, from the
+    time when a unit's tokens leave until all are back, without its own experts' work. The remainder of the
     time belongs to the exchange: waiting for keys, values and their gradients.
     """
-    plan, laps = replay.plan, replay.laps
-    marks = replay.log.marks
+    plan, laps, layer = replay.plan, replay.laps, cost.kinds[replay.kind]
+    marks = replay.marks
     ready, enter, leave, finish = (
-        np.array([by_group(plan, points) for points in marks[:, number]]) for number in range(4)
+        np.array([by_group(plan, points) for points in marks[:, number]])
+        for number in (READY, ENTER, LEAVE, FINISH)
     )
-    token, sums, attention = (
-        times @ np.array([_work(cost, lap, name) for lap in laps])
-        for name in ("token", "tensor_parallel", "attention")
+    token, sums, attention, experts = (
+        times @ np.array([_work(layer, lap, name) for lap in laps])
+        for name in ("token", "tensor_parallel", "attention", "experts")
     )
-    moves = times @ np.where([[lap.way != "logits"] for lap in laps], enter - ready + finish - leave, 0.0)
-    logits = cost.logits + cost.logits_sum
-    undisturbed = by_group(plan, token + sums) + moves + attention + by_group(plan, logits)
+    layers_only = [[lap.way != "logits"] for lap in laps]
+    moves = times @ np.where(layers_only, enter - ready + finish - leave, 0.0)
+    cycle = times @ np.where(layers_only, marks[:, READY] - marks[:, ROUTE], 0.0)
+    has_logits = any(lap.way == "logits" for lap in laps)
+    logits, logits_sum = has_logits * cost.logits, has_logits * cost.logits_sum
+    ahead = token + sums + cycle
+    undisturbed = by_group(plan, ahead) + moves + attention + by_group(plan, logits + logits_sum)
     units = np.flatnonzero(plan.unit_replica == replica)
     busiest = units[np.argmax(undisturbed[units])]
     members = np.flatnonzero(plan.group == plan.group[busiest])
-    first, last = (members[np.argmax(values[members])] for values in (token + sums, logits))
+    first, last = (members[np.argmax(values[members])] for values in (ahead, logits + logits_sum))
     known = Phases(
-        token=float(token[first]),
-        tensor_parallel=float(sums[first] + cost.logits_sum[last]),
-        all_to_all=float(moves[busiest]),
+        token=float(token[first] + experts[first]),
+        tensor_parallel=float(sums[first] + logits_sum[last]),
+        all_to_all=float(moves[busiest]) + float(cycle[first] - experts[first]),
         attention=float(attention[busiest]),
-        logits=float(cost.logits[last]),
+        logits=float(logits[last]),
     )
     remainder = seconds - known.total
     if abs(remainder) < _ROUNDING * seconds:
         remainder = 0.0
-    return known + Phases(exchange=remainder, pipeline=cost.pipeline_s)
+    return known + Phases(exchange=remainder)
 
 
-def _simulated_cost(replay: Replay, cost: StageCost, durations: Floats) -> StageCost:
-    """Return the cost model's stage with replayed times of a layer and of its busiest wire."""
-    wire, laps = replay.wire(), replay.laps
+def _simulated_layer(replay: SectionReplay, layer: Layer, durations: Floats) -> Layer:
+    """Return the cost model's layer with replayed times and with those of its busiest wire."""
     passes = {}
     for way in ("forward", "backward"):
-        last = last_laps(laps, way)
+        last = last_laps(replay.laps, way)
         passes[way] = replace(
-            getattr(cost.layer, way),
+            getattr(layer, way),
             finish=durations[last].mean(axis=0)[replay.plan.unit_replica],
-            wire=float(wire[last].mean(axis=0).max()),
+            wire=float(replay.wire[last].mean(axis=0).max()),
         )
-    return replace(cost, kinds=(replace(cost.layer, **passes),))
+    return replace(layer, **passes)
+
+
+def _total(parts: Sequence[Floats]) -> Floats:
+    return reduce(add, parts)

@@ -8,21 +8,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hexi.cost.arrays import Ints
-from megatron_hexi.lab.simulator.replay import Replay, last_laps
+from megatron_hexi.lab.simulator.replay import Replay, SectionReplay, last_laps
 from megatron_hexi.lab.simulator.simulation import Findings, Meeting, Scattering
-from megatron_hexi.lab.simulator.unit_program import POINTS
+from megatron_hexi.lab.simulator.unit_program import FINISH, READY
 
 #: Most meetings that are kept, those with most time.
 _MOST_MEETINGS = 10
 
 
-def find(replays: Sequence[Replay]) -> Findings:
-    """Return the findings in the replays of all stages."""
+def find(replays: Sequence[SectionReplay]) -> Findings:
+    """Return the findings in the replays of all sections."""
+    whole = list({id(replay.whole): replay.whole for replay in replays}.values())
     return Findings(
-        meetings=_meetings(replays),
-        scatterings=_scatterings(replays),
-        lead=max(_spread(replay, "finish", inside=False) for replay in replays),
-        unready=max(_spread(replay, "ready", inside=True) for replay in replays),
+        meetings=_meetings(whole),
+        scatterings=_scatterings(whole),
+        lead=max(_spread(replay, FINISH, inside=False) for replay in replays),
+        unready=max(_spread(replay, READY, inside=True) for replay in replays),
         unsteady=max(_unsteady(replay) for replay in replays),
     )
 
@@ -42,8 +43,8 @@ def _scatterings(replays: Sequence[Replay]) -> tuple[Scattering, ...]:
     for replay in replays:
         program, table = replay.program, replay.table
         count = len(table.capacity)
-        keys = (program.sets[:, None] * count + table.links[replay.route]).ravel()
-        loads = (table.weights[replay.route] * program.size[:, None]).ravel()
+        keys = (program.sets[:, None] * count + table.links[program.route]).ravel()
+        loads = (table.weights[program.route] * program.size[:, None]).ravel()
         places, back, counted = np.unique(keys, return_inverse=True, return_counts=True)
         seconds = np.bincount(back, loads) / table.capacity[places % count]
         for key, several, link_seconds in zip(
@@ -58,7 +59,7 @@ def _scatterings(replays: Sequence[Replay]) -> tuple[Scattering, ...]:
     return tuple(best.values())
 
 
-def _spread(replay: Replay, point: str, inside: bool) -> float:
+def _spread(replay: SectionReplay, point: int, inside: bool) -> float:
     """Return the largest distance of groups of a replica, or members of a group, at a point of a layer."""
     plan, durations = replay.plan, replay.durations()
     parts: dict[int, list[Ints]] = defaultdict(list)
@@ -67,7 +68,7 @@ def _spread(replay: Replay, point: str, inside: bool) -> float:
         parts[group if inside else int(plan.replica[group])].append(members)
     largest = 0.0
     for number in last_laps(replay.laps, "forward") + last_laps(replay.laps, "backward"):
-        marks = replay.log.marks[number, POINTS.index(point)]
+        marks = replay.marks[number, point]
         for part, groups in parts.items():
             times = marks[groups[0]] if inside else np.array([marks[units].max() for units in groups])
             seconds = durations[number, plan.replica[part] if inside else part]
@@ -75,7 +76,7 @@ def _spread(replay: Replay, point: str, inside: bool) -> float:
     return largest
 
 
-def _unsteady(replay: Replay) -> float:
+def _unsteady(replay: SectionReplay) -> float:
     durations = replay.durations()
     largest = 0.0
     for way in ("forward", "again", "backward"):

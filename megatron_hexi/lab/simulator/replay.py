@@ -1,62 +1,67 @@
-"""Replay of some layers of the stages of a section, forward and backward, event by event."""
+"""Replay of some layers of one kind, forward and backward, event by event."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.experts import ExpertsOnRanks
+from megatron_hexi.cost.job import RecomputeMode
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import StageCost
 from megatron_hexi.lab.simulator.engine import Engine, Log, Progress
 from megatron_hexi.lab.simulator.routes import Routes, RouteTable
-from megatron_hexi.lab.simulator.unit_program import POINTS, LayerPass, StageProgram, build_program
-from megatron_hexi.lab.simulator.work import LayerWork
+from megatron_hexi.lab.simulator.unit_program import (
+    FINISH,
+    LayerPass,
+    SectionWork,
+    StageProgram,
+    build_program,
+)
+from megatron_hexi.lab.simulator.work import expert_traffic, layer_work
 
-_FINISH = POINTS.index("finish")
+#: Least number of layers that are replayed forward and backward: all units begin the first together, the
+#: other two show the steady state.
+LEAST_LAYERS = 3
+#: More layers are replayed up to this total of messages, which take a few tenths of a second.
+MOST_MESSAGES = 5_000
 
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """The replay of the units of a section.
+    """The replay of units that meet in some layers.
 
     Args:
-        plan: arrays of the units.
         program: instructions of the units.
         table: the routes that messages took.
-        route: route of each message, [M].
         log: events of the replay.
+        layers: number of layers.
     """
 
-    plan: PlanArrays
     program: StageProgram
     table: RouteTable
-    route: Ints
     log: Log
+    layers: int
 
     @property
     def laps(self) -> tuple[LayerPass, ...]:
         """The layer passes, in order."""
         return self.program.laps
 
-    def durations(self) -> Floats:
-        """Return seconds from a pass's last unit to the next pass's, by replica, [passes, replicas]."""
-        finish = self.log.marks[:, _FINISH]
-        replicas = int(self.plan.replica[-1]) + 1
-        last = [finish[:, self.plan.unit_replica == replica].max(axis=1) for replica in range(replicas)]
-        return np.diff(np.array(last), axis=1, prepend=0.0).T
-
+    @cached_property
     def exposed(self) -> Floats:
-        """Return seconds in which a unit waits while its own messages are under way, [passes, U].
+        """Seconds in which a unit waits while its own messages are under way, [passes, U].
 
         A unit that waits while none of its messages is under way is idle.
         """
         seconds = np.zeros((len(self.laps), len(self.program.units)))
-        times = self._under_way()
+        times = self._under_way
         place = [0] * seconds.shape[1]
         for wait in self.log.waits:
             if wait.batch is None:
@@ -72,16 +77,18 @@ class Replay:
             place[wait.unit] = number
         return seconds
 
+    @cached_property
     def wire(self) -> Floats:
-        """Return seconds in which any of a unit's messages is under way, [passes, U]."""
+        """Seconds in which any of a unit's messages is under way, [passes, U]."""
         seconds = np.zeros((len(self.laps), len(self.program.units)))
-        for unit, times in enumerate(self._under_way()):
+        for unit, times in enumerate(self._under_way):
             for lap, start, stop in times:
                 seconds[lap, unit] += stop - start
         return seconds
 
+    @cached_property
     def _under_way(self) -> list[list[tuple[int, float, float]]]:
-        """Return for each unit when messages are under way: layer pass, start and end, in order."""
+        """For each unit when messages are under way: layer pass, start and end, in order."""
         program, log = self.program, self.log
         units = np.concatenate([program.src, program.dst])
         left, arrived = np.tile(log.left, 2), np.tile(log.arrived, 2)
@@ -97,64 +104,143 @@ class Replay:
                 unit_times.append((lap, start, stop))
         return times
 
-    def sent(self, received: bool = False) -> tuple[Floats, Floats]:
-        """Return bytes that each unit sent (or received) in all-to-alls and in the exchange, [passes, U]."""
+    def sent(self, phase: str, received: bool = False) -> Floats:
+        """Return bytes that each unit sent (or received) in batches of a phase, [passes, U]."""
         program = self.program
-        shape = len(self.laps), len(program.units)
-        inside = np.array([kind.startswith("all-to-all") for kind in program.set_kinds], dtype=bool)
-        lap = np.array(program.set_laps, dtype=np.int64)[program.sets]
-        there = np.isfinite(self.log.arrived)
-        counts = []
-        for chosen in (inside[program.sets], ~inside[program.sets]):
-            selected = chosen & there
-            unit_bytes = np.zeros(shape)
-            np.add.at(
-                unit_bytes,
-                (lap[selected], (program.dst if received else program.src)[selected]),
-                program.size[selected],
-            )
-            counts.append(unit_bytes)
-        return counts[0], counts[1]
+        unit_bytes = np.zeros((len(self.laps), len(program.units)))
+        ends = program.dst if received else program.src
+        for number, (batch, _) in enumerate(program.batches):
+            if batch.phase == phase and np.isfinite(self.log.arrived[number]):
+                unit_bytes[batch.lap, ends[number]] += program.size[number]
+        return unit_bytes
 
 
-def replay_section(
-    section: Section,
-    cost: StageCost,
-    work: LayerWork,
-    cluster: Cluster,
-    layers: int,
-    progress: Progress | None = None,
-) -> Replay:
-    """Replay a micro-batch through the first layers of a section's stages, and as many backward.
+@dataclass(frozen=True, eq=False)
+class SectionReplay:
+    """The part of a section's units in a replay.
 
     Args:
-        section: the units.
-        cost: cost of their stages, for the logits.
-        work: work of one layer.
-        cluster: the cluster.
-        layers: number of layers.
-        progress: callback: receives the parts done and their total.
+        whole: the replay, in which other sections may have taken part.
+        kind: number of the kind of layers.
+        plan: arrays of the units.
+        units: their place among all units of the replay.
     """
-    laps = section_laps(section, layers)
-    program = build_program(work, laps, section.window, cost.logits, cost.logits_sum)
-    routes = Routes(cluster, section.job.tensor_parallel)
-    gpus = section.placement.stage.gpus
-    route = routes.numbers(gpus[program.src], gpus[program.dst])
+
+    whole: Replay
+    kind: int
+    plan: PlanArrays
+    units: slice
+
+    @property
+    def laps(self) -> tuple[LayerPass, ...]:
+        """The layer passes, in order."""
+        return self.whole.laps
+
+    @property
+    def marks(self) -> Floats:
+        """Time at which each unit passed each point of each layer pass, [passes, points, U]."""
+        return self.whole.log.marks[:, :, self.units]
+
+    @property
+    def exposed(self) -> Floats:
+        """Seconds in which each unit waits while its own messages are under way, [passes, U]."""
+        return self.whole.exposed[:, self.units]
+
+    @property
+    def wire(self) -> Floats:
+        """Seconds in which any of a unit's messages is under way, [passes, U]."""
+        return self.whole.wire[:, self.units]
+
+    def durations(self) -> Floats:
+        """Return seconds from a pass's last unit to the next pass's, by replica, [passes, replicas]."""
+        finish = self.marks[:, FINISH]
+        replicas = int(self.plan.replica[-1]) + 1
+        last = [finish[:, self.plan.unit_replica == replica].max(axis=1) for replica in range(replicas)]
+        return np.diff(np.array(last), axis=1, prepend=0.0).T
+
+
+def replay_layers(
+    sections: Sequence[Section],
+    costs: Sequence[StageCost],
+    experts: Sequence[ExpertsOnRanks | None],
+    kind: int,
+    cluster: Cluster,
+    progress: Progress | None = None,
+    layers: int | None = None,
+) -> list[SectionReplay]:
+    """Replay a micro-batch through some layers of one kind, and back.
+
+    Args:
+        sections: the units: of one section, or of all that may exchange tokens with experts.
+        costs: costs of their stages, for experts, logits and all-reduces.
+        experts: experts of their units; ``None``: layers of this kind have none.
+        kind: number of the kind among the model's.
+        cluster: the cluster.
+        progress: callback: receives the parts done and their total.
+        layers: number of layers; ``None``: `LEAST_LAYERS`, or more up to `MOST_MESSAGES`.
+
+    Returns:
+        The part of each section.
+    """
+    works = [_section_work(section, cost, kind) for section, cost in zip(sections, costs, strict=True)]
+    traffic = expert_traffic(sections, experts)
+    counts = [
+        int(count)
+        for section in sections
+        for count in section.by_domain(section.parts.of_kinds(section.job.model)[kind].layers)
+        if count
+    ]
+    mode = sections[0].job.mode
+    if layers is None:
+        messages = sum(work.layer.messages(mode != "none") for work in works)
+        if traffic is not None:
+            messages += 2 * len(traffic.messages.src) * (2 + (mode == "full"))
+        layers = min(*counts, max(LEAST_LAYERS, MOST_MESSAGES // max(1, messages)))
+    # The loss follows the model's last layer.
+    has_logits = kind == sections[0].job.model.kind_of_layers[-1] and any(
+        np.any(section.parts.is_last) for section in sections
+    )
+    laps = layer_passes(layers, max(counts), mode, has_logits)
+    routes = Routes(cluster)
+    program = build_program(works, laps, routes, traffic)
     table = routes.table()
-    return Replay(section.arrays, program, table, route, Engine(program, table, route, progress).run())
+    whole = Replay(program, table, Engine(program, table, progress).run(), layers)
+    stops = np.cumsum([len(work.gpus) for work in works]).tolist()
+    return [
+        SectionReplay(whole, kind, section.arrays, slice(stop - len(work.gpus), stop))
+        for section, work, stop in zip(sections, works, stops, strict=True)
+    ]
 
 
-def section_laps(section: Section, layers: int) -> list[LayerPass]:
-    """Return forward passes of some layers, the logits, and as many backward passes with recomputation."""
-    most, mode = max(section.by_domain(section.parts.layers)), section.job.mode
+def layer_passes(layers: int, most: int, mode: RecomputeMode, has_logits: bool) -> list[LayerPass]:
+    """Return forward passes of some layers, the logits, and as many backward passes with recomputation.
+
+    Args:
+        layers: number of layers to replay.
+        most: number of layers of the longest stage, whose last ones are replayed backward.
+        mode: part of a layer that is computed again.
+        has_logits: whether the loss follows.
+    """
     laps = [LayerPass("forward", layer) for layer in range(layers)]
-    if np.any(section.parts.is_last):
+    if has_logits:
         laps.append(LayerPass("logits", layers - 1))
     for layer in reversed(range(most - layers, most)):
         if mode != "none":
             laps.append(LayerPass("again", layer, whole=mode == "full"))
         laps.append(LayerPass("backward", layer))
     return laps
+
+
+def _section_work(section: Section, cost: StageCost, kind: int) -> SectionWork:
+    job, stage = section.job.kinds[kind], section.placement.stage
+    return SectionWork(
+        layer=layer_work(section.arrays, job, stage, cost.kinds[kind]),
+        window=section.window,
+        logits=cost.logits,
+        logits_sums=cost.logits_sum,
+        gpus=stage.gpus,
+        width=job.tensor_parallel,
+    )
 
 
 def last_laps(laps: Sequence[LayerPass], way: str) -> list[int]:

@@ -36,25 +36,27 @@ class RouteTable:
 class Routes:
     """A table of a cluster's routes, built on demand.
 
-    A member of the plan is a unit of `width` GPUs, and each of them sends to its counterpart: a GPU's own
-    links are loaded once, links that the unit shares `width` times.
-
     Args:
         cluster: the cluster.
-        width: tensor-parallel size.
     """
 
-    def __init__(self, cluster: Cluster, width: int) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._width = width
         self._links: dict[LinkId, int] = {}
-        self._numbers: dict[tuple[int, int], int] = {}
+        self._numbers: dict[tuple[int, int, int], int] = {}
         self._routes: list[tuple[tuple[int, ...], tuple[float, ...], float]] = []
 
-    def numbers(self, src: Ints, dst: Ints) -> Ints:
-        """Return the number of the route between each pair of GPUs."""
+    def numbers(self, src: Ints, dst: Ints, width: int = 1) -> Ints:
+        """Return the number of the route between each pair of GPUs.
+
+        Args:
+            src: the sending GPUs.
+            dst: the receiving GPUs.
+            width: GPUs of a unit, each of which sends to its counterpart: a GPU's own links are loaded once,
+                links that the unit shares `width` times.
+        """
         pairs = zip(src.tolist(), dst.tolist(), strict=True)
-        return np.array([self._number(pair) for pair in pairs], dtype=np.int64)
+        return np.array([self._number(*pair, width) for pair in pairs], dtype=np.int64)
 
     def table(self) -> RouteTable:
         """Return all routes requested so far."""
@@ -74,11 +76,12 @@ class Routes:
             own=tuple(links for links, _, _ in self._routes),
         )
 
-    def _number(self, pair: tuple[int, int]) -> int:
-        if pair not in self._numbers:
-            route = self._cluster.route(*pair)
+    def _number(self, src: int, dst: int, width: int) -> int:
+        ends = src, dst, width
+        if ends not in self._numbers:
+            route = self._cluster.route(src, dst)
             links = tuple(self._links.setdefault(link, len(self._links)) for link in route.links)
-            loads = tuple(float(min(self._cluster.sharers(link), self._width)) for link in route.links)
-            self._numbers[pair] = len(self._routes)
+            loads = tuple(float(min(self._cluster.sharers(link), width)) for link in route.links)
+            self._numbers[ends] = len(self._routes)
             self._routes.append((links, loads, route.latency_s))
-        return self._numbers[pair]
+        return self._numbers[ends]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,22 +15,15 @@ from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.cost.replica_pipelines import replica_lanes
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import exposed_synchronisation
-from megatron_hexi.errors import PlanError
 from megatron_hexi.lab.simulator.engine import Progress
 from megatron_hexi.lab.simulator.extend import StageTimes, extend_stage
 from megatron_hexi.lab.simulator.findings import find
 from megatron_hexi.lab.simulator.ministage_replay import replay_ministages
 from megatron_hexi.lab.simulator.pipeline_replay import pipeline_phases, replay_pipeline
-from megatron_hexi.lab.simulator.replay import Replay, replay_section
+from megatron_hexi.lab.simulator.replay import SectionReplay, replay_layers
 from megatron_hexi.lab.simulator.simulation import LinkUse, PipelineSpan, RankTimeline, Simulation, Span
-from megatron_hexi.lab.simulator.work import LayerWork, layer_work
 from megatron_hexi.plan import Plan
-
-#: Least number of layers that are replayed forward and backward: all units begin the first together, the
-#: other two show the steady state.
-LEAST_LAYERS = 3
-#: More layers are replayed up to this total of messages, which take a few tenths of a second.
-MOST_MESSAGES = 5_000
+from megatron_hexi.report.layer_names import kind_names
 
 
 def simulate(
@@ -51,31 +44,15 @@ def simulate(
         progress: callback: receives the parts done and their total, about a hundred times.
 
     Raises:
-        PlanError: the plan was made for another job, the model's layers are of several kinds, or
-            have experts.
+        PlanError: the plan was made for another job.
         ClusterError: the plan's units do not match the cluster, or a GPU cannot do the job.
     """
-    if not job.model.is_uniform:
-        raise PlanError(
-            f"--model {job.model.name}: its layers are of {len(job.model.kinds)} kinds, and the simulator "
-            "replays those of one; see what the plan takes with hexi validate"
-        )
-    if job.model.experts is not None:
-        raise PlanError(
-            f"--model {job.model.name}: the simulator does not replay how tokens travel to experts; see "
-            "what the plan takes with hexi validate"
-        )
     timing = CostModel(job, cluster).timing(plan, gpus)
     sections = timing.sections
-    works = [
-        layer_work(section.arrays, section.job, section.placement.stage, cost.layer)
-        for section, cost in zip(sections, timing.stages, strict=True)
-    ]
-    layers = [_layers(section, work) for section, work in zip(sections, works, strict=True)]
-    replays = _replays(cluster, timing, works, layers, progress)
+    replays = _replays(cluster, timing, progress)
     stages = [
-        extend_stage(section, replay, cost, count)
-        for section, replay, cost, count in zip(sections, replays, timing.stages, layers, strict=True)
+        extend_stage(section, own, cost)
+        for section, own, cost in zip(sections, replays, timing.stages, strict=True)
     ]
     waits = exposed_synchronisation(sections, [stage.cost for stage in stages], timing.reductions)
     stage_lanes = replica_lanes(
@@ -105,42 +82,60 @@ def simulate(
         phases=phases,
         ranks=_ranks(cluster, timing, stages, waits, phases.total),
         spans=tuple(
-            span
-            for section, replay in zip(sections, replays, strict=True)
-            for span in _spans(section, replay)
+            span for section, own in zip(sections, replays, strict=True) for span in _spans(section, own)
         ),
         pipeline=tuple(steps),
         links=_links(timing, replays, stages, phases.total),
-        findings=find(replays),
-        layers=max(layers),
+        findings=find([replay for own in replays for replay in own]),
+        layers=max(replay.whole.layers for own in replays for replay in own),
         stage_layers=max(max(section.by_domain(section.parts.layers)) for section in sections),
+        kinds=kind_names(job.model),
     )
 
 
-def _layers(section: Section, work: LayerWork) -> int:
-    """Return the number of layers to replay."""
-    messages = work.messages(section.job.mode != "none")
-    fewest = min(section.by_domain(section.parts.layers))
-    return min(fewest, max(LEAST_LAYERS, MOST_MESSAGES // max(1, messages)))
-
-
-def _replays(
-    cluster: Cluster,
-    timing: Timing,
-    works: Sequence[LayerWork],
-    layers: Sequence[int],
-    progress: Progress | None,
-) -> list[Replay]:
-    count = len(works)
-    replays: list[Replay] = []
-    for number, (section, cost) in enumerate(zip(timing.sections, timing.stages, strict=True)):
+def _replays(cluster: Cluster, timing: Timing, progress: Progress | None) -> list[list[SectionReplay]]:
+    """Return for each section the replays of the kinds of layers that it has."""
+    meetings = list(_meetings(timing))
+    replays: list[list[SectionReplay]] = [[] for _ in timing.sections]
+    for number, (kind, own) in enumerate(meetings):
 
         def report(parts_done: int, total: int, before: int = number) -> None:
             if progress is not None:
-                progress(before * total + parts_done, count * total)
+                progress(before * total + parts_done, len(meetings) * total)
 
-        replays.append(replay_section(section, cost, works[number], cluster, layers[number], report))
+        has_experts = timing.sections[0].job.kinds[kind].model.experts is not None
+        found = replay_layers(
+            [timing.sections[section] for section in own],
+            [timing.stages[section] for section in own],
+            [timing.experts[section] if has_experts else None for section in own],
+            kind,
+            cluster,
+            report,
+        )
+        for section, replay in zip(own, found, strict=True):
+            if _has_kind(timing.sections[section], kind):
+                replays[section].append(replay)
     return replays
+
+
+def _meetings(timing: Timing) -> Iterator[tuple[int, list[int]]]:
+    """Yield a kind of layers and the sections that are replayed together in them.
+
+    Sections of a stage exchange tokens with experts; what recomputes alike goes through its layers in step.
+    """
+    sections = timing.sections
+    for kind, job in enumerate(sections[0].job.kinds):
+        together: dict[object, list[int]] = {}
+        for number, section in enumerate(sections):
+            key = number if job.model.experts is None else (section.number, section.job.mode)
+            together.setdefault(key, []).append(number)
+        for own in together.values():
+            if any(_has_kind(sections[number], kind) for number in own):
+                yield kind, own
+
+
+def _has_kind(section: Section, kind: int) -> bool:
+    return bool(np.any(section.parts.of_kinds(section.job.model)[kind].layers))
 
 
 def _ranks(
@@ -152,6 +147,7 @@ def _ranks(
         work = {
             "token": turns * stage.token,
             "attention": turns * stage.attention,
+            **({} if timing.experts[number] is None else {"experts": turns * stage.experts}),
             "logits": turns * timing.stages[number].logits,
             "optimizer": timing.optimizer[number],
         }
@@ -179,46 +175,62 @@ def _ranks(
     return tuple(sorted(ranks, key=lambda rank: rank.rank))
 
 
-def _spans(section: Section, replay: Replay) -> list[Span]:
-    spans = []
-    for activity in replay.log.activities:
-        lap, rank = replay.laps[activity.lap], int(section.ranks[activity.unit, 0])
-        spans.append(
-            Span(
-                rank,
-                activity.lane,
-                activity.kind,
-                activity.name,
-                activity.start,
-                activity.end,
-                lap.layer,
-                lap.way,
+def _spans(section: Section, replays: Sequence[SectionReplay]) -> list[Span]:
+    """Return the activities of a section's units, one kind of layers behind the other."""
+    spans, begin = list[Span](), 0.0
+    for replay in replays:
+        first = replay.units.start
+        for activity in replay.whole.log.activities:
+            if not first <= activity.unit < replay.units.stop:
+                continue
+            lap, rank = replay.laps[activity.lap], int(section.ranks[activity.unit - first, 0])
+            spans.append(
+                Span(
+                    rank,
+                    activity.lane,
+                    activity.kind,
+                    activity.name,
+                    begin + activity.start,
+                    begin + activity.end,
+                    lap.layer,
+                    lap.way,
+                    replay.kind,
+                )
             )
-        )
+        begin += replay.whole.log.end
     return sorted(spans, key=lambda span: (span.rank, span.lane, span.start_s))
 
 
 def _links(
-    timing: Timing, replays: Sequence[Replay], stages: Sequence[StageTimes], whole: float
+    timing: Timing, replays: Sequence[Sequence[SectionReplay]], stages: Sequence[StageTimes], whole: float
 ) -> tuple[LinkUse, ...]:
     """Return the use of links over all layers and micro-batches; the largest share first."""
     sizes: dict[str, float] = defaultdict(float)
     capacity: dict[str, float] = {}
     most: dict[str, int] = defaultdict(int)
-    for section, replay, stage in zip(timing.sections, replays, stages, strict=True):
-        carried = _carried(replay, stage.times * section.turns(timing.micro_batches))
-        for link, name in enumerate(replay.table.names):
-            sizes[name] += float(carried[link])
-            capacity[name] = float(replay.table.capacity[link])
-            most[name] = max(most[name], replay.log.meetings.most[link])
+    for section, own, stage in zip(timing.sections, replays, stages, strict=True):
+        for replay, times in zip(own, stage.times, strict=True):
+            carried = _carried(replay, times * section.turns(timing.micro_batches))
+            table = replay.whole.table
+            for link, name in enumerate(table.names):
+                sizes[name] += float(carried[link])
+                capacity[name] = float(table.capacity[link])
+                most[name] = max(most[name], replay.whole.log.meetings.most[link])
     uses = [LinkUse(name, size, size / capacity[name] / whole, most[name]) for name, size in sizes.items()]
     return tuple(sorted(uses, key=lambda use: -use.busy_share))
 
 
-def _carried(replay: Replay, times: Floats) -> Floats:
-    """Return bytes on each link in an iteration; `times` counts each unit's layer passes, [passes, U]."""
-    program, table = replay.program, replay.table
-    laps = np.array(program.set_laps, dtype=np.int64)[program.sets]
-    size = program.size * times[laps, program.src]
-    loads = table.weights[replay.route] * size[:, None]
-    return np.bincount(table.links[replay.route].ravel(), loads.ravel(), len(table.capacity))
+def _carried(replay: SectionReplay, times: Floats) -> Floats:
+    """Return bytes that a section sends on each link in an iteration.
+
+    Args:
+        replay: its replay.
+        times: number of each unit's layer passes, [passes, U].
+    """
+    program, table, first = replay.whole.program, replay.whole.table, replay.units.start
+    own = (first <= program.src) & (program.src < replay.units.stop)
+    laps = np.array(program.set_laps, dtype=np.int64)[program.sets[own]]
+    size = program.size[own] * times[laps, program.src[own] - first]
+    routes = program.route[own]
+    loads = table.weights[routes] * size[:, None]
+    return np.bincount(table.links[routes].ravel(), loads.ravel(), len(table.capacity))

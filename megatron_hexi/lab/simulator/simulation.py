@@ -23,7 +23,8 @@ class RankTimeline:
         stage: its pipeline stage.
         unit: its member: its number in the stage, or in a plan whose stages have layers of their own.
         section: number of the units that were replayed together; their spans have a common start.
-        busy: work by kind: ``token``, ``attention``, ``logits``, ``optimizer``; recomputation included.
+        busy: work by kind: ``token``, ``attention``, ``experts`` where the model has some, ``logits``,
+            ``optimizer``; recomputation included.
         communication_s: waiting while its own messages are under way, all-reduces inside a unit, and exposed
             time of gradients and weights.
         idle_s: waiting for others, and for the pipeline to fill and drain.
@@ -55,12 +56,14 @@ class Span:
     Args:
         rank: its rank; of a tensor-parallel unit the first.
         lane: ``compute`` or ``network``; spans on a lane of a rank do not overlap.
-        kind: ``token``, ``attention``, ``logits``; ``all_to_all``, ``exchange``, ``tensor_parallel``.
+        kind: ``token``, ``attention``, ``experts``, ``logits``; ``all_to_all``, ``exchange``,
+            ``expert_all_to_all``, ``tensor_parallel``.
         name: its name: ``own block``, ``blocks 2``, ``keys 2``.
         start_s: its begin.
         end_s: its end.
-        layer: layer of the stage.
+        layer: layer of the stage, counted among those of its kind.
         way: ``forward``, ``logits``, ``again`` (recomputed) or ``backward``.
+        layer_kind: number of the kind of layer.
     """
 
     rank: int
@@ -71,6 +74,7 @@ class Span:
     end_s: float
     layer: int
     way: str
+    layer_kind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class PipelineSpan:
 
 @dataclass(frozen=True)
 class LinkUse:
-    """The use of a link in an iteration, by all-to-alls and exchange.
+    """The use of a link in an iteration, by all-to-alls, exchange, and tokens of experts.
 
     Args:
         name: name of the link.
@@ -181,8 +185,9 @@ class Simulation:
         pipeline: the micro-batches in their stages, by replica and stage.
         links: links, the busiest first.
         findings: effects that the cost model ignores.
-        layers: number of replayed layers of each stage; the largest where stages differ.
+        layers: number of replayed layers of each stage and kind; the largest where they differ.
         stage_layers: number of layers of each stage, likewise.
+        kinds: names of the model's kinds of layers; one empty name where all are alike.
     """
 
     iteration_s: float
@@ -195,6 +200,7 @@ class Simulation:
     findings: Findings
     layers: int
     stage_layers: int
+    kinds: tuple[str, ...] = ("",)
 
     @property
     def idle_share(self) -> float:

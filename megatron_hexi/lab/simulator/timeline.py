@@ -16,7 +16,6 @@ from megatron_hexi.lab.simulator import Difference, LinkUse, RankTimeline, Simul
 from megatron_hexi.report.estimate import spell_seconds, spell_throughput
 from megatron_hexi.report.tables import spell_bytes
 
-_KINDS = ("token", "attention", "logits", "optimizer")
 _RANKS_CAPTION = (
     "seconds of an iteration; communication: waiting while its own messages are under way; idle: for others"
 )
@@ -52,7 +51,7 @@ def timeline_report(
 def ranks_table(ranks: Sequence[RankTimeline]) -> Table:
     """Return a table of each rank's time; ranks that are alike share a line."""
     table = _table(
-        ("ranks", "GPU", "names", *_KINDS, "communication", "idle", "idle share"), 3, _RANKS_CAPTION
+        ("ranks", "GPU", "names", *ranks[0].busy, "communication", "idle", "idle share"), 3, _RANKS_CAPTION
     )
     for alike in alike_ranks(ranks):
         first, last = alike[0], alike[-1]
@@ -109,6 +108,7 @@ def timeline_dict(
         "model_iteration_s": cost.iteration_s,
         "replayed_layers": simulation.layers,
         "stage_layers": simulation.stage_layers,
+        "layer_kinds": list(filter(None, simulation.kinds)),
         "ranks": [dataclasses.asdict(rank) for rank in simulation.ranks],
         "links": [dataclasses.asdict(link) for link in simulation.links],
         "findings": dataclasses.asdict(simulation.findings),
@@ -126,7 +126,7 @@ def alike_ranks(ranks: Sequence[RankTimeline]) -> list[list[RankTimeline]]:
 
 
 def _cells(rank: RankTimeline) -> list[str]:
-    times = [*(rank.busy[kind] for kind in _KINDS), rank.communication_s, rank.idle_s]
+    times = [*rank.busy.values(), rank.communication_s, rank.idle_s]
     return [*map(spell_seconds, times), f"{rank.idle_share:.1%}"]
 
 
@@ -150,6 +150,11 @@ def _headline(simulation: Simulation, cost: IterationCost) -> str:
 
 def _replayed_line(simulation: Simulation) -> str:
     layers, all_of_them = simulation.layers, simulation.stage_layers
+    if len(simulation.kinds) > 1:
+        return (
+            f"replayed: one micro-batch through up to {layers} layers of each kind of each stage "
+            f"({'; '.join(simulation.kinds)}), and back; the others of a kind go on like its last two"
+        )
     if layers == all_of_them:
         return f"replayed: one micro-batch through all {layers} layers of each stage, and back"
     return (

@@ -36,10 +36,12 @@ _COLOURS = {
     "token work": "#4878a8",
     "own block": "#e08214",
     "other groups' blocks": "#fdb863",
+    "experts": "#d9a5c7",
     "logits": "#8c8c8c",
     "all-to-all": "#1b9e77",
     "keys": "#7b3294",
     "gradients": "#e7298a",
+    "tokens of experts": "#66c2a5",
     "sums in a unit": "#a6611a",
 }
 #: Opacity of neighbouring layers, whose ends reach into the picture.
@@ -59,9 +61,9 @@ class _Row:
 def draw_timeline(simulation: Simulation, plan: Plan | None = None) -> Figure:
     """Draw a simulated iteration: above, micro-batches by stage; below, a layer of each unit.
 
-    The pipeline is drawn where it has several rows. The layer is the last that was replayed in each
-    direction, forward on the left and backward with recomputation on the right; a tensor-parallel unit has
-    one row, waiting is blank, and spans of the layers before and after are faint.
+    The pipeline is drawn where it has several rows. The layer is the last of each kind that was replayed in
+    each direction, forward on the left and backward with recomputation on the right; a tensor-parallel unit
+    has one row, waiting is blank, and spans of the layers before and after are faint.
 
     Args:
         simulation: simulation of the plan.
@@ -145,7 +147,11 @@ class _Scales:
         used = {row.section for row in rows}
         times = [[end - start for start, end in windows] for _, _, windows in panels]
         longest = [max(panel_times) for panel_times in times]
-        shortest = [min(panel_times[section] for section in used) for panel_times in times]
+        # A stage without layers of the kind takes no time.
+        shortest = [
+            min((panel_times[section] for section in used if panel_times[section]), default=0.0)
+            for panel_times in times
+        ]
         differ = bool(rows[0].heading) and any(
             most > _ALIKE * least for most, least in zip(longest, shortest, strict=True)
         )
@@ -168,28 +174,37 @@ _Panel = tuple[str, list[tuple[tuple[str, int], ...]], list[tuple[float, float]]
 
 
 def _panels(simulation: Simulation) -> list[_Panel]:
-    """Return panels of the last layer that was replayed in each direction."""
-    panels: list[_Panel] = []
-    sections = 1 + max(rank.section for rank in simulation.ranks)
-    for title, ways in (("forward", ("forward",)), ("backward", ("again", "backward"))):
-        layers, windows = list[int](), list[tuple[float, float]]()
-        for section in range(sections):
-            section_spans = [
-                span
-                for span in simulation.spans
-                if span.way in ways and simulation.ranks[span.rank].section == section
-            ]
-            layer = (max if title == "forward" else min)((span.layer for span in section_spans), default=0)
-            shown = [span for span in section_spans if span.layer == layer]
-            start = min((span.start_s for span in shown), default=0.0)
-            layers.append(layer)
-            windows.append((start, max((span.end_s for span in shown), default=start)))
+    """Return panels of the last layer of each kind that was replayed in each direction."""
+    shown = {span.layer_kind for span in simulation.spans}
+    return [
+        _panel(simulation, kind, title, ways)
+        for kind in sorted(shown) or [0]
+        for title, ways in (("forward", ("forward",)), ("backward", ("again", "backward")))
+    ]
+
+
+def _panel(simulation: Simulation, kind: int, title: str, ways: tuple[str, ...]) -> _Panel:
+    layers, windows = list[int](), list[tuple[float, float]]()
+    for section in range(1 + max(rank.section for rank in simulation.ranks)):
+        section_spans = [
+            span
+            for span in simulation.spans
+            if (span.way in ways and span.layer_kind == kind)
+            and simulation.ranks[span.rank].section == section
+        ]
+        layer = (max if title == "forward" else min)((span.layer for span in section_spans), default=0)
+        shown = [span for span in section_spans if span.layer == layer]
+        start = min((span.start_s for span in shown), default=0.0)
+        layers.append(layer)
+        windows.append((start, max((span.end_s for span in shown), default=start)))
+    if len(simulation.kinds) > 1:
+        name = simulation.kinds[kind]
+    else:
         name = f"layer {layers[0] + 1}" if len(set(layers)) == 1 else "a layer of each stage"
-        name += f", {title}"
-        if any(span.way == "again" for span in simulation.spans) and title == "backward":
-            name += " (what is recomputed first)"
-        panels.append((name, [tuple((way, layer) for way in ways) for layer in layers], windows))
-    return panels
+    name += f", {title}"
+    if any(span.way == "again" for span in simulation.spans) and title == "backward":
+        name += " (what is recomputed first)" if len(simulation.kinds) == 1 else " (recomputed first)"
+    return name, [tuple((way, layer) for way in ways) for layer in layers], windows
 
 
 def _places(rows: Sequence[_Row]) -> list[float]:
@@ -298,4 +313,9 @@ def _legend_name(span: Span) -> str:
         return "own block" if span.name.endswith("own block") else "other groups' blocks"
     if span.kind == "exchange":
         return "keys" if span.name.startswith("keys") else "gradients"
-    return {"all_to_all": "all-to-all", "tensor_parallel": "sums in a unit"}.get(span.kind, span.kind)
+    names = {
+        "all_to_all": "all-to-all",
+        "expert_all_to_all": "tokens of experts",
+        "tensor_parallel": "sums in a unit",
+    }
+    return names.get(span.kind, span.kind)

@@ -27,6 +27,7 @@ def chrome_trace(simulation: Simulation) -> dict[str, Any]:
         events.append(_metadata("process_name", rank, 0, {"name": named}))
         events.append(_metadata("process_sort_index", rank, 0, {"sort_index": rank}))
         events += [_metadata("thread_name", rank, n, {"name": lane}) for n, lane in enumerate(_THREADS)]
+    kinds = [{"kind": name} if name else {} for name in simulation.kinds]
     for span in simulation.spans:
         events.append(
             {
@@ -37,7 +38,7 @@ def chrome_trace(simulation: Simulation) -> dict[str, Any]:
                 "tid": _THREADS.index("exchange" if span.kind == "exchange" else span.lane),
                 "ts": span.start_s * _MICRO,
                 "dur": (span.end_s - span.start_s) * _MICRO,
-                "args": {"layer": span.layer, "way": span.way},
+                "args": {"layer": span.layer, "way": span.way, **kinds[span.layer_kind]},
             }
         )
     events += _pipeline_events(simulation)

@@ -1,4 +1,4 @@
-"""Instructions of each unit: layer after layer its token work, all-reduces, and attention.
+"""Instructions of each unit: layer after layer its token work, all-reduces, routed experts, and attention.
 
 An operation of attention's program (`plan.program`) becomes an instruction for each unit concerned: its
 messages to post or to wait for, its seconds of computation.
@@ -7,20 +7,24 @@ messages to post or to wait for, its seconds of computation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.lab.simulator.work import LayerWork, Messages
+from megatron_hexi.lab.simulator.routes import Routes
+from megatron_hexi.lab.simulator.work import ExpertTraffic, LayerWork, Messages
 from megatron_hexi.plan import program as attention
 
 Way = Literal["forward", "logits", "again", "backward"]
 
-#: Points of a layer pass: the all-to-all in is posted, attention begins, attention is done (with its sends),
-#: the all-to-all out is done.
-POINTS = ("ready", "enter", "leave", "finish")
+#: Points of a layer pass: tokens leave for experts, the all-to-all in is posted, attention begins, attention
+#: is done (with its sends), the all-to-all out is done.
+POINTS = ("route", "ready", "enter", "leave", "finish")
+ROUTE, READY, ENTER, LEAVE, FINISH = range(len(POINTS))
+#: Contents of the all-to-alls of experts.
+TO_EXPERTS, FROM_EXPERTS = "tokens to experts", "tokens from experts"
 
 
 class LayerPass(NamedTuple):
@@ -44,7 +48,7 @@ class UnitBatch:
     Args:
         unit: number of the unit.
         lap: number of the layer pass.
-        phase: ``all_to_all`` or ``exchange``.
+        phase: ``all_to_all``, ``exchange`` or ``expert_all_to_all``.
         carries: contents as text, such as ``keys``.
         step: step of the exchange, from 1; 0 for an all-to-all.
         part: part of the step, from 1; 0 where it has one part only.
@@ -106,8 +110,10 @@ class Mark(NamedTuple):
 
 
 Instruction = Compute | Sum | PostBatch | WaitForBatch | Mark
-#: Batches of attention, each as the units' own batches.
-_Sets = dict[attention.Batch, dict[int, UnitBatch]]
+#: One set of messages, as the units' own batches.
+_Batches = dict[int, UnitBatch]
+#: Batches of attention.
+_Sets = dict[attention.Batch, _Batches]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +126,7 @@ class StageProgram:
         src: sending unit of each message, [M].
         dst: receiving unit, [M].
         size: bytes on one GPU, [M].
+        route: number of each message's route, [M].
         sets: set of each message; the cost model assumes that a set is under way together, [M].
         set_kinds: contents of each set, as text.
         set_laps: layer pass of each set.
@@ -131,59 +138,108 @@ class StageProgram:
     src: Ints
     dst: Ints
     size: Floats
+    route: Ints
     sets: Ints
     set_kinds: list[str]
     set_laps: list[int]
     batches: list[tuple[UnitBatch, UnitBatch]]
 
 
+class SectionWork(NamedTuple):
+    """The units of a section, and their work in each layer of one kind.
+
+    Args:
+        layer: work of one layer.
+        window: exchange steps under way ahead of the step in use.
+        logits: seconds of output matrix and loss of each unit, both directions, [U].
+        logits_sums: seconds of their all-reduce inside each unit, [U].
+        gpus: first GPU of each unit, [U].
+        width: tensor-parallel size.
+    """
+
+    layer: LayerWork
+    window: int
+    logits: Floats
+    logits_sums: Floats
+    gpus: Ints
+    width: int
+
+
 class _Builder:
-    def __init__(self, work: LayerWork, window: int, logits: Floats, sums: Floats) -> None:
-        self._work = work
-        self._window = window
-        self._logits = logits
-        self._logits_sums = sums
+    def __init__(
+        self, sections: Sequence[SectionWork], traffic: ExpertTraffic | None, routes: Routes
+    ) -> None:
+        self._sections = sections
+        self._routes = routes
+        sizes = [len(section.gpus) for section in sections]
+        self._firsts = [sum(sizes[:number]) for number in range(len(sizes))]
+        self._traffic = [] if traffic is None else [(TO_EXPERTS, traffic), (FROM_EXPERTS, traffic.reversed)]
         self.sent: list[Messages] = []
-        self.units: list[list[Instruction]] = [[] for _ in range(len(work.sums))]
+        self.routes: list[Ints] = []
+        self.units: list[list[Instruction]] = [[] for _ in range(sum(sizes))]
         self.batches: list[tuple[UnitBatch, UnitBatch]] = []
         self.set_kinds: list[str] = []
         self.set_laps: list[int] = []
 
     def add(self, number: int, lap: LayerPass) -> None:
-        if lap.way == "logits":
-            for unit, program in enumerate(self.units):
-                program += _if_any(Compute("logits", "logits", float(self._logits[unit])))
-                program += _if_any(Sum(float(self._logits_sums[unit])))
-                program += [Mark(number, point) for point in range(len(POINTS))]
-            return
-        work, way = self._work, int(lap.way == "backward")
-        sets = {batch: self._batches(number, batch, sent) for batch, sent in work.sent[way].items()}
-        for unit, program in enumerate(self.units):
+        """Add a layer pass, or the logits."""
+        there, back = _Batches(), _Batches()
+        if self._traffic and lap.whole and lap.way != "logits":
+            there, back = (self._expert_batches(number, *sent) for sent in self._traffic)
+        for first, section in zip(self._firsts, self._sections, strict=True):
+            programs = self.units[first : first + len(section.gpus)]
+            if lap.way == "logits":
+                _add_logits(number, section, programs)
+            else:
+                self._add_layer(number, lap, section, first, there, back)
+
+    def _add_layer(
+        self,
+        number: int,
+        lap: LayerPass,
+        section: SectionWork,
+        first: int,
+        to_experts: _Batches,
+        from_experts: _Batches,
+    ) -> None:
+        work, way = section.layer, int(lap.way == "backward")
+        sets = {
+            batch: self._attention_batches(number, batch, sent, section, first)
+            for batch, sent in work.sent[way].items()
+        }
+        for unit, program in enumerate(self.units[first : first + len(section.gpus)]):
             if lap.whole:
                 program += _if_any(Compute("token", "token work", float(work.token[way][unit])))
                 program += _if_any(Sum(float(work.sums[unit])))
-            program.append(Mark(number, 0))
-            program += self._attention(unit, number, way, sets)
-            program.append(Mark(number, 3))
+            program.append(Mark(number, ROUTE))
+            if lap.whole:
+                program += _post_and_wait(to_experts.get(first + unit))
+                program += _if_any(Compute("experts", "experts", float(work.experts[way][unit])))
+                program += _post_and_wait(from_experts.get(first + unit))
+            program.append(Mark(number, READY))
+            program += self._attention(section, first, unit, number, way, sets)
+            program.append(Mark(number, FINISH))
 
-    def _attention(self, unit: int, lap: int, way: int, sets: _Sets) -> Iterator[Instruction]:
-        work = self._work
+    def _attention(
+        self, section: SectionWork, first_unit: int, unit: int, lap: int, way: int, sets: _Sets
+    ) -> Iterator[Instruction]:
+        work = section.layer
         parts = tuple(map(len, work.blocks[: int(work.unit_steps[unit])]))
         first_in, last_out = attention.Batch("in", 0), attention.Batch("out", work.halves - 1)
         for operation in attention.attention_program(
-            way > 0, parts, self._window, work.halves, int(work.turn[unit])
+            way > 0, parts, section.window, work.halves, int(work.turn[unit])
         ):
             match operation:
                 case attention.Post(batch):
                     if batch == last_out:
-                        yield Mark(lap, 2)
-                    if unit in sets[batch]:
-                        yield PostBatch(sets[batch][unit])
+                        yield Mark(lap, LEAVE)
+                    if first_unit + unit in sets[batch]:
+                        yield PostBatch(sets[batch][first_unit + unit])
                 case attention.Wait(batch):
-                    if unit in sets[batch]:
-                        yield WaitForBatch(sets[batch][unit])
+                    if first_unit + unit in sets[batch]:
+                        yield WaitForBatch(sets[batch][first_unit + unit])
                     if batch == first_in:
-                        yield Mark(lap, 1)
+                        yield Mark(lap, ENTER)
                 case attention.OwnBlock(first, stop):
                     share = float(work.share[unit])
                     shares = share * (first == 0) + (1 - share) * (stop == 2)
@@ -195,18 +251,27 @@ class _Builder:
                     seconds = float(work.blocks[step][part][way][unit]) * shares
                     yield from _if_any(Compute("attention", f"blocks {step + 1}", seconds))
 
-    def _batches(self, lap: int, shared: attention.Batch, messages: Messages) -> dict[int, UnitBatch]:
-        """Return a batch for each unit that sends or receives any of the messages."""
-        phase, carries, step, part = "all_to_all", f"all-to-all {shared.cargo}", 0, 0
+    def _expert_batches(self, lap: int, carries: str, sent: ExpertTraffic) -> _Batches:
+        route = self._routes.numbers(sent.src_gpu, sent.dst_gpu)
+        return self._batches(UnitBatch(-1, lap, "expert_all_to_all", carries), sent.messages, route)
+
+    def _attention_batches(
+        self, lap: int, shared: attention.Batch, sent: Messages, section: SectionWork, first: int
+    ) -> _Batches:
+        alike = UnitBatch(-1, lap, "all_to_all", f"all-to-all {shared.cargo}")
         if shared.cargo in ("keys", "gradients"):
-            phase, carries, step = "exchange", shared.cargo, shared.step + 1
-            part = shared.part + 1 if len(self._work.blocks[shared.step]) > 1 else 0
+            part = shared.part + 1 if len(section.layer.blocks[shared.step]) > 1 else 0
+            alike = UnitBatch(-1, lap, "exchange", shared.cargo, shared.step + 1, part)
+        route = self._routes.numbers(section.gpus[sent.src], section.gpus[sent.dst], section.width)
+        return self._batches(alike, Messages(first + sent.src, first + sent.dst, sent.size), route)
+
+    def _batches(self, alike: UnitBatch, messages: Messages, route: Ints) -> _Batches:
+        """Return a batch like another for each unit that sends or receives any of the messages."""
         number = len(self.batches)
-        batches: dict[int, UnitBatch] = {}
+        batches: _Batches = {}
         for src, dst in zip(messages.src.tolist(), messages.dst.tolist(), strict=True):
             ends = tuple(
-                batches.setdefault(unit, UnitBatch(unit, lap, phase, carries, step, part))
-                for unit in (src, dst)
+                batches.setdefault(unit, replace(alike, unit=unit, messages=[])) for unit in (src, dst)
             )
             for batch in ends:
                 batch.messages.append(number)
@@ -214,24 +279,34 @@ class _Builder:
             self.batches.append((ends[0], ends[1]))
             number += 1
         self.sent.append(messages)
-        self.set_kinds.append(carries)
-        self.set_laps.append(lap)
+        self.routes.append(route)
+        self.set_kinds.append(alike.carries)
+        self.set_laps.append(alike.lap)
         return batches
 
 
+def _add_logits(number: int, section: SectionWork, programs: Sequence[list[Instruction]]) -> None:
+    for unit, program in enumerate(programs):
+        program += _if_any(Compute("logits", "logits", float(section.logits[unit])))
+        program += _if_any(Sum(float(section.logits_sums[unit])))
+        program += [Mark(number, point) for point in range(len(POINTS))]
+
+
 def build_program(
-    work: LayerWork, laps: Sequence[LayerPass], window: int, logits: Floats, logits_sums: Floats
+    sections: Sequence[SectionWork],
+    laps: Sequence[LayerPass],
+    routes: Routes,
+    traffic: ExpertTraffic | None = None,
 ) -> StageProgram:
-    """Return the instructions of each unit of a stage.
+    """Return the instructions of each unit of a stage, section by section.
 
     Args:
-        work: work of one layer.
+        sections: units with their work in one layer.
         laps: layer passes in order, at least one.
-        window: exchange steps under way ahead of the step in use.
-        logits: seconds of output matrix and loss of each unit, both directions, [U].
-        logits_sums: seconds of their all-reduce inside each unit, [U].
+        routes: routes of the cluster; those that messages take are added.
+        traffic: messages to routed experts, with units numbered over all sections; ``None``: there are none.
     """
-    builder = _Builder(work, window, logits, logits_sums)
+    builder = _Builder(sections, traffic, routes)
     for number, lap in enumerate(laps):
         builder.add(number, lap)
     counts = [len(messages.src) for messages in builder.sent]
@@ -241,6 +316,7 @@ def build_program(
         src=np.concatenate([messages.src for messages in builder.sent]),
         dst=np.concatenate([messages.dst for messages in builder.sent]),
         size=np.concatenate([messages.size for messages in builder.sent]),
+        route=np.concatenate(builder.routes),
         sets=np.repeat(np.arange(len(counts)), counts),
         set_kinds=builder.set_kinds,
         set_laps=builder.set_laps,
@@ -250,3 +326,7 @@ def build_program(
 
 def _if_any(step: Compute | Sum) -> tuple[Instruction, ...]:
     return (step,) if step.seconds > 0 else ()
+
+
+def _post_and_wait(batch: UnitBatch | None) -> tuple[Instruction, ...]:
+    return () if batch is None else (PostBatch(batch), WaitForBatch(batch))

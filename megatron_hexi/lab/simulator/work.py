@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,9 +11,11 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.compute import Times
 from megatron_hexi.cost.exchange import exchange_chunks
+from megatron_hexi.cost.experts import ExpertsOnRanks, expert_messages
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import Layer, UnitGpus, chunk_times, message_bytes, unit_times
 from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.cost.sections import Section
 from megatron_hexi.plan.program import Batch
 
 
@@ -26,12 +29,54 @@ class Messages:
 
 
 @dataclass(frozen=True, eq=False)
+class ExpertTraffic:
+    """Messages to routed experts in one layer, from rank to rank; those back are the same, reversed.
+
+    Args:
+        messages: between units; two ranks of one unit may send to each other.
+        src_gpu: GPU of each message's sender, [M].
+        dst_gpu: GPU of its receiver, [M].
+    """
+
+    messages: Messages
+    src_gpu: Ints
+    dst_gpu: Ints
+
+    @property
+    def reversed(self) -> ExpertTraffic:
+        """The messages back."""
+        sent = self.messages
+        return ExpertTraffic(Messages(sent.dst, sent.src, sent.size), self.dst_gpu, self.src_gpu)
+
+
+def expert_traffic(
+    sections: Sequence[Section], experts: Sequence[ExpertsOnRanks | None]
+) -> ExpertTraffic | None:
+    """Return the messages to experts between all units of some sections; ``None``: the model has none.
+
+    Args:
+        sections: sections of one stage, whose units are counted from the first section's on.
+        experts: experts of their units.
+    """
+    placed = [held for held in experts if held is not None]
+    if not placed:
+        return None
+    sent = expert_messages(sections, placed)
+    widths = [section.ranks.shape[1] for section in sections for _ in section.ranks]
+    unit = np.repeat(np.arange(len(widths)), widths)
+    return ExpertTraffic(
+        Messages(unit[sent.src], unit[sent.dst], sent.size), sent.gpus[sent.src], sent.gpus[sent.dst]
+    )
+
+
+@dataclass(frozen=True, eq=False)
 class LayerWork:
     """The work of one layer, for all units of a stage.
 
     Args:
         token: seconds of token work.
         sums: seconds of all-reduces inside each unit, in each direction.
+        experts: seconds of its own routed experts, of the rank with the most of them.
         own: seconds of the own group's block.
         share: part of each unit's heads in the first half.
         blocks: seconds of blocks, by step of the exchange and part.
@@ -44,6 +89,7 @@ class LayerWork:
 
     token: Times
     sums: Floats
+    experts: Times
     own: Times
     share: Floats
     blocks: tuple[tuple[Times, ...], ...]
@@ -66,7 +112,7 @@ def layer_work(plan: PlanArrays, job: Job, stage: UnitGpus, layer: Layer) -> Lay
         plan: the plan.
         job: the job.
         stage: GPUs of the units.
-        layer: the cost model's layer, from which all-reduces inside units are taken.
+        layer: the cost model's layer, from which all-reduces inside units and experts are taken.
     """
     token, own = (Times(*seconds) for seconds in unit_times(plan, job, stage))
     unit_steps = plan.groups_beside[plan.group] - 1
@@ -85,6 +131,7 @@ def layer_work(plan: PlanArrays, job: Job, stage: UnitGpus, layer: Layer) -> Lay
     return LayerWork(
         token=token,
         sums=layer.forward.tensor_parallel,
+        experts=Times(layer.forward.experts, layer.backward.experts),
         own=own,
         share=first / np.maximum(plan.heads, 1),
         blocks=blocks,
