@@ -65,7 +65,7 @@ class ExpertsOnRanks:
 
         k D e / E of the D rows of the domain, and more where the busiest experts are: 1 + 2 c / sqrt(e).
         """
-        return _busiest_rows(job, self.count.max(axis=1), self.domain_rows)
+        return busiest_rows(job, self.count.max(axis=1), self.domain_rows)
 
 
 def place_experts(plan: Plan, job: Job, sections: Sequence[Section]) -> list[ExpertsOnRanks | None]:
@@ -137,7 +137,7 @@ def expert_cycles(
     compute = [np.array(expert_times(section, held)) for section, held in zip(sections, placed, strict=True)]
     slowest = _by_domain(placed, compute)
     # There and back, in both directions.
-    seconds = [np.stack([2 * way, 2 * way]) for way in _exchange_seconds(job, sections, placed, links)]
+    seconds = [np.stack([2 * way, 2 * way]) for way in _section_seconds(job, sections, placed, links)]
     exchange = _by_domain(placed, seconds)
     return [
         ExpertCycle(own, moves, longest - own)
@@ -154,13 +154,22 @@ def expert_times(section: Section, held: ExpertsOnRanks) -> Times:
     job, stage = section.job, section.placement.stage
     times = np.zeros((2, len(held.parts)))
     for speeds, units in stage.by_kind:
-        times[:, units] = _times(
+        times[:, units] = routed_times(
             speeds, job, held.count.max(axis=1)[units], held.parts[units], held.rows(job)[units]
         )
     return Times(times[0], times[1])
 
 
-def _times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Floats) -> Times:
+def routed_times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Floats) -> Times:
+    """Seconds of the experts of GPUs of one kind in one layer, forward and backward, [U]; see `expert_times`.
+
+    Args:
+        speeds: of the GPUs.
+        job: the job, with layers of one kind.
+        count: experts, or slices, on each, [U].
+        parts: slices of each expert, [U].
+        rows: that they compute, [U].
+    """
     model, experts = job.model, job.model.experts
     assert experts is not None
     matrices = model.expert_matrices / parts
@@ -176,16 +185,13 @@ def _times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Floats) -> 
     )
 
 
-def _exchange_seconds(
+def _section_seconds(
     job: Job, sections: Sequence[Section], placed: Sequence[ExpertsOnRanks], links: LinkTable
 ) -> list[Floats]:
     """Seconds of each unit's longest message in one all-to-all of a layer, [U]; the same in all of them.
 
     A rank sends k T h elements of its T tokens, e / E of them to each rank: to every slice of a cut expert.
     """
-    experts = job.model.experts
-    assert experts is not None
-    element = job.model.hidden_size * job.element_bytes * experts.active / experts.count
     found = []
     for stage in sorted({section.number for section in sections}):
         own = [number for number, section in enumerate(sections) if section.number == stage]
@@ -195,7 +201,7 @@ def _exchange_seconds(
         domain = np.concatenate(
             [np.repeat(placed[number].domain, placed[number].count.shape[1]) for number in own]
         )
-        seconds = _message_seconds(gpus, domain, element * rows, count, links)
+        seconds = exchange_seconds(job, gpus, domain, rows, count, links)
         first = 0
         for number in own:
             shape = placed[number].count.shape
@@ -205,16 +211,22 @@ def _exchange_seconds(
     return [seconds for _, seconds in sorted(found, key=lambda pair: pair[0])]
 
 
-def _message_seconds(gpus: Ints, domain: Ints, sent: Floats, count: Ints, links: LinkTable) -> Floats:
-    """Seconds of each rank's longest message, [R].
+def exchange_seconds(
+    job: Job, gpus: Ints, domain: Ints, rows: Floats, count: Ints, links: LinkTable
+) -> Floats:
+    """Seconds of each rank's longest message in one all-to-all of a layer, [R].
 
     Args:
+        job: the job.
         gpus: of each rank, [R].
         domain: its expert domain, [R].
-        sent: bytes that it sends for each expert of a layer, [R].
+        rows: its tokens of a micro-batch, [R].
         count: experts that it holds, [R].
         links: the cluster's.
     """
+    experts = job.model.experts
+    assert experts is not None
+    sent = job.model.hidden_size * job.element_bytes * experts.active / experts.count * rows
     longest = np.zeros(len(gpus))
     ends = []
     for number in np.unique(domain).tolist():
@@ -244,7 +256,14 @@ def _rank_rows(section: Section) -> Floats:
     return np.repeat(rows, width)
 
 
-def _busiest_rows(job: Job, count: Ints, domain_rows: Floats) -> Floats:
+def busiest_rows(job: Job, count: Ints, domain_rows: Floats) -> Floats:
+    """Rows that so many experts compute, the busiest of a domain, [U].
+
+    Args:
+        job: the job.
+        count: experts, or slices, on each GPU, [U].
+        domain_rows: rows of a micro-batch in its expert domain, [U].
+    """
     experts = job.model.experts
     assert experts is not None
     mean = experts.active * domain_rows * count / experts.count
