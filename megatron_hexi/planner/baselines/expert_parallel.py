@@ -110,6 +110,7 @@ def _choices(request: Request, cluster: Cluster, floor: EqualFloor, most: Recomp
             flags = [
                 ExpertFlags(width, depth, context, size, 1)
                 for size in _expert_sizes(experts.count, width, context, replicas)
+                if request.expert_parallel in (None, size)
             ]
             fitting = [choice for choice in flags if floor.may_fit(choice, most)]
             of_node = [choice for choice in fitting if choice.expert <= smallest]
