@@ -77,7 +77,7 @@ MODEL_OF_PLAN = f"{_MODEL}; the one that the plan names if not given."
 MODEL_OF_REPORT = f"{_MODEL}; used with --cluster, by default the one that the plan names."
 _JOB = "The job"
 #: Fields of bundles that are no terms of a `Job`.
-_NOT_TERMS = ("model", "data_parallel", "context_parallel", "memory_margin", *FEATURES)
+_NOT_TERMS = ("model", "data_parallel", "context_parallel", "expert_parallel", "memory_margin", *FEATURES)
 
 
 def whole(text: str | int) -> int:
@@ -256,6 +256,10 @@ class NewJob(PlanFeatures, Training):
         int | None,
         count_option("context_parallel", "Tensor-parallel units that share a sequence; chosen if not given."),
     ] = None
+    expert_parallel: Annotated[
+        int | None,
+        count_option("expert_parallel", "Ranks that hold all experts together; chosen if not given."),
+    ] = None
     data_parallel: Annotated[
         str, _option("data_parallel", "Replicas, of any size; auto: as many as are best.", metavar="N|auto")
     ] = "auto"
@@ -285,7 +289,11 @@ class NewJob(PlanFeatures, Training):
         if terms and terms.context_parallel is not None and self.context_parallel is None:
             flag = spell_flag("context_parallel", terms.context_parallel)
             say(f"note: {self.model}: {flag} is chosen anew; give it on the command line to keep it")
-        return Request(job, fixed, margin, self._rules_of_file(), self.context_parallel)
+        experts = self.expert_parallel
+        if terms and terms.expert_parallel is not None and experts is None:
+            experts = terms.expert_parallel
+            say(f"note: {self.model} says {spell_flag('expert_parallel', experts)}")
+        return Request(job, fixed, margin, self._rules_of_file(), self.context_parallel, experts)
 
     def _rules_of_file(self) -> PlannerRules:
         """Return what plans may use: the command line's rules, less what a file of arguments rules out.

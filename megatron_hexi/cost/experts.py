@@ -64,7 +64,7 @@ class ExpertsOnRanks:
         k D e / E of the D rows of the domain, and more where the busiest experts are: 1 + 2 c / sqrt(e), for
         loads of variation c (`Job.expert_imbalance`).
         """
-        return _busiest_rows(job, self.count.max(axis=1), self.domain_rows)
+        return busiest_rows(job, self.count.max(axis=1), self.domain_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +152,7 @@ def expert_cycles(
     compute = [np.array(expert_times(section, held)) for section, held in zip(sections, placed, strict=True)]
     slowest = _by_domain(placed, compute)
     # There and back, in both directions.
-    seconds = [np.stack([2 * way, 2 * way]) for way in _exchange_seconds(sections, placed, links)]
+    seconds = [np.stack([2 * way, 2 * way]) for way in _section_seconds(sections, placed, links)]
     exchange = _by_domain(placed, seconds)
     return [
         ExpertCycle(own, moves, longest - own)
@@ -169,13 +169,22 @@ def expert_times(section: Section, held: ExpertsOnRanks) -> Times:
     job, stage = section.job, section.placement.stage
     times = np.zeros((2, len(held.parts)))
     for speeds, units in stage.by_kind:
-        times[:, units] = _times(
+        times[:, units] = routed_times(
             speeds, job, held.count.max(axis=1)[units], held.parts[units], held.rows(job)[units]
         )
     return Times(times[0], times[1])
 
 
-def _times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Floats) -> Times:
+def routed_times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Floats) -> Times:
+    """Seconds of the experts of GPUs of one kind in one layer, forward and backward, [U]; see `expert_times`.
+
+    Args:
+        speeds: of the GPUs.
+        job: the job, with layers of one kind.
+        count: experts, or slices, on each, [U].
+        parts: slices of each expert, [U].
+        rows: that they compute, [U].
+    """
     model, experts = job.model, job.model.experts
     assert experts is not None
     matrices = model.expert_matrices / parts
@@ -194,20 +203,43 @@ def _times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Floats) -> 
 def expert_messages(sections: Sequence[Section], placed: Sequence[ExpertsOnRanks]) -> ExpertMessages:
     """The messages from ranks of one stage to those that hold experts, in one layer.
 
-    A rank sends k T h elements of its T tokens, e / E of them to each rank: to every slice of a cut expert.
-
     Args:
         sections: of one stage, whose model has experts.
         placed: experts of their units.
     """
-    job = sections[0].job
+    return _domain_messages(
+        sections[0].job,
+        np.concatenate([section.placement.gpus.ravel() for section in sections]),
+        np.concatenate([np.repeat(held.domain, held.count.shape[1]) for held in placed]),
+        np.concatenate([_rank_rows(section) for section in sections]),
+        np.concatenate([held.count.ravel() for held in placed]),
+    )
+
+
+def exchange_seconds(
+    job: Job, gpus: Ints, domain: Ints, rows: Floats, count: Ints, links: LinkTable
+) -> Floats:
+    """Seconds of each rank's longest message in one all-to-all of a layer, [R].
+
+    Args:
+        job: the job.
+        gpus: of each rank, [R].
+        domain: its expert domain, [R].
+        rows: its tokens of a micro-batch, [R].
+        count: experts that it holds, [R].
+        links: the cluster's.
+    """
+    return _longest_messages(_domain_messages(job, gpus, domain, rows, count), links)
+
+
+def _domain_messages(job: Job, gpus: Ints, domain: Ints, rows: Floats, count: Ints) -> ExpertMessages:
+    """The messages to experts in one layer, of ranks as in `exchange_seconds`.
+
+    A rank sends k T h elements of its T tokens, e / E of them to each rank: to every slice of a cut expert.
+    """
     experts = job.model.experts
     assert experts is not None
-    element = job.model.hidden_size * job.element_bytes * experts.active / experts.count
-    gpus = np.concatenate([section.placement.gpus.ravel() for section in sections])
-    count = np.concatenate([held.count.ravel() for held in placed])
-    sent = element * np.concatenate([_rank_rows(section) for section in sections])
-    domain = np.concatenate([np.repeat(held.domain, held.count.shape[1]) for held in placed])
+    sent = job.model.hidden_size * job.element_bytes * experts.active / experts.count * rows
     ends = []
     for number in np.unique(domain).tolist():
         ranks = np.flatnonzero(domain == number)
@@ -218,7 +250,7 @@ def expert_messages(sections: Sequence[Section], placed: Sequence[ExpertsOnRanks
     return ExpertMessages(gpus, src, dst, sent[src] * count[dst])
 
 
-def _exchange_seconds(
+def _section_seconds(
     sections: Sequence[Section], placed: Sequence[ExpertsOnRanks], links: LinkTable
 ) -> list[Floats]:
     """Seconds of each unit's longest message in one all-to-all of a layer, [U]; the same in all of them."""
@@ -262,7 +294,14 @@ def _rank_rows(section: Section) -> Floats:
     return np.repeat(rows, width)
 
 
-def _busiest_rows(job: Job, count: Ints, domain_rows: Floats) -> Floats:
+def busiest_rows(job: Job, count: Ints, domain_rows: Floats) -> Floats:
+    """Rows that so many experts compute, the busiest of a domain, [U].
+
+    Args:
+        job: the job.
+        count: experts, or slices, on each GPU, [U].
+        domain_rows: rows of a micro-batch in its expert domain, [U].
+    """
     experts = job.model.experts
     assert experts is not None
     mean = experts.active * domain_rows * count / experts.count

@@ -43,12 +43,14 @@ class ArgumentTerms:
         restricting: flags that leave some plans, each with the features of plans that it does not train with
             (fields of `megatron_hexi.cluster.PlannerRules`).
         context_parallel: ranks that share a sequence, which a plan chooses anew; ``None``: not given.
+        expert_parallel: ranks of an expert domain, which stays; ``None``: not given.
     """
 
     fields: Mapping[str, Any]
     free: Sequence[str]
     restricting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     context_parallel: int | None = None
+    expert_parallel: int | None = None
 
 
 def read_arguments(text: str, path: Path) -> Parsed:
@@ -139,7 +141,8 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
         stated = _MEGATRON_DEFAULTS | stated
     free = tuple(flag for flag in sorted(given) if class_of(flag) == "free")
     size = args.context_parallel_size if FLAGS["context_parallel"] in given else None
-    return ArgumentTerms(stated, free, _restricting(args, path), size)
+    experts = args.expert_model_parallel_size if FLAGS["expert_parallel"] in given else None
+    return ArgumentTerms(stated, free, _restricting(args, path), size, experts)
 
 
 def _restricting(args: Namespace, path: Path) -> dict[str, tuple[str, ...]]:

@@ -18,6 +18,7 @@ FLAGS: Final = {
     "tensor_parallel": "--tensor-model-parallel-size",
     "pipeline_parallel": "--pipeline-model-parallel-size",
     "context_parallel": "--context-parallel-size",
+    "expert_parallel": "--expert-model-parallel-size",
     "data_parallel": "--data-parallel-size",  # Megatron derives it: args.data_parallel_size
     "recompute": "--recompute-granularity",
     "optimizer": "--optimizer",

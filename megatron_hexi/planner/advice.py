@@ -27,6 +27,8 @@ _MOST_PLANNED, _EACH = 3500, 512
 _ROUND = 1024
 #: Times as many nodes of an entry; clusters of more GPUs are not tried.
 _TIMES, _MOST_GPUS = (2, 4, 8), 1024
+#: Sizes that a request fixes beside the terms of its job.
+_SIZES = ("context_parallel", "expert_parallel")
 #: Terms that save memory: from which value to which.
 _SAVING = {
     "sequence_parallel": (False, True),
@@ -140,12 +142,13 @@ def _freed(asked: _Variant) -> Iterator[_Variant]:
 
 
 def _allowed(asked: _Variant) -> Iterator[_Variant]:
-    """Variants that allow refused features, one or all, or leave the context-parallel size open."""
-    size = asked.request.context_parallel
-    if size is not None:
-        change = f"leave out {spell_flag('context_parallel', size)}"
-        request = replace(asked.request, context_parallel=None)
-        yield replace(asked, changes=(*asked.changes, change), request=request)
+    """Variants that allow refused features, one or all, or leave a size open."""
+    for name in _SIZES:
+        size = getattr(asked.request, name)
+        if size is not None:
+            change = f"leave out {spell_flag(name, size)}"
+            request = replace(asked.request, **{name: None})
+            yield replace(asked, changes=(*asked.changes, change), request=request)
     refused = asked.request.rules.refused
     for features in dict.fromkeys([*((feature,) for feature in refused), refused]):
         rules = replace(asked.request.rules, **dict.fromkeys(features, True))
@@ -217,7 +220,7 @@ def _spell_memory(request: Request, cluster: Cluster) -> str:
 
 def _spell_fixed(request: Request) -> str:
     stated = [spell_flag(name, getattr(request.job, name)) for name in sorted(request.fixed)]
-    if request.context_parallel is not None:
-        stated.append(spell_flag("context_parallel", request.context_parallel))
+    sizes = ((name, getattr(request, name)) for name in _SIZES)
+    stated += [spell_flag(name, size) for name, size in sizes if size is not None]
     stated += [spell_flag(feature, False) for feature in request.rules.refused]
     return " with " + " ".join(stated) if stated else ""

@@ -31,16 +31,23 @@ class ExpertRule:
 IN_WHOLE_STAGES = ExpertRule()
 
 
-def expert_rules(job: Job, cluster: Cluster) -> list[ExpertRule]:
+def expert_rules(job: Job, cluster: Cluster, fixed: int | None = None) -> list[ExpertRule]:
     """The choices that a search tries: one for models without experts.
 
     Expert domains of whole stages, by the speed of GPUs and where they differ in memory by that, of a node,
     and of a GPU, as far as the largest GPU has memory for the experts of one layer.
+
+    Args:
+        job: the job.
+        cluster: where.
+        fixed: ranks that each expert domain must have; ``None``: chosen.
     """
     model, experts = job.model, job.model.experts
     if experts is None:
         return [IN_WHOLE_STAGES]
     devices = [node.device for node in cluster.nodes]
+    if fixed is not None:
+        return [ExpertRule(fixed)]
     rules = [IN_WHOLE_STAGES]
     if len({device.usable_gib / max(device.layer_matmul.rates) for device in devices}) > 1:
         rules.append(ExpertRule(None, "memory"))

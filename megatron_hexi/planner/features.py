@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from megatron_hexi.plan import Plan, Stage, has_equal_replicas
+from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.planner.request import Request
 
 
@@ -51,10 +52,17 @@ def features_of(plan: Plan) -> tuple[str, ...]:
 
 
 def is_allowed(plan: Plan, request: Request) -> bool:
-    """Whether a plan uses only what a request allows, with the context-parallel size that it fixes."""
+    """Whether a plan uses only what a request allows, with the sizes that it fixes."""
     size = request.context_parallel
     if size is not None and any(
         len(domain.members) != size for stage in _stages(plan) for domain in stage.domains
+    ):
+        return False
+    size = request.expert_parallel
+    if size is not None and any(
+        len(domain) != size
+        for stage in _stages(plan)
+        for domain in expert_domains(stage, plan.workload.experts or 0)
     ):
         return False
     return not any(USES[name](plan) for name in request.rules.refused)

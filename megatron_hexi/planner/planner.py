@@ -113,7 +113,7 @@ def _search_experts(
     """
     best: tuple[_SearchResult, Request] | None = None
     trials, fastest_s = 0, math.inf
-    for rule in expert_rules(request.job, cluster):
+    for rule in expert_rules(request.job, cluster, request.expert_parallel):
         choice = replace(request, experts=rule)
         result = _search(choice, cluster, searches, tell, fastest_s)
         trials += result.trials
@@ -167,7 +167,7 @@ def _search(
     if best is None and faster_than < math.inf:
         return _SearchResult(None, tried, unsaved_s, memory, trials)
     tell("memory", 0, 1)
-    saved = SavedPlans(request, cluster, memory, searches)
+    saved = SavedPlans(request, cluster, memory, searches, faster_than)
     best = saved.made_to_fit() if best is None else saved.best(best, tried)
     return _SearchResult(best, tried, unsaved_s, memory, trials + saved.trials)
 
@@ -202,6 +202,7 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
         raise HexiError(
             f"{' '.join(sizes)}: take {unit} GPUs, cluster {cluster.name} has {gpus}; give smaller sizes"
         )
+    _check_expert_domains(request, cluster)
     if "data_parallel" not in request.fixed:
         return
     least = request.micro_batch_sizes()[0]
@@ -216,6 +217,24 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
             f"{spell_flag('data_parallel', job.data_parallel)}: an iteration has {batch} micro-batches "
             f"(global batch {job.global_batch_size} / micro-batch {least}); give {batch} or fewer, or auto"
         )
+
+
+def _check_expert_domains(request: Request, cluster: Cluster) -> None:
+    """Refuse a fixed size of expert domains that no stage has: whole units of one stage."""
+    job, size = request.job, request.expert_parallel
+    if size is None:
+        return
+    spelled, stages = spell_flag("expert_parallel", size), 1
+    if "pipeline_parallel" in request.fixed:
+        stages = job.pipeline_parallel
+    if size * stages > len(cluster.ranks):
+        raise HexiError(
+            f"{spelled}: an expert domain lies in one stage, and a stage of {len(cluster.ranks) // stages} "
+            f"GPUs is the largest on cluster {cluster.name}; give that or less"
+        )
+    if "tensor_parallel" in request.fixed and size % job.tensor_parallel:
+        width = spell_flag("tensor_parallel", job.tensor_parallel)
+        raise HexiError(f"{spelled}: expert domains are whole units of {width}; give a multiple of that")
 
 
 def _planned(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -30,6 +31,7 @@ class Request:
         memory_margin: share of usable memory that plans keep free, where some plan does; from 0 to below 1.
         rules: what plans may use; what they leave open, the cluster file decides.
         context_parallel: tensor-parallel units that share each sequence, in every stage; ``None``: chosen.
+        expert_parallel: ranks of an expert domain, in every stage; ``None``: chosen.
         experts: where the experts of a stage are, if the model has some.
 
     Raises:
@@ -41,15 +43,22 @@ class Request:
     memory_margin: float = 0.0
     rules: PlannerRules = ANYTHING
     context_parallel: int | None = None
+    expert_parallel: int | None = None
     experts: ExpertRule = IN_WHOLE_STAGES
 
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed.difference(CHOSEN))
         if unknown:
             raise HexiError(f"fixed: {unknown[0]} is not the planner's to choose; give some of {CHOSEN}")
-        if self.context_parallel is not None and self.context_parallel < 1:
-            size = spell_flag("context_parallel", self.context_parallel)
-            raise HexiError(f"{size}: give a number above 0, or leave it out")
+        for name in ("context_parallel", "expert_parallel"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise HexiError(f"{spell_flag(name, size)}: give a number above 0, or leave it out")
+        if self.expert_parallel is not None and self.job.model.experts is None:
+            if self.expert_parallel > 1:
+                size_of = spell_flag("expert_parallel", self.expert_parallel)
+                raise HexiError(f"{size_of}: {self.job.model.name} has no experts; leave it out")
+            object.__setattr__(self, "expert_parallel", None)
         free = {name: getattr(Job, name) for name in CHOSEN if name not in self.fixed}
         object.__setattr__(self, "job", replace(self.job, **free))
 
@@ -57,7 +66,10 @@ class Request:
         """Tensor-parallel sizes to try, up to `most` GPUs, that divide the model."""
         if "tensor_parallel" in self.fixed:
             return [self.job.tensor_parallel]
-        return [width for width in _WIDTHS if width <= most and self._can_be_cut(width)]
+        experts = self.expert_parallel or math.lcm(*_WIDTHS)  # whole ones, on all ranks of a unit
+        return [
+            width for width in _WIDTHS if width <= most and experts % width == 0 and self._can_be_cut(width)
+        ]
 
     def micro_batch_sizes(self) -> list[int]:
         """Micro-batch sizes to try: one, and more where sequences are short."""

@@ -28,12 +28,21 @@ class SavedPlans:
         cluster: where.
         memory: of each GPU's, what may be used, from 0 to 1.
         searches: for plans that need no savings.
+        faster_than: seconds of a plan that is known; slower ones are of no use.
     """
 
-    def __init__(self, request: Request, cluster: Cluster, memory: float, searches: JointSearches) -> None:
+    def __init__(
+        self,
+        request: Request,
+        cluster: Cluster,
+        memory: float,
+        searches: JointSearches,
+        faster_than: float = math.inf,
+    ) -> None:
         self._request, self._cluster = request, cluster
         self._memory, self._searches = memory, searches
-        self._savings = Savings(request, cluster.with_memory_margin(1 - memory))
+        self._faster_than = faster_than
+        self._savings = Savings(request, cluster.with_memory_margin(1 - memory), faster_than)
 
     @property
     def trials(self) -> int:
@@ -51,7 +60,7 @@ class SavedPlans:
         changed = list(map(self._savings.best, starts))
         is_short_of_memory = plan.job.recompute != "none" or recomputes(plan.plan)
         if is_short_of_memory and len(self._cluster.ranks) <= _FEW_GPUS:
-            faster_than = min(changed, key=order_of).iteration_s
+            faster_than = min(self._faster_than, min(changed, key=order_of).iteration_s)
             changed += self._fitting(self._roomier(_ROOMIER[0], self._request, faster_than))
             changed += self._fitting(self._one_stage(faster_than))
         best = min((one for one in changed if spell_savings(one.plan)), key=order_of, default=plan)
@@ -70,7 +79,7 @@ class SavedPlans:
             self._one_stage,
         ]
         for search in searches:
-            fitting = self._fitting(search(math.inf if best is None else best.iteration_s))
+            fitting = self._fitting(search(self._faster_than if best is None else best.iteration_s))
             best = min([*fitting, *([best] if best else [])], key=order_of, default=None)
         if best is not None:
             return best

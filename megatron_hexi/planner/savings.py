@@ -54,14 +54,15 @@ class Savings:
     Args:
         request: the job, and what of it is fixed.
         cluster: where.
+        faster_than: seconds of the best that is known to fit.
     """
 
-    def __init__(self, request: Request, cluster: Cluster) -> None:
+    def __init__(self, request: Request, cluster: Cluster, faster_than: float = np.inf) -> None:
         self._request, self._cluster, self._rules = request, cluster, request.rules
         self._models: dict[Job, CostModel] = {}
         self._timed, self._hosts = cache(self._time), Hosts(cluster)
         #: Seconds of the best that fits.
-        self._best_s = np.inf
+        self._best_s = faster_than
         self.trials = 0
 
     def best(self, candidate: Candidate) -> Candidate:

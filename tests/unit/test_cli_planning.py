@@ -479,6 +479,15 @@ def test_a_context_parallel_size_in_a_file_is_said_to_be_chosen_anew(hexi, asked
     assert [request.context_parallel for request, _, _ in asked] == [None, 4]
 
 
+def test_an_expert_parallel_size_stays_and_the_command_line_goes_before_the_file(hexi, asked):
+    experts = "--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+    Path("job.args").write_text(f"{ARGUMENTS}\n{experts}")
+    words = ("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
+    assert "note: job.args says --expert-model-parallel-size 2" in hexi(*words).err
+    hexi(*words, "--expert-model-parallel-size", 4)
+    assert [request.expert_parallel for request, _, _ in asked] == [2, 4]
+
+
 @pytest.mark.parametrize("option", ["--attention-backend fused", "--fp8-format hybrid"])
 def test_what_training_refuses_is_refused_before_anything_is_planned(hexi, asked, option):
     Path("job.args").write_text(f"{ARGUMENTS}{option}")

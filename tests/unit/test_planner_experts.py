@@ -7,11 +7,13 @@ import pytest
 
 from megatron_hexi.cost import CostModel, Model, job_of_plan
 from megatron_hexi.cost.layer_kinds import Experts
+from megatron_hexi.errors import HexiError
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.plan import validate_plan
 from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.planner import find_plan
-from megatron_hexi.planner.baselines.expert_parallel import ExpertFlags, best_equal, equal_plan, spell_equal
+from megatron_hexi.planner.baselines.expert_flags import EqualFloor, ExpertFlags
+from megatron_hexi.planner.baselines.expert_parallel import best_equal, equal_plan, spell_equal
 from megatron_hexi.planner.expert_placement import ExpertRule, expert_rules, spread_experts
 from megatron_hexi.planner.request import Request
 from megatron_hexi.report.planned import expert_lines
@@ -143,6 +145,53 @@ def test_equal_layouts_are_tried_on_the_gpus_of_each_model_alone():
     alone, _ = best_equal(Request(JOB), uneven.without({1}))
     assert alone is not None
     assert alone.iteration_s == pytest.approx(best.iteration_s)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("sizes", [(1, 1, 4, 4, 1), (2, 1, 2, 4, 2), (1, 1, 1, 2, 1), (1, 3, 2, 2, 2)])
+@pytest.mark.parametrize("nodes", [[("fast", "DOUBLE", 6)], [("fast", "DOUBLE", 3), ("slow", "PLAIN", 3)]])
+def test_the_floor_of_an_equal_layout_is_below_its_time(recompute, sizes, nodes):
+    """And its least memory is below what it needs: no layout that fits is passed over."""
+    flags, on = ExpertFlags(*sizes), cluster(nodes, 5)
+    gpus = flags.tensor * flags.pipeline * flags.context * max(1, flags.merged)
+    on = on if gpus == 6 else cluster([(name, kind, gpus // len(nodes)) for name, kind, _ in nodes], 5)
+    floor = EqualFloor(Request(JOB), on)
+    job = dataclasses.replace(JOB, tensor_parallel=flags.tensor, micro_batch_size=flags.merged)
+    plan = equal_plan(flags, dataclasses.replace(job, recompute=recompute), gpus)
+    timing = CostModel(dataclasses.replace(job, recompute="none"), on).timing(plan)
+    assert 0.3 * timing.phases.total < floor.seconds(flags, recompute) <= timing.phases.total
+    assert floor.may_fit(flags, recompute) or not timing.fits
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_fixed_expert_parallel_size_is_every_expert_domains(size):
+    plan = find_plan(Request(JOB, expert_parallel=size), MIXED).plan
+    validate_plan(plan)
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            assert {len(domain) for domain in expert_domains(stage, TOTAL)} == {size}
+
+
+def test_a_free_expert_parallel_size_is_no_slower_than_a_fixed_one(planned):
+    for size in (1, 2, 4):
+        fixed = find_plan(Request(JOB, expert_parallel=size), MIXED)
+        assert planned.cost.iteration_s <= 1.002 * fixed.cost.iteration_s
+
+
+@pytest.mark.parametrize(
+    ("job", "fixed", "size", "message"),
+    [
+        ({}, {}, 8, "a stage of 4 GPUs is the largest"),
+        ({}, {"pipeline_parallel": 2}, 4, "a stage of 2 GPUs is the largest"),
+        ({}, {"tensor_parallel": 2}, 3, "whole units of --tensor-model-parallel-size 2"),
+        ({}, {}, 0, "give a number above 0"),
+        ({"model": dataclasses.replace(MODEL, experts=None)}, {}, 2, "sparse has no experts"),
+    ],
+)
+def test_sizes_of_expert_domains_that_no_layout_has_are_refused(job, fixed, size, message):
+    job = dataclasses.replace(JOB, **job, **fixed)
+    with pytest.raises(HexiError, match=f"--expert-model-parallel-size {size}: .*{message}"):
+        find_plan(Request(job, frozenset(fixed), expert_parallel=size), MIXED)
 
 
 def test_places_of_experts_that_are_tried():

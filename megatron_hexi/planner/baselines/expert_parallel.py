@@ -8,18 +8,20 @@ would: expert-parallel ranks of several replicas are one replica there, whose do
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import RECOMPUTES, CostModel, Job, ceiling_tokens_per_s
-from megatron_hexi.cost.memory import GIB, ModelPart, part_params, static_memory
+from megatron_hexi.cost import RECOMPUTES, CostModel, Job
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Domain, Exchange, Group, JobTerms, Member, Plan, Replica, Stage
 from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.plan.layout import apportion, causal_segments, consecutive
 from megatron_hexi.plan.parts import worthwhile_parts
+from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.planner.baselines.expert_flags import EqualFloor, ExpertFlags
 from megatron_hexi.planner.expert_placement import spread_experts
 from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.joint import Candidate
@@ -33,64 +35,45 @@ _DEPTHS = (1, 2, 4, 8, 16)
 _WINDOW = 1
 
 
-@dataclass(frozen=True)
-class ExpertFlags:
-    """Sizes of Megatron's flags.
-
-    Args:
-        tensor: --tensor-model-parallel-size.
-        pipeline: --pipeline-model-parallel-size.
-        context: --context-parallel-size.
-        expert: --expert-model-parallel-size.
-        group: units of an all-to-all group (--hierarchical-context-parallel-sizes); 1: a ring.
-    """
-
-    tensor: int
-    pipeline: int
-    context: int
-    expert: int
-    group: int
-
-    @property
-    def merged(self) -> int:
-        """Replicas whose ranks hold the experts together."""
-        return max(1, self.expert // (self.tensor * self.context))
-
-    def __str__(self) -> str:
-        return f"TP {self.tensor}, PP {self.pipeline}, CP {self.context}, EP {self.expert}"
-
-
 def best_equal(
-    request: Request, cluster: Cluster, progress: Progress | None = None
+    request: Request, cluster: Cluster, faster_than: float = math.inf, progress: Progress | None = None
 ) -> tuple[Candidate | None, int]:
-    """The fastest equal layout that fits, and how many were timed; ``None``: none fits.
+    """The fastest equal layout that fits, and how many were timed; ``None``: none is fast enough and fits.
 
     Args:
         request: the job; what it fixes stays.
         cluster: where: on all GPUs, and on those of each model alone.
+        faster_than: seconds of an iteration; layouts that take longer at least are left out.
         progress: callback, receives (phase, done, total).
     """
-    choices = []
+    modes = [request.job.recompute] if "recompute" in request.fixed else RECOMPUTES
+    choices: list[tuple[float, Recompute, ExpertFlags, tuple[int, ...]]] = []
     for nodes in _alike(cluster):
         part = cluster.without(set(range(len(cluster.nodes))).difference(nodes))
         gpus = tuple(gpu for node in nodes for gpu in cluster.nodes[node].ranks)
-        floor = _floor_s(request, part)
-        choices += [(floor(flags), flags, gpus) for flags in _choices(request, part)]
+        floor = EqualFloor(request, part)
+        choices += [
+            (floor.seconds(flags, mode), mode, flags, gpus)
+            for flags, mode in itertools.product(_choices(request, part, floor, modes[-1]), modes)
+            if floor.may_fit(flags, mode)
+        ]
     choices.sort(key=lambda choice: choice[0])
     model = cache(partial(CostModel, cluster=cluster))
     best: Candidate | None = None
-    trials = 0
-    for number, (floor_s, flags, gpus) in enumerate(choices):
+    trials, fitting = 0, set()
+    for number, (floor_s, recompute, flags, gpus) in enumerate(choices):
         if progress is not None:
             progress("Megatron's flags", number, len(choices))
-        if best is not None and floor_s >= best.iteration_s:
+        if floor_s >= (faster_than if best is None else min(faster_than, best.iteration_s)):
             break
-        for candidate in _in_modes(flags, request, gpus, model):
-            trials += 1
-            if candidate.fits:  # more recomputation only takes longer
-                if is_allowed(candidate.plan, request):
-                    best = candidate if best is None else min(best, candidate, key=order_of)
-                break
+        if (flags, gpus) in fitting:  # more recomputation only takes longer
+            continue
+        trials += 1
+        candidate = _candidate(flags, recompute, request, gpus, model)
+        if candidate is not None and candidate.fits:
+            fitting.add((flags, gpus))
+            if is_allowed(candidate.plan, request):
+                best = candidate if best is None else min(best, candidate, key=order_of)
     return best, trials
 
 
@@ -103,8 +86,8 @@ def _alike(cluster: Cluster) -> list[list[int]]:
     return [everything, *(of_model.values() if len(of_model) > 1 else ())]
 
 
-def _choices(request: Request, cluster: Cluster) -> Iterator[ExpertFlags]:
-    """The flags that fill the cluster and that some GPU has memory for."""
+def _choices(request: Request, cluster: Cluster, floor: EqualFloor, most: Recompute) -> Iterator[ExpertFlags]:
+    """The flags that fill the cluster and whose memory may suffice with the most recomputation."""
     job, gpus = request.job, len(cluster.ranks)
     experts = job.model.experts
     assert experts is not None
@@ -127,28 +110,15 @@ def _choices(request: Request, cluster: Cluster) -> Iterator[ExpertFlags]:
             flags = [
                 ExpertFlags(width, depth, context, size, 1)
                 for size in _expert_sizes(experts.count, width, context, replicas)
+                if request.expert_parallel in (None, size)
             ]
-            fitting = [choice for choice in flags if _may_fit(choice, request, cluster)]
+            fitting = [choice for choice in flags if floor.may_fit(choice, most)]
             of_node = [choice for choice in fitting if choice.expert <= smallest]
             # The least two that may fit, the ranks of a node, and as many as there are: those between are
             # more messages over the same links.
             for choice in dict.fromkeys([*fitting[:2], *of_node[-1:], *fitting[-1:]]):
                 for group in _groups(request.with_width(width), context):
                     yield replace(choice, group=group)
-
-
-def _floor_s(request: Request, cluster: Cluster) -> Callable[[ExpertFlags], float]:
-    """Seconds that an equal layout takes at least: the slowest GPU's part of all work, and the bubble."""
-    job = replace(request.job, recompute="none")
-    slowest = max(1 / ceiling_tokens_per_s(job, [node.device]) for node in cluster.nodes)
-    work = slowest * job.seq_length * job.global_batch_size / len(cluster.ranks)
-
-    def seconds(flags: ExpertFlags) -> float:
-        replicas = len(cluster.ranks) // (flags.tensor * flags.pipeline * flags.context)
-        micro_batches = job.global_batch_size // (replicas * request.micro_batch_sizes()[0])
-        return work * (micro_batches + flags.pipeline - 1) / micro_batches
-
-    return seconds
 
 
 def _expert_sizes(count: int, width: int, context: int, replicas: int) -> list[int]:
@@ -167,39 +137,28 @@ def _groups(job: Job, context: int) -> list[int]:
     return sorted({1, max(n for n in range(1, context + 1) if context % n == 0 and heads % n == 0)})
 
 
-def _may_fit(flags: ExpertFlags, request: Request, cluster: Cluster) -> bool:
-    """Whether weights, gradients and state of a stage without embeddings fit on the largest GPU."""
-    job = replace(request.with_width(flags.tensor), pipeline_parallel=1)
-    experts = job.model.experts
-    assert experts is not None
-    layers = job.model.layers // flags.pipeline
-    part = ModelPart(layers, 0, is_first=False, is_last=False, ahead=1)
-    params = float(part_params(job, part, experts.count / flags.expert))
-    owned = params * flags.pipeline / len(cluster.ranks)
-    needed = float(sum(static_memory(job, part, params, params, owned).values()))
-    return needed <= GIB * max(node.device.usable_gib for node in cluster.nodes)
-
-
-def _in_modes(
-    flags: ExpertFlags, request: Request, gpus: tuple[int, ...], model: Callable[[Job], CostModel]
-) -> Iterator[Candidate]:
-    """The layout on some of a cluster's GPUs, with ever more recomputation."""
-    fixed = "recompute" in request.fixed
-    for recompute in [request.job.recompute] if fixed else RECOMPUTES:
-        job = replace(
-            request.with_width(flags.tensor),
-            pipeline_parallel=1,
-            micro_batch_size=flags.merged * request.micro_batch_sizes()[0],
-            recompute="none",
-        )
-        try:
-            plan = equal_plan(flags, replace(job, recompute=recompute), len(gpus))
-            job = replace(job, data_parallel=len(plan.replicas))
-            whole = gpus == tuple(range(len(model(job).cluster.ranks)))
-            plan = replace(plan, gpus=None if whole else gpus)
-            yield Candidate(plan, job, model(job).timing(plan))
-        except HexiError:  # a size that the model cannot be cut into
-            return
+def _candidate(
+    flags: ExpertFlags,
+    recompute: Recompute,
+    request: Request,
+    gpus: tuple[int, ...],
+    model: Callable[[Job], CostModel],
+) -> Candidate | None:
+    """The layout on some of a cluster's GPUs; ``None``: the model cannot be cut so."""
+    job = replace(
+        request.with_width(flags.tensor),
+        pipeline_parallel=1,
+        micro_batch_size=flags.merged * request.micro_batch_sizes()[0],
+        recompute="none",
+    )
+    try:
+        plan = equal_plan(flags, replace(job, recompute=recompute), len(gpus))
+        job = replace(job, data_parallel=len(plan.replicas))
+        whole = gpus == tuple(range(len(model(job).cluster.ranks)))
+        plan = replace(plan, gpus=None if whole else gpus)
+        return Candidate(plan, job, model(job).timing(plan))
+    except HexiError:
+        return None
 
 
 def spell_equal(found: Candidate) -> str:

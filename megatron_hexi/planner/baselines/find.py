@@ -102,7 +102,7 @@ def find_baselines(
         The baselines, and how many layouts were timed.
     """
     if request.job.model.experts is not None:
-        equal, timed = best_equal(request, cluster, progress)
+        equal, timed = best_equal(request, cluster, progress=progress)
         return (_equal_experts(equal),), timed
     replicas = _fixed_replicas(request)
     fleets = _fleets(request, cluster)
@@ -132,7 +132,7 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
         faster_than: seconds of an iteration; infinite: whatever fits.
     """
     if request.job.model.experts is not None:
-        best, trials = best_equal(request, cluster)
+        best, trials = best_equal(request, cluster, faster_than)
         return (best if best is not None and best.iteration_s < faster_than else None), trials
     layouts_by_fleet = _layouts_by_fleet(_fleets(request, cluster), request, faster_than)
     race = BaselineSearch(min(faster_than, float_info.max), None)
