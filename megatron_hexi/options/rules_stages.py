@@ -66,6 +66,12 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             versions="<0.19",
         ),
         beside_stages(
+            "--mtp-num-layers",
+            lambda args: bool(args.mtp_num_layers and args.num_experts),
+            "beside experts it is not shown to train as one rank does",
+            values="with --num-experts",
+        ),
+        beside_stages(
             "--mtp-detach-heads",
             lambda args: getattr(args, "mtp_detach_heads", False),
             "the gradients of these layers are clipped by a norm of their own",

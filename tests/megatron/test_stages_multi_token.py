@@ -11,11 +11,8 @@ from tests.megatron.conftest import job
 from tests.megatron.option_cases import FURTHER_TOKENS
 from tests.megatron.planted import MULTI_TOKEN_FAULTS
 from tests.megatron.test_option_training import logged
-from tests.megatron.test_stages_experts import LOSSES as BALANCED
-from tests.megatron.test_stages_experts import MODEL as EXPERTS
 from tests.megatron.test_stages_training import MODEL, SEQUENCE, SMALL_BUCKETS, UNTIED, Case, words
 from tests.megatron.test_uneven_training import largest_difference
-from tests.support.expert_layouts import expert_layout
 
 #: A replica of two stages, in whose last one two groups interleave their tokens, beside one of one stage.
 REPLICAS = """\
@@ -112,23 +109,6 @@ def test_training_is_that_of_one_rank(name, forks, references, documents, tmp_pa
     plan = case.plan(tmp_path)
     log = forks.train(tmp_path, ranks=plan.ranks, args=words(model, 4, weights, case.job), plan=plan)
     compare(log, reference)
-
-
-@pytest.mark.parametrize(
-    ("layout", "how"),
-    [
-        ("samples", ()),
-        pytest.param("slices", ("--recompute-granularity", "selective"), marks=pytest.mark.slow),
-    ],
-    ids=["samples", "slices"],
-)
-def test_experts_that_predict_further_tokens_train_as_on_one_rank(layout, how, forks, references, tmp_path):
-    """As in DeepSeek-V3: the heads have experts too, held by the ranks of the last stage."""
-    model = (*EXPERTS, *BALANCED["all"], *FURTHER_TOKENS)
-    weights, reference = references(model, 3)
-    plan = expert_layout(layout, tmp_path)
-    args = words(model, 3, weights, (*SEQUENCE, *how))
-    compare(forks.train(tmp_path, ranks=plan.ranks, args=args, plan=plan, timeout=600), reference)
 
 
 #: The layout that shows a fault.

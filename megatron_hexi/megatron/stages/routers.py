@@ -87,18 +87,15 @@ def end_iteration(model: list[Any], stages: StagesSession) -> None:
             for module in chunk.modules()
             if getattr(module, "expert_bias", None) is not None
         ]
-        layers = config.num_layers + (config.mtp_num_layers or 0)
-        counts, biases = torch.zeros(2, layers, config.num_moe_experts, device=torch.cuda.current_device())
-        row_of = {
-            router: router.layer_number - 1 + (config.num_layers if router.is_mtp_layer else 0)
-            for router in routers
-        }
-        for router, row in row_of.items():
-            counts[row] = router.local_tokens_per_expert
-            biases[row] = router.expert_bias
+        counts, biases = torch.zeros(
+            2, config.num_layers, config.num_moe_experts, device=torch.cuda.current_device()
+        )
+        for router in routers:
+            counts[router.layer_number - 1] = router.local_tokens_per_expert
+            biases[router.layer_number - 1] = router.expert_bias
         updated = get_updated_expert_bias(
             counts, biases, config.moe_router_bias_update_rate, tp_dp_cp_group=stages.view.world
         )
-        for router, row in row_of.items():
-            router.expert_bias.copy_(updated[row])
+        for router in routers:
+            router.expert_bias.copy_(updated[router.layer_number - 1])
     reset_model_temporary_tensors(config, model)
