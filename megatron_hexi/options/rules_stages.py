@@ -53,7 +53,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "from and to any layout, and stock Megatron, with --dist-ckpt-optim-fully-reshardable",
         ),
         Supported(
-            "--mtp-num-layers, --mtp-loss-scaling-factor, --mtp-use-repeated-layer",
+            "--mtp-num-layers, --mtp-loss-scaling-factor",
             "tests/megatron/test_stages_multi_token.py::test_training_is_that_of_one_rank[replicas]",
             "on the last stage of every replica",
         ),
@@ -109,6 +109,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "use global",
             "local",
         ),
+        _set("mtp_use_repeated_layer"),
         _set("log_params_norm"),
         _set("load_main_params_from_ckpt"),
         _set("data_parallel_random_init"),

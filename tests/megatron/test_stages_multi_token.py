@@ -59,7 +59,6 @@ DEALT = """\
     offload: [parameters, optimizer, activations]
     domains: [{ranks: [1], micro_batches: 3}, {ranks: [2], micro_batches: 1}]
 """
-REPEATED = ("--mtp-use-repeated-layer",)
 
 CASES = {
     "replicas": Case(REPLICAS, FURTHER_TOKENS, slow=False),
@@ -68,7 +67,6 @@ CASES = {
     "dealt": Case(DEALT, FURTHER_TOKENS),
     "untied-replicas": Case(REPLICAS, (*FURTHER_TOKENS, *UNTIED), SMALL_BUCKETS),
     "tied-samples": Case(SAMPLES, FURTHER_TOKENS, SEQUENCE),
-    "repeated": Case(REPLICAS, (*FURTHER_TOKENS, *REPEATED), SMALL_BUCKETS),
     "learned-positions": Case(REPLICAS, (*FURTHER_TOKENS, "--position-embedding-type", "learned_absolute")),
 }
 HEADS = ("mtp_1 loss", "mtp_2 loss")
