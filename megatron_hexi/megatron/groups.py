@@ -186,7 +186,13 @@ def _with_plan_groups(original: Callable[..., Any], device: torch.device) -> Cal
                 groups = MeshGroups(dist.get_rank(), options)
                 job = get_args()
                 session = start_stages_session(
-                    given, given.mesh, groups, device, is_packed(job), job.num_experts
+                    given,
+                    given.mesh,
+                    groups,
+                    device,
+                    is_packed(job),
+                    job.num_experts,
+                    bool(job.mtp_num_layers),
                 )
             set_active_session(session)
             _announce(given)

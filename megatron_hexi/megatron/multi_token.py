@@ -13,10 +13,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hexi.megatron.session import active_session
+from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import Patch
 
 
@@ -34,15 +35,34 @@ def _over_borders(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(tensor, shifts, dims, cp_group, packed_seq_params)
         shard = session.shard
         assert dims in (-1, tensor.dim() - 1), "tokens are the last dimension"
-        whole = tensor.new_zeros(*tensor.shape[:-1], session.seq_length)
-        whole[..., shard.positions[: shard.tokens]] = tensor[..., : shard.tokens]
-        dist.all_reduce(whole, group=session.attention.domain_group)
-        shifted, total = original(whole, shifts, dims)
+        shifted, total = original(_gathered(tensor, session), shifts, dims)
+        if tensor.is_floating_point():  # a mask: nobody reads the sum of tokens or positions
+            total = _of_the_micro_batch(total, session)
         rolled = shifted.index_select(-1, shard.positions)
         rolled[..., shard.tokens :] = 0
         return rolled, total
 
     return roll_tensor
+
+
+def _gathered(tensor: Tensor, session: Session) -> Tensor:
+    """Return the whole sequences, [B, S], of which each rank of a domain holds some rows."""
+    shard = session.shard
+    whole = tensor.new_zeros(*tensor.shape[:-1], session.seq_length)
+    whole[..., shard.positions[: shard.tokens]] = tensor[..., : shard.tokens]
+    dist.all_reduce(whole, group=session.attention.domain_group)
+    return whole
+
+
+def _of_the_micro_batch(count: Tensor, session: Session) -> Tensor:
+    """Return a count of tokens of a micro-batch, given that of its samples in this rank's domain."""
+    stages = session.stages
+    if stages is None or stages.micro_batch is None:
+        return count
+    counts = stages.view.rank == stages.view.place.domain.members[0].ranks[0]
+    total = count if counts else torch.zeros_like(count)
+    dist.all_reduce(total, group=stages.micro_batch)
+    return total
 
 
 def _over_all_tokens(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -59,6 +79,7 @@ def _over_all_tokens(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             # tokens of all ranks are used, as in the mean, as part of the loss's factor.
             counted = mask.sum()
             dist.all_reduce(counted, group=session.attention.domain_group)
+            counted = _of_the_micro_batch(counted, session)
             config = copy.copy(call.arguments["config"])
             config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * counted
             config.calculate_per_token_loss = False
@@ -79,10 +100,37 @@ def _summed(original: Any) -> Any:
         if session is not None:
             # Megatron takes the mean over ranks, each of which has its part of the sum over the total count.
             # Unequal replicas form one context-parallel group, whose size divides the sum of their means.
-            loss = loss * parallel_state.get_context_parallel_world_size()
+            # Where stages differ, that group is the ranks that compute a loss.
+            stages = session.stages
+            parts = (
+                parallel_state.get_context_parallel_world_size()
+                if stages is None
+                else stages.view.loss.size()
+            )
+            loss = loss * parts
         function(loss, *args, **kwargs)
 
     return staticmethod(save_metrics_to_tracker)
+
+
+def _with_one_copy(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def setup_embeddings_and_output_layer(self: Any) -> None:
+        session = active_session()
+        if (
+            session is not None
+            and session.stages is not None
+            and self.share_embeddings_and_output_weights
+            and self.post_process
+            and not self.pre_process
+            and self.mtp_process
+        ):
+            # Megatron makes a weight of the output layer here, uses that of the embedding, and then refuses
+            # to save the other.
+            self.output_layer.weight = None
+        original(self)
+
+    return setup_embeddings_and_output_layer
 
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
@@ -92,6 +140,14 @@ _LOSS = (
 )
 
 MULTI_TOKEN_PATCHES = (
+    Patch(
+        target="megatron.core.models.common.language_module.language_module"
+        ":LanguageModule.setup_embeddings_and_output_layer",
+        why="a last stage that predicts further tokens has one copy of the tied embedding",
+        build=_with_one_copy,
+        parameters=("self",),
+        only=">=0.19",
+    ),
     Patch(
         target=f"{_MODULE}:roll_tensor",
         why="shifts tokens over the borders of the plan's shards",

@@ -46,6 +46,13 @@ class Mesh:
         index = unit.ranks.index(rank)
         return tuple(member.ranks[index] for member in unit.domain.members)
 
+    def micro_batch_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of a rank's stage that hold the tokens of one micro-batch together, ascending."""
+        unit = self.units[rank]
+        if self.plan.replicas[unit.replica].stages[unit.stage].takes_micro_batches:
+            return tuple(sorted(rank for member in unit.domain.members for rank in member.ranks))
+        return self.stage_ranks(unit.replica, unit.stage)
+
     def pipeline_ranks(self, rank: int) -> tuple[int, ...]:
         """Return the pipeline of a rank: a rank of each stage of its replica, itself at its own stage."""
         unit = self.units[rank]

@@ -52,10 +52,29 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             _CHECKPOINTS.format("one-rank-to-units-fp32"),
             "from and to any layout, and stock Megatron, with --dist-ckpt-optim-fully-reshardable",
         ),
-        beside_stages(
+        Supported(
+            "--mtp-num-layers, --mtp-loss-scaling-factor",
+            "tests/megatron/test_stages_multi_token.py::test_training_is_that_of_one_rank[replicas]",
+            "on the last stage of every replica",
+        ),
+        Refused(
             "--mtp-num-layers",
             lambda args: bool(args.mtp_num_layers),
-            "the last stage would need the embedding and the tokens, which only the first has",
+            "Megatron holds and numbers these layers otherwise before 0.19",
+            "install megatron-core 0.19, or train without it",
+            beside="stages",
+            versions="<0.19",
+        ),
+        beside_stages(
+            "--mtp-num-layers",
+            lambda args: bool(args.mtp_num_layers and args.num_experts),
+            "beside experts it is not shown to train as one rank does",
+            values="with --num-experts",
+        ),
+        beside_stages(
+            "--mtp-detach-heads",
+            lambda args: getattr(args, "mtp_detach_heads", False),
+            "the gradients of these layers are clipped by a norm of their own",
         ),
         beside_stages(
             "--hybrid-layer-pattern",
@@ -90,6 +109,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "use global",
             "local",
         ),
+        _set("mtp_use_repeated_layer"),
         _set("log_params_norm"),
         _set("load_main_params_from_ckpt"),
         _set("data_parallel_random_init"),

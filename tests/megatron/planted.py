@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_hexi.megatron.session import Session
 from megatron_hexi.mesh import ExpertDomain, RowMessage
 from megatron_hexi.runtime.bucket_buffer import BucketBuffer
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
@@ -143,11 +144,59 @@ EXPERT_FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
+def _labels_not_shifted_over_borders() -> None:
+    """Each rank shifts the tokens that it holds as if there were no others."""
+    from megatron_hexi.megatron import multi_token
+
+    def gathered(tensor: Tensor, session: Session) -> Tensor:
+        shard = session.shard
+        whole = tensor.new_zeros(*tensor.shape[:-1], session.seq_length)
+        whole[..., shard.positions[: shard.tokens]] = tensor[..., : shard.tokens]
+        return whole
+
+    multi_token._gathered = gathered
+
+
+def _embedding_of_the_last_stage_not_summed() -> None:
+    """Ranks of a last stage leave out what the prediction of further tokens adds to the embedding."""
+    from megatron_hexi.megatron.session import active_session
+
+    original = PieceBuffers._lay_out
+
+    def lay_out(self: PieceBuffers, *args: Any) -> BucketBuffer:
+        buffer = original(self, *args)
+        session = active_session()
+        assert session is not None
+        assert session.stages is not None
+        place = session.stages.view.place
+        if place.is_last and place.depth > 1:
+            for slab in buffer.bucket.slabs:
+                if slab.key.startswith("embedding."):
+                    buffer.scales.append((slice(slab.start, slab.stop), 0.0))
+        return buffer
+
+    PieceBuffers._lay_out = lay_out  # type: ignore[assignment, method-assign]
+
+
+def _counted_in_a_domain() -> None:
+    from megatron_hexi.megatron import multi_token
+
+    multi_token._of_the_micro_batch = lambda count, session: count
+
+
+#: Of the prediction of further tokens.
+MULTI_TOKEN_FAULTS: dict[str, Callable[[], None]] = {
+    "labels-not-shifted-over-borders": _labels_not_shifted_over_borders,
+    "embedding-of-the-last-stage-not-summed": _embedding_of_the_last_stage_not_summed,
+    "counted-in-a-domain": _counted_in_a_domain,
+}
+
+
 def main() -> None:
     """Train with the fault."""
     from megatron_hexi import pretrain_gpt
 
     place = sys.argv.index("--planted")
-    {**FAULTS, **OTHER_FAULTS, **EXPERT_FAULTS}[sys.argv[place + 1]]()
+    {**FAULTS, **OTHER_FAULTS, **EXPERT_FAULTS, **MULTI_TOKEN_FAULTS}[sys.argv[place + 1]]()
     del sys.argv[place : place + 2]
     pretrain_gpt.main()

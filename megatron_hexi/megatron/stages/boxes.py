@@ -66,11 +66,16 @@ def held_boxes(module: torch.nn.Module) -> list[HeldBox]:
 
 
 def _depths(module: torch.nn.Module) -> dict[str, int]:
-    """Return when the forward pass uses each parameter: 0 before the layers, then the layer's number."""
+    """Return when the forward pass uses each parameter: 0 before the layers, then the layer's number.
+
+    Heads that predict further tokens come behind all layers, though Megatron numbers them from 1 again.
+    """
     layers = {
         f"{name}.": layer.layer_number
         for name, layer in module.named_modules()
-        if isinstance(getattr(layer, "layer_number", None), int) and name.rpartition(".")[2].isdigit()
+        if isinstance(getattr(layer, "layer_number", None), int)
+        and name.rpartition(".")[2].isdigit()
+        and ".mtp." not in f".{name}"
     }
     behind = max(layers.values(), default=0) + 1
     depths: dict[str, int] = {}

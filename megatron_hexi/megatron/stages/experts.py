@@ -52,12 +52,9 @@ def make_experts_view(mesh: Mesh, groups: MeshGroups, total: int) -> ExpertsView
     own: dict[str, dist.ProcessGroup] = {}
     for rank, unit in enumerate(mesh.units):
         sequence = tuple(sorted(rank for member in unit.domain.members for rank in member.ranks))
-        stage = mesh.plan.replicas[unit.replica].stages[unit.stage]
         together = {
             "dispatch": by_rank[rank][0].ranks,
-            "micro_batch": sequence
-            if stage.takes_micro_batches
-            else mesh.stage_ranks(unit.replica, unit.stage),
+            "micro_batch": mesh.micro_batch_ranks(rank),
             "sequence": sequence,
         }
         for name, ranks in together.items():

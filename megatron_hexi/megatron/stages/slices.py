@@ -52,6 +52,8 @@ class StageSlices:
             modules.append((0, model.embedding))
         if self._is_last:
             modules += [(last, self._decoder.final_layernorm), (last, model.output_layer)]
+            if model.mtp_process:
+                modules += [(last, model.mtp), (last, model.embedding)]
             if model.share_embeddings_and_output_weights:
                 uses[model.shared_embedding_or_output_weight()] = {last}
         for number, module in modules:
@@ -83,7 +85,9 @@ class StageSlices:
                 shared = model.shared_embedding_or_output_weight()
                 model.shared_embedding_or_output_weight = lambda: shared
                 stack.callback(delattr, model, "shared_embedding_or_output_weight")
-            stack.enter_context(_replaced(model, pre_process=first, post_process=last))
+            stack.enter_context(
+                _replaced(model, pre_process=first, post_process=last, mtp_process=model.mtp_process and last)
+            )
             stack.enter_context(
                 _replaced(
                     decoder,
@@ -131,7 +135,8 @@ def _numbered(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, submodules: Any, layer_number: int = 1, **more: Any) -> None:
-        numbers = layer_numbers(active_session())
+        # Layers that predict further tokens are numbered apart.
+        numbers = None if more.get("is_mtp_layer") else layer_numbers(active_session())
         number = layer_number if numbers is None else numbers[layer_number - 1] + 1
         original(self, config, submodules, number, **more)
 

@@ -67,7 +67,8 @@ def _set_view(args: Namespace, plan: Plan, unit: Unit) -> None:
     stages = plan.replicas[unit.replica].stages
     if len(stages) > 1:
         cells = ["t" * (layers[1] - layers[0]) for layers in (stage.layers for stage in stages) if layers]
-        cells[0], cells[-1] = f"E{cells[0]}", f"{cells[-1]}L"
+        heads = "m" * (args.mtp_num_layers or 0)
+        cells[0], cells[-1] = f"E{cells[0]}", f"{cells[-1]}{heads}L"
         args.pipeline_model_parallel_layout = "|".join(cells)
     args.make_vocab_size_divisible_by = _vocabulary_step(plan, args) // width
     recompute = plan.job.recompute if unit.recompute is None else unit.recompute

@@ -35,7 +35,12 @@ def with_own_boxes(state: dict[str, Any]) -> dict[str, Any]:
     stages = session.stages
     copy, experts = stages.mesh.copy(stages.view.place), stages.experts
 
+    # The embedding of a last stage that predicts further tokens is a copy of the first stage's.
+    is_first = stages.view.place.stage == 0
+
     def copy_of(key: str) -> int:
+        if not is_first and key.startswith("embedding."):
+            return copy + 1
         return experts.domain.copy if experts is not None and ".experts." in key else copy
 
     state["model"] = _walk(state["model"], copy_of)

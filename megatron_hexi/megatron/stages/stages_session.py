@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from megatron_hexi.megatron.session import GivenPlan, Session, local_shard
 from megatron_hexi.megatron.stages.communicator import BorderChannels
@@ -26,6 +27,8 @@ class StagesSession:
         view: the groups of this rank.
         channels: channels to the neighbouring stages.
         experts: experts of this rank; ``None``: the model has none.
+        micro_batch: where further tokens are predicted and domains share the samples of a micro-batch, the
+            ranks of this stage; else ``None``.
     """
 
     mesh: Mesh
@@ -33,6 +36,7 @@ class StagesSession:
     view: RankView
     channels: BorderChannels
     experts: ExpertsView | None = None
+    micro_batch: dist.ProcessGroup | None = None
 
 
 def start_stages_session(
@@ -42,6 +46,7 @@ def start_stages_session(
     device: torch.device,
     is_packed: bool,
     experts: int | None = None,
+    predicts_further: bool = False,
 ) -> Session:
     """Make all groups, replace Megatron's by this rank's, and derive its tables.
 
@@ -54,9 +59,11 @@ def start_stages_session(
         device: device of this rank's tensors.
         is_packed: whether sequences consist of documents.
         experts: number of experts of a layer; ``None``: the model has none.
+        predicts_further: whether the model predicts further tokens than the next.
     """
     view = make_view(mesh, groups)
     experts_view = None if experts is None else make_experts_view(mesh, groups, experts)
+    micro_batch = _counting_group(mesh, groups) if predicts_further else None
     cuts_experts = experts_view is not None and experts_view.held.parts > 1
     set_megatron_groups(mesh, view, groups.alone, view.unit if cuts_experts else groups.alone)
     place = view.place
@@ -74,6 +81,8 @@ def start_stages_session(
     if experts_view is not None:
         for group in (experts_view.dispatch, experts_view.micro_batch, experts_view.sequence):
             connect(group, device)
+    if micro_batch is not None:
+        connect(micro_batch, device)
     shard = local_shard(schedules(), given.row_multiple, device)
     assert given.shares is not None
     return Session(
@@ -81,5 +90,22 @@ def start_stages_session(
         attention,
         shard,
         given.shares[place.replica],
-        StagesSession(mesh, groups, view, BorderChannels(mesh, view, device, is_packed), experts_view),
+        StagesSession(
+            mesh, groups, view, BorderChannels(mesh, view, device, is_packed), experts_view, micro_batch
+        ),
     )
+
+
+def _counting_group(mesh: Mesh, groups: MeshGroups) -> dist.ProcessGroup | None:
+    """Make the groups in which domains of a last stage add their counts of tokens; a collective of all.
+
+    Returns:
+        The group of this rank; ``None`` where its domain holds whole micro-batches.
+    """
+    own = None
+    for rank, unit in enumerate(mesh.units):
+        ranks = mesh.micro_batch_ranks(rank)
+        domain = {rank for member in unit.domain.members for rank in member.ranks}
+        if unit.is_last and set(ranks) != domain:
+            own = groups.of(ranks, "MICRO_BATCH") or own
+    return own

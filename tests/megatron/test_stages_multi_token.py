@@ -1,0 +1,211 @@
+"""Multi-token prediction on the last stage of replicas whose stages differ trains as on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.checkpoint_contents import tensors_of
+from tests.megatron.conftest import job
+from tests.megatron.option_cases import FURTHER_TOKENS
+from tests.megatron.planted import MULTI_TOKEN_FAULTS
+from tests.megatron.test_option_training import logged
+from tests.megatron.test_stages_training import MODEL, SEQUENCE, SMALL_BUCKETS, UNTIED, Case, words
+from tests.megatron.test_uneven_training import largest_difference
+
+#: A replica of two stages, in whose last one two groups interleave their tokens, beside one of one stage.
+REPLICAS = """\
+- micro_batches: 3
+  stages:
+  - {layers: [0, 4], domains: [{ranks: [0]}]}
+  - layers: [4, 6]
+    domains:
+    - groups:
+      - segments: [[0, 40], [80, 127]]
+        members:
+        - {ranks: [1], tokens: 64, heads: [0, 4]}
+        - {ranks: [2], tokens: 23, heads: [4, 6]}
+      - segments: [[40, 80]]
+        members: [{ranks: [3], tokens: 40, heads: [0, 6]}]
+- micro_batches: 1
+  stages:
+  - {layers: [0, 6], domains: [{ranks: [4], state: 3}]}
+"""
+#: A last stage in which a unit of two ranks and a single one share the samples of each micro-batch.
+SAMPLES = """\
+- micro_batches: 4
+  stages:
+  - {layers: [0, 3], domains: [{ranks: [0, 1]}]}
+  - layers: [3, 6]
+    domains: [{ranks: [2, 3], samples: 3, state: 3}, {ranks: [4], samples: 1}]
+"""
+MINISTAGES = """\
+- micro_batches: 3
+  stages:
+  - {layers: [0, 4], ministages: 2, domains: [{ranks: [0], samples: 3}, {ranks: [1], samples: 1}]}
+  - {layers: [4, 6], ministages: 2, domains: [{ranks: [2], samples: 1}, {ranks: [3], samples: 3}]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 6], domains: [{ranks: [4]}]}
+"""
+DEALT = """\
+- micro_batches: 4
+  stages:
+  - {layers: [0, 2], ministages: 2, domains: [{ranks: [0]}]}
+  - layers: [2, 6]
+    ministages: 2
+    recompute: full
+    offload: [parameters, optimizer, activations]
+    domains: [{ranks: [1], micro_batches: 3}, {ranks: [2], micro_batches: 1}]
+"""
+
+CASES = {
+    "replicas": Case(REPLICAS, FURTHER_TOKENS, slow=False),
+    "samples": Case(SAMPLES, (*FURTHER_TOKENS, *UNTIED), (*SEQUENCE, *SMALL_BUCKETS), slow=False),
+    "ministages": Case(MINISTAGES, FURTHER_TOKENS, slow=False),
+    "dealt": Case(DEALT, FURTHER_TOKENS),
+    "untied-replicas": Case(REPLICAS, (*FURTHER_TOKENS, *UNTIED), SMALL_BUCKETS),
+    "tied-samples": Case(SAMPLES, FURTHER_TOKENS, SEQUENCE),
+    "learned-positions": Case(REPLICAS, (*FURTHER_TOKENS, "--position-embedding-type", "learned_absolute")),
+}
+HEADS = ("mtp_1 loss", "mtp_2 loss")
+
+
+def runs(names):
+    """Three iterations of the quick cases, and on request of the rest."""
+    return [
+        pytest.param(name, id=name, marks=[pytest.mark.slow] if CASES[name].slow else []) for name in names
+    ]
+
+
+def compare(log, reference, rounding=1e-5):
+    """Losses, norms and the losses of both heads are those of one rank."""
+    difference, of_heads = largest_difference(log, reference), difference_of_heads(log, reference)
+    print(f"{len(log.losses)} iterations: losses and norms within {difference:.1e}, heads {of_heads:.1e}")
+    assert difference < rounding
+    assert of_heads < rounding
+
+
+def difference_of_heads(log, reference):
+    """Largest difference of the heads' logged losses."""
+    true, found = ([logged(one.output, head) for head in HEADS] for one in (reference, log))
+    assert [len(losses) for losses in true] == [len(reference.losses)] * len(HEADS)
+    return max(
+        abs(here / there - 1)
+        for pair in zip(found, true, strict=True)
+        for here, there in zip(*pair, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", runs(CASES))
+def test_training_is_that_of_one_rank(name, forks, references, documents, tmp_path):
+    """Some samples have fewer tokens that count than others, and the last one never counts for a head."""
+    case = CASES[name]
+    model = (*MODEL, *case.model, *documents, "--eod-mask-loss")
+    weights, reference = references(model, 4)
+    plan = case.plan(tmp_path)
+    log = forks.train(tmp_path, ranks=plan.ranks, args=words(model, 4, weights, case.job), plan=plan)
+    compare(log, reference)
+
+
+#: The layout that shows a fault.
+SHOWN_BY = {
+    "labels-not-shifted-over-borders": "replicas",
+    "embedding-of-the-last-stage-not-summed": "untied-replicas",
+    "counted-in-a-domain": "samples",
+}
+
+
+@pytest.mark.parametrize("fault", MULTI_TOKEN_FAULTS)
+def test_the_comparison_finds_a_fault(fault, forks, references, documents, tmp_path):
+    name = SHOWN_BY[fault]
+    model = (*MODEL, *CASES[name].model, *documents, "--eod-mask-loss")
+    weights, reference = references(model, 4)
+    plan = CASES[name].plan(tmp_path)
+    log = forks.train(
+        tmp_path,
+        ranks=plan.ranks,
+        args=words(model, 4, weights, (*CASES[name].job, "--planted", fault)),
+        plan=plan,
+        entry="tests.megatron.planted",
+    )
+    difference = max(largest_difference(log, reference), difference_of_heads(log, reference))
+    print(f"{fault}: {difference:.1e}")
+    assert difference > 1e-4
+
+
+@pytest.mark.parametrize("name", ["replicas", pytest.param("samples", marks=pytest.mark.slow)])
+def test_each_weight_and_its_gradient_is_that_of_one_rank(name, forks, references, documents, tmp_path):
+    """After one step of SGD: its momentum is the gradient, clipped."""
+    case = CASES[name]
+    model = (*MODEL, *case.model, *documents, "--eod-mask-loss")
+    weights, _ = references(model, 4)
+    saved = []
+    for folder, plan in ((tmp_path / "one", None), (tmp_path / "plan", case.plan(tmp_path))):
+        args = words(
+            (*model, "--optimizer", "sgd"),
+            1,
+            weights,
+            ("--save", str(folder / "saved"), "--save-interval", "1"),
+        )
+        forks.train(folder, ranks=plan.ranks if plan else 1, args=[*args, *case.job], plan=plan)
+        saved.append(tensors_of(folder / "saved" / "iter_0000001"))
+    true, found = saved
+    assert found.keys() == true.keys()
+    differences = {
+        key: float((found[key] - one).abs().max() / one.abs().max())
+        for key, one in true.items()
+        if one.is_floating_point() and one.abs().max() > 0
+    }
+    for kind in ("mtp.layers.1", "eh_proj", "enorm", "momentum_buffer", "word_embeddings"):
+        assert any(kind in key for key in differences), kind
+    print(f"{len(differences)} tensors within {max(differences.values()):.1e}")
+    assert max(differences.values()) < 2e-4, differences
+
+
+#: Who saves and loads, on how many ranks without a plan.
+PLACES = {"one-rank": None, "replicas": REPLICAS, "samples": SAMPLES, "ministages": MINISTAGES}
+IN_CI = {("replicas", "samples"), ("samples", "one-rank")}
+
+
+@pytest.fixture(scope="module")
+def trainings(forks, references, tmp_path_factory):
+    """Four iterations under a layout, saved after two, by its name."""
+    made: dict[str, tuple[Path, object]] = {}
+
+    def train(place):
+        if place not in made:
+            folder = tmp_path_factory.mktemp(place)
+            start, _ = references((*MODEL, *FURTHER_TOKENS), 4)
+            saving = ("--load", start, "--finetune", "--save", folder / "weights", "--save-interval", "2")
+            log = go_on(place, saving, forks, folder)
+            (folder / "weights" / "latest_checkpointed_iteration.txt").write_text("2")
+            made[place] = folder / "weights", log
+        return made[place]
+
+    return train
+
+
+def go_on(place, more, forks, folder):
+    """Train four iterations under a layout, or on one rank."""
+    replicas = PLACES[place]
+    plan = replicas and Case(replicas).plan(folder)
+    steps = ("--train-iters", "4", "--log-interval", "1")
+    args = [*job((*MODEL, *FURTHER_TOKENS)), *steps, *SEQUENCE, *more]
+    return forks.train(folder, ranks=plan.ranks if plan else 1, args=args, plan=plan or None)
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [
+        pytest.param(*pair, id="-to-".join(pair), marks=() if pair in IN_CI else pytest.mark.slow)
+        for pair in ((saver, loader) for saver in PLACES for loader in PLACES if saver != loader)
+    ],
+)
+def test_any_layout_goes_on_from_any_other(saver, loader, trainings, forks, tmp_path):
+    weights, whole = trainings(saver)
+    log = go_on(loader, ("--load", weights), forks, tmp_path)
+    assert log.iterations == [3, 4]
+    assert log.losses == pytest.approx(whole.losses[2:], rel=1e-5)
+    assert log.grad_norms == pytest.approx(whole.grad_norms[2:], rel=1e-5)
