@@ -148,7 +148,7 @@ def _count(documents: int, schedule: Any, workload: Workload) -> Row:
             for counter in (_Counter(), _Counter()):  # the first makes what the schedule keeps
                 with counter, mock.patch.object(on_gpu, "launch", counter.launch):
                     context: Any = _Context()
-                    output = _DomainAttentionFunction.forward(context, query, key, value, None, layer)
+                    output = _DomainAttentionFunction.forward(context, query, key, value, None, None, layer)
                     _DomainAttentionFunction.backward(context, torch.empty_like(output))
     return Row(documents, counter.kernels, counter.others, counter.moved / 2**20)
 

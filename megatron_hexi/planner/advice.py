@@ -147,8 +147,8 @@ def _allowed(asked: _Variant) -> Iterator[_Variant]:
         size = getattr(asked.request, name)
         if size is not None:
             change = f"leave out {spell_flag(name, size)}"
-            request = replace(asked.request, **{name: None})
-            yield replace(asked, changes=(*asked.changes, change), request=request)
+            freed: dict[str, Any] = {name: None}
+            yield replace(asked, changes=(*asked.changes, change), request=replace(asked.request, **freed))
     refused = asked.request.rules.refused
     for features in dict.fromkeys([*((feature,) for feature in refused), refused]):
         rules = replace(asked.request.rules, **dict.fromkeys(features, True))

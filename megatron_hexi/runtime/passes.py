@@ -234,7 +234,8 @@ def _compile_forward(layer: AttentionLayer) -> CompiledPass:
         for half, spans in computed:
             made = keys
             if expansion is not None:
-                spans, *made = expansion.keys(spans, *keys)
+                spans, *expanded = expansion.keys(spans, *keys)
+                made = expanded[0], expanded[1]
             for block_heads, rows, out, lse in blocks.forward(queries[half], *made, spans, calls):
                 sums[half].add(queries[half].within(block_heads), rows, out, lse)
     (output,), written = parts, [half.written[0] for half in leaving]
@@ -273,17 +274,17 @@ def _compile_backward(layer: AttentionLayer) -> CompiledPass:
         for half, half_spans in spans:
             made, made_sums = keys, key_sums
             if expansion is not None:
-                half_spans, *made = expansion.keys(half_spans, *keys)
+                half_spans, *expanded = expansion.keys(half_spans, *keys)
+                made = expanded[0], expanded[1]
                 made_sums = RowSum(recorder, made[0].shape), RowSum(recorder, made[1].shape)
             for span, rows, grads in blocks.backward(queries[half], *made, half_spans, calls):
                 sums[half].add(queries[half].within(span.queries), rows.queries, grads[0])
                 for total, grad in zip(made_sums, grads[1:], strict=True):
                     total.add(span.kv, rows.keys, grad)
             if expansion is not None:
-                results = (total.result()[0] for total in made_sums)
-                for total, grad in zip(
-                    key_sums, expansion.gradients(keys[0], *results, half_spans), strict=True
-                ):
+                of_key, of_value = (total.result()[0] for total in made_sums)
+                of_columns = expansion.gradients(keys[0], of_key, of_value, half_spans)
+                for total, grad in zip(key_sums, of_columns, strict=True):
                     total.add((0, 1), Rows((0, keys[0].shape[2])), grad)
 
     for operation in schedule.program(backward=True, window=layer.window):

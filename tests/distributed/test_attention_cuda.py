@@ -41,8 +41,8 @@ class _OnGpu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         found = _DomainAttentionFunction.backward(ctx.of_layer, *(grad.to(GPU) for grad in grads))
-        *grads, _, nothing = found
-        return *(None if grad is None else grad.cpu() for grad in grads), nothing
+        *of_inputs, _, nothing = found
+        return *(None if grad is None else grad.cpu() for grad in of_inputs), nothing
 
 
 def results_on_gpu(plan, problem, name="auto"):

@@ -115,11 +115,11 @@ def test_every_row_that_goes_to_an_expert_comes_back(seed, ranks):
             alike = [number for number in own if timing.sections[number].job.mode == mode]
             if not any(np.any(timing.sections[one].parts.of_kinds(MIXED)[1].layers) for one in alike):
                 continue
+            placed = {number: held for number in alike if (held := timing.experts[number]) is not None}
             found = replay_layers(
-                *(
-                    [of[number] for number in alike]
-                    for of in (timing.sections, timing.stages, timing.experts)
-                ),
+                [timing.sections[number] for number in alike],
+                [timing.stages[number] for number in alike],
+                [placed[number] for number in alike],
                 1,
                 known,
             )
@@ -129,15 +129,12 @@ def test_every_row_that_goes_to_an_expert_comes_back(seed, ranks):
             # A pass's rows go there and come back, so that a unit sends as much as it receives.
             assert sent == pytest.approx(received)
             for number, replay in zip(alike, found, strict=True):
-                section, held = timing.sections[number], timing.experts[number]
+                section, held = timing.sections[number], placed[number]
                 width = section.ranks.shape[1]
                 rows = section.job.micro_batch_size * section.arrays.tokens / width
                 # To all slots of its domain but the rank's own, and results of what comes to its own.
                 slots = {
-                    domain: sum(
-                        other.count[other.domain == domain].sum()
-                        for other in map(timing.experts.__getitem__, alike)
-                    )
+                    domain: sum(int(other.count[other.domain == domain].sum()) for other in placed.values())
                     for domain in held.domain.tolist()
                 }
                 domain_rows = held.domain_rows
