@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_hexi.convert.config import ConvertedModel
 from megatron_hexi.convert.parts import Part, Weight
@@ -16,7 +17,7 @@ class Layer:
     number: int
     has_own_keys: bool
 
-    def weight(self, key: str, *parts: Part, same_as: str = "", **form: int) -> Weight:
+    def weight(self, key: str, *parts: Part, same_as: str = "", **form: Any) -> Weight:
         """Return a weight of this layer from names inside it.
 
         Args:
