@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.published.orders import orders
 from benchmarks.published.page import write_page
 from benchmarks.published.picture import draw
 from benchmarks.published.predict import Comparison, compare
@@ -52,6 +53,9 @@ def _print(results: Mapping[str, Sequence[Comparison]]) -> None:
     for what in ("time", "memory"):
         found = errors([row for rows in results.values() for row in rows if row.what == what])
         print(f"{what}: {found.rows} rows, median {found.median:.1%}, worst {found.worst:.1%}")
+    for order in (order for rows in results.values() for order in orders(rows)):
+        found_order = f"rank correlation {order.correlation:+.2f}, the choice costs {order.regret:.1%}"
+        print(f"{order.table}, {order.job}: {found_order}")
     for variant in VARIANTS:
         then = " ".join(f"{error:+.0%}" for error in time_errors(changed(variant)))
         print(f"{variant.table}, {variant.text}: {then}")

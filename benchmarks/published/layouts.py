@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks.published.profiles import profiled_device
-from benchmarks.published.tables import Row, model, profile, site
+from benchmarks.published.tables import Row, is_profiled, model, profile, site
 from megatron_hexi.cluster import Cluster, Device, device
 from megatron_hexi.cluster.model import ClusterFile, Matrix, Network, NodeEntry
 from megatron_hexi.cluster.topology import build_cluster
@@ -22,6 +22,8 @@ from megatron_hexi.plan import (
     proportional_plan,
     validate_plan,
 )
+from megatron_hexi.planner.baselines.expert_parallel import ExpertFlags
+from megatron_hexi.planner.baselines.expert_parallel import equal_plan as expert_plan
 
 K = 1024
 #: GPUs of Sailor's plans by their letters.
@@ -32,20 +34,35 @@ _PROFILED = "opt-350m"
 
 def job(row: Row) -> Job:
     """The job, as far as it is a job of Megatron's."""
-    own = bool(row.layers)  # Sailor's: DeepSpeed, which hides nothing, and cuts what it sends over a unit
+    own = is_profiled(row)  # DeepSpeed's, which hides nothing, and cuts what it sends over a unit
+    flags = _expert_flags(row)
     return Job(
         model=model(row.model),
         seq_length=row.context * K,
-        micro_batch_size=row.micro,
+        # Ranks that hold experts together take a sample each of one micro-batch of the plan.
+        micro_batch_size=row.micro * flags.merged,
         global_batch_size=row.batch,
         tensor_parallel=row.tensor,
-        pipeline_parallel=row.pipeline,
-        data_parallel=len(_kinds(row)[0]) if own else row.data,
-        recompute=row.recompute,
+        pipeline_parallel=1 if row.layers or row.expert else row.pipeline,
+        data_parallel=len(_kinds(row)[0]) if own else row.data // flags.merged,
+        recompute="none" if row.layers or row.expert else row.recompute,
         precision="fp32" if own else row.precision,
+        distributed_optimizer=row.sharded_state,
         overlap_gradients=not own,
+        sequence_parallel=row.sequence_parallel,
         kernel=row.kernel,
     )
+
+
+def training_plan(row: Row, job: Job) -> Plan:
+    """The plan of a row of training on GPUs of one kind."""
+    if row.expert:
+        return expert_plan(_expert_flags(row), replace(job, recompute=row.recompute), row.ranks)
+    return mixed_plan(row, job) if row.layers else equal_plan(row, job)
+
+
+def _expert_flags(row: Row) -> ExpertFlags:
+    return ExpertFlags(row.tensor, row.pipeline, row.parallel, row.expert, group=1)
 
 
 def equal_cluster(row: Row) -> Cluster:
@@ -91,7 +108,8 @@ def mixed_plan(row: Row, job: Job) -> Plan:
         ranks = tuple(range(first, first + row.tensor))
         member = Member(ranks, job.seq_length, (0, job.model.heads // row.tensor))
         domain = Domain((Group(((0, job.seq_length),), (member,)),))
-        return Stage((domain,), layers=(ends[number], ends[number + 1]))
+        recompute = None if is_profiled(row) else row.recompute
+        return Stage((domain,), layers=(ends[number], ends[number + 1]), recompute=recompute)
 
     stages = range(len(row.layers))
     plan = Plan(

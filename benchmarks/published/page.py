@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from textwrap import fill
 
+from benchmarks.published.orders import orders
 from benchmarks.published.picture import draw
 from benchmarks.published.predict import Comparison, misfit
 from benchmarks.published.summary import errors
-from benchmarks.published.tables import tables
+from benchmarks.published.tables import left_out, tables
 from benchmarks.published.variants import VARIANTS, changed, time_errors
 from megatron_hexi.text_file import write_text_atomically
 from megatron_hexi.yaml_file import read_yaml
 
 WORDS = Path(__file__).parent / "words.yaml"
-#: What is left of their time is not explained: see words.yaml.
-_UNEXPLAINED = ("torchtitan-8b", "torchtitan-405b")
 
 
 def write_page(results: Mapping[str, Sequence[Comparison]], folder: Path) -> None:
@@ -40,6 +39,9 @@ def _parts(results: Mapping[str, Sequence[Comparison]], words: Mapping[str, str]
     yield "\n".join(_bounds(results))
     yield "![Error of each row](published/errors.png)"
     yield "\n".join(_overview(results))
+    yield "## Order of layouts"
+    yield words["orders"].strip()
+    yield "\n".join(_orders(results))
     yield "## How rows are compared"
     yield words["comparison"].strip()
     yield "## Sources, assumptions and errors"
@@ -51,7 +53,9 @@ def _parts(results: Mapping[str, Sequence[Comparison]], words: Mapping[str, str]
     yield "\n".join(_variants())
     yield "## Limits"
     yield words["bounds"].strip()
-    yield _wrapped(f"{words['memory']}{'; '.join(_misfits())}.")
+    yield "\n".join(_left_out())
+    yield words["memory"].strip()
+    yield "\n".join(_misfits())
 
 
 def _wrapped(text: str) -> str:
@@ -60,19 +64,39 @@ def _wrapped(text: str) -> str:
 
 def _bounds(results: Mapping[str, Sequence[Comparison]]) -> Iterator[str]:
     for what in ("time", "memory"):
-        every = errors([row for rows in results.values() for row in rows if row.what == what])
-        most = errors(
-            [
-                row
-                for name, rows in results.items()
-                for row in rows
-                if row.what == what and name not in _UNEXPLAINED
-            ]
-        )
+        every = [row for rows in results.values() for row in rows if row.what == what]
+        yield f"- {what}, {_spread(every)}"
+        for group in dict.fromkeys(table.group for table in tables()):
+            names = {table.name for table in tables() if table.group == group}
+            own = [row for row in every if row.table in names]
+            if own and what == "time":
+                yield f"  - {group}, {_spread(own)}"
+    regrets = [order.regret for rows in results.values() for order in orders(rows)]
+    yield (
+        f"- the model's choice of layout, {len(regrets)} jobs: takes {median(regrets):.1%} longer than the "
+        f"fastest published in the median, {max(regrets):.1%} at worst"
+    )
+
+
+def _spread(rows: Sequence[Comparison]) -> str:
+    found = errors(rows)
+    return f"{found.rows} rows: median {found.median:.1%}, worst {found.worst:.1%}"
+
+
+def _orders(results: Mapping[str, Sequence[Comparison]]) -> Iterator[str]:
+    """A line for each job with three layouts or more."""
+    yield "| table | job | layouts | rank correlation | the model's first | costs |"
+    yield "|---|---|---:|---:|---|---:|"
+    for order in (order for rows in results.values() for order in orders(rows)):
         yield (
-            f"- {what}, {every.rows} rows: median {every.median:.1%}, worst {every.worst:.1%}; without "
-            f"torchtitan's {every.rows - most.rows}: median {most.median:.1%}, worst {most.worst:.1%}"
+            f"| {order.table} | {order.job} | {order.layouts} | {order.correlation:+.2f} | {order.first} | "
+            f"{order.regret:+.1%} |"
         )
+
+
+def _left_out() -> Iterator[str]:
+    for rows in left_out():
+        yield f"- {rows.rows} of [{rows.source}]({rows.url}), {rows.models}: {rows.reason}"
 
 
 def _overview(results: Mapping[str, Sequence[Comparison]]) -> Iterator[str]:
@@ -103,9 +127,9 @@ def _variants() -> Iterator[str]:
 def _misfits() -> Iterator[str]:
     for table in tables():
         for row in table.rows if table.kind == "training" else ():
-            found = misfit(table, row)
+            found = None if row.expert else misfit(table, row)
             if found is not None:
-                yield f"{found.table}, {found.row}: {found.needed:.1f} of {found.usable:.1f} GiB"
+                yield f"- {found.table}, {found.row}: {found.needed:.1f} of {found.usable:.1f} GiB"
 
 
 def _number(value: float) -> str:

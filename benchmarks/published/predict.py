@@ -22,6 +22,7 @@ which NCCL's buffers are not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -29,7 +30,15 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from benchmarks.published.convert import mask_tflops, tokens_per_s
-from benchmarks.published.layouts import K, equal_cluster, equal_plan, job, mixed_cluster, mixed_plan
+from benchmarks.published.layouts import (
+    K,
+    equal_cluster,
+    equal_plan,
+    job,
+    mixed_cluster,
+    mixed_plan,
+    training_plan,
+)
 from benchmarks.published.tables import Row, Table
 from megatron_hexi.cost import CostModel, Job, Phases, Timing
 from megatron_hexi.cost.layer_bytes import logits_bytes
@@ -59,6 +68,7 @@ class Comparison:
         unit: of both figures.
         published: by the source, converted.
         predicted: by the cost model.
+        job: what was trained on what, whatever the layout.
     """
 
     table: str
@@ -67,6 +77,7 @@ class Comparison:
     unit: str
     published: float
     predicted: float
+    job: str = ""
 
     @property
     def error(self) -> float:
@@ -91,28 +102,41 @@ def compare(table: Table) -> list[Comparison]:
 
 def _comparison(table: Table, row: Row, unit: str, published: float, predicted: float) -> Comparison:
     what: Literal["time", "memory"] = "memory" if unit in ("GiB", "GB") else "time"
-    return Comparison(table.name, table.label.format(row=row), what, unit, published, predicted)
+    name = row.model.partition("-of-")[0]  # with another number of layers, where stages are not equal
+    batch = row.way or f"{row.batch} x {row.context}K"
+    trained = f"{name}, {row.ranks} {row.cluster} GPUs, {batch}, {job(row).precision}"
+    return Comparison(table.name, table.label.format(row=row), what, unit, published, predicted, trained)
 
 
 def _training(table: Table, row: Row) -> Iterator[Comparison]:
-    wanted = job(row)
-    timing = CostModel(wanted, equal_cluster(row)).timing(equal_plan(row, wanted))
+    wanted, timing = _timed(row)
     phases = timing.phases
     hidden = phases.tensor_parallel if row.hidden_sums else 0.0
     seconds = phases.total - hidden - phases.bubble * (1 - 1 / row.chunks)
-    published = row.published
-    if table.unit == "TFLOP/s":
+    published, tokens = row.published, wanted.global_batch_size * wanted.seq_length
+    if table.unit == "s":
+        published = tokens / published / row.ranks
+    elif table.unit == "sequences/s":
+        published *= wanted.seq_length / row.ranks
+    elif table.unit == "TFLOP/s":
         published = tokens_per_s(published, wanted.model, wanted.seq_length, row.counting)
-    predicted = wanted.global_batch_size * wanted.seq_length / seconds / row.ranks
+    predicted = tokens / seconds / row.ranks
     yield _comparison(table, row, "tokens/s a GPU", published, predicted)
     if row.memory_gib is not None:
         yield _comparison(table, row, "GiB", row.memory_gib, _needed_gib(row, wanted, timing))
 
 
+@functools.cache
+def _timed(row: Row) -> tuple[Job, Timing]:
+    """Return the job of a row of training, and what the model says of it."""
+    wanted = job(row)
+    return wanted, CostModel(wanted, equal_cluster(row)).timing(training_plan(row, wanted))
+
+
 def misfit(table: Table, row: Row) -> Misfit | None:
     """What the model says of a row that ran, where it says that it does not fit."""
     wanted = job(row)
-    timing = CostModel(wanted, equal_cluster(row)).timing(equal_plan(row, wanted))
+    timing = CostModel(wanted, equal_cluster(row)).timing(training_plan(row, wanted))
     needed, usable = _needed_gib(row, wanted, timing), float(timing.usable[0].min()) / GIB
     return Misfit(table.name, table.label.format(row=row), needed, usable) if needed > usable else None
 

@@ -6,12 +6,17 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron_hexi.cost import Model, presets
 from megatron_hexi.yaml_file import read_yaml
 
-FIGURES = Path(__file__).parent / "figures.yaml"
+#: Files of rows, and what their rows are of.
+FIGURES = {
+    "figures.yaml": "long contexts, attention, mixed GPUs",
+    "dense.yaml": "layouts of dense models",
+    "experts.yaml": "mixtures of experts",
+}
 
 
 @dataclass(frozen=True)
@@ -27,11 +32,14 @@ class Row:
         pipeline: stages that are alike.
         data: replicas.
         parallel: context-parallel size.
+        expert: expert-parallel size; 0: the model has no experts.
         batch: sequences of an iteration.
         micro: sequences of a micro-batch.
         precision: as `Job`'s.
         recompute: as `Job`'s.
         kernel: as `Job`'s.
+        sequence_parallel: as `Job`'s.
+        sharded_state: whether optimizer state is cut over replicas.
         chunks: of a stage, in an interleaved schedule.
         hidden_sums: whether the sums inside units hide behind matrix products.
         blocking: of stages with layers of their own: whether sends are in both stages' time.
@@ -55,11 +63,14 @@ class Row:
     pipeline: int = 1
     data: int = 1
     parallel: int = 1
+    expert: int = 0
     batch: int = 1
     micro: int = 1
     precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
     recompute: Literal["none", "full"] | int = "none"
     kernel: str | None = None
+    sequence_parallel: bool = True
+    sharded_state: bool = True
     chunks: int = 1
     hidden_sums: bool = False
     blocking: bool = True
@@ -98,6 +109,7 @@ class Table:
         assumed: of what the source leaves open.
         unit: of `published`.
         rows: all of them.
+        group: of tables that it belongs to.
     """
 
     name: str
@@ -106,8 +118,19 @@ class Table:
     kind: Literal["training", "attention", "stages"]
     source: str
     assumed: str
-    unit: Literal["TFLOP/s", "tokens/s", "s"]
+    unit: Literal["TFLOP/s", "tokens/s", "sequences/s", "s"]
     rows: tuple[Row, ...] = field(repr=False)
+    group: str
+
+
+class LeftOut(NamedTuple):
+    """Published rows that are not predicted: where they are, how many, of which models, and why not."""
+
+    source: str
+    url: str
+    rows: int
+    models: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -160,14 +183,14 @@ def tables() -> tuple[Table, ...]:
 
 @functools.cache
 def model(name: str) -> Model:
-    """A model of figures.yaml, or a preset."""
+    """A model of the files, or a preset."""
     known = _data()["models"]
     return Model(name=name, **known[name]) if name in known else presets()[name]
 
 
 @functools.cache
 def site(name: str) -> Site:
-    """A cluster of figures.yaml."""
+    """A cluster of the files."""
     return Site(**_data()["clusters"][name])
 
 
@@ -179,9 +202,25 @@ def profile(name: str) -> Profile:
     return Profile(**{**entry, "layer": tuple(entry["layer"]), "units": units})
 
 
+def left_out() -> tuple[LeftOut, ...]:
+    """Return the rows that are not predicted, each with its reason."""
+    return tuple(LeftOut(**entry) for entry in _data()["left_out"])
+
+
+def is_profiled(row: Row) -> bool:
+    """Whether the row's GPUs are known by their profiles (Sailor's)."""
+    return site(row.cluster).gpu in _data()["profiles"]
+
+
 @functools.cache
 def _data() -> Mapping[str, Any]:
-    data: Mapping[str, Any] = read_yaml(FIGURES).data
+    data: dict[str, Any] = {"models": {}, "clusters": {}, "profiles": {}, "tables": [], "left_out": []}
+    for name, group in FIGURES.items():
+        for part, entries in read_yaml(Path(__file__).parent / name).data.items():
+            if isinstance(entries, Mapping):
+                data[part] |= entries
+            else:
+                data[part] += [{**entry, "group": group} if part == "tables" else entry for entry in entries]
     return data
 
 

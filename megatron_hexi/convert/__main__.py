@@ -47,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_hexi.convert",
-        description="Convert dense Llama, Mistral, Qwen2 and Qwen3 models between Hugging Face's format and "
-        "Megatron's torch_dist checkpoints. One process on a CPU; the whole model is in memory.",
+        description="Convert Llama, Mistral, Mixtral, Qwen2, Qwen3, DeepSeek-V3, Kimi-K2, GLM-4.5 and "
+        "gpt-oss between Hugging Face's format and Megatron's torch_dist checkpoints. One process on a CPU; "
+        "the whole model is in memory.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -14,18 +14,11 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron.training.checkpointing import get_checkpoint_tracker_filename
 from safetensors import SafetensorError, safe_open
 
-from megatron_hexi.convert.config import DenseModel, read_model
-from megatron_hexi.convert.weights import Weight, weights_of
+from megatron_hexi.convert.config import ConvertedModel, read_model
+from megatron_hexi.convert.parts import Weight
+from megatron_hexi.convert.weights import weights_of
 from megatron_hexi.errors import HexiError
 from megatron_hexi.text_file import write_text_atomically
-
-#: Layers whose kernels may keep state of their own (fp8 scales); Megatron asks for it, and it is empty.
-_WITH_EXTRA_STATE = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
 
 
 def convert(source: Path, out: Path) -> None:
@@ -42,8 +35,9 @@ def convert(source: Path, out: Path) -> None:
         HexiError: the model is not one that is converted, or its weights do not fit its config.json.
     """
     model = read_model(source)
-    weights = weights_of(model)
-    places = _places(source, {name for weight in weights for name, _ in weight.parts}, model)
+    places = _places(source)
+    weights = weights_of(model, places)
+    _check_names(source, places, {name for weight in weights for name, _ in weight.parts}, model)
     release = out / "release"  # Megatron's name for weights that come from no training of its own
     release.mkdir()
     arguments = model.megatron_arguments()
@@ -52,11 +46,8 @@ def convert(source: Path, out: Path) -> None:
         "args": add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args(words),
         "checkpoint_version": 3.0,
         "iteration": 0,
-        "model": {
-            f"{weight.key}/{weight.layer}": sharded(weight, _joined(weight, places), model.shapes.layers)
-            for weight in weights
-        },
-        "extra": _extra_state(model.shapes.layers),
+        "model": _tensors(weights, places),
+        "extra": _extra_state(weights),
     }
     dist_checkpointing.save(state, str(release))
     lines = "".join(f"{flag} {value}".rstrip() + "\n" for flag, value in arguments)
@@ -64,27 +55,48 @@ def convert(source: Path, out: Path) -> None:
     write_text_atomically(get_checkpoint_tracker_filename(str(out)), "release")
 
 
-def sharded(weight: Weight, data: torch.Tensor, layers: int) -> ShardedTensor:
-    """Return a sharded tensor of a whole weight; a layer is a slice along the first dimension."""
+def _tensors(weights: list[Weight], places: dict[str, Path]) -> dict[str, ShardedTensor]:
+    """Return each weight under all its names."""
+    tensors = {}
+    for weight in weights:
+        data = _joined(weight, places)
+        for key in (weight.key, *weight.same_as):
+            tensors[f"{key}/{weight.layer}"] = sharded(key, weight, data)
+    return tensors
+
+
+def sharded(key: str, weight: Weight, data: torch.Tensor) -> ShardedTensor:
+    """Return a sharded tensor of a whole weight; a layer may be a slice along the first dimension."""
     if weight.layer is None:
-        return ShardedTensor.from_rank_offsets(weight.key, data)
-    return ShardedTensor.from_rank_offsets(weight.key, data, (0, weight.layer, layers), prepend_axis_num=1)
+        return ShardedTensor.from_rank_offsets(key, data)
+    return ShardedTensor.from_rank_offsets(key, data, (0, *weight.layer), prepend_axis_num=1)
 
 
-def _extra_state(layers: int) -> dict[str, ShardedObject]:
-    keys = [f"decoder.layers.{name}._extra_state" for name in _WITH_EXTRA_STATE]
-    return {
-        f"{key}/{layer}": ShardedObject(key, None, (layers,), (layer,))
-        for key in keys
-        for layer in range(layers)
-    }
+def _extra_state(weights: list[Weight]) -> dict[str, ShardedObject]:
+    """Return state of their own that kernels of linear layers may keep (fp8 scales).
+
+    Megatron asks for it, for each expert; it is empty.
+    """
+    state = {}
+    for weight in weights:
+        module, _, name = weight.key.rpartition(".")
+        if name != "weight" or not module.rpartition(".")[2].startswith("linear_"):
+            continue
+        key = f"{module}._extra_state"
+        number, layers = weight.layer or (0, 1)
+        leading = [(number, layers)] if weight.layer or not weight.experts else []
+        for expert in range(weight.experts or 1):
+            at = [*leading, *([(expert, weight.experts)] if weight.experts else [])]
+            shape, offset = tuple(of for _, of in at), tuple(index for index, _ in at)
+            state[f"{key}/{offset}"] = ShardedObject(key, None, shape, offset)
+    return state
 
 
-def _places(source: Path, needed: set[str], model: DenseModel) -> dict[str, Path]:
+def _places(source: Path) -> dict[str, Path]:
     """Return the file of each tensor.
 
     Raises:
-        HexiError: there is no file, a tensor is missing, or one is left over.
+        HexiError: there is no file, or one is not readable.
     """
     places: dict[str, Path] = {}
     for path in sorted(source.glob("*.safetensors")):
@@ -97,6 +109,15 @@ def _places(source: Path, needed: set[str], model: DenseModel) -> dict[str, Path
             ) from None
     if not places:
         raise HexiError(f"{source}: no *.safetensors in it; save the model with save_pretrained(FOLDER)")
+    return places
+
+
+def _check_names(source: Path, places: dict[str, Path], needed: set[str], model: ConvertedModel) -> None:
+    """Check that the files have the tensors of config.json and no others.
+
+    Raises:
+        HexiError: a tensor is missing, or one is left over.
+    """
     missing = sorted(needed - set(places))
     if missing:
         raise HexiError(
@@ -106,12 +127,19 @@ def _places(source: Path, needed: set[str], model: DenseModel) -> dict[str, Path
     ignored = {name for name in places if name.endswith("rotary_emb.inv_freq")}  # follows from config.json
     if model.shapes.tied_embeddings:
         ignored.add("lm_head.weight")  # a copy of the embedding
+    ignored |= _prediction_blocks(places, model)
     left_over = sorted(set(places) - needed - ignored)
     if left_over:
         raise HexiError(
             f"{places[left_over[0]]}: {left_over[0]}: config.json asks for no such tensor; check model_type"
         )
-    return places
+
+
+def _prediction_blocks(places: dict[str, Path], model: ConvertedModel) -> set[str]:
+    """Return names of blocks of multi-token prediction, which lie behind the layers; each has an eh_proj."""
+    blocks = {name.removesuffix("eh_proj.weight") for name in places if name.endswith(".eh_proj.weight")}
+    behind = {f"model.layers.{number}." for number in range(model.shapes.layers)}
+    return {name for name in places if name.startswith(tuple(blocks - behind))}
 
 
 def _joined(weight: Weight, places: dict[str, Path]) -> torch.Tensor:

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from megatron_hexi.convert.config import read_model
 from megatron_hexi.convert.hf_to_megatron import sharded
-from megatron_hexi.convert.weights import Weight, weights_of
+from megatron_hexi.convert.parts import Weight
+from megatron_hexi.convert.weights import weights_of
 from megatron_hexi.errors import HexiError
 from megatron_hexi.text_file import read_text
 
@@ -46,7 +47,6 @@ def convert(checkpoint: Path, like: Path, out: Path) -> None:
         HexiError: the checkpoint is not in the format torch_dist, or does not hold the model of config.json.
     """
     model = read_model(like)
-    weights = weights_of(model)
     folder = _iteration(checkpoint)
     try:
         held = dist_checkpointing.load_tensors_metadata(str(folder))
@@ -55,22 +55,21 @@ def convert(checkpoint: Path, like: Path, out: Path) -> None:
             f"{folder}: not a torch_dist checkpoint ({problem}); save with --ckpt-format torch_dist"
         ) from None
 
+    weights = weights_of(model, keys_by_layer="decoder.layers.0.self_attention.linear_proj.weight" in held)
     targets = {}
     for place, weight in enumerate(weights):
-        if weight.key not in held:
+        key = next((key for key in (weight.key, *weight.same_as) if key in held), None)
+        if key is None:
             raise HexiError(
                 f"{folder}: holds no {weight.key}, which {like / 'config.json'} asks for; check both"
             )
-        shape, dtype = tuple(held[weight.key].global_shape), held[weight.key].dtype
-        _check_shape(weight, shape, model.shapes.layers, folder, like)
-        layer_shape = shape if weight.layer is None else shape[1:]
-        targets[str(place)] = sharded(weight, torch.empty(layer_shape, dtype=dtype), model.shapes.layers)
-    unknown = sorted(
-        key
-        for key in held
-        if key.startswith(("embedding.", "decoder.", "output_layer."))
-        and key not in {weight.key for weight in weights}
-    )
+        shape, dtype = tuple(held[key].global_shape), held[key].dtype
+        _check_shape(weight, shape, folder, like)
+        own_shape = shape if weight.layer is None else shape[1:]
+        targets[str(place)] = sharded(key, weight, torch.empty(own_shape, dtype=dtype))
+    known = {key for weight in weights for key in (weight.key, *weight.same_as)}
+    unknown = sorted(set(held) - known)
+    unknown = [key for key in unknown if key.startswith(("embedding.", "decoder.", "output_layer.", "mtp."))]
     if unknown:
         raise HexiError(
             f"{folder}: {unknown[0]}: {like / 'config.json'} asks for no such weight; check model_type"
@@ -86,8 +85,8 @@ def convert(checkpoint: Path, like: Path, out: Path) -> None:
             shutil.copyfile(like / name, out / name)
 
 
-def _check_shape(weight: Weight, shape: tuple[int, ...], layers: int, folder: Path, like: Path) -> None:
-    expected = weight.shape if weight.layer is None else (layers, *weight.shape)
+def _check_shape(weight: Weight, shape: tuple[int, ...], folder: Path, like: Path) -> None:
+    expected = weight.shape if weight.layer is None else (weight.layer[1], *weight.shape)
     is_padded = weight.is_vocabulary and shape[0] >= expected[0] and shape[1:] == expected[1:]
     if shape != expected and not is_padded:
         raise HexiError(

@@ -215,8 +215,7 @@ def model_flags(model: Model, seq_length: int) -> list[str]:
         "--hidden-dropout": 0,
     }
     flags = [word for flag, value in sizes.items() for word in (flag, str(value))]
-    sizes_of_kinds = _sizes_of_kinds(model)
-    flags += [word for flag, value in sizes_of_kinds.items() for word in (flag, str(value))]
+    flags += [word for flag, value in kind_flags(model).items() for word in (flag, str(value))]
     if model.kv_heads < model.heads:
         flags += ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
     if model.vocab_multiple != VOCAB_MULTIPLE:
@@ -240,7 +239,7 @@ def model_flags(model: Model, seq_length: int) -> list[str]:
     return flags + [flag for flag, wanted in said.items() if wanted]
 
 
-def _sizes_of_kinds(model: Model) -> dict[str, int | str]:
+def kind_flags(model: Model) -> dict[str, int | str]:
     """Flags of experts, windows, latent attention and multi-token prediction, with their values."""
     found: dict[str, int | str] = {}
     if model.experts is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -12,13 +11,12 @@ import pytest
 import torch
 
 from megatron_hexi.plan import Plan, Workload, proportional_plan
-from tests.megatron.forked import Forks
+from tests.megatron.conversion import SEQ_LENGTH, VOCABULARY, Conversion
 from tests.megatron.launch import environment
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="pip install safetensors")
 
-VOCABULARY, HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 301, 96, 160, 3, 6, 2, 24
-SEQ_LENGTH = 61
+HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 96, 160, 3, 6, 2, 24
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -61,23 +59,6 @@ CONFIGS = {
         "rope_scaling": LLAMA3,
     },
 }
-TRAINING = (
-    *("--seq-length", SEQ_LENGTH, "--micro-batch-size", 2, "--global-batch-size", 2, "--train-iters", 3),
-    *(
-        "--attention-dropout",
-        0,
-        "--hidden-dropout",
-        0,
-        "--lr",
-        1e-2,
-        "--eval-interval",
-        100,
-        "--eval-iters",
-        0,
-    ),
-    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", VOCABULARY, "--num-workers", 0),
-    *("--hexi-platform", "cpu", "--no-save-optim", "--no-load-optim", "--no-save-rng", "--no-load-rng"),
-)
 
 
 def write_model(folder: Path, config: dict, dtype: torch.dtype = torch.float32) -> None:
@@ -190,40 +171,18 @@ def uneven_plan() -> Plan:
     return proportional_plan(workload, [[(3.0, 1.0), (2.0,)]])
 
 
-class Tutorial:
-    """The tutorial's commands in a folder, in forked ranks."""
-
-    def __init__(self, forks: Forks, folder: Path) -> None:
-        self.forks, self.folder = forks, folder
-
-    def convert(self, *words: str) -> None:
-        outcome = self.forks.launch(self.folder, ranks=1, args=words, entry="tests.megatron.converting")
-        assert outcome.succeeded, outcome.why()
-
-    def arguments(self) -> list[str]:
-        return [*shlex.split((self.folder / "weights/model.args").read_text()), *map(str, TRAINING)]
-
-    def megatron_logits(self, load: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [B, S] and what Megatron makes of them on one rank, [B, S, V]."""
-        words = [*self.arguments(), "--load", load, "--finetune"]
-        outcome = self.forks.launch(self.folder, ranks=1, args=words, entry="tests.megatron.logits")
-        assert outcome.succeeded, outcome.why()
-        found = torch.load(self.folder / "logits.pt", weights_only=True)
-        return found["tokens"], found["logits"][..., :VOCABULARY]
-
-
 @pytest.mark.parametrize(
     "family", ["llama-biases-yarn", "qwen3-tied-scaled", pytest.param("qwen2", marks=pytest.mark.slow)]
 )
 def test_weights_come_back_as_they_were_and_megatron_computes_the_same(forks, tmp_path, family):
     write_model(tmp_path / "model", CONFIGS[family])
-    tutorial = Tutorial(forks, tmp_path)
-    tutorial.convert("hf-to-megatron", "model", "weights")
-    tutorial.convert("megatron-to-hf", "weights", "back", "--like", "model")
+    conversion = Conversion(forks, tmp_path)
+    conversion.convert("hf-to-megatron", "model", "weights")
+    conversion.convert("megatron-to-hf", "weights", "back", "--like", "model")
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
 
-    tokens, logits = tutorial.megatron_logits("weights")
+    tokens, logits = conversion.megatron_logits("weights")
     expected = reference_logits(tmp_path / "model", tokens)
     assert expected.std() > 0.1
     torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)
@@ -231,14 +190,14 @@ def test_weights_come_back_as_they_were_and_megatron_computes_the_same(forks, tm
 
 def test_what_was_trained_under_an_uneven_plan_comes_back(forks, tmp_path):
     write_model(tmp_path / "model", LLAMA)
-    tutorial = Tutorial(forks, tmp_path)
-    tutorial.convert("hf-to-megatron", "model", "weights")
+    conversion = Conversion(forks, tmp_path)
+    conversion.convert("hf-to-megatron", "model", "weights")
     saving = ["--load", "weights", "--finetune", "--save", "trained", "--save-interval", "3"]
-    log = forks.train(tmp_path, ranks=3, args=[*tutorial.arguments(), *saving], plan=uneven_plan())
+    log = forks.train(tmp_path, ranks=3, args=[*conversion.arguments(), *saving], plan=uneven_plan())
     assert log.losses[-1] < log.losses[0]
-    tutorial.convert("megatron-to-hf", "trained", "back", "--like", "model")
+    conversion.convert("megatron-to-hf", "trained", "back", "--like", "model")
 
-    tokens, logits = tutorial.megatron_logits("trained")
+    tokens, logits = conversion.megatron_logits("trained")
     after = reference_logits(tmp_path / "back", tokens)
     torch.testing.assert_close(logits.double(), after, atol=1e-5, rtol=1e-5)
     assert (after - reference_logits(tmp_path / "model", tokens)).abs().max() > 1e-2
@@ -258,13 +217,13 @@ def test_the_reference_computes_what_transformers_does(tmp_path, family):
 @pytest.mark.slow
 def test_half_precision_stays_and_is_loaded_into_single(forks, tmp_path):
     write_model(tmp_path / "model", LLAMA, torch.bfloat16)
-    tutorial = Tutorial(forks, tmp_path)
-    tutorial.convert("hf-to-megatron", "model", "weights")
-    tutorial.convert("megatron-to-hf", "weights", "back", "--like", "model")
+    conversion = Conversion(forks, tmp_path)
+    conversion.convert("hf-to-megatron", "model", "weights")
+    conversion.convert("megatron-to-hf", "weights", "back", "--like", "model")
     assert (tmp_path / "back/model.safetensors").read_bytes() == (
         tmp_path / "model/model.safetensors"
     ).read_bytes()
-    tokens, logits = tutorial.megatron_logits("weights")
+    tokens, logits = conversion.megatron_logits("weights")
     torch.testing.assert_close(
         logits.double(), reference_logits(tmp_path / "model", tokens), atol=1e-5, rtol=1e-5
     )
@@ -273,7 +232,7 @@ def test_half_precision_stays_and_is_loaded_into_single(forks, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, "model_type"),
+        ({"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}, "model_type"),
         ({"model_type": "mistral", "architectures": None}, "sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),

@@ -1,0 +1,57 @@
+"""A layer's names in both formats, and the MLP that every token goes through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_hexi.convert.config import ConvertedModel
+from megatron_hexi.convert.parts import Part, Weight
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a model, with its names in both formats."""
+
+    model: ConvertedModel
+    number: int
+    has_own_keys: bool
+
+    def weight(self, key: str, *parts: Part, same_as: str = "", **form: Any) -> Weight:
+        """Return a weight of this layer from names inside it.
+
+        Args:
+            key: Megatron's name.
+            parts: Hugging Face's names, and shapes.
+            same_as: Megatron's other name, if there is one.
+            form: of `Weight`: how the parts lie in it.
+        """
+        prefix = "decoder.layers." + (f"{self.number}." if self.has_own_keys else "")
+        return Weight(
+            prefix + key,
+            tuple((f"model.layers.{self.number}.{name}", shape) for name, shape in parts),
+            layer=None if self.has_own_keys else (self.number, self.model.shapes.layers),
+            same_as=(prefix + same_as,) if same_as else (),
+            **form,
+        )
+
+
+def dense_mlp(layer: Layer, key: str, name: str, width: int) -> list[Weight]:
+    """Return the weights of an MLP with a gate that every token goes through."""
+    shapes = layer.model.shapes
+    hidden = shapes.hidden_size
+    weights = [
+        layer.weight(
+            f"{key}.linear_fc1.weight",
+            (f"{name}.gate_proj.weight", (width, hidden)),
+            (f"{name}.up_proj.weight", (width, hidden)),
+        ),
+        layer.weight(f"{key}.linear_fc2.weight", (f"{name}.down_proj.weight", (hidden, width))),
+    ]
+    if shapes.biases:
+        gate_and_up = [(f"{name}.{matrix}_proj.bias", (width,)) for matrix in ("gate", "up")]
+        weights += [
+            layer.weight(f"{key}.linear_fc1.bias", *gate_and_up),
+            layer.weight(f"{key}.linear_fc2.bias", (f"{name}.down_proj.bias", (hidden,))),
+        ]
+    return weights
