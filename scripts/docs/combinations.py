@@ -108,7 +108,7 @@ _SECOND = "domains: [{ranks: [2]}]"
 
 def _plan(kind: Kind, replicas: str, micro_batch: int) -> Plan:
     """Return a plan for a model of this kind, read as a user's file would be."""
-    sizes = {"seq_length": _LENGTH, "heads": 4, "kv_heads": 2, "head_dim": 32} | kind.workload
+    sizes = {"seq_length": _LENGTH, "heads": 4, "kv_heads": 2, "head_dim": 32, **kind.workload}
     if "layers:" in replicas:
         sizes |= {"layers": _LAYERS}
     workload = ", ".join(f"{name}: {size}" for name, size in sizes.items())
@@ -130,7 +130,7 @@ def _hold(kind: Kind, plan: Plan, *more: str, stages: int = 1) -> Namespace:
     args, given = _parsed(kind, *more)
     args.hexi_plan, args.rank, args.world_size = _PLAN, 0, job_ranks(plan, stages)
     refuse_unsupported(args, "script")
-    hold_job(args, given, plan)
+    hold_job(args, set(given), plan)
     return args
 
 

@@ -44,7 +44,10 @@ class Kind:
     sizes: dict[str, int] = field(default_factory=dict)
 
     def fit(self, plan: Plan) -> Plan:
-        return replace(plan, workload=replace(plan.workload, **self.sizes))
+        workload = plan.workload
+        kv_heads = self.sizes.get("kv_heads", workload.kv_heads)
+        value_dim = self.sizes.get("value_dim", workload.value_dim)
+        return replace(plan, workload=replace(workload, kv_heads=kv_heads, value_dim=value_dim))
 
 
 KINDS = {
@@ -94,7 +97,14 @@ def test_stages_that_offload_have_each_gradient_of_one_rank(
     logs, moments = [], []
     for own, ranks, used in ((kind.reference, 1, None), ((), plan.ranks, plan)):
         folder = tmp_path / str(ranks)
-        words = [*job((*IN_STAGES, *kind.model)), *own, *steps(3), "--load", start, "--finetune"]
+        words: list[str | Path] = [
+            *job((*IN_STAGES, *kind.model)),
+            *own,
+            *steps(3),
+            "--load",
+            start,
+            "--finetune",
+        ]
         words += ["--save", folder / "saved", "--save-interval", "1"]
         logs.append(forks.train(folder, ranks=ranks, args=words, plan=used))
         prefix = "optimizer.state.exp_avg."
@@ -114,7 +124,7 @@ def test_unequal_replicas_train_as_one_rank(name: str, forks: Forks, references:
     skip_what_is_not_there(kind.model)
     start, reference = references((*BATCH, *kind.model, *kind.reference), 10)
     plan = kind.fit(plan_of("three-and-one"))
-    words = [*job((*BATCH, *kind.model)), *steps(10), "--load", start, "--finetune"]
+    words: list[str | Path] = [*job((*BATCH, *kind.model)), *steps(10), "--load", start, "--finetune"]
     log = forks.train(tmp_path, ranks=plan.units, args=words, plan=plan)
     assert largest_difference(log, reference) < 1e-5
 
@@ -125,8 +135,8 @@ def test_a_checkpoint_goes_on_under_another_plan(name: str, forks: Forks, docume
     kind = KINDS.get(name) or Kind((*ONE_EACH, *documents, *PACKED))
     skip_what_is_not_there(kind.model)
     plans = {name: kind.fit(plan) for name, plan in Case().plans().items()}
-    words = [*job(kind.model), *RESHARDABLE, "--train-iters", "4", "--log-interval", "1"]
-    saving = ["--save", tmp_path / "weights", "--save-interval", "2"]
+    words: list[str | Path] = [*job(kind.model), *RESHARDABLE, "--train-iters", "4", "--log-interval", "1"]
+    saving: list[str | Path] = ["--save", tmp_path / "weights", "--save-interval", "2"]
     whole = forks.train(tmp_path, ranks=3, args=[*words, *saving], plan=plans["groups"])
     (tmp_path / "weights" / "latest_checkpointed_iteration.txt").write_text("2")
     words += ["--load", tmp_path / "weights", "--no-load-rng"]

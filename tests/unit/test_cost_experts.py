@@ -203,6 +203,7 @@ def test_the_busiest_rank_has_more_rows_by_the_imbalance(count, imbalance, token
     plan = one_stage(SPARSE, (tokens, tokens), ((0, count), (count, EXPERTS)))
     job = tiny_job(model=SPARSE, seq_length=2 * tokens, expert_imbalance=imbalance)
     (held,) = CostModel(job, known).timing(plan).experts
+    assert held is not None
     for unit, experts in enumerate((count, EXPERTS - count)):
         mean = 2 * 2 * tokens / EXPERTS
         busiest = experts * (mean + 2 * imbalance * mean / math.sqrt(experts))
