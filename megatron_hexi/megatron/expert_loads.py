@@ -20,7 +20,11 @@ from megatron_hexi.patching import Patch
 
 
 class ExpertLoads:
-    """Counts of the rows that this rank's routers sent to each expert."""
+    """Counts of the rows that this rank's routers sent to each expert.
+
+    Attributes:
+        latest: what `take` returned in this iteration; ``None`` where Megatron does not log it.
+    """
 
     def __init__(self) -> None:
         self.latest: float | None = None
@@ -38,7 +42,8 @@ class ExpertLoads:
         self._present[layer] = self._present[layer] + rows if layer in self._present else rows
 
     def end_iteration(self) -> None:
-        """Keep the counts of an iteration until they are taken."""
+        """Keep the counts of an iteration until they are taken, and forget what was taken before it."""
+        self.latest = None
         self._ended.append(self._present)
         self._present = {}
 
@@ -52,7 +57,7 @@ class ExpertLoads:
         Returns:
             As `load_variation`, of all ranks' rows; ``None`` where the model has no experts.
         """
-        ended, self._ended, self.latest = self._ended, [], None
+        ended, self._ended = self._ended, []
         if not args.num_experts or not ended:
             return None
         table = torch.zeros(len(ended), args.num_layers, args.num_experts, dtype=torch.float64, device=device)

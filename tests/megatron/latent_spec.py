@@ -1,4 +1,6 @@
-"""For ``--spec tests.megatron.latent_spec spec``: multi-latent attention without Transformer Engine.
+"""Multi-latent attention without Transformer Engine, for ``--spec tests.megatron.latent_spec spec``.
+
+``normed`` in place of ``spec`` is for jobs with --qk-layernorm.
 
 Megatron's own attention takes no values of another size than keys. This one is written out: no blocks, no
 log-sum-exps, the whole matrix of scores. What plans are held against.
@@ -11,6 +13,7 @@ import math
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import is_layer_window_attention
 
 
@@ -39,5 +42,14 @@ class WrittenOut(torch.nn.Module):
         return torch.einsum("bhqs,sbhd->qbhd", weights, value).flatten(2)
 
 
-spec = copy.deepcopy(get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm"))
-spec.submodules.self_attention.submodules.core_attention = WrittenOut
+def _written_out(qk_layernorm: bool) -> ModuleSpec:
+    spec = copy.deepcopy(
+        get_gpt_layer_local_spec(
+            multi_latent_attention=True, qk_layernorm=qk_layernorm, normalization="RMSNorm"
+        )
+    )
+    spec.submodules.self_attention.submodules.core_attention = WrittenOut
+    return spec
+
+
+spec, normed = _written_out(False), _written_out(True)

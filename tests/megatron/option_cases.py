@@ -158,6 +158,9 @@ LATENT = (
 )
 #: Megatron's own attention takes no values of another size without Transformer Engine.
 LATENT_SPEC = ("--spec", "tests.megatron.latent_spec", "spec")
+#: Latent attention with the norms that the cost model counts.
+NORMED_LATENT = (*LATENT, "--qk-layernorm", "--q-lora-rank", "24", "--no-rope-fusion")
+NORMED_LATENT_SPEC = ("--spec", "tests.megatron.latent_spec", "normed")
 #: Two attention layers and two MLPs.
 HYBRID = ("--hybrid-layer-pattern", "*-*-", "--spec", "tests.megatron.hybrid_spec", "stack")
 

@@ -45,7 +45,10 @@ class Kind:
     sizes: dict[str, Any] = field(default_factory=dict)
 
     def fit(self, plan: Plan) -> Plan:
-        return replace(plan, workload=replace(plan.workload, **self.sizes))
+        workload = plan.workload
+        kv_heads = self.sizes.get("kv_heads", workload.kv_heads)
+        value_dim = self.sizes.get("value_dim", workload.value_dim)
+        return replace(plan, workload=replace(workload, kv_heads=kv_heads, value_dim=value_dim))
 
 
 KINDS = {

@@ -15,7 +15,7 @@ from megatron_hexi.record import read_record
 from tests.megatron.conftest import job
 from tests.megatron.forked import Trainer
 from tests.megatron.launch import REPOSITORY
-from tests.megatron.option_cases import LATENT, ONE_EACH, PACKED, SINKS, WINDOW
+from tests.megatron.option_cases import NORMED_LATENT, ONE_EACH, PACKED, SINKS, WINDOW
 from tests.megatron.test_unequal_replicas import plan_of
 from tests.megatron.test_uneven_training import MODEL, SEQ_LENGTH, THREE_AND_ONE, WORKLOAD, one_domain
 
@@ -84,7 +84,7 @@ def test_losses_are_those_without_swaps(forks, tmp_path, plan, others, args):
 
 
 def of_latent_heads(plan: Plan) -> Plan:
-    """The plan for a model with `LATENT`."""
+    """The plan for a model with `NORMED_LATENT`."""
     return replace(plan, workload=replace(plan.workload, kv_heads=6, value_dim=24))
 
 
@@ -93,7 +93,7 @@ def of_latent_heads(plan: Plan) -> Plan:
 def test_kinds_of_models_keep_their_losses_over_swaps(forks, tmp_path, documents, kind):
     args = {
         "windows-sinks": (*WINDOW, "--window-attn-skip-freq", "2", *SINKS),
-        "latent": (*LATENT, "--qk-layernorm"),
+        "latent": NORMED_LATENT,
         "documents": (*ONE_EACH, *documents, *PACKED),
     }[kind]
     plan, *others = (of_latent_heads(p) if kind == "latent" else p for p in (THREE_AND_ONE, *OTHERS))
