@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megatron_hexi.convert.layers import Layer, dense_mlp
+from megatron_hexi.convert.layers import CheckpointLayer, dense_mlp
 from megatron_hexi.convert.parts import Weight
 
 #: Names of an expert's gate, up and down matrices.
@@ -18,13 +18,13 @@ _MATRICES = ("gate_proj", "up_proj", "down_proj")
 _MIXTRAL_MATRICES = ("w1", "w3", "w2")
 
 
-def has_experts(layer: Layer) -> bool:
+def has_experts(layer: CheckpointLayer) -> bool:
     """Whether the layer has experts in place of a dense MLP."""
     experts = layer.model.shapes.experts
     return experts is not None and (not experts.layers or experts.layers[layer.number])
 
 
-def expert_weights(layer: Layer, found: Collection[str]) -> list[Weight]:
+def expert_weights(layer: CheckpointLayer, found: Collection[str]) -> list[Weight]:
     """Return the weights of a layer's router and experts.
 
     Args:
@@ -54,7 +54,7 @@ def expert_weights(layer: Layer, found: Collection[str]) -> list[Weight]:
     return weights
 
 
-def _single_experts(layer: Layer, block: str, names: tuple[str, str, str]) -> list[Weight]:
+def _single_experts(layer: CheckpointLayer, block: str, names: tuple[str, str, str]) -> list[Weight]:
     experts, hidden = layer.model.shapes.experts, layer.model.shapes.hidden_size
     assert experts is not None
     width, numbers = experts.ffn_hidden_size, range(experts.count)
@@ -71,7 +71,7 @@ def _single_experts(layer: Layer, block: str, names: tuple[str, str, str]) -> li
     ]
 
 
-def _joined_experts(layer: Layer) -> list[Weight]:
+def _joined_experts(layer: CheckpointLayer) -> list[Weight]:
     experts, hidden = layer.model.shapes.experts, layer.model.shapes.hidden_size
     assert experts is not None
     count, width = experts.count, experts.ffn_hidden_size
@@ -83,7 +83,7 @@ def _joined_experts(layer: Layer) -> list[Weight]:
     ]
 
 
-def _interleaved_experts(layer: Layer) -> list[Weight]:
+def _interleaved_experts(layer: CheckpointLayer) -> list[Weight]:
     experts, hidden = layer.model.shapes.experts, layer.model.shapes.hidden_size
     assert experts is not None
     count, width = experts.count, experts.ffn_hidden_size

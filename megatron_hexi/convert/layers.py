@@ -10,7 +10,7 @@ from megatron_hexi.convert.parts import Part, Weight
 
 
 @dataclass(frozen=True)
-class Layer:
+class CheckpointLayer:
     """A layer of a model, with its names in both formats."""
 
     model: ConvertedModel
@@ -36,7 +36,7 @@ class Layer:
         )
 
 
-def dense_mlp(layer: Layer, key: str, name: str, width: int) -> list[Weight]:
+def dense_mlp(layer: CheckpointLayer, key: str, name: str, width: int) -> list[Weight]:
     """Return the weights of an MLP with a gate that every token goes through."""
     shapes = layer.model.shapes
     hidden = shapes.hidden_size

@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 from megatron_hexi.convert.config import ConvertedModel
 from megatron_hexi.convert.expert_weights import expert_weights, has_experts
-from megatron_hexi.convert.layers import Layer, dense_mlp
+from megatron_hexi.convert.layers import CheckpointLayer, dense_mlp
 from megatron_hexi.convert.parts import Weight
 
 _NORM_IN_MLP = "mlp.linear_fc1.layer_norm_weight"
@@ -41,7 +41,7 @@ def weights_of(
     embedding = (("model.embed_tokens.weight", vocabulary),)
     weights = [Weight("embedding.word_embeddings.weight", embedding, is_vocabulary=True)]
     for number in range(shapes.layers):
-        layer = Layer(model, number, keys_by_layer)
+        layer = CheckpointLayer(model, number, keys_by_layer)
         weights += _attention(layer) if shapes.latent is None else _latent_attention(layer)
         weights += _mlp(layer, found)
     weights.append(Weight("decoder.final_layernorm.weight", (("model.norm.weight", hidden),)))
@@ -50,7 +50,7 @@ def weights_of(
     return weights
 
 
-def _attention(layer: Layer) -> list[Weight]:
+def _attention(layer: CheckpointLayer) -> list[Weight]:
     shapes = layer.model.shapes
     hidden, head = shapes.hidden_size, shapes.head_dim
     queries, keys = shapes.heads * head, shapes.kv_heads * head
@@ -82,7 +82,7 @@ def _attention(layer: Layer) -> list[Weight]:
     return weights
 
 
-def _latent_attention(layer: Layer) -> list[Weight]:
+def _latent_attention(layer: CheckpointLayer) -> list[Weight]:
     shapes, latent = layer.model.shapes, layer.model.shapes.latent
     assert latent is not None
     hidden, queries = shapes.hidden_size, shapes.heads * shapes.head_dim
@@ -116,7 +116,7 @@ def _latent_attention(layer: Layer) -> list[Weight]:
     ]
 
 
-def _mlp(layer: Layer, found: Collection[str]) -> list[Weight]:
+def _mlp(layer: CheckpointLayer, found: Collection[str]) -> list[Weight]:
     shapes = layer.model.shapes
     norm = ("post_attention_layernorm.weight", (shapes.hidden_size,))
     if has_experts(layer):

@@ -28,7 +28,7 @@ from megatron_hexi.plan.model import Range
 from megatron_hexi.runtime.compiled import Recorder, Value
 
 
-class Sizes(NamedTuple):
+class LatentSizes(NamedTuple):
     """Columns of a head.
 
     Args:
@@ -52,7 +52,7 @@ class Expansion:
         first: the rank's first head.
     """
 
-    def __init__(self, recorder: Recorder, matrix: Value, sizes: Sizes, first: int) -> None:
+    def __init__(self, recorder: Recorder, matrix: Value, sizes: LatentSizes, first: int) -> None:
         self._recorder = recorder
         self._matrix = matrix
         self._sizes = sizes
@@ -124,7 +124,7 @@ class Expansion:
         return matrix.cut(((self._first + heads[0]) * rows, (self._first + heads[1]) * rows))
 
 
-def _expanded(sizes: Sizes, columns: Tensor, rotary: Tensor, matrix: Tensor) -> list[Tensor]:
+def _expanded(sizes: LatentSizes, columns: Tensor, rotary: Tensor, matrix: Tensor) -> list[Tensor]:
     both = (columns.squeeze(1) @ matrix.t()).unflatten(2, (-1, sizes.plain + sizes.value)).transpose(1, 2)
     plain, value = both.split([sizes.plain, sizes.value], dim=3)
     key = torch.cat([plain, rotary.expand(-1, plain.shape[1], -1, -1)], dim=3)
@@ -132,7 +132,7 @@ def _expanded(sizes: Sizes, columns: Tensor, rotary: Tensor, matrix: Tensor) -> 
 
 
 def _contracted(
-    sizes: Sizes, columns: Tensor, key: Tensor, value: Tensor, matrix: Tensor, total: Tensor
+    sizes: LatentSizes, columns: Tensor, key: Tensor, value: Tensor, matrix: Tensor, total: Tensor
 ) -> list[Tensor]:
     plain, rotary = key.split([sizes.plain, sizes.rotary], dim=3)
     both = torch.cat([plain, value], dim=3).transpose(1, 2).flatten(2)

@@ -36,7 +36,7 @@ from megatron_hexi.runtime.compiled import CompiledPass, Recorder, Shape, Value
 from megatron_hexi.runtime.exchange import GradientReturn, KeyExchange
 from megatron_hexi.runtime.fused.slots import MOST_TERMS
 from megatron_hexi.runtime.kernels import KernelDispatch
-from megatron_hexi.runtime.latent import Expansion, Sizes
+from megatron_hexi.runtime.latent import Expansion, LatentSizes
 from megatron_hexi.runtime.sinks import sinks_gradient
 from megatron_hexi.runtime.sums import RowSum
 
@@ -84,13 +84,13 @@ class Inputs(NamedTuple):
         )
 
     @property
-    def head_sizes(self) -> Sizes | None:
+    def head_sizes(self) -> LatentSizes | None:
         """Columns of a head that is made of latent columns."""
         if self.matrix is None:
             return None
         rotary = self.value[3]
         plain = self.query[3] - rotary
-        return Sizes(plain, rotary, self.matrix[0] // self.query[2] - plain)
+        return LatentSizes(plain, rotary, self.matrix[0] // self.query[2] - plain)
 
     @property
     def output(self) -> Shape:

@@ -10,11 +10,14 @@ _OPTIONS = f"{_M}option_training.py::test_losses_and_gradient_norms_are_those_wi
 _REPLICAS = f"{_M}unequal_replicas.py::test_training_is_that_of_one_rank[{{}}]"
 _STAGES = f"{_M}stages_training.py::test_training_is_that_of_one_rank[{{}}]"
 _MINISTAGES = f"{_M}ministages.py::test_training_is_that_of_one_rank[{{}}]"
+_HEADS = f"{_M}stages_multi_token.py::test_training_is_that_of_one_rank[{{}}]"
 _EXPERTS = f"{_M}stages_experts.py::test_experts_train_as_on_one_rank[{{}}]"
 _PLANNED = f"{_M}planned_training.py::test_what_is_planned_trains_as_one_rank[{{}}]"
 _SIMULATED = f"{_U}simulator.py::test_agrees_with_the_model_where_nothing_contends"
 _REPLAYED = f"{_U}planner_kinds.py::test_the_simulator_times_sinks_and_latent_attention[{{}}]"
-_SWAPPED = f"{_M}replanning.py::test_kinds_of_models_keep_their_losses_over_swaps[{{}}]"
+_KINDS_REPLAYED = (
+    f"{_U}simulator_kinds.py::test_layers_of_several_kinds_take_as_long_as_the_cost_model_says[none-{{}}]"
+)_SWAPPED = f"{_M}replanning.py::test_kinds_of_models_keep_their_losses_over_swaps[{{}}]"
 _SURVIVED = f"{_U}survivors.py::test_kinds_of_models_are_planned_anew[network-{{}}]"
 _KINDS = f"{_M}combinations.py::test_"
 _OFFLOADED = _KINDS + "stages_that_offload_have_each_gradient_of_one_rank[{}]"
@@ -56,7 +59,7 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
             f"{_M}checkpoints.py::test_training_goes_on_under_any_plan_and_parallelism[another-plan]"
         ),
     },
-    "window": {**_ATTENTION, "elastic": _SURVIVED.format("window")},
+    "window": {**_ATTENTION, "simulator": _KINDS_REPLAYED.format("windows"), "elastic": _SURVIVED.format("window")},
     "sinks": {**_ATTENTION, "simulator": _REPLAYED.format("sinks"), "elastic": _SURVIVED.format("sinks")},
     "documents": {
         "domain": _OPTIONS.format("documents-groups"),
@@ -94,6 +97,7 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "offload": _EXPERTS.format("offload-all-long"),
         "interleaving": _OPTIONS.format("experts-interleaved-groups"),
         "planner": f"{_U}planner_experts.py::test_faster_gpus_hold_more_experts",
+        "simulator": _KINDS_REPLAYED.format("experts"),
         "checkpoints": (
             f"{_M}stages_experts.py::test_any_layout_goes_on_from_any_other[samples-to-slices-fp32]"
         ),
@@ -101,6 +105,10 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
     "prediction": {
         "domain": _OPTIONS.format("multi-token-groups"),
         "replicas": _REPLICAS.format("multi-token"),
+        "stages": _HEADS.format("replicas"),
+        "samples": _HEADS.format("samples"),
+        "ministages": _HEADS.format("ministages"),
+        "offload": _HEADS.format("dealt"),
         "checkpoints": _RESUMED.format("prediction"),
     },
     "hybrid": {
