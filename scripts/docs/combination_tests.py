@@ -17,7 +17,8 @@ _SIMULATED = f"{_U}simulator.py::test_agrees_with_the_model_where_nothing_conten
 _REPLAYED = f"{_U}planner_kinds.py::test_the_simulator_times_sinks_and_latent_attention[{{}}]"
 _KINDS_REPLAYED = (
     f"{_U}simulator_kinds.py::test_layers_of_several_kinds_take_as_long_as_the_cost_model_says[none-{{}}]"
-)_SWAPPED = f"{_M}replanning.py::test_kinds_of_models_keep_their_losses_over_swaps[{{}}]"
+)
+_SWAPPED = f"{_M}replanning.py::test_kinds_of_models_keep_their_losses_over_swaps[{{}}]"
 _SURVIVED = f"{_U}survivors.py::test_kinds_of_models_are_planned_anew[network-{{}}]"
 _KINDS = f"{_M}combinations.py::test_"
 _OFFLOADED = _KINDS + "stages_that_offload_have_each_gradient_of_one_rank[{}]"
@@ -59,7 +60,11 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
             f"{_M}checkpoints.py::test_training_goes_on_under_any_plan_and_parallelism[another-plan]"
         ),
     },
-    "window": {**_ATTENTION, "simulator": _KINDS_REPLAYED.format("windows"), "elastic": _SURVIVED.format("window")},
+    "window": {
+        **_ATTENTION,
+        "simulator": _KINDS_REPLAYED.format("windows"),
+        "elastic": _SURVIVED.format("window"),
+    },
     "sinks": {**_ATTENTION, "simulator": _REPLAYED.format("sinks"), "elastic": _SURVIVED.format("sinks")},
     "documents": {
         "domain": _OPTIONS.format("documents-groups"),
