@@ -22,7 +22,7 @@ from megatron_hexi.plan import (
     proportional_plan,
     validate_plan,
 )
-from megatron_hexi.planner.baselines.expert_parallel import ExpertFlags
+from megatron_hexi.planner.baselines.expert_flags import ExpertFlags
 from megatron_hexi.planner.baselines.expert_parallel import equal_plan as expert_plan
 
 K = 1024
