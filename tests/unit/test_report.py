@@ -25,6 +25,7 @@ from megatron_hexi.plan import (
 from megatron_hexi.report.pictures import draw_plan, save_picture
 from megatron_hexi.report.tables import plan_report, spell_bytes, spell_range
 from megatron_hexi.report.unit_summary import unit_summaries
+from tests.support.expert_layouts import expert_layout
 
 WORKLOAD = Workload(seq_length=4096, heads=16, kv_heads=4, head_dim=64)
 
@@ -235,6 +236,19 @@ def test_picture_of_units_of_several_ranks_has_all_their_heads():
     drawn = [path.get_extents() for bars in heads.collections for path in bars.get_paths()]
     assert [(bar.x0, bar.x1) for bar in drawn] == [(0, 8), (8, 16)]
     assert [label.get_text() for label in heads.get_yticklabels()] == ["replica 0, stage 0: node"]
+
+
+def test_picture_has_the_experts_of_each_rank(tmp_path):
+    """Three experts beside five that two ranks cut; then five and three, and a rank that holds all."""
+    plan = expert_layout("slices", tmp_path)
+    experts = draw_plan(plan, unit_summaries(plan)).axes[-1]
+    drawn = [path.get_extents() for bars in experts.collections for path in bars.get_paths()]
+    bars = sorted((round(bar.y0 + 0.4), bar.x0, bar.x1) for bar in drawn)
+    assert bars == [(0, 0, 3), (0, 3, 8), (1, 0, 5), (1, 5, 8), (2, 0, 8)]
+    names = ["stage 0", "stage 1, expert domain 0", "stage 1, expert domain 1"]
+    rows = [label.get_text().replace("\n", " ") for label in experts.get_yticklabels()]
+    assert rows == [f"replica 0, {name}" for name in names]
+    assert {"2", "3", "4", "5", "0-1: a slice of each"} <= {text.get_text() for text in experts.texts}
 
 
 def test_picture_counts_whole_tokens_and_heads(two_replicas):
