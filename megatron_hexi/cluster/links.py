@@ -15,7 +15,7 @@ Way = Literal["out", "in"]
 
 
 class LinkId(NamedTuple):
-    """A link in one direction.
+    """One direction of a link: into or out of a rank, card, node, group or pair of nodes.
 
     Args:
         tier: 0 inside a node, 1 between nodes, 2 and up the file's levels.

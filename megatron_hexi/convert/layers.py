@@ -18,7 +18,7 @@ class CheckpointLayer:
     has_own_keys: bool
 
     def weight(self, key: str, *parts: Part, same_as: str = "", **form: Any) -> Weight:
-        """Return a weight of this layer from names inside it.
+        """Return the names in both formats of one of this layer's tensors, from names relative to the layer.
 
         Args:
             key: Megatron's name.

@@ -45,7 +45,7 @@ def _softmax(config: Config) -> Flags:
 
 
 def _scored(config: Config) -> Flags:
-    """Sigmoids, normalised over the chosen experts, of the best groups of experts."""
+    """Return the flags of a router with sigmoid scores, perhaps limited to the best groups of experts."""
     active, normalised = config.size("num_experts_per_tok"), config.flag("norm_topk_prob")
     if normalised != (active > 1):
         problem = (

@@ -25,13 +25,12 @@ from megatron_hexi.cost.job_check import check_job
 from megatron_hexi.cost.layer_bytes import input_bytes
 from megatron_hexi.cost.library_bytes import message_buffer_bytes, message_channels
 from megatron_hexi.cost.memory import (
-    ModelPart,
-    Present,
     part_host_memory,
     part_memory,
     part_params,
 )
 from megatron_hexi.cost.ministage_pipeline import Passing
+from megatron_hexi.cost.model_part import ModelPart, Present
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.placement import Placer

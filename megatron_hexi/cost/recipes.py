@@ -22,7 +22,7 @@ _DATA = Path(__file__).parent / "data" / "recipes.yaml"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A job.
+    """A named training job: a preset, its sequence length and batch, and Megatron's flags with sources.
 
     Args:
         name: of the recipe.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.job import Job, RecomputeMode, layers_again, recompute_mode
-from megatron_hexi.cost.memory import ModelPart
+from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.placement import Placement, Placer
 from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
 from megatron_hexi.plan import Exchange, Plan

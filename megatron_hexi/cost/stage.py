@@ -24,7 +24,7 @@ from megatron_hexi.cost.sections import Section
 
 @dataclass(frozen=True, eq=False)
 class StageCost:
-    """Times of the stages of a section, for one micro-batch.
+    """Seconds of one micro-batch in a section: units of a stage that are timed together.
 
     Args:
         kinds: a layer of each kind.

@@ -22,7 +22,7 @@ def own_pairs(plan: PlanArrays, window: int) -> Floats:
 
 
 def far_window(plan: PlanArrays, source: Ints, active: Bools, window: int) -> tuple[Ints, Floats, Ints]:
-    """The part of other groups' keys that each group sees.
+    """Return queries that see other groups' keys, keys that each of them sees, and keys that are received.
 
     Args:
         plan: the plan.

@@ -182,7 +182,7 @@ def _read(text: bytes, rank: int) -> Facts:
 
 
 def answer(store: Store, job: LaunchedJob, answered: int, *, healthy: bool) -> None:
-    """On rank 0, send the verdict to the others, and wait until they have read it.
+    """On rank 0, send the verdict to the others, and wait some seconds for them to read it.
 
     Args:
         store: the job's store.

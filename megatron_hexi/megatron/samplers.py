@@ -24,7 +24,7 @@ _training = False
 
 
 def announce_share(iteration: int, share: Share) -> None:
-    """Give this rank another share, from the global batch of an iteration on, counted from 0."""
+    """Change this rank's share of the batch from an iteration on; iterations count from 0."""
     _announced.append((iteration, share))
 
 

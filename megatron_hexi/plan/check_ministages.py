@@ -10,7 +10,7 @@ from megatron_hexi.yaml_schema import Where
 
 
 def refuse_ministages(stage: Stage, place: Place, where: Where) -> None:
-    """Refuse ministages and offloading in a stage that the job's pipeline repeats."""
+    """Refuse ministages and offloading in a stage without layers of its own, which Megatron repeats."""
     offload = None if stage.offload is None else list(stage.offload)
     for name, value in (("ministages", stage.ministages), ("offload", offload)):
         if value is not None:

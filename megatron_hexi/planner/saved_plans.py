@@ -21,7 +21,7 @@ _FEW_GPUS = 128
 
 
 class SavedPlans:
-    """Plans of one request on one cluster.
+    """Searches for variants of plans that need less memory, for one request on one cluster.
 
     Args:
         request: the job, and what of it is fixed.

@@ -264,7 +264,7 @@ class Savings:
 
 
 def spell_savings(plan: Plan) -> str:
-    """Text of how a plan saves memory or takes samples; empty where it does neither."""
+    """Return how a plan saves memory and divides micro-batches by sample, in words; may be empty."""
     stages = [stage for replica in plan.replicas for stage in replica.stages]
     words = []
     counts = sorted({stage.ministages for stage in stages if stage.ministages is not None})

@@ -97,8 +97,9 @@ class Wire:
     def _sweep(
         self, prepare: Callable[[int], Callable[[], None]], lanes: Sequence[Sequence[int]]
     ) -> list[TransferTimes]:
-        """Time ascending sizes until the slowest rank takes long enough; a lane takes as long as its
-        slowest rank.
+        """Time transfers of growing size until the slowest rank takes long enough.
+
+        A lane, ranks that send to each other, takes as long as its slowest rank.
         """
         seconds: list[list[float]] = [[] for _ in lanes]
         sizes: list[int] = []

@@ -97,7 +97,8 @@ def _expert_panel(plan: Plan, rows: Sequence[UnitSummary], paint: Paint) -> Plan
     total = plan.workload.experts
     assert total is not None  # units hold some of them
     unit_of = {rank: row for row in rows for rank in row.ranks}
-    names, bars = {}, []
+    names: dict[tuple[int, ...], str] = {}
+    bars = []
     for replica, stages in enumerate(plan.replicas):
         for number, stage in enumerate(stages.stages):
             domains = expert_domains(stage, total)

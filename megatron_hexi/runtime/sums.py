@@ -19,7 +19,7 @@ from megatron_hexi.runtime.fused.slots import MOST_TERMS
 
 
 class Term(NamedTuple):
-    """A term of a sum.
+    """One term of a `RowSum`: a tensor, and the heads and rows of the sum that it is added to.
 
     Args:
         heads: its heads of the sum.

@@ -25,7 +25,6 @@ from megatron_hexi.cost.memory import (
     RESERVE_BYTES,
     SLACK_BYTES,
     Holdings,
-    ModelPart,
     part_memory,
     part_params,
     stage_params,
@@ -33,6 +32,7 @@ from megatron_hexi.cost.memory import (
     unit_memory,
 )
 from megatron_hexi.cost.memory_terms import TAGS, Memory, sum_terms
+from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.plan import Group, Member, proportional_plan
 from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
 from tests.support.plans import examples, one_replica

@@ -213,7 +213,9 @@ def replay_layers(
 
 
 def layer_passes(layers: int, most: int, mode: RecomputeMode, has_logits: bool) -> list[LayerPass]:
-    """Return forward passes of some layers, the logits, and as many backward passes with recomputation.
+    """Return the passes to replay: layers forward, the logits if there are any, and layers backward.
+
+    Backward passes recompute as the job says.
 
     Args:
         layers: number of layers to replay.

@@ -16,11 +16,11 @@ from megatron_hexi.cost.fit import Shortage, find_shortage
 from megatron_hexi.cost.memory import (
     GIB,
     RESERVE_BYTES,
-    ModelPart,
     owned_params,
     part_params,
     static_memory,
 )
+from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.errors import HexiError

@@ -43,12 +43,11 @@ from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.memory import (
     GIB,
     Holdings,
-    KindLayers,
-    ModelPart,
     owned_params,
     part_memory,
     part_params,
 )
+from megatron_hexi.cost.model_part import KindLayers, ModelPart
 from megatron_hexi.cost.reductions import repeated_turns
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.stage import exposed_seconds

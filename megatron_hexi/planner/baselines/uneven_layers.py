@@ -82,7 +82,7 @@ class UnevenLayers:
         self.trials = 0
 
     def best(self, faster_than: float = inf) -> Candidate | None:
-        """Return the fastest pipeline that fits and is faster than this; ``None``: there is none."""
+        """Return the fastest pipeline that fits and beats `faster_than` seconds; ``None``: there is none."""
         choices = sorted(self._choices(), key=lambda choice: choice.least_s)
         best: Candidate | None = None
         few = len(self._cluster.ranks) <= _FEW_GPUS

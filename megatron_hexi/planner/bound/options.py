@@ -31,11 +31,11 @@ from megatron_hexi.cost.memory import (
     GIB,
     RESERVE_BYTES,
     Holdings,
-    ModelPart,
     allocated_bytes,
     part_memory,
     part_params,
 )
+from megatron_hexi.cost.model_part import ModelPart
 
 #: Modes of recomputation. A GPU's works are x of each mode, then z of each.
 MODES: Final = len(RECOMPUTES)

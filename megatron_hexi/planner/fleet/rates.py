@@ -7,7 +7,11 @@ import numpy as np
 from megatron_hexi.cost import attention_seconds, token_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
-from megatron_hexi.cost.memory import GIB, ModelPart, token_bytes
+from megatron_hexi.cost.memory import (
+    GIB,
+    token_bytes,
+)
+from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.planner.fleet.units import Fleet
 
 
@@ -46,7 +50,7 @@ class Rates:
 
 
 def _stage_bytes(fleet: Fleet, window: int, shards: int, micro_batches: int) -> Floats:
-    """`token_bytes` of each pipeline stage, [stages, 3]."""
+    """Return bytes of each stage: without tokens, of a token held, of one attended to, [stages, 3]."""
     job = fleet.job
     parts = [fleet.part or ModelPart.of_job(job, stage) for stage in range(job.pipeline_parallel)]
     return np.array([token_bytes(job, part, window, shards, micro_batches) for part in parts])

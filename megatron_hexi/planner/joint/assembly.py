@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.job import layers_again, recompute_mode
-from megatron_hexi.cost.memory import ModelPart
+from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.plan import Exchange, Plan, Replica
 from megatron_hexi.plan import Stage as PlanStage
 from megatron_hexi.plan.parts import worthwhile_parts
@@ -164,7 +164,7 @@ class Assembly:
         placed: StageGpus,
         trials: dict[StagePlace, Trial],
     ) -> Candidate:
-        """Build replicas of a single stage, equal but for their domains, as Megatron's optimizer has them."""
+        """Return the best candidate whose replicas are one stage each and differ in their domains only."""
         stage, count = pipes[0].stages[0], len(pipes)
         together = sum(micro_batches) * self._timer.micro_batch_size
         job = replace(

@@ -20,8 +20,12 @@ from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.experts import section_holdings
 from megatron_hexi.cost.layer import Layer
 from megatron_hexi.cost.layer_bytes import border_bytes
-from megatron_hexi.cost.memory import ModelPart, allocated_bytes, part_memory
+from megatron_hexi.cost.memory import (
+    allocated_bytes,
+    part_memory,
+)
 from megatron_hexi.cost.memory_terms import sum_terms
+from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.reductions import HidesBehind
 from megatron_hexi.cost.stage import free_network
 from megatron_hexi.planner.expert_placement import ExpertRule
@@ -183,7 +187,7 @@ class LayerTimer:
         return 1.0 if beside is None or timed is None else timed.seconds / beside.seconds
 
     def _trial(self, shape: StageShape) -> LayerTimes | None:
-        """Time a layer with the best of a few groupings."""
+        """Predict a layer's time by the cost model, in the fastest of a few groupings."""
         fleet = self._stage_fleet(shape)
         if fleet is None:
             return None

@@ -23,12 +23,11 @@ from megatron_hexi.cost.job import layers_again, recompute_mode
 from megatron_hexi.cost.memory import (
     GIB,
     RESERVE_BYTES,
-    KindLayers,
-    ModelPart,
     owned_params,
     part_params,
     static_memory,
 )
+from megatron_hexi.cost.model_part import KindLayers, ModelPart
 from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.joint.layer_times import LayerTimer, LayerTimes
 from megatron_hexi.planner.joint.pools import Pools, StageShape

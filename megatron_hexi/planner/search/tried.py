@@ -47,7 +47,7 @@ class TriedGroupings:
         return sorted(self._found.values(), key=promise_of)[:most]
 
     def attempt(self, grouping: Grouping) -> Trial:
-        """Time the grouping's first layout, rescaled if memory is short, in its best order."""
+        """Time a grouping's first layout in its best order, balanced anew if memory is short."""
         name = _unordered(grouping)
         if name not in self._found:
             layout = self._nested(grouping)

@@ -11,7 +11,7 @@ _GIB = 2**30
 
 
 def limit_memory(device: Device) -> int:
-    """Limit what this process may allocate to the device's memory, above what it uses so far.
+    """Limit this process to the device's memory, on top of what it already uses.
 
     Call it when torch is imported, and before the job: code and libraries lie outside a device's memory.
 

@@ -1,0 +1,147 @@
+"""The parts of a model that units hold: their layers by kind, and the micro-batches in flight on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
+from megatron_hexi.cost.job import Job, layers_again
+from megatron_hexi.cost.model import Model
+
+
+@dataclass(frozen=True, eq=False)
+class Present:
+    """Numbers of weights on each unit's GPUs and in host memory at the peak (`mesh.residence`), [U] each.
+
+    Args:
+        weights: on the device.
+        gradients: whose gradients are.
+        state: whose optimizer's state is.
+        host_weights: in host memory.
+        host_gradients: whose gradients are.
+        host_state: whose optimizer's state is.
+        host_masters: those of them that the host has as fp32 weights only, and not as the model's too.
+    """
+
+    weights: Floats
+    gradients: Floats
+    state: Floats
+    host_weights: Floats
+    host_gradients: Floats
+    host_state: Floats
+    host_masters: Floats
+
+    def of(self, ranks: Ints) -> Present:
+        """The numbers of some units, from numbers by rank: the largest of each unit's ranks, [U, tp]."""
+        return Present(**{field.name: getattr(self, field.name)[ranks].max(axis=1) for field in fields(self)})
+
+
+class KindLayers(NamedTuple):
+    """Layers of one kind: how many, and how many of them the backward pass computes again."""
+
+    layers: Counts
+    again: Counts
+
+    def kept(self, plain: Floats, repeated: Floats) -> Floats:
+        """Bytes that the layers keep of a micro-batch.
+
+        Args:
+            plain: of a layer that is not computed again.
+            repeated: of one that is.
+        """
+        return self.again * repeated + (self.layers - self.again) * plain
+
+    def seconds(self, once: Floats | float, repeated: Floats | float) -> Floats | float:
+        """Seconds of the layers' passes.
+
+        Args:
+            once: a layer's forward and backward pass.
+            repeated: what its recomputation takes.
+        """
+        return self.layers * once + self.again * repeated
+
+
+@dataclass(frozen=True, eq=False)
+class ModelPart:
+    """The part of the model that units have; numbers, or arrays over units, [U].
+
+    Args:
+        layers: how many.
+        again: how many of them the backward pass computes again: the first ones.
+        is_first: whether with the embedding.
+        is_last: whether with the last norm, the output matrix and the loss.
+        ahead: micro-batches that 1F1B runs forward before the first backward pass, at most: stages from this
+            one to the last.
+        ministages: in how many parts they run; 0: whole, in 1F1B.
+        rows_on_host: whether rows that entered ministages wait in host memory.
+        first_layer: the number of the first of the layers in the model; ``None``: they are a mean of all.
+    """
+
+    layers: Ints | int
+    again: Ints | int
+    is_first: Bools | bool
+    is_last: Bools | bool
+    ahead: Ints | int
+    ministages: Ints | int = 0
+    rows_on_host: Bools | bool = False
+    first_layer: Ints | int | None = None
+
+    @classmethod
+    def of_job(cls, job: Job, stage: Ints | int) -> ModelPart:
+        """The part of a pipeline stage, or of several, of a job whose stages are alike."""
+        return cls(
+            layers=job.stage_layers,
+            again=layers_again(job.stage_layers, job.recompute),
+            is_first=stage == 0,
+            is_last=stage == job.pipeline_parallel - 1,
+            ahead=job.pipeline_parallel - stage,
+            first_layer=stage * job.stage_layers,
+        )
+
+    def of_kinds(self, model: Model) -> list[KindLayers]:
+        """The layers of each of the model's kinds that the part has."""
+        if model.is_uniform:
+            return [KindLayers(self.layers, self.again)]
+        if self.first_layer is None:
+            shares = [kind.layers / model.layers for kind in model.kinds]
+            return [KindLayers(self.layers * share, self.again * share) for share in shares]
+        before, first = np.array(model.layers_before), self.first_layer
+        counts = (before[:, first + count] - before[:, first] for count in (self.layers, self.again))
+        return [KindLayers(*both) for both in zip(*counts, strict=True)]
+
+    @property
+    def borders(self) -> Ints:
+        """Number of neighbouring stages."""
+        return 2 - np.asarray(self.is_first, dtype=int) - np.asarray(self.is_last, dtype=int)
+
+    def of(self, index: Ints | np.int64) -> ModelPart:
+        """The numbers of some of what this one's arrays are over."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return ModelPart(*(value[index] if isinstance(value, np.ndarray) else value for value in values))
+
+    def in_flight(self, micro_batches: Ints) -> Ints:
+        """Micro-batches whose activations are kept at a time, of so many."""
+        return np.where(self.ministages, 1, np.minimum(micro_batches, self.ahead))
+
+    @property
+    def at_once(self) -> Floats:
+        """The part of the layers whose activations are kept at a time: of the largest ministage."""
+        count = np.maximum(self.ministages, 1)
+        return -(-self.layers // count) / np.maximum(self.layers, 1)
+
+    def entered(self, micro_batches: Ints) -> Ints:
+        """Micro-batches whose rows wait after they entered a ministage, over all ministages.
+
+        Nothing enters the first of the model, and what enters the last is used at once.
+        """
+        ends = np.logical_or(self.is_first, self.is_last)
+        return micro_batches * np.maximum(self.ministages - ends, 0)
+
+    @property
+    def run_twice(self) -> Ints | int:
+        """Layers that run forward once more: all ministages but that of the loss."""
+        last = self.is_last * (self.layers // np.maximum(self.ministages, 1))
+        return (self.layers - last) * np.minimum(self.ministages, 1)
