@@ -48,12 +48,15 @@ def _columns(up: Any, config: Any, tp_group: Any, columns: Tensor) -> tuple[Tens
     """Return the input of a projection, normed where it has a norm, of the rows of all ranks of the unit."""
     weight = getattr(up, "layer_norm_weight", None)
     if weight is not None:  # Transformer Engine's norm and projection in one
-        weight = weight + 1 if up.zero_centered_gamma else weight
-        size = (columns.shape[-1],)
+        dtype, bias, size = columns.dtype, getattr(up, "layer_norm_bias", None), (columns.shape[-1],)
+        if up.zero_centered_gamma:  # 16 bits have too few digits for 1 + gamma
+            wide = torch.promote_types(dtype, torch.float32)
+            columns, weight = columns.to(wide), weight.to(wide) + 1
+            bias = None if bias is None else bias.to(wide)
         if up.normalization == "RMSNorm":
-            columns = torch.nn.functional.rms_norm(columns, size, weight, up.eps)
+            columns = torch.nn.functional.rms_norm(columns, size, weight, up.eps).to(dtype)
         else:
-            columns = torch.nn.functional.layer_norm(columns, size, weight, up.layer_norm_bias, up.eps)
+            columns = torch.nn.functional.layer_norm(columns, size, weight, bias, up.eps).to(dtype)
     if config.sequence_parallel:
         return gather_from_sequence_parallel_region(columns, group=tp_group), None
     return copy_to_tensor_model_parallel_region(columns, group=tp_group), None

@@ -117,18 +117,23 @@ def _with_one_copy(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def setup_embeddings_and_output_layer(self: Any) -> None:
         session = active_session()
-        if (
+        has_copy = (
             session is not None
             and session.stages is not None
             and self.share_embeddings_and_output_weights
             and self.post_process
             and not self.pre_process
             and self.mtp_process
-        ):
+        )
+        if has_copy:
             # Megatron makes a weight of the output layer here, uses that of the embedding, and then refuses
             # to save the other.
             self.output_layer.weight = None
         original(self)
+        if has_copy:
+            # Beside what the output layer adds to `main_grad` itself, autograd brings the gradient of the
+            # embedding: DDP adds that too where what the layer returns is zero.
+            self.shared_embedding_or_output_weight().zero_out_wgrad = True
 
     return setup_embeddings_and_output_layer
 

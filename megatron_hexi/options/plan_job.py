@@ -176,26 +176,35 @@ def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, s
     latent, path = workload.latent_exchange, args.hexi_plan
     if latent is None:
         return []
-    if not args.multi_latent_attention:
-        raise PlanError(
-            f"{path}: workload.latent_exchange: latent columns travel, which the job's attention does not "
-            "have; leave it out, or train with --multi-latent-attention"
-        )
-    if is_assumed("<0.19"):
-        raise PlanError(
-            f"{path}: workload.latent_exchange: latent columns travel with megatron-core 0.19 only; leave it "
-            "out"
-        )
-    if "mla_up_proj" in (args.recompute_modules or ()):
-        raise PlanError(
-            f"{path}: workload.latent_exchange: keys and values are made where they are used, and again "
-            "in the backward pass; leave mla_up_proj out of --recompute-modules"
-        )
-    if getattr(args, "delay_wgrad_compute", False):
-        raise PlanError(
-            f"{path}: workload.latent_exchange: the gradient of the matrix that makes keys and values comes "
-            "with attention's; leave out --delay-wgrad-compute"
-        )
+    has_pattern = getattr(args, "hybrid_layer_pattern", None)
+    refusals = (
+        (
+            not args.multi_latent_attention or bool(has_pattern),
+            (
+                "latent columns travel, which the job's attention does not have; leave it out, or train with "
+                "--multi-latent-attention and without --hybrid-layer-pattern"
+            ),
+        ),
+        (is_assumed("<0.19"), "latent columns travel with megatron-core 0.19 only; leave it out"),
+        (
+            "mla_up_proj" in (args.recompute_modules or ()),
+            "keys and values are made again anyway; leave mla_up_proj out of --recompute-modules",
+        ),
+        (
+            getattr(args, "mla_down_proj_fusion", False),
+            "queries and latent columns come of two products; leave out --mla-down-proj-fusion",
+        ),
+        (
+            getattr(args, "delay_wgrad_compute", False),
+            (
+                "the gradient of the matrix that makes keys and values comes with attention's; leave out "
+                "--delay-wgrad-compute"
+            ),
+        ),
+    )
+    for refused, why in refusals:
+        if refused:
+            raise PlanError(f"{path}: workload.latent_exchange: {why}")
     place = "latent_exchange."
     return [
         (f"{place}kv_rank", latent.kv_rank, "--kv-lora-rank", args.kv_lora_rank),

@@ -69,8 +69,8 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             lambda args: (
                 bool(args.mtp_num_layers) and (args.pipeline_model_parallel_size > 1 or is_packed(args))
             ),
-            "it is not tested over pipeline stages or within documents",
-            "give --pipeline-model-parallel-size 1, and no --dataloader-inter-document-masking or --sft",
+            "it is not tested within documents, or over pipeline stages without layers of their own",
+            "leave out --pipeline-model-parallel-size, --dataloader-inter-document-masking and --sft",
             "with --pipeline-model-parallel-size above 1, --dataloader-inter-document-masking or --sft",
         ),
         given("--hidden-dropout", DRAWS, "give --hidden-dropout 0"),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_hexi.megatron import multi_token
+from megatron_hexi.megatron.multi_token import MULTI_TOKEN_PATCHES
 from tests.megatron.checkpoint_contents import tensors_of
 from tests.megatron.conftest import job
 from tests.megatron.option_cases import FURTHER_TOKENS
@@ -209,3 +212,24 @@ def test_any_layout_goes_on_from_any_other(saver, loader, trainings, forks, tmp_
     assert log.iterations == [3, 4]
     assert log.losses == pytest.approx(whole.losses[2:], rel=1e-5)
     assert log.grad_norms == pytest.approx(whole.grad_norms[2:], rel=1e-5)
+
+
+def test_both_gradients_of_a_tied_copy_are_added(monkeypatch):
+    """Kernels that add to `main_grad` themselves run on GPUs only; here what tells DDP to add the other too."""
+    (patch,) = [
+        one for one in MULTI_TOKEN_PATCHES if one.target.endswith("setup_embeddings_and_output_layer")
+    ]
+    monkeypatch.setattr(multi_token, "active_session", lambda: SimpleNamespace(stages=object()))
+    for first in (False, True):
+        weight, own = SimpleNamespace(zero_out_wgrad=False), SimpleNamespace(weight="its own")
+        model = SimpleNamespace(
+            share_embeddings_and_output_weights=True,
+            pre_process=first,
+            post_process=True,
+            mtp_process=True,
+            output_layer=own,
+            shared_embedding_or_output_weight=lambda weight=weight: weight,
+        )
+        patch.build(lambda self: None)(model)
+        assert weight.zero_out_wgrad is not first
+        assert own.weight == ("its own" if first else None)
