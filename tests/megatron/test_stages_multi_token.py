@@ -215,7 +215,7 @@ def test_any_layout_goes_on_from_any_other(saver, loader, trainings, forks, tmp_
 
 
 def test_both_gradients_of_a_tied_copy_are_added(monkeypatch):
-    """Kernels that add to `main_grad` themselves run on GPUs only; here what tells DDP to add the other too."""
+    """Kernels that add to `main_grad` run on GPUs only; here what tells DDP to add the other gradient too."""
     (patch,) = [
         one for one in MULTI_TOKEN_PATCHES if one.target.endswith("setup_embeddings_and_output_layer")
     ]
