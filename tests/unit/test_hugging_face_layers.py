@@ -254,7 +254,7 @@ def test_a_model_with_vision_says_that_vision_is_left_out(write):
     ("config", "said"),
     [
         (MISTRAL, "sliding_window = 4096: attention in a window is not converted; set it to null"),
-        (MIXTRAL, 'model_type = "mixtral": another architecture is not converted; give one of llama'),
+        (LLAMA4, 'model_type = "llama4_text": another architecture is not converted; give one of llama'),
     ],
 )
 def test_what_is_read_but_not_converted_is_refused_by_name(write, config, said):
