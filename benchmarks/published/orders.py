@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import fmean
+from statistics import correlation, fmean
 from typing import NamedTuple
 
 from benchmarks.published.predict import Comparison
@@ -13,7 +13,7 @@ _LEAST = 3
 
 
 class Order(NamedTuple):
-    """How well the model ranks the layouts of one job.
+    """The model's order of the layouts of one job, beside the published one.
 
     Attributes:
         table: its table's name.
@@ -49,7 +49,7 @@ def orders(rows: Sequence[Comparison]) -> Iterator[Order]:
             own[0].table,
             job,
             len(layouts),
-            _spearman(published, predicted),
+            correlation(published, predicted, method="ranked"),
             layouts[first],
             published[first] / min(published) - 1,
         )
@@ -59,17 +59,3 @@ def _time(row: Comparison, which: str) -> float:
     """Seconds, or what is proportional to them."""
     value: float = getattr(row, which)
     return value if row.unit == "s" else 1 / value
-
-
-def _spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return Spearman's rank correlation; equal values share their mean rank."""
-    a, b = _ranks(one), _ranks(other)
-    middle = (len(a) - 1) / 2
-    covariance = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
-    spread = (sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)) ** 0.5
-    return covariance / spread if spread else 0.0
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    ordered = sorted(values)
-    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]

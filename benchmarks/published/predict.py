@@ -135,8 +135,7 @@ def _timed(row: Row) -> tuple[Job, Timing]:
 
 def misfit(table: Table, row: Row) -> Misfit | None:
     """What the model says of a row that ran, where it says that it does not fit."""
-    wanted = job(row)
-    timing = CostModel(wanted, equal_cluster(row)).timing(training_plan(row, wanted))
+    wanted, timing = _timed(row)
     needed, usable = _needed_gib(row, wanted, timing), float(timing.usable[0].min()) / GIB
     return Misfit(table.name, table.label.format(row=row), needed, usable) if needed > usable else None
 

@@ -24,11 +24,7 @@ from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.job_check import check_job
 from megatron_hexi.cost.layer_bytes import input_bytes
 from megatron_hexi.cost.library_bytes import message_buffer_bytes, message_channels
-from megatron_hexi.cost.memory import (
-    part_host_memory,
-    part_memory,
-    part_params,
-)
+from megatron_hexi.cost.memory import part_host_memory, part_memory, part_params
 from megatron_hexi.cost.ministage_pipeline import Passing
 from megatron_hexi.cost.model_part import ModelPart, Present
 from megatron_hexi.cost.network import LinkTable

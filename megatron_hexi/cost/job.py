@@ -155,13 +155,14 @@ class Job:
     @property
     def exchanged_columns(self) -> int:
         """Columns of a KV head that travel between ranks: those of key and value, or all latent columns."""
-        model = self.model
-        if self.latent_exchange and model.latent is not None:
-            return model.latent.kv_rank + model.latent.rotary_dim
-        return model.head_dim + model.value_dim
+        return sum(self.workload().exchanged_sizes)
 
     def workload(self) -> Workload:
         """The workload of plans for this job."""
+        return self._workload
+
+    @cached_property
+    def _workload(self) -> Workload:
         model = self.model
         columns = None
         if self.latent_exchange and model.latent is not None:

@@ -15,11 +15,7 @@ from megatron_hexi.cost.experts import ExpertsOnRanks
 from megatron_hexi.cost.held_weights import HeldWeights
 from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.memory import (
-    GRADIENT_BYTES,
-    owned_params,
-    part_params,
-)
+from megatron_hexi.cost.memory import GRADIENT_BYTES, owned_params, part_params
 from megatron_hexi.cost.ministage_pipeline import Passing
 from megatron_hexi.cost.model_part import ModelPart, Present
 from megatron_hexi.cost.rings import Rings
@@ -129,10 +125,11 @@ def repeated_turns(job: Job, stages: Iterable[tuple[ModelPart, Ints, int]], ring
             for each stage.
         rings: of the cluster.
     """
-    turns = tuple(Turn([], one.hides_behind) for one in weight_collectives(job))
+    collectives = weight_collectives(job)
+    turns = tuple(Turn([], one.hides_behind) for one in collectives)
     for part, gpus, domains in stages:
         params = part_params(job, part)
-        for turn, one in zip(turns, weight_collectives(job), strict=True):
+        for turn, one in zip(turns, collectives, strict=True):
             seconds = rings.seconds(gpus, float(params * one.element_bytes), job.tensor_parallel)
             turn.seconds.append(np.full(domains, seconds))
     if job.distributed_optimizer:

@@ -28,7 +28,7 @@ from megatron_hexi.plan.proportion import proportional_domain, proportional_plan
 from megatron_hexi.plan.schedule import Schedule, Schedules, Step, Transfer, build_schedule
 from megatron_hexi.plan.shares import Share, assign_micro_batches, has_equal_replicas
 from megatron_hexi.plan.terms import Estimate, JobTerms, Provenance, UnitRates
-from megatron_hexi.plan.traffic import Traffic, backward_traffic, forward_traffic
+from megatron_hexi.plan.traffic import LayerTraffic, Traffic, attention_traffic
 
 __all__ = [
     "Block",
@@ -38,6 +38,7 @@ __all__ = [
     "Group",
     "JobTerms",
     "LatentColumns",
+    "LayerTraffic",
     "Mask",
     "Member",
     "Plan",
@@ -54,10 +55,9 @@ __all__ = [
     "UnitRates",
     "Workload",
     "assign_micro_batches",
-    "backward_traffic",
+    "attention_traffic",
     "build_schedule",
     "dump_plan",
-    "forward_traffic",
     "has_equal_replicas",
     "plan_dict",
     "plan_digest",

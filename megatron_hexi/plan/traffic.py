@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.schedule import Schedule, Transfer
@@ -26,15 +27,27 @@ class Traffic:
     message_bytes: int
 
 
-def forward_traffic(
+class LayerTraffic(NamedTuple):
+    """The traffic of both passes.
+
+    Args:
+        forward: query, key and value in, keys and values exchanged, output back.
+        backward: the output's gradient in, keys, values and their gradients exchanged, all gradients back.
+    """
+
+    forward: Traffic
+    backward: Traffic
+
+
+def attention_traffic(
     schedule: Schedule,
     head_dim: int,
     batch: int,
     element_bytes: int,
     value_dim: int | None = None,
     exchanged: int | None = None,
-) -> Traffic:
-    """Return the traffic of a forward pass: query, key and value in, keys and values exchanged, output back.
+) -> LayerTraffic:
+    """Return what a rank sends in an attention layer.
 
     Halves of queries and of outputs are all-to-alls of their own.
 
@@ -48,47 +61,24 @@ def forward_traffic(
     """
     values = head_dim if value_dim is None else value_dim
     columns = head_dim + values if exchanged is None else exchanged
-    inward = sum(
-        schedule.tokens * (_size(heads) * head_dim + _size(kv) * columns)
-        for i, (heads, kv) in enumerate(zip(schedule.heads, schedule.kv, strict=True))
-        if i != schedule.position
-    )
-    outward = schedule.own_heads * values * (schedule.group_tokens - schedule.tokens)
-    sends = [send for step in schedule.steps for send in step.sends]
-    return Traffic(
-        all_to_alls=2 * len(schedule.halves) if exchanges_heads(schedule) else 0,
-        all_to_all_bytes=(inward + outward) * batch * element_bytes,
-        messages=len(sends),
-        message_bytes=_keys_and_values(sends, columns) * batch * element_bytes,
-    )
-
-
-def backward_traffic(
-    schedule: Schedule,
-    head_dim: int,
-    batch: int,
-    element_bytes: int,
-    value_dim: int | None = None,
-    exchanged: int | None = None,
-) -> Traffic:
-    """Return the traffic of a backward pass: output gradient in, keys and values, their gradients, all back.
-
-    Arguments are those of `forward_traffic`.
-    """
-    values = head_dim if value_dim is None else value_dim
-    columns = head_dim + values if exchanged is None else exchanged
-    inward = values * sum(
-        schedule.tokens * _size(heads) for i, heads in enumerate(schedule.heads) if i != schedule.position
-    )
-    own_columns = schedule.own_heads * head_dim + _size(schedule.own_kv) * columns
-    outward = own_columns * (schedule.group_tokens - schedule.tokens)
+    others = [i for i in range(len(schedule.heads)) if i != schedule.position]
+    elsewhere = schedule.group_tokens - schedule.tokens
     sends = [send for step in schedule.steps for send in step.sends]
     returns = [receive for step in schedule.steps for receive in step.receives]
-    return Traffic(
-        all_to_alls=2 * len(schedule.halves) if exchanges_heads(schedule) else 0,
-        all_to_all_bytes=(inward + outward) * batch * element_bytes,
-        messages=len(sends) + len(returns),
-        message_bytes=_keys_and_values([*sends, *returns], columns) * batch * element_bytes,
+
+    def traffic(inward: int, outward: int, messages: Sequence[Transfer]) -> Traffic:
+        return Traffic(
+            all_to_alls=2 * len(schedule.halves) if exchanges_heads(schedule) else 0,
+            all_to_all_bytes=(inward + outward) * batch * element_bytes,
+            messages=len(messages),
+            message_bytes=_keys_and_values(messages, columns) * batch * element_bytes,
+        )
+
+    heads, kv = (schedule.tokens * sum(_size(of[i]) for i in others) for of in (schedule.heads, schedule.kv))
+    own_columns = schedule.own_heads * head_dim + _size(schedule.own_kv) * columns
+    return LayerTraffic(
+        traffic(heads * head_dim + kv * columns, elsewhere * schedule.own_heads * values, sends),
+        traffic(heads * values, elsewhere * own_columns, [*sends, *returns]),
     )
 
 

@@ -13,10 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost.memory import (
-    GIB,
-    static_memory,
-)
+from megatron_hexi.cost.memory import GIB, static_memory
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.plan.flags import spell_flag

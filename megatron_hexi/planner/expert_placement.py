@@ -45,9 +45,9 @@ def expert_rules(job: Job, cluster: Cluster, fixed: int | None = None) -> list[E
     model, experts = job.model, job.model.experts
     if experts is None:
         return [IN_WHOLE_STAGES]
-    devices = [node.device for node in cluster.nodes]
     if fixed is not None:
         return [ExpertRule(fixed)]
+    devices = [node.device for node in cluster.nodes]
     rules = [IN_WHOLE_STAGES]
     if len({device.usable_gib / max(device.layer_matmul.rates) for device in devices}) > 1:
         rules.append(ExpertRule(None, "memory"))

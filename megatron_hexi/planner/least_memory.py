@@ -12,11 +12,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.experts import section_holdings
 from megatron_hexi.cost.hosts import Hosts
-from megatron_hexi.cost.memory import (
-    part_host_memory,
-    part_memory,
-    part_params,
-)
+from megatron_hexi.cost.memory import part_host_memory, part_memory, part_params
 from megatron_hexi.cost.model_part import Present
 from megatron_hexi.plan.terms import Offload, Recompute
 from megatron_hexi.planner.joint import Candidate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_hexi.plan import Plan, Traffic, backward_traffic, build_schedule, forward_traffic
+from megatron_hexi.plan import Plan, Traffic, attention_traffic, build_schedule
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.terms import Offload, Recompute
 from megatron_hexi.plan.units import Unit, unit_rows
@@ -81,7 +81,7 @@ def _summary(plan: Plan, number: int, unit: Unit) -> UnitSummary:
     workload = plan.workload_of(unit.domain)
     schedule = build_schedule(workload, unit.domain, unit.member, unit.exchange.parts)
     sizes = workload.value_dim, sum(workload.exchanged_sizes)
-    counted = (schedule, workload.head_dim, BATCH, ELEMENT_BYTES, *sizes)
+    forward, backward = attention_traffic(schedule, workload.head_dim, BATCH, ELEMENT_BYTES, *sizes)
     return UnitSummary(
         rank=number,
         ranks=unit.ranks,
@@ -103,6 +103,6 @@ def _summary(plan: Plan, number: int, unit: Unit) -> UnitSummary:
         segments=schedule.segments,
         state=unit.state,
         experts=unit.domain.members[unit.member].experts,
-        forward=forward_traffic(*counted),
-        backward=backward_traffic(*counted),
+        forward=forward,
+        backward=backward,
     )

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from megatron_hexi.plan import (
     Traffic,
     Workload,
-    backward_traffic,
+    attention_traffic,
     build_schedule,
-    forward_traffic,
     proportional_plan,
 )
 from megatron_hexi.plan.program import Batch, OwnBlock, Post, Wait
@@ -221,8 +220,8 @@ def test_collectives_messages_and_bytes_are_those_that_the_plan_says(plan, batch
         counted = run_ranks(plan.units, work)
     size = (workload.head_dim, batch, dtype.itemsize, workload.value_dim)
     for schedule, (forward, backward) in zip(schedules_of(plan), counted, strict=True):
-        assert forward == forward_traffic(schedule, *size)
-        assert backward == backward_traffic(schedule, *size)
+        assert forward == attention_traffic(schedule, *size).forward
+        assert backward == attention_traffic(schedule, *size).backward
 
 
 @given(plan=plans(), window=st.integers(1, 4))

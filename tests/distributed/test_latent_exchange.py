@@ -73,7 +73,7 @@ def plain_results(tensors, mask, scale):
 
 
 def planned_results(plan, tensors, mask, scale):
-    """The same by threads, a rank each; gradients of sinks and matrix are summed over ranks."""
+    """Return output and gradients by threads, a rank each; those of sinks and matrix are sums over ranks."""
     domain = plan.replicas[0].domain
     places = [
         positions_of(build_schedule(plan.workload, domain, index, plan.exchange.parts, mask).segments)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_hexi.plan import Plan, read_plan
+from megatron_hexi.plan import LatentColumns, Plan, read_plan
 from tests.megatron.checkpoint_contents import tensors_of
 from tests.megatron.conftest import References, job, skip_what_is_not_there
 from tests.megatron.forked import Forks
@@ -45,15 +45,14 @@ class Kind:
     sizes: dict[str, Any] = field(default_factory=dict)
 
     def fit(self, plan: Plan) -> Plan:
-        workload = plan.workload
-        kv_heads = self.sizes.get("kv_heads", workload.kv_heads)
-        value_dim = self.sizes.get("value_dim", workload.value_dim)
-        return replace(plan, workload=replace(workload, kv_heads=kv_heads, value_dim=value_dim))
+        return replace(plan, workload=replace(plan.workload, **self.sizes))
 
 
+LATENT_SIZES = {"kv_heads": 6, "value_dim": 24}
 KINDS = {
     "windows-sinks": Kind((*WINDOW, "--window-attn-skip-freq", "2", *SINKS)),
-    "latent": Kind(LATENT, LATENT_SPEC, {"kv_heads": 6, "value_dim": 24}),
+    "latent": Kind(LATENT, LATENT_SPEC, LATENT_SIZES),
+    "latent-columns": Kind(LATENT, LATENT_SPEC, LATENT_SIZES | {"latent_exchange": LatentColumns(32, 8)}),
     "prediction": Kind((*FURTHER_TOKENS, "--calculate-per-token-loss")),
     "hybrid": Kind(HYBRID),
 }
@@ -62,7 +61,7 @@ KINDS = {
 #: ministages, with all that can be in host memory there.
 OFFLOADED = """\
 version: 2
-workload: {seq_length: 127, heads: 6, kv_heads: KV, head_dim: 16, value_dim: VALUE, layers: 6}
+workload: {seq_length: 127, heads: 6, kv_heads: 2, head_dim: 16, layers: 6}
 job: {micro_batch_size: 4}
 replicas:
 - stages:
@@ -85,28 +84,20 @@ replicas:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["windows-sinks", "latent"])
+@pytest.mark.parametrize("name", ["windows-sinks", "latent", "latent-columns"])
 def test_stages_that_offload_have_each_gradient_of_one_rank(
     name: str, forks: Forks, references: References, tmp_path: Path
 ):
     kind = KINDS[name]
-    sizes = {"kv_heads": 2, "value_dim": 16} | kind.sizes
     path = tmp_path / "plan.yaml"
-    path.write_text(OFFLOADED.replace("KV", str(sizes["kv_heads"])).replace("VALUE", str(sizes["value_dim"])))
-    plan = read_plan(path)
+    path.write_text(OFFLOADED)
+    plan = kind.fit(read_plan(path))
     start = references((*IN_STAGES, *kind.model, *kind.reference), 1)[0]
     logs, moments = [], []
     for own, ranks, used in ((kind.reference, 1, None), ((), plan.ranks, plan)):
         folder = tmp_path / str(ranks)
-        words: list[str | Path] = [
-            *job((*IN_STAGES, *kind.model)),
-            *own,
-            *steps(3),
-            "--load",
-            start,
-            "--finetune",
-        ]
-        words += ["--save", folder / "saved", "--save-interval", "1"]
+        words: list[str | Path] = [*job((*IN_STAGES, *kind.model)), *own, *steps(3), "--load", start]
+        words += ["--finetune", "--save", folder / "saved", "--save-interval", "1"]
         logs.append(forks.train(folder, ranks=ranks, args=words, plan=used))
         prefix = "optimizer.state.exp_avg."
         saved = tensors_of(folder / "saved" / "iter_0000001")
@@ -119,7 +110,7 @@ def test_stages_that_offload_have_each_gradient_of_one_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["latent", "hybrid"])
+@pytest.mark.parametrize("name", ["latent", "latent-columns", "hybrid"])
 def test_unequal_replicas_train_as_one_rank(name: str, forks: Forks, references: References, tmp_path: Path):
     kind = KINDS[name]
     skip_what_is_not_there(kind.model)

@@ -70,7 +70,6 @@ CASES = {
     "dealt": Case(DEALT, FURTHER_TOKENS),
     "untied-replicas": Case(REPLICAS, (*FURTHER_TOKENS, *UNTIED), SMALL_BUCKETS),
     "tied-samples": Case(SAMPLES, FURTHER_TOKENS, SEQUENCE),
-    "learned-positions": Case(REPLICAS, (*FURTHER_TOKENS, "--position-embedding-type", "learned_absolute")),
 }
 HEADS = ("mtp_1 loss", "mtp_2 loss")
 
@@ -138,7 +137,7 @@ def test_the_comparison_finds_a_fault(fault, forks, references, documents, tmp_p
     assert difference > 1e-4
 
 
-@pytest.mark.parametrize("name", ["replicas", pytest.param("samples", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["replicas", pytest.param("tied-samples", marks=pytest.mark.slow)])
 def test_each_weight_and_its_gradient_is_that_of_one_rank(name, forks, references, documents, tmp_path):
     """After one step of SGD: its momentum is the gradient, clipped."""
     case = CASES[name]

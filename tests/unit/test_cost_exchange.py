@@ -12,7 +12,7 @@ from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.layer import message_bytes
 from megatron_hexi.cost.overlap import EntryTimes, ExchangePart, pass_ends
-from megatron_hexi.plan import Group, Member, Workload, backward_traffic, build_schedule, forward_traffic
+from megatron_hexi.plan import Group, Member, Workload, attention_traffic, build_schedule
 from tests.support.costs import TINY, plan_arrays, tiny_job
 from tests.support.plans import SPARSE, TORN, examples, one_replica, plans
 
@@ -110,8 +110,7 @@ def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch):
     for replica in plan.replicas:
         for index, member in enumerate(replica.domain.members):
             schedule = build_schedule(workload, replica.domain, index, plan.exchange.parts)
-            there = forward_traffic(schedule, workload.head_dim, batch, 2)
-            back = backward_traffic(schedule, workload.head_dim, batch, 2)
+            there, back = attention_traffic(schedule, workload.head_dim, batch, 2)
             assert list(sent[:, member.number]) == [
                 there.all_to_all_bytes,
                 back.all_to_all_bytes,

@@ -32,9 +32,8 @@ from megatron_hexi.cost.library_bytes import workspace_bytes
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan import (
     LatentColumns,
-    backward_traffic,
+    attention_traffic,
     build_schedule,
-    forward_traffic,
     proportional_plan,
 )
 from megatron_hexi.report.unit_summary import unit_summaries
@@ -86,7 +85,10 @@ def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch, travel):
         for index, member in enumerate(replica.domain.members):
             schedule = build_schedule(workload, replica.domain, index, plan.exchange.parts)
             sizes = workload.head_dim, batch, 2, workload.value_dim, sum(workload.exchanged_sizes)
-            there, back = forward_traffic(schedule, *sizes), backward_traffic(schedule, *sizes)
+            there, back = (
+                attention_traffic(schedule, *sizes).forward,
+                attention_traffic(schedule, *sizes).backward,
+            )
             assert list(sent[:, member.number]) == [
                 there.all_to_all_bytes,
                 back.all_to_all_bytes,

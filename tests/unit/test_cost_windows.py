@@ -14,7 +14,7 @@ from megatron_hexi.cost.layer import message_bytes
 from megatron_hexi.cost.layer_bytes import Flights, working_set_bytes
 from megatron_hexi.cost.layer_kinds import Window
 from megatron_hexi.cost.windows import own_pairs
-from megatron_hexi.plan import Mask, backward_traffic, build_schedule, forward_traffic
+from megatron_hexi.plan import Mask, attention_traffic, build_schedule
 from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
 from tests.support.plans import RAGGED, RANDOMS, SPARSE, TORN, examples, plans, workloads
 
@@ -126,8 +126,8 @@ def check_against_schedules(plan, window, batch):
                 workload, replica.domain, index, plan.exchange.parts, Mask(window=window - 1)
             )
             sizes = workload.head_dim, batch, 2, workload.value_size
-            assert sent[0, rank] == pytest.approx(forward_traffic(schedule, *sizes).message_bytes)
-            assert sent[1, rank] == pytest.approx(backward_traffic(schedule, *sizes).message_bytes)
+            assert sent[0, rank] == pytest.approx(attention_traffic(schedule, *sizes).forward.message_bytes)
+            assert sent[1, rank] == pytest.approx(attention_traffic(schedule, *sizes).backward.message_bytes)
             for step in schedule.steps:
                 expected += [(ranks[r.peer], rank, r.kv[1] - r.kv[0], r.keys) for r in step.receives]
     assert sorted(messages) == sorted(expected)

@@ -23,9 +23,10 @@ from megatron_hexi.lab.simulator import compare_with_model, simulate
 from megatron_hexi.lab.simulator.replay import replay_layers
 from megatron_hexi.lab.simulator.unit_program import FINISH
 from megatron_hexi.lab.simulator.work import layer_work
-from megatron_hexi.plan import Replica, backward_traffic, build_schedule, forward_traffic, proportional_plan
+from megatron_hexi.plan import Replica, attention_traffic, build_schedule, proportional_plan
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.plans import SPARSE, TORN, examples, plans
+from tests.support.replayed import sent_bytes
 
 GB = 1e9
 
@@ -75,14 +76,13 @@ def check_traffic(plan, recompute):
     job = job_for(plan, recompute=recompute)
     found, work, cost = replay(plan, job, nodes_for(plan, per="node"))
     assert np.isfinite(found.log.arrived).all()
-    inside, inside_in = (found.sent("all_to_all", received) for received in (False, True))
-    between, between_in = (found.sent("exchange", received) for received in (False, True))
+    inside, inside_in = (sent_bytes(found, "all_to_all", received) for received in (False, True))
+    between, between_in = (sent_bytes(found, "exchange", received) for received in (False, True))
     for part in plan.replicas:
         members = part.domain.members
         for index, member in enumerate(members):
             schedule = build_schedule(plan.workload, part.domain, index, plan.exchange.parts)
-            there = forward_traffic(schedule, plan.workload.head_dim, 1, 2)
-            back = backward_traffic(schedule, plan.workload.head_dim, 1, 2)
+            there, back = attention_traffic(schedule, plan.workload.head_dim, 1, 2)
             for number, lap in enumerate(found.laps):
                 expected = back if lap.way == "backward" else there
                 wanted = (

@@ -19,6 +19,7 @@ from megatron_hexi.plan import Exchange, proportional_plan
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.expert_plans import expert_plan
 from tests.support.plans import examples
+from tests.support.replayed import sent_bytes
 from tests.unit.test_cost_experts import EXPERTS, MIXED, SPARSE, one_stage, workload
 
 FAST = 1e6  # GB/s: a network that takes no time
@@ -125,7 +126,10 @@ def test_every_row_that_goes_to_an_expert_comes_back(seed, ranks):
             )
             whole = found[0].whole
             assert np.isfinite(whole.log.arrived).all()
-            sent, received = whole.sent("expert_all_to_all"), whole.sent("expert_all_to_all", received=True)
+            sent, received = (
+                sent_bytes(whole, "expert_all_to_all"),
+                sent_bytes(whole, "expert_all_to_all", received=True),
+            )
             # A pass's rows go there and come back, so that a unit sends as much as it receives.
             assert sent == pytest.approx(received)
             for number, replay in zip(alike, found, strict=True):

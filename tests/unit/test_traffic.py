@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.plan import Traffic, backward_traffic, build_schedule, forward_traffic
+from megatron_hexi.plan import Traffic, attention_traffic, build_schedule
 from megatron_hexi.plan.heads import kv_range
 from tests.support.plans import TORN, examples, plans
 
@@ -35,7 +35,10 @@ def test_bytes_between_members_are_the_heads_that_move_for_each_token(plan):
             keys_out = sum(2 * member.tokens * len(held_kv(other, ratio)) for other in others)
             back = sum(other.tokens * heads for other in others)
             keys_back = sum(2 * other.tokens * kv for other in others)
-            forward, backward = forward_traffic(schedule, **SIZES), backward_traffic(schedule, **SIZES)
+            forward, backward = (
+                attention_traffic(schedule, **SIZES).forward,
+                attention_traffic(schedule, **SIZES).backward,
+            )
             assert forward.all_to_all_bytes == (query_out + keys_out + back) * ELEMENT
             # The output's gradient goes where the queries went; three gradients come back.
             assert backward.all_to_all_bytes == (query_out + back + keys_back) * ELEMENT
@@ -59,8 +62,8 @@ def test_what_is_sent_between_groups_is_what_the_users_hold_for_it(plan):
         for step in schedule.steps
         for part in step.parts
     )
-    forward = [forward_traffic(schedule, **SIZES) for schedule in schedules]
-    backward = [backward_traffic(schedule, **SIZES) for schedule in schedules]
+    forward = [attention_traffic(schedule, **SIZES).forward for schedule in schedules]
+    backward = [attention_traffic(schedule, **SIZES).backward for schedule in schedules]
     assert sum(traffic.message_bytes for traffic in forward) == received * ELEMENT
     assert sum(traffic.message_bytes for traffic in backward) == 2 * received * ELEMENT
     assert sum(traffic.messages for traffic in backward) == 2 * sum(traffic.messages for traffic in forward)
@@ -70,8 +73,8 @@ def test_what_is_sent_between_groups_is_what_the_users_hold_for_it(plan):
 @examples(50)
 def test_bytes_grow_with_batch_head_size_and_element(plan, batch, element_bytes):
     schedule = build_schedule(plan.workload, plan.replicas[0].domain, 0, plan.exchange.parts)
-    one = forward_traffic(schedule, 1, 1, 1)
-    many = forward_traffic(schedule, 5, batch, element_bytes)
+    one = attention_traffic(schedule, 1, 1, 1).forward
+    many = attention_traffic(schedule, 5, batch, element_bytes).forward
     factor = 5 * batch * element_bytes
     assert many == Traffic(
         one.all_to_alls, one.all_to_all_bytes * factor, one.messages, one.message_bytes * factor
@@ -84,6 +87,6 @@ def test_by_hand():
     # 0, 1 and 1: 9 x (4 + 2 x 3) out; 2 heads of 5 tokens back. Group 1 sees its front half, 5 tokens, of
     # which the rank's KV head is asked for by rank 4 only.
     schedule = build_schedule(TORN.workload, domain, 0, 1)
-    assert forward_traffic(schedule, 1, 1, 1) == Traffic(2, 9 * 10 + 2 * 5, 1, 2 * 1 * 5)
+    assert attention_traffic(schedule, 1, 1, 1).forward == Traffic(2, 9 * 10 + 2 * 5, 1, 2 * 1 * 5)
     # The gradient of rank 4's 15 keys goes back to it beside that.
-    assert backward_traffic(schedule, 1, 1, 1) == Traffic(2, 9 * 4 + (2 + 2) * 5, 2, 2 * 5 + 2 * 15)
+    assert attention_traffic(schedule, 1, 1, 1).backward == Traffic(2, 9 * 4 + (2 + 2) * 5, 2, 2 * 5 + 2 * 15)

@@ -104,16 +104,6 @@ class Replay:
                 unit_times.append((lap, start, stop))
         return times
 
-    def sent(self, phase: str, received: bool = False) -> Floats:
-        """Return bytes that each unit sent (or received) in batches of a phase, [passes, U]."""
-        program = self.program
-        unit_bytes = np.zeros((len(self.laps), len(program.units)))
-        ends = program.dst if received else program.src
-        for number, (batch, _) in enumerate(program.batches):
-            if batch.phase == phase and np.isfinite(self.log.arrived[number]):
-                unit_bytes[batch.lap, ends[number]] += program.size[number]
-        return unit_bytes
-
 
 @dataclass(frozen=True, eq=False)
 class SectionReplay:

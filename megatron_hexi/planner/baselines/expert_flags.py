@@ -14,12 +14,7 @@ from megatron_hexi.cost.compute import device_speeds, token_times
 from megatron_hexi.cost.experts import busiest_rows, exchange_seconds, routed_times
 from megatron_hexi.cost.job import layers_again
 from megatron_hexi.cost.layer_bytes import Flights
-from megatron_hexi.cost.memory import (
-    GIB,
-    Holdings,
-    part_memory,
-    part_params,
-)
+from megatron_hexi.cost.memory import GIB, Holdings, owned_params, part_memory, part_params
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.plan.terms import Recompute
@@ -111,9 +106,8 @@ class EqualFloor:
         ranks = self._gpus // flags.pipeline
         routed = float(part_params(job, part, held.experts) - part_params(job, part))
         whole = float(part_params(job, part))
-        owned = whole + routed
-        if job.distributed_optimizer:
-            owned = whole * flags.tensor / ranks + routed * flags.expert / ranks
+        owned = owned_params(job, whole, ranks / flags.tensor)
+        owned = owned + owned_params(job, routed, ranks / flags.expert)
         needed = sum(float(term.max()) for term in part_memory(job, part, held, 1, owned).values())
         usable = [device.usable_gib * GIB for device in self._devices]
         return needed <= (min(usable) if flags.pipeline == 1 else max(usable))

@@ -13,13 +13,7 @@ import numpy as np
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, CostModel, Job
 from megatron_hexi.cost.fit import Shortage, find_shortage
-from megatron_hexi.cost.memory import (
-    GIB,
-    RESERVE_BYTES,
-    owned_params,
-    part_params,
-    static_memory,
-)
+from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, owned_params, part_params, static_memory
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings

@@ -40,13 +40,7 @@ from megatron_hexi.cost.compute import (
 )
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer_bytes import Flights
-from megatron_hexi.cost.memory import (
-    GIB,
-    Holdings,
-    owned_params,
-    part_memory,
-    part_params,
-)
+from megatron_hexi.cost.memory import GIB, Holdings, owned_params, part_memory, part_params
 from megatron_hexi.cost.model_part import KindLayers, ModelPart
 from megatron_hexi.cost.reductions import repeated_turns
 from megatron_hexi.cost.rings import Rings

@@ -27,14 +27,7 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import tensor_parallel_seconds
 from megatron_hexi.cost.compute import device_speeds, logits_times, optimizer_seconds, rates, token_times
 from megatron_hexi.cost.layer_bytes import Flights, logit_bytes, logits_bytes
-from megatron_hexi.cost.memory import (
-    GIB,
-    RESERVE_BYTES,
-    Holdings,
-    allocated_bytes,
-    part_memory,
-    part_params,
-)
+from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, Holdings, allocated_bytes, part_memory, part_params
 from megatron_hexi.cost.model_part import ModelPart
 
 #: Modes of recomputation. A GPU's works are x of each mode, then z of each.

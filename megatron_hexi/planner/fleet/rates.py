@@ -7,10 +7,7 @@ import numpy as np
 from megatron_hexi.cost import attention_seconds, token_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
-from megatron_hexi.cost.memory import (
-    GIB,
-    token_bytes,
-)
+from megatron_hexi.cost.memory import GIB, token_bytes
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.planner.fleet.units import Fleet
 

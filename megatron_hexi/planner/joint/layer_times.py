@@ -20,10 +20,7 @@ from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.experts import section_holdings
 from megatron_hexi.cost.layer import Layer
 from megatron_hexi.cost.layer_bytes import border_bytes
-from megatron_hexi.cost.memory import (
-    allocated_bytes,
-    part_memory,
-)
+from megatron_hexi.cost.memory import allocated_bytes, part_memory
 from megatron_hexi.cost.memory_terms import sum_terms
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.reductions import HidesBehind

@@ -9,10 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from operator import truediv
 
-from megatron_hexi.cost.memory import (
-    GIB,
-    static_memory,
-)
+from megatron_hexi.cost.memory import GIB, static_memory
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch

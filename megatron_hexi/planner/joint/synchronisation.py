@@ -10,10 +10,7 @@ from functools import cache
 import numpy as np
 
 from megatron_hexi.cost.compute import device_speeds, optimizer_seconds
-from megatron_hexi.cost.memory import (
-    owned_params,
-    part_params,
-)
+from megatron_hexi.cost.memory import owned_params, part_params
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.reductions import weight_collectives
