@@ -248,7 +248,7 @@ def page(rows: Sequence[Row], memory: str) -> str:
         memory=memory,
         gpu=CARDS["bandwidth_gb_s"],
         node=ETHERNET["bandwidth_gb_s"],
-        clusters="\n".join(f"- {name}: {_spell(machines)}" for name, machines in CLUSTERS.items()),
+        clusters="\n".join(f"- {name}: {spell_machines(machines)}" for name, machines in CLUSTERS.items()),
     )
 
 
@@ -279,7 +279,8 @@ def merge_stages(layout: str) -> str:
     return "; ".join(replicas).replace(", TP ", " TP").replace(" layers", "L")
 
 
-def _spell(machines: Machines) -> str:
+def spell_machines(machines: Machines) -> str:
+    """Return a cluster in words: nodes x GPUs of each kind, and its sites."""
     nodes = ", ".join(f"{count}x{size} {gpu}" for gpu, count, size in machines.nodes)
     return nodes + ("" if machines.sites is None else f"; {machines.sites[1]} GB/s between two sites")
 

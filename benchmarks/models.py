@@ -1,0 +1,169 @@
+"""`python -m benchmarks.models`: plans of models with experts, windows and latent attention, cell by cell.
+
+A cell is a cluster, a model and a context; nothing else is asked for. The plan stands beside the fastest
+layout that gives every rank the same, of all that Megatron's flags can say, expert parallelism included. All
+of it is prediction by the cost model. Each cell is kept in docs/results/models.json as soon as it is planned,
+and cells that are kept are not planned again; `--page` writes docs/results/models.md from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.layouts import A100, CARDS, CLUSTERS, H100, K, Machines, merge_stages, spell_machines
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import Job, read_model
+from megatron_hexi.errors import HexiError
+from megatron_hexi.planner import Request, find_plan
+from megatron_hexi.planner.baselines.staged import spell_stages
+from megatron_hexi.text_file import write_text_atomically
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results" / "models.json"
+
+MACHINES = {
+    "a": CLUSTERS["a"],
+    "e": CLUSTERS["e"],
+    "two-nodes": Machines(((H100, 2, 8),), CARDS),
+    "one-of-each": Machines(((H100, 1, 8), (A100, 1, 8)), CARDS),
+}
+MODELS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "gpt-oss-120b", "gemma-3-27b", "mixtral-8x7b")
+#: Tokens of a sequence, and sequences of a global batch of 4 Mi tokens.
+CONTEXTS = ((32 * K, 128), (128 * K, 32))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell and the plan found for it.
+
+    Args:
+        cell: cluster, model and context.
+        iteration_s: predicted seconds of the plan's iteration; ``None``: there is no plan.
+        equal_s: predicted seconds of the fastest equal layout; ``None``: none fits.
+        equal: that layout in words, or why there is none.
+        bound_s: seconds that no layout can beat by the cost model.
+        layout: the plan in words, or why there is none.
+        planning_s: processor time of the search.
+    """
+
+    cell: str
+    iteration_s: float | None
+    equal_s: float | None
+    equal: str
+    bound_s: float | None
+    layout: str
+    planning_s: float
+
+    @property
+    def gain(self) -> float | None:
+        """The plan's speed over that of the fastest equal layout; ``None``: one of them is missing."""
+        if self.iteration_s is None or self.equal_s is None:
+            return None
+        return self.equal_s / self.iteration_s
+
+
+def measure(cell: str, request: Request, machines: Cluster) -> Row:
+    """Return a cell's plan and its fastest equal layout."""
+    begun = time.process_time()
+    try:
+        found = find_plan(request, machines, with_baselines=True)
+    except HexiError as problem:
+        return Row(cell, None, None, "", None, str(problem), time.process_time() - begun)
+    equal = found.baselines[0]
+    return Row(
+        cell=cell,
+        iteration_s=found.cost.iteration_s,
+        equal_s=equal.trial.iteration_s if equal.trial is not None else None,
+        equal=equal.layout if equal.trial is not None else str(equal.why_not),
+        bound_s=found.bound.iteration_s,
+        layout=merge_stages(spell_stages(found.plan, machines)),
+        planning_s=time.process_time() - begun,
+    )
+
+
+_PAGE = """\
+# Models with experts, windows and latent attention
+
+**Simulated: nothing on this page was measured on a GPU.** All of it is prediction by the
+[cost model](../cost-model.md), which also judged the search. Written by `python -m benchmarks.models --page`
+from [models.json](models.json), which has each layout in words; do not edit.
+
+The [planner](../planner.md)'s plan beside the fastest layout that gives every rank the same, by search over
+all of Megatron's flags with expert parallelism: {least:.2f} to {most:.2f} times as fast in the {count} cells
+where any equal layout fits, {mean:.2f} times in the geometric mean.
+
+| cluster, model, context | plan, s | best equal, s | times as fast | over the bound | planning, s |
+|---|---:|---:|---:|---:|---:|
+{rows}
+
+A batch is of 4 Mi tokens. -: nothing fits. Over the bound: how much longer than the cost model allows any
+layout to be. Planning: seconds of one core for the plan, the bound and the equal layouts.
+
+## Clusters
+
+Nodes x GPUs of each; {gpu:g} GB/s a GPU between nodes.
+
+{clusters}
+"""
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Return docs/results/models.md."""
+    gains = [row.gain for row in rows if row.gain is not None]
+    return _PAGE.format(
+        least=min(gains),
+        most=max(gains),
+        count=len(gains),
+        mean=math.exp(math.fsum(map(math.log, gains)) / len(gains)),
+        rows="\n".join(map(_line, rows)),
+        gpu=CARDS["bandwidth_gb_s"],
+        clusters="\n".join(f"- {name}: {spell_machines(machines)}" for name, machines in MACHINES.items()),
+    )
+
+
+def _line(row: Row) -> str:
+    over = row.iteration_s / row.bound_s - 1 if row.iteration_s and row.bound_s else None
+    values = ((row.iteration_s, ".4g"), (row.equal_s, ".4g"), (row.gain, ".2f"), (over, ".0%"))
+    told = ["-" if value is None else format(value, form) for value, form in values]
+    return f"| {row.cell} | {' | '.join(told)} | {row.planning_s:.0f} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("cells", nargs="*", help="only cells whose names have all of these words")
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
+    parser.add_argument("--page", action="store_true", help="write docs/results/models.md")
+    given = parser.parse_args(arguments)
+    kept = {row["cell"]: Row(**row) for row in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
+    names = []
+    for cluster, machines in MACHINES.items():
+        for seq_length, batch in CONTEXTS:
+            for model in MODELS:
+                cell = f"{cluster} {model} {seq_length // K}K"
+                if not set(given.cells) <= set(cell.split()):
+                    continue
+                names.append(cell)
+                if cell not in kept:
+                    job = Job(read_model(model), seq_length, global_batch_size=batch)
+                    kept[cell] = measure(cell, Request(job), machines.cluster(cluster))
+                    document = json.dumps([asdict(row) for row in kept.values()], indent=1)
+                    write_text_atomically(RESULTS, document + "\n")
+                if not given.json:
+                    print(f"{_line(kept[cell])} {kept[cell].layout}", flush=True)
+    if not names:
+        parser.error(f"no cell has the words {' '.join(given.cells)}; give some of {', '.join(MODELS)}")
+    rows = [kept[name] for name in names]
+    if given.json:
+        print(json.dumps([asdict(row) | {"gain": row.gain} for row in rows], indent=2))
+    if given.page:
+        write_text_atomically(RESULTS.with_suffix(".md"), page(rows))
+
+
+if __name__ == "__main__":
+    main()
