@@ -32,7 +32,7 @@ def run(setting: Setting, deadline: Deadline) -> Iterator[Row]:
     report = setting.folder / "tests.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     if setting.is_dry:
-        command += ["--collect-only", str(_TESTS)]
+        command += ["--collect-only", str(_TESTS / "distributed")]
     else:
         command += ["-m", "gpu", "-k", "WithTe or transformer_engine", str(_TESTS)]
         if importlib.util.find_spec("xdist"):

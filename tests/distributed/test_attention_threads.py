@@ -52,7 +52,7 @@ ANY = workloads(value_dims=(None, None, 2, 9))
 @example(plan=TORN, batch=2, scale=None, kernel="auto", seed=0)
 @example(plan=RAGGED, batch=2, scale=None, kernel="auto", seed=0)
 @example(plan=SPARSE, batch=3, scale=0.3, kernel="auto", seed=0)
-@examples(60)
+@examples(30)
 def test_any_plan_gives_the_output_and_the_gradients_of_one_device(plan, batch, scale, kernel, seed):
     problem = random_problem(plan.workload, batch, scale=scale, seed=seed)
     assert_close(planned_results(plan, problem, kernel), plain_results(problem), tolerance=1e-10)
@@ -76,7 +76,7 @@ def masked_plans(draw):
 @example(
     case=(RAGGED, Mask(window=7, documents=(20, 1, 0, 20))), batch=2, has_sinks=True, kernel="auto", seed=0
 )
-@examples(60)
+@examples(30)
 def test_windows_documents_and_sinks_under_any_plan_are_those_of_one_device(
     case, batch, has_sinks, kernel, seed
 ):

@@ -14,7 +14,7 @@ from tests.megatron.option_cases import CASES, Case
 from tests.megatron.test_uneven_training import MODEL, largest_difference
 
 #: Iterations in CI, and of cases on request: as many as the last step of a schedule of batches needs.
-IN_CI, ON_REQUEST = 4, 10
+IN_CI, ON_REQUEST = 3, 10
 
 RUNS = [
     pytest.param(
@@ -99,9 +99,9 @@ def test_evaluation_gives_the_loss_without_a_plan(forks, references, tmp_path):
 
 def test_two_runs_in_deterministic_mode_are_the_same_bits(forks, tmp_path):
     plan = Case().plans()["groups"]
-    args = [*job(["--deterministic-mode"]), "--train-iters", "4", "--log-interval", "1"]
+    args = [*job(["--deterministic-mode"]), "--train-iters", "3", "--log-interval", "1"]
     first, second = (
         forks.train(tmp_path / name, ranks=plan.units, args=args, plan=plan) for name in ("one", "two")
     )
-    assert len(first.losses) == 4
+    assert len(first.losses) == 3
     assert (first.losses, first.grad_norms) == (second.losses, second.grad_norms)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import stat
 from pathlib import Path
 
-from megatron_hexi.plan import Workload, proportional_plan, write_plan
+from megatron_hexi.plan import Workload, dump_plan, proportional_plan
 from tests.support.records import PLAN, interval, start, write_record
 from tests.support.shell import call_hexi, is_one_error_line
 
@@ -30,13 +31,20 @@ ARGUMENTS = (
 SINFO = "h100|batch|h100|gpu:4\na100|batch|a100|gpu:4\n"
 
 
+@functools.cache
+def _plans() -> dict[str, str]:
+    """The text of the plans by the names of their files: a test takes less long than to write it out."""
+    equal = proportional_plan(Workload(4096, 32, 32, 128), [[[2] * 4, [1] * 4]])
+    return {"plan.yaml": dump_plan(equal), "run.yaml": dump_plan(PLAN)}
+
+
 def write_good_files() -> None:
     """Into the current folder: a cluster, a plan for its eight GPUs, two models, a run's plan and record."""
-    write_plan(proportional_plan(Workload(4096, 32, 32, 128), [[[2] * 4, [1] * 4]]), "plan.yaml")
+    for name, text in _plans().items():
+        Path(name).write_text(text)
     Path("cluster.yaml").write_text(CLUSTER)
     Path("config.json").write_text(json.dumps(CONFIG, indent=1))
     Path("arguments.txt").write_text(ARGUMENTS)
-    write_plan(PLAN, "run.yaml")
     write_record(Path("record.jsonl"), start(), interval(1))
 
 

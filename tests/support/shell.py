@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import NamedTuple
 
 import pytest
+from typer.main import get_command
 
 from megatron_hexi.cli.main import main
+
+#: Building all commands takes longer than most calls do; a process has the same ones throughout.
+_command = functools.cache(get_command)
 
 
 class Result(NamedTuple):
@@ -21,6 +26,7 @@ class Result(NamedTuple):
 def call_hexi(monkeypatch, capsys, words) -> Result:
     """``hexi WORDS…``."""
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("megatron_hexi.cli.main.get_command", _command)
     monkeypatch.setattr(sys, "argv", ["hexi", *map(str, words)])
     with pytest.raises(SystemExit) as exit_:
         main()

@@ -3,6 +3,7 @@
 Nothing is written, and nothing is printed but that line. How long it takes, `benchmarks.answers` measures.
 """
 
+import functools
 import json
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.answers import BOMB
-from megatron_hexi.plan import Workload, proportional_plan, write_plan
+from megatron_hexi.plan import Workload, dump_plan, proportional_plan
 from tests.support.shell import call_hexi, is_one_error_line
 
 #: A refusal that takes so long has read what it should have refused.
@@ -203,15 +204,25 @@ REPLAYS = {
 }
 
 
+@functools.cache
+def plans():
+    """The text of good plans, by the names of their files."""
+    workload, wide = Workload(4096, 32, 32, 128), Workload(4096, 32, 32, 128, tensor_parallel=2)
+    made = {
+        "plan.yaml": proportional_plan(workload, [[[2] * 4, [1] * 4]]),
+        "small.yaml": proportional_plan(workload, [[[2] * 4, [1]]]),
+        "wide.yaml": proportional_plan(wide, [[[1] * 3]]),
+    }
+    return {name: dump_plan(plan) for name, plan in made.items()}
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder to work in, with good files and bad ones."""
     monkeypatch.chdir(tmp_path)
-    workload = Workload(4096, 32, 32, 128)
-    write_plan(proportional_plan(workload, [[[2] * 4, [1] * 4]]), "plan.yaml")
-    write_plan(proportional_plan(workload, [[[2] * 4, [1]]]), "small.yaml")
-    write_plan(proportional_plan(Workload(4096, 32, 32, 128, tensor_parallel=2), [[[1] * 3]]), "wide.yaml")
-    plan = Path("plan.yaml").read_text()
+    for name, text in plans().items():
+        Path(name).write_text(text)
+    plan = plans()["plan.yaml"]
     Path("headless.yaml").write_text(plan.replace(" heads: 32", " heads: 0"))
     Path("torn.yaml").write_text(plan.replace("seq_length: 4096", "seq_length: 4097"))
     Path("cluster.yaml").write_text(GOOD)
@@ -325,7 +336,9 @@ def test_what_does_not_fit_in_memory_is_code_3(refused, options, said):
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        ("plan cluster.yaml --model gpt-7b --seq-length 8388608 -o out.yaml", 3),
+        pytest.param(  # in this process: the test before
+            *("plan cluster.yaml --model gpt-7b --seq-length 8388608 -o out.yaml", 3), marks=pytest.mark.slow
+        ),
         ("plan cluster.yaml --model gpt-8b --seq-length 4096 -o out.yaml", 2),
         ("compare bomb.yaml --model gpt-7b --seq-length 4096", 2),
         ("simulate binary.yaml --cluster cluster.yaml", 2),

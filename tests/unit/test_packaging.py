@@ -70,8 +70,9 @@ def test_a_missing_extra_is_one_line_that_names_it(missing, module, remedy, tmp_
 def test_pictures_without_matplotlib_are_refused_before_planning(tmp_path):
     blocked = "import sys, runpy; sys.modules['matplotlib'] = None"
     program = f"{blocked}; runpy.run_module('megatron_hexi.cli.main', run_name='__main__')"
-    cluster = str(REPOSITORY / "examples" / "clusters" / "mixed-16.yaml")
-    job = ["plan", cluster, "--model", "gpt-3b", "--seq-length", "16384", "--data-parallel-size", "1"]
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("name: pair\nnodes:\n- {name: n, gpu: H100-SXM-80GB, gpus: 2}\n")
+    job = ["plan", "cluster.yaml", "--model", "gpt-3b", "--seq-length", "4096"]
     command = [sys.executable, "-c", program, *job, "-o", "plan.yaml"]
     drawn = subprocess.run(
         [*command, "--picture", "p.png"], capture_output=True, text=True, timeout=100, cwd=tmp_path
@@ -80,7 +81,7 @@ def test_pictures_without_matplotlib_are_refused_before_planning(tmp_path):
     assert drawn.stderr == (
         "hexi: error: this needs matplotlib, which is not installed; pip install 'megatron-hexi[pictures]'\n"
     )
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [cluster]
     plain = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert plain.returncode == 0, plain.stderr
 

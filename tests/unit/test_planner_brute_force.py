@@ -83,7 +83,7 @@ def search(seed, budget, gpus):
 
 @pytest.fixture(scope="module")
 def found():
-    return [search(seed, 60, FEW) for seed in range(10)]
+    return [search(seed, 60, FEW) for seed in range(6)]
 
 
 def far_ones(found, seconds_of):
@@ -111,9 +111,9 @@ def check_bounds(found):
     ]
 
 
-def test_ten_clusters_are_searched(found):
-    assert len({one.digest for one in found}) == 10
-    assert sum(one.planned_s < math.inf for one in found) >= 8
+def test_six_clusters_are_searched(found):
+    assert len({one.digest for one in found}) == 6
+    assert sum(one.planned_s < math.inf for one in found) >= 5
 
 
 def test_a_domain_is_near_the_best(found):

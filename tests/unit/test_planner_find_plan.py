@@ -20,7 +20,7 @@ from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import random_case, random_parallel_case, read_text, reproduce
 
 #: Of random clusters: in CI, and more on request.
-SEEDS = [range(10), pytest.param(range(10, 40), marks=pytest.mark.slow)]
+SEEDS = [range(6), pytest.param(range(6, 40), marks=pytest.mark.slow)]
 
 
 def request_of(job, known, seed):
@@ -286,7 +286,7 @@ def test_no_more_requests_are_tried_than_are_worth_it(nodes, most):
     assert f"{most} other requests planned, no more were tried" in str(error)
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_what_would_fit_does_fit(count):
     proposed = 0
     for known, request, text in too_large(count):
@@ -358,7 +358,7 @@ def test_the_change_that_helps_is_proposed(model, sequence, terms, proven, chang
 
 
 def test_that_nothing_fits_is_said_only_where_it_is_certain(monkeypatch):
-    for known, request, text in too_large(5):
+    for known, request, text in too_large(3):
         certain = not memory_fits(request, known)
         assert text.startswith("no plan fits" if certain else "no plan was found that fits")
     monkeypatch.setattr(JointSearches, "plans", lambda *_: [])

@@ -42,7 +42,7 @@ LATENT = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("length", [8192, 65536])
+@pytest.mark.parametrize("length", [pytest.param(8192, marks=pytest.mark.slow), 65536])
 @pytest.mark.parametrize("shape", [SOME, ALL, LATENT], ids=lambda shape: shape.name)
 def test_no_layout_of_megatrons_flags_is_faster_than_the_plan(shape, length):
     known = read_text(FLEET)

@@ -100,7 +100,11 @@ def test_a_profiled_gpu_takes_what_was_profiled(name):
     assert ring == pytest.approx(known.units[unit] - known.embedding)
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    "name",
+    # Longer, and of the same kind as InternEvo's first table.
+    [pytest.param(name, marks=pytest.mark.slow if name == "internevo-more" else ()) for name in TABLES],
+)
 def test_plans_are_those_of_the_rows(name):
     for row in TABLES[name].rows:
         wanted = job(row)
