@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -129,8 +129,9 @@ class ModelPart:
 
     def of(self, index: Ints | np.int64) -> ModelPart:
         """The numbers of some of what this one's arrays are over."""
-        arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        return replace(self, **{name: value[index] for name, value in arrays.items()})
+        arrays = ((name, value) for name, value in vars(self).items() if isinstance(value, np.ndarray))
+        found: dict[str, Any] = {name: value[index] for name, value in arrays}
+        return replace(self, **found)
 
     def in_flight(self, micro_batches: Ints) -> Floats:
         """Micro-batches whose activations are kept at a time, of so many; of those of chunks their part."""

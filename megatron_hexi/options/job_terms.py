@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.check_interleaving import interleaving_fault
 from megatron_hexi.plan.flags import FLAGS
 
 #: Sizes that each stage of a plan states for itself.
@@ -110,6 +111,10 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
             if setting.value not in (False, None):
                 changed.append(setting.spelt)
     chunks = plan.job.virtual_stages
+    if chunks is not None:
+        fault = interleaving_fault(chunks, args.pipeline_model_parallel_size, args.num_layers)
+        if fault is not None:
+            raise PlanError(f"{args.hexi_plan}: job.virtual_stages is {chunks}: {fault}")
     for flag in _OTHER_CHUNKS if chunks is not None else ():
         if flag in given:
             raise PlanError(
