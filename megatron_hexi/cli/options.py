@@ -297,6 +297,12 @@ class NewJob(PlanFeatures, Training):
         if terms and terms.context_parallel is not None and self.context_parallel is None:
             flag = spell_flag("context_parallel", terms.context_parallel)
             say(f"note: {self.model}: {flag} is chosen anew; give it on the command line to keep it")
+        if terms and terms.chunks and chunks is None:
+            flag = flag_name("virtual_stages")
+            say(
+                f"note: {self.model}: {terms.chunks} is chosen anew; give {flag} on the command line to keep "
+                "it"
+            )
         experts = self.expert_parallel
         if terms and terms.expert_parallel is not None and experts is None:
             experts = terms.expert_parallel

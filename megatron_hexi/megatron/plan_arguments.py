@@ -106,8 +106,8 @@ def check_interleaving(args: Namespace) -> None:
     for replica, count in counts.items():
         if count < group or 0 < count % group < stages:
             raise PlanError(
-                f"{given.path}: {replica} takes {count} micro-batches, an interleaved pipeline runs {group} at "
-                f"a time; give every replica a multiple of {group}"
+                f"{given.path}: {replica} takes {count} micro-batches, an interleaved pipeline runs {group} "
+                f"at a time; give every replica a multiple of {group}"
             )
 
 

@@ -31,8 +31,10 @@ STAGE_FLAGS: Final = (
     "--expert-tensor-parallel-size",
 )
 RECOMPUTE_FLAGS: Final = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
+#: Flags with a number of chunks of a stage's layers, or of layers of a chunk.
+CHUNK_FLAGS: Final = (FLAGS["virtual_stages"], "--num-layers-per-virtual-pipeline-stage")
 #: Megatron's other flags that cut a stage's layers into chunks: it takes only one of the three.
-_OTHER_CHUNKS: Final = ("--num-layers-per-virtual-pipeline-stage", "--pipeline-model-parallel-layout")
+_OTHER_CHUNKS: Final = (CHUNK_FLAGS[1], "--pipeline-model-parallel-layout")
 #: Flags of a term of a plan's `job` that has several.
 _TERMS: Final = {
     "precision": ("--bf16", "--fp16"),

@@ -76,13 +76,15 @@ class Request:
                 f"{spelt}: plans of models with experts have stages with layers of their own, which run "
                 "whole; leave it out"
             )
+        if self.job.model.mtp_layers:
+            raise HexiError(f"{spelt}: chunks are not planned with multi-token prediction; leave it out")
         if self.rules.unequal_stages:
             allowed = spell_flag("unequal_stages", True)
             raise HexiError(f"{spelt} and {allowed}: chunks are of equal stages; leave one of them out")
 
     def chunk_counts(self, job: Job) -> list[int]:
         """Chunks of a stage to try for a job with as many layers in all stages: divisors of its layers."""
-        if job.pipeline_parallel == 1 or not job.has_equal_stages:
+        if job.pipeline_parallel == 1 or not job.has_equal_stages or job.model.mtp_layers:
             counts = [1]
         else:
             counts = [count for count in range(1, job.stage_layers + 1) if job.stage_layers % count == 0]

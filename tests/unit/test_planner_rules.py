@@ -88,7 +88,7 @@ def test_replicas_are_equal_where_they_must_be(replicas):
     planned = find_plan(request, read_text(MIXED.replace("gpus: 2", "gpus: 4")))
     plan = planned.plan
     assert len(plan.replicas) == replicas
-    assert is_allowed(planned, request)
+    assert is_allowed(plan, planned.job, request)
     assert len({replica.micro_batches for replica in plan.replicas}) == 1
     assert not plan.is_repeated or has_equal_replicas(plan)
 

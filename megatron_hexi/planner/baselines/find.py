@@ -156,7 +156,9 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
             if candidate is not None
         ]
         trials += judge.trials
-    allowed = (candidate for candidate in candidates_found if is_allowed(candidate, request))
+    allowed = (
+        candidate for candidate in candidates_found if is_allowed(candidate.plan, candidate.job, request)
+    )
     faster = (candidate for candidate in allowed if candidate.fits and candidate.iteration_s < faster_than)
     return min(faster, key=order_of, default=None), trials
 
