@@ -195,9 +195,17 @@ def recompute_mode(recompute: Recompute) -> RecomputeMode:
     return "full" if isinstance(recompute, int) else recompute
 
 
-def layers_again(layers: int, recompute: Recompute) -> int:
-    """Return the number of a stage's layers that are computed again, in whole or in part."""
-    return min(layers, recompute) if isinstance(recompute, int) else layers * (recompute != "none")
+def layers_again(layers: int, recompute: Recompute, chunks: int = 1) -> int:
+    """Return the number of a stage's layers that are computed again, in whole or in part.
+
+    Args:
+        layers: of the stage.
+        recompute: a number means so many layers; Megatron counts them in each chunk.
+        chunks: of the stage's layers.
+    """
+    if isinstance(recompute, int):
+        return min(layers, chunks * recompute)
+    return layers * (recompute != "none")
 
 
 def job_terms(stated: Mapping[str, Any], plan: Plan) -> JobTerms:

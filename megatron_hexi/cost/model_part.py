@@ -99,7 +99,7 @@ class ModelPart:
         chunks = job.virtual_stages
         return cls(
             layers=job.stage_layers,
-            again=chunks * layers_again(job.stage_layers // chunks, job.recompute),
+            again=layers_again(job.stage_layers, job.recompute, chunks),
             is_first=stage == 0,
             is_last=stage == job.pipeline_parallel - 1,
             ahead=passes_ahead(job.pipeline_parallel, stage, chunks) + 1,

@@ -161,8 +161,7 @@ def _parts(rows: Sequence[DomainRow], job: Job) -> ModelPart:
         first_layers.append(row.layers[0] // chunks)
         layers.append(row.layers[1] - row.layers[0])
         recompute = job.recompute if row.recompute is None else row.recompute
-        # Megatron computes so many layers again in each chunk.
-        again.append(chunks * layers_again(layers[-1] // chunks, recompute))
+        again.append(layers_again(layers[-1], recompute, chunks))
     return ModelPart(
         layers=np.array(layers),
         again=np.array(again),
