@@ -44,6 +44,7 @@ def job(row: Row) -> Job:
         global_batch_size=row.batch,
         tensor_parallel=row.tensor,
         pipeline_parallel=1 if row.layers or row.expert else row.pipeline,
+        virtual_stages=1 if row.layers or row.expert else row.chunks,
         data_parallel=len(_kinds(row)[0]) if own else row.data // flags.merged,
         recompute="none" if row.layers or row.expert else row.recompute,
         precision="fp32" if own else row.precision,

@@ -2,8 +2,8 @@
 
 What others do otherwise than Megatron with a plan is carried over here, each by one rule:
 
-- an interleaved schedule of v chunks a stage fills and drains in one v-th (Narayanan et al., arXiv
-  2104.04473, section 2.2): the bubble counts 1 / v;
+- an interleaved schedule of v chunks a stage with experts fills and drains in one v-th (Narayanan et al.,
+  arXiv 2104.04473, section 2.2): the bubble counts 1 / v. Without experts it is Megatron's, which jobs state;
 - sums inside units that hide behind matrix products (`hidden_sums`) count nothing;
 - sends that block (DeepSpeed's pipeline: send and receive in line with compute) are in both stages' time.
 
@@ -112,7 +112,7 @@ def _training(table: Table, row: Row) -> Iterator[Comparison]:
     wanted, timing = _timed(row)
     phases = timing.phases
     hidden = phases.tensor_parallel if row.hidden_sums else 0.0
-    seconds = phases.total - hidden - phases.bubble * (1 - 1 / row.chunks)
+    seconds = phases.total - hidden - phases.bubble * (1 - wanted.virtual_stages / row.chunks)
     published, tokens = row.published, wanted.global_batch_size * wanted.seq_length
     if table.unit == "s":
         published = tokens / published / row.ranks

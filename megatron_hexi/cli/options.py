@@ -44,6 +44,7 @@ LIMITS = {
     "global_batch_size": 2**20,
     "tensor_parallel": 2**16,
     "pipeline_parallel": 2**16,
+    "virtual_stages": 10_000,
 }
 
 _FACTORS = {"K": 2**10, "M": 2**20}
@@ -133,6 +134,9 @@ class Training(Bundle):
     pipeline_parallel: Annotated[
         int | None, count_option("pipeline_parallel", f"Pipeline stages ({Job.pipeline_parallel}).")
     ] = None
+    virtual_stages: Annotated[
+        int | None, count_option("virtual_stages", f"Chunks of a stage, interleaved ({Job.virtual_stages}).")
+    ] = None
     recompute: Annotated[
         str | None,
         _option(
@@ -216,6 +220,9 @@ class NewJob(PlanFeatures, Training):
     pipeline_parallel: Annotated[
         int | None, count_option("pipeline_parallel", "Pipeline stages; chosen if not given.")
     ] = None
+    virtual_stages: Annotated[
+        int | None, count_option("virtual_stages", "Chunks of a stage, interleaved; chosen if not given.")
+    ] = None
     recompute: Annotated[
         str | None,
         _option(
@@ -285,15 +292,22 @@ class NewJob(PlanFeatures, Training):
             weights = f"{model.mtp_params / 1e9:,.1f} billion weights"
             model = replace(model, mtp_layers=0)
             say(f"note: {self.model}: planned and printed without multi-token prediction ({weights})")
+        chunks = stated.pop("virtual_stages", None)
         job, margin = Job(model=model, **stated), self.memory_margin / 100
         if terms and terms.context_parallel is not None and self.context_parallel is None:
             flag = spell_flag("context_parallel", terms.context_parallel)
             say(f"note: {self.model}: {flag} is chosen anew; give it on the command line to keep it")
+        if terms and terms.chunks and chunks is None:
+            flag = flag_name("virtual_stages")
+            say(
+                f"note: {self.model}: {terms.chunks} is chosen anew; give {flag} on the command line to keep "
+                "it"
+            )
         experts = self.expert_parallel
         if terms and terms.expert_parallel is not None and experts is None:
             experts = terms.expert_parallel
             say(f"note: {self.model} says {spell_flag('expert_parallel', experts)}")
-        return Request(job, fixed, margin, self._rules_of_file(), self.context_parallel, experts)
+        return Request(job, fixed, margin, self._rules_of_file(), self.context_parallel, chunks, experts)
 
     def _rules_of_file(self) -> PlannerRules:
         """Return what plans may use: the command line's rules, less what a file of arguments rules out.
@@ -343,6 +357,10 @@ class PlannedJob(Training):
         count_option(
             "pipeline_parallel", "Pipeline stages, where the plan does not have them; what it says, or 1."
         ),
+    ] = None
+    virtual_stages: Annotated[
+        int | None,
+        count_option("virtual_stages", "Chunks of a stage, interleaved; what the plan says, or 1."),
     ] = None
     recompute: Annotated[
         str | None,

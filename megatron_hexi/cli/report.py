@@ -89,7 +89,7 @@ def _job(start: Start, plan: Plan, path: Path, model: str | None) -> Job:
     """Return the job as it was recorded."""
     names = ["micro_batch_size", "global_batch_size", "precision"]
     if kind_of(plan) != "stages":  # with stages, arguments differ between ranks, and the plan states them
-        names += ["pipeline_parallel", "recompute"]
+        names += ["pipeline_parallel", "virtual_stages", "recompute"]
         names += ["distributed_optimizer", "overlap_gradients", "sequence_parallel"]
     # What the plan states was set by it, and may say more: so many layers that are recomputed.
     recorded = {name: getattr(start, name) for name in names if getattr(plan.job, name) is None}

@@ -1,4 +1,4 @@
-"""Rows over the borders of stages with layers of their own, by the table that the runtime sends by."""
+"""Rows over the borders of stages: with layers of their own by the runtime's table, and between chunks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.collectives import pipeline_seconds
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.sections import Section
@@ -72,6 +73,34 @@ def border_seconds(
                     own = turns[r] if mesh.plan.takes_micro_batches else slice(None)
                     found[r][border, own] = np.maximum(found[r][border, own], time)
     return there, back
+
+
+def interleaved_borders(
+    job: Job, sections: Sequence[Section], links: LinkTable, micro_batches: Ints
+) -> tuple[list[Floats], list[Floats]]:
+    """Seconds that a chunk's gradients are under way over each border of stages that the job repeats.
+
+    Activations are in the time of the stage that sends them (`stage_cost`), and nothing here.
+
+    Args:
+        job: the job.
+        sections: its stages.
+        links: the cluster's.
+        micro_batches: of each replica.
+
+    Returns:
+        As `border_seconds`; the border from the last stage to the first comes last.
+    """
+    gpus = [section.placement.stage.gpus for section in sections]
+    rows = job.micro_batch_size * sections[0].arrays.tokens.astype(float)
+    back = np.array(
+        [
+            pipeline_seconds(links, job, rows, behind, own)
+            for own, behind in zip(gpus, [*gpus[1:], gpus[0]], strict=True)
+        ]
+    )
+    both = [np.broadcast_to(back[:, None], (len(gpus), count)) for count in micro_batches.tolist()]
+    return [np.zeros(one.shape) for one in both], both
 
 
 def _domains(mesh: Mesh, replica: int, ends: tuple[int, int], micro_batch: int) -> _Domains:

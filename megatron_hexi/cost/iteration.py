@@ -3,7 +3,8 @@
 layer     = the slowest group of a domain, as in layer.py; backward after what recomputation repeats
 stage     = its slowest domain: layers x (forward + backward) + logits on the last stage + sends that are
             waited for
-replica   = sum of its stages and borders + (micro-batches - 1) x a period   (1F1B, pipeline.py)
+replica   = sum of its stages and borders + (micro-batches - 1) x a period   (1F1B, pipeline.py; chunks of
+            a stage likewise)
 iteration = slowest replica with what it does not hide of gradients and weights + optimizer
 """
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.borders import border_seconds
+from megatron_hexi.cost.borders import border_seconds, interleaved_borders
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.experts import ExpertsOnRanks, expert_cycles, place_experts, section_holdings
 from megatron_hexi.cost.hosts import Hosts, NodeLoad
@@ -150,12 +151,15 @@ class CostModel:
         experts = place_experts(plan, job, sections)
         cycles = expert_cycles(sections, experts, self.links)
         if plan.is_repeated:
-            following = [section.placement.stage.gpus for section in sections[1:]]
+            gpus_of_stages = [section.placement.stage.gpus for section in sections]
+            first = gpus_of_stages[0] if job.virtual_stages > 1 else None
             costs = [
                 stage_cost(section, self.links, behind, cycle)
-                for section, behind, cycle in zip(sections, [*following, None], cycles, strict=True)
+                for section, behind, cycle in zip(sections, [*gpus_of_stages[1:], first], cycles, strict=True)
             ]
             borders = None
+            if job.virtual_stages > 1:
+                borders = interleaved_borders(job, sections, self.links, micro_batches)
             reductions = repeated_reductions(job, sections, self.rings, self.shards, experts)
         else:
             costs = [
@@ -167,7 +171,8 @@ class CostModel:
             reductions = uneven_reductions(mesh, job, sections, self.rings, self.hosts)
         passing = self._with_rows(sections, reductions.passing)
         times = ((cost.replicas, cost.forward_s) for cost in costs)
-        pipelines = replica_pipelines(plan, replica_lanes(sections, times, micro_batches), borders, passing)
+        lanes = replica_lanes(sections, times, micro_batches)
+        pipelines = replica_pipelines(plan, lanes, borders, passing, job.virtual_stages)
         waits = exposed_synchronisation(sections, costs, reductions)
         optimizer = [
             self._optimizer_times(section, held_experts, owned, present)

@@ -11,6 +11,7 @@ from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.planned_kinds import refuse_unplanned
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import JobTerms, LatentColumns, Plan, Workload
+from megatron_hexi.plan.check_interleaving import interleaving_fault
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.kernels import join_kernels, split_kernels
 from megatron_hexi.plan.terms import Precision, Recompute
@@ -31,6 +32,7 @@ _COUNTS = (
     "global_batch_size",
     "tensor_parallel",
     "pipeline_parallel",
+    "virtual_stages",
     "data_parallel",
 )
 
@@ -46,6 +48,8 @@ class Job:
         global_batch_size: sequences of one iteration, over all replicas.
         tensor_parallel: GPUs that share each weight: --tensor-model-parallel-size.
         pipeline_parallel: stages: --pipeline-model-parallel-size.
+        virtual_stages: chunks of a stage's layers, which Megatron's interleaved schedule runs in turn:
+            --num-virtual-stages-per-pipeline-rank.
         data_parallel: replicas of the plan.
         recompute: what the backward pass computes again: --recompute-granularity. ``selective`` is core
             attention; ``full`` is every layer, with its all-to-alls and its exchange; a number of layers is
@@ -74,6 +78,7 @@ class Job:
     global_batch_size: int = 8
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    virtual_stages: int = 1
     data_parallel: int = 1
     recompute: Recompute = "none"
     precision: Precision | Literal["fp8"] = "bf16"
@@ -113,6 +118,9 @@ class Job:
             _refuse(
                 "pipeline_parallel", pp, f"the model has {model.layers} layers; give {model.layers} or fewer"
             )
+        fault = interleaving_fault(self.virtual_stages, pp, model.layers)
+        if fault is not None:
+            raise HexiError(f"{spell_flag('virtual_stages', self.virtual_stages)}: {fault}")
         if self.global_batch_size % self.micro_batch_size:
             _refuse(
                 "global_batch_size",
@@ -125,7 +133,9 @@ class Job:
         """For each kind of layer of the model, the job of a model that has only such layers, in one stage."""
         if self.model.is_uniform:
             return (self,)
-        return tuple(replace(self, model=kind, pipeline_parallel=1) for kind in self.model.kinds)
+        return tuple(
+            replace(self, model=kind, pipeline_parallel=1, virtual_stages=1) for kind in self.model.kinds
+        )
 
     @property
     def element_bytes(self) -> int:
@@ -185,9 +195,17 @@ def recompute_mode(recompute: Recompute) -> RecomputeMode:
     return "full" if isinstance(recompute, int) else recompute
 
 
-def layers_again(layers: int, recompute: Recompute) -> int:
-    """Return the number of a stage's layers that are computed again, in whole or in part."""
-    return min(layers, recompute) if isinstance(recompute, int) else layers * (recompute != "none")
+def layers_again(layers: int, recompute: Recompute, chunks: int = 1) -> int:
+    """Return the number of a stage's layers that are computed again, in whole or in part.
+
+    Args:
+        layers: of the stage.
+        recompute: a number means so many layers; Megatron counts them in each chunk.
+        chunks: of the stage's layers.
+    """
+    if isinstance(recompute, int):
+        return min(layers, chunks * recompute)
+    return layers * (recompute != "none")
 
 
 def job_terms(stated: Mapping[str, Any], plan: Plan) -> JobTerms:
@@ -199,7 +217,7 @@ def job_terms(stated: Mapping[str, Any], plan: Plan) -> JobTerms:
     """
     left_out = set()
     if not plan.is_repeated:
-        left_out.add("pipeline_parallel")
+        left_out |= {"pipeline_parallel", "virtual_stages"}
     if plan.workload.tensor_parallel == 1:
         left_out.add("sequence_parallel")
     fields = JobTerms.__dataclass_fields__.keys() - left_out

@@ -10,6 +10,7 @@ from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.job import Job
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan, assign_micro_batches, require_repeated
+from megatron_hexi.plan.check_interleaving import interleaving_fault
 from megatron_hexi.plan.flags import spell_flag
 
 
@@ -55,7 +56,11 @@ def check_job(plan: Plan, job: Job) -> Ints:
     if plan.is_repeated:
         require_repeated(plan, "time")
     shares = assign_micro_batches(plan, job.global_batch_size, job.micro_batch_size)
-    return np.array([share.count for share in shares])
+    counts = [share.count for share in shares]
+    fault = interleaving_fault(job.virtual_stages, job.pipeline_parallel, job.model.layers, counts)
+    if fault is not None:
+        raise PlanError(f"{spell_flag('virtual_stages', job.virtual_stages)}: {fault}")
+    return np.array(counts)
 
 
 def _check_experts(plan: Plan, job: Job) -> None:

@@ -12,6 +12,7 @@ from megatron_hexi.argument_file import located_words
 from megatron_hexi.cost.hugging_face_rotary import NoFlagError
 from megatron_hexi.cost.model import VOCAB_MULTIPLE, Model
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.job_terms import CHUNK_FLAGS
 from megatron_hexi.options.kinds import PlanKind, masks_documents
 from megatron_hexi.options.layer_features import pattern_text, query_size
 from megatron_hexi.options.meaning import model_features, resolve
@@ -44,6 +45,7 @@ class ArgumentTerms:
             (fields of `megatron_hexi.cluster.PlannerRules`).
         context_parallel: ranks that share a sequence, which a plan chooses anew; ``None``: not given.
         expert_parallel: ranks of an expert domain, which stays; ``None``: not given.
+        chunks: the flag that cuts stages into chunks, with its value, which a plan chooses anew; empty: none.
     """
 
     fields: Mapping[str, Any]
@@ -51,6 +53,7 @@ class ArgumentTerms:
     restricting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     context_parallel: int | None = None
     expert_parallel: int | None = None
+    chunks: str = ""
 
 
 def read_arguments(text: str, path: Path) -> Parsed:
@@ -142,7 +145,12 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
     free = tuple(flag for flag in sorted(given) if class_of(flag) == "free")
     size = args.context_parallel_size if FLAGS["context_parallel"] in given else None
     experts = args.expert_model_parallel_size if FLAGS["expert_parallel"] in given else None
-    return ArgumentTerms(stated, free, _restricting(args, path), size, experts)
+    chunks = [
+        f"{flag} {getattr(args, flag.removeprefix('--').replace('-', '_'))}"
+        for flag in CHUNK_FLAGS
+        if flag in given
+    ]
+    return ArgumentTerms(stated, free, _restricting(args, path), size, experts, " ".join(chunks))
 
 
 def _restricting(args: Namespace, path: Path) -> dict[str, tuple[str, ...]]:

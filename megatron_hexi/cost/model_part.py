@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
 from megatron_hexi.cost.job import Job, layers_again
 from megatron_hexi.cost.model import Model
+from megatron_hexi.cost.pipeline import passes_ahead
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +74,13 @@ class ModelPart:
         again: how many of them the backward pass computes again: the first ones.
         is_first: whether with the embedding.
         is_last: whether with the last norm, the output matrix and the loss.
-        ahead: micro-batches that 1F1B runs forward before the first backward pass, at most: stages from this
-            one to the last.
+        ahead: passes of a chunk whose activations are kept at a time, at most: those that run forward before
+            the first backward pass, and one (`passes_ahead`).
         ministages: in how many parts they run; 0: whole, in 1F1B.
         rows_on_host: whether rows that entered ministages wait in host memory.
         first_layer: the number of the first of the layers in the model; ``None``: they are a mean of all.
+        chunks: parts of the layers that Megatron's interleaved schedule runs in turn: each an equal number,
+            as far from the one before as the model has layers for a chunk of all stages.
     """
 
     layers: Ints | int
@@ -88,17 +91,20 @@ class ModelPart:
     ministages: Ints | int = 0
     rows_on_host: Bools | bool = False
     first_layer: Ints | int | None = None
+    chunks: int = 1
 
     @classmethod
     def of_job(cls, job: Job, stage: Ints | int) -> ModelPart:
         """The part of a pipeline stage, or of several, of a job whose stages are alike."""
+        chunks = job.virtual_stages
         return cls(
             layers=job.stage_layers,
-            again=layers_again(job.stage_layers, job.recompute),
+            again=layers_again(job.stage_layers, job.recompute, chunks),
             is_first=stage == 0,
             is_last=stage == job.pipeline_parallel - 1,
-            ahead=job.pipeline_parallel - stage,
-            first_layer=stage * job.stage_layers,
+            ahead=passes_ahead(job.pipeline_parallel, stage, chunks) + 1,
+            first_layer=stage * (job.stage_layers // chunks),
+            chunks=chunks,
         )
 
     def of_kinds(self, model: Model) -> list[KindLayers]:
@@ -108,8 +114,12 @@ class ModelPart:
         if self.first_layer is None:
             shares = [kind.layers / model.layers for kind in model.kinds]
             return [KindLayers(self.layers * share, self.again * share) for share in shares]
-        before, first = np.array(model.layers_before), self.first_layer
-        counts = (before[:, first + count] - before[:, first] for count in (self.layers, self.again))
+        before, chunks = np.array(model.layers_before), self.chunks
+        firsts = [self.first_layer + chunk * model.layers // chunks for chunk in range(chunks)]
+        counts = (
+            sum(before[:, first + count // chunks] - before[:, first] for first in firsts)
+            for count in (self.layers, self.again)
+        )
         return [KindLayers(*both) for both in zip(*counts, strict=True)]
 
     @property
@@ -119,12 +129,14 @@ class ModelPart:
 
     def of(self, index: Ints | np.int64) -> ModelPart:
         """The numbers of some of what this one's arrays are over."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return ModelPart(*(value[index] if isinstance(value, np.ndarray) else value for value in values))
+        arrays = ((name, value) for name, value in vars(self).items() if isinstance(value, np.ndarray))
+        found: dict[str, Any] = {name: value[index] for name, value in arrays}
+        return replace(self, **found)
 
-    def in_flight(self, micro_batches: Ints) -> Ints:
-        """Micro-batches whose activations are kept at a time, of so many."""
-        return np.where(self.ministages, 1, np.minimum(micro_batches, self.ahead))
+    def in_flight(self, micro_batches: Ints) -> Floats:
+        """Micro-batches whose activations are kept at a time, of so many; of those of chunks their part."""
+        passes = np.minimum(self.chunks * micro_batches, self.ahead)
+        return np.where(self.ministages, 1, passes / self.chunks)
 
     @property
     def at_once(self) -> Floats:

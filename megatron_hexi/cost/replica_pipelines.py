@@ -48,6 +48,7 @@ def replica_pipelines(
     lanes: Sequence[Lanes],
     borders: tuple[list[Floats], list[Floats]] | None,
     passing: Mapping[tuple[int, int], Passing],
+    chunks: int = 1,
 ) -> tuple[Pipeline | MinistagePipeline, ...]:
     """The stages of each replica.
 
@@ -56,6 +57,7 @@ def replica_pipelines(
         lanes: of each replica.
         borders: as of `border_seconds`; ``None``: nothing travels beside the stages' work.
         passing: what comes and goes of a replica's stage that runs in ministages.
+        chunks: of each stage's layers, which run in turn.
     """
     pipelines: list[Pipeline | MinistagePipeline] = []
     for number, (replica, own) in enumerate(zip(plan.replicas, lanes, strict=True)):
@@ -64,7 +66,7 @@ def replica_pipelines(
         there, back = (none, none) if borders is None else (borders[0][number], borders[1][number])
         if replica.ministages is None:
             phases = tuple(lane.phases for (lane,) in own)
-            pipelines.append(Pipeline(phases, there[:, 0], back[:, 0], count))
+            pipelines.append(Pipeline(phases, there[:, 0], back[:, 0], count, chunks))
         else:
             sizes = np.array([stage.ministage_sizes for stage in replica.stages], dtype=float)
             parts = sizes / sizes.sum(axis=1, keepdims=True)

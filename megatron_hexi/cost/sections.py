@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.job import Job, RecomputeMode, layers_again, recompute_mode
 from megatron_hexi.cost.model_part import ModelPart
+from megatron_hexi.cost.pipeline import passes_ahead
 from megatron_hexi.cost.placement import Placement, Placer
 from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
 from megatron_hexi.plan import Exchange, Plan
@@ -122,6 +123,7 @@ def plan_sections(
                 job,
                 tensor_parallel=terms.width,
                 pipeline_parallel=1,
+                virtual_stages=1,
                 micro_batch_size=terms.samples,
                 global_batch_size=terms.samples,
                 recompute=terms.mode,
@@ -153,18 +155,21 @@ def _ranks(rows: Sequence[DomainRow]) -> Ints:
 def _parts(rows: Sequence[DomainRow], job: Job) -> ModelPart:
     """Return the part of the model that each domain holds, [domains]."""
     layers, again, first_layers = [], [], []
+    chunks = job.virtual_stages
     for row in rows:
         assert row.layers is not None, "the job says how many there are"
-        first_layers.append(row.layers[0])
+        first_layers.append(row.layers[0] // chunks)
         layers.append(row.layers[1] - row.layers[0])
-        again.append(layers_again(layers[-1], job.recompute if row.recompute is None else row.recompute))
+        recompute = job.recompute if row.recompute is None else row.recompute
+        again.append(layers_again(layers[-1], recompute, chunks))
     return ModelPart(
         layers=np.array(layers),
         again=np.array(again),
         is_first=np.array([row.stage == 0 for row in rows]),
         is_last=np.array([row.is_last for row in rows]),
-        ahead=np.array([row.depth - row.stage for row in rows]),
+        ahead=np.array([passes_ahead(row.depth, row.stage, chunks) + 1 for row in rows]),
         ministages=np.array([len(row.ministages or ()) for row in rows]),
         rows_on_host=np.array(["activations" in row.offload for row in rows]),
         first_layer=np.array(first_layers),
+        chunks=chunks,
     )

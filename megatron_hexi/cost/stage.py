@@ -34,7 +34,8 @@ class StageCost:
         repeats: of how many layers they run each pass, numbers or [U].
         logits: output matrix and loss of each unit, s, [U]; 0 but on a last stage.
         logits_sum: the sum inside each unit that they need, s, [U].
-        pipeline_s: sends to the next stage and of its gradients back that nothing hides.
+        pipeline_s: sends to the next stage and of its gradients back that nothing hides; of chunks only the
+            sends, behind each chunk's forward pass.
         replicas: where each domain's time goes; of a stage that the job repeats, each replica's.
         forward_s: of that, one forward pass, s.
     """
@@ -85,7 +86,7 @@ def stage_cost(
         section: the units.
         links: the cluster's.
         following: first GPU of each unit of the next stage, [U], where sends are waited for; ``None``: there
-            are none, or they are left under way.
+            are none, or they are left under way. With chunks the first stage is next to the last.
         experts: the cycle of layers that have some; ``None``: the model has none.
     """
     plan, job, stage = section.arrays, section.job, section.placement.stage
@@ -112,7 +113,12 @@ def stage_cost(
             # Which ministages have which kinds does not matter: each runs as many as it has twice.
             share = 1 if len(kinds) == 1 else count.layers / np.maximum(parts.layers, 1)
             repeats.append(parts.run_twice * share)
-    send = 0.0 if following is None else 2 * pipeline_seconds(links, job, rows, stage.gpus, following)
+    send = 0.0
+    if following is not None:
+        # Megatron's interleaved schedule waits for activations (schedules.py, `post_forward`), and leaves
+        # gradients under way; the model's last chunk sends none.
+        turns = 2 if parts.chunks == 1 else parts.chunks - int(np.any(parts.is_last))
+        send = turns * pipeline_seconds(links, job, rows, stage.gpus, following)
     by_domain = [section.by_domain(counts) for counts in repeats]
     replicas, forward = [], []
     for domain in range(len(section.replicas)):
@@ -123,7 +129,7 @@ def stage_cost(
             phases += once[work] * counts[domain]
         for layer, counts in zip(kinds, by_domain[:: len(passes) // len(kinds)], strict=True):
             ahead += once[layer.forward] * counts[domain]
-        forward.append(ahead.total)
+        forward.append(ahead.total + (send if parts.chunks > 1 else 0.0))
         slowest = units[np.argmax((logits + sums)[units])]
         phases += Phases(logits=float(logits[slowest]), tensor_parallel=float(sums[slowest]))
         replicas.append(phases)

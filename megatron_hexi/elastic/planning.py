@@ -65,7 +65,9 @@ def survive(
     if not starts.keys() >= set(gpus):
         part = cluster.without(set(range(len(cluster.nodes))).difference(numbers))
         ranks = [rank for number in numbers for rank in cluster.nodes[number].ranks]
-        part_plan = find_plan(Request(job, frozenset(CHOSEN) - {"data_parallel"}), part).plan
+        part_plan = find_plan(
+            Request(job, frozenset(CHOSEN) - {"data_parallel"}, virtual_stages=1), part
+        ).plan
         gpus = tuple(ranks[gpu] for gpu in rank_gpus(part_plan, part_plan.ranks))
         plan = replace(part_plan, gpus=gpus, job=plan.job)
     absent = [node.name for number, node in enumerate(cluster.nodes) if number not in numbers]

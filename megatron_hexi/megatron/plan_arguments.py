@@ -92,15 +92,22 @@ def check_interleaving(args: Namespace) -> None:
         PlanError: a replica takes too few micro-batches, or leaves too few for its last group.
     """
     given = given_plan()
-    if given is None or given.shares is None or args.virtual_pipeline_model_parallel_size is None:
+    if given is None or args.virtual_pipeline_model_parallel_size is None:
         return
     stages = args.pipeline_model_parallel_size
     group = args.microbatch_group_size_per_vp_stage or stages
-    for number, share in enumerate(given.shares):
-        if share.count < group or 0 < share.count % group < stages:
+    if given.shares is not None:
+        counts = {f"replicas[{number}]": share.count for number, share in enumerate(given.shares)}
+    elif args.rampup_batch_size is None:
+        of_all = args.global_batch_size // args.micro_batch_size
+        counts = {"each replica": of_all // args.data_parallel_size}
+    else:  # Megatron checks each of the batches
+        return
+    for replica, count in counts.items():
+        if count < group or 0 < count % group < stages:
             raise PlanError(
-                f"{given.path}: replicas[{number}] takes {share.count} micro-batches, an interleaved "
-                f"pipeline runs {group} at a time; give every replica a multiple of {group}"
+                f"{given.path}: {replica} takes {count} micro-batches, an interleaved pipeline runs {group} "
+                f"at a time; give every replica a multiple of {group}"
             )
 
 

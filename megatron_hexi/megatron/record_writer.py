@@ -64,6 +64,7 @@ def job_start(session: Session, args: Namespace) -> Start:
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
+        virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
         recompute=args.recompute_granularity or "none",
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         distributed_optimizer=args.use_distributed_optimizer,

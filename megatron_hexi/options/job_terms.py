@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.check_interleaving import interleaving_fault
 from megatron_hexi.plan.flags import FLAGS
 
 #: Sizes that each stage of a plan states for itself.
@@ -30,6 +31,10 @@ STAGE_FLAGS: Final = (
     "--expert-tensor-parallel-size",
 )
 RECOMPUTE_FLAGS: Final = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
+#: Flags with a number of chunks of a stage's layers, or of layers of a chunk.
+CHUNK_FLAGS: Final = (FLAGS["virtual_stages"], "--num-layers-per-virtual-pipeline-stage")
+#: Megatron's other flags that cut a stage's layers into chunks: it takes only one of the three.
+_OTHER_CHUNKS: Final = (CHUNK_FLAGS[1], "--pipeline-model-parallel-layout")
 #: Flags of a term of a plan's `job` that has several.
 _TERMS: Final = {
     "precision": ("--bf16", "--fp16"),
@@ -37,6 +42,7 @@ _TERMS: Final = {
     "recompute": (*RECOMPUTE_FLAGS, "--recompute-activations"),
     # The planner's own number of stages: Megatron's other flags for stages need not fit it.
     "pipeline_parallel": (FLAGS["pipeline_parallel"], *STAGE_FLAGS),
+    "virtual_stages": (FLAGS["virtual_stages"], *_OTHER_CHUNKS),
 }
 
 #: Terms with a single argument of Megatron.
@@ -44,6 +50,7 @@ _SINGLE = (
     "micro_batch_size",
     "global_batch_size",
     "pipeline_parallel",
+    "virtual_stages",
     "optimizer",
     "distributed_optimizer",
     "overlap_gradients",
@@ -105,6 +112,17 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
             setattr(args, setting.argument, setting.value)
             if setting.value not in (False, None):
                 changed.append(setting.spelt)
+    chunks = plan.job.virtual_stages
+    if chunks is not None:
+        fault = interleaving_fault(chunks, args.pipeline_model_parallel_size, args.num_layers)
+        if fault is not None:
+            raise PlanError(f"{args.hexi_plan}: job.virtual_stages is {chunks}: {fault}")
+    for flag in _OTHER_CHUNKS if chunks is not None else ():
+        if flag in given:
+            raise PlanError(
+                f"{args.hexi_plan}: job.virtual_stages is {chunks}, the command line has {flag}; leave one "
+                "of them out"
+            )
     if any(stage.recompute is not None for replica in plan.replicas for stage in replica.stages):
         for flag in RECOMPUTE_FLAGS:
             if flag in given:

@@ -7,6 +7,7 @@ import itertools
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.check_domain import check_domain, refuse
 from megatron_hexi.plan.check_experts import check_experts
+from megatron_hexi.plan.check_interleaving import check_interleaving
 from megatron_hexi.plan.check_ministages import check_ministages, check_offload, refuse_ministages
 from megatron_hexi.plan.check_shares import check_shares
 from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage, Workload
@@ -45,6 +46,7 @@ def check_plan(plan: Plan, where: Where) -> None:
             f"number them 0 to {len(ranks) - 1}",
         )
     _check_batch(plan, where)
+    check_interleaving(plan, where)
     if plan.rates is not None:
         _check_rates(plan, plan.rates, where)
     if plan.gpus is not None:

@@ -17,6 +17,7 @@ FLAGS: Final = {
     "global_batch_size": "--global-batch-size",
     "tensor_parallel": "--tensor-model-parallel-size",
     "pipeline_parallel": "--pipeline-model-parallel-size",
+    "virtual_stages": "--num-virtual-stages-per-pipeline-rank",
     "context_parallel": "--context-parallel-size",
     "expert_parallel": "--expert-model-parallel-size",
     "data_parallel": "--data-parallel-size",  # Megatron derives it: args.data_parallel_size

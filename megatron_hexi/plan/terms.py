@@ -37,6 +37,8 @@ class JobTerms:
         micro_batch_size: --micro-batch-size.
         global_batch_size: --global-batch-size.
         pipeline_parallel: --pipeline-model-parallel-size, of a plan without stages of its own.
+        virtual_stages: --num-virtual-stages-per-pipeline-rank, likewise: chunks of each pipeline stage's
+            layers, which Megatron's interleaved schedule runs in turn.
         precision: --bf16, --fp16, or neither.
         recompute: --recompute-granularity; a number: that many first layers.
         optimizer: --optimizer.
@@ -50,6 +52,7 @@ class JobTerms:
     micro_batch_size: Positive | None = None
     global_batch_size: Positive | None = None
     pipeline_parallel: Layers | None = None
+    virtual_stages: Layers | None = None
     precision: Precision | None = None
     recompute: Recompute | None = None
     optimizer: Literal["adam", "sgd"] | None = None

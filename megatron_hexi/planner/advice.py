@@ -29,7 +29,7 @@ _ROUND = 1024
 #: Times as many nodes of an entry; clusters of more GPUs are not tried.
 _TIMES, _MOST_GPUS = (2, 4, 8), 1024
 #: Sizes that a request fixes beside the terms of its job.
-_SIZES = ("context_parallel", "expert_parallel")
+_SIZES = ("context_parallel", "virtual_stages", "expert_parallel")
 #: Terms that save memory: from which value to which.
 _SAVING = {
     "sequence_parallel": (False, True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from megatron_hexi.cost import Job
 from megatron_hexi.plan import Plan, Stage, has_equal_replicas
 from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.planner.request import Request
@@ -51,12 +52,14 @@ def features_of(plan: Plan) -> tuple[str, ...]:
     return tuple(name for name, uses in USES.items() if uses(plan))
 
 
-def is_allowed(plan: Plan, request: Request) -> bool:
-    """Whether a plan uses only what a request allows, with the sizes that it fixes."""
+def is_allowed(plan: Plan, job: Job, request: Request) -> bool:
+    """Whether a plan and its job use only what a request allows, with the sizes that it fixes."""
     size = request.context_parallel
     if size is not None and any(
         len(domain.members) != size for stage in _stages(plan) for domain in stage.domains
     ):
+        return False
+    if (request.virtual_stages or 1) > 1 and job.virtual_stages != request.virtual_stages:
         return False
     size = request.expert_parallel
     if size is not None and any(

@@ -192,6 +192,9 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
             f"{spell_flag('pipeline_parallel', job.pipeline_parallel)}: pipelines of up to {DEEPEST} stages "
             f"are planned; give {DEEPEST} or fewer, or leave it to the planner"
         )
+    chunks = request.virtual_stages
+    if chunks is not None and "pipeline_parallel" in request.fixed:
+        replace(job, virtual_stages=chunks)  # refuses what Megatron cannot cut
     unit = request.context_parallel or 1
     sizes = [] if request.context_parallel is None else [spell_flag("context_parallel", unit)]
     for name in ("tensor_parallel", "pipeline_parallel"):

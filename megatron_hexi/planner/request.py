@@ -31,6 +31,8 @@ class Request:
         memory_margin: share of usable memory that plans keep free, where some plan does; from 0 to below 1.
         rules: what plans may use; what they leave open, the cluster file decides.
         context_parallel: tensor-parallel units that share each sequence, in every stage; ``None``: chosen.
+        virtual_stages: chunks of each stage's layers (--num-virtual-stages-per-pipeline-rank); several leave
+            Megatron's own pipelines alone; ``None``: chosen.
         expert_parallel: ranks of an expert domain, in every stage; ``None``: chosen.
         experts: where the experts of a stage are, if the model has some.
 
@@ -43,6 +45,7 @@ class Request:
     memory_margin: float = 0.0
     rules: PlannerRules = ANYTHING
     context_parallel: int | None = None
+    virtual_stages: int | None = None
     expert_parallel: int | None = None
     experts: ExpertRule = IN_WHOLE_STAGES
 
@@ -50,7 +53,7 @@ class Request:
         unknown = sorted(self.fixed.difference(CHOSEN))
         if unknown:
             raise HexiError(f"fixed: {unknown[0]} is not the planner's to choose; give some of {CHOSEN}")
-        for name in ("context_parallel", "expert_parallel"):
+        for name in ("context_parallel", "virtual_stages", "expert_parallel"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise HexiError(f"{spell_flag(name, size)}: give a number above 0, or leave it out")
@@ -59,8 +62,33 @@ class Request:
                 size_of = spell_flag("expert_parallel", self.expert_parallel)
                 raise HexiError(f"{size_of}: {self.job.model.name} has no experts; leave it out")
             object.__setattr__(self, "expert_parallel", None)
+        if self.virtual_stages is not None and self.virtual_stages > 1:
+            self._refuse_beside_chunks(self.virtual_stages)
+            object.__setattr__(self, "rules", replace(self.rules, unequal_stages=False))
         free = {name: getattr(Job, name) for name in CHOSEN if name not in self.fixed}
         object.__setattr__(self, "job", replace(self.job, **free))
+
+    def _refuse_beside_chunks(self, chunks: int) -> None:
+        """Refuse what has no pipeline that Megatron interleaves."""
+        spelt = spell_flag("virtual_stages", chunks)
+        if self.job.model.experts is not None:
+            raise HexiError(
+                f"{spelt}: plans of models with experts have stages with layers of their own, which run "
+                "whole; leave it out"
+            )
+        if self.job.model.mtp_layers:
+            raise HexiError(f"{spelt}: chunks are not planned with multi-token prediction; leave it out")
+        if self.rules.unequal_stages:
+            allowed = spell_flag("unequal_stages", True)
+            raise HexiError(f"{spelt} and {allowed}: chunks are of equal stages; leave one of them out")
+
+    def chunk_counts(self, job: Job) -> list[int]:
+        """Chunks of a stage to try for a job with as many layers in all stages: divisors of its layers."""
+        if job.pipeline_parallel == 1 or not job.has_equal_stages or job.model.mtp_layers:
+            counts = [1]
+        else:
+            counts = [count for count in range(1, job.stage_layers + 1) if job.stage_layers % count == 0]
+        return [count for count in counts if self.virtual_stages in (None, count)]
 
     def widths(self, most: int) -> list[int]:
         """Tensor-parallel sizes to try, up to `most` GPUs, that divide the model."""

@@ -183,7 +183,7 @@ class Savings:
         if len(chosen) < len(stages):
             return
         changed = self._timed(_with(base.plan, ministages, chosen), base.job)
-        if not is_allowed(changed.plan, self._request):
+        if not is_allowed(changed.plan, changed.job, self._request):
             return  # stages of equal replicas fit with different options
         if changed.fits:
             self._best_s = min(self._best_s, changed.iteration_s)

@@ -54,6 +54,7 @@ class Start:
         micro_batch_size: Megatron's argument; so are the following.
         global_batch_size: sequences of an iteration.
         pipeline_parallel: stages.
+        virtual_stages: chunks of each stage.
         recompute: ``none``, ``selective`` or ``full``.
         precision: ``bf16``, ``fp16`` or ``fp32``.
         distributed_optimizer: whether the optimizer's state is cut over ranks.
@@ -79,6 +80,7 @@ class Start:
     sequence_parallel: bool
     swapped_at: Positive | None = None
     round: Round | None = None
+    virtual_stages: Positive = 1
     version: Literal[1] = FORMAT_VERSION
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT

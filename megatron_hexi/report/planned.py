@@ -142,6 +142,8 @@ def layout_line(plan: Plan, job: Job) -> str:
     words = [f"{len(plan.replicas)} replica{'s' if len(plan.replicas) > 1 else ''}"]
     rows = domain_rows(plan, stages=job.pipeline_parallel)
     words.append(f"PP {_listed(sorted({row.depth for row in rows}))}")
+    if job.virtual_stages > 1:
+        words.append(f"{job.virtual_stages} chunks a stage")
     words.append(f"TP {_listed(sorted({row.width for row in rows}))}")
     if all(row.recompute is None for row in rows):
         words.append(f"recompute {spell_recompute(job.recompute)}")

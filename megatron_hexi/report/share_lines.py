@@ -247,7 +247,7 @@ def spell_recomputed(plan: Plan, job: Job) -> str:
         if row.number or row.layers is None:
             continue  # the first domain stands for its stage
         recompute = job.recompute if row.recompute is None else row.recompute
-        again = layers_again(row.layers[1] - row.layers[0], recompute)
+        again = layers_again(row.layers[1] - row.layers[0], recompute, job.virtual_stages)
         if again:
             mode = recompute_mode(recompute)
             counts[mode] = counts.get(mode, 0) + again

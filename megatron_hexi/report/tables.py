@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_hexi.plan import Estimate, Plan, Provenance, Traffic, Workload
+from megatron_hexi.plan import Estimate, JobTerms, Plan, Provenance, Traffic, Workload
 from megatron_hexi.plan.model import Range
 from megatron_hexi.report.unit_summary import UnitSummary
 
@@ -52,6 +52,8 @@ def plan_report(plan: Plan, rows: Sequence[UnitSummary]) -> RenderableType:
         rows: its units.
     """
     parts: list[RenderableType] = [Text(_workload_line(plan.workload)), units_table(plan, rows)]
+    if (plan.job.virtual_stages or 1) > 1:
+        parts.append(Text(_chunks_line(plan.job)))
     if plan.gpus is not None:
         parts.append(Text(_gpus_line(plan.gpus)))
     if plan.estimate is not None:
@@ -152,6 +154,11 @@ def _workload_line(workload: Workload) -> str:
         width = workload.tensor_parallel or "differs"
         facts.append(f"tensor parallel {width} (heads below are those of one such rank)")
     return "workload: " + ", ".join(facts)
+
+
+def _chunks_line(job: JobTerms) -> str:
+    stages = "the job's" if job.pipeline_parallel is None else str(job.pipeline_parallel)
+    return f"{stages} pipeline stages, of {job.virtual_stages} chunks each: the interleaved schedule"
 
 
 def _estimate_line(estimate: Estimate) -> str:

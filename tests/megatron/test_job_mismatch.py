@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.megatron.plan_arguments import take_plan
 from megatron_hexi.megatron.session import given_plan
 from megatron_hexi.plan import (
+    JobTerms,
     Plan,
     Replica,
     Share,
@@ -47,6 +49,30 @@ def take(monkeypatch, tmp_path):
         return args, changed
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--num-virtual-stages-per-pipeline-rank", "4"], "job.virtual_stages is 2, the command line has"),
+        (
+            ["--num-layers-per-virtual-pipeline-stage", "1"],
+            "job.virtual_stages is 2, the command line has --num-layers-per-virtual-pipeline-stage",
+        ),
+        (
+            ["--num-layers", "2"],
+            "2 layers cannot be cut into 2 stages of 2 equal chunks; give a divisor of 1",
+        ),
+    ],
+)
+def test_chunks_that_contradict_the_command_line(take, words, says):
+    plan = proportional_plan(replace(WORKLOAD, layers=None), [[[3.0, 1.0]]])
+    plan = replace(plan, job=JobTerms(pipeline_parallel=2, virtual_stages=2))
+    taken, changed = take(plan, "--num-layers", "4")
+    assert taken.num_virtual_stages_per_pipeline_rank == 2
+    assert "--num-virtual-stages-per-pipeline-rank 2" in changed
+    with pytest.raises(HexiError, match=re.escape(says)):
+        take(plan, "--num-layers", "4", *words)
 
 
 @pytest.mark.parametrize(

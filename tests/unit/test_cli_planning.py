@@ -110,7 +110,16 @@ def test_features_and_the_context_parallel_size_reach_the_planner(hexi, asked):
     ((request, _, _),) = asked
     assert request.rules == PlannerRules(offload=False, unequal_replicas=True)
     assert request.context_parallel == 2
+    assert request.virtual_stages is None
     assert request.fixed == {"recompute"}
+
+
+def test_chunks_of_a_stage_reach_the_planner(hexi, asked):
+    words = ("--num-virtual-stages-per-pipeline-rank", 2)
+    assert hexi("plan", "cluster.yaml", *JOB, *words, "-o", "plan.yaml").code == 0
+    ((request, _, _),) = asked
+    assert (request.virtual_stages, request.job.virtual_stages) == (2, 1)
+    assert request.rules == PlannerRules(unequal_stages=False)
 
 
 def test_every_option_reaches_the_planner(hexi, asked):
@@ -477,6 +486,17 @@ def test_a_context_parallel_size_in_a_file_is_said_to_be_chosen_anew(hexi, asked
     assert note in hexi(*words).err
     assert note not in hexi(*words, "--context-parallel-size", 4).err
     assert [request.context_parallel for request, _, _ in asked] == [None, 4]
+
+
+def test_chunks_in_a_file_are_said_to_be_chosen_anew(hexi, asked):
+    stages = "--num-layers 4 --pipeline-model-parallel-size 2"
+    Path("job.args").write_text(f"{ARGUMENTS}\n{stages} --num-layers-per-virtual-pipeline-stage 1")
+    words = ("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
+    flag = "--num-virtual-stages-per-pipeline-rank"
+    note = f"note: job.args: --num-layers-per-virtual-pipeline-stage 1 is chosen anew; give {flag} on the"
+    assert note in hexi(*words).err
+    assert note not in hexi(*words, flag, 2).err
+    assert [request.virtual_stages for request, _, _ in asked] == [None, 2]
 
 
 def test_an_expert_parallel_size_stays_and_the_command_line_goes_before_the_file(hexi, asked):

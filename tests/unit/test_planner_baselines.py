@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,11 @@ from random import Random
 from typing import ClassVar
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost import Job, presets
+from megatron_hexi.cost import RECOMPUTES, Job, presets
 from megatron_hexi.cost.layer_kinds import Latent, Window
 from megatron_hexi.cost.memory import stage_params
 from megatron_hexi.cost.network import LinkTable
@@ -447,14 +448,45 @@ def test_the_lower_bound_is_below_any_layout_s_time(seed, attention):
     several = [random_layouts(random, fleet, None) for _ in range(3)]
     trials = [Judge(fleet).try_out(fleet, layouts, 1 + seed % 4) for layouts in several]
     floor = floor_of(fleet)
-    fitting, seconds = floor.may_fit(several), floor.seconds(several)
+    (fitting,), (seconds,) = floor.may_fit(several), floor.seconds(several)
     for trial, may_fit, least_s in zip(trials, fitting, seconds, strict=True):
         assert 0 < least_s <= trial.iteration_s * (1 + 1e-9), reproduce(text, job)
         assert may_fit or not trial.fits, reproduce(text, job)
         if len({layout.micro_batches for layout in trial.layouts}) == 1:
             assert floor.least_s(len(trial.layouts)) <= trial.iteration_s * (1 + 1e-9), reproduce(text, job)
     # Each is bounded by itself.
-    assert floor.seconds(several[1:2])[0] == pytest.approx(seconds[1], rel=1e-12)
+    assert floor.seconds(several[1:2])[0, 0] == pytest.approx(seconds[1], rel=1e-12)
+
+
+@given(st.integers(0, 2**20), st.sampled_from(["plain", "windows", "kinds"]))
+@examples(60)
+def test_the_lower_bound_is_below_any_interleaved_layout_s_time(seed, attention):
+    random = Random(seed)
+    stages, chunks = random.choice([2, 3, 4]), random.choice([2, 3])
+    model = with_attention(random, replace(TINY, layers=stages * chunks * random.choice([1, 2])), attention)
+    micro_batches = stages * random.choice([1, 2, 5])
+    job = tiny_job(
+        model=model,
+        pipeline_parallel=stages,
+        global_batch_size=micro_batches,
+        recompute=random.choice(RECOMPUTES),
+    )
+    nodes = [(f"n{n}", random.choice(["PLAIN", "DOUBLE", "H100-SXM-80GB"]), 1) for n in range(2 * stages)]
+    known = cluster(nodes, bandwidth=random.choice([0.1, 1, 10, 100]))
+    fleet = find_units(job, known)
+    floor = Floor(fleet, Rings(LinkTable(known)), [1, chunks])
+    layouts = random_layouts(random, fleet, 1)
+    assume(sum(len(part.units) for part in layouts[0].parts) == len(fleet.units))
+    fitting, seconds = floor.may_fit([layouts]), floor.seconds([layouts])
+    for own, may_fit, least_s in zip(floor.fleets, fitting[:, 0], seconds[:, 0], strict=True):
+        trial = Judge(own).try_out(own, layouts, 1)
+        if layouts[0].micro_batches % stages:
+            assert own is fleet or least_s == math.inf
+            continue
+        assert trial.job.virtual_stages == own.job.virtual_stages
+        assert 0 < least_s <= trial.iteration_s * (1 + 1e-9)
+        assert may_fit or not trial.fits
+        assert floor.least_s(1) <= trial.iteration_s * (1 + 1e-9)
 
 
 @given(NODES, JOBS)

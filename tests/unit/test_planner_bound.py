@@ -11,7 +11,16 @@ import pytest
 from megatron_hexi.cost import CostModel, Model, job_of_plan
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.errors import ClusterError
-from megatron_hexi.plan import Domain, Group, Member, Replica, Stage, Workload, validate_plan
+from megatron_hexi.plan import (
+    Domain,
+    Group,
+    Member,
+    Replica,
+    Stage,
+    Workload,
+    proportional_plan,
+    validate_plan,
+)
 from megatron_hexi.planner.bound import joint_bound, memory_fits
 from megatron_hexi.planner.request import CHOSEN, Request
 from tests.support.costs import TINY, cluster, tiny_job
@@ -368,9 +377,38 @@ def test_a_pipeline_fills_and_drains(depth, sharp):
     each = 4 // depth
     stages = [((number * each, (number + 1) * each), (number,)) for number in range(depth)]
     cost = cost_of(dataclasses.replace(job, pipeline_parallel=1), known, *stages)
-    bound = joint_bound(Request(job, frozenset(["pipeline_parallel", "data_parallel"])), known)
+    fixed = Request(job, frozenset(["pipeline_parallel", "data_parallel"]), virtual_stages=1)
+    bound = joint_bound(fixed, known)
     assert sharp * cost.iteration_s <= bound.iteration_s <= cost.iteration_s
     assert "pipelines" in bound.reason
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_interleaved_pipeline_beats_it(seed):
+    random = Random(seed)
+    depth, chunks = random.choice([2, 3, 4]), random.choice([2, 3, 4])
+    model = dataclasses.replace(DEEP, layers=depth * chunks * random.choice([1, 2]), vocab_size=128)
+    job = tiny_job(
+        model=model,
+        seq_length=random.choice([2048, 16384]),
+        pipeline_parallel=depth,
+        virtual_stages=chunks,
+        global_batch_size=depth * random.choice([1, 2, 8]),
+    )
+    plan = proportional_plan(job.workload(), [[[1.0]]])
+    known = just_enough(plan, job, [("a", "PLAIN", depth)], random.choice([50, FAST]))
+    cost = CostModel(job, known).estimate(plan)
+    free = dataclasses.replace(job, virtual_stages=1)
+    depths = frozenset(["pipeline_parallel", "data_parallel"])
+    for request in (
+        Request(free),
+        Request(free, virtual_stages=chunks),
+        Request(free, depths),
+        Request(free, depths, virtual_stages=chunks),
+    ):
+        assert memory_fits(request, known)
+        bound = joint_bound(request, known, LOOSER * cost.iteration_s)
+        assert bound.iteration_s <= cost.iteration_s * (1 + 1e-9), request
 
 
 def test_it_need_not_be_higher_than_what_was_found():

@@ -85,9 +85,10 @@ def test_plans_without_unequal_stages_are_megatron_s_own_pipelines(plans):
 def test_replicas_are_equal_where_they_must_be(replicas):
     job = Job(read_model("gpt-3b"), 16384, global_batch_size=8, data_parallel=replicas)
     request = Request(job, frozenset({"data_parallel"}), rules=PlannerRules(unequal_replicas=False))
-    plan = find_plan(request, read_text(MIXED.replace("gpus: 2", "gpus: 4"))).plan
+    planned = find_plan(request, read_text(MIXED.replace("gpus: 2", "gpus: 4")))
+    plan = planned.plan
     assert len(plan.replicas) == replicas
-    assert is_allowed(plan, request)
+    assert is_allowed(plan, planned.job, request)
     assert len({replica.micro_batches for replica in plan.replicas}) == 1
     assert not plan.is_repeated or has_equal_replicas(plan)
 

@@ -93,7 +93,8 @@ def extend_stage(section: Section, replays: Sequence[SectionReplay], cost: Stage
         replicas=tuple(
             reduce(add, phases) + sends for phases in zip(*(one.replicas for one in kinds), strict=True)
         ),
-        forward=_total([one.forward for one in kinds]) + cost.pipeline_s / 2,
+        forward=_total([one.forward for one in kinds])
+        + cost.pipeline_s / (2 if section.part.chunks == 1 else 1),
         token=_total([one.token for one in kinds]),
         attention=_total([one.attention for one in kinds]),
         experts=_total([one.experts for one in kinds]),

@@ -2,11 +2,13 @@
 
 A stage runs its steps one after the other. Rows over a border leave when they are computed, when those before
 them have arrived, and when the other side has posted the receive, which it does when it starts the
-micro-batch before.
+micro-batch before; where stages have chunks, when it has ended that pass. With chunks a stage also waits for
+what it sends behind its last forward pass.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -31,7 +33,11 @@ def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) 
         {"forward": ahead, "backward": phases.total - ahead}
         for ahead, phases in zip(forward, pipeline.stages, strict=True)
     ]
+    chunks = pipeline.chunks
+    seconds = [{way: one / chunks for way, one in both.items()} for both in seconds]
     steps = [list(pipeline.steps(stage)) for stage in range(count)]
+    before = [_steps_before(own) for own in steps]
+    last_forward = [max(n for n, step in enumerate(own) if step.way == "forward") for own in steps]
     place, free = [0] * count, [0.0] * count
     begun: dict[tuple[int, PipelineStep], float] = {}
     ended: dict[tuple[int, PipelineStep], float] = {}
@@ -39,14 +45,15 @@ def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) 
     def arrival(stage: int, step: PipelineStep) -> float | None:
         """Return when a stage has the input of a step; ``None``: not known yet."""
         ahead = step.way == "forward"
-        neighbour = stage - 1 if ahead else stage + 1
-        if not 0 <= neighbour < count:
+        source = _source(stage, step, count, chunks)
+        if source is None:
             return 0.0
-        if (neighbour, step) not in ended:
+        if source not in ended:
             return None
-        travels = float(pipeline.there[neighbour] if ahead else pipeline.back[stage])
-        posted = begun.get((stage, PipelineStep(step.way, step.micro_batch - 1)), 0.0)
-        return max(ended[neighbour, step], posted) + travels
+        travels = float(pipeline.there[source[0]] if ahead else pipeline.back[stage])
+        last = before[stage].get(step)
+        posted = 0.0 if last is None else (begun if chunks == 1 else ended)[stage, last]
+        return max(ended[source], posted) + travels
 
     spans: list[PipelineSpan] = []
     waiting = True
@@ -62,10 +69,29 @@ def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) 
                 start = max(free[stage], there)
                 end = start + seconds[stage][step.way]
                 begun[stage, step], ended[stage, step] = start, end
-                spans.append(PipelineSpan(replica, stage, step.way, step.micro_batch, 0, start, end))
+                spans.append(
+                    PipelineSpan(replica, stage, step.way, step.micro_batch, 0, start, end, step.chunk)
+                )
                 place[stage] += 1
                 free[stage] = end
+                if place[stage] > last_forward[stage] + 1 and stage + step.chunk > 0 and chunks > 1:
+                    free[stage] += float(pipeline.back[stage - 1])
     return sorted(spans, key=lambda span: (span.stage, span.start_s))
+
+
+def _source(stage: int, step: PipelineStep, count: int, chunks: int) -> tuple[int, PipelineStep] | None:
+    """Return the stage and its step that makes a step's input; ``None``: the stage itself, or nothing."""
+    by = -1 if step.way == "forward" else 1
+    neighbour, chunk = stage + by, step.chunk
+    if not 0 <= neighbour < count:
+        neighbour, chunk = neighbour % count, chunk + by
+    return (neighbour, step._replace(chunk=chunk)) if 0 <= chunk < chunks else None
+
+
+def _steps_before(steps: Sequence[PipelineStep]) -> dict[PipelineStep, PipelineStep]:
+    """Return the step before each in the same way, where there is one."""
+    ways = ([step for step in steps if step.way == way] for way in ("forward", "backward"))
+    return {step: last for own in ways for last, step in itertools.pairwise(own)}
 
 
 def pipeline_phases(pipeline: Pipeline, forward: Sequence[float], spans: Sequence[PipelineSpan]) -> Phases:

@@ -89,6 +89,7 @@ class PipelineSpan:
         lane: number among the stage's domains that take whole micro-batches; 0 where all domains share each.
         start_s: its begin.
         end_s: its end.
+        chunk: number among the chunks of the stage's layers that run in turn.
     """
 
     replica: int
@@ -98,6 +99,7 @@ class PipelineSpan:
     lane: int
     start_s: float
     end_s: float
+    chunk: int = 0
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def best_equal(
         candidate = _candidate(flags, recompute, request, gpus, model)
         if candidate is not None and candidate.fits:
             fitting.add((flags, gpus))
-            if is_allowed(candidate.plan, request):
+            if is_allowed(candidate.plan, candidate.job, request):
                 best = candidate if best is None else min(best, candidate, key=order_of)
     return best, trials
 

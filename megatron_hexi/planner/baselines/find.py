@@ -84,8 +84,9 @@ def find_baselines(
 ) -> tuple[tuple[Baseline, ...], int]:
     """Return all baselines, each with its best layout; kernels and overlap are the plan's.
 
-    Flags are tensor-parallel size, stages that are alike, replicas that are alike, and recomputation; those
-    that the request fixes stay. ``usp`` is so the best equal layout that Megatron can run.
+    Flags are tensor-parallel size, stages that are alike, their chunks, replicas that are alike, and
+    recomputation; those that the request fixes stay. ``usp`` is so the best equal layout that Megatron can
+    run.
 
     Args:
         request: the job.
@@ -155,7 +156,9 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
             if candidate is not None
         ]
         trials += judge.trials
-    allowed = (candidate for candidate in candidates_found if is_allowed(candidate.plan, request))
+    allowed = (
+        candidate for candidate in candidates_found if is_allowed(candidate.plan, candidate.job, request)
+    )
     faster = (candidate for candidate in allowed if candidate.fits and candidate.iteration_s < faster_than)
     return min(faster, key=order_of, default=None), trials
 
@@ -180,7 +183,7 @@ def _layouts_by_fleet(
     for fleet in fleets:
         alone = {id(part): part for part in _homogeneous_parts(fleet)}
         for part in ({id(fleet): fleet} | alone).values():
-            floor = Floor(part, rings)
+            floor = Floor(part, rings, request.chunk_counts(part.job))
             counts = replica_counts(part, replicas, request.context_parallel)
             counts = [count for count in counts if floor.least_s(count) < faster_than]
             names = [
@@ -218,7 +221,7 @@ def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
             problem = problem or refused
             continue
         has_units = True
-        if flags.has_equal_stages:
+        if flags.has_equal_stages and request.chunk_counts(flags):
             fleets.append((_least_bytes(fleet), fleet))
     if not fleets:
         if problem is not None and not has_units:
@@ -271,7 +274,7 @@ def _published(name: str, best: Candidate | None, cluster: Cluster) -> Baseline:
 def _no_layout(name: str, fleets: Sequence[Fleet], data_parallel: int | None) -> str:
     """The reason why a baseline has no layout, for the first choice of flags."""
     if not fleets:
-        return "the layers cannot be shared equally by so many pipeline stages"
+        return "the layers cannot be shared equally by so many pipeline stages, or chunks of these"
     fleet = fleets[0]
     alone = _homogeneous_parts(fleet)
     if name != HOMOGENEOUS:
@@ -290,8 +293,9 @@ def _spell_layout(name: str, candidate: BaselineLayouts, window: int) -> str:
 
 def _spell_flags(job: Job) -> str:
     """Text of a job's parallel sizes and recomputation."""
+    chunks = "" if job.virtual_stages == 1 else f", {job.virtual_stages} chunks a stage"
     recompute = "" if job.recompute == "none" else f", recompute {job.recompute}"
-    return f"TP {job.tensor_parallel}, PP {job.pipeline_parallel}{recompute}"
+    return f"TP {job.tensor_parallel}, PP {job.pipeline_parallel}{chunks}{recompute}"
 
 
 def _spell_gpus(fleet: Fleet) -> str:

@@ -3,7 +3,8 @@
     group     >= its longest token work + the longest of its members' attention work, of the way of keys from
                  other nodes, and of an all-to-all to them                   in each pass
     stage     >= layers x (its slowest group in each pass) + longest logits + sends to the next stage
-    replica   >= sum of its stages + (micro-batches - 1) x slowest stage + gradients and weights less a pass
+    replica   >= sum of its stages + (micro-batches - 1) x slowest stage + gradients and weights less a pass;
+                 with chunks of stages of passes of a chunk
     iteration >= slowest replica + optimizer
 
 Computing, tensor-parallel sums, sends, gradients, weights and the optimizer are those of cost/ at the
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -110,15 +110,24 @@ class Floor:
     Args:
         fleet: the units that the layouts' numbers mean.
         rings: of its cluster.
+        chunks: numbers of chunks of each stage's layers that are compared.
     """
 
-    def __init__(self, fleet: Fleet, rings: Rings) -> None:
+    def __init__(self, fleet: Fleet, rings: Rings, chunks: Sequence[int] = (1,)) -> None:
+        self._chunks = list(chunks)
+        #: The fleet with jobs of each number of chunks.
+        self.fleets = [
+            fleet if count == 1 else replace(fleet, job=replace(fleet.job, virtual_stages=count))
+            for count in chunks
+        ]
         self._fleet, self._job, self._links = fleet, fleet.job, rings.links
         job, cluster = fleet.job, fleet.cluster
         stages = np.arange(job.pipeline_parallel)
         #: First GPU of each unit on each stage, [S, units], and its node.
         self._gpus = np.array([[unit.gpus[stage][0] for unit in fleet.units] for stage in stages])
         self._nodes = self._links.nodes[self._gpus]
+        behind = np.roll(self._gpus, -1, axis=0) if len(stages) > 1 else self._gpus
+        self._borders = list(zip(self._gpus, behind, strict=True))
         devices = {id(device): device for kind in fleet.kinds for device in kind.devices}
         kinds = [[list(devices).index(id(device)) for device in kind.devices] for kind in fleet.kinds]
         #: Device of each unit on each stage, [S, units], among these.
@@ -146,12 +155,17 @@ class Floor:
         """
         job, work = self._job, self._work
         micro_batches = job.global_batch_size / job.micro_batch_size
-        filled = work * (1 + (job.pipeline_parallel - 1) / micro_batches) + self._shown(np.inf, np.inf).max()
+        passes = micro_batches * max(self._chunks)
+        filled = work * (1 + (job.pipeline_parallel - 1) / passes) + self._shown(np.inf, np.inf).max()
         others = work * (1 - replicas / micro_batches) + self._shown(0.0, 0.0).max()
         return float(self._step + max(filled, others))
 
     def may_fit(self, candidates: Sequence[Sequence[Layout]]) -> Bools:
-        """Whether each candidate may fit in memory, which is checked without the keys under way."""
+        """Whether each candidate may fit in memory, which is checked without the keys under way.
+
+        Returns:
+            [chunks, K].
+        """
         arrays, nothing = _Arrays.of(candidates), np.zeros(1)
         held = Holdings(
             tokens=arrays.tokens.astype(float),
@@ -161,14 +175,21 @@ class Floor:
             micro_batches=arrays.micro_batches[arrays.replica][arrays.group],
             flights=Flights(nothing, nothing),
         )
-        part = ModelPart.of_job(self._job, np.arange(self._job.pipeline_parallel)[:, None])
-        owned = owned_params(self._job, part_params(self._job, part), len(self._fleet.units))
-        needed = sum(part_memory(self._job, part, held, 1, owned).values())
-        fits = (needed <= self._usable[self._device[:, arrays.units]]).all(axis=0)
-        return np.logical_and.reduceat(fits, arrays.first[arrays.begin[arrays.starts]])
+        rooms = []
+        for fleet in self.fleets:
+            part = ModelPart.of_job(fleet.job, np.arange(self._job.pipeline_parallel)[:, None])
+            owned = owned_params(self._job, part_params(self._job, part), len(self._fleet.units))
+            needed = sum(part_memory(self._job, part, held, 1, owned).values())
+            fits = (needed <= self._usable[self._device[:, arrays.units]]).all(axis=0)
+            rooms.append(np.logical_and.reduceat(fits, arrays.first[arrays.begin[arrays.starts]]))
+        return np.array(rooms)
 
     def seconds(self, candidates: Sequence[Sequence[Layout]]) -> Floats:
-        """Least seconds of an iteration, for each candidate."""
+        """Least seconds of an iteration, for each candidate.
+
+        Returns:
+            [chunks, K]; infinite where Megatron cannot interleave the replicas' micro-batches.
+        """
         job, arrays = self._job, _Arrays.of(candidates)
         rows = job.micro_batch_size * arrays.tokens.astype(float)
         device, slots = self._device[:, arrays.units], np.arange(len(rows))
@@ -192,10 +213,33 @@ class Floor:
         logits = np.array([sum(logits_times(speeds, job, rows)) for speeds in self._speeds])
         logits = logits[device[-1], slots] + sums[-1]
         stages[-1] += np.maximum.reduceat(logits, arrays.first[arrays.begin])
-        stages[:-1] += self._sends(arrays, rows)
-        replicas = stages.sum(axis=0) + (arrays.micro_batches - 1) * stages.max(axis=0)
-        replicas += self._shown(mean[..., 0], mean[..., 1]).max(axis=0)
-        return self._step + np.maximum.reduceat(replicas, arrays.starts)
+        sends, shown = self._sends(arrays, rows), self._shown(mean[..., 0], mean[..., 1]).max(axis=0)
+        return np.array(
+            [
+                self._step
+                + np.maximum.reduceat(self._through(chunks, stages, sends, arrays) + shown, arrays.starts)
+                for chunks in self._chunks
+            ]
+        )
+
+    def _through(self, chunks: int, stages: Floats, sends: Floats, arrays: _Arrays) -> Floats:
+        """Least seconds of each replica's micro-batches, [R].
+
+        Args:
+            chunks: of each stage.
+            stages: seconds of a micro-batch in each, [S, R].
+            sends: of its activations to the stage behind, [S, R].
+            arrays: the layouts.
+        """
+        count = len(stages)
+        if chunks == 1:
+            times = stages + np.concatenate([2 * sends[:-1], np.zeros((1, sends.shape[1]))])
+        else:  # Megatron waits for activations, and leaves gradients under way.
+            times = (
+                stages / chunks + sends * np.where(np.arange(count) < count - 1, 1, 1 - 1 / chunks)[:, None]
+            )
+        seconds = times.sum(axis=0) + (chunks * arrays.micro_batches - 1) * times.max(axis=0)
+        return np.where((arrays.micro_batches % count == 0) | (chunks == 1), seconds, np.inf)
 
     def _attention(self, arrays: _Arrays, job: Job) -> Floats:
         """Seconds of one head in each group on each device, [D, 2, N], in layers of one kind."""
@@ -253,12 +297,12 @@ class Floor:
         return element * np.stack(seconds, axis=-1).max(axis=2)
 
     def _sends(self, arrays: _Arrays, rows: Floats) -> Floats:
-        """Seconds of each replica's sends to the next stage, and of the gradients back, [S - 1, R]."""
+        """Seconds of each replica's sends to the next stage, of the last to the first, [S, R]."""
         by_unit = np.zeros((len(arrays.starts), len(self._fleet.units)))
         by_unit[arrays.candidate[arrays.replica][arrays.group], arrays.units] = rows
         distinct, number = np.unique(by_unit, axis=0, return_inverse=True)
         seconds = [
-            [2 * pipeline_seconds(self._links, self._job, held, *ends) for ends in pairwise(self._gpus)]
+            [pipeline_seconds(self._links, self._job, held, *ends) for ends in self._borders]
             for held in distinct
         ]
         return np.array(seconds)[number][arrays.candidate].T

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from math import inf
 
@@ -63,14 +63,22 @@ class BaselineSearch:
         for floor, candidates in layouts_by_fleet:
             room = floor.may_fit([layouts.layouts for layouts in candidates])
             if self._faster_than < inf:
-                candidates, room = list(compress(candidates, room)), room[room]
-            if candidates:
-                seconds = floor.seconds([layouts.layouts for layouts in candidates]) * (1 - _ROUNDING)
-                entrants += zip(seconds.tolist(), room.tolist(), candidates, strict=True)
+                there = room.any(axis=0)
+                candidates, room = list(compress(candidates, there)), room[:, there]
+            if not candidates:
+                continue
+            seconds = floor.seconds([layouts.layouts for layouts in candidates]) * (1 - _ROUNDING)
+            for fleet, least, fits in zip(floor.fleets, seconds.tolist(), room.tolist(), strict=True):
+                own = (replace(layouts, fleet=fleet) for layouts in candidates)
+                entrants += (
+                    entrant
+                    for entrant in zip(least, fits, own, strict=True)
+                    if entrant[0] < inf and (entrant[1] or self._faster_than == inf)
+                )
         entrants.sort(key=lambda entrant: entrant[0])
         for done, (least, has_room, layouts) in enumerate(entrants):
             self._progress("baselines", done, len(entrants))
-            key = layouts.fleet.units, layouts.layouts
+            key = layouts.fleet.units, layouts.layouts, layouts.fleet.job.virtual_stages
             least = max(least, self._least.get(key, 0.0))
             # What does not fit is of interest where nothing does.
             nothing_fits = any(self._limit(name) == inf for name in layouts.texts)

@@ -241,6 +241,8 @@ def spell_uneven(candidate: Candidate) -> str:
 
 def why_no_uneven(request: Request) -> str:
     """The reason why there is no uneven pipeline."""
+    if (request.virtual_stages or 1) > 1:
+        return "stages have equal chunks"
     if "pipeline_parallel" in request.fixed and request.job.pipeline_parallel == 1:
         return "it has one pipeline stage"
     return "no pipeline of equally many GPUs a stage was found that fits"
@@ -248,6 +250,8 @@ def why_no_uneven(request: Request) -> str:
 
 def best_uneven(request: Request, cluster: Cluster, faster_than: float = inf) -> tuple[Candidate | None, int]:
     """Return the best uneven pipeline that fits and is fast enough, and how many layouts were timed."""
+    if (request.virtual_stages or 1) > 1:
+        return None, 0
     try:
         search = UnevenLayers(request, cluster)
         return search.best(faster_than), search.trials

@@ -7,7 +7,8 @@ and q is 1 / f; each of its GPUs is in some option, with works x and z. Then, wi
 
 time   m micro-batches take tau each in the stage, and one passes the others besides (pipeline.py: sum of tau
        + (m - 1) x longest), no faster than on all GPUs together; the optimizer's step follows. Nothing of a
-       GPU's own work overlaps (layer.py):   seconds(x, z) <= T - step - (1 - f) pass
+       GPU's own work overlaps (layer.py):   seconds(x, z) <= T - step - (1 - f) pass / V
+       where V are the chunks that the stage may have at most: l, or fewer where they are fixed
 memory Kept are l layers of n micro-batches, L S x n / m: one on a last stage, min(m, 2) before it, and
        m <= w / B. Under way is one layer, S x q / m. What attention keeps goes by tokens of the group x heads
        of the unit: half as much as z at least, since a token sees S tokens at most and S / 2 on average.
@@ -23,7 +24,8 @@ fill   Let a second of GPU g be worth c_g, so that a sequence's token work and a
        where the last two are the sum of sqrt(W W') over pairs of different stages, which falls with no W; and
        W >= B f. So they idle for B ((sum sqrt f)^2 - 1) at least. Now sum sqrt f = sum f sqrt q = E, and
        E^2 >= 2 a E - a^2 for any a: they idle for B sum f (2 a sqrt q - a^2 - 1), linear in f = x / w; and in
-       f = z / w, by which attention does not go where layers are few.
+       f = z / w, by which attention does not go where layers are few. Of V chunks they idle for a V-th of it;
+       these are of equal stages, whose terms are alike: those above 0 count a V-th.
 
 A stage in ministages (options.py) gives idle time to the fill row and takes nothing of it; no micro-batch
 passes the others before it ends. All stages of its replica are, so those before the last have q - 1 times

@@ -111,6 +111,7 @@ class BoundProgram:
         pairs = [(0, 0), *zip(works, works, strict=True), *itertools.combinations(works, 2)]
         self._pairs = np.array(pairs).T
         self._state = job.model.total_params * float(OPTIMIZER_BYTES[job.precision])
+        self._chunks = _most_chunks(request, self._places)
         self._set_worth()
         self._set_shares(shares, stages, job.data_parallel if "data_parallel" in fixed else None)
         self._least[-_ALL] = 1 - Hosts(cluster).bytes / self._state
@@ -162,7 +163,7 @@ class BoundProgram:
         """
         places, modes = self._places, len(self._modes)
         q, deepest, turns = self._layers / places.high, self._layers / places.low, places.parts > 0
-        self._passed = np.where(turns, 0.0, 1 - 1 / q) * self._least_size * self._pass_s
+        self._passed = np.where(turns, 0.0, 1 - 1 / q) * self._least_size * self._pass_s / self._chunks
         gives, x, z = np.zeros((_OWN + 1, 1 + 2 * modes, len(q))), slice(1, 1 + modes), slice(1 + modes, None)
         gives[_BATCH, x] = 1
         for number, mode in enumerate(self._modes, 1):
@@ -173,7 +174,7 @@ class BoundProgram:
             gives[_DEPTH : _DEPTH + 2, x] = stages
         touch = np.array(_TANGENTS)[:, None]
         pipes = self._least_size * (2 * touch * np.sqrt(q) - touch**2 - 1)
-        pipes /= np.where(pipes > 0, places.most, places.fewest)
+        pipes /= np.where(pipes > 0, places.most * self._chunks, places.fewest)
         pipes[:, turns] = 0
         for row, works in zip((_FILL, _FILL + len(touch)), (x, z), strict=True):
             gives[row : row + len(touch), works] = -pipes[:, None]
@@ -278,6 +279,16 @@ class BoundProgram:
                 break
             prices, paid = solved.prices[:rows], solved.prices[rows:]
         return True
+
+
+def _most_chunks(request: Request, places: Places) -> Ints:
+    """Return the chunks that stages may have at most, [P]: a layer each, in equal stages of Megatron's."""
+    if request.virtual_stages is not None:
+        return np.full(len(places.high), request.virtual_stages)
+    job = request.job
+    if "pipeline_parallel" in request.fixed:
+        return np.full(len(places.high), max(request.chunk_counts(job)))
+    return places.high
 
 
 def _name_needs(prices: Floats) -> str:

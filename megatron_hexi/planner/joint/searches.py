@@ -53,7 +53,7 @@ class JointSearches:
         for size in request.micro_batch_sizes():
             search = JointSearch(request, self._timer(request, cluster, size), memory)
             for candidate in search.run(self._progress, faster_than, fewest=fewest):
-                if candidate.fits and is_allowed(candidate.plan, request):
+                if candidate.fits and is_allowed(candidate.plan, candidate.job, request):
                     faster_than = min(faster_than, candidate.iteration_s)
                     yield candidate
             self._assembled += search.trials

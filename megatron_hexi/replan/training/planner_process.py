@@ -79,6 +79,7 @@ def job_document(args: Namespace, session: Session | None) -> dict[str, Any]:
         "global_batch_size": args.global_batch_size,
         "tensor_parallel": args.tensor_model_parallel_size,
         "pipeline_parallel": args.pipeline_model_parallel_size,
+        "virtual_stages": args.virtual_pipeline_model_parallel_size or 1,
         "data_parallel": len(session.given.plan.replicas),
         "recompute": recompute,
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
