@@ -167,7 +167,8 @@ class CostModel:
             reductions = uneven_reductions(mesh, job, sections, self.rings, self.hosts)
         passing = self._with_rows(sections, reductions.passing)
         times = ((cost.replicas, cost.forward_s) for cost in costs)
-        pipelines = replica_pipelines(plan, replica_lanes(sections, times, micro_batches), borders, passing)
+        lanes = replica_lanes(sections, times, micro_batches)
+        pipelines = replica_pipelines(plan, lanes, borders, passing, job.model.mtp_layers)
         waits = exposed_synchronisation(sections, costs, reductions)
         optimizer = [
             self._optimizer_times(section, held_experts, owned, present)
