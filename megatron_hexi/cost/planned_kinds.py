@@ -6,9 +6,7 @@ from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.flags import spell_flag
 
-_NOT_MODELLED = (
-    "its time and memory are not modelled; plan with hexi proportion, which asks for no model"
-)
+_NOT_MODELLED = "its time and memory are not modelled; plan with hexi proportion, which asks for no model"
 
 
 def refuse_unplanned(model: Model) -> None:

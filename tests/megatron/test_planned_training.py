@@ -48,7 +48,9 @@ class Wanted:
     def kinds(self) -> list[str]:
         """Kinds of the model's layers, none of a dense decoder's."""
         named = {
-            **{"windows": WINDOW[0], "sinks": SINKS[0], "latent": NORMED_LATENT[0]},
+            "windows": WINDOW[0],
+            "sinks": SINKS[0],
+            "latent": NORMED_LATENT[0],
             "further": FURTHER_TOKENS[0],
         }
         return [name for name, flag in named.items() if flag in self.model]
