@@ -56,7 +56,7 @@ def token_seconds(speeds: Speeds, job: Job, with_experts: bool = True) -> float:
     rows = np.array([_ROWS])
     best = replace(speeds, matmul=_best(speeds.matmul), output=_best(speeds.output))
     logits, layers = logits_times(best, job, rows), 0.0
-    for kind in job.kinds:
+    for kind, count in zip(job.kinds, job.model.layers_run, strict=True):
         layer = token_times(best, kind, rows)
         forward, backward = float(layer.forward[0]), float(layer.backward[0])
         if with_experts and kind.model.experts is not None:
@@ -64,13 +64,14 @@ def token_seconds(speeds: Speeds, job: Job, with_experts: bool = True) -> float:
             routed = 2 * _ROWS * active / float(best.matmul.rates[0] * 1e12)
             forward, backward = forward + routed, backward + 2 * routed
         again = forward if job.mode == "full" else 0.0
-        layers += kind.model.layers * (forward + backward + again)
+        layers += count * (forward + backward + again)
     return (layers + float(logits.forward[0] + logits.backward[0])) / _ROWS * job.tensor_parallel
 
 
 def attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
     """Attention of one token through the whole model, on one GPU: 2 (D + V) H S / 2 FLOPs a layer forward."""
-    seen = sum(kind.layers * _keys_seen(kind, job.seq_length, causal) for kind in job.model.kinds)
+    kinds = zip(job.model.kinds, job.model.layers_run, strict=True)
+    seen = sum(layers * _keys_seen(kind, job.seq_length, causal) for kind, layers in kinds)
     flops = 2 * (job.model.head_dim + job.model.value_dim) * job.model.heads * seen
     forward, backward = (
         max(max(getattr(passes, way).rates) for passes in (speeds.causal, speeds.full)) * 1e12

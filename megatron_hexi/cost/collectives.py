@@ -123,6 +123,15 @@ def tensor_parallel_seconds(job: Job, rows: Floats, bandwidth: Floats, latency: 
     return np.where(rows > 0, 2 * (tp - 1) / tp * size / bandwidth + 2 * (tp - 1) * latency, 0.0)
 
 
+def loss_sum_seconds(job: Job, rows: Floats, bandwidth: Floats, latency: Floats) -> Floats:
+    """All sums inside each unit of the last stage beside those of its layers; arguments as those of one.
+
+    One for the loss. A block of multi-token prediction has one for its own loss, two for the input of its
+    projection, which is 2 h wide, and one for the projection's output, which Megatron gathers.
+    """
+    return (1 + 4 * job.model.mtp_layers) * tensor_parallel_seconds(job, rows, bandwidth, latency)
+
+
 def pipeline_seconds(links: LinkTable, job: Job, rows: Floats, gpus: Ints, following: Ints) -> float:
     """Activations of a micro-batch from a stage to the next, all units at once: rows h e bytes each.
 

@@ -281,12 +281,17 @@ def logits_times(speeds: Speeds, job: Job, rows: Floats, reached: Floats | None 
 
     Matrix: 2 rows h V forward, twice that backward. Loss, bytes a logit, as Megatron's
     vocab_parallel_cross_entropy: cast e + 4, max 4, subtract 8, exp 8, sum 4, divide 8 forward; scale 8,
-    cast 4 + e backward. `reached` is rate(rows) of the matrix.
+    cast 4 + e backward. Each block of multi-token prediction has the same once more, and before its layer a
+    projection of 2 h to h. `reached` is rate(rows) of the matrices.
     """
-    vocab = job.model.vocab_params(job.tensor_parallel) / job.model.hidden_size
-    reached = rates(speeds.output, rows) if reached is None else reached
-    matrix = 2 * rows * job.model.hidden_size * vocab / reached
-    loss = rows * vocab / speeds.memory
+    model, losses = job.model, 1 + job.model.mtp_layers
+    vocab = model.vocab_params(job.tensor_parallel) / model.hidden_size
+    output = rates(speeds.output, rows) if reached is None else reached
+    matrix = losses * (2 * rows * model.hidden_size * vocab / output)
+    if model.mtp_layers:
+        inner = rates(speeds.matmul, rows) if reached is None else reached
+        matrix = matrix + model.mtp_layers * 2 * rows * model.projection_params(job.tensor_parallel) / inner
+    loss = losses * rows * vocab / speeds.memory
     element = job.element_bytes
     return Times(matrix + (36 + element) * loss, 2 * matrix + (12 + element) * loss)
 

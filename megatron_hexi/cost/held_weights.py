@@ -61,7 +61,7 @@ class HeldWeights:
                 for width in set(self.width):
                     self.density[key, width] = model.expert_params() / self._elements[key]
         layers = map(_layers_key, range(len(job.model.kinds)))
-        for key in (*layers, "embedding", "output", "positions", "norm"):
+        for key in (*layers, "embedding", "output", "positions", "norm", "prediction"):
             self._elements[key] = max(1, self._params(key, widest) * widest // self._chunks)
             for width in set(self.width):
                 chunks = self._chunks // width
@@ -113,6 +113,7 @@ class HeldWeights:
             "output": model.vocab_params(width),
             "positions": model.learned_positions * model.hidden_size,
             "norm": model.norm_params(model.hidden_size),
+            "prediction": model.prediction_params(width),
         }[key]
 
     def _held(self, unit: Unit) -> Iterator[_Held]:
@@ -123,12 +124,16 @@ class HeldWeights:
             for kind, rows, of in _layer_boxes(model, layers):
                 yield _Held(_layers_key(kind), rows, of, 1 + layers[0], None if first is None else number)
         is_first, is_last, behind = unit.stage == 0, unit.is_last, 1 + model.layers
-        if is_first or (is_last and model.tied_embeddings):
-            both = is_first and is_last and model.tied_embeddings
-            ministage = None if both else first if is_first else last
+        # The last stage embeds the tokens that follow those it predicts.
+        embeds, ties = is_last and model.mtp_layers > 0, is_last and model.tied_embeddings
+        if is_first or embeds or ties:
+            ministage = None if is_first and (embeds or ties) else first if is_first else last
             yield _Held("embedding", (0, 1), 1, 0 if is_first else behind, ministage)
-        if is_first and model.learned_positions:
-            yield _Held("positions", (0, 1), 1, 0, first)
+        if (is_first or embeds) and model.learned_positions:
+            ministage = None if is_first and embeds else first if is_first else last
+            yield _Held("positions", (0, 1), 1, 0 if is_first else behind, ministage)
+        if embeds:
+            yield _Held("prediction", (0, model.mtp_layers), model.mtp_layers, behind, last)
         if is_last:
             yield _Held("norm", (0, 1), 1, behind, last)
         if is_last and not model.tied_embeddings:
@@ -168,11 +173,15 @@ def _experts_key(kind: int) -> str:
 
 
 def _layer_boxes(model: Model, layers: tuple[int, int]) -> Iterator[tuple[int, tuple[int, int], int]]:
-    """For each kind among these layers: its number, its rows among all of it, and how many these are."""
+    """For each kind among these layers: its number, its rows among all of it, and how many these are.
+
+    Layers of multi-token prediction come with the last one, as further rows of its kind.
+    """
     for kind, before in enumerate(model.layers_before):
-        rows = before[layers[0]], before[layers[1]]
-        if rows[0] < rows[1]:
-            yield kind, rows, before[-1]
+        more = model.mtp_layers if kind == model.kind_of_layers[-1] else 0
+        first, stop = before[layers[0]], before[layers[1]] + more * (layers[1] == model.layers)
+        if first < stop:
+            yield kind, (first, stop), before[-1] + more
 
 
 @lru_cache(maxsize=4)

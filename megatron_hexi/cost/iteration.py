@@ -172,7 +172,9 @@ class CostModel:
         passing = self._with_rows(sections, reductions.passing)
         times = ((cost.replicas, cost.forward_s) for cost in costs)
         lanes = replica_lanes(sections, times, micro_batches)
-        pipelines = replica_pipelines(plan, lanes, borders, passing, job.virtual_stages)
+        pipelines = replica_pipelines(
+            plan, lanes, borders, passing, chunks=job.virtual_stages, predictions=job.model.mtp_layers
+        )
         waits = exposed_synchronisation(sections, costs, reductions)
         optimizer = [
             self._optimizer_times(section, held_experts, owned, present)

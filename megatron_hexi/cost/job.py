@@ -130,8 +130,11 @@ class Job:
 
     @cached_property
     def kinds(self) -> tuple[Job, ...]:
-        """For each kind of layer of the model, the job of a model that has only such layers, in one stage."""
-        if self.model.is_uniform:
+        """For each kind of layer of the model, the job of a model that has only such layers, in one stage.
+
+        None of these has multi-token prediction, whose layers are of the last one's kind.
+        """
+        if self.model.is_uniform and not self.model.mtp_layers:
             return (self,)
         return tuple(
             replace(self, model=kind, pipeline_parallel=1, virtual_stages=1) for kind in self.model.kinds

@@ -157,6 +157,14 @@ def input_bytes(job: Job, tokens: Floats) -> Floats:
     return job.micro_batch_size * tokens * job.model.hidden_size * job.element_bytes / job.row_parts
 
 
+def prediction_bytes(job: Job, tokens: Floats) -> Floats:
+    """Bytes that a block of multi-token prediction keeps beside its layer, of a micro-batch, on one GPU.
+
+    Inputs of its three norms 3 h, and of its projection 2 h.
+    """
+    return 5 * input_bytes(job, tokens)
+
+
 def border_bytes(job: Job, tokens: Floats) -> Floats:
     """Bytes of the activations under way over one border between stages, on one GPU."""
     return BORDER_ROWS * input_bytes(job, tokens)
@@ -172,10 +180,11 @@ def logit_bytes(job: Job) -> float:
 
 
 def logits_bytes(job: Job, rows: Floats, logit: float) -> Floats:
-    """Bytes that the loss needs: rows (V `logit` + 3 h e).
+    """Bytes that the loss needs: rows (V (`logit` + 4 n) + (1 + n) 3 h e), with n of multi-token prediction.
 
     Logits, input and output of the last norm, and the output's gradient. With sequence parallelism that is of
-    the rows of all ranks of a unit before it is cut, beside as many of the output.
+    the rows of all ranks of a unit before it is cut, beside as many of the output. Losses of further tokens
+    are computed before that of the next one, and keep the softmax, in fp32, until their backward passes.
 
     Args:
         job: the job.
@@ -183,5 +192,6 @@ def logits_bytes(job: Job, rows: Floats, logit: float) -> Floats:
         logit: bytes of one.
     """
     vocab = job.model.vocab_params(job.tensor_parallel) / job.model.hidden_size
-    around = 3 / job.row_parts + 2 * (job.row_parts > 1)
-    return rows * (vocab * logit + around * job.model.hidden_size * job.element_bytes)
+    around = (3 / job.row_parts + 2 * (job.row_parts > 1)) * (1 + job.model.mtp_layers)
+    kept = 4 * job.model.mtp_layers
+    return rows * (vocab * (logit + kept) + around * job.model.hidden_size * job.element_bytes)

@@ -17,6 +17,7 @@ from megatron_hexi.cost.layer_bytes import (
     input_bytes,
     logit_bytes,
     logits_bytes,
+    prediction_bytes,
     routed_row_bytes,
     routed_working_bytes,
     token_activation_bytes,
@@ -59,7 +60,8 @@ FRAGMENTATION = 0.05
 def part_params(job: Job, part: ModelPart, experts: Floats | float = 0) -> Counts:
     """Weights on one GPU: layers, and an embedding at either end.
 
-    Tied embeddings are held twice where first and last stage differ.
+    Where first and last stage differ, tied embeddings are held twice, and those that multi-token prediction
+    embeds its tokens with.
 
     Args:
         job: the job.
@@ -67,13 +69,15 @@ def part_params(job: Job, part: ModelPart, experts: Floats | float = 0) -> Count
         experts: routed experts that it holds of each layer with some, slices counted as parts of one.
     """
     model, tp = job.model, job.tensor_parallel
-    first = model.vocab_params(tp) + model.learned_positions * model.hidden_size
+    embedding = model.vocab_params(tp) + model.learned_positions * model.hidden_size
     last_norm = model.norm_params(model.hidden_size)
-    has_output = part.is_last * (1 - part.is_first * model.tied_embeddings)
+    has_embedding = part.is_first + part.copies_embedding(model)
+    has_output = part.is_last * (1 - has_embedding * model.tied_embeddings)
     kinds = zip(model.kinds, part.of_kinds(model), strict=True)
     params: Counts = (
         sum(held.layers * (kind.layer_params(tp) + experts * kind.expert_params()) for kind, held in kinds)
-        + part.is_first * first
+        + has_embedding * embedding
+        + part.predictions(model).layers * model.prediction_params(tp)
         + part.is_last * last_norm
         + has_output * model.vocab_params(tp)
     )
@@ -162,6 +166,8 @@ def static_memory(
         copied = sum(
             held.layers * (FP8_COPIES * kind.matrix_params(job.tensor_parallel)) for kind, held in kinds
         )
+        projection = job.model.projection_params(job.tensor_parallel)
+        copied = copied + part.predictions(job.model).layers * (FP8_COPIES * projection)
     return {
         "weights": np.asarray(weights * float(job.element_bytes) + copied),
         "gradients": np.asarray(gradients * float(GRADIENT_BYTES[job.precision])),
@@ -199,7 +205,8 @@ def part_memory(
     here, added, state = params, params, owned
     if present is not None:
         here, added, state = present.weights, present.gradients, present.state
-    rows, at_once = job.micro_batch_size * held.tokens, part.in_flight(held.micro_batches) * part.at_once
+    rows, in_flight = job.micro_batch_size * held.tokens, part.in_flight(held.micro_batches)
+    at_once = in_flight * part.at_once(job.model)
     working = activations = attention = np.zeros(held.tokens.shape)
     for kind, count in zip(job.kinds, part.of_kinds(job.model), strict=True):
         layer = _layer_memory(kind, held, window)
@@ -212,6 +219,11 @@ def part_memory(
         working = np.maximum(working, np.where(np.equal(count.layers, 0), 0.0, needed))
         activations = activations + at_once * count.kept(layer.outside, layer.outside_again)
         attention = attention + at_once * count.kept(layer.inside, layer.inside_again)
+    if job.model.mtp_layers:
+        # Of a block's two inputs its layer counts one, where whole ones are computed again.
+        block, inputs = prediction_bytes(job, held.tokens), input_bytes(job, held.tokens)
+        blocks = part.predictions(job.model).kept(block, inputs if job.mode == "full" else block)
+        activations = activations + in_flight * blocks
     if np.any(part.ministages):
         waiting = part.entered(held.micro_batches)
         waiting = np.where(part.rows_on_host, np.minimum(waiting, ROWS_ON_DEVICE), waiting)

@@ -144,6 +144,13 @@ class Model:
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(self._kind_of_layers))}
         return tuple(numbers[kind] for kind in self._kind_of_layers)
 
+    @cached_property
+    def layers_run(self) -> tuple[int, ...]:
+        """For each kind, the layers that a token passes, those of multi-token prediction among them."""
+        counts = [kind.layers for kind in self.kinds]
+        counts[self.kind_of_layers[-1]] += self.mtp_layers
+        return tuple(counts)
+
     @property
     def is_uniform(self) -> bool:
         """Whether all layers are of one kind."""
@@ -317,13 +324,23 @@ class Model:
 
     @property
     def mtp_params(self) -> int:
-        """Weights of all blocks of multi-token prediction: each a layer, a 2h x h projection, three norms."""
+        """Weights of all blocks of multi-token prediction, each a layer of the last kind and a projection."""
         if not self.mtp_layers:
             return 0
         last = self._of_kind(*self._kind_of_layers[-1], layers=1)
         routed = last.experts.count * last.expert_params() if last.experts else 0
-        block = 2 * self.hidden_size**2 + 3 * self.norm_params(self.hidden_size)
-        return self.mtp_layers * (last.layer_params() + routed + block)
+        return self.mtp_layers * (last.layer_params() + routed + self.prediction_params())
+
+    def prediction_params(self, tensor_parallel: int = 1) -> int:
+        """Weights of a block of multi-token prediction beside its layer, on one tensor-parallel rank.
+
+        The projection of hidden state and embedding, 2h x h, and three norms.
+        """
+        return self.projection_params(tensor_parallel) + 3 * self.norm_params(self.hidden_size)
+
+    def projection_params(self, tensor_parallel: int = 1) -> int:
+        """Weights of the projection before a layer of multi-token prediction, on one rank."""
+        return 2 * self.hidden_size**2 // tensor_parallel
 
     def _require_uniform(self) -> None:
         if not self.is_uniform:

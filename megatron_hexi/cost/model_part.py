@@ -70,10 +70,10 @@ class ModelPart:
     """The part of the model that units have; numbers, or arrays over units, [U].
 
     Args:
-        layers: how many.
+        layers: how many, without those of multi-token prediction.
         again: how many of them the backward pass computes again: the first ones.
         is_first: whether with the embedding.
-        is_last: whether with the last norm, the output matrix and the loss.
+        is_last: whether with the last norm, the output matrix, the loss, and all multi-token prediction.
         ahead: passes of a chunk whose activations are kept at a time, at most: those that run forward before
             the first backward pass, and one (`passes_ahead`).
         ministages: in how many parts they run; 0: whole, in 1F1B.
@@ -107,8 +107,30 @@ class ModelPart:
             chunks=chunks,
         )
 
+    def predictions(self, model: Model) -> KindLayers:
+        """The layers of multi-token prediction that the part has: all of the model's where it has the loss.
+
+        Megatron computes them again with all layers of the stage, and not with so many whole ones of them
+        (its --recompute-method block).
+        """
+        layers = self.is_last * model.mtp_layers
+        return KindLayers(layers, layers * np.equal(self.again, self.layers))
+
+    def copies_embedding(self, model: Model) -> Ints | int:
+        """1 where the part has the embedding beside another stage's: for multi-token prediction."""
+        return self.is_last * (1 - self.is_first) * min(model.mtp_layers, 1)
+
     def of_kinds(self, model: Model) -> list[KindLayers]:
-        """The layers of each of the model's kinds that the part has."""
+        """The layers of each of the model's kinds that the part has; the last layer's with `predictions`."""
+        found = self._of_decoder(model)
+        if model.mtp_layers:
+            last, more = found[model.kind_of_layers[-1]], self.predictions(model)
+            both = KindLayers(last.layers + more.layers, last.again + more.again)
+            found[model.kind_of_layers[-1]] = both
+        return found
+
+    def _of_decoder(self, model: Model) -> list[KindLayers]:
+        """The layers of each kind without those of multi-token prediction."""
         if model.is_uniform:
             return [KindLayers(self.layers, self.again)]
         if self.first_layer is None:
@@ -138,11 +160,13 @@ class ModelPart:
         passes = np.minimum(self.chunks * micro_batches, self.ahead)
         return np.where(self.ministages, 1, passes / self.chunks)
 
-    @property
-    def at_once(self) -> Floats:
-        """The part of the layers whose activations are kept at a time: of the largest ministage."""
-        count = np.maximum(self.ministages, 1)
-        return -(-self.layers // count) / np.maximum(self.layers, 1)
+    def at_once(self, model: Model) -> Floats:
+        """The part of the layers whose activations are kept at a time: of the largest ministage.
+
+        Layers of multi-token prediction belong to the last one.
+        """
+        count, more = np.maximum(self.ministages, 1), self.predictions(model).layers
+        return (-(-self.layers // count) + more) / np.maximum(self.layers + more, 1)
 
     def entered(self, micro_batches: Ints) -> Ints:
         """Micro-batches whose rows wait after they entered a ministage, over all ministages.
@@ -152,8 +176,13 @@ class ModelPart:
         ends = np.logical_or(self.is_first, self.is_last)
         return micro_batches * np.maximum(self.ministages - ends, 0)
 
-    @property
-    def run_twice(self) -> Ints | int:
-        """Layers that run forward once more: all ministages but that of the loss."""
+    def run_twice(self, model: Model) -> list[Counts]:
+        """Layers of each kind that run forward once more: of all ministages but that of the loss.
+
+        Which ministages have which kinds does not matter: each runs as many as it has twice.
+        """
         last = self.is_last * (self.layers // np.maximum(self.ministages, 1))
-        return (self.layers - last) * np.minimum(self.ministages, 1)
+        twice = (self.layers - last) * np.minimum(self.ministages, 1)
+        if model.is_uniform:
+            return [twice]
+        return [twice * (held.layers / np.maximum(self.layers, 1)) for held in self._of_decoder(model)]

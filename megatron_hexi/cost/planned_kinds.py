@@ -6,9 +6,11 @@ from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.flags import spell_flag
 
+_NOT_MODELLED = "its time and memory are not modelled; plan with hexi proportion, which asks for no model"
+
 
 def refuse_unplanned(model: Model) -> None:
-    """Refuse a model with a kind of layer whose time and memory the cost model lacks.
+    """Refuse a model with a kind of layer that is not planned.
 
     Counting its weights and printing Megatron's flags for it need neither.
 
@@ -16,15 +18,15 @@ def refuse_unplanned(model: Model) -> None:
         HexiError: the model has such layers; with the kind.
     """
     kinds = {
-        "attention in chunks": model.window is not None and model.window.in_chunks,
-        "multi-token prediction": model.mtp_layers > 0,
+        "attention in chunks": (model.window is not None and model.window.in_chunks, _NOT_MODELLED),
+        "multi-token prediction beside experts": (
+            model.mtp_layers > 0 and model.experts is not None,
+            "training refuses it in stages; leave --mtp-num-layers out",
+        ),
     }
-    for kind, has in kinds.items():
+    for kind, (has, why) in kinds.items():
         if has:
-            raise HexiError(
-                f"model {model.name}: {kind} is not supported: its time and memory are not modelled; plan "
-                "with hexi proportion, which asks for no model"
-            )
+            raise HexiError(f"model {model.name}: {kind} is not supported: {why}")
 
 
 def refuse_imbalance(imbalance: float | None, model: Model) -> None:

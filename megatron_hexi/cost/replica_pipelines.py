@@ -48,7 +48,9 @@ def replica_pipelines(
     lanes: Sequence[Lanes],
     borders: tuple[list[Floats], list[Floats]] | None,
     passing: Mapping[tuple[int, int], Passing],
-    chunks: int = 1,
+    *,
+    chunks: int,
+    predictions: int,
 ) -> tuple[Pipeline | MinistagePipeline, ...]:
     """The stages of each replica.
 
@@ -58,6 +60,7 @@ def replica_pipelines(
         borders: as of `border_seconds`; ``None``: nothing travels beside the stages' work.
         passing: what comes and goes of a replica's stage that runs in ministages.
         chunks: of each stage's layers, which run in turn.
+        predictions: layers of multi-token prediction behind those of the last ministage.
     """
     pipelines: list[Pipeline | MinistagePipeline] = []
     for number, (replica, own) in enumerate(zip(plan.replicas, lanes, strict=True)):
@@ -69,6 +72,7 @@ def replica_pipelines(
             pipelines.append(Pipeline(phases, there[:, 0], back[:, 0], count, chunks))
         else:
             sizes = np.array([stage.ministage_sizes for stage in replica.stages], dtype=float)
+            sizes[-1, -1] += predictions
             parts = sizes / sizes.sum(axis=1, keepdims=True)
             passes = tuple(passing[number, stage] for stage in range(len(own)))
             pipelines.append(MinistagePipeline(own, there, back, parts, passes))

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
-from megatron_hexi.cost.collectives import pipeline_seconds, tensor_parallel_seconds
+from megatron_hexi.cost.collectives import loss_sum_seconds, pipeline_seconds
 from megatron_hexi.cost.compute import logits_times, optimizer_seconds
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import ExpertCycle, Layer, Pass, UnitGpus, layer_times
@@ -29,10 +29,10 @@ class StageCost:
     Args:
         kinds: a layer of each kind.
         counts: how many of each kind they have, numbers or [domains].
-        layers: how many in all, a number or [U].
+        layers: how many in all, those of multi-token prediction among them, a number or [U].
         passes: what they run of layers: forward, backward, and what recomputation repeats.
         repeats: of how many layers they run each pass, numbers or [U].
-        logits: output matrix and loss of each unit, s, [U]; 0 but on a last stage.
+        logits: `logits_times` of each unit, s, [U]; 0 but on a last stage.
         logits_sum: the sum inside each unit that they need, s, [U].
         pipeline_s: sends to the next stage and of its gradients back that nothing hides; of chunks only the
             sends, behind each chunk's forward pass.
@@ -98,11 +98,11 @@ def stage_cost(
     logits, sums = np.zeros(len(rows)), np.zeros(len(rows))
     if np.any(section.parts.is_last):
         logits = section.part.is_last * _logits(job, stage, rows)
-        sums = section.part.is_last * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
+        sums = section.part.is_last * loss_sum_seconds(job, rows, stage.bandwidth, stage.latency)
     parts = section.parts
     passes, repeats = list[Pass](), list[Counts]()
     held = parts.of_kinds(job.model)
-    for layer, count in zip(kinds, held, strict=True):
+    for layer, count, again in zip(kinds, held, parts.run_twice(job.model), strict=True):
         passes += [layer.forward, layer.backward]
         repeats += [count.layers, count.layers]
         if job.mode != "none":
@@ -110,9 +110,7 @@ def stage_cost(
             repeats.append(count.again)
         if np.any(parts.ministages):
             passes.append(layer.forward)
-            # Which ministages have which kinds does not matter: each runs as many as it has twice.
-            share = 1 if len(kinds) == 1 else count.layers / np.maximum(parts.layers, 1)
-            repeats.append(parts.run_twice * share)
+            repeats.append(again)
     send = 0.0
     if following is not None:
         # Megatron's interleaved schedule waits for activations (schedules.py, `post_forward`), and leaves
@@ -136,7 +134,7 @@ def stage_cost(
     return StageCost(
         kinds=kinds,
         counts=tuple(count.layers for count in held),
-        layers=section.part.layers,
+        layers=section.part.layers + section.part.predictions(job.model).layers,
         passes=tuple(passes),
         repeats=tuple(
             counts[plan.unit_replica] if isinstance(counts, np.ndarray) else counts for counts in repeats

@@ -19,19 +19,21 @@ def model_flops(model: Model, context: int, counting: Literal["full", "half"] = 
 
         6 (layers x weights of a layer's matrices + hidden x vocabulary) + 12 x layers x heads x D x keys
 
-    where `keys` is how many a token sees: the context, or half of it, or the window.
+    where `keys` is how many a token sees: the context, or half of it, or the window. A block of multi-token
+    prediction is a layer more, a projection of 2 x hidden to hidden, and the vocabulary once more.
 
     Args:
         model: the model; its vocabulary counts without padding.
         context: tokens of a sequence.
         counting: of attention. Half is Megatron's for causal attention since core 0.15.
     """
-    matrices = model.hidden_size * model.vocab_size + sum(
-        kind.layers * (kind.matrix_params() + _active_experts(kind)) for kind in model.kinds
-    )
+    kinds = list(zip(model.kinds, model.layers_run, strict=True))
+    matrices = model.hidden_size * model.vocab_size * (1 + model.mtp_layers)
+    matrices += model.mtp_layers * model.projection_params()
+    matrices += sum(layers * (kind.matrix_params() + _active_experts(kind)) for kind, layers in kinds)
     # Of queries and keys, and of values: a product each. A window is as good as a shorter context.
     columns = model.heads * (model.head_dim + model.value_dim) / 2
-    seen = sum(kind.layers * _seen(kind, context, counting) for kind in model.kinds)
+    seen = sum(layers * _seen(kind, context, counting) for kind, layers in kinds)
     return float(6 * matrices + 12 * seen * columns)
 
 

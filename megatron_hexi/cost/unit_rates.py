@@ -67,8 +67,8 @@ def _rates(device: Device, plan: Plan, job: Job) -> tuple[float, float]:
     row = float(logits.forward[0] + logits.backward[0]) / rows[0] / job.model.layers
     long = float(job.seq_length)
     lengths, seconds = np.array([long, max(1.0, long * _SHORT)]), np.zeros(2)
-    for kind in job.kinds:
-        share, layer = kind.model.layers / job.model.layers, token_times(speeds, kind, rows)
+    for kind, count in zip(job.kinds, job.model.layers_run, strict=True):
+        share, layer = count / job.model.layers, token_times(speeds, kind, rows)
         row += share * float(again * layer.forward[0] + layer.backward[0]) / rows[0]
         block = own_block_times(speeds, kind, lengths, causal=True)
         seconds += share * (passes * block.forward + block.backward) * plan.workload.local_heads

@@ -121,10 +121,13 @@ def layer_lines(model: Model) -> list[str]:
     if model.experts is not None:
         total, active = (f"{count / 1e9:,.1f} billion" for count in (model.total_params, model.active_params))
         lines = [f"weights: {total}, of which a token goes through {active}"]
-    if model.is_uniform:
-        return lines
-    named = zip(model.kinds, kind_names(model), strict=True)
-    return [*lines, f"layers: {', '.join(f'{kind.layers} with {name}' for kind, name in named)}"]
+    if not model.is_uniform:
+        named = zip(model.kinds, kind_names(model), strict=True)
+        lines.append(f"layers: {', '.join(f'{kind.layers} with {name}' for kind, name in named)}")
+    if model.mtp_layers:
+        weights = f"{model.mtp_params / 1e9:,.1f} billion weights"
+        lines.append(f"multi-token prediction: {model.mtp_layers} on each last stage ({weights})")
+    return lines
 
 
 def speed_line(planned: Planned, cluster: Cluster) -> str:

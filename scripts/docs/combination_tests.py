@@ -114,6 +114,8 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "samples": _HEADS.format("samples"),
         "ministages": _HEADS.format("ministages"),
         "offload": _HEADS.format("dealt"),
+        "planner": _PLANNED.format("1+1-pipeline_parallel=2-further"),
+        "simulator": f"{_U}cost_prediction.py::test_the_simulator_takes_as_long_as_the_cost_model",
         "checkpoints": _RESUMED.format("prediction"),
     },
     "hybrid": {

@@ -15,7 +15,7 @@ from megatron_hexi.plan import JobTerms, Plan, read_plan, write_plan
 from megatron_hexi.planner import Request, find_plan
 from tests.megatron.conftest import References, job
 from tests.megatron.forked import Forks
-from tests.megatron.option_cases import NORMED_LATENT, NORMED_LATENT_SPEC, SINKS, WINDOW
+from tests.megatron.option_cases import FURTHER_TOKENS, NORMED_LATENT, NORMED_LATENT_SPEC, SINKS, WINDOW
 from tests.megatron.test_stages_training import MICRO_BATCH, MICRO_BATCHES, MODEL, words
 from tests.megatron.test_uneven_training import SEQ_LENGTH, largest_difference
 
@@ -47,7 +47,12 @@ class Wanted:
     @property
     def kinds(self) -> list[str]:
         """Kinds of the model's layers, none of a dense decoder's."""
-        named = {"windows": WINDOW[0], "sinks": SINKS[0], "latent": NORMED_LATENT[0]}
+        named = {
+            "windows": WINDOW[0],
+            "sinks": SINKS[0],
+            "latent": NORMED_LATENT[0],
+            "further": FURTHER_TOKENS[0],
+        }
         return [name for name, flag in named.items() if flag in self.model]
 
     @property
@@ -69,6 +74,7 @@ WANTED = [
     Wanted(4, 4, {"pipeline_parallel": 2, "data_parallel": 2}, 4),
     Wanted(2, 2, {"pipeline_parallel": 2}, 2, (*WINDOW, "--window-attn-skip-freq", "2", *SINKS)),
     Wanted(2, 2, {}, 1, NORMED_LATENT, NORMED_LATENT_SPEC),
+    Wanted(1, 1, {"pipeline_parallel": 2}, 2, FURTHER_TOKENS, slow_test=False),
 ]
 
 

@@ -51,7 +51,8 @@ def weigh(forks: Forks) -> Iterator[Weigh]:
 
 
 def counted(words: list[str]) -> int:
-    return model_from_arguments(" ".join(words), Path("model.args")).total_params
+    model = model_from_arguments(" ".join(words), Path("model.args"))
+    return model.total_params + model.mtp_params
 
 
 @st.composite
@@ -125,6 +126,8 @@ def test_weights_are_those_of_megatrons_model(words: list[str], weigh: Weigh):
         "--qk-layernorm",
         "--softmax-type learnable --no-position-embedding --position-embedding-type rope",
         "--encoder-seq-length 16",
+        "--mtp-num-layers 1",
+        "--mtp-num-layers 2 --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights",
     ],
 )
 def test_so_are_these(flags: str, weigh: Weigh):

@@ -12,7 +12,7 @@ import sys
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
@@ -30,9 +30,14 @@ def weigh(words: list[str]) -> int:
     config = core_transformer_config_from_args(args)
     kind = {"normalization": args.normalization, "qk_l2_norm": args.qk_l2_norm}
     local = get_gpt_decoder_block_spec(config, False, **kind)
+    layers = local if args.spec in (None, ["local"]) else import_module(args.spec)
+    further = None
+    if args.mtp_num_layers:
+        further = get_gpt_mtp_block_spec(config, layers.layer_specs[-1], use_transformer_engine=False)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=local if args.spec in (None, ["local"]) else import_module(args.spec),
+        transformer_layer_spec=layers,
+        mtp_block_spec=further,
         vocab_size=padded,
         max_sequence_length=args.max_position_embeddings,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,

@@ -143,10 +143,9 @@ def _extend_kind(section: Section, replay: SectionReplay, cost: StageCost) -> Ki
 def _counts(section: Section, kind: int) -> tuple[Floats, Floats, Floats]:
     """Return how many layers of a kind each domain runs forward, again and backward, [domains] each."""
     parts = section.parts
-    held = parts.of_kinds(section.job.model)[kind]
-    # Which ministages have which kinds does not matter: each runs as many as it has twice.
-    share = held.layers / np.maximum(parts.layers, 1)
-    numbers = (held.layers + parts.run_twice * share, held.again, held.layers)
+    model = section.job.model
+    held, twice = parts.of_kinds(model)[kind], parts.run_twice(model)[kind]
+    numbers = (held.layers + twice, held.again, held.layers)
     forward, again, backward = (np.array(section.by_domain(number), dtype=float) for number in numbers)
     return forward, again, backward
 

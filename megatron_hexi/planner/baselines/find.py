@@ -33,6 +33,7 @@ from megatron_hexi.planner.baselines.rules import (
 )
 from megatron_hexi.planner.baselines.staged import StagedJudge, spell_stages
 from megatron_hexi.planner.baselines.uneven_layers import best_uneven, spell_uneven, why_no_uneven
+from megatron_hexi.planner.baselines.written_out import written_out
 from megatron_hexi.planner.baselines.zorse import zorse
 from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.fleet.units import Fleet, find_units
@@ -144,6 +145,8 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
         for floor, entrants in layouts_by_fleet
     )
     candidates_found: list[Candidate] = [best.trial for best in race.best.values()]
+    if request.job.model.mtp_layers:
+        candidates_found = [written_out(candidate, cluster) for candidate in candidates_found]
     fastest = min((candidate.iteration_s for candidate in candidates_found if candidate.fits), default=inf)
     uneven, timed = best_uneven(request, cluster, min(faster_than, fastest))
     candidates_found += [] if uneven is None else [uneven]

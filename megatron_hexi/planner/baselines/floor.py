@@ -27,7 +27,7 @@ import numpy as np
 
 from megatron_hexi.cluster import Cluster, LinkId, Passes
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
-from megatron_hexi.cost.collectives import pipeline_seconds, tensor_parallel_seconds
+from megatron_hexi.cost.collectives import loss_sum_seconds, pipeline_seconds, tensor_parallel_seconds
 from megatron_hexi.cost.compute import (
     Speeds,
     device_speeds,
@@ -193,7 +193,8 @@ class Floor:
         job, arrays = self._job, _Arrays.of(candidates)
         rows = job.micro_batch_size * arrays.tokens.astype(float)
         device, slots = self._device[:, arrays.units], np.arange(len(rows))
-        sums = tensor_parallel_seconds(job, rows, *self._inside[:, self._nodes[:, arrays.units]])
+        inside = self._inside[:, self._nodes[:, arrays.units]]
+        sums = tensor_parallel_seconds(job, rows, *inside)
         # All by stage, then unit, group or replica, then pass.
         part = ModelPart.of_job(job, np.arange(job.pipeline_parallel))
         mean = stages = np.zeros(1)
@@ -211,7 +212,7 @@ class Floor:
             stages = stages + count.seconds(passes.sum(axis=2), again[..., 0])
             mean = mean + np.reshape(count.layers, (-1, 1, 1)) / job.stage_layers * passes
         logits = np.array([sum(logits_times(speeds, job, rows)) for speeds in self._speeds])
-        logits = logits[device[-1], slots] + sums[-1]
+        logits = logits[device[-1], slots] + loss_sum_seconds(job, rows, *inside)[-1]
         stages[-1] += np.maximum.reduceat(logits, arrays.first[arrays.begin])
         sends, shown = self._sends(arrays, rows), self._shown(mean[..., 0], mean[..., 1]).max(axis=0)
         return np.array(

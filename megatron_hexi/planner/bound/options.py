@@ -118,8 +118,10 @@ class UnitOptions:
         layer, logits = token_times(self._speeds, job, ones, at), logits_times(self._speeds, job, ones, at)
         rows = np.stack([layer[0], layer[1], logits[0] + logits[1]]) + np.array([[2], [2], [1]]) * sums[0]
         self._row_flops, self._row_s = (rows[:, :1] - rows[:, 1:]), rows[:, 1:]
+        #: Without multi-token prediction, which is counted where it lies.
+        self._plain = replace(job, model=replace(job.model, mtp_layers=0))
         self._attention_s = [
-            length * attention_seconds(self._speeds, replace(job, recompute=mode), causal=True)
+            length * attention_seconds(self._speeds, replace(self._plain, recompute=mode), causal=True)
             for mode in RECOMPUTES
         ]
         part = ModelPart(places.low, 0, places.low == job.model.layers, places.last > 0, 1)
@@ -149,10 +151,11 @@ class UnitOptions:
         self.held_bytes, self.attended_bytes = np.zeros((2, len(turn), MODES))
         # What an output takes, which a unit alone in its group has among its tokens' inputs.
         output = np.array([0, job.element_bytes * job.model.value_dim * local.local_heads])
-        loss = float(logits_bytes(job, np.ones(1), logit_bytes(job))[0])
+        loss = float(logits_bytes(self._plain, np.ones(1), logit_bytes(job))[0])
+        # Of multi-token prediction only weights are counted.
         for mode, recompute in enumerate(RECOMPUTES):
             part = ModelPart(1, int(mode > 0), is_first=True, is_last=True, ahead=1)
-            terms = part_memory(replace(job, recompute=recompute), part, held, 1, 0.0)
+            terms = part_memory(replace(self._plain, recompute=recompute), part, held, 1, 0.0)
             kept, layer = terms["activations"] + terms["attention"], terms["working_set"]
             if recompute == "none":
                 kept, plain = kept - output, layer
@@ -165,7 +168,7 @@ class UnitOptions:
             there = np.where(places.last > 0, if_last[:, None], layer[:, None])
             self.held_bytes[:, mode] = scale * (kept[0] * kept_layers + there[0] * one_layer)
             self.attended_bytes[:, mode] = scale * (kept[1] * kept_layers + there[1] * one_layer)
-        each = (terms["weights"] + terms["gradients"])[0] / part_params(job, part)
+        each = (terms["weights"] + terms["gradients"])[0] / part_params(self._plain, part)
         #: Bytes that weights and gradients leave, [P]; not above 0: no GPU can be there.
         self.room = usable - RESERVE_BYTES - each * params
 
@@ -182,11 +185,14 @@ class UnitOptions:
         for _ in range(_STEPS):
             forward, backward, logits = self._row_flops / rates(self._speeds.matmul, rows) + self._row_s
             rows = np.minimum(rows, iteration_s / (turns * (forward + backward)))
-        ends = places.last * logits / places.high
+        more = job.model.mtp_layers
+        ends = places.last * (logits + more * (forward + backward)) / places.high
         tokens = [(1 + self._again + (mode == "full")) * forward + backward + ends for mode in RECOMPUTES]
         token_s = job.seq_length * layers * width * np.array(tokens).T
         once = self._attention_s[-1] - self._attention_s[0]
         attention_s = np.array(self._attention_s) + self._again[:, None] * once
+        # Layers of multi-token prediction attend as all layers of their stage do.
+        attention_s = attention_s * (1 + places.last * more / places.high)[:, None]
         return np.concatenate([token_s, attention_s], axis=1)
 
 

@@ -19,7 +19,7 @@ from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.experts import section_holdings
 from megatron_hexi.cost.layer import Layer
-from megatron_hexi.cost.layer_bytes import border_bytes
+from megatron_hexi.cost.layer_bytes import border_bytes, prediction_bytes
 from megatron_hexi.cost.memory import allocated_bytes, part_memory
 from megatron_hexi.cost.memory_terms import sum_terms
 from megatron_hexi.cost.model_part import ModelPart
@@ -56,12 +56,12 @@ class LayerTimes:
         free_forward: of the forward pass, seconds in which the network is free.
         free_backward: of the backward pass.
         again: seconds of core attention, forward once more.
-        logits: seconds of the loss, both ways.
+        logits: seconds of the loss, both ways, with those of multi-token prediction.
         units: of each pool.
         tokens: of each of them, at most.
         kept: bytes a layer and micro-batch under way, by what is computed again, [modes, pools].
         working: bytes of the layer at work, likewise.
-        logits_bytes: of the loss.
+        logits_bytes: of the loss, and of what multi-token prediction keeps beside its layers.
         border_bytes: of each border between stages.
         experts: routed experts on a GPU of each pool, at most, in each layer that has some.
         expert_copies: expert domains of the stage.
@@ -235,10 +235,17 @@ class LayerTimer:
         pool = np.array([shape.kinds.index(pool_of_node[node]) for node in nodes])
         (placed,) = trial.timing.experts
         held = section_holdings(section, np.ones(1, dtype=np.int64), stage.flights, placed)
+        alone = _without_prediction(section.job)
         memory = [
-            part_memory(replace(section.job, recompute=mode), _ONE_LAYER, held, section.window, 0.0)
+            part_memory(replace(alone, recompute=mode), _ONE_LAYER, held, section.window, 0.0)
             for mode in RECOMPUTES
         ]
+        model, loss = section.job.model, memory[0]
+        blocks = model.mtp_layers * prediction_bytes(section.job, held.tokens)
+        if model.mtp_layers:
+            once = replace(section.job, recompute=RECOMPUTES[0])
+            loss = part_memory(once, _ONE_LAYER, held, section.window, 0.0)
+        stage = replace(stage, counts=tuple(kind.layers for kind in _ONE_LAYER.of_kinds(alone.model)))
 
         def most(values: Floats) -> Floats:
             largest = np.zeros(len(shape.kinds))
@@ -257,7 +264,7 @@ class LayerTimer:
             tokens=most(section.arrays.tokens.astype(float)),
             kept=np.array([most(allocated_bytes(sum_terms(terms, "kept"))) for terms in memory]),
             working=np.array([most(allocated_bytes(sum_terms(terms, "layer"))) for terms in memory]),
-            logits_bytes=most(allocated_bytes(sum_terms(memory[0], "loss"))),
+            logits_bytes=most(allocated_bytes(sum_terms(loss, "loss") + blocks)),
             border_bytes=most(allocated_bytes(border_bytes(section.job, held.tokens))),
             experts=most(held.experts + np.zeros(len(pool))),
             expert_copies=1 if placed is None else len(np.unique(placed.domain)),
@@ -299,6 +306,11 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
         experts=joined("experts"),
         expert_copies=min(layer.expert_copies for layer in layers),
     )
+
+
+def _without_prediction(job: Job) -> Job:
+    """The job of a model without multi-token prediction, whose layers tables count by themselves."""
+    return job if not job.model.mtp_layers else replace(job, model=replace(job.model, mtp_layers=0))
 
 
 def _layer_seconds(trial: Trial) -> float:

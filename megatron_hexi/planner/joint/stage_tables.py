@@ -109,8 +109,11 @@ class StageTables:
             room = room - sum(static_memory(job, nothing, routed, routed, owned).values())
         best = np.full((len(under_way), len(count)), np.inf)
         modes = np.zeros(best.shape, dtype=np.int64)
-        for mode, again in self._choices(layer, room, count, under_way):
-            held = KindLayers(count, again)
+        # Layers of multi-token prediction stand for layers of the mean.
+        predictions = is_last * job.model.mtp_layers
+        for mode, again in self._choices(layer, room, count + predictions, under_way):
+            again = np.minimum(again, count)
+            held = KindLayers(count + predictions, again + predictions * np.equal(again, count))
             kept = held.kept(layer.kept[0][:, None, None], layer.kept[mode][:, None, None])
             taken = under_way * kept + layer.working[mode][:, None, None]
             seconds = held.seconds(layer.seconds, layer.added[mode]) + is_last * layer.logits

@@ -44,7 +44,7 @@ class Synchronisation:
             shards: replicas that hold the same.
         """
         last = len(stages) - 1
-        # Tied embeddings are summed between both ends.
+        # Embeddings that both ends have are summed between them.
         ends = {0: stages[last].shape, last: stages[0].shape} if last else {}
         return max(
             self._stage(stage.shape, stage.layers, place == 0, place == last, shards, ends.get(place))
@@ -108,11 +108,12 @@ class Synchronisation:
             is_first: whether it has the embedding.
             is_last: whether it has the output matrix.
             shards: replicas that hold the same.
-            end: of the first and last stage the other end of the pipeline, which holds tied embeddings too.
+            end: of the first and last stage the other end of the pipeline, which may hold the embedding too.
         """
         job, part = self._timer.job(shape.width), ModelPart(layers, 0, is_first, is_last, 1)
         params = int(part_params(job, part))
-        shared = job.model.vocab_params(shape.width) if end and job.model.tied_embeddings else 0
+        is_shared = job.model.tied_embeddings or job.model.mtp_layers > 0
+        shared = job.model.vocab_params(shape.width) if end and is_shared else 0
         owned = float(owned_params(job, params, shape.units * shards))
         speeds = (device_speeds(self._pools.pools[kind].device, job) for kind in shape.kinds)
         shown = max(optimizer_seconds(each, job, params, owned) for each in speeds)
