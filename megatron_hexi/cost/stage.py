@@ -42,7 +42,7 @@ class StageCost:
 
     kinds: tuple[Layer, ...]
     counts: tuple[Counts, ...]
-    layers: Ints | int
+    layers: Counts
     passes: tuple[Pass, ...]
     repeats: tuple[Counts, ...]
     logits: Floats

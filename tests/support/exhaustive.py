@@ -110,7 +110,7 @@ class Exhaustive:
 
     def run(self):
         """The best candidate; ``None`` where nothing fits."""
-        sets = []
+        sets: list[tuple[float, int, Packed]] = []
         for counts in replica_sets(self.pools.totals, min(self.micro_batches, sum(self.pools.totals))):
             if not counts:
                 continue

@@ -90,7 +90,7 @@ def test_what_a_single_stage_has_is_the_models_count():
     (section,) = (
         CostModel(tiny_job(model=model), cluster(NODES)).timing(one_stage(tiny_job(model=model))).sections
     )
-    assert part_params(section.job, section.part).max() == model.total_params + model.mtp_params
+    assert np.max(part_params(section.job, section.part)) == model.total_params + model.mtp_params
 
 
 @given(LAYERS, MODES, st.integers(1, 2), st.sampled_from([100, 3000]))
@@ -111,7 +111,7 @@ def test_it_takes_as_long_as_layers_and_losses_more(layers, recompute, predictio
     rows = np.array([1000.0])
     job = tiny_job(model=dataclasses.replace(model, mtp_layers=predictions))
     speeds = device_speeds(PLAIN, job)
-    both, one = (sum(logits_times(speeds, of, rows))[0] for of in (job, tiny_job(model=model)))
+    both, one = (float(np.sum(logits_times(speeds, of, rows))) for of in (job, tiny_job(model=model)))
     projection = 6 * 1000 * 2 * model.hidden_size**2 / (speeds.output.rate(1000) * 1e12)
     assert both == pytest.approx((1 + predictions) * one + predictions * projection)
     assert np.all(found.logits > (1 + predictions) * plain.logits)
