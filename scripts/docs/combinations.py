@@ -186,7 +186,8 @@ def _simulated(kind: Kind) -> None:
 
 def _elastic(kind: Kind) -> None:
     """Ask training, and the planner for the nodes that are left when one of the two is lost."""
-    whole = replace(_plan(kind, _ONE_REPLICA, kind.micro_batch), gpus=(0, 1))
+    layout = _STAGES if "--num-experts" in kind.words else _ONE_REPLICA
+    whole = replace(_plan(kind, layout, kind.micro_batch), gpus=(0, 1))
     args = _hold(kind, whole, "--save", "saved", "--save-interval", "10")
     args.hexi_cluster = str(_CLUSTER)
     check_surviving(args, set(), whole)

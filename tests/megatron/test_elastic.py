@@ -37,12 +37,13 @@ def words(
     ranks: dict[str, int] | None = None,
     model: tuple[str, ...] = MODEL,
     usable_gib: float = 3.5,
+    link: str = "bandwidth_gb_s: 100, latency_us: 0.1",
 ) -> list[str]:
     """The arguments of a job, and its files: nodes with one CPU each or more, some slower."""
     ranks = ranks or dict.fromkeys(nodes, 1)
     text = (REPOSITORY / "scripts/testbed/four-equal.yaml").read_text()
-    # Links so fast that no GPU is better left out.
-    network = "network: {bandwidth_gb_s: 100, latency_us: 0.1}\n" + text[text.index("devices:") :]
+    # Links so fast, unless told otherwise, that no GPU is better left out.
+    network = f"network: {{{link}}}\n" + text[text.index("devices:") :]
     network = network.replace("usable_gib: 3.5", f"usable_gib: {usable_gib}")
     entries = "".join(
         f"- {{name: {n}, gpu: cpu-core, gpus: {ranks[n]}, speed: {s}}}\n" for n, s in nodes.items()

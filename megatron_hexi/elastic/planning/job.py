@@ -81,7 +81,9 @@ def lasting_job(first: Plan, words: Sequence[str], cluster: Cluster) -> LastingJ
     fixed = {name for name in CHOSEN if name in terms.fields}
     if model.experts is not None:  # whose balancing losses are means over a micro-batch
         fixed.add("micro_batch_size")
-    rules = _rules(terms.restricting, _fixed_by(given, model))
+    # A plan that is followed by others within a round repeats its stage, too.
+    is_repeated = _fixed_by(given, model) is not None or args.hexi_replan_interval is not None
+    rules = _rules(terms.restricting, is_repeated)
     request = Request(job, frozenset(fixed), MEMORY_MARGIN, rules)
     _check_vocabulary(request, vocabulary_step(first, model.vocab_multiple), args.padded_vocab_size, cluster)
     return LastingJob(first, request, job.pipeline_parallel)
@@ -101,11 +103,11 @@ def _fixed_by(given: frozenset[str], model: Model) -> str | None:
     return flag
 
 
-def _rules(restricting: Mapping[str, tuple[str, ...]], fixed_by: str | None) -> PlannerRules:
+def _rules(restricting: Mapping[str, tuple[str, ...]], is_repeated: bool) -> PlannerRules:
     rules = ANYTHING
     for feature in {feature for features in restricting.values() for feature in features}:
         rules = replace(rules, **{feature: False})
-    return rules if fixed_by is None else replace(rules, unequal_stages=False)
+    return replace(rules, unequal_stages=False) if is_repeated else rules
 
 
 def _check_vocabulary(request: Request, step: int, padded: int | None, cluster: Cluster) -> None:
