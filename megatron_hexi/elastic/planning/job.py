@@ -81,9 +81,7 @@ def lasting_job(first: Plan, words: Sequence[str], cluster: Cluster) -> LastingJ
     fixed = {name for name in CHOSEN if name in terms.fields}
     if model.experts is not None:  # whose balancing losses are means over a micro-batch
         fixed.add("micro_batch_size")
-    # A plan that is followed by others within a round repeats its stage, too.
-    is_repeated = _fixed_by(given, model) is not None or args.hexi_replan_interval is not None
-    rules = _rules(terms.restricting, is_repeated)
+    rules = _rules(terms.restricting, _fixed_by(given, model) is not None)
     request = Request(job, frozenset(fixed), MEMORY_MARGIN, rules)
     _check_vocabulary(request, vocabulary_step(first, model.vocab_multiple), args.padded_vocab_size, cluster)
     return LastingJob(first, request, job.pipeline_parallel)
