@@ -40,7 +40,7 @@ def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
     else:
         stages = stages_under(stages, plan)
         schedules, exchange = schedules_of(stages.mesh, stages.view.place), stages.view.place.exchange
-    shares, mesh = swapped_shares(session, plan), stages and stages.mesh
+    shares, mesh = swapped_shares(session, plan), None if stages is None else stages.mesh
     given = replace(session.given, plan=plan, digest=plan_digest(plan), shares=shares, mesh=mesh)
     return replace(
         session,
