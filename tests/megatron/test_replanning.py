@@ -200,7 +200,8 @@ def test_a_rank_with_another_plan_stops_the_job_by_name(forks, tmp_path):
 def two_stages() -> Plan:
     """The first replica of `stages`, alone."""
     plan = stages(2, 70, 4, 3)
-    return replace(plan, replicas=(replace(plan.replicas[0], micro_batches=5),))
+    replicas = (replace(plan.replicas[0], micro_batches=5),)
+    return replace(plan, replicas=replicas, workload=replace(plan.workload, tensor_parallel=1))
 
 
 @pytest.mark.parametrize(
