@@ -121,6 +121,8 @@ def test_six_losses_in_a_row_in_stages(name, forks, tmp_path):
     launcher = ("--copy-interval", "2", "--script", str(REPOSITORY / "tests/megatron/paced.py"))
     with ElasticJob(tmp_path, "1:3", args, NODES, launcher) as job:
         job.start(*NODES)
+        # Before anything is saved a loss begins anew, with weights that are drawn by another plan.
+        job.wait(lambda: job.safe_copy() > 0, 600)
         victims = ["duo", "n1", *chance.choices(("duo", "n1"), k=2)]
         for grief in chance.sample(GRIEFS, len(GRIEFS)):
             job.wait(partial(more_lines, job, job.lines() + chance.randrange(3, 8)), 600)
