@@ -16,7 +16,7 @@ import typer
 
 from megatron_hexi.cli.features import FEATURES, PlanFeatures
 from megatron_hexi.cli.output import say
-from megatron_hexi.cluster import PlannerRules
+from megatron_hexi.cluster import MEMORY_MARGIN, PlannerRules
 from megatron_hexi.cost import (
     PRECISIONS,
     RECOMPUTES,
@@ -258,7 +258,7 @@ class NewJob(PlanFeatures, Training):
             max=90,
             rich_help_panel=_JOB,
         ),
-    ] = 5.0
+    ] = 100 * MEMORY_MARGIN
     context_parallel: Annotated[
         int | None,
         count_option("context_parallel", "Tensor-parallel units that share a sequence; chosen if not given."),

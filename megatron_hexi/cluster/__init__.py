@@ -6,11 +6,12 @@ from megatron_hexi.cluster.file import cluster_digest, cluster_from_yaml, read_c
 from megatron_hexi.cluster.links import Cards, LinkId, Node, Rank, Route, Tier
 from megatron_hexi.cluster.model import ClusterFile, NodeEntry
 from megatron_hexi.cluster.partition import Partition
-from megatron_hexi.cluster.planner_rules import ANYTHING, PlannerRules
+from megatron_hexi.cluster.planner_rules import ANYTHING, MEMORY_MARGIN, PlannerRules
 from megatron_hexi.cluster.topology import Cluster
 
 __all__ = [
     "ANYTHING",
+    "MEMORY_MARGIN",
     "Attention",
     "Cards",
     "Cluster",

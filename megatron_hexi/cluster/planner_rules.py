@@ -45,5 +45,7 @@ class PlannerRules:
         return tuple(field.name for field in fields(self) if not self.allow(field.name))
 
 
+#: Share of usable memory that plans keep free unless told otherwise.
+MEMORY_MARGIN: Final = 0.05
 #: Nothing is refused.
 ANYTHING: Final = PlannerRules()

@@ -16,6 +16,7 @@ from megatron_hexi.megatron.metrics_interval import set_metrics_interval
 from megatron_hexi.megatron.session import GivenPlan, given_plan, set_given_plan
 from megatron_hexi.mesh import Mesh
 from megatron_hexi.options.plan_job import PER_TOKEN, hold_job, replica_shares
+from megatron_hexi.options.vocabulary import keep_vocabulary
 from megatron_hexi.plan import plan_digest, read_plan
 from megatron_hexi.record import open_record
 from megatron_hexi.replan.arguments import check_replanning
@@ -55,7 +56,10 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
     plan = read_plan(args.hexi_plan)
     if in_round():
         check_surviving(args, given, plan)
-        plan = take_part(args)
+        first, plan = plan, take_part(args)
+        keep_vocabulary(args, first, plan)
+        # In Megatron's default format the optimizer's state could be loaded under the same layout alone.
+        args.dist_ckpt_optim_fully_reshardable = True
     changed = hold_job(args, given, plan)
     check_replanning(args, plan)
     check_batch_shares(args, plan)

@@ -81,7 +81,7 @@ class Session:
         shard: this rank's rows outside attention; with documents, see `packing.packed_shard`.
         share: micro-batches of its replica in each global batch; ``None``: Megatron assigns them.
         stages: this rank's part in stages that differ; ``None`` where Megatron's own groups suffice.
-        replica: number of its replica in a plan whose stages the job repeats.
+        replica: number of its replica.
         since: the first iteration of this plan after a swap; 0: there was no swap.
     """
 

@@ -186,6 +186,8 @@ def _enlarged(asked: _Variant) -> Iterator[_Variant]:
     file = asked.cluster.file
     if not file.networks or file.fabrics or file.levels or file.matrix:
         return
+    if len(asked.cluster.nodes) != file.node_count:  # some are lost: a file with more would not help
+        return
     for times, entry in itertools.product(_TIMES, file.nodes):
         count = times * entry.count
         if file.gpu_count + (count - entry.count) * entry.gpus <= _MOST_GPUS:

@@ -9,7 +9,7 @@ from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.layer_features import layer_features
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.check import refuse_stages
+from megatron_hexi.plan.units import domain_rows
 
 _FLAG = "--hexi-replan-interval"
 #: Options whose work the cost model does not know, or that fix the shapes of a rank; by argument.
@@ -53,15 +53,10 @@ def check_replanning(args: Namespace, plan: Plan | None) -> None:
         raise HexiError(f"{what}: the planner needs the machines; give --hexi-cluster cluster.yaml too")
     if not Path(cluster).is_file():
         raise HexiError(f"--hexi-cluster {cluster}: no such file; give the cluster file of the plan")
-    refuse_stages(
-        plan,
-        f"{what}: {args.hexi_plan}",
-        "whose weights would have to move",
-        "make a plan with --pipeline-model-parallel-size N, or train without it",
-    )
-    if not in_round() and all(len(replica.domain.members) == 1 for replica in plan.replicas):
+    if not in_round() and not can_move(plan):
         raise HexiError(
-            f"{what}: every replica of {args.hexi_plan} is one unit, nothing can move; leave it out"
+            f"{what}: tokens, heads and samples of {args.hexi_plan} have no other unit to go to, nothing can "
+            "move; leave it out"
         )
     for name, flag in _REFUSED.items():
         if getattr(args, name, None):
@@ -69,3 +64,15 @@ def check_replanning(args: Namespace, plan: Plan | None) -> None:
     layer_features(args, what)  # refuses latent attention whose weights are not counted
     if getattr(args, "cuda_graph_impl", "none") not in ("none", None):
         raise HexiError(f"{what}: --cuda-graph-impl fixes the rows of a rank; leave one of them out")
+
+
+def can_move(plan: Plan) -> bool:
+    """Return whether tokens, heads, samples or micro-batches of a plan can go to other units without weights.
+
+    Args:
+        plan: a plan that passed its checks.
+    """
+    rows = domain_rows(plan)
+    shares = any(row.domain.samples is not None for row in rows)
+    replicas = len(plan.replicas) > 1 and not plan.is_repeated and not plan.takes_micro_batches
+    return shares or replicas or any(len(row.domain.members) > 1 for row in rows)

@@ -20,6 +20,7 @@ _KINDS_REPLAYED = (
 )
 _SWAPPED = f"{_M}replanning.py::test_kinds_of_models_keep_their_losses_over_swaps[{{}}]"
 _SURVIVED = f"{_U}survivors.py::test_kinds_of_models_are_planned_anew[network-{{}}]"
+_LASTING = f"{_M}elastic_stages.py::test_six_losses_in_a_row_in_stages[{{}}]"
 _KINDS = f"{_M}combinations.py::test_"
 _OFFLOADED = _KINDS + "stages_that_offload_have_each_gradient_of_one_rank[{}]"
 _UNEQUAL = _KINDS + "unequal_replicas_train_as_one_rank[{}]"
@@ -55,7 +56,7 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "planner": _PLANNED.format("2+2-free"),
         "simulator": _SIMULATED,
         "re-planning": f"{_M}replanning.py::test_losses_are_those_without_swaps[groups]",
-        "elastic": f"{_M}elastic.py::test_the_one_that_is_left_goes_on_from_what_is_whole[memory]",
+        "elastic": f"{_M}elastic_stages.py::test_two_stages_go_on_by_a_plan_of_other_stages",
         "checkpoints": (
             f"{_M}checkpoints.py::test_training_goes_on_under_any_plan_and_parallelism[another-plan]"
         ),
@@ -63,7 +64,7 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
     "window": {
         **_ATTENTION,
         "simulator": _KINDS_REPLAYED.format("windows"),
-        "elastic": _SURVIVED.format("window"),
+        "elastic": _LASTING.format("windows"),
     },
     "sinks": {**_ATTENTION, "simulator": _REPLAYED.format("sinks"), "elastic": _SURVIVED.format("sinks")},
     "documents": {
@@ -103,6 +104,7 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "interleaving": _OPTIONS.format("experts-interleaved-groups"),
         "planner": f"{_U}planner_experts.py::test_faster_gpus_hold_more_experts",
         "simulator": _KINDS_REPLAYED.format("experts"),
+        "elastic": _LASTING.format("experts"),
         "checkpoints": (
             f"{_M}stages_experts.py::test_any_layout_goes_on_from_any_other[samples-to-slices-fp32]"
         ),
@@ -134,4 +136,5 @@ NOTES: Final[Mapping[tuple[str, str], str]] = {
     ("documents", "simulator"): "as whole sequences",
     ("documents", "re-planning"): "times are compared with the median rank's, batch by batch",
     ("experts", "replicas"): "with `layers` in each stage",
+    ("experts", "elastic"): "with `layers` in each stage",
 }

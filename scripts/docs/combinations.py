@@ -13,7 +13,7 @@ from megatron_hexi.argument_file import Word
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
-from megatron_hexi.elastic.planning import survive
+from megatron_hexi.elastic.planning.survivors import survive
 from megatron_hexi.elastic.training.round import check_surviving
 from megatron_hexi.errors import HexiError
 from megatron_hexi.lab.simulator import simulate
@@ -186,7 +186,8 @@ def _simulated(kind: Kind) -> None:
 
 def _elastic(kind: Kind) -> None:
     """Ask training, and the planner for the nodes that are left when one of the two is lost."""
-    whole = replace(_plan(kind, _ONE_REPLICA, kind.micro_batch), gpus=(0, 1))
+    layout = _STAGES if "--num-experts" in kind.words else _ONE_REPLICA
+    whole = replace(_plan(kind, layout, kind.micro_batch), gpus=(0, 1))
     args = _hold(kind, whole, "--save", "saved", "--save-interval", "10")
     args.hexi_cluster = str(_CLUSTER)
     check_surviving(args, set(), whole)

@@ -35,25 +35,32 @@ def words(
     iterations: int,
     save: int,
     ranks: dict[str, int] | None = None,
+    model: tuple[str, ...] = MODEL,
+    usable_gib: float = 3.5,
+    link: str = "bandwidth_gb_s: 100, latency_us: 0.1",
 ) -> list[str]:
     """The arguments of a job, and its files: nodes with one CPU each or more, some slower."""
     ranks = ranks or dict.fromkeys(nodes, 1)
     text = (REPOSITORY / "scripts/testbed/four-equal.yaml").read_text()
-    # Links so fast that no GPU is better left out.
-    network = "network: {bandwidth_gb_s: 100, latency_us: 0.1}\n" + text[text.index("devices:") :]
+    # Links so fast, unless told otherwise, that no GPU is better left out.
+    network = f"network: {{{link}}}\n" + text[text.index("devices:") :]
+    network = network.replace("usable_gib: 3.5", f"usable_gib: {usable_gib}")
     entries = "".join(
         f"- {{name: {n}, gpu: cpu-core, gpus: {ranks[n]}, speed: {s}}}\n" for n, s in nodes.items()
     )
     (folder / "cluster.yaml").write_text(f"name: small\nnodes:\n{entries}{network}")
-    write_plan(replace(plan, job=JobTerms(pipeline_parallel=1)), folder / "plan.yaml")
+    terms = JobTerms(pipeline_parallel=1) if plan.is_repeated else plan.job
+    write_plan(replace(plan, job=terms), folder / "plan.yaml")
     ours = ["--hexi-plan", "plan.yaml", "--hexi-cluster", "cluster.yaml", "--hexi-platform", "cpu"]
     saving = ["--save", "checkpoints", "--save-interval", str(save), "--train-iters", str(iterations)]
-    return [*MODEL, *SCHEDULE, *ours, *saving]
+    return [*model, *SCHEDULE, *ours, *saving]
 
 
-def check_losses(job: ElasticJob, forks, folder: Path, plan: Plan, iterations: int) -> None:
+def check_losses(
+    job: ElasticJob, forks, folder: Path, plan: Plan, iterations: int, model: tuple[str, ...] = MODEL
+) -> None:
     """Every loss, of each time that an iteration was done, is that of an undisturbed training."""
-    args = [*MODEL, *SCHEDULE, "--train-iters", str(iterations)]
+    args = [*model, *SCHEDULE, "--train-iters", str(iterations)]
     still = forks.train(folder / "still", ranks=plan.ranks, args=args, plan=plan).losses
     done = [(i, loss) for i, loss in job.losses() if i <= iterations]
     assert {i for i, _ in done} == set(range(1, iterations + 1))
@@ -64,9 +71,10 @@ def check_losses(job: ElasticJob, forks, folder: Path, plan: Plan, iterations: i
     "copies",
     [
         pytest.param(("--copy-interval", "1"), id="memory"),
-        pytest.param((), marks=pytest.mark.slow, id="checkpoint"),
+        pytest.param((), id="checkpoint"),
     ],
 )
+@pytest.mark.slow  # what it does in stages, test_elastic_stages.py does always
 def test_the_one_that_is_left_goes_on_from_what_is_whole(forks, tmp_path, copies):
     args = words(tmp_path, TWO, {"n0": 1.0, "n1": 1.0}, 60, 20)
     with ElasticJob(tmp_path, "1:2", args, launcher=copies) as job:

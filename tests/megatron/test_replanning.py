@@ -10,8 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, dump_plan, plan_digest
+from megatron_hexi.plan import (
+    Domain,
+    Group,
+    Member,
+    Plan,
+    Replica,
+    Stage,
+    dump_plan,
+    plan_digest,
+    plan_from_yaml,
+)
 from megatron_hexi.record import read_record
+from megatron_hexi.yaml_file import yaml_from_text
 from tests.megatron.conftest import job
 from tests.megatron.forked import Trainer
 from tests.megatron.launch import REPOSITORY
@@ -122,17 +133,89 @@ def test_shares_of_the_batch_move_between_replicas_and_no_sample_is_lost(forks, 
     assert [leg.start.digest for leg in record.legs][:3] == digests
 
 
+def stages(samples: int, tokens: int, heads: int, share: int, more: str = "") -> Plan:
+    """A replica whose first stage shares samples and whose second shares sequences, beside one of a unit."""
+    text = f"""version: 2
+workload: {{seq_length: 127, heads: 6, kv_heads: 2, head_dim: 16, layers: 4}}
+job: {{micro_batch_size: 3}}
+replicas:
+- micro_batches: {share}
+  stages:
+  - layers: [0, 2]{more}
+    domains: [{{ranks: [0], samples: {samples}}}, {{ranks: [1], samples: {3 - samples}, state: 2}}]
+  - layers: [2, 4]{more}
+    domains:
+    - groups:
+      - segments: [[0, 127]]
+        members:
+        - {{ranks: [2], tokens: {tokens}, heads: [0, {heads}]}}
+        - {{ranks: [3], tokens: {127 - tokens}, heads: [{heads}, 6]}}
+- micro_batches: {5 - share}
+  stages: [{{layers: [0, 4], domains: [{{ranks: [4, 5]}}]}}]
+"""
+    return plan_from_yaml(yaml_from_text(Path("plan.yaml"), text))
+
+
+MINISTAGES = "\n    ministages: 2"
+HOST = f"{MINISTAGES}\n    offload: [parameters, optimizer, activations]"
+IN_STAGES = ("--num-layers", "4", "--micro-batch-size", "3", "--global-batch-size", "15")
+
+
+@pytest.mark.parametrize(
+    ("more", "args"),
+    [
+        pytest.param("", (), id="layers"),
+        pytest.param("", ("--num-workers", "2"), marks=pytest.mark.slow, id="workers"),
+        pytest.param("", (*WINDOW, *SINKS), marks=pytest.mark.slow, id="windows-sinks"),
+        pytest.param(MINISTAGES, (), marks=pytest.mark.slow, id="ministages"),
+        pytest.param(HOST, ("--sequence-parallel",), marks=pytest.mark.slow, id="offload"),
+    ],
+)
+def test_tokens_samples_and_micro_batches_move_in_stages(forks, tmp_path, more, args):
+    plan, others = stages(2, 70, 4, 3, more), (stages(1, 13, 2, 3, more), stages(2, 127, 1, 1, more))
+    still, swapped, record = swapping(forks, tmp_path, plan, others, 25, *IN_STAGES, *args)
+    assert swapped.losses == pytest.approx(still.losses, rel=1e-5)
+    assert swapped.grad_norms == pytest.approx(still.grad_norms, rel=1e-4)
+    assert len(milliseconds(swapped.output)) >= 2
+    assert [leg.start.digest for leg in record.legs][:3] == [plan_digest(one) for one in (plan, *others)]
+
+
+def test_layers_do_not_move(forks, tmp_path):
+    plan = stages(2, 70, 4, 3)
+    replica = plan.replicas[0]
+    moved = tuple(
+        replace(stage, layers=layers) for stage, layers in zip(replica.stages, ((0, 1), (1, 4)), strict=True)
+    )
+    other = replace(plan, replicas=(replace(replica, stages=moved), plan.replicas[1]))
+    with pytest.raises(AssertionError, match="has other groups or another workload"):
+        swapping(forks, tmp_path, plan, (other,), 8, *IN_STAGES)
+
+
 def test_a_rank_with_another_plan_stops_the_job_by_name(forks, tmp_path):
     wrong = replace(OTHERS[0], replicas=one_domain((63, (0, 3)), (64, (3, 6))).replicas)
     with pytest.raises(AssertionError, match="has other groups or another workload"):
         swapping(forks, tmp_path, THREE_AND_ONE, (wrong,), 8)
 
 
-def test_the_planner_is_asked_and_says_its_numbers(forks, tmp_path):
+def two_stages() -> Plan:
+    """The first replica of `stages`, alone."""
+    plan = stages(2, 70, 4, 3)
+    replicas = (replace(plan.replicas[0], micro_batches=5),)
+    return replace(plan, replicas=replicas, workload=replace(plan.workload, tensor_parallel=1))
+
+
+@pytest.mark.parametrize(
+    ("plan", "args"),
+    [
+        pytest.param(THREE_AND_ONE, (), id="groups"),
+        pytest.param(two_stages(), IN_STAGES, marks=pytest.mark.slow, id="stages"),
+    ],
+)
+def test_the_planner_is_asked_and_says_its_numbers(forks, tmp_path, plan, args):
     replan = ("--hexi-replan-interval", "3", "--hexi-cluster", str(CLUSTER))
-    words = (*MODEL, "--train-iters", "60", "--log-interval", "60")
-    still = forks.train(tmp_path, ranks=4, args=words, plan=THREE_AND_ONE)
-    led = forks.train(tmp_path, ranks=4, args=(*words, *replan), plan=THREE_AND_ONE)
+    words = (*MODEL, *args, "--train-iters", "60", "--log-interval", "60")
+    still = forks.train(tmp_path, ranks=4, args=words, plan=plan)
+    led = forks.train(tmp_path, ranks=4, args=(*words, *replan), plan=plan)
     assert led.losses == pytest.approx(still.losses, rel=1e-5)
     decisions = re.findall(r"hexi: replan: iteration (\d+): .*gain (-?[\d.]+)%", led.output)
     assert decisions

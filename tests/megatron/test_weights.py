@@ -126,8 +126,9 @@ def test_weights_are_those_of_megatrons_model(words: list[str], weigh: Weigh):
         "--qk-layernorm",
         "--softmax-type learnable --no-position-embedding --position-embedding-type rope",
         "--encoder-seq-length 16",
-        "--mtp-num-layers 1",
-        "--mtp-num-layers 2 --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights",
+        "--mtp-num-layers 1 --position-embedding-type rope",
+        "--mtp-num-layers 2 --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights "
+        "--position-embedding-type rope",
     ],
 )
 def test_so_are_these(flags: str, weigh: Weigh):

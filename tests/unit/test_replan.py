@@ -15,9 +15,20 @@ from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import CostModel, Job, read_model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.lab.testbed.throttle import Throttle, parse_throttle, speed_at
-from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, dump_plan, validate_plan
+from megatron_hexi.plan import (
+    Domain,
+    Exchange,
+    Group,
+    JobTerms,
+    Member,
+    Plan,
+    Replica,
+    Stage,
+    dump_plan,
+    validate_plan,
+)
 from megatron_hexi.plan.layout import causal_segments
-from megatron_hexi.replan.planning.advisor import Advisor
+from megatron_hexi.replan.planning.advisor import Advisor, answer
 from megatron_hexi.replan.planning.history import WINDOW, RankHistory
 from megatron_hexi.replan.planning.recut import recut
 
@@ -111,6 +122,76 @@ def test_unequal_replicas_keep_their_shares_unless_they_may_move():
     assert [replica.micro_batches for replica in moved.replicas] == [1, 2]
     kept, seconds = recut(plan, job, slower), CostModel(job, slower).timing
     assert seconds(moved).phases.total < 0.6 * seconds(kept).phases.total
+
+
+def staged(samples: tuple[int, int], share: int = 2) -> Plan:
+    """Four ranks: two stages, of ranks that share samples and of ranks that share sequences."""
+    half = Group(
+        ((0, 4096),), (Member((2,), 2048, (0, 2), state=3), Member((3,), 2048, (2, 4))), name="a group"
+    )
+    whole = [
+        Domain((Group(((0, 4096),), (Member((rank,), 4096, (0, 4)),)),), samples[rank]) for rank in (0, 1)
+    ]
+    cut = MODEL.layers // 2
+    stages = Stage(tuple(whole), (0, cut), "none"), Stage((Domain((half,)),), (cut, MODEL.layers), "none")
+    workload = replace(JOB, seq_length=4096).workload()
+    return Plan(workload, (Replica(stages, share),), job=JobTerms(micro_batch_size=sum(samples)))
+
+
+STAGED_JOB = replace(JOB, seq_length=4096, micro_batch_size=4, global_batch_size=8)
+
+
+def kept(plan: Plan) -> list[object]:
+    """All that a swap must leave as it is."""
+    return [
+        (
+            *(stage.layers, stage.recompute, len(stage.domains), stage.ministages, member.lead),
+            *(member.state, group.name, frozenset(m.lead for m in group.members)),
+        )
+        for replica in plan.replicas
+        for stage in replica.stages
+        for domain in stage.domains
+        for group in domain.groups
+        for member in group.members
+    ]
+
+
+@pytest.mark.parametrize("speeds", [{}, {0: 0.5}, {3: 0.5}, {1: 0.4, 2: 0.7}])
+@pytest.mark.parametrize("samples", [(2, 2), (1, 3)])
+def test_stages_are_cut_anew_without_moving_weights(speeds, samples):
+    plan, cluster = staged(samples), CLUSTER.at_speeds(speeds)
+    model = CostModel(STAGED_JOB, cluster)
+    new = recut(plan, STAGED_JOB, cluster)
+    validate_plan(new)
+    assert sorted(kept(new), key=str) == sorted(kept(plan), key=str)
+    assert model.timing(new).phases.total <= model.timing(plan).phases.total
+    one, other = (domain.samples or 0 for domain in new.replicas[0].stages[0].domains)
+    slower = (speeds.get(0, 1.0) > speeds.get(1, 1.0)) - (speeds.get(0, 1.0) < speeds.get(1, 1.0))
+    assert (one > other) - (one < other) == slower
+    tokens = {member.lead: member.tokens for member in new.replicas[0].stages[1].members}
+    assert (tokens[2] > 1.3 * tokens[3]) == (speeds.get(2, 1.0) > speeds.get(3, 1.0))
+
+
+def test_where_only_layers_help_the_advice_says_what_a_restart_gains():
+    middle = MODEL.layers // 2
+    stages = [
+        Stage((Domain((Group(((0, 4096),), (Member((rank,), 4096, (0, 4)),)),)),), layers)
+        for rank, layers in enumerate(((0, middle), (middle, MODEL.layers)))
+    ]
+    job = replace(STAGED_JOB, micro_batch_size=1)
+    plan = Plan(replace(JOB, seq_length=4096).workload(), (Replica(tuple(stages), 8),), gpus=(0, 1))
+    slow = [
+        [rank.compute_s for rank in CostModel(job, CLUSTER.at_speeds({1: 0.5})).estimate(plan).ranks]
+    ] * 10
+    advice = Advisor(plan, job, CLUSTER, 0.03, 5).advise(10, slow, 0.1)
+    assert advice.plan is None
+    assert advice.restart is not None
+    layers = [sum(stage.ministage_sizes) for stage in advice.restart.replicas[0].stages]
+    assert layers[0] > layers[1]
+    assert advice.restart_s < 0.9 * advice.present_s
+    assert answer(advice)["restart"] == " + ".join(map(str, layers))
+    even = [[rank.compute_s for rank in CostModel(job, CLUSTER).estimate(plan).ranks]] * 10
+    assert Advisor(plan, job, CLUSTER, 0.03, 5).advise(10, even, 0.1).restart is None
 
 
 def test_the_advisor_swaps_for_a_throttle_and_back_and_never_on_a_steady_cluster():

@@ -28,6 +28,19 @@ ONE = plan(Member((0,), 8, (0, 2)))
 STAGES = replace(TWO, replicas=(Replica((replace(TWO.replicas[0].stages[0], layers=(0, 2)),)),))
 
 
+ALONE = replace(
+    STAGES,
+    replicas=(
+        Replica(
+            tuple(
+                Stage((Domain((Group(((0, 8),), (Member((rank,), 8, (0, 2)),)),)),), (rank, rank + 1))
+                for rank in range(2)
+            )
+        ),
+    ),
+)
+
+
 def arguments(**given: object) -> Namespace:
     """Megatron's own for a dense decoder of two layers, with re-planning."""
     words = [Word(word, 0) for word in ("--num-layers", "2", "--disable-bias-linear")]
@@ -38,6 +51,8 @@ def arguments(**given: object) -> Namespace:
 
 def test_what_can_be_replanned_passes():
     check_replanning(arguments(), TWO)
+    check_replanning(arguments(), STAGES)
+    check_replanning(arguments(), replace(ALONE, replicas=ALONE.replicas * 2))  # of which each takes a share
     check_replanning(arguments(window_size=(4, 0), window_attn_skip_freq=2, softmax_type="learnable"), TWO)
     check_replanning(arguments(multi_latent_attention=True, qk_layernorm=True), TWO)
     check_replanning(arguments(hexi_replan_interval=None, hexi_cluster=None), None)
@@ -54,7 +69,7 @@ def test_what_can_be_replanned_passes():
         ({"hexi_cluster": None}, TWO, "give --hexi-cluster cluster.yaml too"),
         ({"hexi_cluster": "/none"}, TWO, "--hexi-cluster /none: no such file"),
         ({}, ONE, "nothing can move"),
-        ({}, STAGES, "layers of their own"),
+        ({}, ALONE, "nothing can move"),
         ({"num_experts": 4}, TWO, "does not know the work of --num-experts"),
         (
             {"multi_latent_attention": True, "qk_layernorm": False},

@@ -20,6 +20,7 @@ GOOD = {
     "ckpt_format": "torch_dist",
     "async_save": False,
     "non_persistent_save_interval": None,
+    "num_experts": None,
 }
 
 
@@ -27,6 +28,8 @@ def test_a_job_that_can_go_on_is_taken():
     check_surviving(Namespace(**GOOD), set(), THREE_AND_ONE)
     check_surviving(Namespace(**GOOD | {"load": "checkpoints"}), {"--load"}, THREE_AND_ONE)
     check_surviving(Namespace(**GOOD | {"dataloader_type": "single"}), set(), THREE_AND_ONE)
+    check_surviving(Namespace(**GOOD), set(), STAGES)
+    check_surviving(Namespace(**GOOD | {"num_experts": 4}), set(), STAGES)
 
 
 @pytest.mark.parametrize(
@@ -43,14 +46,11 @@ def test_a_job_that_can_go_on_is_taken():
         ({"dataloader_type": "external"}, set(), "--dataloader-type external: the script's .* single"),
         ({}, {"--finetune"}, "--finetune would undo"),
         ({}, {"--ckpt-step"}, "--ckpt-step would undo"),
+        ({}, {"--context-parallel-size"}, "--context-parallel-size is another one after a loss"),
+        ({"num_experts": 4}, set(), "leaves experts to --expert-model-parallel-size"),
         ({"load": "other"}, {"--load"}, "--load other is not --save checkpoints"),
     ],
 )
 def test_what_could_not_go_on_is_refused(changed, given, why):
     with pytest.raises(HexiError, match=why):
         check_surviving(Namespace(**GOOD | changed), given, THREE_AND_ONE)
-
-
-def test_stages_with_layers_of_their_own_are_refused():
-    with pytest.raises(HexiError, match="stages with layers of their own"):
-        check_surviving(Namespace(**GOOD), set(), STAGES)

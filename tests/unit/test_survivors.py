@@ -11,10 +11,12 @@ from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import CostModel, Job
 from megatron_hexi.cost.job import job_of_plan
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
-from megatron_hexi.elastic.planning import _COMMAND_LINE, survive
+from megatron_hexi.elastic.planning.job import COMMAND_LINE
+from megatron_hexi.elastic.planning.survivors import survive
 from megatron_hexi.elastic.training.copying import TRACKER
 from megatron_hexi.elastic.training.round import newest_checkpoint
-from megatron_hexi.errors import HexiError
+from megatron_hexi.errors import HexiError, NothingFitsError
+from megatron_hexi.plan import JobTerms
 from megatron_hexi.planner import CHOSEN, Request, find_plan
 from megatron_hexi.text_file import read_text
 
@@ -25,7 +27,10 @@ UNGROUPED = [
     *("--micro-batch-size", "1", "--global-batch-size", "4"),
 ]
 WORDS = [*UNGROUPED, "--group-query-attention", "--num-query-groups", "2"]
-EXPERTS = ["--num-experts", "8", "--moe-token-dispatcher-type", "alltoall"]
+EXPERTS = [
+    *("--num-experts", "8", "--moe-token-dispatcher-type", "alltoall", "--moe-ffn-hidden-size", "64"),
+    *("--moe-router-topk", "2", "--disable-bias-linear"),
+]
 NETWORKS = {
     "network": "network: {bandwidth_gb_s: 0.125, latency_us: 20, per: node}",
     "levels": "network: {bandwidth_gb_s: 0.5, latency_us: 20, per: node}\n"
@@ -48,9 +53,9 @@ def cluster(request, tmp_path_factory):
     return read_cluster(path)
 
 
-def planned(cluster, words):
-    model = model_from_arguments(" ".join(words), _COMMAND_LINE)
-    job = Job(model, 1024, global_batch_size=4, precision="fp32")
+def planned(cluster, words, **sizes):
+    model = model_from_arguments(" ".join(words), COMMAND_LINE)
+    job = Job(model, 1024, global_batch_size=4, precision="fp32", **sizes)
     return find_plan(Request(job, frozenset(CHOSEN) - {"data_parallel"}), cluster).plan
 
 
@@ -75,7 +80,7 @@ def test_each_rank_of_the_plan_is_on_a_gpu_that_is_there(cluster, plan, gone):
         assert gpu == node.ranks[local]
     assert {name.removesuffix("-0") if "slow" in name else name for name in found.left_out} == set(gone)
     # As good in the whole cluster as in the part that it was planned in.
-    job = job_of_plan(found.plan, model_from_arguments(" ".join(WORDS), _COMMAND_LINE), precision="fp32")
+    job = job_of_plan(found.plan, model_from_arguments(" ".join(WORDS), COMMAND_LINE), precision="fp32")
     whole = CostModel(replace(job, global_batch_size=4), cluster).timing(found.plan).phases.total
     assert found.plan.estimate is not None
     assert whole == pytest.approx(found.plan.estimate.iteration_s, rel=0.02)
@@ -90,14 +95,18 @@ KINDS = {
         *("--qk-head-dim", "8", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "24"),
         *("--disable-bias-linear", "--no-rope-fusion"),
     ],
+    "experts": [*WORDS, *EXPERTS],
 }
+
+
+TWO_LEFT = [("fast-0", 0), ("fast-0", 1)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cluster", ["network"], indirect=True)
 def test_kinds_of_models_are_planned_anew(cluster, kind):
     words = KINDS[kind]
-    found = survive(planned(cluster, words), cluster, [("fast-0", 0), ("fast-0", 1)], words)
+    found = survive(planned(cluster, words), cluster, TWO_LEFT, words)
     assert set(found.plan.gpus or ()) <= set(cluster.nodes[0].ranks)
     assert set(found.left_out) == {"fast-1", "slow-0"}
     assert found.plan.workload.value_size == (24 if kind == "latent" else 16)
@@ -125,10 +134,54 @@ def test_nodes_that_are_none_of_the_cluster_s_are_refused(cluster, plan, present
         survive(plan, cluster, present, WORDS)
 
 
-def test_what_the_planner_does_not_know_is_refused_at_the_first_start(cluster, plan):
+FULL = ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1"]
+
+
+def test_a_survivor_s_plan_says_what_the_command_line_leaves_to_it(cluster, plan):
+    """As `hexi plan` writes it; and no more, or ranks would refuse the command line."""
+    terms = replace(plan, job=JobTerms(recompute="full", precision="fp32", overlap_gradients=False))
+    free = [word for word in WORDS if word not in ("--micro-batch-size", "1")] + ["--micro-batch-size", "2"]
+    found = survive(terms, cluster, TWO_LEFT, free).plan
+    assert (found.job.precision, found.job.overlap_gradients) == ("fp32", False)
+    assert found.job.micro_batch_size == 2
+    said = [found.job.recompute, *(stage.recompute for replica in found.replicas for stage in replica.stages)]
+    assert said.count(None) < len(said)
+    found = survive(replace(plan, job=JobTerms()), cluster, TWO_LEFT, [*WORDS, *FULL]).plan
+    assert found.job.recompute is None
+    assert all(stage.recompute is None for replica in found.replicas for stage in replica.stages)
+
+
+@pytest.mark.parametrize("cluster", ["network"], indirect=True)
+def test_what_the_command_line_fixes_is_fixed_after_a_loss(cluster):
+    first = planned(cluster.without([2]), WORDS, tensor_parallel=2)
+    assert first.is_repeated
+    first = replace(first, provenance=None)
+    found = survive(first, cluster, TWO_LEFT, [*WORDS, "--tensor-model-parallel-size", "2"]).plan
+    assert found.is_repeated
+    assert found.workload.tensor_parallel == 2
+
+
+@pytest.mark.parametrize("cluster", ["network"], indirect=True)
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ([*EXPERTS, "--tensor-model-parallel-size", "1"], "--tensor-model-parallel-size: experts lie in"),
+        (["--make-vocab-size-divisible-by", "1"], "--make-vocab-size-divisible-by 1: .* a multiple of 2"),
+        (["--mtp-num-layers", "1"], "multi-token prediction is not supported"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_no_other_plan_could_go_on_with_is_refused_at_the_first_start(cluster, plan, more, why):
     present = [(name, i) for name, count in PLACES.items() for i in range(count)]
-    with pytest.raises(HexiError, match="--num-experts: experts lie in stages"):
-        survive(plan, cluster, present, [*WORDS, *EXPERTS])
+    with pytest.raises(HexiError, match=why):
+        survive(plan, cluster, present, [*WORDS, *more])
+
+
+def test_where_nothing_fits_the_advice_is_for_the_nodes_that_are_left(cluster, plan):
+    small = cluster.with_memory_margin(0.9)
+    unbound = replace(plan, provenance=None)
+    with pytest.raises(NothingFitsError, match="no plan"):
+        survive(unbound, small, [("slow", 0)], WORDS)
 
 
 def checkpoint(folder, iteration, *, whole):

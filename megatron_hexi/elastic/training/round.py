@@ -28,7 +28,6 @@ from megatron_hexi.elastic.training.goodput import begin_round, round_words, set
 from megatron_hexi.elastic.training.round_plan import PLANNER_TIMEOUT, plan_ahead, plan_for
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan, plan_from_yaml
-from megatron_hexi.plan.check import refuse_stages
 from megatron_hexi.record import Round
 from megatron_hexi.runtime import meeting, start_watch, stop_watch
 from megatron_hexi.text_file import read_text, write_text_atomically
@@ -85,12 +84,15 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
             f"{what}: --load {args.load} is not --save {args.save}; to begin with other weights give "
             "--pretrained-checkpoint FOLDER and no --load"
         )
-    refuse_stages(
-        plan,
-        f"{what}: {args.hexi_plan}",
-        "which are not planned anew",
-        "make a plan with --pipeline-model-parallel-size N",
-    )
+    if plan.is_repeated and args.num_experts:
+        raise HexiError(
+            f"{what}: {args.hexi_plan} leaves experts to --expert-model-parallel-size, which no plan for the "
+            "nodes that are left does; give its stages layers, and its units experts, as hexi plan does"
+        )
+    if "--context-parallel-size" in given:
+        raise HexiError(
+            f"{what}: --context-parallel-size is another one after a loss; leave it out, the plan says it"
+        )
 
 
 def take_part(args: Namespace) -> Plan:

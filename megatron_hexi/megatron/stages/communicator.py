@@ -125,6 +125,10 @@ class BorderChannels:
         self._documents: deque[Documents] = deque()
         self._backward_documents: Documents = None
 
+    def under(self, mesh: Mesh, view: RankView) -> BorderChannels:
+        """Return channels in the same groups with the rows of another plan, between two iterations."""
+        return BorderChannels(mesh, view, self._device, self._is_packed)
+
     def begin(self, micro_batches: int, forward_only: bool, is_ministage: bool = False) -> None:
         """Set the number of micro-batches that the schedule runs, or passes through a ministage.
 

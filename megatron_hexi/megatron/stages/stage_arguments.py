@@ -7,12 +7,12 @@ With one replica of one rank they are right for any stages.
 from __future__ import annotations
 
 import contextlib
-import math
 from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_hexi.mesh import Mesh, job_experts
 from megatron_hexi.options.job_terms import recompute_settings
+from megatron_hexi.options.vocabulary import vocabulary_step
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.units import Unit
 
@@ -70,18 +70,10 @@ def _set_view(args: Namespace, plan: Plan, unit: Unit) -> None:
         heads = "m" * (args.mtp_num_layers or 0)
         cells[0], cells[-1] = f"E{cells[0]}", f"{cells[-1]}{heads}L"
         args.pipeline_model_parallel_layout = "|".join(cells)
-    args.make_vocab_size_divisible_by = _vocabulary_step(plan, args) // width
+    args.make_vocab_size_divisible_by = vocabulary_step(plan, args.make_vocab_size_divisible_by) // width
     recompute = plan.job.recompute if unit.recompute is None else unit.recompute
     if recompute is not None:
         for flag, value in recompute_settings(recompute).items():
             setattr(args, flag.removeprefix("--").replace("-", "_"), value)
     # Ranks that hold the same weights are not one group here, so they cannot share the writing.
     args.ckpt_fully_parallel_save = args.ckpt_fully_parallel_load = False
-
-
-def _vocabulary_step(plan: Plan, args: Namespace) -> int:
-    """Return the divisor of the padded vocabulary, a multiple of every tensor-parallel size."""
-    widths = math.lcm(*(len(member.ranks) for member in plan.members))
-    if plan.workload.padded_vocabulary is not None:
-        return plan.workload.padded_vocabulary
-    return math.lcm(args.make_vocab_size_divisible_by, widths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,8 @@ from megatron_hexi.megatron.stages.communicator import BorderChannels
 from megatron_hexi.megatron.stages.experts import ExpertsView, make_experts_view
 from megatron_hexi.megatron.stages.mesh_groups import MeshGroups, RankView, make_view, set_megatron_groups
 from megatron_hexi.mesh import Mesh
-from megatron_hexi.plan import Schedules
+from megatron_hexi.plan import Plan, Schedules
+from megatron_hexi.plan.units import Unit
 from megatron_hexi.runtime import DomainAttention
 from megatron_hexi.runtime.wire import connect
 
@@ -67,10 +68,14 @@ def start_stages_session(
     cuts_experts = experts_view is not None and experts_view.held.parts > 1
     set_megatron_groups(mesh, view, groups.alone, view.unit if cuts_experts else groups.alone)
     place = view.place
-    workload, exchange = mesh.plan.workload_of(place.domain), place.exchange
-    schedules = Schedules(workload, place.domain, place.member, exchange.parts)
+    schedules = schedules_of(mesh, place)
     attention = DomainAttention(
-        workload, schedules, view.domain, view.a2a, window=exchange.window, kernel_name=given.kernel
+        mesh.plan.workload_of(place.domain),
+        schedules,
+        view.domain,
+        view.a2a,
+        window=place.exchange.window,
+        kernel_name=given.kernel,
     )
     attention.connect(device)
     # The border on which micro-batches go round is the last of its replica: no rank may wait there first.
@@ -93,7 +98,21 @@ def start_stages_session(
         StagesSession(
             mesh, groups, view, BorderChannels(mesh, view, device, is_packed), experts_view, micro_batch
         ),
+        replica=place.replica,
     )
+
+
+def schedules_of(mesh: Mesh, place: Unit) -> Schedules:
+    """Return the split tables of a unit, by mask."""
+    workload = mesh.plan.workload_of(place.domain)
+    return Schedules(workload, place.domain, place.member, place.exchange.parts)
+
+
+def stages_under(stages: StagesSession, plan: Plan) -> StagesSession:
+    """Return a rank's part in stages under another plan with the same ranks in the same groups."""
+    mesh = Mesh(plan, stages.mesh.micro_batch_size, stages.mesh.sequence_parallel)
+    view = replace(stages.view, place=mesh.units[stages.view.rank])
+    return replace(stages, mesh=mesh, view=view, channels=stages.channels.under(mesh, view))
 
 
 def _counting_group(mesh: Mesh, groups: MeshGroups) -> dist.ProcessGroup | None:

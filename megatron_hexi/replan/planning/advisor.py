@@ -20,6 +20,9 @@ from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import CostModel, Job, Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan, dump_plan, plan_digest, plan_from_yaml
+from megatron_hexi.plan.units import unit_rows
+from megatron_hexi.planner.joint import Candidate
+from megatron_hexi.planner.joint.layer_moves import with_layers_moved
 from megatron_hexi.replan.planning.history import WINDOW, RankHistory
 from megatron_hexi.replan.planning.recut import recut
 from megatron_hexi.yaml_file import yaml_from_text
@@ -39,6 +42,9 @@ class Advice:
         best_s: the same under the best plan found.
         plan: plan to swap to; ``None``: keep the present one.
         reason: why.
+        restart: a plan that is faster by more than the threshold than the best found, with other layers in
+            its stages; ``None``: none was found. Layers do not move while the job runs.
+        restart_s: seconds of an iteration under it.
     """
 
     iteration: int
@@ -48,6 +54,8 @@ class Advice:
     best_s: float
     plan: Plan | None
     reason: str
+    restart: Plan | None = None
+    restart_s: float = 0.0
 
     @property
     def gain(self) -> float:
@@ -89,6 +97,7 @@ class Advisor:
         self._changed: set[int] = set()
         self._first = plan
         self._cut: tuple[tuple[float, ...], Plan] | None = None
+        self._moved: tuple[tuple[float, ...], tuple[Plan, float]] | None = None
         self._follow(plan)
 
     def swapped(self, plan: Plan) -> None:
@@ -125,7 +134,24 @@ class Advisor:
             reason = "the gain does not pay back the swap within an interval"
         else:
             plan, reason = new_plan, "the gain passes the threshold"
-        return Advice(iteration, speeds, changed, before, after, plan, reason)
+        restart, restart_s = self._restarted(model)
+        if restart is None or after - restart_s <= self._threshold * before:
+            return Advice(iteration, speeds, changed, before, after, plan, reason)
+        return Advice(iteration, speeds, changed, before, after, plan, reason, restart, restart_s)
+
+    def _restarted(self, model: CostModel) -> tuple[Plan | None, float]:
+        """Return the best plan found with layers moved between stages, and its seconds of an iteration."""
+        assert self._cut is not None
+        speeds, plan = self._cut
+        depth = max(len(replica.stages) for replica in plan.replicas)
+        if plan.is_repeated or plan.has_ministages or depth == 1:
+            return None, 0.0
+        if self._moved is None or self._moved[0] != speeds:
+            start = Candidate(plan, self._job, model.timing(plan))
+            moved = with_layers_moved(start, model.cluster)
+            cut = recut(moved.plan, self._job, model.cluster, self._shares)
+            self._moved = speeds, (cut, model.timing(cut).phases.total)
+        return self._moved[1]
 
     def _cut_anew(self, model: CostModel) -> Plan:
         """Return the better of two new plans, from the present and from the first: the search is local."""
@@ -138,8 +164,9 @@ class Advisor:
         return plans[best]
 
     def _follow(self, plan: Plan) -> None:
-        self._plan, self._cut = plan, None
-        costs = CostModel(self._job, self._cluster).estimate(plan).ranks
+        self._plan, self._cut, self._moved = plan, None, None
+        costs = sorted(CostModel(self._job, self._cluster).estimate(plan).ranks, key=lambda cost: cost.rank)
+        self._units = [unit.ranks for unit in unit_rows(plan, stages=self._job.pipeline_parallel)]
         self._gpus = [cost.gpu for cost in costs]
         # A rank that has nothing to do is as fast as it may be.
         least = 1e-3 * max(cost.compute_s for cost in costs)
@@ -156,11 +183,9 @@ class Advisor:
         """Return each rank's speed relative to the fastest; a tensor-parallel unit has its slowest
         rank's.
         """
-        levels = [history.level for history in self._histories]
-        width = self._job.tensor_parallel
-        units = [max(levels[first : first + width]) for first in range(0, len(levels), width)]
-        fastest = min(units)
-        return tuple(round(fastest / units[rank // width], 3) for rank in range(len(levels)))
+        slowest = [max(self._histories[rank].level for rank in ranks) for ranks in self._units]
+        levels = {rank: level for ranks, level in zip(self._units, slowest, strict=True) for rank in ranks}
+        return tuple(round(min(slowest) / levels[rank], 3) for rank in range(len(levels)))
 
 
 def answer(advice: Advice) -> dict[str, Any]:
@@ -176,7 +201,17 @@ def answer(advice: Advice) -> dict[str, Any]:
         "reason": advice.reason,
         "plan": None if plan is None else dump_plan(plan),
         "digest": None if plan is None else plan_digest(plan),
+        "restart": None if advice.restart is None else _spell_layers(advice.restart),
+        "restart_s": advice.restart_s,
     }
+
+
+def _spell_layers(plan: Plan) -> str:
+    """Return the layers of the stages of each replica, as text."""
+    return "; ".join(
+        " + ".join(str(stop - start) for start, stop in (stage.layers or (0, 0) for stage in replica.stages))
+        for replica in plan.replicas
+    )
 
 
 def main() -> None:

@@ -1,140 +1,125 @@
-"""New tokens, heads and segments for a plan, with the same ranks in the same groups.
+"""New tokens, heads, samples and micro-batches for a plan, with the same ranks in the same groups.
 
-Weights are replicated over a domain, so none moves. Which ranks form a group stays, and with it the process
-groups. The planner's balance is asked from the present plan. Where replicas may take other shares of the
-batch, micro-batches are dealt by what one takes on each of the replicas that were cut so.
+Weights are replicated over a domain, over the domains of a stage and over replicas, so none moves. Which
+ranks form a group stays, and with it the process groups. The planner balances the present plan.
+Samples and micro-batches are dealt by what one takes where they are now.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_hexi.cluster import Cluster, Device
-from megatron_hexi.cost import CostModel, Job, ceiling_tokens_per_s
-from megatron_hexi.plan import Domain, Plan, Replica, Stage
-from megatron_hexi.plan.units import rank_gpus
-from megatron_hexi.planner.fleet.rates import Rates
-from megatron_hexi.planner.fleet.units import Fleet, FleetUnit, UnitKind
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import CostModel, Job
+from megatron_hexi.plan import Plan, Replica, Stage
+from megatron_hexi.plan.units import domain_rows, unit_rows
 from megatron_hexi.planner.layouts.deal import assign_heads
-from megatron_hexi.planner.layouts.layout import A2AGroup, Layout, build_domain
-from megatron_hexi.planner.layouts.trial import Judge
-from megatron_hexi.planner.search.balance import balance
-from megatron_hexi.planner.search.polish import polish
-
-_ROUNDS = 6
-#: Layouts that polishing may time.
-_BUDGET = 40
+from megatron_hexi.replan.planning.stage_cut import cut_domain
 
 
 def recut(plan: Plan, job: Job, cluster: Cluster, shares: bool = False) -> Plan:
-    """Return the plan with the best tokens, heads and segments found for its groups on this cluster.
+    """Return the plan with the best tokens, heads, segments and samples found for its groups on this cluster.
 
     Args:
-        plan: a plan whose job repeats its stages.
+        plan: the plan.
         job: the plan's job.
         cluster: the cluster at its present speeds.
         shares: whether replicas may take other numbers of micro-batches.
     """
-    recut_plan = _cut(plan, job, cluster)
-    if not shares or len(plan.replicas) == 1:
-        return recut_plan
-    reassigned = _dealt_again(recut_plan, job, cluster)
-    if reassigned is None:
-        return recut_plan
-    model, reassigned = CostModel(job, cluster), _cut(reassigned, job, cluster)
-    return min(recut_plan, reassigned, key=lambda candidate: model.timing(candidate).phases.total)
+    model = CostModel(job, cluster)
+
+    def order(candidate: Plan) -> tuple[float, float]:
+        timing = model.timing(candidate)
+        return max(0.0, timing.fullness - 1), timing.phases.total
+
+    best = _cut(plan, job, cluster)
+    if not plan.is_repeated:  # whose stages are cut each for itself
+        best = min(plan, best, key=order)
+    for changed in _dealt_again(best, job, model, shares):
+        best = min(best, _cut(changed, job, cluster), key=order)
+    return best
 
 
-def _dealt_again(plan: Plan, job: Job, cluster: Cluster) -> Plan | None:
-    """Return the plan with micro-batches assigned by speed; ``None`` if that changes nothing."""
-    counts = [replica.micro_batches for replica in plan.replicas]
-    present = [count for count in counts if count is not None]
-    if len(present) < len(counts):
-        present = [job.global_batch_size // job.micro_batch_size // len(counts)] * len(counts)
-    replica_of = {
-        rank: number
-        for number, replica in enumerate(plan.replicas)
-        for member in replica.domain.members
-        for rank in member.ranks
-    }
-    busy = [0.0] * len(counts)
-    for cost in CostModel(job, cluster).estimate(plan).ranks:
-        number = replica_of[cost.rank % plan.ranks]
-        busy[number] = max(busy[number], cost.compute_s + cost.communication_s)
-    dealt = list(assign_heads(sum(present), [seconds / n for seconds, n in zip(busy, present, strict=True)]))
-    while min(dealt) == 0:  # each replica has a part in an iteration
-        dealt[dealt.index(max(dealt))] -= 1
-        dealt[dealt.index(0)] += 1
-    if dealt == present:
-        return None
-    replicas = [replace(replica, micro_batches=n) for replica, n in zip(plan.replicas, dealt, strict=True)]
+def _dealt_again(plan: Plan, job: Job, model: CostModel, shares: bool) -> Iterator[Plan]:
+    """Yield the plan with samples, with micro-batches and with both dealt by speed, where that changes it."""
+    busy = {cost.rank: cost.compute_s + cost.communication_s for cost in model.estimate(plan).ranks}
+    sampled = _samples_dealt(plan, job, busy)
+    if sampled != plan:
+        yield sampled
+    if shares and len(plan.replicas) > 1:
+        for start in {id(one): one for one in (plan, sampled)}.values():
+            moved = _micro_batches_dealt(start, job, busy)
+            if moved != start:
+                yield moved
+
+
+def _samples_dealt(plan: Plan, job: Job, busy: dict[int, float]) -> Plan:
+    """Return the plan with the samples of each stage dealt to its domains by the seconds that one takes."""
+
+    def dealt(stage: Stage) -> Stage:
+        samples = [domain.samples for domain in stage.domains]
+        if len(samples) == 1 or None in samples:
+            return stage
+        seconds = [
+            max(busy[rank] for member in domain.members for rank in member.ranks) / (domain.samples or 1)
+            for domain in stage.domains
+        ]
+        counts = _deal(job.micro_batch_size, seconds)
+        domains = (replace(own, samples=count) for own, count in zip(stage.domains, counts, strict=True))
+        return replace(stage, domains=tuple(domains))
+
+    replicas = (replace(one, stages=tuple(map(dealt, one.stages))) for one in plan.replicas)
     return replace(plan, replicas=tuple(replicas))
 
 
+def _micro_batches_dealt(plan: Plan, job: Job, busy: dict[int, float]) -> Plan:
+    """Return the plan with micro-batches dealt to replicas by the seconds of one on the slowest rank."""
+    present = _micro_batches(plan, job)
+    slowest = [0.0] * len(present)
+    for unit in unit_rows(plan, job.micro_batch_size, job.pipeline_parallel):
+        slowest[unit.replica] = max(slowest[unit.replica], *(busy[rank] for rank in unit.ranks))
+    counts = _deal(sum(present), [seconds / n for seconds, n in zip(slowest, present, strict=True)])
+    if counts == present:
+        return plan
+    replicas = [replace(replica, micro_batches=n) for replica, n in zip(plan.replicas, counts, strict=True)]
+    return replace(plan, replicas=tuple(replicas))
+
+
+def _deal(total: int, seconds: Sequence[float]) -> list[int]:
+    """Return the number of things for each, at least one, such that the largest number x seconds is least."""
+    counts = list(assign_heads(total, list(seconds)))
+    while min(counts) == 0:
+        counts[counts.index(max(counts))] -= 1
+        counts[counts.index(0)] += 1
+    return counts
+
+
+def _micro_batches(plan: Plan, job: Job) -> list[int]:
+    """Return the number of micro-batches that each replica takes."""
+    counts = [replica.micro_batches for replica in plan.replicas]
+    equal = job.global_batch_size // job.micro_batch_size // len(counts)
+    return [equal if count is None else count for count in counts]
+
+
 def _cut(plan: Plan, job: Job, cluster: Cluster) -> Plan:
+    """Return the plan with each domain cut anew."""
+    counts = _micro_batches(plan, job)
+    rows = domain_rows(plan, job.micro_batch_size)
+    domains = {
+        (row.replica, row.stage, row.number): cut_domain(row, plan, counts[row.replica], job, cluster)
+        for row in rows
+    }
+
+    def cut(place: tuple[int, int], stage: Stage) -> Stage:
+        return replace(
+            stage, domains=tuple(domains[(*place, number)] for number in range(len(stage.domains)))
+        )
+
     replicas = tuple(
-        Replica((_stage(replica.stages[0], plan, number, job, cluster),), replica.micro_batches)
+        Replica(
+            tuple(cut((number, s), stage) for s, stage in enumerate(replica.stages)), replica.micro_batches
+        )
         for number, replica in enumerate(plan.replicas)
     )
     return replace(plan, replicas=replicas, estimate=None)
-
-
-def _stage(stage: Stage, plan: Plan, number: int, job: Job, cluster: Cluster) -> Stage:
-    share = plan.replicas[number].micro_batches
-    micro_batches = share or job.global_batch_size // job.micro_batch_size // len(plan.replicas)
-    stage_job = replace(job, data_parallel=1, global_batch_size=micro_batches * job.micro_batch_size)
-    fleet = _fleet(stage.domain, plan, stage_job, cluster)
-    judge = Judge(fleet, plan.units)
-    window = plan.exchange.window
-    trial = judge.try_out(fleet, [_layout(stage.domain, micro_batches)], window)
-    trial = balance(judge, Rates(fleet, window, plan.units, micro_batches), trial, _ROUNDS)
-    trial = polish(judge, trial, _BUDGET)
-    ranks = {unit: member.ranks for unit, member in enumerate(stage.domain.members)}
-    gpus = {
-        rank: gpu
-        for unit, own in ranks.items()
-        for rank, gpu in zip(own, fleet.units[unit].gpus[0], strict=True)
-    }
-    domain = build_domain(fleet, trial.layouts[0], ranks, gpus)
-    names = {frozenset(m.lead for m in group.members): group.name for group in stage.domain.groups}
-    groups = tuple(
-        replace(group, name=names[frozenset(m.lead for m in group.members)]) for group in domain.groups
-    )
-    return replace(stage, domains=(replace(stage.domain, groups=groups),))
-
-
-def _fleet(domain: Domain, plan: Plan, job: Job, cluster: Cluster) -> Fleet:
-    """Return the domain's members as the planner's units, in the order of their ranks."""
-    gpus = rank_gpus(plan, len(cluster.ranks))
-    devices: dict[tuple[int, ...], tuple[int, tuple[Device, ...]]] = {}
-    units = []
-
-    def rate(device: Device) -> float:
-        return ceiling_tokens_per_s(job, [device])
-
-    for site, member in enumerate(domain.members):
-        stages = range(job.pipeline_parallel)
-        stack = tuple(tuple(gpus[s * plan.ranks + rank] for rank in member.ranks) for s in stages)
-        # A unit waits for its slowest GPU.
-        key = tuple(min((cluster.ranks[gpu].device for gpu in part), key=rate) for part in stack)
-        place = devices.setdefault(tuple(map(id, key)), (len(devices), key))[0]
-        units.append(FleetUnit(stack, place, site))
-    size = job.tensor_parallel * job.pipeline_parallel
-    kinds = tuple(UnitKind(key, min(map(rate, key)) * size) for _, key in devices.values())
-    return Fleet(cluster, job, kinds, tuple(units))
-
-
-def _layout(domain: Domain, micro_batches: int) -> Layout:
-    """Return the domain as the planner's layout: outermost group first, members in order of heads."""
-    number = {member.lead: unit for unit, member in enumerate(domain.members)}
-    parts = []
-    for group in sorted(domain.groups, key=lambda group: (not group.segments, group.segments)):
-        members = sorted(group.members, key=lambda member: member.heads)
-        parts.append(
-            A2AGroup(
-                tuple(number[member.lead] for member in members),
-                tuple(member.tokens for member in members),
-                tuple(member.heads[1] - member.heads[0] for member in members),
-            )
-        )
-    return Layout(tuple(parts), micro_batches)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.megatron.session import Session, local_shard
-from megatron_hexi.plan import Plan, Schedules, Share, assign_micro_batches, plan_digest
+from megatron_hexi.megatron.stages.stages_session import schedules_of, stages_under
+from megatron_hexi.plan import Plan, Schedules, Share, Stage, assign_micro_batches, plan_digest
 
 
 def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
@@ -25,22 +26,29 @@ def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
             deals them.
     """
     old, dealt = session.given.plan, session.share is not None
-    if grouping(plan, dealt) != grouping(old, dealt) or plan.workload != old.workload:
+    is_other = plan.workload != old.workload or plan.job.micro_batch_size != old.job.micro_batch_size
+    if is_other or grouping(plan, dealt) != grouping(old, dealt):
         raise PlanError(
             f"{session.given.path}: the plan to swap to has other groups or another workload; start the job "
             "again with it"
         )
-    attention, domain = session.attention, plan.replicas[session.replica].domain
-    index = dist.get_rank(attention.domain_group)
-    schedules = Schedules(plan.workload, domain, index, plan.exchange.parts, session.given.rates)
-    shares = swapped_shares(session, plan)
-    given = replace(session.given, plan=plan, digest=plan_digest(plan), shares=shares)
+    attention, stages, exchange = session.attention, session.stages, plan.exchange
+    if stages is None:
+        domain = plan.replicas[session.replica].domain
+        index = dist.get_rank(attention.domain_group)
+        schedules = Schedules(plan.workload, domain, index, exchange.parts, session.given.rates)
+    else:
+        stages = stages_under(stages, plan)
+        schedules, exchange = schedules_of(stages.mesh, stages.view.place), stages.view.place.exchange
+    shares, mesh = swapped_shares(session, plan), None if stages is None else stages.mesh
+    given = replace(session.given, plan=plan, digest=plan_digest(plan), shares=shares, mesh=mesh)
     return replace(
         session,
         given=given,
-        attention=replace(attention, schedules=schedules, window=plan.exchange.window),
+        attention=replace(attention, schedules=schedules, window=exchange.window),
         shard=local_shard(schedules(), given.row_multiple, session.shard.positions.device),
         share=shares[session.replica] if shares else None,
+        stages=stages,
         since=iteration,
     )
 
@@ -64,15 +72,30 @@ def grouping(plan: Plan, dealt: bool) -> list[tuple[Any, ...]]:
         dealt: whether micro-batches are dealt by the plan: then replicas' shares may change.
 
     Returns:
-        Of each replica: who is in which group, and its share where that must stay.
+        Of each replica: its share where that must stay; of each stage its layers, how they run, and who is in
+        which group with which weights. Domains that take whole micro-batches keep them, and the share.
     """
     return [
         (
-            None if dealt else replica.micro_batches,
-            frozenset(frozenset(m.ranks for m in group.members) for group in replica.domain.groups),
+            None if dealt and not any(stage.takes_micro_batches for stage in stages) else micro_batches,
+            *map(_grouping_of, stages),
         )
-        for replica in plan.replicas
+        for stages, micro_batches in ((replica.stages, replica.micro_batches) for replica in plan.replicas)
     ]
+
+
+def _grouping_of(stage: Stage) -> tuple[Any, ...]:
+    domains = [
+        (
+            domain.samples is not None,
+            domain.micro_batches,
+            frozenset(
+                frozenset((m.ranks, m.state, m.experts) for m in group.members) for group in domain.groups
+            ),
+        )
+        for domain in stage.domains
+    ]
+    return stage.layers, stage.recompute, stage.ministages, stage.offload, domains
 
 
 def forget_positions() -> None:

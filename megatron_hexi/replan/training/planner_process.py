@@ -70,26 +70,30 @@ def model_document(args: Namespace) -> dict[str, Any]:
 def job_document(args: Namespace, session: Session | None) -> dict[str, Any]:
     """Return the arguments of `megatron_hexi.cost.Job` for this job, without its model."""
     assert session is not None
+    plan, stages = session.given.plan, session.stages
     recompute: str | int = args.recompute_granularity or "none"
     if recompute == "full" and args.recompute_method == "block":
         recompute = args.recompute_num_layers
+    if stages is not None and stages.view.place.recompute is not None:  # the arguments are this rank's
+        recompute = plan.job.recompute or "none"
     return {
         "seq_length": session.seq_length,
         "micro_batch_size": args.micro_batch_size,
         "global_batch_size": args.global_batch_size,
-        "tensor_parallel": args.tensor_model_parallel_size,
-        "pipeline_parallel": args.pipeline_model_parallel_size,
+        "tensor_parallel": plan.workload.tensor_parallel or 1,  # units of several sizes say their own
+        "pipeline_parallel": args.pipeline_model_parallel_size if stages is None else 1,
         "virtual_stages": args.virtual_pipeline_model_parallel_size or 1,
-        "data_parallel": len(session.given.plan.replicas),
+        "data_parallel": len(plan.replicas),
         "recompute": recompute,
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         "distributed_optimizer": args.use_distributed_optimizer,
         "overlap_gradients": args.overlap_grad_reduce,
-        "sequence_parallel": args.sequence_parallel,
+        "sequence_parallel": args.sequence_parallel if stages is None else stages.mesh.sequence_parallel,
     }
 
 
 def may_move_shares(args: Namespace, session: Session | None) -> bool:
     """Return whether replicas' micro-batch counts may change: where the plan sets them, one at a time."""
     assert session is not None
-    return session.share is not None and args.virtual_pipeline_model_parallel_size is None
+    is_dealt = session.given.plan.takes_micro_batches
+    return session.share is not None and args.virtual_pipeline_model_parallel_size is None and not is_dealt

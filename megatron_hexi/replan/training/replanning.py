@@ -234,6 +234,12 @@ class Replanner:
             f"predicted {answer['present_s']:.4g} s an iteration, with another cut {answer['best_s']:.4g} s "
             f"(gain {answer['gain']:.1%})"
         )
+        if answer.get("restart"):
+            gain = 1 - answer["restart_s"] / answer["present_s"]
+            numbers += (
+                f"; started again with {answer['restart']} layers in its stages {answer['restart_s']:.4g} s "
+                f"(gain {gain:.1%})"
+            )
         if plan is None:
             self._say(f"iteration {answer['iteration']}: keeps its plan, {reason}; {numbers}")
             return

@@ -1,0 +1,144 @@
+"""A job as it stays over losses: what the planner may choose anew, and what of the training must not change.
+
+The command line is the same in every round, so what it says is fixed, as in a file of arguments for ``hexi
+plan``. Where stages would contradict it, plans have none of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_hexi.cluster import ANYTHING, MEMORY_MARGIN, Cluster, PlannerRules
+from megatron_hexi.cost import Model, job_of_plan, job_terms
+from megatron_hexi.cost.megatron_arguments import model_from_arguments, read_arguments, terms_from_arguments
+from megatron_hexi.errors import HexiError
+from megatron_hexi.options.job_terms import CHUNK_FLAGS, PARALLEL_SIZES, STAGE_FLAGS
+from megatron_hexi.options.vocabulary import vocabulary_step
+from megatron_hexi.plan import Plan
+from megatron_hexi.planner import CHOSEN, Planned, Request
+
+COMMAND_LINE = Path("the job's command line")
+#: Terms of which a plan has its own.
+_SIZES = ("seq_length", "tensor_parallel", "data_parallel")
+#: What plans of one job may say differently.
+_CHANGED = ("micro_batch_size", "pipeline_parallel", "virtual_stages", "recompute", "sequence_parallel")
+
+
+@dataclass(frozen=True)
+class LastingJob:
+    """A job that is planned anew.
+
+    Args:
+        first: the job's own plan.
+        request: the planner's request for the nodes that are left.
+        stages: pipeline stages of the job under its own plan, where that repeats one.
+    """
+
+    first: Plan
+    request: Request
+    stages: int
+
+    def written(self, planned: Planned) -> Plan:
+        """Return a plan that was found, with the terms that the job's command line leaves to it."""
+        plan = planned.plan
+        terms = job_terms({name: getattr(planned.job, name) for name in _CHANGED}, plan)
+        changed = {name: getattr(terms, name) for name in _CHANGED}
+        if terms.virtual_stages == 1:  # Megatron's default
+            changed["virtual_stages"] = None
+        if "recompute" in self.request.fixed:  # the command line says it, perhaps more exactly
+            changed["recompute"] = self.first.job.recompute
+            plan = _without_recompute(plan)
+        elif not plan.is_repeated:  # whose stages say it
+            changed["recompute"] = None
+        return replace(plan, job=replace(self.first.job, **changed))
+
+
+def lasting_job(first: Plan, words: Sequence[str], cluster: Cluster) -> LastingJob:
+    """Return the job of a command line under its own plan.
+
+    Args:
+        first: the job's own plan.
+        words: Megatron's arguments.
+        cluster: where it runs while all nodes are there.
+
+    Raises:
+        HexiError: what the planner does not know, or what no other plan could go on with; by name.
+    """
+    text = shlex.join(words)
+    args, given = read_arguments(text, COMMAND_LINE)
+    model, terms = model_from_arguments(text, COMMAND_LINE), terms_from_arguments(text, COMMAND_LINE)
+    # What the plan states is so: ranks refuse a command line that says otherwise.
+    stated = {
+        name: value
+        for name, value in terms.fields.items()
+        if name not in _SIZES and getattr(first.job, name, None) is None
+    }
+    if not args.sequence_parallel and first.job.sequence_parallel is None:
+        stated["sequence_parallel"] = max(len(member.ranks) for member in first.members) == 1
+    job = replace(job_of_plan(first, model, **stated), latent_exchange=False, virtual_stages=1)
+    fixed = {name for name in CHOSEN if name in terms.fields}
+    if model.experts is not None:  # whose balancing losses are means over a micro-batch
+        fixed.add("micro_batch_size")
+    rules = _rules(terms.restricting, _fixed_by(given, model) is not None)
+    request = Request(job, frozenset(fixed), MEMORY_MARGIN, rules, virtual_stages=_chunks(args, given))
+    _check_vocabulary(request, vocabulary_step(first, model.vocab_multiple), args.padded_vocab_size, cluster)
+    return LastingJob(first, request, job.pipeline_parallel)
+
+
+def _chunks(args: Namespace, given: frozenset[str]) -> int:
+    """Return the chunks of a stage's layers, which stay: those of the command line, or one.
+
+    Raises:
+        HexiError: the command line says the layers of a chunk, which depend on the stages.
+    """
+    by_number, by_layers = CHUNK_FLAGS
+    if by_layers in given:
+        raise HexiError(f"{by_layers}: plans for the nodes that are left have other stages; give {by_number}")
+    return args.num_virtual_stages_per_pipeline_rank if by_number in given else 1
+
+
+def _fixed_by(given: frozenset[str], model: Model) -> str | None:
+    """Return a flag that stages with layers of their own would contradict; ``None``: there is none.
+
+    Raises:
+        HexiError: the model has experts, which lie in such stages alone.
+    """
+    flag = next((flag for flag in (*PARALLEL_SIZES, *STAGE_FLAGS) if flag in given), None)
+    if flag is not None and model.experts is not None:
+        raise HexiError(
+            f"{flag}: experts lie in stages that have layers, and these say their own sizes; leave it out"
+        )
+    return flag
+
+
+def _rules(restricting: Mapping[str, tuple[str, ...]], is_repeated: bool) -> PlannerRules:
+    rules = ANYTHING
+    for feature in {feature for features in restricting.values() for feature in features}:
+        rules = replace(rules, **{feature: False})
+    return replace(rules, unequal_stages=False) if is_repeated else rules
+
+
+def _check_vocabulary(request: Request, step: int, padded: int | None, cluster: Cluster) -> None:
+    """Refuse an embedding whose rows other tensor-parallel sizes cannot cut."""
+    widest = max(len(node.ranks) for node in cluster.nodes)
+    needed = math.lcm(*request.widths(widest))
+    rows = padded or step
+    if rows % needed:
+        flag = "--padded-vocab-size" if padded else "--make-vocab-size-divisible-by"
+        raise HexiError(
+            f"{flag} {rows}: plans for the nodes that are left may cut the embedding in {needed}; give a "
+            f"multiple of {needed}"
+        )
+
+
+def _without_recompute(plan: Plan) -> Plan:
+    replicas = (
+        replace(replica, stages=tuple(replace(stage, recompute=None) for stage in replica.stages))
+        for replica in plan.replicas
+    )
+    return replace(plan, replicas=tuple(replicas))

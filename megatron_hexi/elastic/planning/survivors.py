@@ -1,0 +1,77 @@
+"""The plan for the nodes that are present: the job's own while all of its nodes are there, else the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_hexi.cluster import Cluster, cluster_digest
+from megatron_hexi.elastic.planning.job import lasting_job
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Plan
+from megatron_hexi.plan.units import job_ranks, rank_gpus
+from megatron_hexi.planner import find_plan
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """The plan that a job continues with after a loss.
+
+    Args:
+        plan: plan for the present nodes; `gpus` counts in the whole cluster.
+        ranks: the started rank that takes each of the plan's ranks.
+        left_out: names of absent nodes of the cluster file.
+    """
+
+    plan: Plan
+    ranks: tuple[int, ...]
+    left_out: tuple[str, ...]
+
+
+def survive(
+    plan: Plan, cluster: Cluster, present: Sequence[tuple[str, int]], words: Sequence[str]
+) -> Survivors:
+    """Return a plan for the nodes that are present.
+
+    Args:
+        plan: the job's own plan.
+        cluster: the cluster that it was made for.
+        present: node in the cluster file, and number there, of each started rank.
+        words: Megatron's arguments.
+
+    Raises:
+        HexiError: a node that the cluster file does not have, or with another number of GPUs; two of one
+            name; a job that cannot go on under other plans (`lasting_job`); nothing fits in memory.
+    """
+    starts, job = _starts(cluster, present), lasting_job(plan, words, cluster)
+    if plan.provenance and plan.provenance.cluster_digest not in (None, cluster_digest(cluster)):
+        raise HexiError(f"--hexi-plan was made for another cluster than {cluster.name}; give its own file")
+    gpus = rank_gpus(plan, job_ranks(plan, job.stages))
+    numbers = sorted({cluster.ranks[gpu].node for gpu in starts})
+    if not starts.keys() >= set(gpus):
+        part = cluster.without(set(range(len(cluster.nodes))).difference(numbers))
+        ranks = [rank for number in numbers for rank in cluster.nodes[number].ranks]
+        found = job.written(find_plan(job.request, part))
+        gpus = tuple(ranks[gpu] for gpu in rank_gpus(found, len(ranks)))
+        plan = replace(found, gpus=gpus)
+    absent = [node.name for number, node in enumerate(cluster.nodes) if number not in numbers]
+    return Survivors(plan, tuple(starts[gpu] for gpu in gpus), tuple(absent))
+
+
+def _starts(cluster: Cluster, present: Sequence[tuple[str, int]]) -> dict[int, int]:
+    """Return the started rank of each GPU, by the GPU's number in the cluster."""
+    starts: dict[int, int] = {}
+    for rank, (name, local) in enumerate(present):
+        numbers = cluster.file.find_nodes(name)
+        if numbers is None or len(numbers) != 1:
+            names = ", ".join(node.name for node in cluster.nodes[:8])
+            raise HexiError(f"--node {name}: names no node of {cluster.name} ({names}); give one of these")
+        node = cluster.nodes[numbers[0]]
+        count = sum(node_name == name for node_name, _ in present)
+        if count != len(node.ranks):
+            raise HexiError(
+                f"--node {name}: {count} ranks were started there, {node.name} has {len(node.ranks)} GPUs; "
+                f"give --nproc-per-node {len(node.ranks)}, and each node's name once"
+            )
+        starts[node.ranks[local]] = rank
+    return starts

@@ -1,0 +1,57 @@
+"""The padded vocabulary of a job stays the same under all of its plans."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from dataclasses import replace
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from megatron_hexi.options.vocabulary import keep_vocabulary, vocabulary_step
+from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, Workload
+
+
+def plan_of(widths: list[int], repeated: bool) -> Plan:
+    """A stage of a unit of each width; or one unit of the first of them, which the job repeats."""
+    widths = widths[:1] if repeated else widths
+    workload = Workload(64, 8, 8, 16, layers=len(widths), tensor_parallel=widths[0] if repeated else 0)
+    stages, first = [], 0
+    for layer, width in enumerate(widths):
+        ranks = tuple(range(first, first + width))
+        group = Group(((0, 64),), (Member(ranks, 64, (0, 8 // width)),))
+        stages.append(Stage((Domain((group,)),), None if repeated else (layer, layer + 1)))
+        first += width
+    return Plan(workload, (Replica(tuple(stages)),))
+
+
+def rows(words: int, divisor: int, plan: Plan, width: int) -> int:
+    """Megatron's rule (`_vocab_size_with_padding`), where each rank has its own tensor-parallel size."""
+    step = divisor * width if plan.is_repeated else vocabulary_step(plan, divisor) // width * width
+    return math.ceil(words / step) * step
+
+
+plans = st.builds(plan_of, st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3), st.booleans())
+
+
+@given(st.integers(1, 100_000), st.integers(1, 300), plans, plans)
+def test_rows_are_those_of_the_first_plan(words, divisor, first, plan):
+    widths = {len(member.ranks) for member in (*first.members, *plan.members)}
+    assume(vocabulary_step(first, divisor) % math.lcm(*widths) == 0)
+    args = Namespace(make_vocab_size_divisible_by=divisor)
+    keep_vocabulary(args, first, plan)
+    before = {rows(words, divisor, first, len(member.ranks)) for member in first.members}
+    after = {rows(words, args.make_vocab_size_divisible_by, plan, len(m.ranks)) for m in plan.members}
+    assert before == after
+    assert len(before) == 1
+    keep_vocabulary(again := Namespace(make_vocab_size_divisible_by=divisor), first, first)
+    assert vocabulary_step(first, again.make_vocab_size_divisible_by) == vocabulary_step(first, divisor)
+
+
+def test_a_plan_s_own_number_of_rows_stays():
+    first = plan_of([1, 2], repeated=False)
+    first = replace(first, workload=replace(first.workload, padded_vocabulary=640))
+    args = Namespace(make_vocab_size_divisible_by=128)
+    keep_vocabulary(args, first, plan_of([2], repeated=True))
+    assert args.make_vocab_size_divisible_by == 320
