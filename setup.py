@@ -66,7 +66,7 @@ setup(
         "megatron_hexi": ["py.typed"],
         "megatron_hexi.cluster": ["data/*.yaml"],
         "megatron_hexi.cost": ["data/*.yaml"],
-        "megatron_hexi.options": ["data/*.jsonl"],
+        "megatron_hexi.options": ["data/*.json*"],
         "megatron_hexi.patches": ["*.diff"],
         "megatron_hexi.report": ["templates/*.j2"],
     },

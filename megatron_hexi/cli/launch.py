@@ -13,7 +13,14 @@ from megatron_hexi.cli.kubernetes import PLAN_IN_POD, TrainingManifests, write_m
 from megatron_hexi.cli.options import MODEL_OF_PLAN, AsJson, ClusterOption, PlanPath
 from megatron_hexi.cli.output import check_outputs, print_json, say
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import argument_words, constant_flags, model_file, model_flags, read_model
+from megatron_hexi.cost import (
+    argument_words,
+    constant_flags,
+    model_file,
+    model_flags,
+    read_model,
+    unread_fields,
+)
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan, read_plan
 from megatron_hexi.report.launch_lines import (
@@ -117,6 +124,8 @@ def find_lines(
 def find_flags(plan: Plan, path: str, model: str, more: list[str]) -> tuple[str, ...]:
     """All of Megatron's flags for a plan; arguments and errors as of `find_lines`."""
     given = argument_words(model)
+    if unread := unread_fields(model):
+        say(f"note: {model}: not read: {', '.join(unread)}")
     if given is None:
         given = replace_flags(model_flags(read_model(model), plan.workload.seq_length), constant_flags(model))
     return megatron_flags(given, more, plan, path)

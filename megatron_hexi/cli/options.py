@@ -27,6 +27,7 @@ from megatron_hexi.cost import (
     read_model,
     read_terms,
     refuse_imbalance,
+    unread_fields,
 )
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.plan import JobTerms, Plan
@@ -200,6 +201,9 @@ class Training(Bundle):
                 say(f"note: {arguments} says {' '.join(starmap(spell_flag, from_file.items()))}")
             if terms.free:
                 say(f"note: {arguments}: plans do not depend on {', '.join(terms.free)}")
+            unread = unread_fields(arguments)
+            if unread:
+                say(f"note: {arguments}: not read: {', '.join(unread)}")
             stated |= from_file
         if stated.get("precision") == "fp8":
             raise HexiError(

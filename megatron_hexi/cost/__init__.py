@@ -21,6 +21,7 @@ from megatron_hexi.cost.presets import (
     presets,
     read_model,
     read_terms,
+    unread_fields,
 )
 from megatron_hexi.cost.ranks import Pace, RankCost
 from megatron_hexi.cost.recipes import Recipe, recipes
@@ -70,4 +71,5 @@ __all__ = [
     "shipped_kernels",
     "token_seconds",
     "unit_rates",
+    "unread_fields",
 ]

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from megatron_hexi.argument_file import split_words
+from megatron_hexi.cost.bridge import bridge_arguments, is_bridge
 from megatron_hexi.cost.hugging_face import model_from_config
 from megatron_hexi.cost.hugging_face_config import read_config
 from megatron_hexi.cost.hugging_face_constants import NoFlagError, constants_of
@@ -105,11 +106,29 @@ def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
     return [word for pair in constants_of(read_config(text, path)) for word in pair if word]
 
 
-def _read(name: str) -> tuple[Path, str] | None:
-    """Return the file and the text that a model is read from; a recipe's name stands for its file.
+def unread_fields(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return the sections and fields of a Megatron Bridge configuration that are not read.
 
-    ``None`` for a preset.
+    Raises:
+        HexiError: as `read_model`.
     """
+    found = _source(os.fspath(name_or_path))
+    return bridge_arguments(found[1], found[0]).unread if found and is_bridge(found[1]) else ()
+
+
+def _read(name: str) -> tuple[Path, str] | None:
+    """Return the file and the text that a model is read from; ``None`` for a preset.
+
+    A recipe's name stands for its file, and a Megatron Bridge configuration for Megatron's arguments.
+    """
+    found = _source(name)
+    if found is not None and is_bridge(found[1]):
+        return found[0], bridge_arguments(found[1], found[0]).text
+    return found
+
+
+def _source(name: str) -> tuple[Path, str] | None:
+    """Return the file and its text as it stands there; ``None`` for a preset."""
     if name in recipes():
         return Path(name), recipes()[name].text
     path = model_file(name)
@@ -134,4 +153,7 @@ def model_file(name: str) -> Path | None:
 def _hint(name: str) -> str:
     near = difflib.get_close_matches(name.lower(), [*presets(), *recipes()], n=3)
     known = f"did you mean {' or '.join(near)}?" if near else f"presets: {', '.join(presets())}"
-    return f"{known} (or give a Hugging Face config.json, or a file of Megatron's arguments)"
+    return (
+        f"{known} (or give a Hugging Face config.json, a file of Megatron's arguments, or Megatron Bridge's "
+        "run_config.yaml)"
+    )

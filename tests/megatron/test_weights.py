@@ -127,8 +127,10 @@ def test_weights_are_those_of_megatrons_model(words: list[str], weigh: Weigh):
         "--softmax-type learnable --no-position-embedding --position-embedding-type rope",
         "--encoder-seq-length 16",
         "--mtp-num-layers 1 --position-embedding-type rope",
-        "--mtp-num-layers 2 --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights "
-        "--position-embedding-type rope",
+        (
+            "--mtp-num-layers 2 --position-embedding-type rope --swiglu --normalization RMSNorm "
+            "--untie-embeddings-and-output-weights"
+        ),
     ],
 )
 def test_so_are_these(flags: str, weigh: Weigh):

@@ -1,0 +1,171 @@
+"""Fields of a Megatron Bridge configuration that are not simply arguments of Megatron of the same name.
+
+Names and meanings are those of megatron-bridge 0.6.2 (`ConfigContainer`, `GPTModelProvider`,
+`MLAModelProvider`) and megatron-core 0.19.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+#: Models that are Megatron's GPT, by class; `TransformerConfig` and extras of `GPTModel`.
+MODELS: Final = (
+    "megatron.bridge.models.gpt_provider.GPTModelProvider",
+    "megatron.bridge.models.mla_provider.MLAModelProvider",
+)
+#: Data sets that are Megatron's own for pretraining.
+DATASETS: Final = tuple(
+    f"megatron.bridge.training.config.{name}" for name in ("GPTDatasetConfig", "MockGPTDatasetConfig")
+)
+#: Layer specifications that lead to the layers of pretrain_gpt.py.
+LAYER_SPECS: Final = (
+    "megatron.bridge.models.gpt_provider.default_layer_spec",
+    "megatron.bridge.models.gpt_provider.transformer_engine_layer_spec",
+    "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec",
+)
+#: Sections whose fields are read.
+READ: Final = (
+    *("model", "train", "validation", "optimizer", "scheduler", "ddp", "dataset", "tokenizer", "rng"),
+)
+#: Sections that are not read: where to save, what to log, how processes start, what overlaps.
+LEFT_SECTIONS: Final = frozenset(
+    (
+        *("checkpoint", "logger", "profiling", "rerun_state_machine", "straggler", "nvrx_straggler", "ft"),
+        *("dist", "env_vars", "inprocess_restart", "tensor_inspect", "comm_overlap"),
+        "optimizer_config_override_provider",
+    )
+)
+#: Arguments of Megatron that a section names otherwise.
+RENAMED: Final = {
+    ("model", "num_moe_experts"): "num_experts",
+    ("model", "rope_scaling"): "use_rope_scaling",
+    ("model", "yarn_rotary_scaling_factor"): "rotary_scaling_factor",
+    ("ddp", "check_for_nan_in_grad"): "check_for_nan_in_loss_and_grad",
+    ("dataset", "path_to_cache"): "data_cache_path",
+}
+#: Fields that other fields of the file say better, or that `bridge_words` reads together.
+ELSEWHERE: Final = frozenset(
+    (
+        *((section, name) for section in READ for name in ("bf16", "fp16", "params_dtype")),
+        ("model", "activation_func"),
+        ("model", "gated_linear_unit"),
+        ("model", "num_query_groups"),
+        ("model", "share_embeddings_and_output_weights"),
+        ("model", "vocab_size"),
+        ("model", "should_pad_vocab"),
+        ("model", "make_vocab_size_divisible_by"),
+        ("model", "transformer_layer_spec"),
+        ("model", "seq_length"),
+        ("model", "max_position_embeddings"),
+        ("model", "attention_dropout"),
+        ("model", "hidden_dropout"),
+        ("dataset", "sequence_length"),
+        ("dataset", "seq_length"),
+        ("dataset", "blend"),
+        ("tokenizer", "make_vocab_size_divisible_by"),
+        ("tokenizer", "pad_vocab_size"),
+        # Without its style, Megatron takes a constant decay and refuses two ends.
+        ("scheduler", "start_weight_decay"),
+        ("scheduler", "end_weight_decay"),
+    )
+)
+#: Fields of the model that are named as not read: none changes what the model computes, or a plan chooses it.
+LEFT_FIELDS: Final = frozenset(
+    [
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "activation_func_fp8_input_store",
+        "async_tensor_model_parallel_allreduce",
+        "attention_backend",
+        "attention_softmax_in_fp32",
+        "autocast_dtype",
+        "barrier_with_L1_time",
+        "batch_p2p_comm",
+        "batch_p2p_sync",
+        "bias_activation_fusion",
+        "cp_comm_type",
+        "cross_entropy_fusion_impl",
+        "cross_entropy_loss_fusion",
+        "cuda_graph_impl",
+        "cuda_graph_modules",
+        "cuda_graph_retain_backward_graph",
+        "cuda_graph_scope",
+        "cuda_graph_use_single_mempool",
+        "cuda_graph_warmup_steps",
+        "deallocate_pipeline_outputs",
+        "distribute_saved_activations",
+        "embedding_init_method",
+        "enable_autocast",
+        "finalize_model_grads_func",
+        "fine_grained_activation_offloading",
+        "gradient_accumulation_fusion",
+        "generation_config",
+        "grad_scale_func",
+        "grad_sync_func",
+        "hf_model_id",
+        "hf_model_revision",
+        "init_method",
+        "inference_sampling_seed",
+        "masked_softmax_fusion",
+        "memory_efficient_layer_norm",
+        "moe_deepep_num_sms",
+        "moe_hybridep_num_sms",
+        "moe_permute_fusion",
+        "moe_flex_dispatcher_backend",
+        "moe_shared_expert_overlap",
+        "moe_token_dispatcher_type",
+        "moe_router_fusion",
+        "moe_pad_experts_for_cuda_graph_inference",
+        "mtp_enabled",
+        "no_sync_func",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "num_microbatches_with_partial_activation_checkpoints",
+        "output_layer_init_method",
+        "overlap_p2p_comm",
+        "overlap_p2p_comm_warmup_flush",
+        "parallel_output",
+        "param_sync_func",
+        "perform_initialization",
+        "persist_layer_norm",
+        "pipeline_dtype",
+        "pipeline_model_parallel_comm_backend",
+        "pipeline_model_parallel_layout",
+        "recompute_modules",
+        "scatter_embedding_sequence_parallel",
+        "tp_comm_overlap_cfg",
+        "tp_only_amax_red",
+        "transformer_impl",
+        "use_cpu_initialization",
+        "use_te_rng_tracker",
+        "use_transformer_engine_full_layer_spec",
+        "use_transformer_engine_op_fuser",
+        "variable_seq_lengths",
+        "virtual_pipeline_model_parallel_size",
+        "timers",
+    ]
+)
+#: Activations by function and gate; ``None``: Megatron's own.
+ACTIVATIONS: Final[dict[tuple[str, bool], str | None]] = {
+    ("silu", True): "--swiglu",
+    ("gelu", False): None,
+    ("quick_gelu", True): "--quick-geglu",
+    ("squared_relu", False): "--squared-relu",
+}
+#: Fields of other sections that Megatron's script decides for itself, or a plan.
+DECIDED: Final = frozenset(
+    (
+        ("ddp", "average_in_collective"),
+        ("ddp", "grad_reduce_in_fp32"),
+        ("ddp", "data_parallel_sharding_strategy"),
+        ("tokenizer", "vocab_size"),
+        ("dataset", "create_attention_mask"),
+    )
+)
+#: Flags that Megatron spells otherwise for its types.
+DTYPES: Final[dict[str, Any]] = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.uint8": "fp8",
+}
