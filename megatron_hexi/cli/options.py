@@ -201,7 +201,7 @@ class Training(Bundle):
                 say(f"note: {arguments} says {' '.join(starmap(spell_flag, from_file.items()))}")
             if terms.free:
                 say(f"note: {arguments}: plans do not depend on {', '.join(terms.free)}")
-            unread = unread_fields(arguments)
+            unread = unread_fields(str(arguments))
             if unread:
                 say(f"note: {arguments}: not read: {', '.join(unread)}")
             stated |= from_file

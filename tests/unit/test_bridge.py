@@ -19,8 +19,8 @@ def test_the_model_of_a_recipe_is_the_preset(name):
     read, preset = read_model(FILES / f"{name}.yaml"), read_model(name)
     # Bridge pads no vocabulary, whose size is a multiple of 128 in both.
     assert preset.vocab_size % preset.vocab_multiple == 0
-    same = {"name": preset.name, "source": preset.source, "vocab_multiple": preset.vocab_multiple}
-    assert replace(read, **same) == preset
+    multiple = preset.vocab_multiple
+    assert replace(read, name=preset.name, source=preset.source, vocab_multiple=multiple) == preset
 
 
 def test_the_job_of_a_recipe():
