@@ -1,0 +1,98 @@
+"""Layers that pass a state along the sequence: training by uneven plans is that of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, Workload, unit_ranks
+from tests.megatron.conftest import References, job, skip_what_is_not_there
+from tests.megatron.forked import Forks
+from tests.megatron.option_cases import DISTRIBUTED, FULL, OVERLAPPED, SEQUENCE, TENSOR
+from tests.megatron.test_option_training import steps
+from tests.megatron.test_uneven_training import SEQ_LENGTH, largest_difference
+
+SPEC = ("--spec", "tests.megatron.hybrid_spec", "stack")
+#: Ten heads of two groups: no plan here cuts them evenly, and most cut a group.
+MAMBA = (
+    *("--hybrid-layer-pattern", "M*M-", "--mamba-num-heads", "10", "--mamba-head-dim", "12"),
+    *("--mamba-num-groups", "2", "--mamba-state-dim", "8", *SPEC),
+)
+#: Tokens and heads of attention of each member, by replica.
+LAYOUTS = {
+    "uneven-heads": (((70, 3), (40, 2), (17, 1)),),
+    "no-heads": (((100, 6), (27, 0)),),
+    "no-tokens": (((127, 1), (0, 5)),),
+    "two-even": (((64, 3), (63, 3)),),
+    "equal-replicas": (((90, 4), (37, 2)), ((50, 1), (77, 5))),
+    "unequal-replicas": (((90, 4), (37, 2)), ((127, 6),)),
+}
+HALVES = {"uneven-heads": (((80, 2), (47, 1)),)}
+
+
+def plan_of(layout: tuple[tuple[tuple[int, int], ...], ...], tensor_parallel: int = 1) -> Plan:
+    workload = Workload(SEQ_LENGTH, 6, 2, 16, tensor_parallel=tensor_parallel)
+    units, replicas = iter(range(100)), []
+    for members in layout:
+        heads, placed = 0, []
+        for tokens, count in members:
+            ranks = unit_ranks(workload, next(units))
+            placed.append(Member(ranks, tokens, (heads, heads + count)))
+            heads += count
+        replicas.append(Replica((Stage((Domain((Group(((0, SEQ_LENGTH),), tuple(placed)),)),)),)))
+    return Plan(workload, tuple(replicas))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job under a plan.
+
+    Attributes:
+        model: its model.
+        layout: a key of `LAYOUTS`.
+        job: arguments of the run under the plan alone.
+    """
+
+    model: tuple[str, ...]
+    layout: str
+    job: tuple[str, ...] = ()
+
+    @property
+    def tensor_parallel(self) -> int:
+        return 2 if TENSOR[0] in self.job else 1
+
+    @property
+    def plan(self) -> Plan:
+        layouts = LAYOUTS if self.tensor_parallel == 1 else HALVES
+        return plan_of(layouts[self.layout], self.tensor_parallel)
+
+
+CASES = {
+    "mamba-uneven-heads": Case(MAMBA, "uneven-heads"),
+    "mamba-no-heads": Case(MAMBA, "no-heads"),
+    "mamba-no-tokens": Case(MAMBA, "no-tokens"),
+    "mamba-two-even": Case(MAMBA, "two-even"),
+    "mamba-equal-replicas": Case(MAMBA, "equal-replicas", OVERLAPPED),
+    "mamba-unequal-replicas": Case(MAMBA, "unequal-replicas", DISTRIBUTED),
+    "mamba-tensor-parallel": Case(MAMBA, "uneven-heads", (*SEQUENCE, *DISTRIBUTED)),
+    "mamba-recomputed": Case(MAMBA, "uneven-heads", (*FULL, "uniform")),
+}
+FAST = {"mamba-uneven-heads", "mamba-no-heads"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES]
+)
+def test_training_is_that_of_one_rank(name: str, forks: Forks, references: References, tmp_path: Path):
+    case = CASES[name]
+    skip_what_is_not_there(case.model)
+    iterations = 4 if name in FAST else 20
+    start, reference = references(case.model, iterations)
+    words: list[str | Path] = [*job(case.model), *steps(iterations), "--load", start, "--finetune", *case.job]
+    ranks = case.plan.units * case.tensor_parallel
+    log = forks.train(tmp_path, ranks=ranks, args=words, plan=case.plan)
+    difference = largest_difference(log, reference)
+    print(f"{len(log.losses)} iterations, losses and gradient norms within {difference:.1e}")
+    assert difference < 1e-5
