@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, Workload, unit_ranks
+from tests.megatron.checkpoint_contents import tensors_of
 from tests.megatron.conftest import References, job, skip_what_is_not_there
 from tests.megatron.forked import Forks
-from tests.megatron.option_cases import DISTRIBUTED, FULL, OVERLAPPED, SEQUENCE, TENSOR
+from tests.megatron.option_cases import DISTRIBUTED, FULL, ONE_EACH, OVERLAPPED, PACKED, SEQUENCE, TENSOR
+from tests.megatron.planted import STATE_FAULTS
+from tests.megatron.test_checkpoints import RESHARDABLE
 from tests.megatron.test_option_training import steps
 from tests.megatron.test_uneven_training import SEQ_LENGTH, largest_difference
 
@@ -96,3 +99,65 @@ def test_training_is_that_of_one_rank(name: str, forks: Forks, references: Refer
     difference = largest_difference(log, reference)
     print(f"{len(log.losses)} iterations, losses and gradient norms within {difference:.1e}")
     assert difference < 1e-5
+
+
+@pytest.mark.parametrize("fault", [pytest.param(fault, marks=pytest.mark.slow) for fault in STATE_FAULTS])
+def test_a_fault_is_found(fault: str, forks: Forks, references: References, tmp_path: Path):
+    case = CASES["mamba-uneven-heads"]
+    start, reference = references(case.model, 4)
+    words: list[str | Path] = [*job(case.model), *steps(4), "--load", start, "--finetune"]
+    words += ["--planted", fault]
+    log = forks.train(tmp_path, ranks=3, args=words, plan=case.plan, entry="tests.megatron.planted")
+    assert largest_difference(log, reference) > 1e-4
+
+
+@pytest.mark.slow
+def test_each_gradient_is_that_of_one_rank(forks: Forks, references: References, tmp_path: Path):
+    case = CASES["mamba-uneven-heads"]
+    start = references(case.model, 4)[0]
+    moments = []
+    for plan in (None, case.plan):
+        folder = tmp_path / str(plan is None)
+        words: list[str | Path] = [*job(case.model), *RESHARDABLE, *steps(1), "--load", start, "--finetune"]
+        words += ["--save", folder / "saved", "--save-interval", "1"]
+        forks.train(folder, ranks=1 if plan is None else plan.units, args=words, plan=plan)
+        prefix = "optimizer.state.exp_avg."
+        saved = tensors_of(folder / "saved" / "iter_0000001")
+        moments.append({key: value for key, value in saved.items() if key.startswith(prefix)})
+    alone, shared = moments
+    assert shared.keys() == alone.keys()
+    assert any("A_log" in key for key in alone)
+    far = {key: float((shared[key] - m).abs().max() / m.abs().max()) for key, m in alone.items()}
+    assert max(far.values()) < 2e-5, far
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_under_another_plan(forks: Forks, tmp_path: Path):
+    words: list[str | Path] = [*job(MAMBA), *RESHARDABLE, *steps(4)]
+    saving: list[str | Path] = ["--save", tmp_path / "weights", "--save-interval", "2"]
+    whole = forks.train(tmp_path, ranks=3, args=[*words, *saving], plan=plan_of(LAYOUTS["uneven-heads"]))
+    (tmp_path / "weights" / "latest_checkpointed_iteration.txt").write_text("2")
+    words += ["--load", tmp_path / "weights", "--no-load-rng"]
+    log = forks.train(tmp_path, ranks=2, args=words, plan=plan_of(LAYOUTS["no-heads"]))
+    assert log.iterations == [3, 4]
+    assert log.losses == pytest.approx(whole.losses[2:], rel=1e-5)
+    assert log.grad_norms == pytest.approx(whole.grad_norms[2:], rel=1e-5)
+
+
+def test_documents_are_refused_by_name(forks: Forks, documents: tuple[str, ...], tmp_path: Path):
+    model = (*MAMBA, *ONE_EACH, *documents, *PACKED)
+    with pytest.raises(AssertionError, match="has layers M, which are not tested within documents yet"):
+        forks.train(tmp_path, ranks=2, args=[*job(model), *steps(1)], plan=plan_of(LAYOUTS["two-even"]))
+
+
+def test_a_domain_of_several_groups_is_refused_by_name(forks: Forks, tmp_path: Path):
+    plan = plan_of(LAYOUTS["two-even"])
+    halves = tuple(
+        Group(segments, (replace(member, tokens=sum(b - a for a, b in segments), heads=(0, 6)),))
+        for segments, member in zip(
+            (((0, 30), (97, 127)), ((30, 97),)), plan.replicas[0].domain.groups[0].members, strict=True
+        )
+    )
+    plan = Plan(plan.workload, (Replica((Stage((Domain(halves),)),)),))
+    with pytest.raises(AssertionError, match=r"has layers M, whose state does not pass between groups yet"):
+        forks.train(tmp_path, ranks=2, args=[*job(MAMBA), *steps(1)], plan=plan)
