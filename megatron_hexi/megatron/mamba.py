@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_hexi.megatron.packing import document_ends
 from megatron_hexi.megatron.session import Session, active_session
-from megatron_hexi.megatron.state_shares import Section, StateShare, document_numbers, unused
+from megatron_hexi.megatron.state_shares import ColumnSection, StateShare, document_numbers, unused
 from megatron_hexi.patching import Patch
 from megatron_hexi.plan.state_heads import even_groups
 
@@ -82,7 +82,7 @@ class PlannedMambaExchange(MambaContextParallel):
         Returns:
             [S, B, own columns]: gate, input, B, C, step.
         """
-        sections = [self._inner, self._inner, self._state, self._state, Section(1)]
+        sections = [self._inner, self._inner, self._state, self._state, ColumnSection(1)]
         share = self._share
         arrived = share.exchange(sections, packed_seq_params).to_columns(input_)
         parts = arrived.split([stop - start for start, stop in share.ranges(sections)], -1)
@@ -99,12 +99,12 @@ class PlannedMambaExchange(MambaContextParallel):
         return StateShare(_session(), self.heads, self.groups)
 
     @property
-    def _inner(self) -> Section:
-        return Section(self.head_dim)
+    def _inner(self) -> ColumnSection:
+        return ColumnSection(self.head_dim)
 
     @property
-    def _state(self) -> Section:
-        return Section(self.d_state, is_shared=True)
+    def _state(self) -> ColumnSection:
+        return ColumnSection(self.d_state, is_shared=True)
 
     @property
     def _even_groups(self) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ class PlannedMambaExchange(MambaContextParallel):
         return self._with_even_groups(parts, (1, 2), 0, own)
 
     def _slice_vector_param(self, param: Tensor, has_hdim: bool = False) -> Tensor:
-        return self._share.cut(param, [self._inner if has_hdim else Section(1)])
+        return self._share.cut(param, [self._inner if has_hdim else ColumnSection(1)])
 
 
 def _session() -> Session:

@@ -23,7 +23,7 @@ from megatron_hexi.runtime.column_exchange import ColumnExchange
 
 
 @dataclass(frozen=True)
-class Section:
+class ColumnSection:
     """Adjacent columns of a projection: of each head, or of each group of heads.
 
     Args:
@@ -65,13 +65,13 @@ class StateShare:
         """The groups that this rank's heads read."""
         return kv_range(self.own, self.shared_by)
 
-    def ranges(self, sections: Sequence[Section]) -> list[Range]:
+    def ranges(self, sections: Sequence[ColumnSection]) -> list[Range]:
         """Return the range of this rank in each section, counted from the section's first column."""
         return [
             _scaled(self.own_groups if section.is_shared else self.own, section.size) for section in sections
         ]
 
-    def cut(self, weight: Tensor, sections: Sequence[Section]) -> Tensor:
+    def cut(self, weight: Tensor, sections: Sequence[ColumnSection]) -> Tensor:
         """Return this rank's part of a weight whose first axis has these sections.
 
         It is cut in the forward pass, so its gradient is one of the whole weight, 0 in other ranks' parts.
@@ -80,7 +80,7 @@ class StateShare:
         cut = [part[start:stop] for part, (start, stop) in zip(parts, self.ranges(sections), strict=True)]
         return cut[0] if len(cut) == 1 else torch.cat(cut)
 
-    def exchange(self, sections: Sequence[Section], packed: Any = None) -> ColumnExchange:
+    def exchange(self, sections: Sequence[ColumnSection], packed: Any = None) -> ColumnExchange:
         """Return the exchange of a projection with these sections.
 
         Args:
@@ -113,7 +113,7 @@ class StateShare:
         documents = packed_shard(self.session, document_ends(packed)).documents
         return self.session.attention.schedules(Mask(documents=documents))
 
-    def _sizes(self, sections: Sequence[Section]) -> list[int]:
+    def _sizes(self, sections: Sequence[ColumnSection]) -> list[int]:
         return [section.size * (self.groups if section.is_shared else self.heads) for section in sections]
 
 

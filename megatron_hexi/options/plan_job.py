@@ -172,14 +172,9 @@ def _check_states(args: Namespace, plan: Plan) -> None:
     """Check that the layers of the job that pass a state along the sequence find all of it in one group.
 
     Raises:
-        PlanError: a domain has several groups, or a sequence several documents.
+        PlanError: a domain has several groups.
     """
     letters = layers_with_state(args)
-    if letters and is_packed(args):
-        raise PlanError(
-            f"{args.hexi_plan}: --hybrid-layer-pattern has layers {letters}, which are not tested within "
-            "documents yet; leave out --dataloader-inter-document-masking and --sft"
-        )
     for number, replica in enumerate(plan.replicas):
         groups = max(len(domain.groups) for stage in replica.stages for domain in stage.domains)
         if letters and groups > 1:
