@@ -15,6 +15,7 @@ from megatron_hexi.megatron.expert_loads import EXPERT_LOAD_PATCHES
 from megatron_hexi.megatron.groups import group_patches
 from megatron_hexi.megatron.latent import LATENT_PATCHES
 from megatron_hexi.megatron.loss_scale import LOSS_SCALE_PATCHES
+from megatron_hexi.megatron.mamba import MAMBA_PATCHES
 from megatron_hexi.megatron.metrics import METRICS_PATCHES
 from megatron_hexi.megatron.multi_token import MULTI_TOKEN_PATCHES
 from megatron_hexi.megatron.optimizer import OPTIMIZER_PATCHES
@@ -60,6 +61,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *ROTARY_PATCHES,
         *ATTENTION_PATCHES,
         *LATENT_PATCHES,
+        *MAMBA_PATCHES,
         *PIPELINE_PATCHES,
         *STAGES_PATCHES,
         *EXPERT_PATCHES,

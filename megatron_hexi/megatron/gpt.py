@@ -23,7 +23,7 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_hexi.megatron import versions
-from megatron_hexi.options.kinds import masks_documents
+from megatron_hexi.options.kinds import layers_with_state, masks_documents
 from megatron_hexi.options.refusals import refuse_unsupported
 from megatron_hexi.text_file import read_text
 
@@ -124,6 +124,8 @@ def _packing(batch: versions.Batch) -> PackedSeqParams | None:
         max_seqlen_q=int(longest.item()),
         max_seqlen_kv=int(longest.item()),
         tokens_per_sample=get_args().seq_length,
+        # Megatron numbers the documents of the whole sequence by it, for its Mamba layers alone.
+        total_tokens=get_args().seq_length if layers_with_state(get_args()) else None,
     )
 
 

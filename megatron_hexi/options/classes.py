@@ -165,7 +165,7 @@ RESTRICTING: Final = {
     "multi-latent attention": """
         --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --mla-*
     """,
-    "hybrid models": "--is-hybrid-model --mamba-* --disable-mamba-mem-eff-path --mtp-hybrid-override-pattern",
+    "hybrid models": "--is-hybrid-model --mamba-* --mtp-hybrid-override-pattern",
     "documents: domains of a stage share samples, and none takes whole micro-batches": (
         "--dataloader-inter-document-masking"
     ),

@@ -20,6 +20,9 @@ _REFUSAL = "tests/megatron/test_option_refusals.py::test_an_option_is_refused_by
 UNSHOWN = "it is not tested under a plan yet"
 DRAWS = "its random numbers would depend on the plan"
 
+#: Letters of ``--hybrid-layer-pattern`` for layers that pass a state along the sequence: Mamba.
+STATE_LAYERS = frozenset("M")
+
 
 @dataclass(frozen=True)
 class Supported:
@@ -206,3 +209,13 @@ def masks_documents(args: Namespace) -> bool:
 def is_packed(args: Namespace) -> bool:
     """Whether a sequence holds several documents that do not see each other."""
     return masks_documents(args) or args.sft
+
+
+def hybrid_layers(args: Namespace) -> str:
+    """Return the pattern of a hybrid model's layers; empty for other models."""
+    return getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
+
+
+def layers_with_state(args: Namespace) -> str:
+    """Return the letters of layers in the pattern that pass a state along the sequence."""
+    return "".join(sorted(set(hybrid_layers(args)) & STATE_LAYERS))

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.options.job_terms import PARALLEL_SIZES, STAGE_FLAGS, set_job_terms
-from megatron_hexi.options.kinds import PlanKind, is_packed
+from megatron_hexi.options.kinds import PlanKind, is_packed, layers_with_state
 from megatron_hexi.options.plan_experts import check_experts
 from megatron_hexi.options.refusals import refuse_unsupported
 from megatron_hexi.options.release import is_assumed
@@ -161,10 +161,28 @@ def check_workload(args: Namespace, plan: Plan) -> None:
                 f"{args.hexi_plan}: workload.{name} is {planned}, the job has {flag} {value}; "
                 "use a plan made for this job"
             )
+    _check_states(args, plan)
     if not workload.causal:
         raise PlanError(
             f"{args.hexi_plan}: workload.causal is false, a GPT is causal; use a plan made for this job"
         )
+
+
+def _check_states(args: Namespace, plan: Plan) -> None:
+    """Check that the layers of the job that pass a state along the sequence find all of it in one group.
+
+    Raises:
+        PlanError: a domain has several groups.
+    """
+    letters = layers_with_state(args)
+    for number, replica in enumerate(plan.replicas):
+        groups = max(len(domain.groups) for stage in replica.stages for domain in stage.domains)
+        if letters and groups > 1:
+            raise PlanError(
+                f"{args.hexi_plan}: --hybrid-layer-pattern has layers {letters}, whose state does not pass "
+                f"between groups yet, and replicas[{number}] has a domain of {groups} groups; put its "
+                "members into one group"
+            )
 
 
 def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, str, int | None]]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 from megatron_hexi.options.kinds import (
     DRAWS,
+    STATE_LAYERS,
     UNSHOWN,
     Refused,
     Supported,
     before_0_19,
     given,
+    hybrid_layers,
     is_packed,
     other_than,
     shown,
@@ -75,20 +75,30 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         ),
         given("--hidden-dropout", DRAWS, "give --hidden-dropout 0"),
         shown("--hybrid-layer-pattern of * and -", "hybrid-model-groups"),
-        before_0_19("--hybrid-layer-pattern", lambda args: bool(_hybrid_layers(args))),
+        Supported(
+            "--hybrid-layer-pattern with M, --mamba-*",
+            "tests/megatron/test_state_layers.py::test_training_is_that_of_one_rank[mamba-uneven-heads]",
+            "in domains of one group; each member scans as many of the Mamba heads as it has of attention's",
+        ),
+        Refused(
+            "--disable-mamba-mem-eff-path",
+            lambda args: not getattr(args, "use_mamba_mem_eff_path", True),
+            UNSHOWN,
+        ),
+        before_0_19("--hybrid-layer-pattern", lambda args: bool(hybrid_layers(args))),
         Refused(
             "--hybrid-layer-pattern",
-            lambda args: not set(_hybrid_layers(args)) <= set("*-|"),
+            lambda args: not set(hybrid_layers(args)) <= {*"*-|", *STATE_LAYERS},
             "its layers are not sharded by a plan yet",
-            "use attention and MLP layers only",
-            "with other layers than * and -",
+            "use attention, MLP and Mamba layers only",
+            "with other layers than *, - and M",
         ),
         # Megatron reads virtual stages from the pattern's segments, and refuses the flag beside it.
         Refused(
             "--num-layers-per-virtual-pipeline-stage",
             lambda args: (
-                bool(_hybrid_layers(args))
-                and ("|" in _hybrid_layers(args) or bool(args.num_layers_per_virtual_pipeline_stage))
+                bool(hybrid_layers(args))
+                and ("|" in hybrid_layers(args) or bool(args.num_layers_per_virtual_pipeline_stage))
             ),
             "segments of a hybrid model are not tested under a plan yet",
             "leave it out, and give --hybrid-layer-pattern without |",
@@ -96,7 +106,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         ),
         Refused(
             "--is-hybrid-model",
-            lambda args: args.is_hybrid_model and not _hybrid_layers(args),
+            lambda args: args.is_hybrid_model and not hybrid_layers(args),
             "it does not say which layers there are",
             "give --hybrid-layer-pattern",
             "without --hybrid-layer-pattern",
@@ -142,7 +152,3 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         ),
     ),
 }
-
-
-def _hybrid_layers(args: Namespace) -> str:
-    return args.hybrid_layer_pattern or args.hybrid_override_pattern or ""

@@ -8,7 +8,8 @@ reason:
 - `cpu_cuda`: the surface of ``torch.cuda`` (streams, events, memory, properties);
 - `cpu_random`: the random number stream of "the device";
 - `cpu_tensor_type`: the type names by which Megatron tells tensors apart;
-- `cpu_megatron`: four places in Megatron itself.
+- `cpu_megatron`: four places in Megatron itself;
+- `cpu_layers`: packages with kernels of state-space and delta-net layers.
 
 Explicit wrappers were preferred to a `TorchFunctionMode`, which slows down every operation and holds for
 one thread only (autograd has its own), and to a device registered as ``PrivateUse1``, which needs
@@ -20,7 +21,9 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -29,6 +32,7 @@ import torch.distributed as dist
 from megatron_hexi.patching import Patch, PatchSet
 from megatron_hexi.platform.cpu_cuda import CUDA_PATCHES
 from megatron_hexi.platform.cpu_device import DEVICE_PATCHES
+from megatron_hexi.platform.cpu_layers import stand_ins
 from megatron_hexi.platform.cpu_megatron import MEGATRON_PATCHES
 from megatron_hexi.platform.cpu_random import RANDOM_PATCHES
 from megatron_hexi.platform.cpu_tensor_type import TENSOR_TYPE_PATCHES
@@ -77,12 +81,20 @@ def _wait_for_gloo() -> None:
 
 @dataclass(frozen=True)
 class CpuPlatform(Platform):
-    """The CPU's `Platform`; also resets functions that were compiled before it was installed."""
+    """The CPU's `Platform`; also resets functions that were compiled before it was installed.
+
+    Attributes:
+        packages: modules by name, in place of packages with kernels for GPUs.
+    """
+
+    packages: Mapping[str, ModuleType] = field(default_factory=dict)
 
     def install(self) -> None:  # noqa: D102 (as the base's)
         super().install()
         for package in _FOR_GPUS:
             sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # importing it fails from now on
+        for name, module in self.packages.items():
+            sys.modules.setdefault(name, module)
         atexit.register(_wait_for_gloo)
         self._set_stance("force_eager")
 
@@ -92,6 +104,9 @@ class CpuPlatform(Platform):
         for package in _FOR_GPUS:
             if sys.modules.get(package, ...) is None:
                 del sys.modules[package]
+        for name, module in self.packages.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
         super().remove()
 
     def _set_stance(self, stance: Literal["default", "force_eager"]) -> None:
@@ -103,4 +118,4 @@ class CpuPlatform(Platform):
 def cpu_platform() -> Platform:
     """Return the CPU platform, not yet installed."""
     torch_patches = PatchSet((*DEVICE_PATCHES, *CUDA_PATCHES, *RANDOM_PATCHES, *TENSOR_TYPE_PATCHES, COMPILE))
-    return CpuPlatform("cpu", torch.device("cpu"), "gloo", torch_patches, MEGATRON_PATCHES)
+    return CpuPlatform("cpu", torch.device("cpu"), "gloo", torch_patches, MEGATRON_PATCHES, stand_ins())

@@ -25,6 +25,7 @@ _KINDS = f"{_M}combinations.py::test_"
 _OFFLOADED = _KINDS + "stages_that_offload_have_each_gradient_of_one_rank[{}]"
 _UNEQUAL = _KINDS + "unequal_replicas_train_as_one_rank[{}]"
 _RESUMED = _KINDS + "a_checkpoint_goes_on_under_another_plan[{}]"
+_STATES = f"{_M}state_layers.py::test_"
 _DOCUMENTS = f"{_M}stages_jobs.py::test_documents_{{}}"
 
 
@@ -125,6 +126,11 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "replicas": _UNEQUAL.format("hybrid"),
         "checkpoints": _RESUMED.format("hybrid"),
     },
+    "mamba": {
+        "domain": _STATES + "training_is_that_of_one_rank[mamba-uneven-heads]",
+        "replicas": _STATES + "training_is_that_of_one_rank[mamba-unequal-replicas]",
+        "checkpoints": _STATES + "a_checkpoint_goes_on_under_another_plan",
+    },
 }
 
 #: Combinations that will never work; all others that are refused do not work yet.
@@ -135,6 +141,7 @@ NOTES: Final[Mapping[tuple[str, str], str]] = {
     ("documents", "planner"): "for whole sequences; `--batch-shares` deals documents batch by batch",
     ("documents", "simulator"): "as whole sequences",
     ("documents", "re-planning"): "times are compared with the median rank's, batch by batch",
+    ("mamba", "domain"): "of one group",
     ("experts", "replicas"): "with `layers` in each stage",
     ("experts", "elastic"): "with `layers` in each stage",
 }

@@ -77,7 +77,14 @@ KINDS: Final[Mapping[str, Kind]] = {
         ),
     ),
     "prediction": Kind("Multi-token prediction", ("--mtp-num-layers", "1")),
-    "hybrid": Kind("Hybrid models", ("--hybrid-layer-pattern", "*-*-")),
+    "hybrid": Kind("Hybrids of attention and MLP", ("--hybrid-layer-pattern", "*-*-")),
+    "mamba": Kind(
+        "Mamba layers",
+        (
+            *("--hybrid-layer-pattern", "M*M-", "--mamba-num-heads", "8", "--mamba-head-dim", "32"),
+            *("--mamba-num-groups", "2", "--mamba-state-dim", "16"),
+        ),
+    ),
 }
 
 _TOKENS = """\

@@ -1,15 +1,19 @@
 """For ``--spec tests.megatron.hybrid_spec stack``: HybridModel without Transformer Engine.
 
-Its attention and MLP layers: Megatron specifies them with Transformer Engine only, and takes that norm at
-the end of the stack whatever the specification says.
+Its layers: Megatron specifies them with Transformer Engine only, and takes that norm at the end of the stack
+whatever the specification says.
 """
 
 from __future__ import annotations
 
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -21,6 +25,17 @@ _layer = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
 stack = ModuleSpec(
     module=HybridStack,
     submodules=HybridStackSubmodules(
+        mamba_layer=ModuleSpec(
+            module=MambaLayer,
+            submodules=MambaLayerSubmodules(
+                norm=WrappedTorchNorm,
+                mixer=ModuleSpec(
+                    module=MambaMixer,
+                    submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+                ),
+                mamba_bda=get_bias_dropout_add,
+            ),
+        ),
         attention_layer=ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(

@@ -7,11 +7,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megatron_hexi.megatron.mamba import PlannedMambaExchange
 from megatron_hexi.megatron.session import Session
 from megatron_hexi.mesh import ExpertDomain, RowMessage
 from megatron_hexi.runtime.bucket_buffer import BucketBuffer
+from megatron_hexi.runtime.column_exchange import ColumnExchange
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
 from megatron_hexi.runtime.row_channel import RowChannel
 from megatron_hexi.runtime.value_broadcast import ValueBroadcast
@@ -192,11 +195,54 @@ MULTI_TOKEN_FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
+def _decay_of_the_first_heads() -> None:
+    def get_A_log(self: PlannedMambaExchange) -> Tensor:
+        return self.A_log_cp1[: self.nheads_local_tpcp]
+
+    PlannedMambaExchange.get_A_log = get_A_log
+
+
+def _tokens_in_another_order() -> None:
+    """The back half comes before the front half, as in a zigzag, and goes back so."""
+    before, after = PlannedMambaExchange.pre_conv_ssm, PlannedMambaExchange.post_conv_ssm
+
+    def pre_conv_ssm(self: PlannedMambaExchange, *args: Any) -> Tensor:
+        arrived = before(self, *args)
+        return arrived.roll(len(arrived) // 2, 0)
+
+    def post_conv_ssm(self: PlannedMambaExchange, input_: Tensor, *args: Any) -> Tensor:
+        return after(self, input_.roll(-(len(input_) // 2), 0), *args)
+
+    PlannedMambaExchange.pre_conv_ssm = pre_conv_ssm  # type: ignore[assignment, method-assign]
+    PlannedMambaExchange.post_conv_ssm = post_conv_ssm  # type: ignore[assignment, method-assign]
+
+
+def _shared_groups_used_once() -> None:
+    """Of a group that two members read, the gradient of one is dropped."""
+    original = ColumnExchange._send_columns
+
+    def send_columns(self: ColumnExchange, columns: Tensor, rows: int, width: int) -> Tensor:
+        if self.position == len(self.shards) - 1 and self._overlap:
+            columns = torch.zeros_like(columns)
+        return original(self, columns, rows, width)
+
+    ColumnExchange._send_columns = send_columns  # type: ignore[method-assign]
+
+
+#: Of layers with a state.
+STATE_FAULTS: dict[str, Callable[[], None]] = {
+    "decay-of-the-first-heads": _decay_of_the_first_heads,
+    "tokens-in-another-order": _tokens_in_another_order,
+    "shared-groups-used-once": _shared_groups_used_once,
+}
+
+
 def main() -> None:
     """Train with the fault."""
     from megatron_hexi import pretrain_gpt
 
     place = sys.argv.index("--planted")
-    {**FAULTS, **OTHER_FAULTS, **EXPERT_FAULTS, **MULTI_TOKEN_FAULTS}[sys.argv[place + 1]]()
+    faults = {**FAULTS, **OTHER_FAULTS, **EXPERT_FAULTS, **MULTI_TOKEN_FAULTS, **STATE_FAULTS}
+    faults[sys.argv[place + 1]]()
     del sys.argv[place : place + 2]
     pretrain_gpt.main()

@@ -36,7 +36,7 @@ OPTION_WORDS = {
     "--heterogeneous-layers-config-path": "--heterogeneous-layers-config-path layers.json",
     "--hidden-dropout": "--hidden-dropout 0.1",
     "--hierarchical-context-parallel-sizes": "--hierarchical-context-parallel-sizes 2 2",
-    "--hybrid-layer-pattern": "--hybrid-layer-pattern M*",
+    "--hybrid-layer-pattern": "--hybrid-layer-pattern E*",
     "--hybrid-layer-pattern<0.19": "--hybrid-layer-pattern *-",
     "--iterations-to-skip-unequal": "--iterations-to-skip 2",
     "--logits-load-dir": "--logits-load-dir logits",

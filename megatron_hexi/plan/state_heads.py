@@ -1,0 +1,40 @@
+"""Heads of a layer with a state (Mamba-2, gated delta net) on each member of a group.
+
+A state passes along the sequence, so a member scans some heads over all of the group's tokens, as it
+attends. Consecutive heads share keys and queries: a group of B and C in Mamba, a key head in a delta net. A
+member whose range starts or ends inside such a group holds its keys and queries too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron_hexi.plan.layout import apportion, consecutive
+from megatron_hexi.plan.model import Range
+
+
+def state_heads(attention: Sequence[Range], heads: int) -> tuple[Range, ...]:
+    """Return the heads of each member: as many of all as it has of attention's, by largest remainder.
+
+    A member without heads of attention has none; one with few of them may have none either.
+
+    Args:
+        attention: query heads of each member.
+        heads: heads of the layer, over all members.
+    """
+    return tuple(consecutive(apportion(heads, [stop - start for start, stop in attention])))
+
+
+def even_groups(heads: Range, shared_by: int) -> tuple[int, ...]:
+    """Return groups, counted from the first that these heads read, each of which serves as many of them.
+
+    Kernels take heads in groups of one size. Where the range cuts a group, groups are repeated.
+
+    Args:
+        heads: consecutive heads.
+        shared_by: heads that share a group.
+    """
+    start, stop = heads
+    size = math.gcd(start, stop, shared_by)
+    return tuple(head // shared_by - start // shared_by for head in range(start, stop, size))

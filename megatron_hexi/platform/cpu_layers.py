@@ -1,0 +1,321 @@
+"""Packages of state-space and delta-net layers for a CPU: what Megatron imports of them, in PyTorch.
+
+Their own kernels are written for GPUs. Megatron looks for the packages when it is imported, so the modules
+are there before. Arguments that Megatron's training does not give are not taken.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_hexi.platform.cpu_scans import causal_convolution, delta_rule_scan, state_space_scan
+
+
+class GatedRMSNorm(torch.nn.Module):
+    """RMSNorm over groups of channels, of an input that may be gated (``layernorm_gated.RMSNorm``).
+
+    Args:
+        hidden_size: number of channels.
+        eps: added to the mean square.
+        group_size: channels that are normalised together; ``None``: all.
+        norm_before_gate: must be false, as Megatron gives it.
+        device: device of the weight.
+        dtype: type of the weight.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        assert not norm_before_gate
+        self.eps, self.group_size = eps, group_size or hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """Normalise the last axis.
+
+        Args:
+            x: [..., hidden].
+            z: the gate, of the same shape, or ``None``.
+        """
+        wide = _wide(x)
+        if z is not None:
+            wide = wide * functional.silu(_wide(z))
+        groups = wide.unflatten(-1, (-1, self.group_size))
+        normal = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        return (normal.flatten(-2) * self.weight).to(x.dtype)
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """Return the state-space scan of heads, [B, S, H, P], with skip weights and gate.
+
+    Args:
+        x: [B, S, H, P].
+        dt: [B, S, H].
+        A: [H], negative.
+        B: [B, S, G, N].
+        C: [B, S, G, N].
+        chunk_size: not used: it changes rounding only.
+        D: [H] or [H, P].
+        z: [B, S, H, P].
+        dt_bias: [H].
+        dt_softplus: whether steps are the softplus of `dt`.
+        seq_idx: number of each token's document, [B, S].
+    """
+    wide, steps = _wide(x), _wide(dt)
+    if dt_bias is not None:
+        steps = steps + dt_bias
+    if dt_softplus:
+        steps = functional.softplus(steps)
+    y = state_space_scan(wide, steps, A, _wide(B), _wide(C), seq_idx)
+    if D is not None:
+        y = y + wide * (D if D.dim() == 2 else D.unsqueeze(-1))
+    if z is not None:
+        y = y * functional.silu(_wide(z))
+    return y.to(x.dtype)
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    *,
+    seq_idx: Tensor | None = None,
+    activation: str = "silu",
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """Return the convolution and the gated scan of a Mamba-2 layer, [B, S, H P].
+
+    Args:
+        zxbcdt: gate, input, keys, queries and steps, [B, S, 2 H P + 2 G N + H].
+        conv1d_weight: [H P + 2 G N, W].
+        conv1d_bias: [H P + 2 G N].
+        dt_bias: [H].
+        A: [H], negative.
+        D: [H], or [H, P] without `headdim`.
+        chunk_size: not used: it changes rounding only.
+        seq_idx: number of each token's document, [B, S].
+        activation: must be ``silu``.
+        headdim: P.
+        ngroups: G.
+        norm_before_gate: not used: the norm is not part of the call.
+    """
+    assert activation == "silu"
+    heads = A.numel()
+    size = headdim or D.shape[1]
+    states = (zxbcdt.shape[2] - 2 * heads * size - heads) // 2
+    z, convolved, dt = zxbcdt.split([heads * size, heads * size + 2 * states, heads], -1)
+    convolved = causal_convolution(_wide(convolved), conv1d_weight, conv1d_bias, seq_idx)
+    x, keys, queries = functional.silu(convolved).to(zxbcdt.dtype).split([heads * size, states, states], -1)
+    y = mamba_chunk_scan_combined(
+        x.unflatten(-1, (heads, size)),
+        dt,
+        A,
+        keys.unflatten(-1, (ngroups, -1)),
+        queries.unflatten(-1, (ngroups, -1)),
+        chunk_size,
+        D=D,
+        z=z.unflatten(-1, (heads, size)),
+        dt_bias=dt_bias,
+        dt_softplus=True,
+        seq_idx=seq_idx,
+    )
+    return y.flatten(2)
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """Return the causal convolution of each channel, [B, S, C], and no state.
+
+    Args:
+        x: [B, S, C].
+        weight: [C, W].
+        bias: [C], or ``None``.
+        activation: ``silu``, ``swish`` or ``None``.
+        initial_state: must be ``None``.
+        output_final_state: must be false.
+        cu_seqlens: 0 and the end of each document, where B is 1.
+    """
+    assert initial_state is None
+    assert not output_final_state
+    assert activation in ("silu", "swish", None)
+    y = causal_convolution(_wide(x), weight, bias, _numbered(cu_seqlens, x.shape[1]))
+    return (functional.silu(y) if activation else y).to(x.dtype), None
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return the last axis of a tensor, divided by its length."""
+    wide = _wide(x)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """Return the outputs of the gated delta rule, [B, S, H, P], and no state.
+
+    Args:
+        q: [B, S, H, N].
+        k: [B, S, H, N].
+        v: [B, S, H, P].
+        g: logarithm of the decay, [B, S, H].
+        beta: [B, S, H].
+        scale: of queries; ``None``: 1 / sqrt(N).
+        initial_state: must be ``None``.
+        output_final_state: must be false.
+        use_qk_l2norm_in_kernel: must be false.
+        cu_seqlens: 0 and the end of each document, where B is 1.
+    """
+    assert initial_state is None
+    assert not output_final_state
+    assert not use_qk_l2norm_in_kernel
+    factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    queries, keys, values, decays, rates = (_wide(part) for part in (q * factor, k, v, g, beta))
+    documents = _numbered(cu_seqlens, q.shape[1])
+    return delta_rule_scan(queries, keys, values, decays, rates, documents).to(v.dtype), None
+
+
+def rearrange(tensor: Tensor, pattern: str, **sizes: int) -> Tensor:
+    """Return a tensor with its axes in another order, split or joined, as ``einops.rearrange`` does.
+
+    Args:
+        tensor: any tensor.
+        pattern: names of axes, ``1`` and names in parentheses, as ``b (h p) -> h b p``.
+        sizes: sizes of axes of which the tensor tells the product alone.
+    """
+    return repeat(tensor, pattern, **sizes)
+
+
+def repeat(tensor: Tensor, pattern: str, **sizes: int) -> Tensor:
+    """Return a tensor rearranged, with axes that are new on the right, as ``einops.repeat`` does.
+
+    Args:
+        tensor: any tensor.
+        pattern: as of `rearrange`.
+        sizes: sizes of axes that the tensor does not tell.
+    """
+    before, after = (_axes(side) for side in pattern.split("->"))
+    shape = [
+        length
+        for names, joined in zip(before, tensor.shape, strict=True)
+        for length in _lengths(names, joined, sizes)
+    ]
+    names = [name for axis in before for name in axis]
+    known = dict(zip(names, shape, strict=True))
+    tensor = tensor.reshape(shape)
+    new = [name for axis in after for name in axis if name not in known]
+    for name in new:
+        tensor = tensor.unsqueeze(-1).expand(*tensor.shape, sizes[name])
+        known[name] = sizes[name]
+    order = [[*names, *new].index(name) for axis in after for name in axis]
+    return tensor.permute(order).reshape([math.prod(known[name] for name in axis) for axis in after])
+
+
+def stand_ins() -> dict[str, ModuleType]:
+    """Return modules by name, in place of packages that have no kernels for a CPU, or are not installed."""
+    modules: dict[str, dict[str, Any]] = {
+        # The first versions that take documents: what Megatron asks for before it gives any.
+        "mamba_ssm": {"__version__": "2.0.0"},
+        "mamba_ssm.ops": {},
+        "mamba_ssm.ops.triton": {},
+        "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": GatedRMSNorm},
+        "mamba_ssm.ops.triton.ssd_combined": {
+            "mamba_chunk_scan_combined": mamba_chunk_scan_combined,
+            "mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+        },
+        "causal_conv1d": {"__version__": "1.4.0"},
+        "fla": {},
+        "fla.modules": {},
+        "fla.modules.convolution": {"causal_conv1d": causal_conv1d},
+        "fla.modules.l2norm": {"l2norm": l2norm},
+        "fla.ops": {},
+        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
+    }
+    if importlib.util.find_spec("einops") is None:
+        modules["einops"] = {"rearrange": rearrange, "repeat": repeat}
+    return {name: _module(name, contents) for name, contents in modules.items() if name not in sys.modules}
+
+
+def _module(name: str, contents: dict[str, Any]) -> ModuleType:
+    module = ModuleType(name, f"Stands in for {name} on a CPU.")
+    module.__spec__ = ModuleSpec(name, None)  # asked for by who looks whether a package is installed
+    module.__path__ = []
+    vars(module).update(contents)
+    return module
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+def _numbered(ends: Tensor | None, length: int) -> Tensor | None:
+    """Return the number of each token's document, [1, S], of 0 and the documents' ends."""
+    if ends is None:
+        return None
+    places = torch.arange(length, dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, places, right=True).unsqueeze(0)
+
+
+def _axes(side: str) -> list[list[str]]:
+    """Return the names of each axis of one side of a pattern; none for ``1``."""
+    words = re.findall(r"\([^)]*\)|\S+", side)
+    return [[name for name in word.strip("()").split() if name != "1"] for word in words]
+
+
+def _lengths(names: list[str], joined: int, sizes: dict[str, int]) -> list[int]:
+    """Return the sizes of the axes that one axis of a tensor joins."""
+    told = math.prod(sizes.get(name, 1) for name in names)
+    return [sizes.get(name, joined // told) for name in names]
