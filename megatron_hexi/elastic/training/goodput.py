@@ -117,7 +117,7 @@ class RoundSteps:
         seen, key = self._args.consumed_train_samples, f"samples/{iteration}"
         if self._job.check([key]) and (before := int(self._job.get(key))) != seen:
             raise HexiError(
-                f"iteration {iteration}: the loaded state has seen {seen} samples, the rounds before had seen "
+                f"iteration {iteration}: the loaded state has seen {seen} samples, earlier rounds had seen "
                 f"{before} up to there, so that some would come twice or never; give --save a folder that no "
                 "other job writes to, and this job a new --rdzv-id"
             )
