@@ -13,8 +13,9 @@ import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron_hexi.elastic.channel import Entrance, accept, connect, listen
 
@@ -100,7 +101,7 @@ class _Folder:
                 found.append(bare_name(name))
         return found
 
-    def read(self, name: str) -> BinaryIO:
+    def read(self, name: str) -> BufferedReader:
         """Open a regular file to read.
 
         Raises:
@@ -112,7 +113,7 @@ class _Folder:
             raise OSError(f"{name!r} is no regular file")
         return file
 
-    def create(self, name: str) -> BinaryIO:
+    def create(self, name: str) -> BufferedWriter:
         """Open a file to write, in place of any other of that name.
 
         Raises:
@@ -238,7 +239,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             shutil.copyfileobj(file, self.wfile, _BLOCK)
 
-    def _open(self) -> BinaryIO:
+    def _open(self) -> BufferedReader:
         _, *names, name = self.path.split("/")
         if len(names) != 2:
             raise OSError("no file of a copy")
