@@ -149,8 +149,10 @@ def _serve(served: _Served, listening: socket.socket, tls: ssl.SSLContext | None
             await served(reader, writer)
 
     async def run() -> None:
-        limit = {} if tls is None else {"ssl_handshake_timeout": PROOF_S}
-        server = await asyncio.start_server(one, sock=listening, ssl=tls, limit=_BLOCK, backlog=1024, **limit)
+        limit = None if tls is None else PROOF_S
+        server = await asyncio.start_server(
+            one, sock=listening, ssl=tls, ssl_handshake_timeout=limit, limit=_BLOCK, backlog=1024
+        )
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda *_: None)  # strangers' handshakes that fail
         await server.serve_forever()
