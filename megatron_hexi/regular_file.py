@@ -76,11 +76,21 @@ def check_output(path: str | os.PathLike[str]) -> None:
         pass
 
 
-def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
+def open_private(path: str, flags: int) -> int:
+    """Open a file as an `opener` of `open`; one that is made may be read and written by its owner only."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes, private: bool = False) -> None:
     """Write a file atomically: a reader never sees a part of it.
 
     A symbolic link stays one: its target is written. An existing file keeps its mode and, where permitted,
     its owner.
+
+    Args:
+        path: the file.
+        content: its bytes.
+        private: whether a new file may be read and written by its owner only.
 
     Raises:
         HexiError: see `check_output`; or the disk is full.
@@ -91,6 +101,8 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
                 with contextlib.suppress(PermissionError):
                     os.fchown(stream.fileno(), status.st_uid, status.st_gid)
                 os.fchmod(stream.fileno(), stat.S_IMODE(status.st_mode))
+            elif private:
+                os.fchmod(stream.fileno(), 0o600)
             remaining = memoryview(content)
             while remaining:
                 remaining = remaining[stream.write(remaining) :]

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.regular_file import MAX_BYTES, read_bytes, write_atomically
+from megatron_hexi.regular_file import MAX_BYTES, open_private, read_bytes, write_atomically
 
 
 def read_text(
@@ -34,17 +34,22 @@ def read_text(
         raise HexiError(f"{path}: not text (no UTF-8); {content_remedy}") from None
 
 
-def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
+def write_text_atomically(path: str | os.PathLike[str], text: str, private: bool = False) -> None:
     """Write a file atomically: a reader never sees a part of it.
+
+    Args:
+        path: the file.
+        text: its contents.
+        private: whether a new file may be read and written by its owner only.
 
     Raises:
         HexiError: it is no regular file, or cannot be written.
     """
-    write_atomically(path, text.encode("utf-8", "backslashreplace"))
+    write_atomically(path, text.encode("utf-8", "backslashreplace"), private)
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a file, whole or not at all.
+    """Append a line to a file, whole or not at all; a new file is its owner's only.
 
     Args:
         path: the file; its folder must exist.
@@ -54,7 +59,7 @@ def append_line(path: Path, line: str) -> None:
         HexiError: it cannot be written.
     """
     try:
-        with path.open("ab", buffering=0) as file:
+        with open(path, "ab", buffering=0, opener=open_private) as file:
             end, data = file.seek(0, os.SEEK_END), f"{line}\n".encode()
             try:
                 written = file.write(data)

@@ -17,7 +17,7 @@ from megatron_hexi.cli.options import AsJson, Bundle, ClusterPath
 from megatron_hexi.cli.output import check_outputs, print_json, say
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.errors import HexiError
-from megatron_hexi.kubernetes.manifests import manifests, manifests_text
+from megatron_hexi.kubernetes.manifests import SECRET_KEY, manifests, manifests_text, secret_name
 from megatron_hexi.kubernetes.pods import elastic_pods, probe_pods, training_pods
 from megatron_hexi.kubernetes.settings import (
     FOLDER,
@@ -158,6 +158,10 @@ class TrainingManifests(Manifests):
                 raise HexiError("--elastic: such a job goes on from checkpoints; add -- --save /FOLDER")
             pods = elastic_pods(plan, cluster, settings)
             files["cluster.yaml"] = read_text(path)
+            say(
+                f"note: its pods know each other by a Secret; make it first: kubectl create secret generic "
+                f'{secret_name(settings)} --from-literal={SECRET_KEY}="$(openssl rand -hex 32)"'
+            )
         _say_lost(words, settings)
         return manifests(pods, files, settings)
 

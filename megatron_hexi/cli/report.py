@@ -77,7 +77,7 @@ def report(
             )
         timeline, simulated_s = draw_timeline(simulation, planned), simulation.iteration_s
     page = run_page(run, planned, _title(plan, job, machines), cost, timeline, simulated_s)
-    write_text_atomically(out, page)
+    write_text_atomically(out, page, private=True)  # it names hosts and losses
     say(f"wrote {out}")
     if as_json:
         print_json({"plan": str(plan), "record": str(record)} | run_dict(run))

@@ -7,13 +7,14 @@ import os
 import socket
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_hexi.elastic.launcher.agent import AgentSettings, run_agent
+from megatron_hexi.elastic.launcher.job_store import keep_store
 from megatron_hexi.elastic.launcher.ranks import ENTRY
+from megatron_hexi.elastic.secret import find_secret
 from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.text_file import read_text
 
@@ -45,6 +46,18 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         metavar="HOST:PORT",
         help="the job's store, which the first node on HOST serves unless --keep-store does",
+    )
+    parser.add_argument(
+        "--secret-file",
+        metavar="PATH",
+        help="a secret of this job's nodes, in a file that only you may read (default: the variable "
+        "HEXI_SECRET; a job of one node makes its own)",
+    )
+    parser.add_argument(
+        "--bind",
+        metavar="ADDRESS",
+        help="this node's address to serve the store and copies at (default: that of HOST, and of "
+        "--local-addr)",
     )
     parser.add_argument(
         "--rdzv-id", default="hexi", metavar="NAME", help="the job's name in the store (default: hexi)"
@@ -137,6 +150,7 @@ def _read(words: list[str]) -> tuple[argparse.Namespace, AgentSettings | None]:
         raise HexiError(f"--rdzv-endpoint {options.rdzv_endpoint}: give HOST:PORT, for example head:29400")
     options.host, options.port = host, int(port)
     if options.keep_store:
+        options.secret = find_secret(options.secret_file, alone=False)
         return options, None
     least, _, most = (options.nnodes or "").partition(":")
     most = most or least
@@ -162,6 +176,8 @@ def _read(words: list[str]) -> tuple[argparse.Namespace, AgentSettings | None]:
         ranks=options.nproc_per_node,
         host=host,
         port=int(port),
+        secret=find_secret(options.secret_file, alone=int(most) == 1),
+        bind=options.bind,
         job=options.rdzv_id,
         node=options.node,
         address=options.local_addr,
@@ -179,6 +195,16 @@ def _read(words: list[str]) -> tuple[argparse.Namespace, AgentSettings | None]:
     )
 
 
+def _keep_store(options: argparse.Namespace) -> dist.TCPStore:
+    try:
+        return keep_store(options.host, options.port, options.secret, options.bind)
+    except OSError as problem:
+        raise HexiError(
+            f"--rdzv-endpoint {options.host}:{options.port}: cannot be listened at here "
+            f"({problem.strerror or problem}); choose another port, or this node's address for --bind"
+        ) from None
+
+
 def main() -> None:
     """Run the agent of this node, or the store.
 
@@ -188,13 +214,7 @@ def main() -> None:
     with user_errors():
         options, launch = _read(sys.argv[1:])
         if launch is None:
-            store = dist.TCPStore(
-                options.host,
-                options.port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=60),
-            )
+            store = _keep_store(options)
             print(f"hexi: keeps the store at {options.host}:{options.port}", file=sys.stderr, flush=True)
             while store is not None:
                 time.sleep(3600)

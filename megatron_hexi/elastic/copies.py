@@ -7,25 +7,18 @@ and fetches its neighbour's; what each holds stands in the job's store (`CopyBoa
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import shutil
-import stat
-import threading
 import time
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from http.client import HTTPException
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
+
+from megatron_hexi.elastic.copy_files import Files, copy_folder, copy_path, pull
 
 #: Of a rank's environment: iterations from copy to copy, this node's folder of them, and where it is served.
 COPY_INTERVAL_VARIABLE, COPIES_VARIABLE, COPIES_URL_VARIABLE = (
@@ -33,118 +26,8 @@ COPY_INTERVAL_VARIABLE, COPIES_VARIABLE, COPIES_URL_VARIABLE = (
     "HEXI_COPIES",
     "HEXI_COPIES_URL",
 )
-_BLOCK, _PART = 1 << 20, ".part"
-_PULL_S = 60.0
 #: How long the next round waits until agents have said what they hold of the newest copy.
 _SAID_S = 2.0
-
-#: Bytes and SHA-256 of each file, by name.
-Files = dict[str, tuple[int, str]]
-
-
-def bare_name(name: str) -> str:
-    """Return a name from the job's store if it is safe as a file name in a folder of copies.
-
-    Raises:
-        OSError: it could lead elsewhere, or to what is hidden: no name of a round, or of a file of a copy.
-    """
-    # Of torch's checkpoints, the one file whose name begins with a dot.
-    if name != ".metadata" and not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
-        raise OSError(f"{name!r} is no bare name of a file; somebody else writes to the job's store")
-    return name
-
-
-def copy_folder(copies: Path, name: str, iteration: int) -> Path:
-    """Return the folder of a copy, named as Megatron names a checkpoint.
-
-    Args:
-        copies: the node's folder of copies.
-        name: name of the round that made it.
-        iteration: number of the last iteration in it.
-
-    Raises:
-        OSError: the name is none of a round.
-    """
-    return copies / bare_name(name) / f"iter_{int(iteration):07d}"
-
-
-def list_files(folder: Path) -> Files:
-    """Return size and SHA-256 of each regular file in a folder; links are skipped."""
-    files: Files = {}
-    for path in sorted(path for path in folder.iterdir() if path.suffix != _PART and _is_plain(path)):
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
-        files[path.name] = path.stat().st_size, digest.hexdigest()
-    return files
-
-
-def _is_plain(path: Path) -> bool:
-    return stat.S_ISREG(path.lstat().st_mode)
-
-
-def pull(urls: Iterable[str], name: str, expected: tuple[int, str], folder: Path) -> None:
-    """Download a file from the first node that has it unchanged; it appears whole or not at all.
-
-    Args:
-        urls: URLs of folders that may have it.
-        name: name of the file.
-        expected: its size, bytes, and SHA-256.
-        folder: folder for the file.
-
-    Raises:
-        OSError: its name is no bare one, no node has it, or there is no room.
-    """
-    part = folder / f".{bare_name(name)}{_PART}"
-    reason = "no node has it"
-    for url in urls:
-        if not url.startswith("http://"):
-            reason = f"{url!r} is no node's address"
-            continue
-        digest = hashlib.sha256()
-        try:
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(f"{url}/{name}", timeout=_PULL_S) as source, part.open("wb") as target:
-                while block := source.read(_BLOCK):
-                    digest.update(block)
-                    target.write(block)
-        except (OSError, HTTPException) as problem:
-            reason = f"{url}: {problem}"
-            continue
-        if (part.stat().st_size, digest.hexdigest()) == tuple(expected):
-            part.replace(folder / name)
-            return
-        reason = f"{url} has other bytes"
-    part.unlink(missing_ok=True)
-    raise OSError(f"{name}: {reason}")
-
-
-class _Handler(SimpleHTTPRequestHandler):
-    """Serves files by name only: the name of a round is random, and folders are not listed."""
-
-    def send_head(self) -> Any:
-        """Serve a regular file of the folder itself; links are not followed."""
-        folder, path = Path(os.path.realpath(self.directory)), Path(self.translate_path(self.path))
-        inside = folder / path.relative_to(self.directory)
-        if os.path.realpath(inside) == str(inside) and inside.is_file():
-            return super().send_head()
-        self.send_error(404)
-        return None
-
-    def list_directory(self, path: Any) -> None:
-        self.send_error(404)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
-
-
-def serve_files(folder: Path) -> int:
-    """Serve a folder by HTTP until the process ends; return the port."""
-    server = ThreadingHTTPServer(("", 0), partial(_Handler, directory=str(folder)))
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, name="hexi-copies", daemon=True).start()
-    return int(server.server_address[1])
 
 
 @dataclass(frozen=True)
@@ -154,7 +37,7 @@ class FoundCopy:
     Args:
         name: name of the round that made it.
         iteration: number of the last iteration in it.
-        files: size, SHA-256 and URLs of nodes of each file, by name.
+        files: size, SHA-256 and addresses of nodes of each file, by name.
     """
 
     name: str
@@ -253,7 +136,7 @@ def find_newest(job: dist.Store, urls: Sequence[str]) -> FoundCopy | None:
     return copy or (None if safe is None else board.find(safe, urls))
 
 
-def complete_copy(copy: FoundCopy, copies: Path, url: str, job: dist.Store) -> None:
+def complete_copy(copy: FoundCopy, copies: Path, url: str, job: dist.Store, secret: bytes) -> None:
     """Download the files of a copy that this node lacks.
 
     Args:
@@ -261,6 +144,7 @@ def complete_copy(copy: FoundCopy, copies: Path, url: str, job: dist.Store) -> N
         copies: this node's folder of copies.
         url: URL at which this node serves its copies.
         job: the store of the whole job.
+        secret: the job's secret.
 
     Raises:
         OSError: a file cannot be had, or there is no room.
@@ -269,8 +153,7 @@ def complete_copy(copy: FoundCopy, copies: Path, url: str, job: dist.Store) -> N
     folder.mkdir(parents=True, exist_ok=True)
     for name, (size, digest, urls) in copy.files.items():
         if url not in urls:
-            places = [f"{source}/{copy.name}/{folder.name}" for source in urls]
-            pull(places, name, (size, digest), folder)
+            pull(urls, copy_path(copy.name, copy.iteration), name, (size, digest), folder, secret)
     CopyBoard(job, copy.name).tell_held(copy.iteration, url, copy.files)
 
 

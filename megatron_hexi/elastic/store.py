@@ -11,10 +11,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-#: Of a rank's environment: where the store is, the job's and the round's beginnings of keys, this node in the
-#: cluster file and its address, and the silence (s) of a rank that counts as its loss.
+#: Of a rank's environment: where the store is reached, the job's and the round's beginnings of keys, this
+#: node in the cluster file, and the silence (s) of a rank that counts as its loss.
 STORE_VARIABLE, JOB_VARIABLE, ROUND_VARIABLE = "HEXI_STORE", "HEXI_JOB", "HEXI_ROUND"
-NODE_VARIABLE, ADDRESS_VARIABLE, LOST_AFTER_VARIABLE = "HEXI_NODE", "HEXI_ADDRESS", "HEXI_LOST_AFTER"
+NODE_VARIABLE, LOST_AFTER_VARIABLE = "HEXI_NODE", "HEXI_LOST_AFTER"
 #: Keys of a round: its ranks train, one of them has ended, and how many nodes wait to be taken in.
 TRAINING, BROKEN, WANTED = "training", "broken", "wanted"
 

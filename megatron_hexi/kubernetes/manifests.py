@@ -19,6 +19,8 @@ from megatron_hexi.kubernetes.settings import FOLDER, SHARED_MEMORY, Settings
 
 #: What a ConfigMap may hold: https://kubernetes.io/docs/concepts/configuration/configmap/.
 MAX_FILES_BYTES = 2**20
+#: The variable that `megatron_hexi.elastic` reads the job's secret from, and its key in a Secret.
+SECRET_VARIABLE, SECRET_KEY = "HEXI_SECRET", "secret"
 #: Wrong input, which another start does not mend (`errors.EXIT_USER_ERROR`).
 _WRONG_INPUT = 2
 #: An elastic job replaces a lost pod for as long as it runs; Kubernetes counts up to here.
@@ -53,6 +55,11 @@ def manifests(pods: Pods, files: Mapping[str, str], settings: Settings) -> list[
         for name, spec in specs.items()
     ]
     return [*objects, _service(settings), *jobs]
+
+
+def secret_name(settings: Settings) -> str:
+    """Return the name of the Secret by which an elastic job's nodes know each other; the user makes it."""
+    return f"{settings.name}-secret"
 
 
 def manifests_text(objects: Sequence[Mapping[str, Any]]) -> str:
@@ -158,11 +165,17 @@ def _pod(kind: PodKind, settings: Settings) -> dict[str, Any]:
         volumes.append({"name": f"volume-{number}", **source})
         read_only = {"readOnly": True} if volume.read_only else {}
         mounts.append({"name": f"volume-{number}", "mountPath": str(volume.path), **read_only})
+    variables: list[dict[str, Any]] = [
+        {"name": "HEXI_HOST", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    ]
+    if settings.least is not None:
+        secret = {"name": secret_name(settings), "key": SECRET_KEY}
+        variables.append({"name": SECRET_VARIABLE, "valueFrom": {"secretKeyRef": secret}})
     container: dict[str, Any] = {
         "name": "hexi",
         "image": settings.image,
         "command": ["python", "-m", "megatron_hexi.kubernetes.start", str(FOLDER), kind.name],
-        "env": [{"name": "HEXI_HOST", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
+        "env": variables,
         "volumeMounts": mounts,
     }
     spec: dict[str, Any] = {

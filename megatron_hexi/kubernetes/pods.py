@@ -130,11 +130,10 @@ def elastic_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
     store = PodKind(STORE, None, "", 0, (-1,))
     kinds = _kinds(cluster, used, settings, (store,))
     addresses = _addresses((*kinds, store), settings)
-    keep = Command(
-        ("-m", "megatron_hexi.elastic", "--keep-store", "--rdzv-endpoint", f"localhost:{_STORE_PORT}")
-    )
+    place = ("--rdzv-endpoint", f"{addresses[-1]}:{_STORE_PORT}")
+    keep = Command(("-m", "megatron_hexi.elastic", "--keep-store", *place))
     agent = ("-m", "megatron_hexi.elastic", "--nnodes", f"{settings.least}:{len(used)}")
-    meeting = ("--rdzv-endpoint", f"{addresses[-1]}:{_STORE_PORT}", "--rdzv-id", settings.name)
+    meeting = (*place, "--rdzv-id", settings.name)
 
     def command(node: int, gpus: int) -> Command:
         own = ("--node", cluster.nodes[node].name, "--local-addr", addresses[node])

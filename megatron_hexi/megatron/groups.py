@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hexi.elastic.store import in_round
+from megatron_hexi.elastic.store import in_round, round_store
 from megatron_hexi.errors import PlanError, set_fault_listener, user_errors
 from megatron_hexi.megatron.process_groups import GroupOptions
 from megatron_hexi.megatron.session import (
@@ -128,9 +128,14 @@ def _with_agreement(original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize_distributed(*args: Any, **kwargs: Any) -> Any:
         if not in_round():
             set_fault_listener(None)  # the agreement reports errors to all ranks itself
+        call = signature.bind(*args, **kwargs)
         with user_errors():
-            _agree(given_plan(), get_args(), signature.bind(*args, **kwargs).arguments.get("store"))
-        return original(*args, **kwargs)
+            _agree(given_plan(), get_args(), call.arguments.get("store"))
+        if in_round() and call.arguments.get("store") is None:
+            # Rank 0 would open one of torch's, to whoever reaches its node.
+            timeout = timedelta(minutes=get_args().distributed_timeout_minutes)
+            call.arguments["store"] = dist.PrefixStore("torch", round_store(timeout))
+        return original(*call.args, **call.kwargs)
 
     return initialize_distributed
 

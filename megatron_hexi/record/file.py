@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.record.model import FORMAT_VERSION, Interval, Leg, RankTimes, Record, Start
-from megatron_hexi.regular_file import check_output
+from megatron_hexi.regular_file import check_output, open_private
 from megatron_hexi.text_file import append_line, read_text
 from megatron_hexi.yaml_file import Place, spell_place
 from megatron_hexi.yaml_schema import parse, short
@@ -33,7 +33,7 @@ _MAX_BYTES = 2**30
 
 
 def open_record(path: Path) -> None:
-    """Prepare a record for appending: remove an incomplete last line.
+    """Prepare a record for appending, its owner's only where it is new: remove an incomplete last line.
 
     A line that a job was killed in the middle of is cut off: what it said was never complete.
 
@@ -42,7 +42,7 @@ def open_record(path: Path) -> None:
     """
     check_output(path)
     try:
-        with path.open("a+b") as file:
+        with open(path, "a+b", opener=open_private) as file:
             file.seek(0)
             begin = file.read(len(_BEGIN))
             if not _BEGIN.startswith(begin):

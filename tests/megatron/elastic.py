@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import psutil
 import torch.distributed as dist
 
 from megatron_hexi.elastic.copies import CopyBoard
+from megatron_hexi.elastic.launcher.job_store import keep_store
+from megatron_hexi.elastic.secret import SECRET_VARIABLE
 from megatron_hexi.lab.testbed.ports import free_port
 from tests.megatron.launch import environment, read_metrics
 from tests.support.links import HERE, Links
@@ -49,8 +52,9 @@ class ElasticJob:
         self._metrics.touch()
         self._args = [*map(str, args), "--hexi-metrics", str(self._metrics)]
         port = free_port()
-        self._store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-        self._port = port
+        self.secret = secrets.token_hex(32)
+        self._store = keep_store(HERE if links else "localhost", port, self.secret.encode())
+        self.port = port
         self._memory = folder / "memory"
         self._memory.mkdir()
         self.agents: dict[str, subprocess.Popen] = {}
@@ -67,13 +71,14 @@ class ElasticJob:
         for name in names:
             ranks = str(self._ranks.get(name, 1))
             words = ["--nnodes", self._nodes, "--nproc-per-node", ranks, "--node", name]
-            within, here, there, own = [], "localhost", "localhost", environment()
+            within, here, there = [], "localhost", "localhost"
+            own = environment() | {SECRET_VARIABLE: self.secret}
             if self._links is not None:
                 within, here, there = self._links.within(name), HERE, self._links.address(name)
                 own |= {"GLOO_SOCKET_IFNAME": "eth0"}
             words += [
                 "--rdzv-endpoint",
-                f"{here}:{self._port}",
+                f"{here}:{self.port}",
                 "--local-addr",
                 there,
                 "--copy-folder",

@@ -94,6 +94,8 @@ def test_the_one_that_is_left_goes_on_from_what_is_whole(forks, tmp_path, copies
         [resumed, where] = re.findall(r"goes on from iteration (\d+)( in memory)?,", second)[0]
         assert int(resumed) >= safe if copies else int(resumed) == torn - 20
         assert bool(where) == bool(copies)
+        [begin] = re.findall(r"iteration (\d+) begins with sample (\d+) of the one order", job.said("n0"))
+        assert begin == (str(int(resumed) + 1), str(int(resumed) * 4))  # the global batch
         assert re.search(r"\| round: 2 \| without: n1-0 \| goodput: [\d.]+% \|", job.said("n0"))
         assert job.folders_in_memory() == (1 if copies else 0)  # the killed node's alone
         check_losses(job, forks, tmp_path, TWO, 60)

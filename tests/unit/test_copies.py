@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
+import string
 import time
 from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from megatron_hexi.elastic import copies as copies_module
-from megatron_hexi.elastic.copies import (
-    CopyBoard,
-    FoundCopy,
-    complete_copy,
-    copy_folder,
-    find_newest,
-    list_files,
-    pull,
-    serve_files,
-)
+from megatron_hexi.elastic.channel import connect
+from megatron_hexi.elastic.copies import CopyBoard, FoundCopy, complete_copy, find_newest
+from megatron_hexi.elastic.copy_files import bare_name, copy_folder, copy_path, list_files, pull, serve_files
 from megatron_hexi.elastic.launcher import keeper as keeping
 from megatron_hexi.elastic.launcher.keeper import Keeper
 
 ROUND = "0123abcd"
+SECRET = b"known to the job's nodes alone"
 
 
 class Nodes:
@@ -37,7 +34,7 @@ class Nodes:
         for node in range(count):
             parent = folder / f"node{node}"
             parent.mkdir()
-            keeper = Keeper(parent, ("localhost", store.port), "job", "localhost")
+            keeper = Keeper(parent, ("localhost", store.port), "job", "localhost", SECRET)
             self.keepers.append(stack.enter_context(keeper))
             keeper.begin_round(ROUND, node)
 
@@ -91,12 +88,12 @@ def test_a_node_that_has_nothing_completes_the_copy(nodes, tmp_path):
     nodes.wait_until_safe(6)
     found = find_newest(nodes.job, nodes.urls(0, 1, 2))
     assert found is not None
-    complete_copy(found, tmp_path, "http://new", nodes.job)
+    complete_copy(found, tmp_path, "new:1", nodes.job, SECRET)
     files = list_files(copy_folder(tmp_path, ROUND, 6))
     assert files == {name: file[:2] for name, file in found.files.items()}
     assert sorted(files) == [".metadata", *(f"__{node}_0.distcp" for node in range(4))]
     # From now on the new node alone would do.
-    assert find_newest(nodes.job, ["http://new"]) is not None
+    assert find_newest(nodes.job, ["new:1"]) is not None
 
 
 def test_a_copy_that_is_on_its_way_leaves_the_one_before(nodes):
@@ -127,33 +124,43 @@ def test_what_a_killed_agent_has_left_goes_at_the_next_start(tmp_path):
     left = tmp_path / "hexi-copies-x"
     left.mkdir()
     (left / "lock").touch()
-    with Keeper(tmp_path, ("localhost", 1), "job", "localhost") as one:
+    with Keeper(tmp_path, ("localhost", 1), "job", "localhost", SECRET) as one:
         assert not left.exists()
-        with Keeper(tmp_path, ("localhost", 1), "job", "localhost"):
+        with Keeper(tmp_path, ("localhost", 1), "job", "localhost", SECRET):
             assert one.folder.exists()
 
 
+PATH = copy_path(ROUND, 6)
+
+
+def served(folder):
+    """A folder of copies with one copy, in which files may be written, and where it is served."""
+    inside = copy_folder(folder, ROUND, 6)
+    inside.mkdir(parents=True)
+    return inside, f"localhost:{serve_files(folder, SECRET)}"
+
+
 def test_other_bytes_are_not_taken(tmp_path):
-    source, target = tmp_path / "source", tmp_path / "target"
-    for folder in (source, target):
-        folder.mkdir()
+    source, url = served(tmp_path / "source")
+    target = tmp_path / "target"
+    target.mkdir()
     (source / "a").write_text("right")
     wanted = list_files(source)["a"]
-    url = f"http://localhost:{serve_files(source)}"
-    (source / "a").write_text("wrong")
-    with pytest.raises(OSError, match="has other bytes"):
-        pull([url], "a", wanted, target)
+    for other in ("wrong", "right and more", ""):
+        (source / "a").write_text(other)
+        with pytest.raises(OSError, match="has other bytes"):
+            pull([url], PATH, "a", wanted, target, SECRET)
     with pytest.raises(OSError, match="404"):
-        pull([url], "b", wanted, target)
+        pull([url], PATH, "b", wanted, target, SECRET)
     assert not list(target.iterdir())
     (source / "a").write_text("right")
-    pull(["http://localhost:1", url], "a", wanted, target)
+    pull(["localhost:1", url], PATH, "a", wanted, target, SECRET)
     assert list_files(target) == {"a": wanted}
 
 
 def test_without_a_copy_nothing_is_found():
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    assert find_newest(dist.PrefixStore("job", store), ["http://localhost:1"]) is None
+    assert find_newest(dist.PrefixStore("job", store), ["localhost:1"]) is None
 
 
 @pytest.mark.parametrize(
@@ -161,35 +168,84 @@ def test_without_a_copy_nothing_is_found():
     ["/etc/passwd", "../up", "a/b", "..", ".", "", ".bashrc", "a\\b", "a\0b", "a\nb", "%2e%2e", "file name"],
 )
 def test_only_bare_names_are_fetched(name, tmp_path):
-    served, target = tmp_path / "served", tmp_path / "deep" / "target"
-    served.mkdir()
+    source, url = served(tmp_path / "source")
+    target = tmp_path / "deep" / "target"
     target.mkdir(parents=True)
-    (served / "plain").write_bytes(b"bytes")
-    (wanted,) = list_files(served).values()
+    (source / "plain").write_bytes(b"bytes")
+    (wanted,) = list_files(source).values()
     before = sorted(tmp_path.rglob("*"))
-    url = f"http://localhost:{serve_files(served)}"
     with pytest.raises(OSError, match="no bare name of a file"):
-        pull([url], name, wanted, target)
+        pull([url], PATH, name, wanted, target, SECRET)
+    with pytest.raises(OSError, match="no bare name of a file"):
+        pull([url], (name, PATH[1]), "plain", wanted, target, SECRET)
     with pytest.raises(OSError, match="no bare name of a file"):
         copy_folder(tmp_path, name, 1)
     assert sorted(tmp_path.rglob("*")) == before
-    pull([url], "plain", wanted, target)
+    pull([url], PATH, "plain", wanted, target, SECRET)
+
+
+@given(st.text(max_size=40) | st.text("./\\~\0%a-", max_size=12))
+@example("a" * 201)
+@example("a\n")
+@example("\N{FULLWIDTH SOLIDUS}")
+def test_a_name_is_a_plain_file_s_or_refused(name):
+    """What is taken leads nowhere but into its folder: letters, digits and -_. only."""
+    try:
+        taken = bare_name(name)
+    except OSError:
+        return
+    assert taken == name
+    assert len(name) <= 200
+    assert set(name) <= {*string.ascii_letters, *string.digits, *"_.-"}
+    assert name == ".metadata" or name[0] not in ".-"
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory):
+    """A folder of copies with a secret beside it and behind links: where it is served, and its files."""
+    root = tmp_path_factory.mktemp("crowded")
+    inside, url = served(root / "copies")
+    (root / "outside").write_bytes(b"bytes")
+    (inside / "plain").write_bytes(b"bytes")
+    (inside / "link").symlink_to(root / "outside")
+    (root / "copies" / "folder").symlink_to(root)
+    return url, {f"/{ROUND}/{inside.name}/plain"}
+
+
+PARTS = st.sampled_from(
+    ["", ".", "..", "%2e%2e", ROUND, PATH[1], "plain", "link", "folder", "outside", "\\", "~", "a", "?", "#"]
+)
+
+
+@given(st.lists(PARTS, max_size=7).map("/".join).map("/".__add__))
+@example(f"/{ROUND}/{PATH[1]}/plain")
+@example(f"/{ROUND}/{PATH[1]}/link")
+@example("/folder/copies/outside")
+@settings(max_examples=50, deadline=None)
+def test_a_server_of_copies_serves_its_files_only(crowded, path):
+    url, files = crowded
+    host, _, port = url.partition(":")
+    connection = connect((host, int(port)), SECRET, 20)
+    with connection:
+        connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+        answer = connection.makefile("rb").read()
+    assert (b" 200 " in answer.split(b"\r\n")[0], b"bytes" in answer) == (path in files, path in files)
 
 
 def test_copies_come_from_nodes_only(tmp_path):
     (tmp_path / "secret").write_bytes(b"bytes")
     wanted = list_files(tmp_path)["secret"]
-    with pytest.raises(OSError, match="is no node's address"):
-        pull([f"file://{tmp_path}"], "secret", wanted, tmp_path)
+    for url in (f"file://{tmp_path}", "localhost", "localhost:http", ":80"):
+        with pytest.raises(OSError, match="is no node's address"):
+            pull([url], PATH, "secret", wanted, tmp_path, SECRET)
 
 
 def test_what_a_stranger_names_in_the_store_is_written_nowhere(nodes, tmp_path):
     """A fifth node, the one before the first, has written a file with the name of one elsewhere."""
-    stranger = tmp_path / "stranger"
-    stranger.mkdir()
+    stranger, url = served(tmp_path / "stranger")
     (stranger / "outside").write_bytes(b"bytes")
     (wanted,) = list_files(stranger).values()
-    url, name = f"http://localhost:{serve_files(stranger)}", f"/../../../../{tmp_path.name}/outside"
+    name = f"/../../../../{tmp_path.name}/outside"
     nodes.write(6)
     nodes.wait_until_safe(6)
     nodes.board.tell_own(7, 4, url, {name: wanted})
@@ -202,26 +258,40 @@ def test_what_a_stranger_names_in_the_store_is_written_nowhere(nodes, tmp_path):
     assert nodes.board.safe() == 6
     found = FoundCopy(ROUND, 7, {name: (*wanted, [url])})
     with pytest.raises(OSError, match="no bare name of a file"):
-        complete_copy(found, nodes.keepers[2].folder, "http://elsewhere", nodes.job)
+        complete_copy(found, nodes.keepers[2].folder, "elsewhere:1", nodes.job, SECRET)
     assert [path.parent for path in tmp_path.rglob("outside*")] == [stranger]
 
 
 def test_no_link_is_followed_in_the_folder_that_is_served(tmp_path):
-    outside, served = tmp_path / "outside", tmp_path / "served"
+    outside = tmp_path / "outside"
     outside.mkdir()
-    served.mkdir()
     (outside / "secret").write_bytes(b"bytes")
-    (served / "plain").write_bytes(b"bytes")
     wanted = list_files(outside)["secret"]
-    (served / "link").symlink_to(outside / "secret")
-    (served / "folder").symlink_to(outside)
-    os.mkfifo(served / "pipe")
-    assert list(list_files(served)) == ["plain"]
-    url = f"http://localhost:{serve_files(served)}"
-    pull([url], "plain", wanted, tmp_path)
-    for place, name in ((url, "link"), (f"{url}/folder", "secret"), (url, "pipe")):
+    source, url = served(tmp_path / "source")
+    (source / "plain").write_bytes(b"bytes")
+    (source / "link").symlink_to(outside / "secret")
+    (source.parent / "folder").symlink_to(outside)
+    os.mkfifo(source / "pipe")
+    assert list(list_files(source)) == ["plain"]
+    pull([url], PATH, "plain", wanted, tmp_path, SECRET)
+    for path, name in ((PATH, "link"), ((ROUND, "folder"), "secret"), (PATH, "pipe")):
         with pytest.raises(OSError, match="404"):
-            pull([place], name, wanted, tmp_path)
+            pull([url], path, name, wanted, tmp_path, SECRET)
     through = tmp_path / "through"
-    through.symlink_to(served)
-    pull([f"http://localhost:{serve_files(through)}"], "plain", wanted, tmp_path)
+    through.symlink_to(tmp_path / "source")
+    pull([f"localhost:{serve_files(through, SECRET)}"], PATH, "plain", wanted, tmp_path, SECRET)
+
+
+def test_no_link_is_written_through(tmp_path):
+    """A link in the place of a fetched file, or of the folder for it, is replaced or refused."""
+    source, url = served(tmp_path / "source")
+    (source / "plain").write_bytes(b"bytes")
+    (wanted,) = list_files(source).values()
+    precious, target = tmp_path / "precious", tmp_path / "target"
+    precious.write_bytes(b"mine")
+    target.mkdir()
+    (target / "plain").symlink_to(precious)
+    pull([url], PATH, "plain", wanted, target, SECRET)
+    assert precious.read_bytes() == b"mine"
+    assert list_files(target) == {"plain": wanted}
+    assert (target / "plain").stat().st_mode & 0o777 == 0o600

@@ -242,6 +242,11 @@ def test_an_elastic_job_keeps_its_store_outside_the_nodes(form):
     assert specs["store"]["completions"] == 1
     assert "resources" not in specs["store"]["template"]["spec"]["containers"][0]
     assert not table["store"][0][0]["trains"]
+    for spec in specs.values():
+        variables = {entry["name"]: entry for entry in spec["template"]["spec"]["containers"][0]["env"]}
+        assert variables["HEXI_SECRET"]["valueFrom"] == {
+            "secretKeyRef": {"name": "train-secret", "key": "secret"}
+        }
     names = []
     for kind, pods_ in table.items():
         if kind == "store":

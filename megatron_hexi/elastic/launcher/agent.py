@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,14 +35,17 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousTimeoutError,
-    registry,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from megatron_hexi.elastic.channel import is_here
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE, COPIES_VARIABLE, COPY_INTERVAL_VARIABLE
+from megatron_hexi.elastic.launcher.job_store import SignedStore, keep_store, open_door
 from megatron_hexi.elastic.launcher.keeper import Keeper
 from megatron_hexi.elastic.launcher.ranks import WORDS_VARIABLE, run_rank
+from megatron_hexi.elastic.secret import SECRET_VARIABLE
 from megatron_hexi.elastic.store import (
-    ADDRESS_VARIABLE,
     BROKEN,
     JOB_VARIABLE,
     LOST_AFTER_VARIABLE,
@@ -70,8 +74,10 @@ class AgentSettings:
         least: number of nodes that suffice.
         most: number of nodes that can take part.
         ranks: number of ranks of this node.
-        host: host of the rendezvous.
-        port: port of the rendezvous.
+        host: host of the job's store.
+        port: port of the store's gate.
+        secret: the job's secret.
+        bind: an address of this node to listen at; ``None``: that of the host or of the node.
         job: its name in the store.
         node: name of this node in the cluster file.
         address: address at which other nodes reach this one.
@@ -93,6 +99,8 @@ class AgentSettings:
     ranks: int
     host: str
     port: int
+    secret: bytes
+    bind: str | None
     job: str
     node: str
     address: str
@@ -170,11 +178,17 @@ class NodeAgent(LocalElasticAgent):
         launch: settings of this node's agent.
         rendezvous: rendezvous with the agents of other nodes.
         store: store of the whole job.
+        store_port: port of this node's loopback at which the store is reached.
         keeper: keeper of this node's copies.
     """
 
     def __init__(
-        self, launch: AgentSettings, rendezvous: PatientRendezvous, store: dist.Store, keeper: Keeper | None
+        self,
+        launch: AgentSettings,
+        rendezvous: PatientRendezvous,
+        store: dist.Store,
+        store_port: int,
+        keeper: Keeper | None,
     ) -> None:
         spec = WorkerSpec(
             role="rank",
@@ -188,7 +202,7 @@ class NodeAgent(LocalElasticAgent):
         logs = DefaultLogsSpecs(log_dir=launch.log_dir, redirects=std, tee=std)
         super().__init__(spec, logs, start_method=launch.start_method, shutdown_timeout=_SHUTDOWN_S)
         self._launch, self._meeting, self._store_of_job = launch, rendezvous, store
-        self._keeper = keeper
+        self._store_port, self._keeper = store_port, keeper
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         group = cast(Any, worker_group)  # torch declares its fields as none
@@ -198,11 +212,11 @@ class NodeAgent(LocalElasticAgent):
         name = store.get("name").decode()
         self._meeting.round = dist.PrefixStore(name, self._store_of_job)
         variables = {
-            STORE_VARIABLE: f"{launch.host}:{launch.port}",
+            STORE_VARIABLE: f"127.0.0.1:{self._store_port}",
+            SECRET_VARIABLE: launch.secret.decode(),
             JOB_VARIABLE: launch.job,
             ROUND_VARIABLE: name,
             NODE_VARIABLE: launch.node,
-            ADDRESS_VARIABLE: launch.address,
             LOST_AFTER_VARIABLE: str(launch.lost_after_s),
         }
         if self._keeper is not None:
@@ -274,17 +288,19 @@ def run_agent(launch: AgentSettings) -> int:
         join_timeout=launch.wait_s,
     )
     try:
-        handler = PatientRendezvous(registry.get_rendezvous_handler(parameters))
-    except RendezvousConnectionError:
+        store, store_port = _reach_store(launch)
+    except (OSError, dist.DistError):
         return _say(f"no store at {launch.host}:{launch.port}; is a node or --keep-store running there?", 1)
-    store = dist.TCPStore(launch.host, launch.port, wait_for_workers=False)
     try:
+        # It asks a backend's store for two methods only.
+        backend = C10dRendezvousBackend(cast(Any, SignedStore(store, launch.secret)), launch.job)
+        handler = PatientRendezvous(create_handler(store, backend, parameters))
         with contextlib.ExitStack() as stack:
             keeper = None
             if launch.copy_interval is not None:
-                keeper = stack.enter_context(_keeper(launch))
+                keeper = stack.enter_context(_keeper(launch, store_port))
             _wait_for_all(launch, dist.PrefixStore(f"hexi.{launch.job}", store))
-            result = NodeAgent(launch, handler, store, keeper).run()
+            result = NodeAgent(launch, handler, store, store_port, keeper).run()
     except SignalException:  # this node is to end, the others go on
         return 143
     except RendezvousClosedError:
@@ -294,7 +310,8 @@ def run_agent(launch: AgentSettings) -> int:
     except (RendezvousConnectionError, dist.DistError) as problem:
         if launch.when_store_lost is not None:
             subprocess.run(["bash", launch.when_store_lost], check=False)
-        return _say(f"the store at {launch.host}:{launch.port} is gone ({str(problem)[:200]})", 1)
+        reason = str(problem.__cause__ or problem)[:200]
+        return _say(f"the store at {launch.host}:{launch.port} is gone ({reason})", 1)
     handler.shutdown()
     code = exit_code(result)
     if code == 0 and launch.ended is not None:
@@ -302,9 +319,26 @@ def run_agent(launch: AgentSettings) -> int:
     return code
 
 
-def _keeper(launch: AgentSettings) -> Keeper:
-    folder = Path(launch.copy_folder)
-    return Keeper(folder, (launch.host, launch.port), f"hexi.{launch.job}", launch.address)
+def _reach_store(launch: AgentSettings) -> tuple[dist.TCPStore, int]:
+    """Return a client of the job's store, and its port at this node's loopback.
+
+    The first node on the host of the rendezvous keeps the store.
+
+    Raises:
+        HexiError: the store has another secret.
+        OSError, dist.DistError: there is none.
+    """
+    with contextlib.suppress(OSError):  # a process of this host keeps it already
+        if is_here(launch.host):
+            store = keep_store(launch.host, launch.port, launch.secret, launch.bind)
+            return store, store.port
+    port = open_door(launch.host, launch.port, launch.secret)
+    return dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=60)), port
+
+
+def _keeper(launch: AgentSettings, store_port: int) -> Keeper:
+    folder, store = Path(launch.copy_folder), ("127.0.0.1", store_port)
+    return Keeper(folder, store, f"hexi.{launch.job}", launch.address, launch.secret, launch.bind)
 
 
 def _wait_for_all(launch: AgentSettings, job: dist.Store) -> None:

@@ -14,14 +14,8 @@ from typing import Self
 
 import torch.distributed as dist
 
-from megatron_hexi.elastic.copies import (
-    CopyBoard,
-    copy_folder,
-    drop_older,
-    list_files,
-    pull,
-    serve_files,
-)
+from megatron_hexi.elastic.copies import CopyBoard, drop_older
+from megatron_hexi.elastic.copy_files import copy_folder, copy_path, list_files, pull, serve_files
 
 _PREFIX = "hexi-copies-"
 _LOOK_S = 0.2
@@ -36,15 +30,25 @@ class Keeper:
         store: host and port of the job's store.
         job: prefix of the job's keys.
         address: address at which other nodes reach this one.
+        secret: the job's secret.
+        bind: an address of this node to serve copies at instead.
     """
 
-    def __init__(self, parent: Path, store: tuple[str, int], job: str, address: str) -> None:
+    def __init__(
+        self,
+        parent: Path,
+        store: tuple[str, int],
+        job: str,
+        address: str,
+        secret: bytes,
+        bind: str | None = None,
+    ) -> None:
         _sweep(parent)
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         self._lock = (self.folder / "lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.url = f"http://{address}:{serve_files(self.folder)}"
-        self._store, self._job = store, job
+        self.url = f"{address}:{serve_files(self.folder, secret, address, bind)}"
+        self._store, self._job, self._secret = store, job, secret
         self._round: tuple[str, int] | None = None
         self._done: tuple[str, int] | None = None
         self._stopped = threading.Event()
@@ -104,7 +108,7 @@ class Keeper:
             needed |= {file: (url, *node_files[file]) for file in node_files if not file.endswith(".distcp")}
         for file, (url, size, digest) in needed.items():
             if file not in own_files:
-                pull([f"{url}/{name}/{folder.name}"], file, (size, digest), folder)
+                pull([url], copy_path(name, iteration), file, (size, digest), folder, self._secret)
         board.tell_held(iteration, self.url, own_files.keys() | needed.keys())
         board.tell_safe(iteration, number, nodes)
         while board.safe() != iteration:

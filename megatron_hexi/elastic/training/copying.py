@@ -30,12 +30,12 @@ from megatron_hexi.elastic.copies import (
     COPY_INTERVAL_VARIABLE,
     CopyBoard,
     FoundCopy,
-    bare_name,
     complete_copy,
     copies_folder,
-    copy_folder,
     find_newest,
 )
+from megatron_hexi.elastic.copy_files import bare_name, copy_folder
+from megatron_hexi.elastic.secret import secret_of_rank
 from megatron_hexi.elastic.store import ROUND_VARIABLE, round_store, whole_store
 from megatron_hexi.patching import Patch
 from megatron_hexi.text_file import write_text_atomically
@@ -182,7 +182,8 @@ def fetch_copy(store: dist.Store, chosen: dict[str, Any]) -> Path | None:
         problem = ""
         try:
             copy = FoundCopy(chosen["name"], chosen["iteration"], chosen["files"])
-            complete_copy(copy, copies, os.environ[COPIES_URL_VARIABLE], whole_store(_STORE))
+            url = os.environ[COPIES_URL_VARIABLE]
+            complete_copy(copy, copies, url, whole_store(_STORE), secret_of_rank())
             write_text_atomically(copies / chosen["name"] / TRACKER, str(chosen["iteration"]))
         except (OSError, RuntimeError) as caught:
             problem = str(caught)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_hexi.elastic.store import TRAINING, WANTED, in_round, round_store, whole_store
 from megatron_hexi.elastic.training.copying import copied_last, is_safe
+from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.patching import STEP_PARAMETERS, Patch
 from megatron_hexi.record import Round
 from megatron_hexi.runtime import stop_watch
@@ -103,6 +104,24 @@ class RoundSteps:
         self._round, self._job = round_store(_STORE), whole_store(_STORE)
         self._kept_s = _kept_s(self._job, iteration)
         self._begun = float(self._job.get("begun"))
+        self._args = args
+        if self._leads and iteration > 0:
+            self._check_samples(iteration)
+
+    def _check_samples(self, iteration: int) -> None:
+        """Check that the round goes on with the sample after the last one that its state has seen.
+
+        Raises:
+            HexiError: the loaded state has seen other samples than the rounds before had, up to there.
+        """
+        seen, key = self._args.consumed_train_samples, f"samples/{iteration}"
+        if self._job.check([key]) and (before := int(self._job.get(key))) != seen:
+            raise HexiError(
+                f"iteration {iteration}: the loaded state has seen {seen} samples, earlier rounds had seen "
+                f"{before} up to there, so that some would come twice or never; give --save a folder that no "
+                "other job writes to, and this job a new --rdzv-id"
+            )
+        self._say(f"iteration {iteration + 1} begins with sample {seen} of the one order of all plans")
 
     def before_step(self, iteration: int) -> None:
         """End the round if nodes wait and the state was just saved or copied; rank 0 decides."""
@@ -111,6 +130,7 @@ class RoundSteps:
             return
         if self._leads:
             self._job.set(f"kept/{iteration}", str(self._kept_s))
+            self._job.set(f"samples/{iteration}", str(self._args.consumed_train_samples))
             waits = self._round.check([WANTED]) and (saved or is_safe(iteration, _SAFE_S))
             self._round.set(f"waits/{iteration}", "1" if waits else "")
         if self._round.get(f"waits/{iteration}"):
@@ -164,7 +184,8 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]
         if _steps is None:
-            _steps = RoundSteps(get_args(), iteration)
+            with user_errors():
+                _steps = RoundSteps(get_args(), iteration)
         _steps.before_step(iteration)
         begin = time.perf_counter()
         result = original(*args, **kwargs)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import sys
 import time
 from argparse import Namespace
@@ -22,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE
-from megatron_hexi.elastic.store import ADDRESS_VARIABLE, NODE_VARIABLE, in_round, round_store, whole_store
+from megatron_hexi.elastic.store import NODE_VARIABLE, in_round, round_store, whole_store
 from megatron_hexi.elastic.training.copying import TRACKER, fetch_copy, find_copy
 from megatron_hexi.elastic.training.goodput import begin_round, round_words, set_round
 from megatron_hexi.elastic.training.round_plan import PLANNER_TIMEOUT, plan_ahead, plan_for
@@ -150,13 +149,7 @@ def _take_number(args: Namespace, store: dist.Store, ranks: list[int], started: 
         sys.stdout.flush()
         raise SystemExit(0)
     args.rank, args.world_size = ranks.index(started), len(ranks)
-    if args.rank == 0:  # which keeps torch's store
-        with socket.socket() as free:
-            free.bind(("", 0))
-            store.set("keeper", f"{os.environ[ADDRESS_VARIABLE]} {free.getsockname()[1]}")
-    address, port = store.get("keeper").decode().split()
     os.environ |= {"RANK": str(args.rank), "WORLD_SIZE": str(args.world_size)}
-    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}
     if args.world_size > 1:
         start_watch(meeting(store), args.rank, args.world_size)
 

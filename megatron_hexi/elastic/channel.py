@@ -1,0 +1,261 @@
+"""Connections between the nodes of an elastic job: encrypted, and only between holders of its secret.
+
+TLS with anonymous Diffie-Hellman encrypts without certificates, but does not say who is there. Both ends
+therefore prove the secret for this very connection: an HMAC of their role and of the connection's *channel
+binding* (`tls-unique`, RFC 5929), which is new in each and differs at the two ends of a man in the middle. So
+a proof that was seen elsewhere, or is sent back, is worth nothing. TLS 1.2, since 1.3 has neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import hashlib
+import hmac
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+#: Seconds in which a peer must have proved the secret, and how many of one address may be about to.
+PROOF_S = 10.0
+_PENDING = 256
+_CIPHER = "AECDH-AES256-SHA:@SECLEVEL=0"  # level 0: without certificates; the proofs stand in for them
+_CLIENT, _SERVER = b"megatron-hexi client\0", b"megatron-hexi server\0"
+PROOF_BYTES = hashlib.sha256().digest_size
+#: Answer to a wrong proof.
+_REFUSED = bytes(PROOF_BYTES)
+#: Seconds between two lines about refused connections.
+_SAY_S = 60.0
+
+
+class SecretRefusedError(ConnectionError):
+    """The peer has another secret, or none."""
+
+
+@functools.cache
+def tls_context(server: bool) -> ssl.SSLContext:
+    """Return the settings of TLS at one end.
+
+    Raises:
+        ssl.SSLError: this Python's OpenSSL has no anonymous Diffie-Hellman.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(_CIPHER)
+    context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET
+    return context
+
+
+def _proof(secret: bytes, role: bytes, connection: ssl.SSLSocket | ssl.SSLObject) -> bytes:
+    binding = connection.get_channel_binding("tls-unique")
+    assert binding, "the handshake is done"
+    return hmac.digest(secret, role + binding, "sha256")
+
+
+def client_proof(secret: bytes, connection: ssl.SSLSocket | ssl.SSLObject) -> bytes:
+    """Return what a client sends first."""
+    return _proof(secret, _CLIENT, connection)
+
+
+def answer_client(
+    secret: bytes, connection: ssl.SSLSocket | ssl.SSLObject, proof: bytes
+) -> tuple[bytes, bool]:
+    """Return what the server answers to a client's proof, and whether it stays connected."""
+    if hmac.compare_digest(proof, client_proof(secret, connection)):
+        return _proof(secret, _SERVER, connection), True
+    return _REFUSED, False
+
+
+def check_server(secret: bytes, connection: ssl.SSLSocket | ssl.SSLObject, answer: bytes) -> None:
+    """Check a server's answer to this client's proof.
+
+    Raises:
+        SecretRefusedError: the server has another secret.
+    """
+    if not hmac.compare_digest(answer, _proof(secret, _SERVER, connection)):
+        raise SecretRefusedError("the secret there is another than this node's")
+
+
+def connect(address: tuple[str, int], secret: bytes, timeout: float) -> ssl.SSLSocket:
+    """Return a connection to a server that has the secret.
+
+    Args:
+        address: host and port.
+        secret: the job's secret.
+        timeout: seconds for each step, and for later reads and writes.
+
+    Raises:
+        SecretRefusedError: the server has another secret.
+        OSError: there is no such server.
+    """
+    plain = socket.create_connection(address, timeout)
+    try:
+        connection = tls_context(False).wrap_socket(plain)
+    except BaseException:
+        plain.close()
+        raise
+    try:
+        connection.sendall(client_proof(secret, connection))
+        check_server(secret, connection, _exactly(connection, PROOF_BYTES))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def accept(plain: socket.socket, secret: bytes) -> ssl.SSLSocket:
+    """Return the connection to a client that has proved the secret.
+
+    Args:
+        plain: the accepted socket, which is used up.
+        secret: the job's secret.
+
+    Raises:
+        SecretRefusedError: the client has another secret.
+        OSError: it is no such client.
+    """
+    plain.settimeout(PROOF_S)
+    connection = tls_context(True).wrap_socket(plain, server_side=True)
+    try:
+        answer, stays = answer_client(secret, connection, _exactly(connection, PROOF_BYTES))
+        connection.sendall(answer)
+        if not stays:
+            raise SecretRefusedError("no proof of the job's secret")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _exactly(connection: ssl.SSLSocket, count: int) -> bytes:
+    received = b""
+    while len(received) < count:
+        block = connection.recv(count - len(received))
+        if not block:
+            raise ConnectionError("closed before the secret was proved")
+        received += block
+    return received
+
+
+async def accept_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+    """Let a client of an asyncio server prove the secret.
+
+    Raises:
+        SecretRefusedError: it has another secret.
+        OSError, asyncio.IncompleteReadError, TimeoutError: it is no such client.
+    """
+    connection: ssl.SSLObject = writer.get_extra_info("ssl_object")
+    proof = await asyncio.wait_for(reader.readexactly(PROOF_BYTES), PROOF_S)
+    answer, stays = answer_client(secret, connection, proof)
+    writer.write(answer)
+    await writer.drain()
+    if not stays:
+        raise SecretRefusedError("no proof of the job's secret")
+
+
+class Entrance:
+    """The strangers at a server: how many of an address have not proved the secret yet, and who was refused.
+
+    Args:
+        server: a name of the server, for the log.
+    """
+
+    def __init__(self, server: str) -> None:
+        self._server, self._lock = server, threading.Lock()
+        self._pending: Counter[str] = Counter()
+        self._said_at = -_SAY_S
+
+    @contextlib.contextmanager
+    def one(self, address: str) -> Iterator[None]:
+        """Context in which a peer proves the secret.
+
+        Args:
+            address: the peer's IP address.
+
+        Raises:
+            SecretRefusedError: too many of that address are about to.
+        """
+        with self._lock:
+            self._pending[address] += 1
+            full = self._pending[address] > _PENDING
+        try:
+            if full:
+                raise SecretRefusedError(f"more than {_PENDING} connections that prove nothing")
+            yield
+        except (OSError, EOFError) as problem:
+            self._say(address, problem)
+            raise
+        finally:
+            with self._lock:
+                self._pending[address] -= 1
+                self._pending += Counter()  # forgets addresses without any
+
+    def _say(self, address: str, problem: Exception) -> None:
+        if time.monotonic() - self._said_at < _SAY_S:
+            return
+        self._said_at = time.monotonic()
+        reason = str(problem)[:100] or type(problem).__name__
+        print(
+            f"hexi: elastic: {self._server} refused {address} ({reason})",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def is_here(name: str) -> bool:
+    """Return whether a host name or address is this node's."""
+    if name in ("localhost", socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        _listen_at(str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0]), 0).close()
+    except OSError:
+        return False
+    return True
+
+
+def listen(name: str, port: int, bind: str | None = None) -> socket.socket:
+    """Return a socket that listens at this node's address of a name, not at all of its networks.
+
+    Where the name leads to this node itself only by its loopback (as a host's own name often does) or not at
+    all (a service's), the socket listens on all networks.
+
+    Args:
+        name: host name or address at which other nodes reach this one.
+        port: the port; 0: any.
+        bind: an address of this node to listen at instead.
+
+    Raises:
+        OSError: the port is taken, or `bind` is none of this node's.
+    """
+    if bind is not None:
+        return _listen_at(bind, port)
+    try:
+        address = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
+        loopback = address == "::1" or address.startswith("127.")
+        if not loopback or name in ("localhost", address):
+            return _listen_at(address, port)
+    except socket.gaierror:
+        pass
+    except OSError as problem:
+        if problem.errno != errno.EADDRNOTAVAIL:
+            raise
+    both = socket.has_dualstack_ipv6()
+    return socket.create_server(
+        ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=_BACKLOG
+    )
+
+
+_BACKLOG = 1024
+
+
+def _listen_at(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=_BACKLOG)

@@ -1,0 +1,295 @@
+"""Files of copies between nodes: bare names in one folder, through which no link is followed."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import re
+import shutil
+import socket
+import stat
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedReader, BufferedWriter
+from pathlib import Path
+from typing import Any
+
+from megatron_hexi.elastic.channel import Entrance, accept, connect, listen
+
+_BLOCK, _PART = 1 << 20, ".part"
+_PULL_S = 60.0
+
+#: Bytes and SHA-256 of each file, by name.
+Files = dict[str, tuple[int, str]]
+
+
+def bare_name(name: str) -> str:
+    """Return a name from the job's store if it is safe as a file name in a folder of copies.
+
+    Raises:
+        OSError: it could lead elsewhere, or to what is hidden: no name of a round, or of a file of a copy.
+    """
+    # Of torch's checkpoints, the one file whose name begins with a dot.
+    if name != ".metadata" and not re.fullmatch(r"\w[\w.-]{0,199}", name, re.ASCII):
+        raise OSError(f"{name[:200]!r} is no bare name of a file; somebody else writes to the job's store")
+    return name
+
+
+def copy_path(name: str, iteration: int) -> tuple[str, str]:
+    """Return the folders of a copy below a node's folder of copies: the round's, and the iteration's in it.
+
+    Args:
+        name: name of the round that made it.
+        iteration: number of the last iteration in it.
+
+    Raises:
+        OSError: the name is none of a round.
+    """
+    return bare_name(name), f"iter_{int(iteration):07d}"
+
+
+def copy_folder(copies: Path, name: str, iteration: int) -> Path:
+    """Return the folder of a copy, named as Megatron names a checkpoint.
+
+    Args:
+        copies: the node's folder of copies.
+        name: name of the round that made it.
+        iteration: number of the last iteration in it.
+
+    Raises:
+        OSError: the name is none of a round.
+    """
+    return copies.joinpath(*copy_path(name, iteration))
+
+
+class _Folder:
+    """A folder below another, reached by bare names without following a link; a context manager.
+
+    Args:
+        root: a folder of this node's own.
+        names: the names of folders on the way from there.
+
+    Raises:
+        OSError: one of them is no bare name, or no folder.
+    """
+
+    def __init__(self, root: Path, *names: str) -> None:
+        self._descriptor = os.open(root, os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for name in names:
+                inner = self._open(name, os.O_RDONLY | os.O_DIRECTORY)
+                os.close(self._descriptor)
+                self._descriptor = inner
+        except OSError:
+            os.close(self._descriptor)
+            raise
+
+    def __enter__(self) -> _Folder:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        os.close(self._descriptor)
+
+    def names(self) -> list[str]:
+        """Return the bare names in it, sorted."""
+        found = []
+        for name in sorted(os.listdir(self._descriptor)):
+            with suppress(OSError):
+                found.append(bare_name(name))
+        return found
+
+    def read(self, name: str) -> BufferedReader:
+        """Open a regular file to read.
+
+        Raises:
+            OSError: there is none of that name.
+        """
+        file = os.fdopen(self._open(name, os.O_RDONLY | os.O_NONBLOCK), "rb")
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise OSError(f"{name!r} is no regular file")
+        return file
+
+    def create(self, name: str) -> BufferedWriter:
+        """Open a file to write, in place of any other of that name.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self.remove(name)
+        return os.fdopen(self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if there is one of that name."""
+        with suppress(FileNotFoundError):
+            os.unlink(bare_name(name), dir_fd=self._descriptor)
+
+    def rename(self, name: str, to: str) -> None:
+        """Rename a file, in place of any other of the new name."""
+        os.replace(bare_name(name), bare_name(to), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+
+    def _open(self, name: str, flags: int) -> int:
+        safe = os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(bare_name(name), flags | safe, 0o600, dir_fd=self._descriptor)
+
+
+def list_files(folder: Path) -> Files:
+    """Return size and SHA-256 of each regular file in a folder; links are skipped."""
+    files: Files = {}
+    with _Folder(folder) as inside:
+        for name in inside.names():
+            if name.endswith(_PART):
+                continue
+            with suppress(OSError), inside.read(name) as file:
+                files[name] = os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+    return files
+
+
+class _SecretConnection(http.client.HTTPConnection):
+    """HTTP over a connection that proves the job's secret."""
+
+    def __init__(self, url: str, secret: bytes) -> None:
+        host, _, port = url.rpartition(":")
+        if not host or not port.isdecimal():
+            raise OSError(f"{url!r} is no node's address")
+        super().__init__(host.strip("[]"), int(port), timeout=_PULL_S)
+        self._secret = secret
+
+    def connect(self) -> None:
+        """See `http.client.HTTPConnection.connect`."""
+        self.sock = connect((self.host, self.port), self._secret, _PULL_S)
+
+
+def pull(
+    urls: Iterable[str],
+    path: tuple[str, str],
+    name: str,
+    expected: tuple[int, str],
+    folder: Path,
+    secret: bytes,
+) -> None:
+    """Download a file from the first node that has it unchanged; it appears whole or not at all.
+
+    Args:
+        urls: HOST:PORT of nodes that may have it.
+        path: folders of the copy there, as `copy_path` returns them.
+        name: name of the file.
+        expected: its size, bytes, and SHA-256.
+        folder: folder for the file.
+        secret: the job's secret.
+
+    Raises:
+        OSError: its name is no bare one, no node has it, or there is no room.
+    """
+    source = "/".join(["", *map(bare_name, path), bare_name(name)])
+    part = f"{hashlib.sha256(name.encode()).hexdigest()[:16]}{_PART}"
+    reason: object = "no node has it"
+    with _Folder(folder) as target:
+        for url in urls:
+            try:
+                received = _download(url, source, target, part, expected[0], secret)
+            except (OSError, http.client.HTTPException) as problem:
+                reason = f"{url}: {problem}"
+                continue
+            if received == tuple(expected):
+                target.rename(part, name)
+                return
+            reason = f"{url} has other bytes"
+        target.remove(part)
+    raise OSError(f"{name}: {reason}")
+
+
+def _download(url: str, source: str, target: _Folder, part: str, size: int, secret: bytes) -> tuple[int, str]:
+    """Write at most `size` bytes, and one more to tell a longer file; return their number and SHA-256."""
+    connection, digest, count = _SecretConnection(url, secret), hashlib.sha256(), 0
+    try:
+        connection.request("GET", source)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise OSError(f"{answer.status} {answer.reason}")
+        with target.create(part) as file:
+            while block := answer.read(min(_BLOCK, size + 1 - count)):
+                digest.update(block)
+                file.write(block)
+                count += len(block)
+    finally:
+        connection.close()
+    return count, digest.hexdigest()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Serves regular files by /ROUND/ITERATION/NAME, three bare names; folders are not listed."""
+
+    server: _Server
+    timeout = _PULL_S
+
+    def do_GET(self) -> None:
+        """Answer with a file's bytes."""
+        try:
+            file = self._open()
+        except (OSError, ValueError):
+            self.send_error(404)
+            return
+        with file:
+            self.send_response(200)
+            self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
+            self.end_headers()
+            shutil.copyfileobj(file, self.wfile, _BLOCK)
+
+    def _open(self) -> BufferedReader:
+        _, *names, name = self.path.split("/")
+        if len(names) != 2:
+            raise OSError("no file of a copy")
+        with _Folder(self.server.folder, *names) as folder:
+            return folder.read(name)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing."""
+
+
+class _Server(ThreadingHTTPServer):
+    """Serves a folder to holders of the job's secret.
+
+    Args:
+        listening: socket that listens.
+        folder: the folder.
+        secret: the job's secret.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, listening: socket.socket, folder: Path, secret: bytes) -> None:
+        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.folder, self._secret = listening, folder, secret
+        self._entrance = Entrance("the server of copies")
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Serve a client that proves the secret."""
+        with self._entrance.one(str(client_address[0])):
+            connection = accept(request, self._secret)
+        with connection:
+            _Handler(connection, client_address, self)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log nothing: `Entrance` has."""
+
+
+def serve_files(folder: Path, secret: bytes, name: str = "localhost", bind: str | None = None) -> int:
+    """Serve a folder until the process ends; return the port.
+
+    Args:
+        folder: the folder; links in it are not followed.
+        secret: the job's secret.
+        name: host name or address at which other nodes reach this one.
+        bind: an address of this node to listen at instead.
+
+    Raises:
+        OSError: `bind` is none of this node's addresses.
+    """
+    server = _Server(listen(name, 0, bind), Path(os.path.realpath(folder)), secret)
+    threading.Thread(target=server.serve_forever, name="hexi-copies", daemon=True).start()
+    return int(server.server_address[1])

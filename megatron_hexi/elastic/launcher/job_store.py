@@ -1,0 +1,238 @@
+"""The store of an elastic job, behind a gate that lets in holders of the job's secret only.
+
+PyTorch's TCPStore asks nobody who they are. It therefore listens at the loopback of one node alone; a gate
+there takes the connections of other nodes (`channel`), and each agent has a door, again at its loopback, that
+passes on its own and its ranks' connections to the gate:
+
+    rank --loopback--> door --network, encrypted, secret proved--> gate --loopback--> store
+
+Whoever may run programs on a node can reach the loopback there. Of all values in the store one is unpickled,
+by PyTorch's rendezvous: that one is signed (`SignedStore`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hmac
+import resource
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_hexi.elastic.channel import (
+    PROOF_BYTES,
+    PROOF_S,
+    Entrance,
+    SecretRefusedError,
+    accept_stream,
+    check_server,
+    client_proof,
+    connect,
+    listen,
+    tls_context,
+)
+from megatron_hexi.errors import HexiError
+
+_LOOPBACK = "127.0.0.1"
+_STORE = timedelta(seconds=60)
+_BLOCK = 1 << 16
+_AGAIN_S = 0.2
+_CLOSED = (OSError, EOFError, asyncio.CancelledError)
+
+
+def keep_store(host: str, port: int, secret: bytes, bind: str | None = None) -> dist.TCPStore:
+    """Start the job's store and its gate; they last until the process ends.
+
+    Args:
+        host: name or address at which nodes reach this one.
+        port: port of the gate.
+        secret: the job's secret.
+        bind: an address of this node to listen at instead of the host's.
+
+    Raises:
+        OSError: the port is taken, or the address is none of this node's.
+    """
+    listening = listen(host, port, bind)
+    _raise_limit()
+    inner = socket.create_server((_LOOPBACK, 0))
+    inner_port = int(inner.getsockname()[1])
+    store = dist.TCPStore(
+        _LOOPBACK,
+        inner_port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_STORE,
+        master_listen_fd=inner.detach(),
+    )
+    entrance = Entrance(f"the store at {host}:{port}")
+
+    async def enter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with entrance.one(str(writer.get_extra_info("peername")[0])):
+            await accept_stream(reader, writer, secret)
+        await _join(reader, writer, *await asyncio.open_connection(_LOOPBACK, inner_port))
+
+    _serve(enter, listening, tls_context(True))
+    return store
+
+
+def open_door(host: str, port: int, secret: bytes) -> int:
+    """Return a port of this node's loopback at which the job's store is reached; waits until it is there.
+
+    Args:
+        host: host of the store's gate.
+        port: port of the gate.
+        secret: the job's secret.
+
+    Raises:
+        HexiError: the gate has another secret, or what is there is none.
+        OSError: nothing is there.
+    """
+    place = f"--rdzv-endpoint {host}:{port}"
+    deadline = time.monotonic() + _STORE.total_seconds()
+    while True:
+        try:
+            connect((host, port), secret, PROOF_S).close()
+            break
+        except SecretRefusedError:
+            raise HexiError(
+                f"{place}: the store there has another secret than this node; give all nodes of the job the "
+                "same --secret-file or HEXI_SECRET"
+            ) from None
+        except OSError as problem:
+            # A host that is ending closes connections, too.
+            if isinstance(problem, ssl.SSLError) and not isinstance(problem, ssl.SSLEOFError):
+                raise HexiError(
+                    f"{place}: no store of megatron_hexi.elastic answers there ({problem.reason}); give the "
+                    "port at which one does, of the same version"
+                ) from None
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_AGAIN_S)
+    _raise_limit()
+    listening = socket.create_server((_LOOPBACK, 0))
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(
+            host, port, ssl=tls_context(False), ssl_handshake_timeout=PROOF_S
+        )
+        try:
+            connection: ssl.SSLObject = far_writer.get_extra_info("ssl_object")
+            far_writer.write(client_proof(secret, connection))
+            answer = await asyncio.wait_for(far_reader.readexactly(PROOF_BYTES), PROOF_S)
+            check_server(secret, connection, answer)
+        except _CLOSED:
+            far_writer.close()
+            raise
+        await _join(reader, writer, far_reader, far_writer)
+
+    _serve(pass_on, listening, None)
+    return int(listening.getsockname()[1])
+
+
+_Served = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def _serve(served: _Served, listening: socket.socket, tls: ssl.SSLContext | None) -> None:
+    """Serve the connections to a socket in a thread of its own."""
+
+    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(*_CLOSED), contextlib.closing(writer):
+            plain: socket.socket = writer.get_extra_info("socket")
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            await served(reader, writer)
+
+    async def run() -> None:
+        limit = None if tls is None else PROOF_S
+        server = await asyncio.start_server(
+            one, sock=listening, ssl=tls, ssl_handshake_timeout=limit, limit=_BLOCK, backlog=1024
+        )
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda *_: None)  # strangers' handshakes that fail
+        await server.serve_forever()
+
+    threading.Thread(target=asyncio.run, args=(run(),), name="hexi-gate", daemon=True).start()
+
+
+async def _join(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    other_reader: asyncio.StreamReader,
+    other_writer: asyncio.StreamWriter,
+) -> None:
+    """Pass bytes between two connections until one of them ends."""
+    with contextlib.closing(other_writer):
+        ways = [
+            asyncio.ensure_future(_copy(reader, other_writer)),
+            asyncio.ensure_future(_copy(other_reader, writer)),
+        ]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(*_CLOSED):
+        while block := await reader.read(_BLOCK):
+            writer.write(block)
+            await writer.drain()
+
+
+def _raise_limit() -> None:
+    """Allow as many open files as the system lets this process have: each rank has several connections."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class SignedStore:
+    """The part of a store that PyTorch's rendezvous keeps its state in, each value signed.
+
+    A signature depends on key and value alone, so that comparing signed values compares the values.
+
+    Args:
+        store: the store.
+        secret: the job's secret.
+    """
+
+    def __init__(self, store: dist.Store, secret: bytes) -> None:
+        self._store, self._secret = store, secret
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value, as `torch.distributed.Store.get` does.
+
+        Raises:
+            RuntimeError: it was not signed by a holder of the secret.
+        """
+        return self._verified(key, self._store.get(key))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Replace a value, as `torch.distributed.Store.compare_set` does.
+
+        Raises:
+            RuntimeError: the value that is there was not signed by a holder of the secret.
+        """
+        before = expected and self._signed(key, expected)
+        return self._verified(key, self._store.compare_set(key, before, self._signed(key, desired)))
+
+    def _signed(self, key: str, value: str) -> str:
+        digest = hmac.digest(self._secret, f"megatron-hexi value\0{key}\0{value}".encode(), "sha256")
+        return f"{base64.b64encode(digest).decode()} {value}"
+
+    def _verified(self, key: str, signed: bytes) -> bytes:
+        value = signed.partition(b" ")[2]
+        try:
+            right = hmac.compare_digest(self._signed(key, value.decode()).encode(), signed)
+        except UnicodeDecodeError:
+            right = False
+        if not right:
+            raise RuntimeError(f"somebody without the job's secret wrote {key} in its store")
+        return value

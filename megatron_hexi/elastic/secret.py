@@ -1,0 +1,56 @@
+"""The secret that the nodes of an elastic job share; who does not have it is let in nowhere."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.text_file import read_text
+
+#: The environment variable with the secret, of an agent and of its ranks.
+SECRET_VARIABLE = "HEXI_SECRET"
+#: Fewer characters could be guessed.
+_LEAST = 16
+_MAKE = "openssl rand -hex 32"
+
+
+def find_secret(path: str | None, alone: bool) -> bytes:
+    """Return the job's secret: of a file, else of the environment, else a new one for a job of one node.
+
+    Args:
+        path: file of ``--secret-file``, if any.
+        alone: whether no other node takes part.
+
+    Raises:
+        HexiError: there is none, it is too short, or others may read its file.
+    """
+    text = os.environ.get(SECRET_VARIABLE, "")
+    if path is not None:
+        place = f"--secret-file {path}"
+        text = read_text(path, 4096, f"make it: (umask 077; {_MAKE} > {path})")
+        mode = stat.S_IMODE(Path(path).stat().st_mode)
+        if mode & 0o077:
+            raise HexiError(f"{place}: others may read or write it (mode {mode:04o}); run: chmod 600 {path}")
+    elif text:
+        place = SECRET_VARIABLE
+    elif alone:
+        return secrets.token_hex(32).encode()
+    else:
+        raise HexiError(
+            "no secret that only this job's nodes share; give each of them --secret-file job.secret, made by "
+            f"(umask 077; {_MAKE} > job.secret), or the same in the environment variable {SECRET_VARIABLE}"
+        )
+    secret = text.strip().encode()
+    if len(secret) < _LEAST:
+        raise HexiError(
+            f"{place}: {len(secret)} characters can be guessed, {_LEAST} are needed; take one from: {_MAKE}"
+        )
+    return secret
+
+
+def secret_of_rank() -> bytes:
+    """Return the secret that this rank's agent gave it."""
+    return os.environ[SECRET_VARIABLE].encode()
