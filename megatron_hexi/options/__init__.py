@@ -1,4 +1,6 @@
-"""Megatron's options beside a plan: supported, refused or without influence. Works without torch.
+"""Megatron's command-line options in a job with a plan: supported, refused or without influence.
+
+The package works without torch.
 
 - `parser` parses words as Megatron's parser of the assumed `release` does. - `rule_table` joins the files
 `rules_*`: options that a plan supports or refuses, with reasons; `refusals` applies it. - `registry` gives
