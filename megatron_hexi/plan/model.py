@@ -85,7 +85,7 @@ class Workload:
         padded_vocabulary: rows of the embedding, padding included.
         experts: --num-experts, if the plan states the experts of each unit.
         latent_exchange: the latent columns that are exchanged in place of keys and values; each rank computes
-            the keys and values of the rank's heads from the received columns. ``None``: keys and values are
+            the keys and values of the rank's heads from the received columns. Left out: keys and values are
             exchanged.
         tensor_parallel: tensor-parallel ranks of each member, 0 if members differ; not in the file. Head
             ranges count the heads of one tensor-parallel rank.
@@ -149,7 +149,7 @@ class Member:
         state: weight of the unit in the division of the optimizer's state among units with the same weights.
         experts: experts that the unit holds in each layer with experts. One range: each of these experts is
             cut into slices, one per rank. A range for each rank: that rank holds these experts whole.
-            ``None``: all experts, cut into slices.
+            Left out: all experts, cut into slices.
     """
 
     ranks: Annotated[tuple[Count, ...], Field(min_length=1)]
@@ -210,9 +210,9 @@ class Domain:
 
     Args:
         groups: A2A groups of the domain; keys and values are exchanged round the groups in this order.
-        samples: number of samples of each micro-batch that the domain processes; ``None``: all.
+        samples: number of samples of each micro-batch that the domain processes; left out: all.
         micro_batches: number of whole micro-batches of an iteration that the domain processes, in place of
-            `samples`; ``None``: every micro-batch.
+            `samples`; left out: every micro-batch.
     """
 
     groups: tuple[Group, ...]
@@ -249,12 +249,12 @@ class Stage:
 
     Args:
         domains: domains of the stage, which divide the samples or the micro-batches.
-        layers: range of transformer layers of the stage. ``None``, for the only stage of a replica: a
+        layers: range of transformer layers of the stage. Left out for the only stage of a replica: a
             repeated stage, which each pipeline stage of the job repeats on the next ranks.
-        recompute: activations that the backward pass recomputes; ``None``: the job's setting.
-        exchange: settings of the exchange of keys and values; ``None``: the plan's settings.
+        recompute: activations that the backward pass recomputes; left out: the job's setting.
+        exchange: settings of the exchange of keys and values; left out: the plan's settings.
         ministages: number of ministages in which the stage runs; only the number of `layers` then counts.
-            ``None``: the stage runs whole, in 1F1B.
+            Left out: the stage runs whole, in 1F1B.
         offload: data that waits in host memory while it is not used. `parameters`: weights and gradients of
             ministages that do not run. `optimizer`: the optimizer's fp32 weights and state, whose step is
             computed on the host. `activations`: inputs of a ministage, until the ministage's backward pass.
@@ -303,7 +303,7 @@ class Replica:
 
     Args:
         stages: pipeline stages of the replica.
-        micro_batches: micro-batches of a global batch that the replica processes; ``None``: an equal share.
+        micro_batches: micro-batches of a global batch that the replica processes; left out: an equal share.
     """
 
     stages: tuple[Stage, ...]
@@ -340,7 +340,7 @@ class Plan:
         exchange: settings of the exchange of keys and values, for stages that state none.
         job: settings that the job must have.
         gpus: number, in the order of the cluster file, of the GPU on which each rank must be started;
-            ``None``: all GPUs, in that order. The runtime cannot check these numbers.
+            left out: all GPUs, in that order. The runtime cannot check these numbers.
         rates: speed and memory of the units, for ``--hexi-batch-shares``.
         estimate: iteration time, throughput and memory that the planner predicts.
         provenance: origin of the plan.
