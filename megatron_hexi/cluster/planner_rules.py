@@ -14,7 +14,7 @@ Flag = Annotated[bool, Field(strict=True)] | None
 
 @dataclass(frozen=True)
 class PlannerRules:
-    """Whether plans may use each of four features; ``None``: not stated, which allows the feature.
+    """Whether plans may use each of four features; a feature that is not stated is allowed.
 
     Args:
         ministages: stages that run in several parts, whose weights are fetched when they are needed.

@@ -339,8 +339,8 @@ class Plan:
         replicas: replicas, with the stages, domains, groups and members that each consists of.
         exchange: settings of the exchange of keys and values, for stages that state none.
         job: settings that the job must have.
-        gpus: number, in the order of the cluster file, of the GPU on which each rank must be started;
-            left out: all GPUs, in that order. The runtime cannot check these numbers.
+        gpus: number, in the order of the cluster file, of the GPU on which each rank must be started.
+            Left out: all GPUs, in that order. The runtime cannot check these numbers.
         rates: speed and memory of the units, for ``--hexi-batch-shares``.
         estimate: iteration time, throughput and memory that the planner predicts.
         provenance: origin of the plan.
