@@ -1,4 +1,4 @@
-"""The machines of a cluster: device catalogue, cluster file, topology. No torch here."""
+"""The machines of a cluster: catalogue of GPUs, cluster file, and topology of links; without torch."""
 
 from megatron_hexi.cluster.catalog import catalog, device
 from megatron_hexi.cluster.device import Attention, Curve, Device, Host, Link, Nominal, Passes

@@ -1,4 +1,4 @@
-"""The device catalogue: memory, links and rates of known GPUs, from data/devices.yaml, with sources."""
+"""The catalogue of known GPUs: memory, links and achieved rates, with sources, from data/devices.yaml."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DATA = Path(__file__).parent / "data" / "devices.yaml"
 
 @dataclass(frozen=True)
 class CatalogFile:
-    """The format of data/devices.yaml."""
+    """The format of the catalogue's file, data/devices.yaml."""
 
     sources: dict[Name, Text]
     layer_share: Share
@@ -34,15 +34,15 @@ class CatalogFile:
 
 
 def catalog() -> Mapping[str, Device]:
-    """Return all known devices by name, in the order of the data."""
+    """Return all devices of the catalogue by name, in the order of data/devices.yaml."""
     return _load()[1]
 
 
 def device(name: str) -> Device:
-    """Return the device of a name.
+    """Return the device of the catalogue with a given name.
 
     Raises:
-        ClusterError: there is none; names those that are spelled alike.
+        ClusterError: the catalogue has no such device; the message suggests similar names.
     """
     devices = catalog()
     if name not in devices:
@@ -51,7 +51,7 @@ def device(name: str) -> Device:
 
 
 def unknown_device(name: str, known: Iterable[str]) -> str:
-    """Return the remedy for an unknown device name: similar names, or where all are listed."""
+    """Return the error text about an unknown device name, with similar names or the place of the list."""
     names = {item.lower(): item for item in known}
     families = {key.split("-")[0] for key in names}
     lowered = name.lower()
@@ -64,10 +64,14 @@ def unknown_device(name: str, known: Iterable[str]) -> str:
 
 
 def catalog_with(entries: Mapping[str, DeviceEntry], source: YamlFile) -> Mapping[str, Device]:
-    """Return the catalogue, extended and overridden by a cluster file's own devices and measured curves.
+    """Return the catalogue, extended and overridden by the devices and measured curves of a cluster file.
+
+    Args:
+        entries: the cluster file's devices by name.
+        source: the cluster file, for errors.
 
     Raises:
-        ClusterError: an entry lacks what the catalogue cannot lend it, or breaks a rule.
+        ClusterError: an entry lacks a field that the catalogue does not have either, or breaks a rule.
     """
     if not entries:
         return catalog()

@@ -1,4 +1,4 @@
-"""The rules of a cluster file; an error names the place and the remedy."""
+"""Check that a cluster file obeys all rules; an error names the place in the file and the remedy."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from megatron_hexi.yaml_schema import short
 
 
 def check_size(file: ClusterFile, source: YamlFile) -> None:
-    """Refuse an absurd number of nodes or GPUs, before anything is built for each."""
+    """Refuse an absurd number of nodes or GPUs, before an object is built for each of them."""
     if file.gpu_count > MAX_GPUS:
         remedy = f"at most {MAX_GPUS} are planned for; correct count or gpus"
         refuse(source, ("nodes",), f"have {file.gpu_count} GPUs in all", remedy)
 
 
 def check_cluster(file: ClusterFile, devices: Mapping[str, Device], source: YamlFile) -> None:
-    """Check every rule.
+    """Check that a cluster file obeys all rules.
 
     Args:
-        file: the cluster file; its values have the right types, its size is sane.
-        devices: the catalogue with the file's own devices.
-        source: the document, for lines.
+        file: the cluster file, whose values have the right types and whose size passed `check_size`.
+        devices: devices of the catalogue and of the file, by name.
+        source: the YAML document of the file, for line numbers in errors.
 
     Raises:
-        ClusterError: the first rule broken.
+        ClusterError: a rule is broken; the message names the first such rule.
     """
     _check_nodes(file, devices, source)
     check_network(file, source)
@@ -48,7 +48,7 @@ def check_cluster(file: ClusterFile, devices: Mapping[str, Device], source: Yaml
 
 
 def node_name(file: ClusterFile, number: int) -> str:
-    """Return a node's name by its number in the file, such as ``h100-0``."""
+    """Return the name, such as ``h100-0``, of the node with a given number in the file."""
     for name, numbers in file.node_numbers.items():
         if number in numbers:
             return f"{name}-{number - numbers.start}"

@@ -1,4 +1,4 @@
-"""The hosts that a cluster file names for its nodes."""
+"""Check the host names that a cluster file gives for its nodes, and count them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_hexi.yaml_schema import short
 
 
 def with_counted_hosts(file: ClusterFile, source: YamlFile) -> ClusterFile:
-    """Return the file, with `count` set to the number of hosts where an entry names them.
+    """Return the cluster file with `count` set to the number of hosts in each entry that names hosts.
 
     Raises:
-        ClusterError: a host list is malformed, names a host twice, or another number of hosts than `count`.
+        ClusterError: a host list is malformed, names a host twice, or contradicts a given `count`.
     """
     entries = list(file.nodes)
     seen: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The rules of networks and fabrics: every two nodes are connected, and described in one way only."""
+"""Check networks and fabrics of a cluster file: any two nodes are connected, and described only once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _EXAMPLE = "{bandwidth_gb_s: …, latency_us: …, per: node}"
 
 
 def check_network(file: ClusterFile, source: YamlFile) -> None:
-    """Check every rule of networks and fabrics; levels and the matrix have rules of their own.
+    """Check the networks and fabrics of a cluster file, but not its levels and its matrix.
 
     Args:
-        file: the cluster file; its values have the right types.
-        source: the document, for lines.
+        file: the cluster file, whose values have the right types.
+        source: the YAML document of the file, for line numbers in errors.
 
     Raises:
-        ClusterError: the first rule broken.
+        ClusterError: a rule is broken; the message names the first such rule.
     """
     if file.matrix is not None:
         for field in ("network", "fabrics", "levels"):

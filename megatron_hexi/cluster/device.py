@@ -1,7 +1,7 @@
-"""A GPU as the planner sees it: memory, links, and curves of what it achieves.
+"""Data classes of a GPU model: memory, links, and curves of achieved rates.
 
-Nominal rates are for people. A planner that believes them gives the newest GPU too much: H100 to A100
-is 3.17 : 1 by datasheet and 1.7 : 1 in attention with FlashAttention-2 on both.
+The datasheet's nominal rates are only shown to people. A planner that used them would give the newest GPU too
+much work: the ratio of H100 to A100 is 3.17 by datasheet, but 1.7 in attention with FlashAttention-2 on both.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from megatron_hexi.plan.kernels import KERNEL_ALIASES
 
 @dataclass(frozen=True)
 class Curve:
-    """Achieved rate against size.
+    """A curve of the achieved rate of a matrix product or attention kernel against its size.
 
-    Between two sizes the rate is linear in the logarithm of the size; outside them it stays as at the
-    nearer end.
+    Between two given sizes the rate is linear in the logarithm of the size; below the smallest and above the
+    largest size it is constant.
 
     Args:
-        sizes: ascending, at least one. Rows for a matrix product, tokens of the sequence for attention.
+        sizes: at least one size, ascending: rows of a matrix product, or tokens of the sequence in attention.
         rates: TFLOP/s at each size.
-        source: who measured it, or how it was estimated.
-        estimate: whether nobody measured it on this GPU with this kernel.
-        given_from: the least size that the source gives; smaller ones follow from the saturating rule.
+        source: source of the measurement, or derivation of the estimate.
+        estimate: whether the curve is an estimate, not measured on this GPU with this kernel.
+        given_from: smallest size that the source gives; rates at smaller sizes follow from an assumed
+            saturation.
     """
 
     sizes: tuple[float, ...]
@@ -41,7 +42,7 @@ class Curve:
     given_from: float = 1
 
     def rate(self, size: float) -> float:
-        """Return TFLOP/s at a size."""
+        """Return the rate at a size, TFLOP/s."""
         above = bisect_right(self.sizes, size)
         if above == 0:
             return self.rates[0]
@@ -52,16 +53,16 @@ class Curve:
         return self.rates[above - 1] + part * (self.rates[above] - self.rates[above - 1])
 
     def best_up_to(self, size: float) -> float:
-        """Return the most TFLOP/s at any size up to this one."""
+        """Return the largest rate at any size up to the given size, TFLOP/s."""
         return max([self.rate(size), *self.rates[: bisect_right(self.sizes, size)]])
 
     def time(self, flops: float, size: float) -> float:
-        """Return the seconds of a number of floating-point operations at a size."""
+        """Return the seconds that `flops` floating-point operations take at a size."""
         return flops / (self.rate(size) * 1e12)
 
     @cached_property
     def points(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Logarithms of the sizes, and FLOP/s at each."""
+        """Logarithms of the sizes, and the rate at each size in FLOP/s."""
         return np.log(np.array(self.sizes)), np.array(self.rates) * 1e12
 
     def scaled(self, factor: float) -> Curve:
@@ -73,7 +74,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Passes:
-    """Curves of the two directions. The backward pass counts 2.5 times the forward pass's FLOPs."""
+    """Curves of the forward and the backward pass, which counts 2.5 times the FLOPs of the forward pass."""
 
     forward: Curve
     backward: Curve
@@ -81,12 +82,13 @@ class Passes:
 
 @dataclass(frozen=True)
 class Attention:
-    """Achieved rates of one attention kernel with heads of 128, in bf16 (fp16 where there is no bf16).
+    """Achieved rates of one attention kernel for heads of 128 in bf16 (fp16 on GPUs without bf16).
 
     Args:
-        kernel: its name, as in ``--hexi-kernel``.
-        causal: a query sees keys up to its own position; counted as half the FLOPs of `full`.
-        full: every query sees every key: 4 x queries x keys x head dim x heads FLOPs forward.
+        kernel: name of the kernel, as in ``--hexi-kernel``.
+        causal: rates with a causal mask, which counts half the FLOPs of `full`.
+        full: rates without a mask, which counts 4 x queries x keys x head dim x heads FLOPs in the forward
+            pass.
     """
 
     kernel: str
@@ -94,13 +96,13 @@ class Attention:
     full: Passes
 
     def map(self, change: Callable[[Curve], Curve]) -> Attention:
-        """Return the kernel's rates with a function applied to each of the four curves."""
+        """Return the kernel's rates with the function `change` applied to each of the four curves."""
         causal, full = (Passes(change(p.forward), change(p.backward)) for p in (self.causal, self.full))
         return Attention(self.kernel, causal, full)
 
     @property
     def curves(self) -> dict[str, Curve]:
-        """The four curves by name."""
+        """The four curves of the kernel by name."""
         return {
             "causal forward": self.causal.forward,
             "causal backward": self.causal.backward,
@@ -111,7 +113,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Nominal:
-    """Dense rates by datasheet, TFLOP/s, by precision; ``None`` where the GPU lacks it."""
+    """Dense TFLOP/s of a GPU by its datasheet, per precision; ``None`` for a precision that the GPU lacks."""
 
     bf16: float | None = None
     fp16: float | None = None
@@ -122,15 +124,15 @@ class Nominal:
 
 @dataclass(frozen=True)
 class Link:
-    """The link of a GPU to the others of its node.
+    """The link of a GPU to the other GPUs of its node.
 
     Args:
-        kind: NVLink4, PCIe5, …
-        bandwidth_gb_s: achieved, 10^9 bytes/s a direction; each GPU has this much out and in.
+        kind: kind of link: NVLink4, PCIe5, …
+        bandwidth_gb_s: achieved bandwidth out of, and into, each GPU, 10^9 bytes/s per direction.
         latency_us: latency of one message, µs.
-        source: who measured it, or how it was estimated.
-        estimate: whether nobody measured it.
-        nominal_gb_s: bandwidth by datasheet, a direction.
+        source: source of the measurement, or derivation of the estimate.
+        estimate: whether the figures are estimates, not measured.
+        nominal_gb_s: bandwidth by datasheet, 10^9 bytes/s per direction.
     """
 
     kind: str
@@ -143,15 +145,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """The memory of a GPU's node, as the GPU reaches it.
+    """The host memory of a node, as one GPU's share of it.
 
     Args:
-        usable_gib: memory that a job may pin for each GPU of the node, GiB.
-        bandwidth_gb_s: bandwidth of copies between the GPU and pinned memory, 10^9 bytes/s a direction, while
-            all GPUs of the node copy.
-        memory_gb_s: bandwidth of that memory for the processes of each GPU, 10^9 bytes/s, while all use it.
-        source: who measured it, or how it was estimated.
-        estimate: whether nobody measured it.
+        usable_gib: host memory that a job may pin for each GPU of the node, GiB.
+        bandwidth_gb_s: bandwidth of copies between the GPU and pinned memory while all GPUs of the node copy,
+            10^9 bytes/s per direction.
+        memory_gb_s: bandwidth of host memory for the processes of each GPU while all GPUs' processes use it,
+            10^9 bytes/s.
+        source: source of the measurement, or derivation of the estimate.
+        estimate: whether the figures are estimates, not measured.
     """
 
     usable_gib: float
@@ -163,25 +166,25 @@ class Host:
 
 @dataclass(frozen=True)
 class Device:
-    """A model of GPU.
+    """A GPU model with its memory, links and achieved rates.
 
     Args:
-        name: name in cluster files.
-        memory_gb: memory as its vendor sells it.
-        usable_gib: memory that a process finds free on it, GiB.
-        memory_gb_s: bandwidth of its memory by datasheet, 10^9 bytes/s.
+        name: name of the GPU in cluster files.
+        memory_gb: memory as the vendor sells it, 10^9 bytes.
+        usable_gib: memory that a process finds free on the GPU, GiB.
+        memory_gb_s: bandwidth of the GPU's memory by datasheet, 10^9 bytes/s.
         capability: CUDA compute capability.
         nominal: rates by datasheet.
-        link: link to the other GPUs of its node.
-        matmul: achieved by matrix products, against rows, in bf16 (fp16 where there is no bf16).
-        attentions: kernels with curves, those of the cluster file before the catalogue's, and the fastest
-            (causal, forward, 16k tokens) of each first.
+        link: link to the other GPUs of the node.
+        matmul: achieved rate of matrix products against their rows, in bf16 (fp16 on GPUs without bf16).
+        attentions: achieved rates of attention kernels: the cluster file's kernels before the catalogue's,
+            each from fastest to slowest (causal, forward, 16k tokens).
         source: the datasheet.
         note: remark for users.
-        matmul_fp8: achieved by matrix products in fp8; ``None`` where nobody measured it.
-        layer_share: share of both rates that a training layer's matrices reach; 1 where measured as a layer
-            runs them.
-        host: its node's memory; ``None``: not known, so that nothing can be planned to lie there.
+        matmul_fp8: achieved rate of matrix products in fp8; ``None`` if not known.
+        layer_share: fraction of `matmul` and `matmul_fp8` that the matrix products of a training layer reach;
+            1 if the curves were measured in a layer.
+        host: host memory of the node; ``None``: unknown, so plans do not offload to it.
     """
 
     name: str
@@ -201,17 +204,17 @@ class Device:
 
     @property
     def layer_matmul(self) -> Curve:
-        """The rates of a training layer's matrix products: `matmul` times `layer_share`."""
+        """Achieved rate of the matrix products of a training layer: `matmul` times `layer_share`."""
         return self.matmul.scaled(self.layer_share)
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Names of the attention kernels with curves, the default first."""
+        """Names of the attention kernels whose rates are known, the default kernel first."""
         return tuple(attention.kernel for attention in self.attentions)
 
     @property
     def curves(self) -> dict[str, Curve]:
-        """All curves by name."""
+        """All curves of the GPU by name."""
         in_fp8 = {} if self.matmul_fp8 is None else {"matmul fp8": self.matmul_fp8}
         return (
             {"matmul": self.matmul}
@@ -224,10 +227,10 @@ class Device:
         )
 
     def attention(self, kernel: str | None = None) -> Attention:
-        """Return the curves of an attention kernel, by default those of the first.
+        """Return the achieved rates of an attention kernel; ``None`` stands for the default kernel.
 
         Raises:
-            ClusterError: no curves of that kernel are known for this GPU.
+            ClusterError: no rates of the kernel are known for this GPU.
         """
         if kernel is None:
             return self.attentions[0]
@@ -241,7 +244,7 @@ class Device:
         )
 
     def at_speed(self, factor: float) -> Device:
-        """Return this GPU with all curves multiplied by `factor`: a throttled GPU, or a what-if."""
+        """Return this GPU with all rates multiplied by `factor`, as of a throttled or a hypothetical GPU."""
         if factor == 1:
             return self
         return replace(
@@ -252,5 +255,5 @@ class Device:
         )
 
     def with_memory(self, memory_gb: float) -> Device:
-        """Return this GPU with other memory, GB; the usable part keeps its share."""
+        """Return this GPU with `memory_gb` of memory, of which the same fraction is usable."""
         return replace(self, memory_gb=memory_gb, usable_gib=self.usable_gib * memory_gb / self.memory_gb)

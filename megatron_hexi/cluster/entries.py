@@ -1,4 +1,4 @@
-"""Devices in YAML: the catalogue's format, and that of ``devices:`` in a cluster file."""
+"""The YAML format of devices, in the catalogue and under ``devices:`` in a cluster file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STRICT = ConfigDict(extra="forbid")
 
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9](\.?[A-Za-z0-9_-]+)*\.?$")]
 Text = Annotated[str, Field(min_length=1, max_length=2000)]
-#: Bounds far outside any hardware: they catch a wrong unit, not a fast machine.
+#: A rate, with bounds far outside any hardware, which catch a wrong unit but no fast machine.
 Rate = Annotated[float, Field(strict=True, gt=0, le=1e6, allow_inf_nan=False)]
 Latency = Annotated[float, Field(strict=True, ge=0, le=1e7, allow_inf_nan=False)]
 Memory = Annotated[float, Field(strict=True, gt=0, le=1e5, allow_inf_nan=False)]
@@ -32,13 +32,14 @@ PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 @dataclass(frozen=True)
 class CurveEntry:
-    """A curve of achieved rates: `points`, and either `source` or `estimate`.
+    """A curve of achieved rates against size: `points`, and either `source` or `estimate`.
 
     Args:
-        points: a size (rows of a matrix product, tokens of a sequence) and TFLOP/s, sizes ascending.
+        points: pairs of a size (rows of a matrix product, tokens of a sequence) and a rate in TFLOP/s, by
+            ascending size.
         source: link to the measurement.
-        estimate: how it was derived instead.
-        half: size at which half the rate is reached, below the first point; else an estimate.
+        estimate: derivation of the rates, if they were not measured.
+        half: size, below the first point, at which half the rate is reached; left out: it is estimated.
     """
 
     points: Points
@@ -55,7 +56,7 @@ class PassesEntry:
 
     Args:
         forward: curve of the forward pass.
-        backward: curve of the backward pass; it counts 2.5 times the forward pass's FLOPs.
+        backward: curve of the backward pass, which counts 2.5 times the FLOPs of the forward pass.
     """
 
     forward: CurveEntry | None = None
@@ -66,13 +67,13 @@ class PassesEntry:
 
 @dataclass(frozen=True)
 class AttentionEntry:
-    """The curves of one kernel: given, or another GPU's (`like`) times a factor, with the reason.
+    """The curves of one attention kernel: given here, or the curves of another GPU (`like`) times a factor.
 
     Args:
-        causal: with a causal mask; counted as half the FLOPs of `full`.
-        full: without a mask.
-        like: another GPU whose curves of this kernel are used.
-        times: factor on those curves.
+        causal: curves with a causal mask, which counts half the FLOPs of `full`.
+        full: curves without a mask.
+        like: name of another GPU whose curves of this kernel are used.
+        times: factor on the rates of the other GPU.
         estimate: reason for the factor.
     """
 
@@ -90,12 +91,12 @@ class LinkEntry:
     """A link inside a node.
 
     Args:
-        kind: name in reports: NVLink4, PCIe5, …
-        bandwidth_gb_s: achieved by each GPU.
+        kind: name of the link in reports: NVLink4, PCIe5, …
+        bandwidth_gb_s: bandwidth that each GPU achieves, 10^9 bytes/s per direction.
         latency_us: latency of one message, µs.
-        nominal_gb_s: bandwidth by datasheet.
-        source: who measured it.
-        estimate: how it was derived instead.
+        nominal_gb_s: bandwidth by datasheet, 10^9 bytes/s per direction.
+        source: source of the measurement.
+        estimate: derivation of the figures, if they were not measured.
     """
 
     kind: Text
@@ -110,14 +111,15 @@ class LinkEntry:
 
 @dataclass(frozen=True)
 class HostEntry:
-    """The memory of a GPU's node, as `host` of a node.
+    """The host memory of nodes with a GPU model; a node's own `host` overrides it.
 
     Args:
-        usable_gib: memory that a job may pin for each GPU of the node, GiB.
-        bandwidth_gb_s: bandwidth of copies between the GPU and pinned memory, while all GPUs copy.
-        memory_gb_s: bandwidth of that memory for the processes of each GPU, while all use it.
-        source: who measured it.
-        estimate: how it was derived instead.
+        usable_gib: host memory that a job may pin for each GPU of the node, GiB.
+        bandwidth_gb_s: bandwidth of copies between each GPU and pinned memory while all GPUs copy, 10^9
+            bytes/s per direction.
+        memory_gb_s: bandwidth of host memory for the processes of each GPU while all use it, 10^9 bytes/s.
+        source: source of the measurement.
+        estimate: derivation of the figures, if they were not measured.
     """
 
     usable_gib: Memory
@@ -131,14 +133,14 @@ class HostEntry:
 
 @dataclass(frozen=True)
 class NominalEntry:
-    """Datasheet rates, dense, TFLOP/s.
+    """Dense rates of a GPU by its datasheet, TFLOP/s; a precision that the GPU lacks is left out.
 
     Args:
-        bf16: left out where the GPU lacks it.
-        fp16: left out where the GPU lacks it.
-        fp8: left out where the GPU lacks it.
-        tf32: left out where the GPU lacks it.
-        fp32: left out where the GPU lacks it.
+        bf16: rate in bf16.
+        fp16: rate in fp16.
+        fp8: rate in fp8.
+        tf32: rate in tf32.
+        fp32: rate in fp32.
     """
 
     bf16: Rate | None = None
@@ -152,20 +154,20 @@ class NominalEntry:
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """A GPU; what an entry leaves out comes from the catalogue's GPU of that name.
+    """A GPU model; fields that are left out are those of the catalogue's GPU with the same name.
 
     Args:
-        memory_gb: memory as sold.
-        usable_gib: memory that a process finds free, GiB.
-        memory_gb_s: bandwidth of its memory by datasheet.
+        memory_gb: memory as the vendor sells it, 10^9 bytes.
+        usable_gib: memory that a process finds free on the GPU, GiB.
+        memory_gb_s: bandwidth of the GPU's memory by datasheet, 10^9 bytes/s.
         capability: CUDA compute capability, major and minor.
         nominal: rates by datasheet.
-        link: link to the other GPUs of its node.
-        host: its node's memory; without it plans do not offload.
-        matmul: matrix products, against rows.
-        matmul_fp8: the same in fp8.
-        attention: each kernel's curves, against tokens, with heads of 128.
-        source: datasheet of its figures.
+        link: link to the other GPUs of the node.
+        host: host memory of the node; without this field plans do not offload.
+        matmul: achieved rate of matrix products against their rows.
+        matmul_fp8: achieved rate of matrix products in fp8 against their rows.
+        attention: achieved rates of each attention kernel against tokens, with heads of 128.
+        source: datasheet of the GPU.
         note: remark in reports.
     """
 
@@ -187,13 +189,13 @@ class DeviceEntry:
 
 @dataclass(frozen=True)
 class Builder:
-    """Turns entries into devices.
+    """A builder of devices from their entries in a YAML document.
 
     Args:
-        source: the document that the entries stand in, for errors.
-        known: devices that an entry may extend or be `like`.
-        halves: tokens at which attention reaches half its rate, by mask and direction.
-        citations: texts that a one-word `source` stands for.
+        source: the YAML document of the entries, for errors.
+        known: devices that an entry may extend or name as `like`.
+        halves: number of tokens at which attention reaches half its rate, by mask and pass.
+        citations: full citation for each one-word `source`.
         layer_share: `Device.layer_share` of devices whose `matmul` is in the document.
     """
 
@@ -204,7 +206,11 @@ class Builder:
     layer_share: float
 
     def device(self, name: str, entry: DeviceEntry) -> Device:
-        """Return the device of an entry; raises ClusterError where a part is missing or a rule broken."""
+        """Return the device of an entry.
+
+        Raises:
+            ClusterError: the entry lacks a field, or breaks a rule.
+        """
         place, base = ("devices", name), self.known.get(name)
 
         def need[T](field: str, value: T | None, inherit: Callable[[Device], T]) -> T:

@@ -1,4 +1,4 @@
-"""Cluster files: read, checked, digested."""
+"""Read, check and digest cluster files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADAPTER = TypeAdapter(ClusterFile)
 
 
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """Read a cluster file and check every rule that it must keep.
+    """Read a cluster file, check all its rules and return the cluster.
 
     Raises:
         HexiError: the file cannot be read or is not YAML.
@@ -46,10 +46,9 @@ def cluster_from_yaml(source: YamlFile) -> Cluster:
 def cluster_digest(cluster: Cluster) -> str:
     """Return the SHA-256 (hex) of a cluster file's nodes, links and devices, with defaults filled in.
 
-    Its name, its hosts and what plans may use are left out.
-
-    The catalogue's numbers do not enter: a better curve in a later version leaves a plan's cluster the same.
-    So does a field that such a version adds, where a file leaves it out.
+    The digest ignores the file's `name`, `hosts` and `planner`. It also ignores the catalogue's figures, and
+    fields that a later version adds and the file leaves out: so a later version with better curves gives the
+    cluster of an old plan the same digest.
     """
     data = dataclasses.asdict(cluster.file)
     del data["name"], data["planner"]

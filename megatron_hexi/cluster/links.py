@@ -1,4 +1,4 @@
-"""Nodes, ranks, and the links and tiers of links that make up a topology."""
+"""Data classes of a topology: nodes, ranks, network cards, links, and tiers of links."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ Way = Literal["out", "in"]
 
 
 class LinkId(NamedTuple):
-    """One direction of a link: into or out of a rank, card, node, group or pair of nodes.
+    """Identity of one direction of a link: out of, or into, a rank, card, node, group or pair of nodes.
 
     Args:
-        tier: 0 inside a node, 1 between nodes, 2 and up the file's levels.
-        per: owner of the link.
-        owner: number of the rank, card, node or group (of that level); sender x nodes + receiver for a pair.
-        way: ``out`` of its owner or ``in``.
+        tier: number of the tier: 0 inside a node, 1 between nodes, 2 and up for fabrics and levels of the
+            cluster file.
+        per: kind of the link's owner.
+        owner: number of the rank, card, node or group (of the level) that owns the link; sending node x
+            number of nodes + receiving node for a pair.
+        way: direction: ``out`` of the owner, or ``in``.
     """
 
     tier: int
@@ -32,7 +34,7 @@ class LinkId(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """The links that a transfer occupies, in order, and its latency, s."""
+    """The route of a transfer: the links that the transfer occupies, in order, and its latency in seconds."""
 
     links: tuple[LinkId, ...]
     latency_s: float
@@ -44,9 +46,9 @@ class Cards:
 
     Args:
         count: number of cards, at most one for each GPU.
-        bandwidth: bandwidth of each card, bytes/s a direction.
+        bandwidth: bandwidth of each card, bytes/s per direction.
         latency_s: latency between two nodes, s.
-        fabric: name of the network that the cards are on.
+        fabric: name of the network to which the cards are connected.
     """
 
     count: int
@@ -59,15 +61,16 @@ class Cards:
         return gpu * self.count // gpus
 
     def way_out(self, used: int, gpus: int) -> float:
-        """Return the total bandwidth of the node's first `used` GPUs to other nodes, bytes/s."""
+        """Return the total bandwidth from the first `used` of a node's GPUs to other nodes, bytes/s."""
         return self.bandwidth * (1 + self.card_of(used - 1, gpus)) if used else 0.0
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node: its name, GPU, ranks, the link of each GPU inside it (bytes/s a direction, s), and its cards.
+    """A node of the cluster: name, GPU model, ranks, links between its GPUs, and network cards.
 
-    Cards are ``None`` where nothing is known of them: with a measured matrix, or without other nodes.
+    Each GPU's link inside the node has a bandwidth (bytes/s per direction) and a latency (s). The cards are
+    ``None`` if unknown: in a cluster with a measured matrix, or with a single node.
     """
 
     name: str
@@ -80,7 +83,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Rank:
-    """A GPU: its number in the job, its node's number, its number inside the node, and its device."""
+    """A GPU of the cluster: number in the job, number of the node, number inside the node, and device."""
 
     rank: int
     node: int
@@ -90,15 +93,17 @@ class Rank:
 
 @dataclass(frozen=True)
 class Tier:
-    """Links between nodes, or between the groups of a level.
+    """A tier of links: the links between nodes, between fabrics, or between the groups of a level.
 
     Args:
-        name: ``network``, or the level's.
-        per: owner of each link.
-        link_of: the number of each rank's link: the rank, its node, its group, or a card of all.
-        bandwidths: bandwidth of each link, bytes/s a direction.
-        latencies_s: added by crossing it once, by node; of two nodes the longer one counts.
-        group_of: the group of each node; a node is its own group between nodes.
+        name: name of the tier: ``network``, or the name of the level.
+        per: kind of owner of each link.
+        link_of: number of the link of each rank: the number of the rank, of its node, of its group, or of a
+            card counted over the cluster.
+        bandwidths: bandwidth of each link, bytes/s per direction.
+        latencies_s: latency that a transfer gets by crossing the tier, for each node, s; of the two nodes of
+            a transfer the longer latency counts.
+        group_of: number of the group of each node; in the tier between nodes, each node is a group.
     """
 
     name: str
@@ -110,32 +115,38 @@ class Tier:
 
     @cached_property
     def sharers(self) -> tuple[int, ...]:
-        """Number of ranks on each link."""
+        """Number of ranks that share each link."""
         counts = Counter(self.link_of)
         return tuple(counts[link] for link in range(len(self.bandwidths)))
 
     @cached_property
     def first_ranks(self) -> Mapping[int, int]:
-        """The first rank of each link."""
+        """The first rank that uses each link, by number of the link."""
         return {link: rank for rank, link in reversed(list(enumerate(self.link_of)))}
 
     def latency_s(self, a: int, b: int) -> float:
-        """Return the latency that the tier adds between two nodes, s."""
+        """Return the latency that this tier adds to a transfer between two nodes, s."""
         return max(self.latencies_s[a], self.latencies_s[b])
 
     def at_bandwidths(self, factors: Mapping[int, float], node_of: Sequence[int]) -> Tier:
-        """Return this tier with bandwidths multiplied by `factors`, which are by group, or else by node."""
+        """Return this tier with the bandwidths of its links multiplied by factors.
+
+        Args:
+            factors: factors by number of the group if each group owns a link, otherwise by number of the
+                node.
+            node_of: number of the node of each rank.
+        """
         number_of = [self.group_of[node] for node in node_of] if self.per == "group" else node_of
         factor_of = {link: factors.get(number_of[rank], 1.0) for link, rank in self.first_ranks.items()}
         widths = (width * factor_of.get(link, 1.0) for link, width in enumerate(self.bandwidths))
         return replace(self, bandwidths=tuple(widths))
 
     def of(self, ranks: Sequence[int], place: Mapping[int, int]) -> Tier:
-        """Return this tier for the ranks of some nodes, renumbered; groups keep their numbers.
+        """Return this tier for a part of the cluster, with nodes and ranks renumbered and groups unchanged.
 
         Args:
-            ranks: the ranks that remain.
-            place: the new number of each remaining node, in their order.
+            ranks: the ranks that remain, all ranks of some nodes.
+            place: new number of each remaining node, by old number, ascending.
         """
         links = [self.link_of[rank] for rank in ranks]
         latencies = tuple(self.latencies_s[node] for node in place)

@@ -1,6 +1,6 @@
-"""The cluster file as frozen data: nodes, the links between them, and its own GPUs.
+"""The cluster file as data classes: nodes, links between nodes, and the file's own GPU models.
 
-Everywhere: GB is 10^9 bytes, bandwidth is a direction, latency is of one message.
+In this module GB is 10^9 bytes, a bandwidth holds per direction, and a latency is the latency of one message.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from megatron_hexi.cluster.entries import STRICT, DeviceEntry, Latency, Memory, 
 from megatron_hexi.cluster.planner_rules import ANYTHING, PlannerRules
 from megatron_hexi.hostlist import expand_hostlist
 
-#: More is a typing error, and is refused before anything is built for each of them.
+#: Largest number of GPUs; more are taken for a typing error, and refused before an object is built for each.
 MAX_GPUS = 65536
-#: A measured matrix has a row a node; beyond this, levels describe a cluster better.
+#: Largest number of nodes with a measured matrix, which has a row per node; levels describe more nodes
+#: better.
 MAX_MATRIX_NODES = 1024
-#: Between nodes where the file does not say: Calculon counts 10-20 µs (arXiv 2303.08375).
+#: Latency between nodes, µs, if the file gives none; Calculon assumes 10-20 µs (arXiv 2303.08375).
 NETWORK_LATENCY_US = 10.0
-#: 10^9 bytes/s of 10^9 bits/s.
+#: Factor from 10^9 bits/s to 10^9 bytes/s.
 GB_OF_GBIT = 1 / 8
 
 Count = Annotated[int, Field(strict=True, ge=1, le=MAX_GPUS)]
 Factor = Annotated[float, Field(strict=True, gt=0, le=100, allow_inf_nan=False)]
-#: Zero or nothing: no link; a rule then says which two cannot reach each other.
+#: A rate of a link; zero or ``None`` stands for no link, and a rule names nodes that cannot reach each other.
 MaybeRate = Annotated[float, Field(strict=True, ge=0, le=1e6, allow_inf_nan=False)] | None
 MaybeLatency = Latency | None
 
@@ -36,11 +37,11 @@ _ONE_OR_MANY = re.compile(r"(?P<base>.+)-(?P<first>\d+)(\.\.(?P<last>\d+))?")
 
 @dataclass(frozen=True)
 class Intra:
-    """Links inside a node, in place of the catalogue's.
+    """The links between the GPUs of a node, in place of the catalogue's figures.
 
     Args:
-        bandwidth_gb_s: bandwidth of each GPU, 10^9 bytes/s a direction.
-        latency_us: latency of one message, µs; the catalogue's if left out.
+        bandwidth_gb_s: bandwidth of each GPU, 10^9 bytes/s per direction.
+        latency_us: latency of one message, µs; left out: the catalogue's figure.
     """
 
     bandwidth_gb_s: Rate
@@ -51,12 +52,12 @@ class Intra:
 
 @dataclass(frozen=True)
 class NodeHost:
-    """Memory of the node itself, in place of the catalogue's.
+    """The host memory of a node, in place of the catalogue's figures.
 
     Args:
-        usable_gib: memory that a job may pin on the whole node, GiB.
-        bandwidth_gb_s: bandwidth of copies between each GPU and pinned memory, while all GPUs copy.
-        memory_gb_s: bandwidth of that memory for the processes of each GPU, while all use it.
+        usable_gib: host memory that a job may pin on the whole node, GiB.
+        bandwidth_gb_s: bandwidth of copies between each GPU and pinned memory while all GPUs copy.
+        memory_gb_s: bandwidth of host memory for the processes of each GPU while all use it.
     """
 
     usable_gib: Memory | None = None
@@ -68,14 +69,15 @@ class NodeHost:
 
 @dataclass(frozen=True)
 class NodeNetwork:
-    """A node's cards to other nodes: each with `gbit_s`, or with `bandwidth_gb_s`.
+    """The network cards of a node, with either `gbit_s` or `bandwidth_gb_s`.
 
     Args:
-        cards: number of cards; the GPUs of a node share them evenly, neighbours the same one.
+        cards: number of cards; the GPUs of a node share the cards evenly, neighbouring GPUs the same card.
         gbit_s: line rate of each card, 10^9 bits/s: ``400``.
         bandwidth_gb_s: measured bandwidth of each card, in place of `gbit_s`.
-        latency_us: latency between two nodes; if they differ, the longer one counts.
-        fabric: name of the network that the cards are on: ``infiniband``, ``roce``, ``ethernet``, or any.
+        latency_us: latency between two nodes; of two nodes with different latencies the longer one counts.
+        fabric: name of the network to which the cards are connected: ``infiniband``, ``roce``, ``ethernet``,
+            or any other name.
     """
 
     cards: Count = 1
@@ -89,19 +91,20 @@ class NodeNetwork:
 
 @dataclass(frozen=True)
 class NodeEntry:
-    """`count` nodes alike, called ``name-0``, ``name-1`` and so on.
+    """An entry of `count` equal nodes, which are named ``name-0``, ``name-1`` and so on.
 
     Args:
         name: name of the nodes in the rest of the file.
-        gpu: a GPU of the catalogue, or of ``devices:``.
+        gpu: name of a GPU in the catalogue, or under ``devices:``.
         gpus: number of GPUs of each node.
         count: number of nodes.
-        memory_gb: memory of each GPU as sold; the usable part keeps its share.
-        speed: factor on all its curves (0.8: throttled to four fifths).
-        intra: links inside the node.
-        host: the node's own memory, for offload.
-        network: the node's cards, in place of the file's `network`.
-        hosts: Slurm's names of the nodes, in order, as ``h[01-06]``; `count` is then how many these are.
+        memory_gb: memory of each GPU as the vendor sells it, of which the same fraction is usable.
+        speed: factor on all rates of the GPU (0.8: throttled to four fifths).
+        intra: links between the GPUs of each node.
+        host: host memory of each node, for offloading.
+        network: network cards of each node, in place of the file's `network`.
+        hosts: Slurm's names of the nodes, in order, such as ``h[01-06]``; `count` is then the number of
+            names.
     """
 
     name: Name
@@ -120,12 +123,12 @@ class NodeEntry:
 
 @dataclass(frozen=True)
 class Network:
-    """The network between nodes that have no `network` of their own.
+    """The network between the nodes whose entries have no `network`.
 
     Args:
-        bandwidth_gb_s: bandwidth of each owner that `per` names.
+        bandwidth_gb_s: bandwidth of each node's or each GPU's link, as `per` says.
         latency_us: latency between two nodes.
-        per: ``node``: all GPUs of a node share its link; ``gpu``: each GPU has a card of its own.
+        per: owner of a link. ``node``: all GPUs of a node share one link; ``gpu``: each GPU has its own card.
     """
 
     bandwidth_gb_s: Rate
@@ -137,14 +140,16 @@ class Network:
 
 @dataclass(frozen=True)
 class FabricLink:
-    """The link between nodes of different fabrics: with `gbit_s`, or with `bandwidth_gb_s`.
+    """A link between nodes of different fabrics, with either `gbit_s` or `bandwidth_gb_s`.
 
     Args:
-        meet: the fabrics, with all that an earlier entry joined to them; else all of the file.
-        gbit_s: line rate of what `per` says, 10^9 bits/s.
+        meet: names of the fabrics that the link joins, including the fabrics that an earlier entry joined to
+            them; left out: all fabrics of the file.
+        gbit_s: line rate of each owner of a link, as `per` says, 10^9 bits/s.
         bandwidth_gb_s: measured bandwidth, in place of `gbit_s`.
-        latency_us: added to that of the nodes' cards.
-        per: ``node`` or ``gpu``: each has so much of its own; ``fabric``: shared by all of a fabric.
+        latency_us: latency that is added to the latency of the nodes' cards.
+        per: owner of a link. ``node`` or ``gpu``: each node or GPU has its own; ``fabric``: all nodes of a
+            fabric share one.
     """
 
     meet: Annotated[tuple[Name, ...], Field(min_length=2)] | None = None
@@ -158,15 +163,16 @@ class FabricLink:
 
 @dataclass(frozen=True)
 class Level:
-    """A level above the node: racks, fabrics, sites.
+    """A level of groups of nodes, such as racks or sites, with links between the groups.
 
     Args:
-        name: name in reports.
-        groups: nodes of each group: ``h100`` (all of that name), ``h100-0`` or ``h100-0..3``; each node
-            once, in whole groups of the level before.
-        bandwidth_gb_s: bandwidth out of a group, and into it.
-        latency_us: added to the levels inside.
-        per: ``group``: shared by all of the group; ``node`` or ``gpu``: each has so much of its own.
+        name: name of the level in reports.
+        groups: nodes of each group: ``h100`` (all nodes of that name), ``h100-0`` or ``h100-0..3``. Each node
+            is in one group; groups of the level before are not split.
+        bandwidth_gb_s: bandwidth of each owner of a link, as `per` says, in either direction.
+        latency_us: latency that is added to the latency of the levels before.
+        per: owner of a link. ``group``: all nodes of a group share one link out of the group; ``node`` or
+            ``gpu``: each node or GPU has its own.
     """
 
     name: Name
@@ -180,12 +186,12 @@ class Level:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Bandwidth measured between every two nodes, with all GPUs sending; a row sends, a column receives.
+    """The bandwidth measured between any two nodes while all their GPUs send.
 
     Args:
-        nodes: ``h100-0``, …, every node once, in the order of rows and columns.
-        bandwidth_gb_s: a row for each node; the diagonal is not read.
-        latency_us: latency in the same layout.
+        nodes: names of all nodes (``h100-0``, …), each once, in the order of rows and columns.
+        bandwidth_gb_s: bandwidth from the row's node to the column's node; the diagonal is not read.
+        latency_us: latency from the row's node to the column's node.
     """
 
     nodes: Annotated[tuple[Text, ...], Field(min_length=1, max_length=MAX_MATRIX_NODES)]
@@ -197,17 +203,17 @@ class Matrix:
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """A cluster file. Several nodes need `network`, here or at each node, or `matrix`.
+    """A cluster file. A cluster of several nodes needs `network`, here or in each node entry, or `matrix`.
 
     Args:
-        name: name in reports.
-        nodes: ranks are numbered in this order.
-        network: between nodes that have none of their own.
-        fabrics: links between nodes of different fabrics, from inside out.
-        levels: above the node, from inside out.
-        matrix: measured links, in place of `network`, `fabrics` and `levels`.
-        devices: your own GPUs and measured curves.
-        planner: the features that plans may use, unless the command line says otherwise.
+        name: name of the cluster in reports.
+        nodes: entries of nodes; ranks are numbered in their order.
+        network: network between the nodes whose entries have no `network`.
+        fabrics: links between nodes of different fabrics, from the inside out.
+        levels: levels of groups of nodes, such as racks, from the inside out.
+        matrix: measured links between nodes, in place of `network`, `fabrics` and `levels`.
+        devices: GPU models that the catalogue lacks, and measured curves, by name of the GPU.
+        planner: features that plans may use, unless the command line says otherwise.
     """
 
     name: Name
@@ -233,7 +239,7 @@ class ClusterFile:
 
     @cached_property
     def node_numbers(self) -> dict[str, range]:
-        """Numbers of each entry's nodes, in file order."""
+        """Numbers of the nodes of each entry, by name of the entry, in file order."""
         numbers, start = {}, 0
         for entry in self.nodes:
             numbers[entry.name] = range(start, start + entry.count)
@@ -242,7 +248,7 @@ class ClusterFile:
 
     @cached_property
     def networks(self) -> tuple[NodeNetwork, ...]:
-        """The network of each entry: its own, or else the file's; ``None`` without either."""
+        """The network of each node entry: the entry's, or else the file's; empty if an entry has neither."""
         common = self.network
         if common is None:
             return tuple(entry.network for entry in self.nodes if entry.network is not None)
@@ -258,19 +264,22 @@ class ClusterFile:
 
     @cached_property
     def fabric_names(self) -> tuple[str, ...]:
-        """All fabrics, in the order of the nodes."""
+        """Names of all fabrics, in the order of the nodes."""
         return tuple(dict.fromkeys(network.fabric for network in self.networks))
 
     @cached_property
     def hosts(self) -> tuple[str | None, ...]:
-        """Slurm's name of each node; ``None`` where the file does not give it."""
+        """Slurm's name of each node; ``None`` for nodes whose entry gives no names."""
         names: list[str | None] = []
         for entry in self.nodes:
             names += expand_hostlist(entry.hosts) if entry.hosts else [None] * entry.count
         return tuple(names)
 
     def find_nodes(self, text: str) -> range | None:
-        """Return the numbers of the nodes named ``h100``, ``h100-0`` or ``h100-0..3``; ``None`` for none."""
+        """Return the numbers of the nodes that a text names: ``h100``, ``h100-0`` or ``h100-0..3``.
+
+        ``None`` if there are no such nodes.
+        """
         if text in self.node_numbers:
             return self.node_numbers[text]
         match = _ONE_OR_MANY.fullmatch(text)

@@ -1,4 +1,4 @@
-"""Nested partitions of the ranks into parts with fast links inside."""
+"""Nested partitions of the ranks into parts whose ranks have fast links to each other."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition of the ranks; `name` is the level that joins the ranks of a part."""
+    """A partition of the ranks into parts; `name` is the level whose links join the ranks of each part."""
 
     name: str
     parts: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, name: str, group_of: Sequence[int], members: Sequence[Sequence[int]]) -> Partition:
-        """Build a partition from each member's group; parts in the order of their first rank."""
+        """Return the partition that joins members, each a list of ranks, of the same group into one part."""
         parts: dict[int, list[int]] = {}
         for number, group in enumerate(group_of):
             parts.setdefault(group, []).extend(members[number])
@@ -24,17 +24,17 @@ class Partition:
 
 
 def matrix_partitions(nodes: int, gb_s: Mapping[tuple[int, int], float]) -> list[tuple[str, list[int]]]:
-    """Return partitions of nodes by measured bandwidth, fastest first: at least 2^k GB/s inside a part.
+    """Return nested partitions of nodes by measured bandwidth, the fastest first.
 
-    Powers of two, so that the noise of a measurement does not split what belongs together. A step that
-    joins nothing is left out.
+    The nodes of a part reach each other at 2^k GB/s or more. Thresholds are powers of two so that noise of
+    the measurement does not split equal nodes. A threshold that joins no further nodes is left out.
 
     Args:
         nodes: number of nodes.
-        gb_s: GB/s from node to node; the slower of two directions counts.
+        gb_s: bandwidth from node to node, GB/s; the slower of the two directions counts.
 
     Returns:
-        Name, and the group of each node, of every step.
+        For each partition its name, and the number of each node's part.
     """
     octave = {(a, b): math.floor(math.log2(min(gb_s[a, b], gb_s[b, a]))) for a, b in gb_s if a < b}
     group_of = list(range(nodes))

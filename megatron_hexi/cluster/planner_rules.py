@@ -1,4 +1,4 @@
-"""Rules of what plans for a cluster may use: the cluster file's defaults, and the command line's."""
+"""The features that plans for a cluster may use, by the cluster file and by the command line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Flag = Annotated[bool, Field(strict=True)] | None
 
 @dataclass(frozen=True)
 class PlannerRules:
-    """The features that plans may use; ``None`` where neither allowed nor refused, which allows it.
+    """Whether plans may use each of four features; a feature that is not stated is allowed.
 
     Args:
         ministages: stages that run in several parts, whose weights are fetched when they are needed.
         offload: weights, optimizer state or activations in host memory.
-        unequal_replicas: data-parallel replicas with other GPUs, stages or numbers of micro-batches.
-        unequal_stages: pipeline stages with layers of their own; ministages and offload need them.
+        unequal_replicas: data-parallel replicas with different GPUs, stages or numbers of micro-batches.
+        unequal_stages: pipeline stages with different numbers of layers; ministages and offload need them.
     """
 
     ministages: Flag = None
@@ -31,21 +31,21 @@ class PlannerRules:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     def over(self, defaults: PlannerRules) -> PlannerRules:
-        """Return these rules, completed by defaults."""
+        """Return these rules, with features that they do not state taken from `defaults`."""
         values = {name: value for name, value in vars(self).items() if value is not None}
         return PlannerRules(**(vars(defaults) | values))
 
     def allow(self, feature: str) -> bool:
-        """Return whether plans may use a feature, given by its field's name."""
+        """Return whether plans may use a feature, given by its field name."""
         return getattr(self, feature) is not False
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """Features that plans may not use, in the order of the fields."""
+        """Names of the features that plans may not use, in the order of the fields."""
         return tuple(field.name for field in fields(self) if not self.allow(field.name))
 
 
 #: Share of usable memory that plans keep free unless told otherwise.
 MEMORY_MARGIN: Final = 0.05
-#: Nothing is refused.
+#: Rules that allow every feature.
 ANYTHING: Final = PlannerRules()

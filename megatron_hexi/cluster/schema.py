@@ -1,4 +1,4 @@
-"""Errors in cluster files and in the catalogue: a wrong format, or a broken rule, with its place."""
+"""Parse cluster files and the catalogue, and raise errors that name file, place and remedy."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from megatron_hexi.yaml_schema import parse, short
 
 
 def parse_file[T](kind: TypeAdapter[T], source: YamlFile, shape: str) -> T:
-    """Parse a document into a type.
+    """Parse a YAML document into a value of a type.
 
     Args:
         kind: the type.
-        source: the document.
-        shape: description of a correct file, for the error about an empty or wholly different one.
+        source: the YAML document.
+        shape: description of a correct file, for the error about an empty or wholly different file.
 
     Raises:
-        ClusterError: the first thing that does not fit: file, line, place, value, remedy.
+        ClusterError: the document does not fit the type; the message names the file, line, place, value and
+            remedy of the first error.
     """
     if not isinstance(source.data, dict):
         problem = "is empty" if source.data is None else f"holds {short(source.data)}"
@@ -29,5 +30,5 @@ def parse_file[T](kind: TypeAdapter[T], source: YamlFile, shape: str) -> T:
 
 
 def refuse(source: YamlFile, place: Place, problem: str, remedy: str) -> NoReturn:
-    """Raise the error about a broken rule, with its place and the remedy."""
+    """Raise a `ClusterError` about a broken rule, with the place in the document and the remedy."""
     raise ClusterError(f"{source.where(place)} {problem}; {remedy}")

@@ -1,4 +1,4 @@
-"""The tiers of a cluster's links: between nodes, between fabrics, and the file's levels, from inside out."""
+"""Build the tiers of a cluster's links: between nodes, between fabrics, and between the groups of levels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ MICRO = 1e6
 
 
 def find_tiers(file: ClusterFile, nodes: Sequence[Node], ranks: Sequence[Rank]) -> tuple[Tier, ...]:
-    """Return the tiers of a file without a matrix; none where it describes no network.
+    """Return the tiers of links, from the inside out, of a cluster file without a matrix.
+
+    A file without a network has no tiers.
 
     Args:
         file: the cluster file.
@@ -36,7 +38,10 @@ def find_tiers(file: ClusterFile, nodes: Sequence[Node], ranks: Sequence[Rank]) 
 
 
 def fabric_groups(file: ClusterFile) -> list[list[int]]:
-    """Return each node's group by fabric: before any of the file's `fabrics`, and after each of them."""
+    """Return partitions of the nodes by fabric: before the file's `fabrics` entries, and after each of them.
+
+    A partition has the number of each node's group of joined fabrics.
+    """
     each = zip(file.nodes, file.networks, strict=True)
     names = [network.fabric for entry, network in each for _ in range(entry.count)]
     group_of = {name: number for number, name in enumerate(file.fabric_names)}
@@ -57,7 +62,7 @@ def gb_s(network: NodeNetwork | FabricLink) -> float:
 
 
 def _network(file: ClusterFile, nodes: Sequence[Node], ranks: Sequence[Rank]) -> Tier:
-    """Return the tier between nodes: one link for each card, GPU or node."""
+    """Return the tier of the links between nodes: one link for each card, GPU or node."""
     per: Per = "card"
     if file.network is not None and not any(entry.network for entry in file.nodes):
         per = file.network.per
@@ -76,7 +81,7 @@ def _network(file: ClusterFile, nodes: Sequence[Node], ranks: Sequence[Rank]) ->
 def _tier(
     name: str, per: Per, bandwidth: float, latency_us: float, group_of: Sequence[int], ranks: Sequence[Rank]
 ) -> Tier:
-    """Return a tier of equal links."""
+    """Return a tier whose links all have the same bandwidth and latency."""
     numbers = {"gpu": lambda rank: rank.rank, "node": lambda rank: rank.node}
     link_of = tuple(numbers.get(per, lambda rank: group_of[rank.node])(rank) for rank in ranks)
     latencies = (latency_us / MICRO,) * len(group_of)

@@ -1,15 +1,15 @@
-"""The cluster as the cost model uses it: numbered ranks, and the links that a transfer occupies.
+"""The topology of a cluster: numbered ranks, and the links that each transfer occupies.
 
-Links are shared resources, each of one direction. The cost model takes the largest bytes / capacity
-over them, the simulator divides them fairly among the transfers that cross; both ask here. Tier 0 is
-inside the node, tier 1 between nodes, higher ones are the file's levels:
+A link is a shared resource for one direction. For the cost model, transfers take the largest bytes / capacity
+over all links; the simulator divides each link fairly among the transfers that use it. Tier 0 is inside the
+node, tier 1 between nodes, and higher tiers are the cluster file's fabrics and levels:
 
     rank -> [its port]                              -> rank of the same node
     rank -> [out of tier 1] -> … -> [into tier 1]   -> rank of another node
 
-and a route climbs only as far as the two differ. With a measured matrix a route takes the sending
-node's way out, the measured pair, and the receiving node's way in; a node's way out (in) is as wide as
-the best pair seen to leave (enter) it.
+A route climbs only to the first tier at which the two ranks are in the same group. With a measured matrix a
+route uses the link out of the sending node, the link of the measured pair of nodes, and the link into the
+receiving node; the link out of (into) a node has the bandwidth of the node's fastest pair in that direction.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from megatron_hexi.cluster.tiers import GB, MICRO, find_tiers, gb_s
 
 @dataclass(frozen=True)
 class Cluster:
-    """The nodes, ranks and links of a cluster. Build it with `read_cluster`.
+    """The nodes, ranks and links of a cluster, as `read_cluster` returns them.
 
     Args:
         file: the cluster file.
         nodes: nodes in file order.
-        ranks: ranks in file order, a node's GPUs together.
-        tiers: between nodes, from inside out; empty with a measured matrix or a single node.
+        ranks: ranks in file order, the GPUs of a node together.
+        tiers: tiers of links between nodes, from the inside out; empty with a measured matrix or a single
+            node.
     """
 
     file: ClusterFile
@@ -49,19 +50,21 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """The cluster's name."""
+        """Name of the cluster."""
         return self.file.name
 
     @property
     def is_measured(self) -> bool:
-        """Whether links between nodes are a measured matrix, not tiers."""
+        """Whether the cluster describes the links between nodes by a measured matrix instead of tiers."""
         return bool(self._pairs)
 
     def at_speeds(self, factors: Mapping[int, float]) -> Cluster:
-        """Return this cluster with the curves of some ranks multiplied by `factors`; equal ranks share a
-        device.
+        """Return this cluster with the rates of some ranks multiplied by factors.
 
-        A node's device is that of its first rank.
+        Ranks with equal rates share a `Device`; the device of a node is the device of its first rank.
+
+        Args:
+            factors: factors by rank.
         """
         devices: dict[tuple[int, float], Device] = {}
         ranks = []
@@ -73,11 +76,11 @@ class Cluster:
         return replace(self, nodes=nodes, ranks=tuple(ranks))
 
     def at_bandwidths(self, factors: Mapping[tuple[int, int], float]) -> Cluster:
-        """Return this cluster with some bandwidths multiplied by factors, in both directions.
+        """Return this cluster with the bandwidths of some links multiplied by factors, in both directions.
 
         Args:
-            factors: factors by tier and number of a node, or of a group where a level has a link for each.
-                Tier 0 is what links a node's GPUs.
+            factors: factors by number of the tier and number of the node, or of the group in a level whose
+                groups own the links. Tier 0 is the links between the GPUs of a node.
         """
         nodes = tuple(
             replace(node, bandwidth=node.bandwidth * factors.get((0, number), 1.0))
@@ -97,10 +100,10 @@ class Cluster:
         return replace(self, nodes=nodes, tiers=tiers, _pairs=pairs, _ways=_ways(pairs))
 
     def without(self, lost: Collection[int]) -> Cluster:
-        """Return this cluster without some nodes; the others are renumbered in their order.
+        """Return this cluster without some nodes; the remaining nodes are renumbered in the same order.
 
         Args:
-            lost: numbers of nodes; not of all.
+            lost: numbers of the nodes to leave out; at least one node must remain.
         """
         kept = [number for number in range(len(self.nodes)) if number not in lost]
         place = {number: new for new, number in enumerate(kept)}
@@ -114,7 +117,7 @@ class Cluster:
         return Cluster(file, nodes, ranks, tiers, _pairs=pairs, _ways=_ways(pairs))
 
     def distance(self, src: int, dst: int) -> int:
-        """Return the number of tiers that a transfer climbs: 0 inside a node, 1 between nodes, or more."""
+        """Return the highest tier that a transfer between two ranks uses; 0 inside a node."""
         a, b = self.ranks[src].node, self.ranks[dst].node
         if a == b:
             return 0
@@ -129,7 +132,7 @@ class Cluster:
         )
 
     def route(self, src: int, dst: int) -> Route:
-        """Return the links and the latency of a transfer between two ranks; none from a rank to itself."""
+        """Return the links and the latency of a transfer between two ranks; no links if they are the same."""
         if src == dst:
             return Route((), 0.0)
         a, b = self.ranks[src].node, self.ranks[dst].node
@@ -163,7 +166,7 @@ class Cluster:
         return self.tiers[link.tier - 1].sharers[link.owner]
 
     def bandwidth(self, src: int, dst: int) -> float:
-        """Return the bandwidth between two ranks when nothing else is sent, bytes/s."""
+        """Return the bandwidth from one rank to another while no other rank sends, bytes/s."""
         return min((self.capacity(link) for link in self.route(src, dst).links), default=float("inf"))
 
     def link_name(self, link: LinkId) -> str:
@@ -198,7 +201,7 @@ class Cluster:
         )
 
     def with_nodes(self, name: str, count: int) -> Cluster:
-        """Return this cluster with `count` nodes of an entry; its network has neither levels nor a matrix."""
+        """Return this cluster, which must have no levels and no matrix, with `count` nodes in an entry."""
         assert not self.file.levels
         assert not self.file.matrix
         entries = tuple(
@@ -222,9 +225,9 @@ class Cluster:
         return f"{self.nodes[self.ranks[rank].node].name}/{self.ranks[rank].local}"
 
     def fast_domains(self) -> tuple[Partition, ...]:
-        """Return nested partitions of the ranks, from inside out: nodes, the groups of each level, all ranks.
+        """Return nested partitions of the ranks, from the inside out: by node, by group of each level, all.
 
-        With a measured matrix the steps between are the nodes that reach each other at 2^k GB/s or more.
+        With a measured matrix, parts between node and cluster are nodes that reach each other at 2^k GB/s.
         """
         nodes = [list(node.ranks) for node in self.nodes]
         steps = [("node", list(range(len(nodes))))]
@@ -259,7 +262,12 @@ class Cluster:
 
 
 def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
-    """Build the cluster of a file that passed its checks."""
+    """Build the cluster that a checked cluster file describes.
+
+    Args:
+        file: the cluster file.
+        devices: devices of the catalogue and of the file, by name.
+    """
     nodes_devices: list[tuple[Node, Sequence[Device]]] = []
     for number, entry in enumerate(file.nodes):
         device = devices[entry.gpu].at_speed(entry.speed)
@@ -281,14 +289,14 @@ def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
 
 
 def _cards(network: NodeNetwork, gpus: int) -> Cards:
-    """Return a node's cards as its GPUs use them; a GPU with several cards uses them as one."""
+    """Return the cards of a node with `gpus` GPUs; several cards of one GPU are combined into one."""
     count = min(network.cards, gpus)
     each = gb_s(network) * GB * network.cards / count
     return Cards(count, each, network.latency_us / MICRO, network.fabric)
 
 
 def _host(node_host: NodeHost, device_host: Host | None, gpus: int) -> Host:
-    """Return the host memory for each GPU of a node; the file's checks ensure that every figure is known."""
+    """Return each GPU's share of a node's host memory; the checks ensure that all figures are known."""
     values = {name: value for name, value in vars(node_host).items() if value is not None}
     if "usable_gib" in values:
         values["usable_gib"] /= gpus
@@ -304,7 +312,7 @@ def _host(node_host: NodeHost, device_host: Host | None, gpus: int) -> Host:
 def _number_anew(
     nodes: Iterable[tuple[Node, Sequence[Device]]],
 ) -> tuple[tuple[Node, ...], tuple[Rank, ...]]:
-    """Number nodes, each given with the devices of its GPUs, and their ranks, in this order."""
+    """Number nodes, each given with the devices of its GPUs, in order; return the nodes and all ranks."""
     numbered: list[Node] = []
     ranks: list[Rank] = []
     for node, devices in nodes:
@@ -315,7 +323,7 @@ def _number_anew(
 
 
 def _pairs(file: ClusterFile, matrix: Matrix) -> dict[tuple[int, int], tuple[float, float]]:
-    """Return bandwidth (bytes/s) and latency (s) of a matrix, with nodes in file order."""
+    """Return the bandwidth (bytes/s) and latency (s) of each pair of nodes, by node numbers in the file."""
     numbers = [number for text in matrix.nodes for number in file.find_nodes(text) or ()]
     return {
         (a, b): ((matrix.bandwidth_gb_s[r][c] or 0) * GB, (matrix.latency_us[r][c] or 0) / MICRO)
@@ -326,7 +334,7 @@ def _pairs(file: ClusterFile, matrix: Matrix) -> dict[tuple[int, int], tuple[flo
 
 
 def _ways(pairs: Mapping[tuple[int, int], tuple[float, float]]) -> dict[tuple[int, Way], float]:
-    """Return bytes/s out of and into each node: the best bandwidth that its row and its column have."""
+    """Return the bandwidth out of and into each node, bytes/s: the largest in the node's row and column."""
     best: dict[tuple[int, Way], float] = {}
     for (a, b), (bandwidth, _) in pairs.items():
         best[a, "out"] = max(bandwidth, best.get((a, "out"), 0))

@@ -1,4 +1,7 @@
-"""The uneven mesh as tables: ranks, rows at borders, pieces of weights, shares of state. No torch here."""
+"""Tables of jobs whose stages differ: ranks, rows sent over borders, pieces of weights, optimizer shares.
+
+The package does not import torch.
+"""
 
 from megatron_hexi.mesh.border import HeldRows, RowBlock, RowMessage, border_messages, held_rows, row_messages
 from megatron_hexi.mesh.experts import ExpertDomain, job_experts

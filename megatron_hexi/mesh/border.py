@@ -1,9 +1,10 @@
-"""The border between two stages: the rows that each rank holds, and the messages that carry them over.
+"""The border between two stages: the rows that each rank holds, and the messages that carry these rows.
 
-Both ends of each message derive the same table from the plan, without communication. A row (a position of a
-sample) travels to each rank that holds it behind the border, straight from a rank that holds it before the
-border. Where several ranks hold the same rows (tensor parallelism without sequence parallelism), each of them
-sends a part. No rank leads, nothing is broadcast, and no size must divide another.
+Sender and receiver of each message derive the same table from the plan, without communication. A row is one
+position of one sample. Each rank that holds a row in the receiving stage gets it directly from a rank that
+holds the row in the sending stage. Where several ranks hold the same rows (tensor parallelism without
+sequence parallelism), each of them sends a part. No rank leads, nothing is broadcast, and no size must divide
+another.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from megatron_hexi.plan.packing import packed_domain
 
 @dataclass(frozen=True)
 class HeldRows:
-    """The rows that a rank holds of a stage's [S, B, hidden] activations, padding left out.
+    """The rows of a stage's [S, B, hidden] activations that one rank holds.
 
     Args:
-        rank: the rank's number in the job.
-        positions: positions of the sequence, ascending.
-        samples: samples of the micro-batch.
-        rows: local rows with padding (L).
+        rank: number of the rank in the job.
+        positions: ranges of positions of the sequence that the rank holds, ascending, without padding.
+        samples: range of samples of the micro-batch.
+        rows: number of rows of the rank's tensor per sample, padding included (L).
     """
 
     rank: int
@@ -36,7 +37,7 @@ class HeldRows:
     rows: int
 
     def local(self, positions: Sequence[Range]) -> tuple[Range, ...]:
-        """Return the local rows of some positions, a range for each range."""
+        """Convert ranges of positions that the rank holds to ranges of rows of the rank's tensor."""
         ranges = []
         for start, stop in positions:
             offset = 0
@@ -52,7 +53,7 @@ class HeldRows:
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows of a message: positions of the sequence, for some samples."""
+    """A block of rows in a message: ranges of positions of the sequence, for a range of samples."""
 
     positions: tuple[Range, ...]
     samples: Range
@@ -65,12 +66,12 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class RowMessage:
-    """All rows that a rank sends another over a border for one micro-batch.
+    """The message with all rows of one micro-batch that a rank sends to a rank of the next stage.
 
     Args:
-        source: rank of the stage before; gradients travel from `target` to `source`.
-        target: rank of the stage behind.
-        blocks: the rows, in the order in which they lie in the message.
+        source: rank in the sending stage; gradients are sent from `target` to `source`.
+        target: rank in the receiving stage.
+        blocks: blocks of rows, in the order in which they lie in the message.
     """
 
     source: int
@@ -87,8 +88,8 @@ def held_rows(mesh: Mesh, rank: int, documents: tuple[int, ...] | None = None) -
     """Return the rows that a rank holds outside attention and outside tensor-parallel layers.
 
     Args:
-        mesh: the units of all ranks.
-        rank: the rank's number in the job.
+        mesh: the mesh, with the units of all ranks.
+        rank: number of the rank in the job.
         documents: lengths of the documents of the sequence; ``None``: the sequence is one document.
     """
     unit = mesh.units[rank]
@@ -114,19 +115,19 @@ def border_messages(
     documents: tuple[int, ...] | None = None,
     domains: tuple[int | None, int | None] = (None, None),
 ) -> tuple[RowMessage, ...]:
-    """Return the messages from one stage of a replica to a neighbour for one micro-batch.
+    """Return the messages from one stage of a replica to a neighbouring stage for one micro-batch.
 
-    Forward these are activations. Backward they are gradients: behind the border every rank that holds a row
-    holds its whole gradient, so the same table applies.
+    In the forward pass the messages carry activations. In the backward pass the same messages carry gradients
+    in the reverse direction: every rank that holds a row in the target stage holds the row's whole gradient.
 
     Args:
-        mesh: the units of all ranks.
+        mesh: the mesh, with the units of all ranks.
         replica: number of the replica.
         source: number of the stage that sends.
         target: number of the stage that receives.
         documents: lengths of the documents of the sequence; ``None``: the sequence is one document.
-        domains: the number of the domain that takes the micro-batch in each of the two stages; ``None``: all
-            take some of its samples.
+        domains: for each of the two stages, the number of the domain that processes the micro-batch;
+            ``None``: all domains process some of its samples.
     """
     sides = [
         [
@@ -140,14 +141,14 @@ def border_messages(
 
 
 def row_messages(sources: Sequence[HeldRows], targets: Sequence[HeldRows]) -> tuple[RowMessage, ...]:
-    """Return the messages with which each target receives each of its rows once.
+    """Return messages by which each target rank receives each row that it holds exactly once.
 
     Args:
-        sources: rows held by the sending ranks; together every row that a target holds.
-        targets: rows held by the receiving ranks.
+        sources: rows of the sending ranks; together these include every row of the targets.
+        targets: rows of the receiving ranks.
 
     Returns:
-        At most one message a pair of ranks, ordered by source and target; none for pairs without common rows.
+        One message for each pair of ranks that transfers rows, ordered by source and target.
     """
     cuts = sorted({end for source in sources for end in source.samples})
     holders: dict[Range, _HolderIndex] = {}
@@ -170,14 +171,14 @@ def row_messages(sources: Sequence[HeldRows], targets: Sequence[HeldRows]) -> tu
 
 
 class _HolderIndex:
-    """An index from positions to the ranks that hold them, linear in the number of ranks.
+    """An index from positions to the ranks that hold them, with size linear in the number of ranks.
 
     Args:
-        holders: rows of ranks that hold the same samples.
+        holders: rows of the ranks to index, which all hold the same samples.
     """
 
     def __init__(self, holders: Sequence[HeldRows]) -> None:
-        #: Positions at which holders change, and the ranks that hold the positions from there on.
+        #: Positions at which the set of holders changes, ascending; `_owners` has the holders from there on.
         self._ends = sorted({end for holder in holders for span in holder.positions for end in span})
         owners: list[list[int]] = [[] for _ in self._ends]
         for holder in holders:
@@ -187,7 +188,7 @@ class _HolderIndex:
         self._owners = [tuple(ranks) for ranks in owners]
 
     def by_holders(self, span: Range) -> Iterator[tuple[tuple[int, ...], Range]]:
-        """Yield a range of positions, cut where holders change, each part with its holders (perhaps none)."""
+        """Cut a range of positions where the holders change; yield the holders, if any, of each part."""
         for part in _cut(span, self._ends):
             place = bisect_right(self._ends, part[0]) - 1
             yield self._owners[place] if place >= 0 else (), part
@@ -196,7 +197,13 @@ class _HolderIndex:
 def _divided(
     spans: tuple[Range, ...], owners: tuple[int, ...], turn: int
 ) -> Iterable[tuple[int, tuple[Range, ...]]]:
-    """Yield equal parts of some positions, one for each holder; `turn` changes who sends the first."""
+    """Divide positions equally among owners; yield each owner with its part, if not empty.
+
+    Args:
+        spans: ranges of positions.
+        owners: ranks that hold all of these positions.
+        turn: index of the owner that gets the first part; the other owners follow in order.
+    """
     total, count = sum(stop - start for start, stop in spans), len(owners)
     cuts = [total * number // count for number in range(count + 1)]
     for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
@@ -205,7 +212,7 @@ def _divided(
 
 
 def _cut(span: Range, ends: Sequence[int]) -> Iterator[Range]:
-    """Return the parts of a range, cut at the ends inside it; `ends` ascend."""
+    """Cut a range at those of the ascending `ends` that lie inside it, and return the parts."""
     inside = ends[bisect_right(ends, span[0]) : bisect_left(ends, span[1])]
     return (part for part in itertools.pairwise((span[0], *inside, span[1])) if part[0] < part[1])
 

@@ -1,4 +1,4 @@
-"""The expert domains of a job: which ranks hold the experts of a stage's layers together, and how often."""
+"""The expert domains of a job: sets of ranks that together hold all experts of a stage's layers once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_hexi.plan.experts import HeldExperts, expert_domains
 
 @dataclass(frozen=True)
 class ExpertDomain:
-    """Ranks that hold every expert of the layers of their stage once; tokens travel between them.
+    """Ranks that together hold every expert of their stage's layers once and exchange tokens of experts.
 
     Args:
-        held: the experts of each rank, in the order of ranks: that of their group.
-        copy: which copy of the experts they have, counted over all replicas.
+        held: experts of each rank, in rank order, which is the order of the process group.
+        copy: number of the copy of the experts that these ranks hold, counted over all replicas.
     """
 
     held: tuple[HeldExperts, ...]
@@ -24,19 +24,19 @@ class ExpertDomain:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Its ranks, ascending."""
+        """Ranks of the expert domain, ascending."""
         return tuple(one.rank for one in self.held)
 
     @cached_property
     def width(self) -> int:
-        """Slots of each rank: as many as the rank with the most experts has of these."""
+        """Number of expert slots of each rank: the largest number of experts that any of the ranks holds."""
         return max(one.count for one in self.held)
 
     @property
     def slots(self) -> tuple[int | None, ...]:
-        """The expert of each slot, rank by rank; ``None``: it is empty.
+        """The number of the expert in each slot, rank by rank; ``None`` for an empty slot.
 
-        A slice of an expert fills a slot of its own, so an expert may have several.
+        Each slice of an expert fills one slot, so an expert may be in several slots.
         """
         return tuple(
             expert
@@ -46,16 +46,16 @@ class ExpertDomain:
 
     @property
     def has_slices(self) -> bool:
-        """Whether some experts are cut: their tokens go to each slice."""
+        """Whether some experts are cut into slices; a token of such an expert is sent to every slice."""
         return any(one.parts > 1 for one in self.held)
 
 
 def job_experts(plan: Plan, total: int) -> Mapping[int, tuple[ExpertDomain, HeldExperts]]:
-    """The expert domain of each rank, and the experts that it holds.
+    """Return, for each rank of the job, the rank's expert domain and the experts that the rank holds.
 
     Args:
         plan: a plan that passed its checks, with layers in every stage.
-        total: experts of a layer.
+        total: number of experts of a layer.
     """
     found: dict[int, tuple[ExpertDomain, HeldExperts]] = {}
     first = 0

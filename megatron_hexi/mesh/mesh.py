@@ -1,4 +1,4 @@
-"""The mesh: the unit of every rank of a job with stages, and the ranks that work together."""
+"""The mesh: the unit of every rank of a job whose stages differ, and the sets of ranks that cooperate."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from megatron_hexi.plan.units import Unit, unit_rows
 
 
 class Mesh:
-    """The units of all ranks, and tables that follow from them; the same on all ranks.
+    """The units of all ranks of a job, and the sets of ranks that cooperate; equal on all ranks.
 
     Args:
         plan: a plan that passed its checks, with layers in every stage.
         micro_batch_size: samples of a micro-batch (B).
-        sequence_parallel: whether units of several ranks hold a part of the rows each, outside the
-            tensor-parallel layers.
+        sequence_parallel: whether the ranks of a unit divide the rows outside tensor-parallel layers.
     """
 
     def __init__(self, plan: Plan, micro_batch_size: int, sequence_parallel: bool) -> None:
@@ -26,46 +25,49 @@ class Mesh:
         self.units: tuple[Unit, ...] = tuple(unit_of[rank] for rank in range(len(unit_of)))
 
     def wraps_around(self, replica: int) -> bool:
-        """Whether the last stage of a replica sends to the first, for the next ministage."""
+        """Whether a replica's last stage sends its output to the first stage, for the next ministage."""
         stages = self.plan.replicas[replica].stages
         return len(stages) > 1 and (stages[0].ministages or 1) > 1
 
     def stage_ranks(self, replica: int, stage: int) -> tuple[int, ...]:
-        """Return all ranks of a stage, ascending."""
+        """Return all ranks of a stage of a replica, ascending."""
         members = self.plan.replicas[replica].stages[stage].members
         return tuple(sorted(rank for member in members for rank in member.ranks))
 
     def taking_domain(self, replica: int, stage: int, micro_batch: int) -> int | None:
-        """Return the number of the domain that takes a micro-batch; ``None``: all take samples of it."""
+        """Return the number of the domain that processes a micro-batch; ``None``: all domains share it."""
         domains = enumerate(domain_micro_batches(self.plan.replicas[replica].stages[stage]))
         return next((number for number, taken in domains if taken is not None and micro_batch in taken), None)
 
     def context_ranks(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that exchange keys with a rank: its counterpart in each unit of its domain."""
+        """Return the ranks that exchange keys with a rank: the rank with the same place in each unit.
+
+        The units are those of the rank's domain.
+        """
         unit = self.units[rank]
         index = unit.ranks.index(rank)
         return tuple(member.ranks[index] for member in unit.domain.members)
 
     def micro_batch_ranks(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of a rank's stage that hold the tokens of one micro-batch together, ascending."""
+        """Return the ranks of a rank's stage that together hold the tokens of one micro-batch, ascending."""
         unit = self.units[rank]
         if self.plan.replicas[unit.replica].stages[unit.stage].takes_micro_batches:
             return tuple(sorted(rank for member in unit.domain.members for rank in member.ranks))
         return self.stage_ranks(unit.replica, unit.stage)
 
     def pipeline_ranks(self, rank: int) -> tuple[int, ...]:
-        """Return the pipeline of a rank: a rank of each stage of its replica, itself at its own stage."""
+        """Return one rank for each stage of a rank's replica; for the rank's stage, the rank itself."""
         unit = self.units[rank]
         ranks = [self.stage_ranks(unit.replica, stage)[0] for stage in range(unit.depth)]
         ranks[unit.stage] = rank
         return tuple(ranks)
 
     def loss_ranks(self) -> tuple[int, ...]:
-        """Return a rank of each unit that computes the loss: together these hold each token once."""
+        """Return one rank of each unit that computes the loss; together these ranks hold each token once."""
         return tuple(sorted({unit.ranks[-1] for unit in self.units if unit.is_last}))
 
     def copy(self, unit: Unit) -> int:
-        """Return the number of a unit's copy of its weights, from 0, counted over all replicas."""
+        """Return the number, from 0, of the copy of the weights that a unit holds, over all replicas."""
         before = sum(
             max(len(stage.members) for stage in replica.stages)
             for replica in self.plan.replicas[: unit.replica]

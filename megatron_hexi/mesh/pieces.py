@@ -1,9 +1,9 @@
-"""Pieces of weights: the parts into which the ranks' boxes cut a weight, each held whole by its holders.
+"""Cut the weights of a model into pieces that each rank holds either whole or not at all.
 
-Megatron says of each parameter which boxes of which weights it holds (its `sharded_state_dict`): a layer, the
-rows of a tensor-parallel rank, the gate's half of a fused projection. Cutting each box wherever another
-begins or ends gives pieces: a rank that holds a part of a piece holds all of it. One rule covers unequal
-stages, unequal tensor-parallel sizes (the smallest common chunk), copies, and tied embeddings.
+A box is the part of a weight that one parameter of a rank holds: one layer, the rows of a tensor-parallel
+rank, the gate's half of a fused projection. Megatron's `sharded_state_dict` gives the boxes of each
+parameter. Cutting each box wherever another box of the weight begins or ends gives the pieces. This one rule
+covers unequal stages, unequal tensor-parallel sizes (the smallest common chunk), copies, and tied embeddings.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from dataclasses import dataclass
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.model import Range
 
-#: A part of a weight: a range of each of its axes.
+#: A part of a weight: one range for each axis of the weight.
 Cell = tuple[Range, ...]
-#: A ministage: replica, stage, and number in the stage.
+#: Identity of a ministage: replica number, stage number, and number of the ministage in the stage.
 MinistageId = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a weight that one parameter holds.
+    """The part of a weight that one parameter of a rank holds.
 
     Args:
-        key: name of the weight, the same on all ranks; all layers may share one, along their first axis.
-        cell: the part.
+        key: name of the weight, the same on all ranks; one name may stand for all layers, stacked along the
+            first axis.
+        cell: the part of the weight.
         shape: shape of the whole weight.
-        depth: place in the order in which the forward pass uses weights, the same on all ranks.
-        ministage: the only ministage that uses it; ``None``: there is no such ministage.
+        depth: place of the weight in the order in which the forward pass uses weights; equal on all ranks.
+        ministage: the only ministage that uses the box; ``None``: no ministage or several use it.
     """
 
     key: str
@@ -43,15 +44,16 @@ class Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a weight that each of its holders holds whole.
+    """A part of a weight that each rank holds either whole or not at all.
 
     Args:
         key: name of the weight.
-        cell: the part.
+        cell: the part of the weight.
         shape: shape of the whole weight.
-        depth: the least depth of its boxes: there its gradient is complete.
-        holders: the ranks, ascending.
-        used_in: for each holder the only ministage that uses it; ``None``: there is no such ministage.
+        depth: smallest depth of the boxes that contain the piece; there the backward pass completes its
+            gradient.
+        holders: ranks that hold the piece, ascending.
+        used_in: for each holder, the only ministage that uses the piece; ``None``: no ministage or several.
     """
 
     key: str
@@ -63,7 +65,7 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the piece."""
         return cell_size(self.cell)
 
 
@@ -73,23 +75,23 @@ def cell_size(cell: Cell) -> int:
 
 
 def cell_contains(outer: Cell, inner: Cell) -> bool:
-    """Whether a part of a weight lies in another part."""
+    """Whether the part `inner` of a weight lies in the part `outer`."""
     return all(low <= start and stop <= high for (low, high), (start, stop) in zip(outer, inner, strict=True))
 
 
 def cut_pieces(boxes: Sequence[Sequence[Box]]) -> tuple[Piece, ...]:
-    """Cut all weights, axis by axis, such that each rank holds each piece whole or not at all.
+    """Cut all weights, axis by axis, into pieces that each rank holds either whole or not at all.
 
     Args:
-        boxes: the boxes of each rank.
+        boxes: boxes of each rank.
 
     Returns:
-        The pieces, in the order in which the backward pass completes their gradients, last layer first; the
-        same on all ranks.
+        The pieces in the order in which the backward pass completes their gradients, last layer first; equal
+        on all ranks.
 
     Raises:
-        PlanError: a rank holds a part twice, ranks disagree on a weight's shape, or no rank holds a part; the
-            message names the weight and the ranks.
+        PlanError: a rank holds a part of a weight twice, ranks disagree on a weight's shape, or no rank holds
+            some part; the message names the weight and the ranks.
     """
     by_key: dict[str, list[tuple[int, Box]]] = {}
     for rank, rank_boxes in enumerate(boxes):
@@ -129,10 +131,10 @@ def _cut_weight(key: str, boxes: list[tuple[int, Box]]) -> list[Piece]:
 
 
 def _refined(boxes: list[tuple[int, Box]], axis: int) -> Iterator[tuple[Cell, list[tuple[int, Box]]]]:
-    """Yield cells, from an axis on, that lie in some of the boxes and touch no other, with these boxes.
+    """Cut boxes along the given axis and all later axes; yield each cell with the boxes that contain it.
 
-    A part that is cut along an axis is cut further only by the boxes that hold it: a layer's weights by those
-    of its own stages.
+    No other box overlaps the cell. A part that is cut along one axis is cut along the next axes only by boxes
+    that contain the part: a layer's weights only by the boxes of stages with this layer.
     """
     if axis == len(boxes[0][1].shape):
         yield (), boxes

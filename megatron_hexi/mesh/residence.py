@@ -1,8 +1,9 @@
-"""The place of a stage's data over time, device or host memory: for the runtime and for the cost model.
+"""When a stage's weights, gradients and optimizer state are on the device, and when in host memory.
 
-A stage that runs in ministages uses three kinds of data only at times: weights and gradients while their
-ministage runs, the optimizer's state in its step, and the rows that entered a ministage in its backward pass.
-In between they stay on the device, or in host memory where the plan's `offload` says so.
+The runtime and the cost model both use this module. A stage that runs in ministages uses three kinds of data
+only at times: weights and gradients while their ministage runs, the optimizer's state in the optimizer's
+step, and the input rows of a ministage in the ministage's backward pass. At other times the data stay on the
+device, or in host memory if the plan's `offload` names them.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ from typing import Literal
 from megatron_hexi.mesh.shares import Bucket
 from megatron_hexi.plan.terms import Offload
 
-#: Micro-batches whose rows are on the device where activations are offloaded: the one that runs, and the one
-#: whose rows are being copied.
+#: Number of micro-batches whose input rows are on the device while activations are offloaded: the micro-batch
+#: that runs, and the micro-batch whose rows are being copied.
 ROWS_ON_DEVICE = 2
 
 
 @dataclass(frozen=True)
 class MinistagePass:
-    """All micro-batches through one ministage, one after the other.
+    """A pass of all micro-batches, one after the other, through one ministage.
 
     Args:
         ministage: number of the ministage.
-        way: `forward`, which keeps the rows that enter; `backward`, which recomputes the ministage from
-            these; or `turn` at the loss: each micro-batch forward and backward at once.
-        weights: ministages whose weights are whole on the device, where they do not stay: its own, and those
-            of the next pass, which are being fetched.
-        gradients: ministages whose gradients are on the device: its own, and those of the pass before, which
-            are being reduced.
+        way: `forward`, which keeps the ministage's input rows; `backward`, which recomputes the ministage
+            from these rows; or `turn`, for the ministage with the loss: forward and backward of each
+            micro-batch in turn.
+        weights: ministages whose fetched weights are on the device during the pass: this ministage, and the
+            ministage of the next pass, whose weights are being fetched.
+        gradients: ministages whose gradients are on the device during the pass: this ministage, and the
+            ministage of the pass before, whose gradients are being reduced.
     """
 
     ministage: int
@@ -41,7 +43,7 @@ class MinistagePass:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it computes gradients."""
+        """Whether the pass computes gradients."""
         return self.way != "forward"
 
 
@@ -49,12 +51,12 @@ class MinistagePass:
 def ministage_passes(
     ministages: int, gives_loss: bool, forward_only: bool = False
 ) -> tuple[MinistagePass, ...]:
-    """Return the passes of a stage in an iteration, in order.
+    """Return the passes of a stage's ministages in one iteration, in order.
 
     Args:
         ministages: number of ministages of the stage.
-        gives_loss: whether it is the last stage of its replica.
-        forward_only: whether it is an evaluation.
+        gives_loss: whether the stage is the last of its replica.
+        forward_only: whether the iteration is an evaluation, without backward passes.
     """
     numbers = range(ministages)
     ways: list[tuple[int, Literal["forward", "backward", "turn"]]] = [(n, "forward") for n in numbers]
@@ -77,17 +79,18 @@ def ministage_passes(
 
 @dataclass(frozen=True)
 class Residence:
-    """The place of a bucket on one rank over an iteration.
+    """The memory, device or host, in which one rank keeps a bucket of weights over an iteration.
 
     Args:
-        ministage: the ministage in whose passes it is whole on the device; ``None``: in all passes.
-        whole: whether the rank keeps all of it between these passes, or only its share, which the other
-            holders complete before each pass.
-        weights_on_host: whether the weights that it keeps are in host memory between these passes.
-        gradients_on_host: likewise of gradients. A bucket that is always on the device has a copy in host
-            memory of the gradients that the rank owns, for the optimizer's step.
-        state_on_host: whether the fp32 weights and the optimizer's state of the rank's share are in host
-            memory.
+        ministage: number of the ministage during whose passes the whole bucket is on the device; ``None``:
+            the whole bucket is on the device during all passes.
+        whole: whether the rank keeps the whole bucket between these passes. Otherwise it keeps its share of
+            the bucket, and gathers the other shares before each pass.
+        weights_on_host: whether the rank keeps the bucket's weights in host memory between these passes.
+        gradients_on_host: whether gradients are kept in host memory between these passes. For a bucket that
+            is always on the device: whether the gradients that the rank owns are copied to host memory for
+            the optimizer's step.
+        state_on_host: whether fp32 weights and optimizer state of the rank's share are in host memory.
     """
 
     ministage: int | None
@@ -98,15 +101,16 @@ class Residence:
 
     @property
     def passes(self) -> bool:
-        """Whether it is on the device only in the passes of a ministage."""
+        """Whether the whole bucket is on the device only during the passes of one ministage."""
         return self.ministage is not None
 
 
 def bucket_residence(bucket: Bucket, rank: int, offload: Collection[Offload]) -> Residence:
-    """Return the place of a bucket on one of its holders.
+    """Return the memory in which one holder keeps a bucket over an iteration.
 
-    Holders that all use it in the same ministage run in step, so each keeps a share, and they gather it
-    before each pass. Otherwise a rank keeps all of it, on the device or in host memory.
+    If all holders use the bucket in the same ministage, they run in step: each keeps its share, and all
+    gather the bucket before each pass. Otherwise each holder keeps the whole bucket, on the device or in host
+    memory.
 
     Args:
         bucket: the bucket.
@@ -121,15 +125,15 @@ def bucket_residence(bucket: Bucket, rank: int, offload: Collection[Offload]) ->
 
 
 def is_summed_last(bucket: Bucket, offload_of: Callable[[int], Collection[Offload]]) -> bool:
-    """Whether a bucket's gradients are summed after those of buckets that stay on the device.
+    """Whether a bucket's gradients are summed after the gradients of buckets that stay on the device.
 
-    A holder whose gradients are in host memory sums them after the backward pass. All other holders of the
-    bucket do the same, also those that have them on the device: so all ranks that hold two buckets sum them
-    in one order.
+    A holder with the gradients in host memory sums them after the backward pass. All other holders of the
+    bucket do the same, even with the gradients on the device, so that ranks with several common buckets sum
+    these in the same order.
 
     Args:
         bucket: the bucket.
-        offload_of: data of a rank's stage that the plan offloads.
+        offload_of: a function that returns, for a rank, the data of its stage that the plan offloads.
     """
     residences = (bucket_residence(bucket, rank, offload_of(rank)) for rank in bucket.holders)
     return any(residence.passes and residence.whole for residence in residences)

@@ -1,8 +1,8 @@
-"""Ownership of the optimizer's state: buckets of pieces, cut by the shares of their holders.
+"""Divide the optimizer's state: put pieces of weights into buckets, and cut each bucket into shares.
 
-The pieces that the same ranks hold lie one after the other in flat buckets, in the order in which the
-backward pass completes their gradients. Each bucket is cut into one run of slabs for each holder, its share.
-Gradients are reduced to the owner of each run, which updates it and sends the new values to all holders.
+Pieces with the same holders lie one after the other in flat buckets, in the order in which the backward pass
+completes their gradients. The share of a holder is one run of adjacent slabs of the bucket. The holder owns
+this run: gradients are reduced to the owner, which updates the weights and sends their values to all holders.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron_hexi.plan.model import Range
 
 @dataclass(frozen=True)
 class Slab:
-    """Rows of a piece with one owner.
+    """A part of a piece, cut along rows, whose optimizer state one rank owns.
 
     Args:
         key: name of the weight.
         cell: the part of the weight.
-        shape: of the whole weight.
-        owner: rank that keeps its optimizer state.
-        start: first of its elements in the bucket.
+        shape: shape of the whole weight.
+        owner: rank that keeps the slab's optimizer state.
+        start: index of the slab's first element in the bucket.
     """
 
     key: str
@@ -36,21 +36,21 @@ class Slab:
 
     @property
     def stop(self) -> int:
-        """End of its elements in the bucket."""
+        """Index in the bucket just after the slab's last element."""
         return self.start + cell_size(self.cell)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Pieces with the same holders, reduced and gathered together.
+    """Pieces with the same holders, whose gradients are reduced, and whose weights are gathered, together.
 
     Args:
-        holders: the ranks, ascending.
-        pieces: the pieces, in order.
-        starts: first element of each piece in the bucket.
-        slabs: the same elements by owner; an owner's slabs are adjacent.
-        depth: the least depth of the pieces: the backward pass completes all gradients there.
-        used_in: for each holder the only ministage that uses it; ``None``: there is no such ministage.
+        holders: ranks that hold the bucket, ascending.
+        pieces: pieces of the bucket, in order.
+        starts: index of the first element of each piece in the bucket.
+        slabs: slabs that divide the bucket's elements among owners; the slabs of one owner are adjacent.
+        depth: smallest depth of the pieces; there the backward pass completes all gradients of the bucket.
+        used_in: for each holder, the only ministage that uses the bucket; ``None``: no ministage or several.
     """
 
     holders: tuple[int, ...]
@@ -62,17 +62,17 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the bucket."""
         return self.slabs[-1].stop
 
     def ministage_of(self, holder: int) -> int | None:
-        """Return the number of the only ministage in which a holder uses it; ``None``: there is none."""
+        """Return the only ministage in which a holder uses the bucket; ``None``: none or several."""
         used_in = self._use_of[holder]
         return None if used_in is None else used_in[2]
 
     @cached_property
     def in_step(self) -> bool:
-        """Whether it has several holders, and all use it in the same ministage."""
+        """Whether the bucket has several holders that all use it in the same ministage."""
         return len(self.holders) > 1 and len(set(self.used_in)) == 1
 
     @cached_property
@@ -80,7 +80,7 @@ class Bucket:
         return dict(zip(self.holders, self.used_in, strict=True))
 
     def run(self, owner: int) -> Range:
-        """Return the elements of an owner; empty without any."""
+        """Return the range of elements that a rank owns; empty if the rank owns none."""
         slabs = [slab for slab in self.slabs if slab.owner == owner]
         return (slabs[0].start, slabs[-1].stop) if slabs else (0, 0)
 
@@ -88,15 +88,16 @@ class Bucket:
 def make_buckets(
     pieces: Sequence[Piece], weights: Mapping[int, int], bucket_size: int | None
 ) -> tuple[Bucket, ...]:
-    """Return all buckets, in the order in which every rank reduces those that it holds.
+    """Put pieces into buckets; return all buckets in the order in which ranks reduce them.
 
-    The order is the same on all ranks, so that no two ranks wait for each other in two of them.
+    The order is the same on all ranks, so that no two ranks wait for each other in different buckets.
 
     Args:
-        pieces: the pieces of `cut_pieces`.
-        weights: share of each rank in the state, relative to ranks that hold the same weights.
-        bucket_size: elements after which a bucket is closed; ``None``: one bucket for each set of holders and
-            their ministages.
+        pieces: the pieces, as `cut_pieces` returns them.
+        weights: weight of each rank in the division of the optimizer's state among ranks with the same
+            pieces.
+        bucket_size: number of elements after which a bucket is closed; ``None``: one bucket for each set of
+            holders and ministages.
     """
     by_use: dict[tuple[tuple[int, ...], tuple[MinistageId | None, ...]], list[Piece]] = {}
     for piece in pieces:
@@ -124,15 +125,15 @@ def _runs(pieces: Sequence[Piece], bucket_size: int | None) -> list[list[Piece]]
 def _bucket(
     holders: tuple[int, ...], pieces: Sequence[Piece], weights: Mapping[int, int], owned: dict[int, int]
 ) -> Bucket:
-    """Return a bucket in which each owner gets what it lacks of its share of all buckets so far.
+    """Return a bucket whose elements are divided so that each holder has its share of all buckets so far.
 
-    Shares of one bucket are met within a row of a piece, those of several within two.
+    For one bucket, shares are exact to one row of a piece; for several buckets, to two rows.
 
     Args:
-        holders: the ranks.
+        holders: ranks that hold the bucket.
         pieces: pieces of the bucket.
-        weights: shares of the ranks.
-        owned: elements that each holder owns in earlier buckets; updated.
+        weights: weights of the ranks in the division.
+        owned: number of elements that each holder owns in earlier buckets; updated.
     """
     starts = (0, *itertools.accumulate(piece.size for piece in pieces))
     size, total = starts[-1], sum(weights[rank] for rank in holders)

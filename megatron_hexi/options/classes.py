@@ -1,14 +1,14 @@
-"""Every option of Megatron without a rule in `rule_table`, by its relation to plans.
+"""Lists of all options of Megatron that have no rule in `rule_table`, by their class.
 
-One spelling of an argument stands for all. A name that ends in ``*`` stands for all recorded options that
-begin so, except those that another line or a rule names.
+One spelling of an option stands for all its spellings. A name that ends in ``*`` stands for all recorded
+options that begin with the name, except options that another line or a rule names.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-#: Part of the model, of the job or of the plan: times, memory or the printed lines depend on them.
+#: Options that are part of the model, job or plan: times, memory or printed command lines depend on them.
 COUNTED: Final = {
     "shapes of the model": """
         --num-layers --encoder-num-layers --hidden-size --ffn-hidden-size --num-attention-heads
@@ -41,7 +41,7 @@ COUNTED: Final = {
     """,
 }
 
-#: Without influence on a plan: printed lines keep them.
+#: Options without influence on a plan, which printed command lines keep.
 FREE: Final = {
     "data and tokenizers": """
         --data-path --data-args-path --data-cache-path --data-parallel-random-init --train-data-path
@@ -156,7 +156,7 @@ FREE: Final = {
     """,
 }
 
-#: Read only beside an option whose rule allows some plans, and part of the same model or job.
+#: Options that have an effect only together with another option, whose rule allows some plans.
 RESTRICTING: Final = {
     "mixture of experts": """
         --moe-* --expert-model-parallel-size --expert-tensor-parallel-size

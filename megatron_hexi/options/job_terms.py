@@ -1,4 +1,4 @@
-"""Terms of a plan's job as Megatron's arguments: set, contradicted by the command line, or left out."""
+"""Set Megatron's arguments by the `job` settings of a plan, and refuse contradicting command lines."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_hexi.plan import Plan
 from megatron_hexi.plan.check_interleaving import interleaving_fault
 from megatron_hexi.plan.flags import FLAGS
 
-#: Sizes that each stage of a plan states for itself.
+#: Options of parallel sizes that each stage of a plan states for itself.
 PARALLEL_SIZES: Final = (
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
     "--context-parallel-size",
 )
-#: Flags with which Megatron divides layers into stages, and experts over ranks.
+#: Flags by which Megatron divides layers into stages, and experts over ranks.
 STAGE_FLAGS: Final = (
     "--pipeline-model-parallel-layout",
     "--decoder-first-pipeline-num-layers",
@@ -35,7 +35,7 @@ RECOMPUTE_FLAGS: Final = ("--recompute-granularity", "--recompute-method", "--re
 CHUNK_FLAGS: Final = (FLAGS["virtual_stages"], "--num-layers-per-virtual-pipeline-stage")
 #: Megatron's other flags that cut a stage's layers into chunks: it takes only one of the three.
 _OTHER_CHUNKS: Final = (CHUNK_FLAGS[1], "--pipeline-model-parallel-layout")
-#: Flags of a term of a plan's `job` that has several.
+#: Fields of a plan's `job` that set several arguments, with their flags.
 _TERMS: Final = {
     "precision": ("--bf16", "--fp16"),
     "overlap_gradients": (FLAGS["overlap_gradients"], "--overlap-param-gather"),
@@ -45,7 +45,7 @@ _TERMS: Final = {
     "virtual_stages": (FLAGS["virtual_stages"], *_OTHER_CHUNKS),
 }
 
-#: Terms with a single argument of Megatron.
+#: Fields of a plan's `job` that set a single argument of Megatron.
 _SINGLE = (
     "micro_batch_size",
     "global_batch_size",
@@ -60,13 +60,13 @@ _SINGLE = (
 
 @dataclass(frozen=True)
 class _Setting:
-    """One of Megatron's arguments with the value that the plan states.
+    """One of Megatron's arguments with the value that the plan gives it.
 
     Args:
-        place: place in the plan.
-        stated: the value in the plan.
-        flag: the argument's flag.
-        value: the argument's value.
+        place: place of the setting in the plan.
+        stated: value of the setting in the plan.
+        flag: flag of Megatron's argument.
+        value: value of Megatron's argument.
     """
 
     place: str
@@ -80,20 +80,20 @@ class _Setting:
 
     @property
     def spelt(self) -> str:
-        """The argument as on the command line."""
+        """The argument and its value as command-line text."""
         return self.flag if self.value is True else f"{self.flag} {self.value}"
 
 
 def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
-    """Set the arguments that the plan states, and refuse those that contradict it.
+    """Set Megatron's arguments by the plan's `job`, and refuse a command line that contradicts the plan.
 
     Args:
-        args: Megatron's arguments, not yet checked; changed in place.
+        args: Megatron's arguments, before Megatron's own checks; changed in place.
         given: flags that the user wrote.
         plan: the plan.
 
     Returns:
-        The flags that were set, as on the command line.
+        The arguments that were set, as command-line text.
 
     Raises:
         PlanError: the command line contradicts the plan; the message has both values.
@@ -134,7 +134,7 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
 
 
 def recompute_settings(recompute: str | int) -> dict[str, Any]:
-    """Return Megatron's arguments to recompute nothing, core attention, every layer, or first layers."""
+    """Return Megatron's recomputation arguments, by name, for a plan's value of `recompute`."""
     granularity, method, layers = {
         "none": (None, None, None),
         "selective": ("selective", None, None),
@@ -163,7 +163,7 @@ def _settings(plan: Plan) -> Iterator[_Setting]:
 
 
 def replaced_flags(plan: Plan) -> frozenset[str]:
-    """Return the flags that printed lines leave out because the plan sets them."""
+    """Return the flags that printed command lines leave out because the plan sets them."""
     terms = {term: _TERMS.get(term, (flag,)) for term, flag in FLAGS.items()} | _TERMS
     stated = {
         flag for term, flags in terms.items() if getattr(plan.job, term, None) is not None for flag in flags

@@ -1,4 +1,4 @@
-"""Rules for options beside a plan: supported, as a test shows, or refused for a reason."""
+"""Kinds of rules for options in a job with a plan: supported, as a test shows, or refused for a reason."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-#: Circumstances in which an option may be refused: any plan, unequal replicas, unequal replicas of one stage
-#: that the job repeats, stages with layers of their own (which count as unequal replicas too), a plan made by
-#: the planner, or the script ``megatron_hexi.pretrain_gpt``.
+#: Circumstances in which a rule refuses an option. `any`: every plan. `unequal`: unequal replicas, or stages
+#: that state their layers. `repeated`: unequal replicas of one repeated stage. `stages`: stages that state
+#: their layers. `planned`: a plan made by the planner. `script`: the script ``megatron_hexi.pretrain_gpt``.
 PlanKind = Literal["any", "unequal", "repeated", "stages", "planned", "script"]
 
 _TRAINING = "tests/megatron/test_option_training.py::test_losses_and_gradient_norms_are_those_without_a_plan"
 _REFUSAL = "tests/megatron/test_option_refusals.py::test_an_option_is_refused_by_its_real_name"
 
 
-#: Reasons that several options share.
+#: Reasons that the rules of several options share.
 UNSHOWN = "it is not tested under a plan yet"
 DRAWS = "its random numbers would depend on the plan"
 
@@ -26,11 +26,11 @@ STATE_LAYERS = frozenset("M")
 
 @dataclass(frozen=True)
 class Supported:
-    """Options that a plan carries out: training equals that without context parallelism.
+    """A rule that a plan supports some options: training equals training without context parallelism.
 
     Args:
-        flags: flags as on the command line, with a value where only that value is supported.
-        test: the test that shows it.
+        flags: flags as on the command line, with a value if only that value is supported.
+        test: name of the test that shows the support.
         note: restrictions and hints for users.
     """
 
@@ -41,16 +41,16 @@ class Supported:
 
 @dataclass(frozen=True)
 class Refused:
-    """An option that a plan does not carry out.
+    """A rule that refuses an option in a job with a plan.
 
     Args:
-        option: the flag, as on the command line.
-        used: whether the job uses it.
-        reason: why a plan cannot carry it out.
-        remedy: what to do instead.
-        values: values of the option that are refused; empty: any.
-        beside: the plans beside which it is refused.
-        versions: versions of megatron-core in which it is refused (PEP 440); empty: all.
+        option: flag of the option, as on the command line.
+        used: a function that tells, from Megatron's arguments, whether the job uses the option.
+        reason: reason for the error message why a plan does not support the option.
+        remedy: remedy for the error message.
+        values: values of the option that are refused; empty: all values.
+        beside: kind of plan with which the option is refused.
+        versions: versions of megatron-core in which the option is refused (PEP 440); empty: all versions.
     """
 
     option: str
@@ -63,12 +63,12 @@ class Refused:
 
     @property
     def name(self) -> str:
-        """A unique name: an option may be refused for several reasons in different jobs."""
+        """A unique name of the rule; several rules may refuse one option, for different jobs."""
         return self.option + ("" if self.beside == "any" else f"-{self.beside}") + self.versions
 
     @property
     def opponent(self) -> str:
-        """The kind of plan, or the program, that refuses it."""
+        """The kind of plan, or the program, that refuses the option, for the error message."""
         return {
             "any": "--hexi-plan",
             "unequal": "unequal replicas",
@@ -85,12 +85,12 @@ class Refused:
 
     @property
     def test(self) -> str:
-        """Name of the test of its message."""
+        """Name of the test that checks the rule's error message."""
         return f"{_REFUSAL}[{self.name}]"
 
 
 def shown(flags: str, case: str, note: str = "") -> Supported:
-    """Return an option that a case of `test_option_training.py` shows under several kinds of uneven plans."""
+    """Return a rule that a plan supports options, as a case of `test_option_training.py` shows."""
     return Supported(flags, f"{_TRAINING}[{case}]", note)
 
 
@@ -105,19 +105,19 @@ def given(
     """Return a rule that refuses an option whenever it is set.
 
     Args:
-        option: the flag.
-        reason: why a plan cannot carry it out.
-        remedy: what to do instead.
-        name: name of the argument, if it is not the flag's.
-        since: the first version of megatron-core in which it is refused.
-        until: the first version in which it is no longer refused.
+        option: flag of the option.
+        reason: reason for the error message why a plan does not support the option.
+        remedy: remedy for the error message.
+        name: name of the argument, if it cannot be derived from the flag.
+        since: first version of megatron-core in which the option is refused.
+        until: first version of megatron-core in which the option is no longer refused.
     """
     versions = ",".join(filter(None, (since and f">={since}", until and f"<{until}")))
     return Refused(option, _set(option, name), reason, remedy, versions=versions)
 
 
 def other_than(usual: object, option: str, reason: str, remedy: str = "train without it") -> Refused:
-    """Return a rule that refuses all values of an option but the usual one."""
+    """Return a rule that refuses all values of an option except `usual`."""
     name = option.removeprefix("--").replace("-", "_")
     return Refused(
         option,
@@ -129,7 +129,7 @@ def other_than(usual: object, option: str, reason: str, remedy: str = "train wit
 
 
 def one_of(refused: Sequence[str], option: str, reason: str, remedy: str) -> Refused:
-    """Return a rule that refuses some values of an option, also among several."""
+    """Return a rule that refuses an option if its value, or one of its values, is in `refused`."""
     name = option.removeprefix("--").replace("-", "_")
 
     def used(args: Namespace) -> bool:
@@ -140,7 +140,7 @@ def one_of(refused: Sequence[str], option: str, reason: str, remedy: str) -> Ref
 
 
 def with_fused_rotary(option: str) -> Refused:
-    """Return a rule that refuses an option beside Megatron's fused rotary kernel."""
+    """Return a rule that refuses an option together with Megatron's fused rotary kernel."""
     name = option.removeprefix("--").replace("-", "_")
     return Refused(
         option,
@@ -163,7 +163,7 @@ def before_0_19(option: str, used: Callable[[Namespace], bool]) -> Refused:
 def beside_unequal(
     option: str, used: Callable[[Namespace], bool], reason: str, remedy: str, values: str = ""
 ) -> Refused:
-    """Return a rule that refuses an option where the plan's replicas are unequal."""
+    """Return a rule that refuses an option with a plan whose replicas are unequal."""
     return Refused(option, used, reason, remedy, values, beside="unequal")
 
 
@@ -174,17 +174,17 @@ def beside_stages(
     remedy: str = "train without it",
     values: str = "",
 ) -> Refused:
-    """Return a rule that refuses an option where the plan's stages have layers of their own."""
+    """Return a rule that refuses an option with a plan whose stages state their layers."""
     return Refused(option, used, reason, remedy, values, beside="stages")
 
 
 def before_planning(option: str, reason: str, remedy: str) -> Refused:
-    """Return a rule that refuses an option in the planner alone; a plan made by hand may train with it."""
+    """Return a rule that refuses an option in the planner only; a plan made by hand may train with it."""
     return Refused(option, _set(option), reason, remedy, beside="planned")
 
 
 def beside_script(option: str, until: str | None = None) -> Refused:
-    """Return a rule for an option that our training script lacks before megatron-core `until`."""
+    """Return a rule that refuses an option which our training script lacks before megatron-core `until`."""
     return Refused(
         option,
         _set(option),
@@ -196,18 +196,18 @@ def beside_script(option: str, until: str | None = None) -> Refused:
 
 
 def _set(option: str, name: str | None = None) -> Callable[[Namespace], bool]:
-    """Return a test whether an option's argument is set; an earlier version may lack the argument."""
+    """Return a function that tells whether an option is set; older versions may lack its argument."""
     argument = name or option.removeprefix("--").replace("-", "_")
     return lambda args: bool(getattr(args, argument, None))
 
 
 def masks_documents(args: Namespace) -> bool:
-    """Whether ``--dataloader-inter-document-masking`` is given; Megatron has it since 0.19."""
+    """Whether ``--dataloader-inter-document-masking`` is set; Megatron has this option since 0.19."""
     return getattr(args, "dataloader_inter_document_masking", False)
 
 
 def is_packed(args: Namespace) -> bool:
-    """Whether a sequence holds several documents that do not see each other."""
+    """Whether a sequence of the job holds several documents whose tokens do not attend to each other."""
     return masks_documents(args) or args.sft
 
 

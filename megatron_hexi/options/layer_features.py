@@ -1,4 +1,4 @@
-"""Experts, windows and latent attention as Megatron's arguments state them, layer by layer."""
+"""Read the experts, sliding windows and latent attention of each layer from Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 from megatron_hexi.errors import HexiError
 
-#: Far more layers than any model has: a longer pattern is a mistake, and would take memory to write out.
+#: Largest number of layers, far more than any model has; a longer pattern is a mistake and would need memory.
 _MOST_LAYERS = 2**14
 
 
 def layer_features(args: Namespace, source: str) -> dict[str, Any]:
-    """Return the fields of `megatron_hexi.cost.Model` in which layers differ, or are not plain.
+    """Return the fields of `megatron_hexi.cost.Model` that describe experts, windows and latent attention.
 
     Args:
-        args: Megatron's arguments, resolved.
-        source: where they stand, for errors.
+        args: Megatron's arguments, after `resolve`.
+        source: file or command line of the arguments, for errors.
 
     Raises:
-        HexiError: a pattern that is none of this model's layers, or latent attention with weights that are
-            not counted.
+        HexiError: a pattern does not fit the model's number of layers, or latent attention has weights that
+            the cost model does not count.
     """
     found = {
         "experts": _experts(args, source),
@@ -35,7 +35,7 @@ def layer_features(args: Namespace, source: str) -> dict[str, Any]:
 
 
 def query_size(args: Namespace) -> int:
-    """Return the size of one head's query and key."""
+    """Return the size of one head's query, which equals the size of one head's key."""
     if args.multi_latent_attention:
         return int(args.qk_head_dim + args.qk_pos_emb_head_dim)
     return int(args.kv_channels)
@@ -111,16 +111,16 @@ def _above_0(flag: str, value: int, source: str) -> int:
 
 
 def layer_pattern(flag: str, pattern: str | list[int], layers: int, source: str) -> list[bool]:
-    """Return one value for each layer of a list of 0 and 1, or of Megatron's expression of lists.
+    """Parse a pattern of layers and return one value for each layer.
 
     Args:
-        flag: what the pattern belongs to, for errors.
-        pattern: the list, or the expression: "[0]*3+[1]*58".
-        layers: how many there are.
-        source: where the pattern stands, for errors.
+        flag: the option whose value is the pattern, for errors.
+        pattern: a list of 0 and 1, or Megatron's expression of such lists: "[0]*3+[1]*58".
+        layers: number of layers.
+        source: file or command line of the pattern, for errors.
 
     Raises:
-        HexiError: another expression, or one of another number of layers.
+        HexiError: the pattern is another expression, or has another number of layers.
     """
     try:
         values = _value(ast.parse(pattern, mode="eval").body) if isinstance(pattern, str) else pattern
@@ -137,7 +137,7 @@ def layer_pattern(flag: str, pattern: str | list[int], layers: int, source: str)
 
 
 def pattern_text(layers: Sequence[bool]) -> str:
-    """Megatron's expression for one value of each layer: what repeats is written once."""
+    """Return a pattern of layers as Megatron's expression, with repeated parts written once."""
     numbers = [int(has) for has in layers]
     for period in range(1, len(numbers) // 2 + 1):
         if numbers == numbers[:period] * (len(numbers) // period):
@@ -149,7 +149,7 @@ def pattern_text(layers: Sequence[bool]) -> str:
 
 
 def _value(node: ast.expr) -> Any:
-    """The value of an expression of whole numbers and lists, with + and *; ValueError: it is another."""
+    """Return the value of an expression of integers and lists with + and *; ValueError for any other."""
     if isinstance(node, ast.Constant) and type(node.value) is int and node.value <= _MOST_LAYERS:
         return node.value
     if isinstance(node, ast.List):

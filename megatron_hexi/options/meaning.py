@@ -1,4 +1,4 @@
-"""Derived arguments: what Megatron makes of older spellings and of arguments that are not given.
+"""Derive arguments as Megatron does: from older spellings, and from other arguments if they are not given.
 
 The source is `validate_args` of megatron-core 0.17 to 0.19 (megatron/training/arguments.py).
 """
@@ -13,14 +13,14 @@ from megatron_hexi.options.layer_features import layer_features
 
 
 def resolve(args: Namespace, source: str) -> None:
-    """Replace older spellings by today's, and fill in what follows from other arguments.
+    """Replace older spellings of arguments by current ones, and set arguments that follow from others.
 
     Args:
         args: Megatron's arguments as parsed; changed in place.
-        source: where they stand, for errors.
+        source: file or command line of the arguments, for errors.
 
     Raises:
-        HexiError: arguments that contradict each other in Megatron.
+        HexiError: arguments contradict each other in Megatron.
     """
     for name in ("num_layers", "seq_length"):
         _resolve_pair(args, name, f"encoder_{name}", source)
@@ -47,11 +47,11 @@ def model_features(args: Namespace, source: str) -> dict[str, Any]:
     """Return the fields of `megatron_hexi.cost.Model` that describe the parts of a layer.
 
     Args:
-        args: Megatron's arguments, resolved.
-        source: where they stand, for errors.
+        args: Megatron's arguments, after `resolve`.
+        source: file or command line of the arguments, for errors.
 
     Raises:
-        HexiError: as `layer_features`.
+        HexiError: `layer_features` refuses the arguments.
     """
     biases, norm_biases = bool(args.add_bias_linear), args.normalization == "LayerNorm"
     return {
@@ -70,7 +70,7 @@ def model_features(args: Namespace, source: str) -> dict[str, Any]:
 
 
 def _resolve_pair(args: Namespace, name: str, older: str, source: str) -> None:
-    """Take over an argument's older name, which Megatron refuses beside the newer one."""
+    """Set an argument from its older name, which Megatron refuses together with the newer name."""
     value, older_value = getattr(args, name), getattr(args, older)
     if value is not None and older_value is not None:
         flags = [f"--{spelling.replace('_', '-')}" for spelling in (name, older)]

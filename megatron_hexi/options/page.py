@@ -1,4 +1,4 @@
-"""``python -m megatron_hexi.options.page > docs/options.md``: the page of Megatron's options."""
+"""Write docs/options.md, the page of Megatron's options: ``python -m megatron_hexi.options.page > …``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _UNSTATED = "train without it"
 
 
 def page() -> str:
-    """Return the page, in Markdown."""
+    """Return the page of Megatron's options in Markdown."""
     lines = [line for title, options in OPTIONS.items() for line in _section(title, options)]
     for name in _LISTS:
         lines += _list(name)
@@ -52,7 +52,7 @@ def page() -> str:
 
 
 def _list(name: OptionClass) -> Iterator[str]:
-    """Yield the options of a class without rules, a line for each reason."""
+    """Yield Markdown lines with the options that `classes` lists in a class, one line for each reason."""
     title, reasons = _LISTS[name]
     yield f"\n## {title}\n"
     for reason, text in reasons.items():
@@ -61,7 +61,10 @@ def _list(name: OptionClass) -> Iterator[str]:
 
 
 def _section(title: str, options: Sequence[Supported | Refused]) -> Iterator[str]:
-    """Yield supported options, those with notes on their own lines; refused ones, a line for each reason."""
+    """Yield Markdown lines of a section: supported options, then one line for each reason of refusal.
+
+    Supported options with notes have lines of their own.
+    """
     yield f"\n## {title}\n"
     notes: dict[str, list[str]] = {}
     for option in options:
@@ -83,7 +86,7 @@ def _section(title: str, options: Sequence[Supported | Refused]) -> Iterator[str
 
 
 def _refused(option: Refused) -> str:
-    """Return the flag, with the values and versions in which it is refused."""
+    """Return the flag of a refused option as Markdown, with the refused values and versions."""
     versions = f"megatron-core {option.versions}" if option.versions else ""
     values = "; ".join(filter(None, (option.values, versions)))
     return _marked(option.option) + (f" ({values})" if values else "")

@@ -1,7 +1,7 @@
-"""Megatron's command line without Megatron: words are parsed from recorded options, as its parser does.
+"""Parse Megatron's command line without Megatron, from recorded options.
 
-data/parser.jsonl holds the options of each supported version, one a line; it is written by
-``python -m megatron_hexi.megatron.parser_rows``, and a test holds it against the installed Megatron.
+data/parser.jsonl holds the options of every supported version, one option per line. The file is written by
+``python -m megatron_hexi.megatron.parser_rows``, and a test compares it with the installed Megatron.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ DATA = Path(__file__).parent / "data" / "parser.jsonl"
 
 
 class Row(NamedTuple):
-    """An option of Megatron's parser.
+    """A recorded option of Megatron's parser.
 
     Attributes:
-        flags: its spellings.
-        dest: the argument that it sets.
+        flags: spellings of the option.
+        dest: name of the argument that the option sets.
         kind: ``store``, ``true``, ``false``, or ``both`` (``--x`` and ``--no-x``).
-        type: converts its values: int, float, str, bool, or Megatron's own ``pair`` ("128,0"), ``pattern``
-            ("([1]*3+[0])*2") and ``name`` (of an enumeration).
+        type: type of the option's values: int, float, str, bool, or Megatron's ``pair`` ("128,0"),
+            ``pattern`` ("([1]*3+[0])*2") and ``name`` (of an enumeration).
         nargs: number of values, as argparse spells it.
-        choices: allowed values; ``None``: any.
-        const: value of the flag alone, where `nargs` is ``?``.
-        default: value without the option.
+        choices: allowed values; ``None``: all values.
+        const: value of the argument if the flag is written without a value and `nargs` is ``?``.
+        default: value of the argument without the option.
         versions: entries of `VERSIONS` that have exactly this option.
     """
 
@@ -49,7 +49,7 @@ class Row(NamedTuple):
     versions: tuple[str, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """Return the row for JSON, without default values."""
+        """Return the option as a JSON object, without fields that have their default values."""
         usual = self._field_defaults
         return {name: value for name, value in self._asdict().items() if value != usual.get(name, ())}
 
@@ -58,8 +58,8 @@ class Parsed(NamedTuple):
     """Parsed arguments of Megatron.
 
     Attributes:
-        args: all arguments, with Megatron's names and defaults; not yet checked by Megatron.
-        given: flags that were written.
+        args: all arguments, with Megatron's names and defaults, before Megatron's own checks.
+        given: flags that the command line has.
     """
 
     args: argparse.Namespace
@@ -73,7 +73,7 @@ def read_rows() -> tuple[Row, ...]:
 
 
 def _row(document: dict[str, Any]) -> Row:
-    """Return a row from its JSON: lists become tuples, except a default, which is a list in Megatron too."""
+    """Return the option of a JSON object, with tuples for lists, except in a default as in Megatron."""
     lists = {name: tuple(document[name]) for name in ("flags", "choices", "versions") if name in document}
     fields: dict[str, Any] = document | lists
     return Row(**fields)
@@ -83,11 +83,12 @@ def parse_words(words: Sequence[Word], source: str) -> Parsed:
     """Parse words as Megatron's command line.
 
     Args:
-        words: of a file of arguments, or of a command line.
-        source: where they stand, for errors.
+        words: words of an argument file or of a command line.
+        source: file or command line of the words, for errors.
 
     Raises:
-        HexiError: an unknown option, a word that belongs to no option, or a wrong value; with line and flag.
+        HexiError: there is an unknown option, a word that belongs to no option, or a wrong value; the message
+            names line and flag.
     """
     lines = {word.text.partition("=")[0]: word.line for word in words if word.text.startswith("--")}
     try:
@@ -104,7 +105,7 @@ def parse_words(words: Sequence[Word], source: str) -> Parsed:
 
 
 def known_flags() -> frozenset[str]:
-    """Return every spelling of an option, of any supported version."""
+    """Return every spelling of every option of all supported versions."""
     return frozenset(flag for row in (*read_rows(), *HEXI_ROWS) for flag in row.flags)
 
 
@@ -113,7 +114,7 @@ def _place(source: str, line: int | None) -> str:
 
 
 def _why_unknown(word: str) -> str:
-    """Return an error message for an unknown word, with what may have been meant."""
+    """Return an error message for an unknown word, with similar options."""
     flag = word.partition("=")[0]
     if not flag.startswith("--"):
         return f"{word[:40]}: belongs to no argument; remove it, or write the argument before it"
@@ -129,7 +130,7 @@ def _why_unknown(word: str) -> str:
 
 
 class _ParseError(Exception):
-    """An error that argparse reports."""
+    """An error that argparse reports, raised instead of leaving the process."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -147,7 +148,7 @@ def _parser(version: str) -> _Parser:
 
 
 def _keywords(row: Row) -> dict[str, Any]:
-    """Return the keywords of `add_argument` besides destination and default."""
+    """Return the keyword arguments of `add_argument` for an option, without destination and default."""
     if row.kind != "store":
         return {"action": _ACTIONS[row.kind]}
     options = {"nargs": row.nargs, "choices": row.choices, "const": row.const}
@@ -163,12 +164,12 @@ _ACTIONS: dict[str, Any] = {
 
 
 def _pair(text: str) -> tuple[int, ...]:
-    """Parse as Megatron's ``tuple_type`` does: "128,0" or "(128,0)"."""
+    """Parse a tuple of integers as Megatron's ``tuple_type`` does: "128,0" or "(128,0)"."""
     return tuple(int(part) for part in text.strip("()").split(","))
 
 
 def _pattern(text: str) -> int | str:
-    """Parse as Megatron's ``moe_freq_type`` does: a number, or an expression of lists, which stays text."""
+    """Parse a layer pattern as Megatron's ``moe_freq_type`` does: to a number, or unchanged to text."""
     if "[" not in text:
         return int(text)
     if re.search(r"[^,\d\[\]()+*]", text):

@@ -1,4 +1,4 @@
-"""Whether the experts of a job are ones that a plan's stages can hold."""
+"""Check the experts of a job against a plan whose stages state their layers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron_hexi.plan.experts import held_experts
 
 
 def check_experts(args: Namespace, plan: Plan) -> None:
-    """Hold a plan whose stages have layers of their own against the job's experts.
+    """Check the experts of a job against a plan whose stages state their layers.
 
     Args:
-        args: Megatron's arguments, not yet checked.
+        args: Megatron's arguments, before Megatron's own checks.
         plan: the plan.
 
     Raises:
-        PlanError: they contradict each other; with both values.
+        PlanError: job and plan contradict each other; the message has both values.
     """
     if not args.num_experts:
         return
@@ -50,7 +50,7 @@ def check_experts(args: Namespace, plan: Plan) -> None:
 
 
 def _check_losses(args: Namespace, plan: Plan) -> None:
-    """Refuse a running mean over micro-batches where ranks run these in another order than one rank."""
+    """Refuse a running mean over micro-batches if ranks run micro-batches in another order than one rank."""
     kinds = args.moe_router_load_balancing_type
     if "global_aux_loss" not in (kinds if isinstance(kinds, list) else [kinds]):
         return

@@ -1,4 +1,4 @@
-"""Checks of a job against its plan: model, ranks, stages, and shares of the batch."""
+"""Check the model, ranks, stages and batch of a job against the job's plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PER_TOKEN = "--calculate-per-token-loss"
 
 
 def kind_of(plan: Plan) -> PlanKind:
-    """Return the kind of a plan: stages with layers of their own, unequal replicas, or neither."""
+    """Return the kind of a plan: `stages` if its stages state their layers, else `unequal` or `any`."""
     if not plan.is_repeated:
         return "stages"
     return "any" if has_equal_replicas(plan) else "unequal"
@@ -32,19 +32,20 @@ def kind_of(plan: Plan) -> PlanKind:
 def hold_job(args: Namespace, given: set[str], plan: Plan) -> list[str]:
     """Check a job against its plan, and set the arguments that the plan decides.
 
-    Training calls it on each rank, and ``hexi launch`` before it prints the lines.
+    Each rank calls this function in training, and ``hexi launch`` before it prints command lines.
 
     Args:
-        args: Megatron's arguments, not yet checked, with ``world_size`` and ``hexi_plan``; changed in place.
+        args: Megatron's arguments, before Megatron's own checks, with ``world_size`` and ``hexi_plan``;
+            changed in place.
         given: flags that the user wrote.
         plan: the plan.
 
     Returns:
-        Flags that were set because the plan needs them and the user had not written them.
+        Flags that the plan needs and that were set because the user had not written them.
 
     Raises:
-        PlanError: an option that such a plan does not carry out, or a plan for another job; the message has
-            both values.
+        PlanError: the plan does not support an option of the job, or was made for another job; the message
+            has both values.
     """
     stated = set_job_terms(args, given, plan)
     refuse_unsupported(args, kind_of(plan))
@@ -60,15 +61,15 @@ def hold_job(args: Namespace, given: set[str], plan: Plan) -> list[str]:
 
 
 def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
-    """Check the job of a plan whose stages have layers of their own.
+    """Check a job against a plan whose stages state their layers.
 
     Args:
-        args: Megatron's arguments, not yet checked.
+        args: Megatron's arguments, before Megatron's own checks.
         given: flags that the user wrote.
         plan: the plan.
 
     Raises:
-        PlanError: they contradict each other; the message has both values.
+        PlanError: job and plan contradict each other; the message has both values.
     """
     path = args.hexi_plan
     for flag in (*PARALLEL_SIZES, *STAGE_FLAGS):
@@ -116,10 +117,10 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
 
 
 def check_workload(args: Namespace, plan: Plan) -> None:
-    """Check the plan's workload against the model of the job.
+    """Check the plan's workload against the model and the sequence of the job.
 
     Raises:
-        PlanError: they differ; the message has both values.
+        PlanError: workload and job differ; the message has both values.
     """
     workload = plan.workload
     grouped = args.group_query_attention
@@ -186,10 +187,13 @@ def _check_states(args: Namespace, plan: Plan) -> None:
 
 
 def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, str, int | None]]:
-    """Return latent columns that travel beside those of the job: name, number, flag, and the job's number.
+    """Return the plan's numbers of exchanged latent columns with the job's, for comparison.
+
+    Returns:
+        For each number: field name, the plan's value, Megatron's flag, and the job's value.
 
     Raises:
-        PlanError: the job has no latent columns, or an option beside which they do not travel.
+        PlanError: the job has no latent columns, or has an option with which they cannot be exchanged.
     """
     latent, path = workload.latent_exchange, args.hexi_plan
     if latent is None:
@@ -231,10 +235,10 @@ def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, s
 
 
 def check_ranks(args: Namespace, plan: Plan) -> None:
-    """Check the plan's ranks against those of the job.
+    """Check the plan's number of ranks and parallel sizes against the job's.
 
     Raises:
-        PlanError: they differ; the message has both values.
+        PlanError: plan and job differ; the message has both values.
     """
     path, size = args.hexi_plan, _context_parallel_size(plan)
     if args.context_parallel_size != size:
@@ -258,17 +262,17 @@ def check_ranks(args: Namespace, plan: Plan) -> None:
 
 
 def replica_shares(args: Namespace, plan: Plan) -> tuple[Share, ...] | None:
-    """Return the micro-batches that each replica takes of a global batch.
+    """Return each replica's share of the global batch.
 
     Args:
         args: Megatron's arguments, with a global batch size.
         plan: the plan.
 
     Returns:
-        The share of each replica; ``None`` where replicas are equal, and Megatron assigns micro-batches.
+        The share of each replica; ``None`` if the replicas are equal, so that Megatron assigns micro-batches.
 
     Raises:
-        PlanError: the batch is not the plan's.
+        PlanError: the plan's shares do not add up to the job's global batch.
     """
     if not _assigns_micro_batches(plan):
         return None
@@ -284,18 +288,18 @@ def replica_shares(args: Namespace, plan: Plan) -> tuple[Share, ...] | None:
 
 
 def _assigns_micro_batches(plan: Plan) -> bool:
-    """Whether the plan decides which replica takes which micro-batches."""
+    """Whether the plan, rather than Megatron, assigns micro-batches to replicas."""
     stated = any(replica.micro_batches is not None for replica in plan.replicas)
     return stated or not plan.is_repeated or not has_equal_replicas(plan)
 
 
 def _context_parallel_size(plan: Plan) -> int:
-    """Return Megatron's context-parallel size; unequal replicas form one group together."""
+    """Return Megatron's context-parallel size under a plan; unequal replicas together count as one group."""
     return len(plan.replicas[0].domain.members) if has_equal_replicas(plan) else plan.units
 
 
 def _set_decided_arguments(args: Namespace, given: set[str], plan: Plan) -> list[str]:
-    """Set the arguments that a plan decides, where the user did not give them."""
+    """Set the arguments that a plan decides and the user did not give; return their flags."""
     changed = []
     if plan.is_repeated and "--context-parallel-size" not in given:
         args.context_parallel_size = _context_parallel_size(plan)
@@ -317,10 +321,10 @@ def _set_decided_arguments(args: Namespace, given: set[str], plan: Plan) -> list
 
 
 def _set_global_batch(args: Namespace, plan: Plan) -> list[str]:
-    """Set the global batch size where the plan states it and the user does not.
+    """Set the global batch size if the plan states it and the user does not; return the flag in a list.
 
     Raises:
-        PlanError: the batch grows during training, while the replicas' shares do not.
+        PlanError: the job's batch size grows during training, but the replicas' shares are fixed.
     """
     if not _assigns_micro_batches(plan):
         return []

@@ -1,4 +1,4 @@
-"""The options of a job that a plan refuses."""
+"""Find and refuse the options of a job that a plan does not support."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_hexi.options.kinds import PlanKind, Refused, Supported
 from megatron_hexi.options.release import is_assumed
 from megatron_hexi.options.rule_table import OPTIONS
 
-#: Kinds of rules that apply to each kind of plan.
+#: Kinds of rules (`Refused.beside`) that apply to each kind of plan.
 _KINDS: dict[PlanKind, tuple[PlanKind, ...]] = {
     "any": ("any",),
     "unequal": ("any", "unequal", "repeated"),
@@ -22,7 +22,7 @@ _KINDS: dict[PlanKind, tuple[PlanKind, ...]] = {
 
 
 def supported() -> list[Supported]:
-    """Return all supported options."""
+    """Return all rules for supported options."""
     return [option for options in OPTIONS.values() for option in options if isinstance(option, Supported)]
 
 
@@ -32,7 +32,7 @@ def refused() -> list[Refused]:
 
 
 def find_refused(args: Namespace, plan: PlanKind) -> Refused | None:
-    """Return the first option of the job that a plan of this kind does not carry out.
+    """Return the first rule that refuses an option of a job with a plan of this kind, or ``None``.
 
     Args:
         args: Megatron's arguments.
@@ -46,14 +46,14 @@ def find_refused(args: Namespace, plan: PlanKind) -> Refused | None:
 
 
 def refuse_unsupported(args: Namespace, plan: PlanKind) -> None:
-    """Refuse the first option of the job that a plan of this kind does not carry out.
+    """Refuse a job with an option that a plan of this kind does not support.
 
     Args:
         args: Megatron's arguments.
         plan: the kind of plan.
 
     Raises:
-        PlanError: there is one; the message has the option, the reason and the remedy.
+        PlanError: the job has such an option; the message has the option, the reason and the remedy.
     """
     option = find_refused(args, plan)
     if option is not None:
@@ -61,10 +61,10 @@ def refuse_unsupported(args: Namespace, plan: PlanKind) -> None:
 
 
 def refuse_yaml_configuration(argv: Sequence[str]) -> None:
-    """Refuse ``--yaml-cfg`` beside a plan before Megatron parses, since it drops every other flag.
+    """Refuse ``--yaml-cfg`` with a plan, before Megatron parses and drops every other flag.
 
     Raises:
-        PlanError: both are on the command line.
+        PlanError: the command line has both options.
     """
     flags = {word.partition("=")[0] for word in argv}
     if {"--yaml-cfg", "--hexi-plan"} <= flags:

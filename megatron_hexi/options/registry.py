@@ -15,11 +15,11 @@ from megatron_hexi.options.parser import HEXI_ROWS, read_rows
 from megatron_hexi.options.refusals import refused
 from megatron_hexi.options.release import VERSIONS
 
-#: Part of the model, the job or the plan; without influence on plans; allowed beside some plans; refused by
-#: name.
+#: Classes of options. `counted`: part of the model, the job or the plan. `free`: without influence on plans.
+#: `restricting`: allowed with some plans. `refused`: refused by name.
 OptionClass = Literal["counted", "free", "restricting", "refused"]
 
-#: Flags that printed lines add where a job leaves them out, since no plan trains with Megatron's default.
+#: Flags that printed command lines add if a job lacks them, since no plan trains with Megatron's default.
 ADDED: Final = {"--attention-dropout": "0", "--hidden-dropout": "0", "--eval-iters": "0"}
 
 
@@ -27,19 +27,19 @@ def class_of(flag: str) -> OptionClass:
     """Return the class of an option.
 
     Args:
-        flag: one of its spellings, in any supported version.
+        flag: a spelling of the option in any supported version.
     """
     return class_and_reason(flag)[0]
 
 
 def class_and_reason(flag: str) -> tuple[OptionClass, str]:
-    """Return the class of an option, and the reason for it.
+    """Return the class of an option, and the reason for this class.
 
     Args:
-        flag: one of its spellings, in any supported version.
+        flag: a spelling of the option in any supported version.
 
     Raises:
-        LookupError: it has no class, or two.
+        LookupError: the option has no class, or two classes.
     """
     spellings = _spellings()
     named = {answer for spelling in spellings[flag] for answer in _named(spelling)}
@@ -50,7 +50,7 @@ def class_and_reason(flag: str) -> tuple[OptionClass, str]:
 
 @functools.cache
 def _spellings() -> Mapping[str, tuple[str, ...]]:
-    """Return, for each spelling, all spellings of options that set the same argument."""
+    """Return, for each spelling of an option, all spellings of options that set the same argument."""
     rows: dict[str, set[str]] = {}
     for row in (*read_rows(), *HEXI_ROWS):
         rows.setdefault(row.dest, set()).update(row.flags)
@@ -58,7 +58,7 @@ def _spellings() -> Mapping[str, tuple[str, ...]]:
 
 
 def counts() -> Mapping[str, Counter[OptionClass]]:
-    """Return the number of spellings of options in each class, by version of Megatron."""
+    """Return, for each version of Megatron, the number of spellings of options in each class."""
     return {
         version: Counter(
             class_of(flag) for row in read_rows() if version in row.versions for flag in row.flags
@@ -68,7 +68,7 @@ def counts() -> Mapping[str, Counter[OptionClass]]:
 
 
 def _named(flag: str) -> list[tuple[OptionClass, str]]:
-    """Return the classes that name a flag: rules for all values or plans, lists, or other rules."""
+    """Return each class to which a flag belongs by a rule or a list, with the reason."""
     rules = [rule for rule in refused() if rule.option == flag]
     planning = [rule for rule in rules if rule.beside not in ("any", "script")]
     for rule in rules:
@@ -80,7 +80,7 @@ def _named(flag: str) -> list[tuple[OptionClass, str]]:
 
 
 def _listed(flag: str) -> list[tuple[OptionClass, str]]:
-    """Return the classes whose lists name a flag, or else a beginning of it."""
+    """Return the classes whose lists name a flag, or else the beginning of the flag, with the reason."""
     lists: tuple[tuple[OptionClass, Mapping[str, str]], ...] = (
         ("counted", COUNTED),
         ("free", FREE),
@@ -97,7 +97,7 @@ def _listed(flag: str) -> list[tuple[OptionClass, str]]:
 
 
 def table() -> str:
-    """Return the number of options in each class, by version, as lines of text."""
+    """Return a text table of the number of options in each class, by version of Megatron."""
     names: tuple[OptionClass, ...] = get_args(OptionClass)
     lines = ["Megatron  " + "  ".join(f"{name:>11}" for name in (*names, "all"))]
     for version, version_counts in counts().items():

@@ -1,4 +1,4 @@
-"""The release of megatron-core whose options are read: the installed one, or else the newest supported."""
+"""The release of megatron-core whose options are assumed: the installed release, or the newest supported."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-#: The release series whose options are recorded, each from its last release, oldest first.
+#: Release series of megatron-core whose options are recorded, each from its last release, oldest first.
 VERSIONS = ("0.17", "0.18", "0.19")
 
 
 def assumed_release() -> str:
-    """Return the installed version of megatron-core (of a pre-release, the release); else the newest."""
+    """Return the installed release of megatron-core, or else the newest supported release.
+
+    A pre-release counts as its release.
+    """
     try:
         return Version(version("megatron-core")).base_version
     except PackageNotFoundError:
@@ -20,7 +23,7 @@ def assumed_release() -> str:
 
 
 def is_assumed(versions: str) -> bool:
-    """Whether the release is one of these versions (PEP 440)."""
+    """Whether the assumed release is one of the given versions (a PEP 440 specifier)."""
     return SpecifierSet(versions).contains(assumed_release())
 
 
@@ -30,6 +33,6 @@ def series(release: str) -> str:
 
 
 def assumed_series() -> str:
-    """Return the series whose options are read here."""
+    """Return the release series of the assumed release, whose options are used."""
     installed = series(assumed_release())
     return installed if installed in VERSIONS else VERSIONS[-1]

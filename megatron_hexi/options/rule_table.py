@@ -1,4 +1,4 @@
-"""`OPTIONS`: the rules for all options that meet a plan, by topic."""
+"""The table `OPTIONS` of all rules that support or refuse an option in a job with a plan, by topic."""
 
 from __future__ import annotations
 

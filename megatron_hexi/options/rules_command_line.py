@@ -11,7 +11,7 @@ _ONE_UNIT = "Megatron counts iterations or samples"
 
 
 def _any_of(args: Namespace, *names: str, unit: str) -> bool:
-    """Whether any part of the schedule is given in a unit, ``iters`` or ``samples``."""
+    """Whether any of the named parts of the training schedule is given in the unit `iters` or `samples`."""
     return any(getattr(args, f"{name}_{unit}") for name in names)
 
 

@@ -1,4 +1,4 @@
-"""Rules for options beside unequal replicas."""
+"""Rules for options in jobs whose plan has unequal replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules for options beside stages with their own layers, tensor-parallel size, domain, samples or state."""
+"""Rules for options in jobs whose plan has stages that state layers, domains, samples or optimizer shares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OWN_STATE = "the plan says which rank keeps which part of the optimizer's state
 
 
 def _set(name: str, usual: object = None) -> Refused:
-    """Return a rule that refuses an argument with another value than the usual one."""
+    """Return a rule that refuses an argument whose value differs from `usual`."""
     option = f"--{name.replace('_', '-')}"
     return beside_stages(option, lambda args: getattr(args, name, usual) not in (usual, None, False), UNSHOWN)
 

@@ -1,4 +1,4 @@
-"""The plan as data: layout, split tables, checks, file format. No torch here."""
+"""The plan of a job as data classes, with its layout, split tables, checks and file format; without torch."""
 
 from megatron_hexi.plan.blocks import Block, Shape
 from megatron_hexi.plan.check import require_repeated

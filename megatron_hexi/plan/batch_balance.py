@@ -1,14 +1,15 @@
-"""Shares of one batch: tokens, heads and documents assigned to a domain's units by the batch's work.
+"""Balance one batch of packed documents: tokens, heads and documents of each unit of a domain.
 
-A plan's shares fit a sequence of one document. With many short ones there is less attention beside as many
-rows, and shares that balance rows leave attention unbalanced. Here the shares follow the
-documents' lengths, which every rank knows: work of a unit = rows x seconds a row + pairs of query and key x
-seconds a pair x its part of the heads, and each unit's is to be alike, within its memory.
+A plan's shares fit a sequence of one document. A sequence of many short documents has as many rows but less
+attention, so shares that balance the rows leave the attention unbalanced. This module chooses shares by the
+lengths of the documents, which every rank knows. The time of a unit is rows x seconds per row + pairs of
+query and key x seconds per pair x the unit's fraction of the heads; all units are to take equally long,
+within the memory of each.
 
-Documents go to groups whole, the largest first, each to the group that finishes first (LPT: Graham 1969,
-"Bounds on multiprocessing timing anomalies"): their keys need not travel. The rest of the imbalance is
-removed by cutting as few documents as possible over all groups, in a weighted zigzag that fills every group
-up to one time.
+Whole documents are assigned to groups, the longest first, each to the group that finishes first (LPT: Graham
+1969, "Bounds on multiprocessing timing anomalies"); keys of a whole document need not travel. The remaining
+imbalance is removed by cutting as few documents as possible over all groups, in a weighted zigzag that lets
+all groups finish at the same time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron_hexi.plan.model import Domain, Group, Member, Range
 from megatron_hexi.plan.packing import packed_domain, zigzag
 from megatron_hexi.plan.terms import UnitRates
 
-#: Tolerated imbalance: no more documents are cut when no unit exceeds its share of the work by this part.
+#: Tolerated imbalance: documents are cut only while a unit exceeds its share of the work by this fraction.
 EVEN = 0.02
 _HALVINGS = 50
 _ROUNDS = 4
@@ -32,7 +33,7 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class _Pace:
-    """The speed of a unit or group: seconds of a row and of a pair, and memory in tokens."""
+    """The speed of a unit or group: seconds per row, seconds per pair, and memory in tokens (`room`)."""
 
     row_s: float
     pair_s: float
@@ -40,7 +41,12 @@ class _Pace:
 
     @classmethod
     def together(cls, paces: Sequence[_Pace], attended: float) -> _Pace:
-        """Return the pace of a group: rows and pairs shared by speed, rows limited by the group's memory."""
+        """Return the pace of a group whose units have these paces and divide the work in proportion to speed.
+
+        Args:
+            paces: paces of the group's units.
+            attended: memory of a token of the group, relative to the memory of a token that the unit holds.
+        """
         return cls(
             1 / sum(1 / pace.row_s for pace in paces),
             1 / sum(1 / pace.pair_s for pace in paces),
@@ -50,7 +56,7 @@ class _Pace:
 
 @dataclass(frozen=True)
 class _Placement:
-    """Documents assigned whole to each group, by number, and each group's tokens of cut documents."""
+    """Assignment of documents to groups: whole documents by number, and tokens of documents that are cut."""
 
     whole: tuple[tuple[int, ...], ...]
     cut: tuple[int, ...]
@@ -61,7 +67,7 @@ class _Placement:
 
 @lru_cache(maxsize=64)  # all layers ask for the same
 def balanced_domain(domain: Domain, documents: tuple[int, ...], rates: UnitRates) -> Domain:
-    """Return the domain with the shares of one batch.
+    """Return the domain with segments, tokens and heads that balance one batch of documents.
 
     Args:
         domain: the plan's domain.
@@ -69,8 +75,8 @@ def balanced_domain(domain: Domain, documents: tuple[int, ...], rates: UnitRates
         rates: rates of the plan's units.
 
     Returns:
-        The domain with other segments, tokens and heads; with the plan's, as `packed_domain` gives them,
-        where these are balanced enough or no better shares fit the units' memory.
+        The balanced domain. If the plan's own shares (`packed_domain`) are balanced enough, or no better
+        shares fit the memory of the units, the domain with the plan's shares.
     """
     even = even_seconds(domain, documents, rates)
     paces = {member.lead: _pace(member, rates) for member in domain.members}
@@ -92,13 +98,13 @@ def balanced_domain(domain: Domain, documents: tuple[int, ...], rates: UnitRates
 
 
 def even_seconds(domain: Domain, documents: Sequence[int], rates: UnitRates) -> float:
-    """Return the seconds of a batch with ideally balanced rows and pairs: the same for every unit."""
+    """Return the seconds that each unit would take for a batch if rows and pairs were balanced ideally."""
     pace = _Pace.together([_pace(member, rates) for member in domain.members], rates.attended)
     return pace.row_s * sum(documents) + pace.pair_s * sum(map(_pairs, documents))
 
 
 def unit_seconds(domain: Domain, documents: Sequence[int], rates: UnitRates) -> list[float]:
-    """Return the seconds that a batch takes each unit, in the order of the domain's members.
+    """Return the seconds that each unit needs for a batch, in the order of the domain's members.
 
     Args:
         domain: the domain, with the shares of this batch.
@@ -117,7 +123,7 @@ def unit_seconds(domain: Domain, documents: Sequence[int], rates: UnitRates) -> 
 
 
 def _visible(segments: Sequence[Range], documents: Sequence[int], ends: Sequence[int]) -> float:
-    """Return the number of pairs that the queries of some segments see."""
+    """Return the number of pairs of query and visible key for the queries in the given segments."""
     total, number = 0, 0
     for start, stop in segments:
         while start < stop:
@@ -131,7 +137,7 @@ def _visible(segments: Sequence[Range], documents: Sequence[int], ends: Sequence
 
 
 def _placements(documents: Sequence[int], groups: Sequence[_Pace]) -> Iterator[_Placement]:
-    """Yield placements of documents, in ascending order of tokens that are cut."""
+    """Yield possible placements of the documents, those that cut the fewest tokens first."""
     order = sorted((n for n, count in enumerate(documents) if count), key=lambda n: (-documents[n], n))
     halvings = [len(order) >> shift for shift in range(1, len(order).bit_length())]
     single = [(order[place],) for place in (*halvings, 0)]
@@ -146,10 +152,11 @@ def _placements(documents: Sequence[int], groups: Sequence[_Pace]) -> Iterator[_
 def _placed(
     documents: Sequence[int], order: Sequence[int], cut: tuple[int, ...], groups: Sequence[_Pace]
 ) -> _Placement | None:
-    """Return documents placed in order, each with the group that finishes first; `cut` over all groups.
+    """Place documents, in `order`, each in the group that finishes first; cut those in `cut` over all groups.
 
     Returns:
-        ``None`` where a whole document fits no group's memory, or those that are cut do not fit beside them.
+        The placement; ``None`` if a whole document fits no group's memory, or if the cut documents do not
+        fit beside the whole ones.
     """
     whole: list[list[int]] = [[] for _ in groups]
     tokens, pairs, busy = ([0.0] * len(groups) for _ in range(3))
@@ -189,10 +196,17 @@ def _placed(
 def _level(
     total: float, busy: Sequence[float], costs: Sequence[float], room: Sequence[float]
 ) -> list[float] | None:
-    """Return parts of a total that let all finish at once: (time - busy) / cost each, from 0 to its room.
+    """Divide an amount of work among workers so that all of them finish at the same time.
+
+    Args:
+        total: amount to divide.
+        busy: seconds for which each worker is busy already.
+        costs: seconds per unit of the amount, of each worker.
+        room: largest amount that each worker can take.
 
     Returns:
-        ``None`` where there is too little room.
+        The amount of each worker, (finish - busy) / cost limited to 0 … room; ``None`` if the rooms add up
+        to less than `total`.
     """
     if sum(room) < total:
         return None
@@ -221,7 +235,7 @@ def _build(
     paces: dict[int, _Pace],
     attended: float,
 ) -> Domain | None:
-    """Return the domain of a placement; ``None`` where a group's units have too little memory."""
+    """Return the domain with the documents as placed; ``None`` if the units of a group lack memory."""
     ranges = consecutive(documents)
     cut_segments = zigzag([ranges[number] for number in placement.cut], placement.cut_tokens)
     groups = []
@@ -239,10 +253,10 @@ def _build(
 def _shared(
     group: Group, tokens: int, pairs: float, paces: dict[int, _Pace], attended: float
 ) -> tuple[Member, ...] | None:
-    """Return a group's members with tokens and heads such that all take about as long.
+    """Return the members of a group with tokens and heads chosen so that all members take about as long.
 
-    Heads are not divided, so tokens even out the rest. A unit whose memory is full of tokens gets heads
-    instead.
+    Heads are whole numbers; tokens even out what remains. A unit whose memory is full of tokens gets more
+    heads instead.
     """
     unit_paces = [paces[member.lead] for member in group.members]
     heads = max(member.heads[1] for member in group.members)
@@ -293,5 +307,5 @@ def _pace(member: Member, rates: UnitRates) -> _Pace:
 
 
 def _pairs(count: int) -> int:
-    """Return the number of visible pairs of a causal document."""
+    """Return the number of pairs of query and visible key in a causal document of `count` tokens."""
     return count * (count + 1) // 2

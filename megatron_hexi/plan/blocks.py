@@ -1,9 +1,9 @@
-"""The visible part of a mask as blocks that attention kernels take.
+"""Divide the visible pairs of an attention mask into blocks that attention kernels can compute.
 
-Groups hold disjoint segments, so a segment of queries sees each segment of keys before it whole, and none
-after it: without a window the blocks are rectangles, and one causal triangle for each document in a group's
-own part. A window hides keys that are too far behind. Its edge runs diagonally, and is covered by mirrored
-causal triangles, which every kernel can compute.
+Groups hold disjoint segments, so a segment of queries sees every key of an earlier segment and no key of a
+later one. Without a window the blocks are therefore rectangles and, among a group's own keys, one causal
+triangle for each document. A sliding window hides keys that are too far behind. The window's edge runs
+diagonally and is covered by mirrored causal triangles, which every kernel can compute.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from megatron_hexi.plan.model import Group, Range
 
 
 class Shape(Enum):
-    """The shape of a block's visible pairs."""
+    """The pairs of query and key that are visible in a block: all, a causal triangle, or a mirrored one."""
 
     FULL = "full"
-    #: As many queries as keys; query i sees keys up to i.
+    #: A square block in which query i sees the keys 0 … i.
     CAUSAL = "causal"
-    #: As many queries as keys; query i sees keys from i on.
+    #: A square block in which query i sees the keys from i to the last.
     WINDOW_EDGE = "window edge"
 
 
 @dataclass(frozen=True)
 class Block:
-    """A range of a group's queries and a range of keys that one kernel computes together.
+    """A range of queries and a range of keys whose attention one kernel call computes.
 
     Args:
-        queries: range of the tokens of the group that computes, ascending.
-        keys: range of the available keys: the group's own, or those received from another group.
-        shape: which pairs are visible.
+        queries: range of queries, as indices into the tokens of the computing group.
+        keys: range of keys, as indices into the group's own keys or into the keys received from another
+            group.
+        shape: pairs of query and key that are visible.
     """
 
     queries: Range
@@ -46,7 +47,7 @@ class Block:
 
     @property
     def area(self) -> int:
-        """Number of visible pairs."""
+        """Number of visible pairs of query and key in the block."""
         rows = self.queries[1] - self.queries[0]
         if self.shape is Shape.FULL:
             return rows * (self.keys[1] - self.keys[0])
@@ -55,16 +56,16 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Blocks of one shape that one kernel call computes, queries and keys ascending without overlap.
+    """A kernel call: blocks of one shape, with ascending queries and keys that do not overlap.
 
-    Compared by identity, so that results can be cached by call.
+    Calls are compared by identity, so that results can be cached by call.
     """
 
     blocks: tuple[Block, ...]
 
     @property
     def shape(self) -> Shape:
-        """Shape of all its blocks."""
+        """Shape of all blocks of the call."""
         return self.blocks[0].shape
 
     @property
@@ -79,9 +80,9 @@ class Call:
 
 
 def together(blocks: Iterable[Block]) -> tuple[Call, ...]:
-    """Return few kernel calls that compute all blocks: each block joins the first call that it can follow.
+    """Combine blocks into few kernel calls: each block joins the first call that it can follow.
 
-    Without a window there are at most two, a causal and a full one, for any number of documents.
+    Without a window there are at most two calls for any number of documents: a causal and a full one.
     """
     calls: list[list[Block]] = []
     for block in blocks:
@@ -104,11 +105,11 @@ def _can_follow(block: Block, following: Block) -> bool:
 
 @dataclass(frozen=True)
 class Visible:
-    """The keys of another group that a group's queries see.
+    """The keys of another group that some query of this group sees.
 
     Args:
-        rows: tokens of the other group that some query sees, ascending: the tokens to be sent.
-        blocks: the visible pairs; keys are counted over `rows`.
+        rows: tokens of the other group whose keys are seen and must be sent, ascending.
+        blocks: blocks of visible pairs; their keys are indices into the sent tokens `rows`.
     """
 
     rows: tuple[Range, ...]
@@ -122,7 +123,10 @@ class Visible:
 
 @dataclass(frozen=True)
 class _Piece:
-    """The part of a segment within one document: positions `[start, stop)`, group tokens from `offset`."""
+    """The part of a segment that lies in one document.
+
+    Its positions are `[start, stop)`; its first token is token `offset` of the group.
+    """
 
     start: int
     stop: int
@@ -130,24 +134,24 @@ class _Piece:
 
     @property
     def end(self) -> int:
-        """The group's token after the last of the piece."""
+        """Index in the group's tokens just after the piece's last token."""
         return self.offset + self.stop - self.start
 
     def rows(self, start: int, stop: int) -> Range:
-        """Return a range of positions as tokens of the group."""
+        """Convert a range of positions to a range of indices into the group's tokens."""
         return self.offset + start - self.start, self.offset + stop - self.start
 
 
 def own_blocks(group: Group, mask: Mask, seq_length: int) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """Return the blocks of a group's own keys.
+    """Return the blocks of a group's queries with the group's own keys.
 
     Args:
         group: a group with tokens.
-        mask: the mask.
+        mask: the attention mask.
         seq_length: tokens of the sequence.
 
     Returns:
-        Blocks that cover every query exactly once, and the further blocks that a window needs.
+        Blocks that contain every query exactly once, and the further blocks that a sliding window needs.
     """
     if not mask.causal:
         return (Block((0, group.tokens), (0, group.tokens)),), ()
@@ -167,12 +171,14 @@ def own_blocks(group: Group, mask: Mask, seq_length: int) -> tuple[tuple[Block, 
 
 
 def exchange_blocks(group: Group, source: Group, mask: Mask, seq_length: int) -> Visible:
-    """Return the blocks of `group`'s queries and `source`'s keys; neighbours with equal keys are merged.
+    """Return the keys of `source` that the queries of `group` see, with the blocks to compute.
+
+    Adjacent blocks with equal keys are merged.
 
     Args:
-        group: the group that computes.
-        source: another group.
-        mask: the mask.
+        group: the group whose queries are computed.
+        source: the other group, which holds the keys.
+        mask: the attention mask.
         seq_length: tokens of the sequence.
     """
     if not mask.causal:
@@ -204,7 +210,7 @@ def _joined(block: Block, following: Block) -> Block:
 
 
 def _before(queries: _Piece, keys: Sequence[_Piece], window: int | None) -> list[Block]:
-    """Return the blocks of a piece of queries and earlier pieces of keys of the same document."""
+    """Return the blocks of one piece of queries with all earlier pieces of keys in the same document."""
     keys = [piece for piece in keys if piece.stop <= queries.start]
     if not keys:
         return []
@@ -234,7 +240,7 @@ def _before(queries: _Piece, keys: Sequence[_Piece], window: int | None) -> list
 
 @lru_cache(maxsize=2**10)  # asked for each pair of groups
 def _by_document(segments: tuple[Range, ...], documents: tuple[Range, ...]) -> dict[int, list[_Piece]]:
-    """Return a group's pieces by number of their document, ascending."""
+    """Cut segments at document boundaries; return the pieces by document number, ascending."""
     pieces: dict[int, list[_Piece]] = {}
     document = offset = 0
     for start, stop in merge_segments(segments):
@@ -249,7 +255,7 @@ def _by_document(segments: tuple[Range, ...], documents: tuple[Range, ...]) -> d
 
 
 def _cut(piece: _Piece, most: int) -> list[_Piece]:
-    """Return a piece, cut into parts of at most `most` tokens."""
+    """Cut a piece into consecutive pieces of at most `most` tokens."""
     return [
         _Piece(start, min(start + most, piece.stop), piece.offset + start - piece.start)
         for start in range(piece.start, piece.stop, most)
@@ -257,7 +263,7 @@ def _cut(piece: _Piece, most: int) -> list[_Piece]:
 
 
 def _compressed(blocks: Sequence[Block]) -> Visible:
-    """Return blocks, with keys counted over the tokens to be sent rather than over the group."""
+    """Renumber the keys of blocks: from indices into the group's tokens to indices into the sent tokens."""
     rows = _union(block.keys for block in blocks)
     starts = [start for start, _ in rows]
     offsets = [0, *itertools.accumulate(stop - start for start, stop in rows)]

@@ -1,4 +1,4 @@
-"""The rules of a plan; an error names the place and the remedy."""
+"""Check that a plan obeys all rules; an error names the place in the plan and the remedy."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron_hexi.yaml_schema import Where
 
 
 def check_plan(plan: Plan, where: Where) -> None:
-    """Check all rules of a plan.
+    """Check that a plan obeys all rules.
 
     Args:
         plan: the plan; its values already have the right types.
-        where: spells a place for an error.
+        where: a function that spells a place in the plan for an error message.
 
     Raises:
-        PlanError: the first rule broken, with place, value and remedy.
+        PlanError: a rule is broken; the message names the place, value and remedy of the first such rule.
     """
     _check_workload(plan.workload, where)
     if not plan.replicas:
@@ -58,10 +58,10 @@ def require_repeated(plan: Plan, action: str) -> None:
 
     Args:
         plan: a plan that passed its checks.
-        action: the verb of the error: what cannot be done with such plans.
+        action: verb for the error message, such as ``train by``: the operation that needs one repeated stage.
 
     Raises:
-        PlanError: the plan has one of these; the first is named.
+        PlanError: the plan has one of these properties; the message names the first.
     """
     feature = ""
     if not plan.is_repeated:
@@ -80,23 +80,23 @@ def require_repeated(plan: Plan, action: str) -> None:
 
 
 def refuse_stages(plan: Plan, subject: str, reason: str, remedy: str) -> None:
-    """Refuse a plan whose stages have layers of their own.
+    """Refuse a plan whose stages state their layers, for an option that needs one repeated stage.
 
     Args:
         plan: a plan that passed its checks.
-        subject: the option and the plan's file: the beginning of the error.
-        reason: a clause about the stages: why the option does not work with them.
-        remedy: what to do instead.
+        subject: beginning of the error message: the option and the plan's file.
+        reason: clause of the error message that says why the option does not work with these stages.
+        remedy: remedy in the error message.
 
     Raises:
-        PlanError: the plan has such stages.
+        PlanError: the plan's stages state their layers.
     """
     if not plan.is_repeated:
         raise PlanError(f"{subject} has stages with layers of their own, {reason}; {remedy}")
 
 
 def _check_layers(plan: Plan, replica: Replica, place: Place, where: Where) -> None:
-    """Check that a replica's stages partition the layers in order, or that its only stage leaves them out."""
+    """Check that a replica's stages partition the layers in order, or that its only stage has no `layers`."""
     stages = replica.stages
     if not stages:
         refuse(where, place, "is empty", "give at least one stage")
@@ -145,7 +145,7 @@ def _check_layers(plan: Plan, replica: Replica, place: Place, where: Where) -> N
 def _check_stage(
     plan: Plan, replica: Replica, stage: Stage, place: Place, places: dict[int, Place], where: Where
 ) -> None:
-    """Check a stage: its units, the samples of its domains, and each domain."""
+    """Check the units of a stage, the samples of its domains, and each domain."""
     if not stage.domains:
         refuse(where, (*place, "domains"), "is empty", "give at least one domain")
     for d, domain in enumerate(stage.domains):
@@ -193,7 +193,7 @@ def _check_batch(plan: Plan, where: Where) -> None:
 
 
 def _check_rates(plan: Plan, rates: UnitRates, where: Where) -> None:
-    """Check that each unit has a figure of each kind."""
+    """Check that every list of unit rates has one value for each unit."""
     if not plan.is_repeated:
         refuse(where, ("rates",), "is given, stages have layers of their own", "leave it out")
     for name in ("row_s", "pair_s", "room"):
@@ -205,7 +205,7 @@ def _check_rates(plan: Plan, rates: UnitRates, where: Where) -> None:
 
 
 def _check_gpus(plan: Plan, gpus: tuple[int, ...], where: Where) -> None:
-    """Check that there is a GPU for each rank: of a plan that the job repeats, a multiple of its ranks."""
+    """Check that `gpus` has one GPU per rank, or for a repeated stage a multiple of the stage's ranks."""
     if not covers_gpus(plan, len(gpus)):
         refuse(
             where,
@@ -256,7 +256,7 @@ def _check_workload(workload: Workload, where: Where) -> None:
 def _check_units(
     plan: Plan, group: Group, width: int, place: Place, places: dict[int, Place], where: Where
 ) -> None:
-    """Check that a group's members are in rank order, of equal size, and that no rank appears twice."""
+    """Check that a group's members are in rank order and equally large, and that no rank appears twice."""
     previous = -1
     for m, member in enumerate(group.members):
         here = (*place, "members", m, "ranks")
@@ -283,7 +283,10 @@ def _check_units(
 
 
 def _check_rank_order(domain: Domain, place: Place, where: Where) -> None:
-    """Check that the counterparts of two units' ranks are in one order, as in Megatron's process groups."""
+    """Check that of any two units the i-th ranks are in the same order for every i.
+
+    Megatron's process groups require this order.
+    """
     for before, after in itertools.pairwise(domain.members):
         if any(second < first for first, second in zip(before.ranks, after.ranks, strict=True)):
             refuse(
@@ -296,7 +299,7 @@ def _check_rank_order(domain: Domain, place: Place, where: Where) -> None:
 
 
 def _check_width(plan: Plan, member: Member, first: int, place: Place, where: Where) -> None:
-    """Check that a unit's tensor-parallel size divides the heads and is that of the other units."""
+    """Check that a unit's tensor-parallel size divides the heads and equals the size of the other units."""
     width, workload = len(member.ranks), plan.workload
     if workload.heads % width or (workload.kv_heads % width and width % workload.kv_heads):
         refuse(

@@ -1,4 +1,4 @@
-"""The rules of a domain: its groups partition positions, and the members of each its tokens and heads."""
+"""Check a domain: groups partition the positions; members partition the tokens and heads of their group."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megatron_hexi.yaml_schema import Where
 
 
 def check_domain(workload: Workload, domain: Domain, place: Place, where: Where) -> None:
-    """Check a domain, after its units.
+    """Check the positions, tokens and heads of a domain whose units have been checked.
 
     Args:
         workload: the plan's workload.
         domain: the domain.
-        place: the place of its groups in the plan.
-        where: spells a place for an error.
+        place: place of the domain's groups in the plan.
+        where: a function that spells a place in the plan for an error message.
 
     Raises:
-        PlanError: the first rule broken, with place, value and remedy.
+        PlanError: a rule is broken; the message names the place, value and remedy of the first such rule.
     """
     width = len(domain.members[0].ranks)
     for g, group in enumerate(domain.groups):
@@ -72,7 +72,7 @@ def _check_group(workload: Workload, group: Group, place: Place, where: Where) -
 
 
 def check_range(span: Range, total: int, name: str, place: Place, where: Where) -> None:
-    """Refuse a range that runs backwards or ends after `total`; `name` is what the message calls `total`."""
+    """Refuse a range that runs backwards or ends after `total`; the error message calls `total` by `name`."""
     start, stop = span
     if stop < start:
         refuse(where, place, f"[{start}, {stop}] runs backwards", "write [start, stop] with start <= stop")
@@ -107,5 +107,5 @@ def _check_partition(
 
 
 def refuse(where: Where, place: Place, problem: str, remedy: str) -> NoReturn:
-    """Raise a `PlanError` about a place."""
+    """Raise a `PlanError` with a place in the plan, the problem and its remedy."""
     raise PlanError(f"{where(place)} {problem}; {remedy}")

@@ -1,4 +1,4 @@
-"""The rules of units that hold experts: the ranks of each expert domain hold every expert once."""
+"""Check the experts of a stage's units: the ranks of each expert domain together hold every expert once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megatron_hexi.yaml_schema import Where
 
 
 def check_experts(workload: Workload, stage: Stage, place: Place, where: Where) -> None:
-    """Check which experts the units of a stage hold.
+    """Check the experts that the units of a stage hold.
 
     Args:
-        workload: of the plan.
-        stage: a stage whose units are as they should be.
-        place: of its domains.
-        where: spells a place for an error.
+        workload: the plan's workload.
+        stage: a stage whose units have been checked.
+        place: place of the stage's domains in the plan.
+        where: a function that spells a place in the plan for an error message.
 
     Raises:
         PlanError: a rule is broken.

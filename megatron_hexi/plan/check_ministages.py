@@ -1,4 +1,4 @@
-"""The rules of stages that run in ministages, and of offloading to host memory."""
+"""Check stages that run in ministages, and stages that offload to host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_hexi.yaml_schema import Where
 
 
 def refuse_ministages(stage: Stage, place: Place, where: Where) -> None:
-    """Refuse ministages and offloading in a stage without layers of its own, which Megatron repeats."""
+    """Refuse ministages and offloading in a stage without `layers`, which every pipeline stage repeats."""
     offload = None if stage.offload is None else list(stage.offload)
     for name, value in (("ministages", stage.ministages), ("offload", offload)):
         if value is not None:
@@ -23,7 +23,7 @@ def refuse_ministages(stage: Stage, place: Place, where: Where) -> None:
 
 
 def check_ministages(plan: Plan, replica: Replica, stage: Stage, place: Place, where: Where) -> None:
-    """Check that all stages of a replica have the same number of ministages, each with a layer."""
+    """Check that all stages of a replica have equally many ministages, each with at least one layer."""
     if stage.ministages != replica.ministages:
         stated, first = (
             "missing" if count is None else count for count in (stage.ministages, replica.ministages)
@@ -60,7 +60,7 @@ def check_ministages(plan: Plan, replica: Replica, stage: Stage, place: Place, w
 
 
 def check_offload(stage: Stage, place: Place, where: Where) -> None:
-    """Check that offloaded data has times without use, and that optimizer state goes before parameters."""
+    """Refuse to offload data that is always in use, or parameters without the optimizer's state."""
     if stage.offload is None:
         return
     here = (*place, "offload")

@@ -1,4 +1,4 @@
-"""The rules of domains that share a stage: by samples of each micro-batch, or by whole micro-batches."""
+"""Check how the domains of a stage divide the batch: samples of each micro-batch, or whole micro-batches."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron_hexi.yaml_schema import Where
 
 
 def check_shares(plan: Plan, replica: Replica, stage: Stage, place: Place, where: Where) -> None:
-    """Check how the domains of a stage share micro-batches.
+    """Check how the domains of a stage divide micro-batches.
 
     Args:
         plan: the plan.
         replica: the stage's replica.
         stage: the stage.
-        place: the place of its domains in the plan.
-        where: spells a place for an error.
+        place: place of the stage's domains in the plan.
+        where: a function that spells a place in the plan for an error message.
 
     Raises:
         PlanError: a rule is broken.

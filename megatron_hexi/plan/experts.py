@@ -1,8 +1,8 @@
-"""The experts that each rank of a stage holds, and the ranks that hold all of them together.
+"""The experts of each rank of a stage, and the expert domains: ranks that together hold all experts.
 
-Units in the order of the plan make up an expert domain as soon as they hold every expert; the next unit with
-experts begins another (expert data parallelism). Domains that take whole micro-batches are expert domains of
-their own: they run different ones at a time.
+Units are taken in the order of the plan: as soon as they hold every expert, they form an expert domain, and
+the next unit with experts begins another (expert data parallelism). Domains that take whole micro-batches run
+different micro-batches at the same time, so each of them forms expert domains of its own.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from megatron_hexi.plan.model import Member, Range, Stage
 
 @dataclass(frozen=True)
 class HeldExperts:
-    """The experts of one rank, in each layer that has some.
+    """The experts that one rank holds in each layer with experts.
 
     Args:
         rank: the rank.
-        experts: the range of their numbers; may be empty.
-        part: which slice of each expert's hidden columns.
-        parts: into how many such slices its experts are cut; 1: they are whole.
+        experts: range of expert numbers; may be empty.
+        part: number of the slice of each expert's hidden columns that the rank holds, from 0.
+        parts: number of slices into which the experts are cut; 1: the rank holds whole experts.
     """
 
     rank: int
@@ -30,16 +30,16 @@ class HeldExperts:
 
     @property
     def count(self) -> int:
-        """Experts that it holds, whole or a slice of each."""
+        """Number of experts that the rank holds, whole or as a slice of each."""
         return self.experts[1] - self.experts[0]
 
 
 def held_experts(member: Member, total: int) -> tuple[HeldExperts, ...]:
-    """The experts of each rank of a unit.
+    """Return the experts that each rank of a unit holds.
 
     Args:
         member: the unit.
-        total: experts of a layer.
+        total: number of experts of a layer.
     """
     ranges = member.experts or ((0, total),)
     if len(ranges) > 1:
@@ -49,13 +49,13 @@ def held_experts(member: Member, total: int) -> tuple[HeldExperts, ...]:
 
 
 def expert_domains(stage: Stage, total: int) -> tuple[tuple[HeldExperts, ...], ...]:
-    """The expert domains of a stage, each with its ranks ascending.
+    """Return the expert domains of a stage: for each, the experts of its ranks, in ascending order of rank.
 
-    Units without experts belong to the domain before them, or the first.
+    A unit without experts belongs to the expert domain before it, or to the first.
 
     Args:
         stage: the stage.
-        total: experts of a layer.
+        total: number of experts of a layer.
     """
     domains: list[list[HeldExperts]] = [[]]
     for domain in stage.domains:
@@ -70,5 +70,5 @@ def expert_domains(stage: Stage, total: int) -> tuple[tuple[HeldExperts, ...], .
 
 
 def _whole(held: list[HeldExperts] | tuple[HeldExperts, ...]) -> int:
-    """Return the number of experts that these ranks hold together; slices of one expert count once."""
+    """Return the number of experts that the given ranks hold together; the slices of an expert count once."""
     return sum(one.count for one in held if one.part == 0)

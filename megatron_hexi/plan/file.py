@@ -1,4 +1,4 @@
-"""Plan files: reading, checks, writing, digests."""
+"""Read, check, write and digest plan files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_hexi.yaml_schema import Where, parse, short
 
 _ADAPTER = TypeAdapter(Plan)
 
-#: Fields that only inform people: plans that differ in nothing else train alike.
+#: Fields that only inform people: two plans that differ only in these fields train alike.
 _INFORMATION = ("estimate", "provenance")
 
 
@@ -72,7 +72,7 @@ def validate_plan(plan: Plan) -> None:
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Check a plan and write it atomically. The same plan gives the same bytes.
+    """Check a plan and write it to a file atomically. Equal plans give equal bytes.
 
     Raises:
         PlanError: the plan breaks a rule.
@@ -88,7 +88,7 @@ def dump_plan(plan: Plan) -> str:
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain values in file order, without defaults and derived values."""
+    """Return the plan as dicts, lists and scalars in file order, without defaults and derived values."""
     data = _without_none(dataclasses.asdict(plan))
     assert isinstance(data, dict)
     del data["workload"]["tensor_parallel"]
@@ -107,7 +107,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def plan_digest(plan: Plan) -> str:
-    """Return the SHA-256 (hex) of everything in a plan that ranks act on: all but estimate and provenance."""
+    """Return the SHA-256 (hex) of a plan without its estimate and provenance, which no rank acts on."""
     data = {key: value for key, value in plan_dict(plan).items() if key not in _INFORMATION}
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -141,7 +141,7 @@ _ONE_LINE = ("ranks", "window")
 
 
 class _PlanDumper(yaml.SafeDumper):
-    """YAML in block style, with short mappings and lists in flow style."""
+    """A YAML dumper that writes block style, but short mappings and lists in flow style."""
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
         flow = isinstance(mapping, dict) and not mapping.keys().isdisjoint(_ONE_LINE)

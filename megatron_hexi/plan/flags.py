@@ -1,10 +1,10 @@
-"""Megatron's option for each term of a job and of a model."""
+"""The command-line option of Megatron for each field of a job and of a model."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-#: By the fields of `Job` (megatron_hexi.cost), `JobTerms` and `Workload`.
+#: Options by field name of `Job` (megatron_hexi.cost), `JobTerms` and `Workload`.
 FLAGS: Final = {
     "seq_length": "--seq-length",
     "heads": "--num-attention-heads",
@@ -30,11 +30,11 @@ FLAGS: Final = {
 
 
 def spell_flag(field: str, value: Any) -> str:
-    """Return a field and its value as words of the command line, such as ``--micro-batch-size 4``.
+    """Return a field and its value as command-line text, such as ``--micro-batch-size 4``.
 
     Args:
         field: a field of `FLAGS`, or another field of a job.
-        value: ``True`` and ``False`` are a flag and its opposite.
+        value: value of the field; ``True`` gives a flag, ``False`` the opposite flag.
     """
     flag = flag_name(field)
     if isinstance(value, bool):
@@ -43,5 +43,5 @@ def spell_flag(field: str, value: Any) -> str:
 
 
 def flag_name(field: str) -> str:
-    """Return the option of a field; without one in `FLAGS`, the field's name as an option."""
+    """Return the option of a field: the one in `FLAGS`, or else the field's name spelled as an option."""
     return FLAGS.get(field, f"--{field.replace('_', '-')}")

@@ -21,7 +21,7 @@ def kv_range(heads: Range, ratio: int) -> Range:
 
 
 def kv_pieces(heads: Range, ratio: int) -> Iterator[Range]:
-    """Yield a range of query heads, cut by the KV head that they read."""
+    """Cut a range of query heads into pieces that each read one KV head, and yield the pieces."""
     start, stop = heads
     for kv in range(*kv_range(heads, ratio)):
         yield max(start, kv * ratio), min(stop, (kv + 1) * ratio)
@@ -29,9 +29,9 @@ def kv_pieces(heads: Range, ratio: int) -> Iterator[Range]:
 
 @dataclass(frozen=True)
 class HeadSpan:
-    """Query heads and the KV heads that they read, with as many queries for each KV head.
+    """A range of query heads and the KV heads that they read, with equally many query heads per KV head.
 
-    Kernels take grouped-query attention in this form only. Both ranges count from the member's first head.
+    Kernels compute grouped-query attention in this form only. Both ranges count from the member's first head.
     """
 
     queries: Range
@@ -39,12 +39,12 @@ class HeadSpan:
 
 
 def head_spans(heads: Range, ratio: int, origin: int | None = None) -> tuple[HeadSpan, ...]:
-    """Return the fewest spans that cover a range of heads: at most three (a part, whole groups, a part).
+    """Cut a range of query heads into the fewest spans: at most three (a part, whole groups, a part).
 
     Args:
-        heads: the range.
-        ratio: query heads that share one KV head.
-        origin: the member's first head, where `heads` are not all that it has.
+        heads: range of query heads.
+        ratio: query heads per KV head.
+        origin: the member's first query head, where `heads` are only some of the member's heads.
     """
     origin = heads[0] if origin is None else origin
     first_kv = origin // ratio
@@ -61,11 +61,11 @@ def head_spans(heads: Range, ratio: int, origin: int | None = None) -> tuple[Hea
 
 @lru_cache(maxsize=4096)  # a search asks for few ranges, over and over
 def heads_first(heads: Range, ratio: int) -> int:
-    """Return the number of query heads in the first of two halves of a member's work.
+    """Return the number of query heads in the first half when a member's query heads are cut in two.
 
-    The cut runs between two KV heads, as near to the middle of the query heads as it can (of two as near,
-    the earlier), so that no KV head is read twice. With one KV head it runs through the middle of it, the
-    first part the larger.
+    The cut lies between two KV heads, as near to the middle as possible (of two equally near cuts, the
+    earlier), so that no KV head is read twice. Query heads that read a single KV head are halved, with the
+    odd head in the first half.
     """
     start, stop = heads
     cuts = range((start // ratio + 1) * ratio, stop, ratio)
@@ -73,7 +73,10 @@ def heads_first(heads: Range, ratio: int) -> int:
 
 
 def spans_in_two(heads: Range, ratio: int) -> tuple[tuple[HeadSpan, ...], tuple[HeadSpan, ...]]:
-    """Return the spans of each half of the heads, counted from the member's first head."""
+    """Return the spans of the first and the second half of a member's heads (`heads_first`).
+
+    Heads count from the member's first head.
+    """
     start, stop = heads
     middle = start + heads_first(heads, ratio)
     return head_spans((start, middle), ratio), head_spans((middle, stop), ratio, origin=start)
@@ -81,9 +84,9 @@ def spans_in_two(heads: Range, ratio: int) -> tuple[tuple[HeadSpan, ...], tuple[
 
 @lru_cache(maxsize=4096)
 def head_parts(heads: Range, ratio: int, most: int) -> tuple[Range, ...]:
-    """Return a range of query heads in at most `most` parts, cut between KV heads as evenly as possible.
+    """Cut a range of query heads between KV heads, as evenly as possible, into at most `most` parts.
 
-    The first parts are the smaller ones. An empty range gives one empty part.
+    Earlier parts are the smaller ones. An empty range gives one empty part.
     """
     first, last = kv_range(heads, ratio)
     count = max(1, min(most, last - first))

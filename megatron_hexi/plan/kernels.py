@@ -1,7 +1,8 @@
-"""Chosen attention kernels: one name, or one for each kind of GPU (``H100=cudnn,A100=flash-attn-2``).
+"""Parse the choice of attention kernels: one name, or one per kind of GPU (``H100=cudnn,A100=flash-attn-2``).
 
-A kind is the beginning of a GPU's name in the cluster file; the longest that matches counts. In training a
-GPU has torch's name (``NVIDIA H100 80GB HBM3``), which contains the kind's first part as words.
+A kind of GPU is the beginning of a GPU's name in the cluster file; if several kinds match, the longest
+counts. In training a GPU has the name that torch reports (``NVIDIA H100 80GB HBM3``), which contains the
+first part of the kind as words.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from collections.abc import Mapping
 
 from megatron_hexi.errors import HexiError
 
-#: Kernels that share the curves of another kernel: torch ships FlashAttention-2's CUDA code as
-#: `aten::_flash_attention`.
+#: Kernels that are timed by the curves of another kernel, with that kernel's name: torch ships
+#: FlashAttention-2's CUDA code as `aten::_flash_attention`.
 KERNEL_ALIASES = {"aten-flash": "flash-attn-2"}
-#: The widest heads that fused kernels take; of latent attention the wider of keys and values.
+#: Widest head that each fused kernel can compute; in latent attention the wider of key and value.
 WIDEST_HEADS = {"cudnn": 128, "flash-attn-2": 256, "aten-flash": 256, "flash-attn-3": 256}
 
 
 def split_kernels(text: str) -> dict[str, str]:
-    """Return the kernel of each kind of GPU; the kind "" is every GPU.
+    """Return the kernel chosen for each kind of GPU; the kind "" stands for every GPU.
 
     Raises:
         HexiError: a part is no ``GPU=NAME``, or a GPU is named twice.
@@ -41,19 +42,21 @@ def split_kernels(text: str) -> dict[str, str]:
 
 
 def join_kernels(kernels: Mapping[str, str]) -> str:
-    """Return the text that `split_kernels` parses."""
+    """Return kernels by kind of GPU as the text that `split_kernels` parses."""
     return ",".join(f"{gpu}={kernel}" for gpu, kernel in kernels.items())
 
 
 def kernel_on(text: str | None, device: str) -> str | None:
-    """Return the kernel chosen for a GPU of the cluster file; ``None``: the GPU's default."""
+    """Return the kernel that `text` chooses for a GPU of the cluster file; ``None``: the default kernel."""
     chosen = {} if text is None else split_kernels(text)
     kinds = [gpu for gpu in chosen if device.startswith(gpu)]
     return chosen[max(kinds, key=len)] if kinds else None
 
 
 def kernel_by_torch(kernels: Mapping[str, str], gpu: str) -> str | None:
-    """Return the kernel for torch's name of a GPU; ``None`` if no kind matches, or kinds that differ.
+    """Return the kernel chosen for a GPU by its name in torch.
+
+    ``None`` if no kind of GPU matches the name, or if several match that have different kernels.
 
     Args:
         kernels: kernels by kind, as `split_kernels` returns them.
@@ -69,5 +72,5 @@ def kernel_by_torch(kernels: Mapping[str, str], gpu: str) -> str | None:
 
 
 def is_same_kernel(first: str, second: str) -> bool:
-    """Whether two names stand for the same code."""
+    """Whether two kernel names stand for the same kernel code."""
     return KERNEL_ALIASES.get(first, first) == KERNEL_ALIASES.get(second, second)

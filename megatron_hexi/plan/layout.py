@@ -1,10 +1,11 @@
-"""Layout: the positions of the sequence that each group and each shard holds.
+"""The positions of the sequence that each group and each shard holds.
 
-Causal layouts are a weighted zigzag: each group gets a front interval and a back interval of half its
-tokens each, nested (fronts in group order, backs in the reverse order). Its attention area is then
-tokens_g x S / 2 whatever the other groups hold, and between two groups the mask is plain: the outer
-one's front half is seen by all of the inner one's queries, and the inner one's keys are seen by the
-outer one's back half.
+The layout for causal attention is a nested, weighted zigzag: each group holds one front segment and one back
+segment, each of half the group's tokens; front segments lie in group order, back segments in reverse group
+order. The number of visible pairs of a group is then tokens_g x S / 2, whatever the other groups hold.
+Between an outer and an inner group the mask is rectangular: all queries of the inner group see the keys of
+the outer group's front segment, and the queries of the outer group's back segment see all keys of the inner
+group.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from megatron_hexi.plan.model import Group, Range
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Return whole parts of `total` in proportion to `weights`, by largest remainder (ties to the first).
+    """Divide `total` into integers in proportion to `weights`, by largest remainder (ties to the first).
 
-    Source: Hamilton's method of apportionment. No part is further than one from its exact share.
+    Source: Hamilton's method of apportionment. No integer is further than one from its exact share.
     """
     scale = sum(weights)
     exact = [total * weight / scale for weight in weights]
@@ -29,7 +30,7 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def causal_segments(tokens: Sequence[int]) -> list[tuple[Range, ...]]:
-    """Return nested front and back segments for groups of the given sizes, outermost group first."""
+    """Return the nested front and back segments of groups of the given sizes in tokens, outermost first."""
     fronts = consecutive([count // 2 for count in tokens])
     middle = sum(count // 2 for count in tokens)
     backs = consecutive([count - count // 2 for count in reversed(tokens)], start=middle)
@@ -37,12 +38,12 @@ def causal_segments(tokens: Sequence[int]) -> list[tuple[Range, ...]]:
 
 
 def full_segments(tokens: Sequence[int]) -> list[tuple[Range, ...]]:
-    """Return one segment for each group, in order: the layout without a causal mask."""
+    """Return one segment for each group, in group order: the layout for attention without a causal mask."""
     return [merge_segments([segment]) for segment in consecutive(tokens)]
 
 
 def consecutive(sizes: Iterable[int], start: int = 0) -> list[Range]:
-    """Return adjacent ranges of the given sizes."""
+    """Return adjacent ranges of the given sizes, the first beginning at `start`."""
     ranges = []
     for size in sizes:
         ranges.append((start, start + size))
@@ -51,7 +52,7 @@ def consecutive(sizes: Iterable[int], start: int = 0) -> list[Range]:
 
 
 def merge_segments(segments: Iterable[Range]) -> tuple[Range, ...]:
-    """Return segments in ascending order, adjacent ones joined, without empty ones."""
+    """Sort segments in ascending order, join adjacent segments and drop empty segments."""
     merged: list[Range] = []
     for start, stop in sorted(segments):
         if start == stop:
@@ -64,7 +65,7 @@ def merge_segments(segments: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def slice_segments(segments: Sequence[Range], start: int, stop: int) -> tuple[Range, ...]:
-    """Return tokens `start` to `stop` of the ascending tokens of `segments`, as segments."""
+    """Return the segments that hold the tokens `[start, stop)`, counted over all of `segments`."""
     pieces = []
     offset = 0
     for first, last in segments:
@@ -76,6 +77,6 @@ def slice_segments(segments: Sequence[Range], start: int, stop: int) -> tuple[Ra
 
 
 def shard_segments(group: Group, member: int) -> tuple[Range, ...]:
-    """Return the positions of a member's shard."""
+    """Return the positions, as segments, of the shard of the group's member with the given number."""
     start, stop = consecutive(m.tokens for m in group.members)[member]
     return slice_segments(group.segments, start, stop)

@@ -1,4 +1,4 @@
-"""Attention masks: causal or full, with a sliding window, and with documents."""
+"""Attention masks: causal or full, with or without a sliding window and documents."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_hexi.plan.model import Range
 
 @dataclass(frozen=True)
 class Mask:
-    """The keys that a query sees: those of its document, and if causal, only itself and earlier ones.
+    """An attention mask: the keys that each query sees, within the query's document.
 
     Args:
         causal: whether a token sees only itself and earlier tokens. Windows and documents need a causal mask.
-        window: number of keys before itself that a query sees; ``None``: all.
+        window: number of earlier keys that a query sees; ``None``: all earlier keys.
         documents: lengths of the documents of the sequence; ``None``: the sequence is one document.
     """
 
@@ -27,10 +27,10 @@ class Mask:
         assert self.causal or (self.window is None and self.documents is None)
 
     def ranges(self, seq_length: int) -> tuple[Range, ...]:
-        """Return the positions of each document, without empty ones.
+        """Return the range of positions of each document that is not empty.
 
         Args:
-            seq_length: tokens of the sequence; the documents add up to it.
+            seq_length: tokens of the sequence; equals the sum of the documents' lengths.
         """
         return _ranges((seq_length,) if self.documents is None else self.documents, seq_length)
 

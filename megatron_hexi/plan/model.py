@@ -1,14 +1,14 @@
-"""The plan as data classes: what each rank of a job holds and computes.
+"""The plan as data classes: the tokens, heads, layers and micro-batches of each rank of a job.
 
 The levels are replicas > stages > domains > groups > members. Sizes are counts; ranges and segments are half
-open. Everything here is frozen, so a plan can be shared, compared and digested.
+open. All classes are frozen, so a plan can be shared, compared and digested.
 
 Terms:
-    * replica: the ranks that process whole sequences of their own (data parallelism).
-    * stage: a pipeline stage of a replica: some of its layers.
-    * domain: the units of a stage that share the sequences of some samples of each micro-batch.
-    * group (A2A group): units of a domain that exchange by all-to-all. A group holds a set of tokens;
-      together its members hold every attention head for those tokens.
+    * replica: the ranks that process one share of the global batch (data parallelism).
+    * stage: a pipeline stage of a replica, with a range of the layers.
+    * domain: the units of a stage that together process the sequences of some samples of each micro-batch.
+    * group (A2A group): units of a domain that exchange tokens for heads by all-to-all. A group holds a set
+      of tokens; together its members compute every attention head for those tokens.
     * member, unit: the tensor-parallel ranks that share every weight of a stage; one rank without tensor
       parallelism.
     * shard: the tokens that one member holds outside attention.
@@ -47,18 +47,18 @@ FORMAT_VERSION: Final = 2
 
 
 def _ranges(value: Any) -> Any:
-    """Return a list of ranges; a single range becomes a list of one."""
+    """Return a list of ranges; a single range becomes a list of one range."""
     is_alone = isinstance(value, (list, tuple)) and not any(isinstance(item, (list, tuple)) for item in value)
     return [value] if is_alone else value
 
 
 @dataclass(frozen=True)
 class LatentColumns:
-    """The columns of a token that multi-latent attention makes keys and values of.
+    """Numbers of columns per token from which multi-latent attention computes keys and values of all heads.
 
     Args:
-        kv_rank: columns that each head's key and value are made of (--kv-lora-rank).
-        rotary_dim: columns of a key with rotary positions, equal in all heads (--qk-pos-emb-head-dim).
+        kv_rank: latent columns from which each head's key and value are computed (--kv-lora-rank).
+        rotary_dim: key columns with rotary positions, the same for all heads (--qk-pos-emb-head-dim).
     """
 
     kv_rank: Positive
@@ -69,23 +69,26 @@ class LatentColumns:
 
 @dataclass(frozen=True)
 class Workload:
-    """The model and the sequence of a plan; a job that differs in a given field is refused.
+    """The shapes of the model and of the sequence for which a plan was made.
+
+    A job that contradicts a field given in the plan is refused.
 
     Args:
         seq_length: tokens of one sequence (S).
         heads: query heads of a layer, over all tensor-parallel ranks.
         kv_heads: KV heads of a layer; divides `heads`.
         head_dim: size of one head (D).
-        causal: whether tokens see earlier tokens only, or all.
+        causal: whether attention is causal; otherwise every token sees all tokens.
         layers: transformer layers of the model.
-        hidden_size: width of the model.
-        value_dim: size of one head's values, where it is not `head_dim` (multi-latent attention).
+        hidden_size: hidden size of the model.
+        value_dim: size of one head's value, if it differs from `head_dim` (multi-latent attention).
         padded_vocabulary: rows of the embedding, padding included.
-        experts: --num-experts, where units say which of them they hold.
-        latent_exchange: latent columns, where these travel in place of keys and values, and each rank makes
-            its own heads' keys and values of those that it receives.
-        tensor_parallel: not in the file: ranks of a member, 0 where members differ. Head ranges count the
-            heads of one of them.
+        experts: --num-experts, if the plan states the experts of each unit.
+        latent_exchange: the latent columns that are exchanged in place of keys and values; each rank computes
+            the keys and values of the rank's heads from the received columns. Left out: keys and values are
+            exchanged.
+        tensor_parallel: tensor-parallel ranks of each member, 0 if members differ; not in the file. Head
+            ranges count the heads of one tensor-parallel rank.
     """
 
     seq_length: Positive
@@ -105,47 +108,48 @@ class Workload:
 
     @property
     def value_size(self) -> int:
-        """Size of a value head."""
+        """Size of one head's value."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def local_heads(self) -> int:
-        """Query heads of a tensor-parallel rank (H): head ranges partition these."""
+        """Number of query heads of a tensor-parallel rank (H), which the head ranges of a group partition."""
         return self.heads // self.tensor_parallel
 
     @property
     def local_kv_heads(self) -> int:
-        """KV heads of a tensor-parallel rank (K). Megatron gives every rank at least one.
+        """Number of KV heads of a tensor-parallel rank (K). Megatron gives every rank at least one.
 
-        Latent columns that travel are one KV head, of which all query heads read.
+        Exchanged latent columns count as one KV head that all query heads read.
         """
         return 1 if self.latent_exchange else max(1, self.kv_heads // self.tensor_parallel)
 
     @property
     def exchanged_sizes(self) -> tuple[int, int]:
-        """Columns of a KV head that travel: key and value, or latent columns without and with positions."""
+        """Columns of a KV head that are exchanged: (key, value), or (latent, rotary) for latent columns."""
         latent = self.latent_exchange
         return (latent.kv_rank, latent.rotary_dim) if latent else (self.head_dim, self.value_size)
 
     @property
     def queries_per_kv(self) -> int:
-        """Query heads that share a KV head, on a tensor-parallel rank."""
+        """Number of query heads per KV head on a tensor-parallel rank."""
         return self.local_heads // self.local_kv_heads
 
 
 @dataclass(frozen=True)
 class Member:
-    """A unit in a group, with its share of tokens and heads.
+    """A unit as a member of a group: the unit's ranks, tokens, heads and experts.
 
     Args:
-        ranks: its tensor-parallel ranks in the job, ascending; in a stage without `layers`, those of the
-            first pipeline stage. Of two units of a domain, the one that begins lower has the lower rank in
-            every place.
-        tokens: size of its shard (T); may be 0.
-        heads: its query heads in attention, of one of its ranks; may be empty.
-        state: its share of the optimizer's state, relative to the others that hold the same weights.
-        experts: its experts of each layer that has some: one range, whose experts its ranks cut between them,
-            or a range for each rank, of whole experts. Left out: all of them, cut.
+        ranks: tensor-parallel ranks of the unit, ascending; in a stage without `layers`, the ranks in the
+            first pipeline stage. Of two units of a domain, the unit with the lower first rank has the lower
+            i-th rank for every i.
+        tokens: tokens of the unit's shard (T); may be 0.
+        heads: range of query heads that each rank of the unit computes in attention; may be empty.
+        state: weight of the unit in the division of the optimizer's state among units with the same weights.
+        experts: experts that the unit holds in each layer with experts. One range: each of these experts is
+            cut into slices, one per rank. A range for each rank: that rank holds these experts whole.
+            Left out: all experts, cut into slices.
     """
 
     ranks: Annotated[tuple[Count, ...], Field(min_length=1)]
@@ -158,29 +162,32 @@ class Member:
 
     @property
     def lead(self) -> int:
-        """Its first rank, which identifies members and orders them."""
+        """First rank of the member, by which members are identified and ordered."""
         return self.ranks[0]
 
     @property
     def number(self) -> int:
-        """Its number among the units of a stage that the job repeats: Megatron's data-and-context rank."""
+        """Number of the unit in a repeated stage, from 0: Megatron's data-and-context-parallel rank."""
         return self.ranks[0] // len(self.ranks)
 
 
 def unit_ranks(workload: Workload, number: int) -> tuple[int, ...]:
-    """Return the ranks of a unit by its number, as Megatron numbers them, in a stage that the job repeats."""
+    """Return the ranks, in Megatron's numbering, of the unit with a given number in a repeated stage."""
     width = workload.tensor_parallel
     return tuple(range(number * width, (number + 1) * width))
 
 
 @dataclass(frozen=True)
 class Group:
-    """An A2A group: its tokens, ascending, are cut into consecutive shards in the order of members.
+    """An A2A group: units that exchange tokens for heads by all-to-all.
+
+    The group's tokens, in ascending order, are cut into consecutive shards in the order of the members.
 
     Args:
-        segments: positions that it holds, ascending; the groups of a domain partition the sequence.
-        members: its units; their shards add up to its tokens, and their head ranges partition the heads.
-        name: for people.
+        segments: positions that the group holds, ascending; the groups of a domain partition the sequence.
+        members: units of the group; their shards add up to the group's tokens, and their head ranges
+            partition the heads.
+        name: name of the group for human readers.
     """
 
     name: Label = field(default="", kw_only=True)
@@ -191,20 +198,21 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the group (G)."""
+        """Number of tokens of the group (G)."""
         return sum(stop - start for start, stop in self.segments)
 
 
 @dataclass(frozen=True)
 class Domain:
-    """The units that share the sequences of some samples.
+    """The units that together process the sequences of some samples; their groups partition each sequence.
 
-    A domain of one unit is written by its ranks in the file: ``ranks: [4, 5]``.
+    In a plan file, a domain of one unit is written by the unit's ranks: ``ranks: [4, 5]``.
 
     Args:
-        groups: its A2A groups; keys and values travel round in this order.
-        samples: how many of each micro-batch it takes; else all.
-        micro_batches: in place of `samples`: how many whole micro-batches of an iteration it takes.
+        groups: A2A groups of the domain; keys and values are exchanged round the groups in this order.
+        samples: number of samples of each micro-batch that the domain processes; left out: all.
+        micro_batches: number of whole micro-batches of an iteration that the domain processes, in place of
+            `samples`; left out: every micro-batch.
     """
 
     groups: tuple[Group, ...]
@@ -215,7 +223,7 @@ class Domain:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """All members in the order of their ranks, which is that of a context-parallel group (P members)."""
+        """All P members of the domain in rank order, the order of Megatron's context-parallel group."""
         return tuple(sorted((m for g in self.groups for m in g.members), key=lambda m: m.lead))
 
 
@@ -224,9 +232,9 @@ class Exchange:
     """Settings of the exchange of keys and values between groups.
 
     Args:
-        window: KV blocks in flight ahead of the one in use.
-        parts: in how many parts, by KV heads, the blocks of the first step travel at most. With more than
-            one, the all-to-alls of queries and outputs travel in two.
+        window: number of exchange steps whose keys and values are in flight ahead of the step in use.
+        parts: largest number of messages, by KV heads, that carry the keys and values of the first step. With
+            more than one, the all-to-alls of queries and of outputs are each split in two.
     """
 
     window: Positive = 1
@@ -240,16 +248,16 @@ class Stage:
     """A pipeline stage.
 
     Args:
-        domains: its units, by the samples that they take.
-        layers: its transformer layers. Left out for the only stage of a replica: each pipeline stage of the
-            job repeats it, on the ranks that follow.
-        recompute: what its backward pass computes again; else as the job says.
-        exchange: how keys and values travel in it; else as the plan says.
-        ministages: in how many parts it runs; `layers` then only says how many layers it has in all. Else it
-            runs whole, in 1F1B.
-        offload: what waits in host memory while it is not used. `parameters`: weights and gradients of
-            ministages that do not run. `optimizer`: its fp32 weights and state; its step is computed on
-            the host. `activations`: rows that entered a ministage, until its backward pass.
+        domains: domains of the stage, which divide the samples or the micro-batches.
+        layers: range of transformer layers of the stage. Left out for the only stage of a replica: a
+            repeated stage, which each pipeline stage of the job repeats on the next ranks.
+        recompute: activations that the backward pass recomputes; left out: the job's setting.
+        exchange: settings of the exchange of keys and values; left out: the plan's settings.
+        ministages: number of ministages in which the stage runs; only the number of `layers` then counts.
+            Left out: the stage runs whole, in 1F1B.
+        offload: data that waits in host memory while it is not used. `parameters`: weights and gradients of
+            ministages that do not run. `optimizer`: the optimizer's fp32 weights and state, whose step is
+            computed on the host. `activations`: inputs of a ministage, until the ministage's backward pass.
     """
 
     domains: tuple[Domain, ...]
@@ -263,7 +271,7 @@ class Stage:
 
     @property
     def takes_micro_batches(self) -> bool:
-        """Whether its domains take whole micro-batches, not samples of each."""
+        """Whether the domains of the stage divide whole micro-batches, not the samples of each."""
         return any(domain.micro_batches is not None for domain in self.domains)
 
     @property
@@ -274,16 +282,16 @@ class Stage:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The members of all domains, in the order of their ranks."""
+        """The members of all domains of the stage, in rank order."""
         return tuple(sorted((m for d in self.domains for m in d.members), key=lambda m: m.lead))
 
     def offloads(self, kind: Offload) -> bool:
-        """Whether parameters, optimizer or activations of the stage wait in host memory while not used."""
+        """Whether the stage's data of this kind waits in host memory while it is not used."""
         return self.offload is not None and kind in self.offload
 
     @property
     def ministage_sizes(self) -> tuple[int, ...]:
-        """Number of layers of each ministage, as even as possible, the larger ones first."""
+        """Number of layers of each ministage, as even as possible, the larger numbers first."""
         assert self.layers is not None, "a stage that the job repeats runs whole"
         layers, count = self.layers[1] - self.layers[0], self.ministages or 1
         return tuple((layers + count - 1 - number) // count for number in range(count))
@@ -294,8 +302,8 @@ class Replica:
     """A data-parallel replica and its share of the global batch.
 
     Args:
-        stages: its pipeline stages.
-        micro_batches: micro-batches of one global batch that it takes; else an equal share.
+        stages: pipeline stages of the replica.
+        micro_batches: micro-batches of a global batch that the replica processes; left out: an equal share.
     """
 
     stages: tuple[Stage, ...]
@@ -305,11 +313,11 @@ class Replica:
 
     @property
     def ministages(self) -> int | None:
-        """Number of ministages of each of its stages; ``None``: stages run whole."""
+        """Number of ministages of each stage of the replica; ``None``: the stages run whole."""
         return self.stages[0].ministages
 
     def ministage_layers(self, stage: int) -> tuple[Range, ...]:
-        """Return the layers of each ministage of a stage; of a stage that runs whole, all its layers."""
+        """Return the layers of each ministage of a stage; one range of all layers if the stage runs whole."""
         turns = zip(*(turn.ministage_sizes for turn in self.stages), strict=True)
         sizes = itertools.chain.from_iterable(turns)
         ranges = itertools.pairwise(itertools.accumulate(sizes, initial=0))
@@ -317,25 +325,25 @@ class Replica:
 
     @property
     def domain(self) -> Domain:
-        """The only domain of the only stage."""
+        """The only domain of the replica's only stage."""
         (stage,) = self.stages
         return stage.domain
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan, as the planner writes it and the runtime reads it.
+    """A plan: the assignment of positions, heads, layers and micro-batches to the ranks of a job.
 
     Args:
-        workload: the model and the sequence that it was made for.
-        replicas: the ranks' tasks.
-        exchange: how keys and values travel, in stages without an exchange of their own.
+        workload: shapes of the model and of the sequence for which the plan was made.
+        replicas: replicas, with the stages, domains, groups and members that each consists of.
+        exchange: settings of the exchange of keys and values, for stages that state none.
         job: settings that the job must have.
-        gpus: the GPU on which each rank must be started, numbered in the order of the cluster file; else
-            all, in that order. The runtime cannot check it.
-        rates: rates of its units, for ``--hexi-batch-shares``.
-        estimate: the planner's prediction.
-        provenance: where the plan comes from.
+        gpus: number, in the order of the cluster file, of the GPU on which each rank must be started.
+            Left out: all GPUs, in that order. The runtime cannot check these numbers.
+        rates: speed and memory of the units, for ``--hexi-batch-shares``.
+        estimate: iteration time, throughput and memory that the planner predicts.
+        provenance: origin of the plan.
         version: version of the file format.
     """
 
@@ -359,13 +367,13 @@ class Plan:
 
     @property
     def units(self) -> int:
-        """Number of members over all replicas and stages."""
+        """Number of units over all replicas and stages."""
         stages = (stage for replica in self.replicas for stage in replica.stages)
         return sum(len(group.members) for stage in stages for d in stage.domains for group in d.groups)
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the job, or of one pipeline stage where the job repeats it."""
+        """Number of ranks of the job, or of one pipeline stage if the plan has a repeated stage."""
         return sum(len(member.ranks) for member in self.members)
 
     @property
@@ -375,7 +383,7 @@ class Plan:
 
     @property
     def takes_micro_batches(self) -> bool:
-        """Whether domains of any stage take whole micro-batches."""
+        """Whether the domains of any stage divide whole micro-batches."""
         return any(stage.takes_micro_batches for replica in self.replicas for stage in replica.stages)
 
     @property
@@ -385,9 +393,9 @@ class Plan:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether the job's pipeline repeats the only stage of each replica."""
+        """Whether each replica has a single stage without `layers`, repeated by every pipeline stage."""
         return all(stage.layers is None for replica in self.replicas for stage in replica.stages)
 
     def workload_of(self, domain: Domain) -> Workload:
-        """Return the workload with the tensor-parallel size of a domain's units."""
+        """Return the workload with `tensor_parallel` set to the tensor-parallel size of a domain's units."""
         return replace(self.workload, tensor_parallel=len(domain.members[0].ranks))

@@ -1,9 +1,9 @@
-"""The layout of a sequence of several documents.
+"""The positions of each group in a packed sequence, a sequence of several documents.
 
-Each document is cut as a sequence is: in a weighted zigzag over all groups. So a group's part of the work is
-its part of the tokens for any lengths of documents, and its number of tokens is the same in every sequence. A
-group has few tokens of a document, so what rounding leaves is carried over to the next documents; over all of
-them nothing is left.
+Each document is cut in a weighted zigzag over all groups, like a sequence of one document. A group's share of
+the work therefore equals the group's share of the tokens for any lengths of documents, and the group's number
+of tokens is the same in every sequence. A group holds few tokens of one document, so rounding errors are
+carried over to the next documents; over all documents they add up to nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_hexi.plan.model import Domain, Range
 
 @lru_cache(maxsize=64)  # all layers ask for the same
 def packed_domain(domain: Domain, documents: tuple[int, ...]) -> Domain:
-    """Return a domain with segments cut document by document, with as many tokens for each group.
+    """Return a domain whose segments are cut document by document, with unchanged tokens for each group.
 
     Args:
         domain: the plan's domain.
@@ -33,14 +33,14 @@ def packed_domain(domain: Domain, documents: tuple[int, ...]) -> Domain:
 
 
 def zigzag(documents: Sequence[Range], tokens: Sequence[int]) -> list[list[Range]]:
-    """Return the positions of each group, with each document cut in a weighted zigzag over all groups.
+    """Cut each document in a weighted zigzag over all groups; return the positions of each group.
 
     Args:
-        documents: positions of each document.
-        tokens: number of tokens of each group; their sum is that of the documents.
+        documents: range of positions of each document.
+        tokens: number of tokens of each group; their sum equals the sum of the documents' lengths.
 
     Returns:
-        The positions of each group, some of them empty ranges.
+        The ranges of positions of each group; some ranges may be empty.
     """
     fronts = [count // 2 for count in tokens]
     backs = [count - count // 2 for count in tokens]
@@ -55,14 +55,15 @@ def zigzag(documents: Sequence[Range], tokens: Sequence[int]) -> list[list[Range
 
 
 def proportional_table(rows: Sequence[int], columns: Sequence[int]) -> list[list[int]]:
-    """Return a table of counts with given sums of rows and columns, each row in the columns' proportion.
+    """Return a table of integers with given row and column sums, each row in proportion to the column sums.
 
-    The columns are halved again and again, and each half is given what it lacks of its exact share of all
-    rows so far, rounded down: sums are exact, and nothing is off its share by more than one a halving.
+    The columns are halved recursively. Each half of the columns gets the difference between its exact share
+    of all rows so far, rounded down, and the amount that it already has: sums are exact, and no entry differs
+    from its exact share by more than one per halving.
 
     Args:
-        rows: sums of the rows.
-        columns: sums of the columns; their total is that of the rows.
+        rows: sum of each row.
+        columns: sum of each column; their total equals the total of `rows`.
     """
     if len(columns) == 1:
         return [[count] for count in rows]

@@ -1,7 +1,7 @@
-"""The number of parts in which the keys of the first exchange step travel.
+"""Choose `exchange.parts`, the number of messages that carry the keys of the first exchange step.
 
-More parts hide more of the first keys, but each part is a kernel call of its own over fewer heads, and a
-call that leaves most of a GPU idle costs more than it hides.
+With more parts, more of the transfer of the first keys is hidden. But each part needs a kernel call over
+fewer heads, and a call that leaves most of a GPU idle costs more time than it hides.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 
 from megatron_hexi.plan.model import Replica
 
-#: More parts hide hardly more: of four, three hide behind the part before.
+#: Largest number of parts. With four, three are hidden behind the part before; more parts hide hardly more.
 MOST_PARTS = 4
-#: Queries times heads of a call that keeps a GPU busy: two rounds of 128-row tiles on the 132 multiprocessors
-#: of an H100 (FlashAttention-3, arXiv 2407.08608, gives each a tile of 128 queries of one head).
+#: Smallest queries x heads of a kernel call that keeps a GPU busy: two rounds of tiles on the 132
+#: multiprocessors of an H100. A tile is 128 queries of one head (FlashAttention-3, arXiv 2407.08608).
 BUSY_ROWS = 2 * 132 * 128
 
 
 def worthwhile_parts(replicas: Sequence[Replica]) -> int:
-    """Return the most parts that still keep a GPU busy, by the busiest unit of every group.
+    """Return the largest number of parts with which every kernel call of a group's busiest unit fills a GPU.
 
-    The others of its group have less work and wait for it anyway.
+    The other units of the group have less work and wait for the busiest unit anyway.
     """
     rows = [
         group.tokens * max(member.heads[1] - member.heads[0] for member in group.members)

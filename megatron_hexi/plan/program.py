@@ -1,17 +1,19 @@
-"""The program of a pass of attention: a rank's posts, computations and waits, in their order.
+"""The program of attention: the order in which a rank posts messages, computes blocks and waits.
 
-This is the one place that says so. The runtime carries it out with tensors (`runtime.passes`), the cost model
-with the clocks of all units (`cost.overlap`), the simulator event by event (`lab.simulator.unit_program`),
-and tests by NCCL's rules. It says nothing of sizes: those stand in the split tables (`plan.schedule`).
+Only this module defines the order. The runtime follows the program with tensors (`runtime.passes`), the cost
+model with the clocks of all units (`cost.overlap`), the simulator event by event
+(`lab.simulator.unit_program`), and tests under NCCL's rules. The program has no sizes; those are in the split
+tables (`plan.schedule`).
 
-    post the ways in; wait for the first; post the keys of the first `window` steps
-    own block: of one half of the heads after the other, each when its way in has arrived
-    each step: post the keys of the step `window` later; part by part wait for its keys, compute its blocks
-    ways out: each posted when its half of the heads is done; wait for all of them
+    post the "in" all-to-alls; wait for the first; post the keys of the first `window` steps
+    own block: one half of the heads after the other, each when its "in" all-to-all has arrived
+    each step: post the keys of the step `window` later; for each part, wait for its keys, compute its blocks
+    "out" all-to-alls: post each when its half of the heads is computed; wait for all of them
 
-Backward, each part also posts its gradients when its blocks are computed, and a step ends with the wait for
-those of the step `window` before. The own block is then cut in two: one half comes before the steps and hides
-their first keys, the other after them and hides their last gradients, and the first way out.
+In the backward pass each part also posts gradients of keys and values when its blocks are computed, and a
+step ends with the wait for the gradients of the step `window` before. The own block is then cut in two: the
+first half is computed before the steps and hides the transfer of the first keys; the second half is computed
+after the steps and hides the transfer of the last gradients and the first "out" all-to-all.
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-#: An all-to-all to the heads' layout, keys and values to their users, gradients of these to their owners, an
-#: all-to-all back to the tokens' layout.
+#: Kinds of messages. `in`: the all-to-all from tokens to heads. `keys`: keys and values, sent to the ranks
+#: that use them. `gradients`: gradients of keys and values, returned to their owners. `out`: the all-to-all
+#: from heads to tokens.
 Cargo = Literal["in", "keys", "gradients", "out"]
 
 
 class Batch(NamedTuple):
-    """Messages that travel together.
+    """Messages that are posted and waited for together.
 
     Args:
-        cargo: the kind of messages.
-        step: step of the exchange, from 0; of an all-to-all, the half of the heads.
+        cargo: kind of the messages.
+        step: step of the exchange, from 0; for an all-to-all, the number of the half of the heads.
         part: part of the step, from 0.
     """
 
@@ -42,25 +45,25 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Start a batch, behind those that were posted before."""
+    """Start sending and receiving a batch, after the batches that were posted before."""
 
     batch: Batch
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait until a batch has arrived and its sends are complete."""
+    """Wait until all messages of a batch are received and sent."""
 
     batch: Batch
 
 
 @dataclass(frozen=True, slots=True)
 class OwnBlock:
-    """Compute the own group's block for one half of the heads, or both.
+    """Compute attention to the keys of the rank's own group, for one half of the heads or for both.
 
     Args:
-        first: first half, 0 or 1.
-        stop: half after the last; 0 and 2: the whole block at once.
+        first: number of the first half, 0 or 1.
+        stop: number of the last half + 1; 0 and 2 stand for all heads at once.
     """
 
     first: int
@@ -69,13 +72,13 @@ class OwnBlock:
 
 @dataclass(frozen=True, slots=True)
 class FarBlocks:
-    """Compute the blocks of a part of a step.
+    """Compute attention to keys received from another group: the blocks of one part of an exchange step.
 
     Args:
         step: step of the exchange, from 0.
         part: part of the step, from 0.
-        piece: ``None``: all of it; where the half of the heads that leaves first ends in it, 0: up to there,
-            1: the rest.
+        piece: ``None``: all heads of the part. If the half of the heads whose output is sent first ends
+            within the part, 0: the heads of this half, 1: the remaining heads.
     """
 
     step: int
@@ -90,14 +93,15 @@ Operation = Post | Wait | OwnBlock | FarBlocks
 def attention_program(
     backward: bool, parts: tuple[int, ...], window: int, halves: int, turn: int
 ) -> tuple[Operation, ...]:
-    """Return the operations of a pass of attention.
+    """Return the operations of a rank in the forward or backward pass of attention, in order.
 
     Args:
-        backward: whether it is the backward pass.
+        backward: whether to return the backward pass.
         parts: number of parts of each step of the exchange.
-        window: steps whose keys are under way ahead of the step in use.
-        halves: number of all-to-alls in which query heads travel each way, 1 or 2.
-        turn: part of the last step in which, forward, the half of the heads that leaves first ends.
+        window: number of steps whose keys are in flight ahead of the step in use.
+        halves: number of all-to-alls that carry the query heads in each direction, 1 or 2.
+        turn: number of the part of the last step in which the half of the heads whose output is sent first
+            ends, in the forward pass.
     """
     return tuple(_pass(backward, parts, window, halves, turn))
 

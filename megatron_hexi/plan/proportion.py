@@ -1,6 +1,6 @@
-"""A plan in proportion to speeds: each rank's tokens and heads.
+"""Make a plan that gives each rank tokens and heads in proportion to its speed.
 
-It ignores memory and links: a plan as written by hand without a planner, and a baseline for the planner.
+Memory and links are ignored: the plan is one that could be written by hand, and a baseline for the planner.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], f
         first_unit: number of the first unit.
 
     Raises:
-        PlanError: no group, a group without members, or a speed that is not above 0 or beyond all measure.
+        PlanError: there is no group, a group has no members, or a speed is not positive or far too large.
     """
     if not speeds or not all(speeds):
         raise PlanError(f"speeds {list(map(list, speeds))}: give at least one rank in every group")
@@ -62,10 +62,15 @@ def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], f
 def proportional_plan(
     workload: Workload, replicas: Sequence[Sequence[Sequence[float]]], window: int = 1
 ) -> Plan:
-    """Return a plan with one domain a replica, in proportion to the given speeds (replica, group, member).
+    """Return a plan with one domain per replica, whose units have work in proportion to their speeds.
+
+    Args:
+        workload: the model and the sequence.
+        replicas: relative speed of each member of each group of each replica.
+        window: prefetch depth of the exchange of keys and values, in steps.
 
     Raises:
-        PlanError: as `proportional_domain`.
+        PlanError: the speeds of a replica are refused by `proportional_domain`.
     """
     built = []
     first_unit = 0

@@ -1,13 +1,13 @@
-"""Split tables: everything that a rank must know of a domain to compute its attention.
+"""Split tables: the sizes, peers, rows and heads of every message and block that a rank needs for attention.
 
-They are derived once, from the plan alone, and kept with the object that uses them. Because every rank
-derives its own from the same plan, both ends of each transfer agree on its size without asking.
+Split tables are derived from the plan alone and kept with the object that uses them. Every rank derives its
+tables from the same plan, so sender and receiver agree on the size of each message without asking.
 
-The exchange goes round the groups: in step s a rank of group g uses the keys of group g - s and serves
-the ranks of group g + s. Inside a step a key travels straight from one owner to each user; the heads
-that the same two ranks share are one message (the part of a sub-ring between them). Only the own group's
-block can hide the keys of the first step, so these may travel in several parts, by heads: each part is
-computed while the next ones are still under way.
+The exchange goes round the groups: in step s the ranks of group g use the keys of group g - s and send keys
+to the ranks of group g + s. Within a step the owner of a key sends it directly to each user; all heads that
+one rank sends to another are one message. The keys of the first step are hidden only by the own group's
+block. They may therefore be sent in several parts, by heads: each part is computed while the next parts are
+in flight.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from megatron_hexi.plan.terms import UnitRates
 
 @dataclass(frozen=True)
 class Transfer:
-    """A message of keys and values.
+    """A message of keys and values between two ranks.
 
     Args:
         peer: the other rank, as an index into the domain's ranks.
-        kv: KV heads that travel, counted over the layer.
-        rows: tokens that travel, of the owner's group tokens, ascending.
+        kv: range of KV heads in the message, counted over the layer.
+        rows: tokens in the message, as ranges of indices into the tokens of the owner's group, ascending.
     """
 
     peer: int
@@ -52,21 +52,21 @@ class Transfer:
 
     @property
     def keys(self) -> int:
-        """Number of tokens that travel."""
+        """Number of tokens in the message."""
         return sum(stop - start for start, stop in self.rows)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Heads of a step of the exchange whose keys travel and are computed together.
+    """A part of an exchange step: query heads that receive their keys and compute their blocks together.
 
     Args:
-        number: its place among the parts of all steps; the same on every rank.
-        heads: the rank's query heads in this part, counted from its first.
-        pieces: these heads beside the KV heads they read, both counted from the part's first; in two pieces
-            where the half whose outputs leave first ends within the part.
-        receives: messages that the rank receives: the KV heads that these heads use, in order.
-        sends: messages that it sends.
+        number: number of the part among the parts of all steps; the same on every rank.
+        heads: the part's range of query heads, counted from the rank's first query head.
+        pieces: the part's query heads with the KV heads that they read, counted from the part's first heads;
+            two pieces if the half of the heads whose output is sent first ends within the part.
+        receives: messages that the rank receives: the KV heads that the part's query heads read, in order.
+        sends: messages that the rank sends.
     """
 
     number: int
@@ -77,22 +77,22 @@ class Part:
 
     @property
     def kv(self) -> Range:
-        """KV heads received, counted over the layer."""
+        """Range of KV heads that the rank receives in this part, counted over the layer."""
         return (self.receives[0].kv[0], self.receives[-1].kv[1]) if self.receives else (0, 0)
 
     @property
     def keys(self) -> int:
-        """Tokens received of each KV head."""
+        """Number of tokens that the rank receives in this part for each KV head."""
         return self.receives[0].keys if self.receives else 0
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the exchange on one rank.
+    """One step of the exchange of keys and values between groups, on one rank.
 
     Args:
-        parts: the parts in which keys travel; one in all steps but the first.
-        blocks: the blocks that the heads of each part compute with the keys received.
+        parts: parts in which the keys are sent; a single part in all steps but the first.
+        blocks: blocks of the rank's queries and the received keys, which the heads of every part compute.
     """
 
     parts: tuple[Part, ...]
@@ -100,38 +100,40 @@ class Step:
 
     @cached_property
     def calls(self) -> tuple[Call, ...]:
-        """The blocks, grouped into kernel calls."""
+        """The step's blocks, combined into kernel calls."""
         return together(self.blocks)
 
     @property
     def receives(self) -> tuple[Transfer, ...]:
-        """Messages that the rank receives, over all parts."""
+        """Messages that the rank receives in all parts of the step."""
         return tuple(transfer for part in self.parts for transfer in part.receives)
 
     @property
     def sends(self) -> tuple[Transfer, ...]:
-        """Messages that it sends, over all parts."""
+        """Messages that the rank sends in all parts of the step."""
         return tuple(transfer for part in self.parts for transfer in part.sends)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Split tables of one rank for a layer.
+    """Split tables of one rank for one attention layer.
 
     Args:
-        index: the rank, as an index into the domain's ranks (its context-parallel rank).
-        members: the ranks of its group, likewise, ascending.
-        position: the rank's own position among them.
-        segments: positions of the sequence that it holds outside attention.
-        shards: tokens of each member of its group.
-        heads: query heads of each member of its group.
-        kv: KV heads of each member of its group.
-        halves: query heads of each member that travel together in the all-to-alls: all of them, or in two.
-        spans: its own query heads beside the KV heads they read, for the kernels.
-        spans_in_two: the same heads in two parts, as the backward pass takes the block of its own group.
-        own: blocks of its own group's keys that cover every query exactly once.
-        own_beside: further blocks of its own group's keys that a window needs.
-        steps: the exchange with the other groups.
+        index: the rank, as an index into the domain's ranks (the context-parallel rank).
+        members: ranks of the rank's group, as indices into the domain's ranks, ascending.
+        position: index of the rank in `members`.
+        segments: positions of the sequence that the rank holds outside attention.
+        shards: number of tokens of each member of the group.
+        heads: range of query heads of each member of the group.
+        kv: range of KV heads of each member of the group.
+        halves: for each all-to-all in one direction, one or two, the query heads of each member that it
+            carries.
+        spans: the rank's query heads with the KV heads that they read, for the kernels.
+        spans_in_two: the spans of each half of the rank's query heads; the backward pass computes the own
+            group's block in these halves.
+        own: blocks of the own group's keys that contain every query exactly once.
+        own_beside: further blocks of the own group's keys, which a sliding window needs.
+        steps: steps of the exchange with the other groups.
     """
 
     index: int
@@ -150,41 +152,41 @@ class Schedule:
 
     @cached_property
     def own_calls(self) -> tuple[Call, ...]:
-        """The blocks of `own`, grouped into kernel calls."""
+        """The blocks of `own`, combined into kernel calls."""
         return together(self.own)
 
     @cached_property
     def own_beside_calls(self) -> tuple[Call, ...]:
-        """The blocks of `own_beside`, grouped into kernel calls."""
+        """The blocks of `own_beside`, combined into kernel calls."""
         return together(self.own_beside)
 
     @property
     def tokens(self) -> int:
-        """Tokens of its shard (T)."""
+        """Number of tokens of the rank's shard (T)."""
         return self.shards[self.position]
 
     @property
     def group_tokens(self) -> int:
-        """Tokens of its group (G)."""
+        """Number of tokens of the rank's group (G)."""
         return sum(self.shards)
 
     @property
     def own_heads(self) -> int:
-        """Number of query heads that it computes (h)."""
+        """Number of query heads that the rank computes (h)."""
         start, stop = self.heads[self.position]
         return stop - start
 
     @property
     def own_kv(self) -> Range:
-        """KV heads that it holds in attention."""
+        """Range of KV heads that the rank holds in attention."""
         return self.kv[self.position]
 
     def program(self, backward: bool, window: int) -> tuple[Operation, ...]:
-        """Return the rank's operations in a pass.
+        """Return the rank's operations in the forward or backward pass of attention, in order.
 
         Args:
-            backward: whether it is the backward pass.
-            window: exchange steps under way ahead of the one in use.
+            backward: whether to return the backward pass.
+            window: number of exchange steps in flight ahead of the step in use.
         """
         parts, turn = tuple(len(step.parts) for step in self.steps), 0
         if self.steps:
@@ -193,11 +195,11 @@ class Schedule:
         return attention_program(backward, parts, window, len(self.halves), turn)
 
     def part(self, of: Batch | FarBlocks) -> Part:
-        """Return the part of the exchange that a batch carries or a computation uses."""
+        """Return the part of the exchange to which a batch of messages or a computation belongs."""
         return self.steps[of.step].parts[of.part]
 
     def own_spans(self, block: OwnBlock) -> tuple[HeadSpan, ...]:
-        """Return the heads for which a block of the own group is computed."""
+        """Return the spans of the heads for which an operation computes the own group's block."""
         return self.spans if block == OwnBlock(0, 2) else self.spans_in_two[block.first]
 
 
@@ -209,18 +211,18 @@ def build_schedule(
     mask: Mask | None = None,
     rates: UnitRates | None = None,
 ) -> Schedule:
-    """Return the split tables of a rank, for a plan that passed its checks.
+    """Return the split tables of one rank, for a plan that passed its checks.
 
     Args:
         workload: the plan's workload.
         domain: a domain of the plan.
         index: the rank, as an index into the domain's ranks.
-        parts: in how many parts the first step of the exchange travels at most; more than one also cuts the
-            all-to-alls in two.
-        mask: the keys that a query sees; ``None``: as the workload says. With documents the domain's groups
-            hold other segments (`packed_domain`) of as many tokens.
-        rates: rates of the plan's units, if documents are assigned by them: tokens and heads are then those
-            of this batch (`balanced_domain`).
+        parts: largest number of parts in which the keys of the first exchange step are sent; more than one
+            also splits the all-to-alls in two.
+        mask: the attention mask; ``None``: the workload's mask. With documents the groups hold other segments
+            (`packed_domain`), but as many tokens.
+        rates: rates of the plan's units, if each batch is balanced by them: tokens and heads are then chosen
+            for the batch's documents (`balanced_domain`).
     """
     mask = Mask(causal=workload.causal) if mask is None else mask
     if mask.documents is not None:
@@ -291,19 +293,19 @@ def build_schedule(
     )
 
 
-#: Number of cached split tables: a pipeline's micro-batches under way, with a few windows each.
+#: Number of cached split tables: enough for the micro-batches in flight, with a few windows each.
 _KEPT = 32
 
 
 class Schedules:
-    """Split tables of one rank for every mask: derived on demand, the latest cached.
+    """Cache of one rank's split tables, which are derived for each attention mask on demand.
 
     Args:
         workload: the plan's workload.
         domain: a domain of the plan.
         index: the rank, as an index into the domain's ranks.
-        parts: in how many parts the first step of the exchange travels at most.
-        rates: rates of the plan's units, if documents are assigned by them.
+        parts: largest number of parts in which the keys of the first exchange step are sent.
+        rates: rates of the plan's units, if each batch is balanced by them.
     """
 
     def __init__(
@@ -316,13 +318,13 @@ class Schedules:
         )
 
     def __call__(self, mask: Mask | None = None) -> Schedule:
-        """Return the split tables for a mask; ``None``: without window and documents."""
+        """Return the split tables for a mask; ``None``: the workload's mask, without window and documents."""
         if mask is not None and mask.documents is not None:
             self._windows.add(mask.window)
         return self._for(mask)
 
     def prepare(self, documents: tuple[int, ...]) -> None:
-        """Derive, in any thread, the split tables of these documents, for the windows used so far."""
+        """Derive and cache the split tables of documents, for all windows used so far; thread-safe."""
         for window in tuple(self._windows) or (None,):
             schedule = self._for(Mask(window=window, documents=documents))
             for step in schedule.steps:
@@ -331,7 +333,7 @@ class Schedules:
 
 
 def _halves(group: Group, ratio: int, parts: int) -> tuple[tuple[Range, ...], ...]:
-    """Return the query heads of each member in each all-to-all."""
+    """Return, for each all-to-all, the range of query heads of each member that it carries."""
     whole = tuple(member.heads for member in group.members)
     if parts == 1 or len(whole) == 1 or not group.tokens:
         return (whole,)
@@ -344,17 +346,18 @@ def _halves(group: Group, ratio: int, parts: int) -> tuple[tuple[Range, ...], ..
 
 @lru_cache(maxsize=2**14)
 def kv_owners(heads: Range, owners: tuple[Range, ...], ratio: int) -> tuple[tuple[int, Range], ...]:
-    """Return the members of a group that serve the KV heads of a user.
+    """Return the members of a group that send KV heads to a user, a rank of another group.
 
-    Cached: every rank of a domain asks the same of every group.
+    Cached, because the ranks of a domain ask the same of every group.
 
     Args:
-        heads: the user's query heads.
-        owners: query heads of each member that may serve.
-        ratio: query heads that share one KV head.
+        heads: the user's range of query heads.
+        owners: range of query heads of each member of the owning group.
+        ratio: query heads per KV head.
 
     Returns:
-        The position of an owner and the KV heads that it serves, in the order of the heads.
+        Pairs of a member's position in its group and the range of KV heads that this member sends, in the
+        order of the heads.
     """
     served: list[tuple[int, Range]] = []
     for queries in kv_pieces(heads, ratio):
@@ -370,7 +373,7 @@ def kv_owners(heads: Range, owners: tuple[Range, ...], ratio: int) -> tuple[tupl
 def _incoming(
     heads: Range, visible: Visible, source: Group, indices: dict[int, int], ratio: int
 ) -> tuple[Transfer, ...]:
-    """Return the messages that a rank receives from the members of `source` for some query heads."""
+    """Return the messages that bring a rank the keys of `source` for the given query heads."""
     if not visible.blocks:
         return ()
     return tuple(

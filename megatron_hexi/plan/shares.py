@@ -1,8 +1,8 @@
 """Shares of the global batch: the micro-batches of each replica, and of each domain of a stage.
 
-The cost model and the runtime both read them here, so that both use the same schedule. The micro-batches of a
-global batch are assigned in the order of the replicas, consecutive ones to each. A replica runs its
-micro-batches one after the other; when all replicas are done, all ranks sum their gradients, once.
+The cost model and the runtime both use this module, so that both follow the same schedule. Consecutive
+micro-batches of a global batch are assigned to the replicas in order. A replica processes its micro-batches
+one after the other; when all replicas have finished, all ranks sum their gradients, once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megatron_hexi.plan.model import Plan, Stage
 
 @dataclass(frozen=True)
 class Share:
-    """Consecutive micro-batches of a global batch.
+    """A share of the global batch: consecutive micro-batches, of one replica.
 
     Args:
-        first: number of its first micro-batch, from 0.
-        count: number of micro-batches.
-        total: micro-batches of the global batch.
+        first: number of the first micro-batch of the share, from 0.
+        count: number of micro-batches in the share.
+        total: number of micro-batches in the global batch.
     """
 
     first: int
@@ -37,22 +37,22 @@ class Share:
 
 
 def has_equal_replicas(plan: Plan) -> bool:
-    """Whether replicas are as Megatron's: equal numbers of ranks, in order, and equal shares of the batch."""
+    """Whether replicas are like Megatron's: equally many ranks each, in rank order, and equal shares."""
     ranks = [member.lead for replica in plan.replicas for member in replica.domain.members]
     sizes = {(len(replica.domain.members), replica.micro_batches) for replica in plan.replicas}
     return len(sizes) == 1 and ranks == sorted(ranks)
 
 
 def assign_micro_batches(plan: Plan, global_batch_size: int, micro_batch_size: int) -> tuple[Share, ...]:
-    """Return the share of each replica: the stated one, or else an equal one.
+    """Return each replica's share of the global batch: the share stated in the plan, or else an equal share.
 
     Args:
         plan: the plan.
-        global_batch_size: sequences of an iteration.
-        micro_batch_size: sequences of a micro-batch; the same for all replicas.
+        global_batch_size: number of sequences in an iteration.
+        micro_batch_size: number of sequences in a micro-batch; the same for all replicas.
 
     Raises:
-        PlanError: the shares do not add up to the batch; the message has all values.
+        PlanError: the shares do not add up to the global batch; the message has all values.
     """
     total, replicas = global_batch_size // micro_batch_size, len(plan.replicas)
     stated = [replica.micro_batches for replica in plan.replicas]
@@ -73,14 +73,17 @@ def assign_micro_batches(plan: Plan, global_batch_size: int, micro_batch_size: i
 
 
 def assign_in_turn(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the micro-batches that each domain of a stage takes, ascending.
+    """Assign the micro-batches of an iteration to the domains of a stage, which divide them by number.
 
-    The order follows the plan and no clock, so that all ranks know it: a domain that takes n
-    micro-batches of an iteration takes 1 / n of it for each. The next one goes to the domain that is free
-    first; of several, to the one that takes most; of several, to the first.
+    The assignment follows from the plan and from no clock, so every rank knows it. A domain that processes n
+    micro-batches is taken to need 1 / n of an iteration for each. The next micro-batch goes to the domain
+    that is free first; among several, to the domain with most micro-batches; then to the first.
 
     Args:
         counts: number of micro-batches of each domain.
+
+    Returns:
+        The numbers of the micro-batches of each domain, ascending.
     """
     assigned: list[list[int]] = [[] for _ in counts]
     for micro_batch in range(sum(counts)):
@@ -94,7 +97,7 @@ _assigned = lru_cache(maxsize=64)(assign_in_turn)
 
 
 def domain_micro_batches(stage: Stage) -> tuple[tuple[int, ...] | None, ...]:
-    """Return the micro-batches of each domain of a stage, ascending; ``None``: samples of all of them."""
+    """Return the micro-batch numbers of each domain, ascending; ``None``: samples of every micro-batch."""
     if not stage.takes_micro_batches:
         return (None,) * len(stage.domains)
     return _assigned(tuple(domain.micro_batches or 0 for domain in stage.domains))

@@ -1,7 +1,7 @@
-"""The short form of a domain of one unit that holds all tokens and heads: ``{ranks: [4, 5]}``.
+"""Convert domains of one unit between groups and the short form of plan files, ``{ranks: [4, 5]}``.
 
-Most stages of a pipeline are such domains. Data classes have groups only: the short form is expanded when a
-file is read, and used when it is written.
+The only unit of such a domain holds all tokens and heads. Most stages of a pipeline are such domains. The
+data classes have groups only: the short form is expanded when a file is read, and used when it is written.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ from megatron_hexi.yaml_schema import Where
 
 #: Fields of the short form.
 _OF_A_UNIT = ("ranks", "state", "experts")
-#: Place of the only member in the long form.
+#: Place of the only member in a domain with groups.
 _MEMBER: Place = ("groups", 0, "members", 0)
 
 
 def spelt_out(data: dict[str, Any], where: Where) -> tuple[dict[str, Any], Where]:
-    """Return a plan's plain values with groups in every domain, and a function that spells file places.
+    """Expand the short form of all domains of a plan that was read from a file.
 
     Args:
-        data: plain values, perhaps malformed; not changed.
-        where: spells a place of the file.
+        data: plain values of the plan, perhaps malformed; not changed.
+        where: a function that spells a place in the file for an error message.
+
+    Returns:
+        The plain values with groups in every domain, and a function that spells a place in the expanded plan
+        as the corresponding place in the file.
     """
     data = copy.deepcopy(data)
     workload = data.get("workload")
@@ -51,7 +55,7 @@ def spelt_out(data: dict[str, Any], where: Where) -> tuple[dict[str, Any], Where
 
 
 def shorten(domain: dict[str, Any]) -> dict[str, Any]:
-    """Return a domain's plain values as they are written: in the short form, without default values."""
+    """Return a domain's plain values for a plan file: in short form if possible, without default values."""
     for group in domain["groups"]:
         for member in group["members"]:
             if member["state"] == 1:
@@ -68,7 +72,7 @@ def shorten(domain: dict[str, Any]) -> dict[str, Any]:
 
 
 def _domains(data: dict[str, Any]) -> list[tuple[Place, dict[str, Any]]]:
-    """Return the domains that are mappings, each with its place."""
+    """Return all domains of a plan's plain values that are mappings, each with its place in the plan."""
     domains: list[tuple[Place, dict[str, Any]]] = []
     for r, replica in _entries(data.get("replicas")):
         for s, stage in _entries(replica.get("stages")):

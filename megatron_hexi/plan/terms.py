@@ -19,10 +19,10 @@ Positive = Annotated[int, Field(strict=True, ge=1, le=2**40)]
 Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-#: What pydantic checks when a plan is read from a file. The constructors themselves check nothing.
+#: Configuration of pydantic's checks when a plan is read from a file. The constructors check nothing.
 STRICT = ConfigDict(extra="forbid")
 
-#: What the backward pass recomputes: nothing, core attention, every layer, or a number of first layers.
+#: Activations that the backward pass recomputes: none, core attention, every layer, or the first n layers.
 Recompute = Literal["none", "selective", "full"] | Layers
 Precision = Literal["bf16", "fp16", "fp32"]
 #: Data of a stage that may wait in host memory while it is not used.
@@ -31,22 +31,22 @@ Offload = Literal["parameters", "optimizer", "activations"]
 
 @dataclass(frozen=True)
 class JobTerms:
-    """Settings of the job: given fields set Megatron's arguments; a job that contradicts them is refused.
+    """Settings of the job: a given field sets Megatron's argument; a job that contradicts it is refused.
 
     Args:
         micro_batch_size: --micro-batch-size.
         global_batch_size: --global-batch-size.
-        pipeline_parallel: --pipeline-model-parallel-size, of a plan without stages of its own.
-        virtual_stages: --num-virtual-stages-per-pipeline-rank, likewise: chunks of each pipeline stage's
-            layers, which Megatron's interleaved schedule runs in turn.
+        pipeline_parallel: --pipeline-model-parallel-size, for a plan with a repeated stage.
+        virtual_stages: --num-virtual-stages-per-pipeline-rank, for a plan with a repeated stage: chunks of each
+            pipeline stage's layers, which Megatron's interleaved schedule runs in turn.
         precision: --bf16, --fp16, or neither.
-        recompute: --recompute-granularity; a number: that many first layers.
+        recompute: --recompute-granularity; a number n: full recomputation of the first n layers.
         optimizer: --optimizer.
         distributed_optimizer: --use-distributed-optimizer.
         overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
-        sequence_parallel: --sequence-parallel, where units have several ranks.
+        sequence_parallel: --sequence-parallel, for units of several ranks.
         kernel: --hexi-kernel, by the GPU's name in the cluster file.
-        expert_imbalance: variation of experts' loads that the plan was made for; sets no argument.
+        expert_imbalance: variation of the experts' loads for which the plan was made; sets no argument.
     """
 
     micro_batch_size: Positive | None = None
@@ -67,13 +67,15 @@ class JobTerms:
 
 @dataclass(frozen=True)
 class UnitRates:
-    """Speed and memory of each unit, in the order of ranks: documents are assigned by them.
+    """Speed and memory of each unit, in rank order, by which each batch of documents is balanced.
 
     Args:
-        row_s: seconds of a token outside attention, forward and backward, in one layer.
-        pair_s: likewise, of a pair of query and key in all heads of a unit's rank.
-        room: tokens that a unit has memory for.
-        attended: memory of a token of its group, in held tokens, if the unit has all heads.
+        row_s: seconds per token outside attention, forward and backward, in one layer.
+        pair_s: seconds per pair of query and key in attention, forward and backward, in one layer, over all
+            heads of a rank of the unit.
+        room: number of tokens for which the unit has memory.
+        attended: memory that a unit with all heads needs for each token of its group, relative to the memory
+            of a token of its shard.
     """
 
     row_s: tuple[Rate, ...]
@@ -86,15 +88,15 @@ class UnitRates:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The planner's prediction. Read by people and reports, never by the runtime.
+    """The planner's prediction for a plan. People and reports read it; the runtime never does.
 
     Args:
-        iteration_s: seconds of an iteration.
+        iteration_s: seconds per iteration.
         tokens_per_s: tokens of an iteration / `iteration_s`.
-        lower_bound_s: seconds that no plan can beat under the cost model.
-        gap: excess of `iteration_s` over `lower_bound_s`, as a part of the bound (0.01: 1 %).
-        memory_gib: peak of each rank, GiB.
-        against: tokens/s predicted for other layouts.
+        lower_bound_s: seconds per iteration that no plan can beat under the cost model.
+        gap: (`iteration_s` - `lower_bound_s`) / `lower_bound_s`; 0.01 is 1 %.
+        memory_gib: peak memory of each rank, GiB.
+        against: predicted tokens/s of other layouts, by their names.
     """
 
     iteration_s: Real | None = None
@@ -109,16 +111,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Origin of a plan. For people, but commands use `model` where they are not given one.
+    """Origin of a plan, for people; commands that are given no model use `model`.
 
     Args:
-        planner: the program that made it, with its version.
-        solver: the solver, with its version.
-        seed: the solver's seed.
+        planner: name and version of the program that made the plan.
+        solver: name and version of the solver.
+        seed: seed of the solver.
         cluster: name of the cluster.
-        cluster_digest: its SHA-256 (hex).
-        model: as ``--model`` takes it.
-        created: date and time.
+        cluster_digest: SHA-256 (hex) of the cluster.
+        model: the model, as the value of ``--model``.
+        created: date and time at which the plan was made.
     """
 
     planner: Label | None = None

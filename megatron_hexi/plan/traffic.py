@@ -1,4 +1,4 @@
-"""Messages and bytes that a rank sends in one layer."""
+"""Count the messages and bytes that a rank sends in one attention layer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_hexi.plan.schedule import Schedule, Transfer
 
 @dataclass(frozen=True)
 class Traffic:
-    """A rank's messages and bytes in the forward or backward pass of one attention layer.
+    """Messages and bytes that a rank sends in the forward or backward pass of one attention layer.
 
     Args:
-        all_to_alls: collectives inside its group.
-        all_to_all_bytes: bytes that it sends to other members.
-        messages: point-to-point messages that it sends to other groups.
-        message_bytes: bytes of these messages.
+        all_to_alls: number of all-to-alls in the rank's group.
+        all_to_all_bytes: bytes that the rank sends to other members of its group in these all-to-alls.
+        messages: number of point-to-point messages that the rank sends to other groups.
+        message_bytes: bytes of these point-to-point messages.
     """
 
     all_to_alls: int
@@ -28,11 +28,12 @@ class Traffic:
 
 
 class LayerTraffic(NamedTuple):
-    """The traffic of both passes.
+    """A rank's traffic in the forward and in the backward pass of one attention layer.
 
     Args:
-        forward: query, key and value in, keys and values exchanged, output back.
-        backward: the output's gradient in, keys, values and their gradients exchanged, all gradients back.
+        forward: all-to-alls of query, key, value and output; exchange of keys and values.
+        backward: all-to-alls of the gradients of output, query, key and value; exchange of keys, values and
+            the gradients of both.
     """
 
     forward: Traffic
@@ -47,17 +48,17 @@ def attention_traffic(
     value_dim: int | None = None,
     exchanged: int | None = None,
 ) -> LayerTraffic:
-    """Return what a rank sends in an attention layer.
+    """Return the messages and bytes that a rank sends in one attention layer.
 
-    Halves of queries and of outputs are all-to-alls of their own.
+    If the all-to-alls are split in two halves of the heads, each half counts as an all-to-all.
 
     Args:
         schedule: the rank's split tables.
         head_dim: size of one head.
         batch: sequences of a micro-batch.
-        element_bytes: bytes of an element.
-        value_dim: size of one head's values; ``None``: the same.
-        exchanged: columns of a KV head that travel; ``None``: those of its key and value.
+        element_bytes: bytes of one tensor element.
+        value_dim: size of one head's value; ``None``: `head_dim`.
+        exchanged: columns of a KV head that are exchanged; ``None``: the columns of key and value.
     """
     values = head_dim if value_dim is None else value_dim
     columns = head_dim + values if exchanged is None else exchanged
@@ -83,7 +84,7 @@ def attention_traffic(
 
 
 def exchanges_heads(schedule: Schedule) -> bool:
-    """Whether the rank's group has all-to-alls: several members, and tokens."""
+    """Whether the rank's group has all-to-alls, which needs several members and at least one token."""
     return len(schedule.members) > 1 and schedule.group_tokens > 0
 
 

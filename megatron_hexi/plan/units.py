@@ -1,8 +1,7 @@
-"""Tables of a job's units and domains, a row for each.
+"""Tables of all units and all domains of a job, one row per unit or domain.
 
-A plan of one stage that the job's pipeline repeats is written out here: stage s of p has the ranks that
-follow those of the stages before it, as Megatron numbers them (tp-cp-dp-pp), and the s-th of p equal parts
-of the layers.
+A repeated stage is expanded into the p pipeline stages of the job. Stage s has the ranks that follow those of
+the stages before it, as Megatron numbers ranks (tp-cp-dp-pp), and the s-th of p equal parts of the layers.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from megatron_hexi.plan.terms import Offload, Recompute
 
 @dataclass(frozen=True)
 class DomainRow:
-    """A domain of a stage: properties that all of its units share.
+    """A row of the table of domains: properties of one domain, which all units of the domain share.
 
     Args:
-        replica: number of its replica.
-        stage: number of its stage in the replica.
-        depth: stages of the replica.
-        number: number of the domain in its stage.
-        domain: its groups and members; in a stage that the job repeats, with the ranks of the first stage.
-        first_rank: offset that is added to the ranks of `domain`.
-        layers: the stage's transformer layers, of which only the number holds for ministages; ``None``: all
-            of a stage that the job repeats.
-        samples: samples that it takes of each micro-batch.
-        micro_batches: micro-batches of an iteration that it takes, ascending; ``None``: all.
-        recompute: what the stage's backward pass recomputes; ``None``: as the job says.
-        exchange: how keys and values travel.
-        ministages: layers of each of the stage's ministages; ``None``: it runs whole.
+        replica: number of the replica.
+        stage: number of the stage in the replica.
+        depth: number of stages of the replica.
+        number: number of the domain in the stage.
+        domain: groups and members of the domain; for a repeated stage, with the ranks of the first stage.
+        first_rank: offset to add to the ranks of `domain`.
+        layers: range of the stage's transformer layers; with ministages, only the number of layers counts;
+            ``None``: unknown, for a repeated stage.
+        samples: number of samples of each micro-batch that the domain processes.
+        micro_batches: numbers of the micro-batches that the domain processes, ascending; ``None``: all.
+        recompute: activations that the stage's backward pass recomputes; ``None``: the job's setting.
+        exchange: settings of the exchange of keys and values.
+        ministages: layers of each ministage of the stage; ``None``: the stage runs whole.
         offload: data of the stage that waits in host memory while it is not used.
     """
 
@@ -52,26 +51,26 @@ class DomainRow:
 
     @property
     def width(self) -> int:
-        """Tensor-parallel size of its units."""
+        """Tensor-parallel size of the domain's units."""
         return len(self.domain.groups[0].members[0].ranks)
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage computes the loss."""
+        """Whether the stage is the last of its replica, which computes the loss."""
         return self.stage == self.depth - 1
 
 
 @dataclass(frozen=True)
 class Unit(DomainRow):
-    """A unit, with the part of the sequence that it holds.
+    """A row of the table of units: one unit with the unit's domain, ranks, tokens and heads.
 
     Args:
-        ranks: its tensor-parallel ranks in the job, ascending.
-        member: its number among the members of the domain.
-        group: number of its A2A group in the domain.
-        tokens: size of its shard.
-        heads: its query heads in attention.
-        state: its share of the optimizer's state, relative to others that hold the same weights.
+        ranks: tensor-parallel ranks of the unit in the job, ascending.
+        member: number of the unit among the members of the domain.
+        group: number of the A2A group in the domain.
+        tokens: tokens of the unit's shard.
+        heads: range of query heads that each rank of the unit computes in attention.
+        state: weight of the unit in the division of the optimizer's state among units with the same weights.
     """
 
     ranks: tuple[int, ...]
@@ -85,13 +84,14 @@ class Unit(DomainRow):
 def domain_rows(
     plan: Plan, micro_batch_size: int = 1, stages: int = 1, layers: int | None = None
 ) -> tuple[DomainRow, ...]:
-    """Return all domains of a plan, in the order of replicas, stages and domains.
+    """Return a row for each domain of a plan, in the order of replicas, stages and domains.
 
     Args:
         plan: a plan that passed its checks.
         micro_batch_size: samples of a micro-batch (B).
-        stages: pipeline stages of the job, for a plan whose stage it repeats.
-        layers: layers of the model, likewise; ``None``: rows of such a plan have no layers.
+        stages: number of pipeline stages of the job, for a plan with a repeated stage.
+        layers: number of layers of the model, for a plan with a repeated stage; ``None``: the rows of such a
+            plan have no layers.
     """
     return tuple(
         row
@@ -138,7 +138,7 @@ def _replica_rows(
 def unit_rows(
     plan: Plan, micro_batch_size: int = 1, stages: int = 1, layers: int | None = None
 ) -> tuple[Unit, ...]:
-    """Return all units, in the order of their ranks. Arguments are those of `domain_rows`."""
+    """Return a row for each unit of a plan, in rank order; the arguments are those of `domain_rows`."""
     units = [
         Unit(
             **vars(row),
@@ -156,36 +156,39 @@ def unit_rows(
 
 
 def _members(domain: Domain) -> list[tuple[int, Member]]:
-    """Return the members in the order of their ranks, each with the number of its group."""
+    """Return the members of a domain in rank order, each with the number of the member's group."""
     members = [(number, member) for number, group in enumerate(domain.groups) for member in group.members]
     return sorted(members, key=lambda pair: pair[1].lead)
 
 
 def job_ranks(plan: Plan, stages: int) -> int:
-    """Return the number of ranks of the job.
+    """Return the number of ranks of a job that trains by a plan.
 
     Args:
         plan: the plan.
-        stages: pipeline stages of the job, for a plan whose stage it repeats.
+        stages: number of pipeline stages of the job, for a plan with a repeated stage.
     """
     return plan.ranks * (stages if plan.is_repeated else 1)
 
 
 def covers_gpus(plan: Plan, gpus: int) -> bool:
-    """Whether a number of GPUs is that of the job's ranks: a multiple of those of a stage that it repeats."""
+    """Whether a job with this number of GPUs can run a plan.
+
+    The number must be the plan's number of ranks or, with a repeated stage, a multiple of the stage's ranks.
+    """
     return gpus > 0 and (gpus % plan.ranks == 0 if plan.is_repeated else gpus == plan.ranks)
 
 
 def spell_ranks(plan: Plan) -> str:
-    """Return the ranks of a plan as text, such as ``8 ranks``, or ``4 ranks a pipeline stage``."""
+    """Return the number of ranks of a plan as text: ``8 ranks``, or ``4 ranks a pipeline stage``."""
     return f"{plan.ranks} ranks{' a pipeline stage' if plan.is_repeated else ''}"
 
 
 def rank_gpus(plan: Plan, gpus: int) -> Sequence[int]:
-    """Return the GPU of each rank of the job, by number in the cluster file.
+    """Return the number, in the order of the cluster file, of the GPU of each rank of the job.
 
     Args:
         plan: the plan.
-        gpus: number of GPUs of the cluster: without GPUs in the plan, ranks use all in file order.
+        gpus: number of GPUs of the cluster; a plan that names no GPUs uses all of them in file order.
     """
     return range(gpus) if plan.gpus is None else plan.gpus

@@ -1,7 +1,7 @@
-"""Plans of version 1, converted to plain values of version 2.
+"""Convert plans of file format version 1 to version 2.
 
-Version 1 knew one stage a replica, which the job's pipeline repeated, one domain in it, and members by their
-number with the tensor-parallel size given once: ``{rank: 3}`` at a size of 2 is ``{ranks: [6, 7]}``.
+Version 1 had one repeated stage per replica, with one domain, and gave members by their numbers and the
+tensor-parallel size once: ``{rank: 3}`` with tensor-parallel size 2 is ``{ranks: [6, 7]}`` in version 2.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from megatron_hexi.yaml_schema import Where, short
 
 
 def converted(data: dict[str, Any], where: Where) -> dict[str, Any]:
-    """Return the plan in version 2. Malformed values stay as they are, for the schema to refuse.
+    """Return the plain values of a version-1 plan in version 2.
+
+    Malformed values are left unchanged, for the schema to refuse.
 
     Args:
         data: plain values of version 1; not changed.
-        where: spells a place for an error.
+        where: a function that spells a place in the plan for an error message.
 
     Raises:
-        PlanError: a field that only version 2 has, or stages that version 1 could not say.
+        PlanError: the plan has a field that only version 2 has, or stages that version 1 cannot express.
     """
     data = copy.deepcopy(data) | {"version": 2}
     workload = data.get("workload")
@@ -54,7 +56,7 @@ def converted(data: dict[str, Any], where: Where) -> dict[str, Any]:
 
 
 def place_in_version_1(place: Place) -> Place:
-    """Return the place of version 1 that corresponds to a place of version 2."""
+    """Return the place in a version-1 plan that corresponds to a place in the converted plan."""
     steps: list[str | int] = []
     for step in place:
         if steps and steps[-1] == "domains":
@@ -67,13 +69,13 @@ def place_in_version_1(place: Place) -> Place:
 
 
 def _ranks(number: Any, width: int) -> list[Any]:
-    """Return the ranks of the unit with a number; an invalid number itself."""
+    """Return the ranks of the unit with the given number; an invalid number is returned in a list."""
     if type(number) is not int or number < 0:
         return [number]
     return list(range(number * width, (number + 1) * width))
 
 
 def _entries(holder: Any, name: str) -> list[dict[str, Any]]:
-    """Return the mappings of a list; none where it is not a list."""
+    """Return the mappings in the list `holder[name]`; an empty list if there is no such list."""
     entries = holder.get(name) if isinstance(holder, dict) else None
     return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []

@@ -1,4 +1,7 @@
-"""Training by a plan with torch.distributed: attention, borders of stages, buckets. Start at `attention`."""
+"""Carry out a plan with torch.distributed: attention, messages between stages, buckets of weights.
+
+Start reading at `attention`.
+"""
 
 from megatron_hexi.runtime.agreement import NO_PLAN, agree_on_plan, job_store, meeting, tell_problem
 from megatron_hexi.runtime.attention import DomainAttention

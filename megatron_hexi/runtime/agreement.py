@@ -1,8 +1,9 @@
-"""Agreement of ranks before anything is sent, so that a mistake is an error and never a hang.
+"""Let ranks compare plans, errors and tensor shapes before they exchange tensors.
 
-At set-up every rank posts the digest of its plan in the job's store, or its error; rank 0 compares and
-answers. The store works before any process group does, and tells which ranks never came. Before the first
-message of a kind, the ranks of a domain compare the shapes that they are about to send.
+A mistake is then an error and never a hang. At set-up every rank posts the digest of its plan, or its error,
+in the job's store; rank 0 compares them and posts a verdict. The store works before any process group exists,
+and shows which ranks never came. Before the first exchange of a new kind of tensors, the ranks of a domain
+compare the shapes that they are about to send.
 """
 
 from __future__ import annotations
@@ -28,30 +29,30 @@ from megatron_hexi.plan.schedule import Schedule
 #: Digest that a rank without a plan posts.
 NO_PLAN = ""
 
-#: Time for which a rank with an error waits for the others to read it.
+#: Time for which a rank with an error waits for the other ranks to read the error.
 _TELL_TIMEOUT = timedelta(seconds=60)
-#: Time for which rank 0, which may host the store, waits for the others to read a bad verdict.
+#: Time for which rank 0, which may host the store, waits for the other ranks to read a bad verdict.
 _READ_TIMEOUT = timedelta(seconds=10)
-#: The store outlives Megatron's groups: every agreement has a prefix of its own.
+#: Numbers of agreements: each uses another prefix of the store, which outlives Megatron's process groups.
 _meetings = itertools.count()
 
-#: Answer of a rank whose tensors are not those of the plan.
+#: Value that a rank sends in place of shapes if its tensors do not fit the plan.
 _WRONG = (-1, -1)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def job_store(timeout: timedelta) -> dist.Store | None:
-    """Return the job's store: of an elastic job, torch.distributed, torchrun or rank 0.
+    """Return the key-value store of the job, served by an elastic job, torch.distributed, torchrun or rank 0.
 
-    It is available before process groups are. torch.distributed uses the same server later
+    The store is available before process groups. torch.distributed uses the same server later
     (``multi_tenant``).
 
     Args:
         timeout: time to wait for the store.
 
     Returns:
-        ``None`` in a job of one rank, or where the environment names no job.
+        The store; ``None`` in a job of one rank, or if the environment describes no job.
 
     Raises:
         RuntimeError: the store cannot be reached.
@@ -76,18 +77,18 @@ def job_store(timeout: timedelta) -> dist.Store | None:
 
 
 def meeting(store: dist.Store) -> dist.Store:
-    """Return a part of the store that the ranks have not used yet."""
+    """Return the store with a key prefix that the ranks have not used yet."""
     return dist.PrefixStore(f"hexi-{next(_meetings)}", store)
 
 
 def tell_problem(problem: str, code: int) -> None:
-    """Report this rank's error to the others in place of `agree_on_plan`; returns when they have read it.
+    """Post this rank's error in place of `agree_on_plan`, and return when the other ranks have read it.
 
-    Prints nothing, and gives up where the others do not come.
+    The function prints nothing, and gives up if the other ranks do not come.
 
     Args:
-        problem: one line.
-        code: the exit code; that of a `PlanError`, by which the others end.
+        problem: error message, one line.
+        code: exit code of the `PlanError` that the other ranks raise.
     """
     with contextlib.suppress(PlanError, RuntimeError):
         store = job_store(_TELL_TIMEOUT)
@@ -108,16 +109,17 @@ def agree_on_plan(
     """Check that every rank of the job has the same plan, and that no rank has an error.
 
     Args:
-        store: a part of the job's store that is used for nothing else.
-        rank: this rank's number in the job.
-        world_size: ranks of the job.
-        digest: digest of this rank's plan; `NO_PLAN` without one.
-        path: the plan's file.
-        timeout: time to wait for the others.
-        problem: this rank's error (a file that it cannot write, say), in one line.
+        store: the job's store with a prefix that is used for nothing else.
+        rank: number of this rank in the job.
+        world_size: number of ranks of the job.
+        digest: digest of this rank's plan; `NO_PLAN` without a plan.
+        path: path of the plan's file.
+        timeout: time to wait for the other ranks.
+        problem: this rank's error message, one line, such as a file that it cannot write; empty without one.
 
     Raises:
-        PlanError: on every rank, naming those that have an error or another plan, or never answered.
+        PlanError: some ranks have an error or another plan, or never answered; raised on every rank, with
+            the numbers of these ranks.
     """
     store.set(f"plan/{rank}", json.dumps([digest, path, socket.gethostname(), problem]))
     if rank == 0:
@@ -139,7 +141,7 @@ def agree_on_plan(
 
 
 def _verdict(store: dist.Store, world_size: int, timeout: timedelta) -> str:
-    """Return an error message about the ranks or their plans; empty without an error."""
+    """Return an error message if ranks have errors or different plans, or never answered; else ``""``."""
     keys = [f"plan/{rank}" for rank in range(world_size)]
     try:
         store.wait(keys, timeout)
@@ -177,20 +179,22 @@ def agree_on_shapes(
     group: dist.ProcessGroup,
     agreed: set[tuple[int, ...]],
 ) -> None:
-    """Check that query, key and value are those of the plan, and of one kind on all ranks of the domain.
+    """Check that query, key and value fit the plan, and have the same kind on all ranks of the domain.
 
-    Ranks compare each kind of tensor once; a kind must appear on all of them at once.
+    A kind of tensors is their batch size and type. Ranks compare each new kind once, and must all begin to
+    use it at the same time.
 
     Args:
-        workload: the model and sequence of the plan.
+        workload: the model and the sequence of the plan.
         schedule: this rank's split tables.
-        tensors: query [T, B, H, D], key [T, B, K, D], value [T, B, K, Dv]; in place of the latter two, where
-            latent columns travel, [T, B, 1, C] and [T, B, 1, R].
-        group: the ranks of the domain.
-        agreed: kinds that all ranks agreed on so far; a new one is added.
+        tensors: query [T, B, H, D], key [T, B, K, D] and value [T, B, K, Dv]; with exchanged latent columns,
+            query, latent columns [T, B, 1, C] and rotary columns [T, B, 1, R].
+        group: process group of the domain.
+        agreed: kinds on which all ranks agreed before; a new kind is added.
 
     Raises:
-        PlanError: the message has both shapes; where ranks differ, on every rank.
+        PlanError: the tensors do not fit the plan, or differ between ranks, in which case every rank raises;
+            the message has both shapes.
     """
     query = tensors[0]
     kind = (query.shape[1], _DTYPES.index(query.dtype))
@@ -218,7 +222,7 @@ def agree_on_shapes(
 
 
 def _unlike_plan(workload: Workload, schedule: Schedule, tensors: Sequence[Tensor]) -> str:
-    """Return how query, key and value differ from those of the plan; empty if they do not."""
+    """Return an error text about query, key and value that do not fit the plan; empty if they fit."""
     batch = tensors[0].shape[1]
     names = ("latent columns", "rotary columns") if workload.latent_exchange else ("key", "value")
     sizes = (

@@ -1,9 +1,10 @@
-"""The all-to-all between the two layouts of an attention layer: own tokens, or own heads.
+"""The all-to-all of a group, from the tokens' layout to the heads' layout of an attention layer and back.
 
-Outside attention a rank holds all heads of its own tokens; inside, its own heads of all the group's
-tokens. The send from member i to member j is tokens_i x heads_j: both axes are ragged. Several tensors
-(query, key and value) travel as columns of one message, so one collective moves them all. Sums that leave
-the heads' layout are written straight into the message.
+In the tokens' layout, outside attention, a rank holds all heads of its shard's tokens. In the heads' layout,
+inside attention, it holds its own heads of all the group's tokens. Member i sends tokens_i x heads_j to
+member j: both sizes differ between members. Several tensors (query, key and value) are columns of one
+message, so one collective moves them all. Sums that return to the tokens' layout are written directly into
+the message.
 
 Shape letters: T tokens of the shard, L its rows with padding, G tokens of the group, B batch, H all heads, h
 own heads, D head size.
@@ -30,19 +31,19 @@ from megatron_hexi.runtime.kernels.dispatch import aligned
 from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import all_to_all
 
-#: The heads of each member of the group, for one tensor.
+#: Range of heads of one tensor that each member of the group holds.
 HeadTable = Sequence[Range]
 
 
 class Arriving:
-    """Tensors on their way to the heads' layout: from all heads of own tokens to own heads of all tokens.
+    """An all-to-all under way from the tokens' layout [T, B, H, D] to the heads' layout [B, h, G, D].
 
     Args:
-        recorder: compiles the pass.
-        parts: tensors [T, B, H, D]; H and D may differ between tensors.
-        tables: the heads that travel to each member, for each part.
+        recorder: recorder that compiles the pass.
+        parts: tensors to send, [T, B, H, D]; H and D may differ between tensors.
+        tables: for each tensor, the heads that are sent to each member.
         schedule: the rank's split tables.
-        group: the ranks of the A2A group.
+        group: process group of the A2A group.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Arriving:
         self._transfers = _start(recorder, self._received, sent, received_sizes, sent_sizes, group)
 
     def wait(self) -> list[Value]:
-        """Return the arrived part of each tensor, [B, h, G, D], tokens ascending; kernels can read it."""
+        """Wait for the all-to-all; return each tensor as [B, h, G, D], tokens ascending, for kernels."""
         if self._alone is not None:
             return self._alone
         self._recorder.do(methodcaller("wait"), self._transfers)
@@ -78,17 +79,19 @@ class Arriving:
 
 
 class Leaving:
-    """Sums on their way back to the tokens' layout: written straight into the message, and sent.
+    """An all-to-all under way from the heads' layout back to the tokens' layout.
+
+    The sums are written directly into the message, which is then sent.
 
     Args:
-        recorder: compiles the pass.
-        sums: sums of [B, h, G, D] each.
-        tables: the heads that travel from each member, for each sum.
+        recorder: recorder that compiles the pass.
+        sums: sums to send, [B, h, G, D] each.
+        tables: for each sum, the heads that each member sends.
         schedule: the rank's split tables.
-        group: the ranks of the A2A group.
+        group: process group of the A2A group.
 
     Attributes:
-        written: each sum with its log-sum-exp.
+        written: each sum as written into the message, with its log-sum-exp.
     """
 
     def __init__(
@@ -119,20 +122,20 @@ class Leaving:
 def arrive(
     recorder: Recorder, halves: Sequence[Leaving], half: int, padding: int, parts: Sequence[Value] = ()
 ) -> Sequence[Value]:
-    """Wait for a half of the heads that `Leaving` sent, and return it in the tokens' layout.
+    """Wait for one half of the heads that `Leaving` sent, and write it to tensors in the tokens' layout.
 
     A head that several members hold (a shared KV head) arrives from each of them and is summed in fp32 (fp64
     for fp64).
 
     Args:
-        recorder: compiles the pass.
-        halves: all halves; the last may have further tensors.
-        half: number of the half that arrives.
-        padding: rows of zeros behind the tokens.
-        parts: the result for the half before.
+        recorder: recorder that compiles the pass.
+        halves: the all-to-alls of all halves of the heads; the last may carry further tensors.
+        half: number of the half to wait for.
+        padding: number of rows of zeros after the tokens.
+        parts: tensors that the call for the half before returned.
 
     Returns:
-        Each tensor, [L, B, H, D]; complete when all halves have arrived.
+        The tensors, [L, B, H, D], which are complete when all halves have arrived.
     """
     leaving, schedule = halves[half], halves[half].schedule
     rows = schedule.tokens + padding
@@ -169,18 +172,18 @@ def _start(
     sent_sizes: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Value:
-    """Start an all-to-all; returns the transfers to wait for."""
+    """Record the start of an all-to-all; return the value that holds its `Transfers`."""
     run = partial(all_to_all, received_sizes=received_sizes, sent_sizes=sent_sizes, group=group)
     return recorder.make(run, (), received, sent)
 
 
 def _heads_first(*parts: Tensor) -> list[Tensor]:
-    """Return [T, B, H, D] of a rank that is alone in its group as [B, H, T, D], which kernels read."""
+    """Transpose [T, B, H, D] to [B, H, T, D], which kernels read, on the only rank of a group."""
     return [aligned(part.permute(1, 2, 0, 3)) for part in compact(parts)]
 
 
 def _tokens_first(padding: int, part: Tensor) -> Tensor:
-    """Return [B, H, T, D] of a rank that is alone in its group as [L, B, H, D], the layer's output."""
+    """Transpose [B, H, T, D] to [L, B, H, D], the layer's output, on the only rank of a group."""
     part = part.permute(2, 0, 1, 3)
     return torch.constant_pad_nd(part, (*[0] * 7, padding)) if padding else part.contiguous()
 
@@ -188,7 +191,7 @@ def _tokens_first(padding: int, part: Tensor) -> Tensor:
 def _columns(
     tables: Sequence[HeadTable], sizes: Sequence[int], schedule: Schedule, batch: int
 ) -> tuple[int, list[BufferPlace]]:
-    """Return the width of a message of own heads, [G, B, width], and the place of each [B, h, G, D] in it."""
+    """Return the width of a message [G, B, width] of a rank's heads, and the place of each tensor in it."""
     heads = [_size(table[schedule.position]) for table in tables]
     ends = [0, *itertools.accumulate(count * size for count, size in zip(heads, sizes, strict=True))]
     width, tokens = ends[-1], schedule.group_tokens
@@ -199,7 +202,7 @@ def _columns(
 
 
 def _slots(tables: Sequence[HeadTable], sizes: Sequence[int], rows: int) -> tuple[list[Slot], list[int]]:
-    """Return the slots of own tokens' heads in a message to or from all members, and elements for each."""
+    """Return the slots of heads in a message to or from all members, and each member's number of elements."""
     slots: list[Slot] = []
     elements: list[int] = []
     for member in range(len(tables[0])):

@@ -1,21 +1,22 @@
-"""Attention over a domain: uneven in tokens, heads and groups, exact as on one device.
+"""Attention over a domain whose ranks hold different numbers of tokens and heads; exact as on one device.
 
-The way of a token through one layer:
+A token passes through one layer as follows:
 
     own tokens, all heads  --all-to-all-->  own heads, the group's tokens
         blocks of the own group, while keys and values of the next group arrive
         one block after another against the other groups' keys, merged in fp32
     own heads, the group's tokens  --all-to-all-->  own tokens, all heads
 
-The backward pass takes the same way back: the output's gradient in, keys and values exchanged again (they
-are not kept), their gradients sent to the owners, all three gradients back to the tokens' layout. Both passes
-are compiled (`passes`), once for each mask and kind of tensors.
+The backward pass is the reverse: an all-to-all of the output's gradient; the exchange of keys and values
+again, since they are not kept; the return of their gradients to the owners; an all-to-all of the gradients of
+query, key and value back to the tokens' layout. Both passes are compiled (`passes`) once for each mask and
+kind of tensors.
 
-Shape letters: T tokens of the shard, L its rows with padding, B batch, H query heads, K KV heads, D head size
-(Dv that of values).
+Shape letters: T tokens of the shard, L rows of the shard with padding, B batch, H query heads, K KV heads, D
+size of a head, Dv size of a head's value.
 
-Where latent columns travel (`Workload.latent_exchange`), the key is the columns without positions, the value
-those with rotary positions, and each rank makes its heads' keys and values of them (`latent`).
+If latent columns are exchanged (`Workload.latent_exchange`), the argument `key` holds the latent columns, the
+argument `value` the rotary columns, and each rank computes its heads' keys and values from them (`latent`).
 """
 
 from __future__ import annotations
@@ -37,23 +38,24 @@ from megatron_hexi.runtime.kernels import KernelDispatch, select_kernel
 from megatron_hexi.runtime.passes import AttentionLayer, Inputs
 from megatron_hexi.runtime.wire import connect
 
-#: Number of cached layers: a pipeline's micro-batches under way, with a few windows each.
+#: Number of cached layers: enough for the micro-batches in flight in a pipeline, with a few windows each.
 _KEPT = 32
 
 
 @dataclass
 class DomainAttention:
-    """Attention of one rank under a plan.
+    """Core attention of one rank under a plan, as a differentiable function.
 
-    A swapped plan is another object with its own compiled passes; passes under way finish with the old one.
+    After a swap of plans another object with its own compiled passes is used; passes under way finish with
+    the old object.
 
     Args:
-        workload: the model and sequence of the plan.
+        workload: the model and the sequence of the plan.
         schedules: this rank's split tables.
-        domain_group: the ranks of the domain, in rank order.
-        a2a_group: the ranks of its A2A group, in rank order.
-        window: exchange steps under way ahead of the one in use.
-        kernel_name: a kernel's name, or ``auto``.
+        domain_group: process group of the domain, in rank order.
+        a2a_group: process group of the rank's A2A group, in rank order.
+        window: number of exchange steps in flight ahead of the step in use.
+        kernel_name: name of an attention kernel, or ``auto``.
     """
 
     workload: Workload
@@ -66,19 +68,19 @@ class DomainAttention:
     _kernels: dict[tuple[torch.device, torch.dtype, int], KernelDispatch] = field(
         default_factory=dict, repr=False
     )
-    #: By mask, kind of tensors and scale, in the order of their last use. Copies do not share them
-    #: (`init=False`).
+    #: Cached layers by mask, kind of tensors and scale, in the order of their last use. Copies of this object
+    #: do not share the cache (`init=False`).
     _layers: dict[tuple[Mask | None, Inputs, float | None], AttentionLayer] = field(
         default_factory=dict, init=False, repr=False
     )
 
     def connect(self, device: torch.device) -> None:
-        """Create the communicators of both groups, while nothing else is under way.
+        """Create the communicators of both groups, while no other communication is under way.
 
-        All ranks of the domain must call it, before any of them computes attention.
+        All ranks of the domain must call this method before any of them computes attention.
 
         Args:
-            device: device of the tensors that attention will be given.
+            device: device of query, key and value.
         """
         connect(self.domain_group, device)
         connect(self.a2a_group, device)
@@ -94,28 +96,29 @@ class DomainAttention:
         padding: int = 0,
         matrix: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention of the rank's own tokens; `connect` comes first.
+        """Return the attention output of the tokens in the rank's shard; call `connect` before.
 
         Args:
-            query: [L, B, H, D].
-            key: [L, B, K, D].
-            value: [L, B, K, Dv]; Dv is the plan's size of values.
-            scale: softmax scale; 1 / sqrt(D) if not given.
-            mask: keys that a query sees, the same on all ranks; ``None``: as the plan says. With documents a
-                shard has other positions: `schedules(mask).segments`.
-            sinks: logit of each head's sink [H], the same on all ranks; ``None`` for none.
-            padding: number of last rows that are no tokens, L - T; they are not read, and are 0 in the output
-                and in gradients.
-            matrix: [H (N + V), C], the columns of each head's key without positions, N = D - R, and of its
-                value, V = Dv, where latent columns travel: `key` is [L, B, 1, C], `value` [L, B, 1, R]. The
-                scale is then given. Its gradient is this rank's part of a sum over all ranks of the domain.
+            query: query [L, B, H, D].
+            key: key [L, B, K, D]; with `matrix`, latent columns [L, B, 1, C].
+            value: value [L, B, K, Dv]; with `matrix`, rotary columns [L, B, 1, R].
+            scale: softmax scale; ``None``: 1 / sqrt(D). Required with `matrix`.
+            mask: attention mask, the same on all ranks; ``None``: the plan's mask. With documents the shard
+                has the positions `schedules(mask).segments`.
+            sinks: logit of each head's sink [H], the same on all ranks; ``None``: no sinks.
+            padding: number of padding rows at the end, L - T; they are not read, and are 0 in the output and
+                in gradients.
+            matrix: with exchanged latent columns, the matrix [H (N + V), C] that computes from them the part
+                without positions of each head's key, N = D - R, and each head's value, V = Dv. The gradient
+                of the matrix is one summand of the sum over all ranks of the domain.
 
         Returns:
-            [L, B, H, Dv].
+            The output [L, B, H, Dv].
 
         Raises:
-            PlanError: the tensors are not those of the plan, or another rank's differ; on every rank.
-            PlatformError: no kernel takes such tensors.
+            PlanError: the tensors do not fit the plan, or differ between ranks, in which case every rank
+                raises.
+            PlatformError: no kernel can compute attention of such tensors.
         """
         kind = mask, Inputs.of(query, key, value, sinks, padding, matrix), scale
         layer = self._layers.pop(kind, None) or self._new_layer(query, key, value, scale, mask, kind[1])
@@ -134,7 +137,7 @@ class DomainAttention:
         mask: Mask | None,
         inputs: Inputs,
     ) -> AttentionLayer:
-        """Return a layer for the arguments of `__call__`; its passes are compiled on first use."""
+        """Return an `AttentionLayer` for the arguments of `__call__`, to be compiled on first use."""
         schedule = self.schedules(mask)
         tensors = [tensor[: len(tensor) - inputs.padding] for tensor in (query, key, value)]
         agree_on_shapes(self.workload, schedule, tensors, self.domain_group, self._agreed)
@@ -149,7 +152,7 @@ class DomainAttention:
         )
 
     def kernel(self, device: torch.device, dtype: torch.dtype, size: int) -> KernelDispatch:
-        """Return the kernel for heads of a size; chosen once, since it looks for packages."""
+        """Return the kernels for tensors with heads of a size; cached, since the choice imports packages."""
         kind = (device, dtype, size)
         if kind not in self._kernels:
             self._kernels[kind] = select_kernel(self.kernel_name, *kind)

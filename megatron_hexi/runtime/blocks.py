@@ -1,7 +1,7 @@
-"""Attention of a rank's heads over its group's queries, block by block.
+"""Record the kernel calls that compute attention of a rank's heads block by block.
 
 Shape letters: B batch, h query heads, k KV heads, G tokens of the group, Q queries and S keys of a call, D
-head size (in outputs, that of values).
+size of a head (in outputs, size of a head's value).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron_hexi.runtime.kernels.dispatch import KernelDispatch, aligned_log_s
 
 @dataclass
 class Queries:
-    """Queries of some heads, with the tensors that a pass needs of them.
+    """The tensors with a row per query that a pass needs, for a range of query heads.
 
     Args:
-        heads: the query heads, counted as in spans.
-        tensors: forward the query [B, h, G, D]; backward the output's gradient, the query, the output of all
-            blocks, and the log-sum-exp [B, h, G].
+        heads: range of query heads, counted as in `HeadSpan`.
+        tensors: in the forward pass the query [B, h, G, D]; in the backward pass the output's gradient, the
+            query, the merged output, and the merged log-sum-exp [B, h, G].
     """
 
     heads: Range
@@ -38,7 +38,7 @@ class Queries:
     _latest: tuple[Rows, list[Value]] | None = field(default=None, repr=False)
 
     def take(self, rows: Rows, recorder: Recorder) -> list[Value]:
-        """Return some rows of all heads. Indexed copies are cached: successive steps use the same rows."""
+        """Return the given rows of each tensor; copies are cached, since successive steps reuse them."""
         if rows.index is None:
             return [take(rows, tensor, recorder) for tensor in self.tensors]
         if self._latest is None or self._latest[0] is not rows:
@@ -46,18 +46,18 @@ class Queries:
         return self._latest[1]
 
     def within(self, heads: Range) -> Range:
-        """Return a range of heads, counted from the first of these queries."""
+        """Return a range of heads as indices into the heads of these tensors."""
         return heads[0] - self.heads[0], heads[1] - self.heads[0]
 
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """Compiler of kernel calls over blocks whose heads may be cut anywhere.
+    """A recorder of kernel calls over blocks, for any ranges of query heads.
 
     Args:
-        recorder: compiles the pass.
-        kernel: chooses what computes a block.
-        scale: the softmax scale.
+        recorder: recorder that compiles the pass.
+        kernel: kernels among which each block's kernel is chosen.
+        scale: softmax scale.
     """
 
     recorder: Recorder
@@ -67,17 +67,18 @@ class BlockAttention:
     def forward(
         self, queries: Queries, key: Value, value: Value, spans: Sequence[HeadSpan], calls: Iterable[Call]
     ) -> Iterator[tuple[Range, Rows, Value, Value]]:
-        """Compile the forward pass of each call and span.
+        """Record the forward pass of every call for every span of heads.
 
         Args:
-            queries: the queries; calls name rows of them.
-            key: [B, k, keys, D]; calls name rows of it.
-            value: likewise.
-            spans: query heads with their KV heads, each with one ratio.
+            queries: queries, whose rows the calls name.
+            key: keys [B, k, keys, D], whose rows the calls name.
+            value: values [B, k, keys, D], whose rows the calls name.
+            spans: query heads with the KV heads that they read, each with one ratio.
             calls: kernel calls, in any order.
 
         Returns:
-            For each its heads and rows, output [B, heads, Q, D] and log-sum-exp [B, heads, Q].
+            For each call and span: its heads, its query rows, output [B, heads, Q, D] and log-sum-exp
+            [B, heads, Q].
         """
         width = max(queries.tensors[0].shape[3], value.shape[3])
         for call in calls if spans else ():
@@ -96,10 +97,11 @@ class BlockAttention:
     def backward(
         self, queries: Queries, key: Value, value: Value, spans: Sequence[HeadSpan], calls: Iterable[Call]
     ) -> Iterator[tuple[HeadSpan, CallRows, list[Value]]]:
-        """Compile the backward pass of each call and span.
+        """Record the backward pass of every call for every span of heads.
 
         Returns:
-            For each its heads and rows, and its exact parts of the gradients of query, key and value.
+            For each call and span: its heads, its rows, and its exact summands of the gradients of query, key
+            and value.
         """
         sizes = queries.tensors[1].shape[3], key.shape[3], value.shape[3]
         width = max(sizes)
@@ -123,7 +125,7 @@ class BlockAttention:
                 )
 
     def _wide(self, value: Value, width: int) -> Value:
-        """Return [..., D] padded with zeros to a head size: kernels need one size for keys and values.
+        """Pad [..., D] with zeros to `width`, since kernels need keys and values of the same head size.
 
         Zeros in queries and keys add nothing to a score; zeros in values give zeros in the output.
         """
@@ -135,7 +137,10 @@ class BlockAttention:
         )
 
     def _run(self, way: str, query: Value, key: Value, rows: CallRows) -> Callable[..., Any]:
-        """Return the kernel's function for blocks of these shapes; sequences run one batch at a time."""
+        """Return the chosen kernel's function, `forward` or `backward`, for blocks of the given shapes.
+
+        Several sequences are computed for one batch entry at a time.
+        """
         block = BlockKind(query.shape, key.shape, rows.causal, self.recorder.device, rows.sequences)
         mode: Any = {"causal": rows.causal, "scale": self.scale, "sequences": rows.sequences}
         run = partial(getattr(self.kernel.choose(block), way), **mode)
@@ -145,7 +150,7 @@ class BlockAttention:
 
 
 def take(rows: Rows, value: Value, recorder: Recorder) -> Value:
-    """Return some rows of [B, heads, rows, ...]: a slice, or a copy where there is an index."""
+    """Return the given rows of a value [B, heads, rows, ...]: a slice, or a copy if rows have an index."""
     if rows.index is None:
         return value.cut(None, None, rows.span)
     batch, heads, _, *rest = value.shape
@@ -154,12 +159,12 @@ def take(rows: Rows, value: Value, recorder: Recorder) -> Value:
 
 
 def _with_aligned_log_sum_exp(run: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Sequence[Tensor]:
-    """Run a kernel whose last tensor is a log-sum-exp, which may be a slice that begins anywhere."""
+    """Run a kernel after aligning its last argument, a log-sum-exp, which may be a slice of a tensor."""
     *tensors_before, log_sum_exp = tensors
     return run(*tensors_before, aligned_log_sum_exp(log_sum_exp))
 
 
 def _each_batch(run: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:
-    """Run a kernel for each batch entry separately."""
+    """Run a kernel for each batch entry separately and concatenate the results."""
     results = [run(*parts) for parts in zip(*(tensor.split(1) for tensor in tensors), strict=True)]
     return [torch.cat(parts) for parts in zip(*results, strict=True)]

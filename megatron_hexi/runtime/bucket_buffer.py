@@ -1,4 +1,4 @@
-"""A flat bucket of pieces on one rank: weights, gradients, and the rank's share of them."""
+"""The flat tensors of one bucket on one rank: weights, gradients, and the rank's share of both."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_hexi.mesh import Box, Bucket, Cell, Residence
 
 @dataclass(frozen=True)
 class HeldBox:
-    """A box of a weight, in the parameter that holds it.
+    """A box of a weight with its place in the parameter that holds it.
 
     Args:
-        box: the part of the weight.
-        parameter: the parameter that holds it.
+        box: the box.
+        parameter: the parameter that holds the box.
         strides: strides of the box's axes, in elements of the parameter.
-        offset: offset of its first element.
+        offset: offset of the box's first element in the parameter.
     """
 
     box: Box
@@ -38,21 +38,22 @@ class HeldBox:
 
 @dataclass
 class BucketBuffer:
-    """A bucket on this rank.
+    """The tensors of one bucket on this rank.
 
     Args:
-        bucket: the bucket's table.
-        residence: the bucket's place on this rank over an iteration.
-        group: process group of the holders; ``None`` where this rank alone holds it.
+        bucket: table of the bucket's pieces and owners.
+        residence: memory, device or host, in which this rank keeps the bucket over an iteration.
+        group: process group of the holders; ``None`` if only this rank holds the bucket.
         values: values of the weights, flat.
-        gradients: gradients, flat; after the sum only the rank's own share is defined.
-        own_run: elements that this rank owns.
-        stored_values: the part of `values` that it stores while they are released; ``None``: they never are.
-        stored_gradients: the part of `gradients` that it stores while they are released, or its share in host
-            memory; ``None``: nothing.
-        copied: pieces of parameters with memory of their own: the box, the cell, and the place in the bucket.
-        viewed: parameters that are views of the values, with their place in the bucket.
-        scales: factors of gradients before the sum, where they are not 1.
+        gradients: gradients, flat; after the sum over holders only the rank's own share is defined.
+        own_run: slice of the elements that this rank owns.
+        stored_values: part of `values` that the rank keeps while the memory of `values` is released;
+            ``None``: it is never released.
+        stored_gradients: part of `gradients` that the rank keeps while the memory of `gradients` is released,
+            or the rank's share in host memory; ``None``: neither is needed.
+        copied: pieces of parameters that have their own memory: box, cell, and slice of the bucket.
+        viewed: parameters that are views of `values`, with their slices of the bucket.
+        scales: factors, other than 1, by which slices of the gradients are multiplied before the sum.
         waits_for: parameters whose gradients are not complete yet.
     """
 
@@ -71,7 +72,7 @@ class BucketBuffer:
     works: list[dist.Work | None] = field(default_factory=list)
 
     def runs(self) -> Iterable[tuple[int, slice]]:
-        """Yield each owner with its elements."""
+        """Yield each owner with the slice of elements that it owns."""
         for rank in self.bucket.holders:
             start, stop = self.bucket.run(rank)
             if start < stop:
@@ -79,22 +80,22 @@ class BucketBuffer:
 
     @property
     def passes(self) -> bool:
-        """Whether it is on the device only in the passes of a ministage."""
+        """Whether the whole bucket is on the device only during the passes of one ministage."""
         return self.residence.passes
 
     @property
     def stored_run(self) -> slice:
-        """The elements that it stores while the bucket is released."""
+        """Slice of the elements that the rank keeps while the bucket's memory is released."""
         return slice(0, self.bucket.size) if self.passes and self.residence.whole else self.own_run
 
     @property
     def own_values(self) -> Tensor:
-        """Values of the rank's share, at the place where they always are."""
+        """Values of the rank's share, in the memory that is never released."""
         return self.values[self.own_run] if self.stored_values is None else self._owned(self.stored_values)
 
     @property
     def own_gradients(self) -> Tensor:
-        """Gradients of the rank's share, at their place after the sum."""
+        """Gradients of the rank's share, in the memory where they are after the sum."""
         return (
             self.gradients[self.own_run]
             if self.stored_gradients is None
@@ -106,25 +107,25 @@ class BucketBuffer:
         return stored[self.own_run.start - start : self.own_run.stop - start]
 
     def spread(self) -> None:
-        """Copy its values to parameters with memory of their own."""
+        """Copy values from the bucket to the parameters that have their own memory."""
         for box, cell, span in self.copied:
             part = box.view(box.parameter.data, cell)
             part.copy_(self.values[span].view(part.shape))
 
     def collect(self) -> None:
-        """Copy the values of parameters with memory of their own here, and store the stored part."""
+        """Copy values of the parameters that have their own memory into the bucket, and `keep` them."""
         for box, cell, span in self.copied:
             self.values[span] = box.view(box.parameter.data, cell).reshape(-1)
         self.keep()
 
     def keep(self) -> None:
-        """Store the part of the values that outlasts their release."""
+        """Copy the part of the values that the rank keeps to `stored_values`."""
         if self.stored_values is not None:
             self.stored_values.copy_(self.values[self.stored_run])
 
 
 def collect_gradients(buffer: BucketBuffer) -> None:
-    """Copy gradients of parameters with memory of their own into the bucket, and scale them for the sum."""
+    """Copy gradients of parameters that have their own memory into the bucket; scale all for the sum."""
     for box, cell, span in buffer.copied:
         buffer.gradients[span] = box.view(main_grad(box.parameter), cell).reshape(-1)
     for span, factor in buffer.scales:
@@ -132,13 +133,13 @@ def collect_gradients(buffer: BucketBuffer) -> None:
 
 
 def start_sum(buffer: BucketBuffer) -> None:
-    """Collect the gradients of a bucket and start to reduce them to their owners."""
+    """Collect the gradients of a bucket, and start to reduce them to the owners of its elements."""
     collect_gradients(buffer)
     start_reduction(buffer)
 
 
 def start_reduction(buffer: BucketBuffer) -> None:
-    """Start to reduce gradients that are in the bucket to their owners."""
+    """Start to reduce the collected gradients of a bucket to the owners of its elements."""
     if buffer.group is not None:
         buffer.works = [
             dist.reduce(buffer.gradients[span], owner, group=buffer.group, async_op=True)
@@ -147,7 +148,7 @@ def start_reduction(buffer: BucketBuffer) -> None:
 
 
 def send_values(buffer: BucketBuffer) -> list[dist.Work | None]:
-    """Start to broadcast the values of each owner to all holders."""
+    """Start to broadcast each owner's values of a bucket to all holders; return the operations under way."""
     assert buffer.group is not None
     return [
         dist.broadcast(buffer.values[span], owner, group=buffer.group, async_op=True)
@@ -167,7 +168,7 @@ def set_main_grad(parameter: Parameter, gradient: Tensor) -> None:
 
 
 def wait_all(works: Sequence[dist.Work | None]) -> None:
-    """Wait for operations on groups of this rank."""
+    """Wait for collectives under way on process groups that contain this rank."""
     for work in works:
         assert work is not None, "this rank is in the group"
         work.wait()

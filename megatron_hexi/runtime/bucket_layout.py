@@ -1,4 +1,4 @@
-"""Layout of a bucket on a rank: parameters become views of it where they can."""
+"""Allocate the tensors of a bucket on a rank, and make parameters views of them where possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_hexi.mesh import Bucket, Cell, Residence
 from megatron_hexi.runtime.bucket_buffer import BucketBuffer, HeldBox, set_main_grad
 from megatron_hexi.runtime.host_memory import HostMemory
 
-#: Pieces, each with its box, its cell and its place in the bucket.
+#: A run of pieces, each with its box, its cell and its slice of the bucket.
 _Run = list[tuple[HeldBox, Cell, slice]]
 
 
@@ -24,16 +24,16 @@ def lay_out(
     gradient_dtype: torch.dtype | None,
     host: HostMemory,
 ) -> BucketBuffer:
-    """Return a bucket with the values of its parameters, and gradients of zero.
+    """Return the tensors of a bucket, with values copied from its parameters and gradients of zero.
 
     Args:
-        bucket: the bucket's table.
-        residence: the bucket's place on this rank over an iteration.
-        group: process group of the holders; ``None`` where this rank alone holds it.
-        boxes: the box that each piece lies in.
+        bucket: table of the bucket's pieces and owners.
+        residence: memory, device or host, in which this rank keeps the bucket over an iteration.
+        group: process group of the holders; ``None`` if only this rank holds the bucket.
+        boxes: for each piece, the box of this rank that contains the piece.
         rank: number of this rank.
-        gradient_dtype: type in which gradients are accumulated; ``None``: that of the weights.
-        host: this rank's host memory.
+        gradient_dtype: type in which gradients are accumulated; ``None``: the type of the weights.
+        host: host memory of this rank.
     """
     values = boxes[0].parameter.data.new_empty(bucket.size)
     gradients = values.new_zeros(bucket.size, dtype=gradient_dtype or values.dtype)
@@ -60,9 +60,9 @@ def lay_out(
 
 
 def _left(buffer: BucketBuffer, run: _Run) -> _Run:
-    """Return a run of adjacent pieces, or nothing if they are all of a parameter.
+    """Return the pieces of a run that must be copied; none if the run is a whole parameter.
 
-    Then the parameter and its gradient become views of the bucket.
+    A whole parameter and its gradient become views of the bucket.
     """
     parameter = run[0][0].parameter
     span = slice(run[0][2].start, run[-1][2].stop)
@@ -75,7 +75,7 @@ def _left(buffer: BucketBuffer, run: _Run) -> _Run:
 
 
 def _runs(copied: _Run) -> Iterable[_Run]:
-    """Yield runs of pieces that are adjacent in a parameter and in the bucket, as a gated MLP's parts are."""
+    """Yield runs of pieces that are adjacent both in a parameter and in the bucket, as in a gated MLP."""
     run: _Run = []
     for box, cell, span in copied:
         part = box.view(box.parameter.data, cell)

@@ -1,8 +1,8 @@
-"""Rows of tensors that the blocks of a kernel call use, made once for each call and device.
+"""The rows of tensors that the blocks of a kernel call use, computed once for each call and device.
 
-Adjacent blocks are a view. Others are selected by an index, once for the whole call; at a window's edge in
-reverse, which makes the block causal. Rows and ends of sequences come from the host without waiting for a
-device.
+Rows of adjacent blocks are a view of the tensor. Other rows are selected by one index for the whole call; at
+the edge of a window in reverse order, which makes the block causal. Indices and ends of sequences are copied
+from the host without waiting for the device.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from megatron_hexi.plan.blocks import Call, Shape
 from megatron_hexi.plan.model import Range
 from megatron_hexi.runtime.kernels.base import Sequences
 
-#: Cached calls and rows, whose tables stay on the device: 12 bytes a row, new ones with every batch of
-#: documents.
+#: Number of cached calls and of cached rows, whose tables stay on the device: 12 bytes per row; every batch
+#: of documents needs new tables.
 _KEPT = 2**9
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of tensors [B, heads, rows, ...].
+    """A selection of rows of tensors [B, heads, rows, ...].
 
     Args:
-        span: range from the first row to the last.
-        index: the rows in their order, each once; ``None``: all of the span.
+        span: range from the first selected row to the last.
+        index: numbers of the selected rows, in order and each once; ``None``: all rows of `span`.
     """
 
     span: Range
@@ -37,7 +37,7 @@ class Rows:
 
     @cached_property
     def places(self) -> Tensor | None:
-        """For each row of the span its place in the index, -1 for none; ``None`` without an index."""
+        """The place of each row of `span` in `index`, -1 for rows not in it; ``None`` without an index."""
         if self.index is None:
             return None
         places = self.index.new_full((self.span[1] - self.span[0],), -1, dtype=torch.int32)
@@ -46,22 +46,22 @@ class Rows:
         return places
 
     def covers(self, count: int) -> bool:
-        """Whether these are the rows from 0 to `count`, in order."""
+        """Whether the selected rows are 0 … `count` - 1, in order."""
         return self.index is None and self.span == (0, count)
 
     def taken(self, tensor: Tensor) -> Tensor:
-        """Return these rows: a view, or a copy where there is an index."""
+        """Return the selected rows of a tensor: a view, or a copy if there is an index."""
         return tensor[:, :, slice(*self.span)] if self.index is None else tensor.index_select(2, self.index)
 
     def put(self, total: Tensor, part: Tensor) -> None:
-        """Write these rows of `total`."""
+        """Write `part` to the selected rows of `total`."""
         if self.index is None:
             total[:, :, slice(*self.span)] = part
         else:
             total.index_copy_(2, self.index, part.to(total.dtype))
 
     def add(self, total: Tensor, part: Tensor) -> None:
-        """Add to these rows of `total`, in its type."""
+        """Add `part` to the selected rows of `total`, in the type of `total`."""
         if self.index is None:
             total[:, :, slice(*self.span)].add_(part)
         else:  # each row once, so the result does not depend on an order
@@ -70,13 +70,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class CallRows:
-    """Rows and sequences of a kernel call.
+    """The rows of queries and keys of a kernel call, and the sizes of its blocks.
 
     Args:
         queries: rows of the queries.
         keys: rows of the keys.
-        causal: whether its blocks are causal.
-        sequences: its blocks; ``None``: it is one block.
+        causal: whether the blocks of the call are causal.
+        sequences: sizes of the blocks; ``None``: the call has a single block.
     """
 
     queries: Rows
@@ -87,7 +87,7 @@ class CallRows:
 
 @lru_cache(maxsize=_KEPT)  # of the latest schedules
 def call_rows(call: Call, device: torch.device) -> CallRows:
-    """Return the rows and sequences of a kernel call."""
+    """Return the rows of a kernel call and the sizes of its blocks; cached."""
     backwards = call.shape is Shape.WINDOW_EDGE
     queries, keys = (rows_of(ranges, device, backwards) for ranges in (call.queries, call.keys))
     sequences = None
@@ -105,7 +105,7 @@ def call_rows(call: Call, device: torch.device) -> CallRows:
 
 @lru_cache(maxsize=_KEPT)  # equal rows are one object
 def rows_of(ranges: tuple[Range, ...], device: torch.device, backwards: bool = False) -> Rows:
-    """Return the rows of ranges, ascending; each range reversed with `backwards`."""
+    """Return the selection of all rows in ascending ranges; with `backwards`, each range is reversed."""
     span = ranges[0][0], ranges[-1][1]
     if not backwards and sum(stop - start for start, stop in ranges) == span[1] - span[0]:
         return Rows(span)
@@ -115,5 +115,5 @@ def rows_of(ranges: tuple[Range, ...], device: torch.device, backwards: bool = F
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a host tensor on a device, without waiting for it."""
+    """Start the copy of a host tensor to a device, and return the copy without waiting for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

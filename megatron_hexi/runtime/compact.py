@@ -1,7 +1,7 @@
-"""Copies of tensors that are saved for backward, without the rest of their memory.
+"""Copy tensors that are saved for the backward pass if they are small views of large memory.
 
-Megatron makes query, key and value as one tensor, and rotary embeddings make a new query and a new key of
-it. The value stays a view, and saving it for the backward pass saves all three.
+Megatron computes query, key and value as one tensor, and rotary embeddings compute a new query and a new key.
+The value stays a view of the first tensor, and saving it for the backward pass would save the whole tensor.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-#: Part of a tensor's memory that may be useless before a copy is worth it: a padding row is not.
+#: Largest unused fraction of a tensor's memory for which no copy is made, so that a padding row causes none.
 _USELESS = 0.25
 
 
 def compact(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors, copied where together they use too little of the memory that they lie in.
+    """Return the tensors; copy those whose memory the given tensors together use too little of.
 
     Args:
         tensors: tensors that do not overlap.

@@ -1,10 +1,10 @@
 """A pass of attention as a flat list of launches, compiled once and run for every layer.
 
-A pass is compiled by going through it with a `Recorder`: tensors are `Value`s then, which have a place and a
-shape and no contents, and each operation is added to the list with its constants bound and its slices
-resolved. To carry the list out is one loop, in which a tensor is dropped after the last launch that reads it.
-Only constants such as indices of rows outlive a call, so a compiled pass may be under way any number of
-times. It holds for the plan that it was compiled for.
+The pass is compiled with a `Recorder`: tensors are replaced by `Value`s, which have a number and a shape but
+no contents, and each operation is added to the list with its constants bound and its slices resolved. The
+list is run in one loop, in which a tensor is dropped after the last launch that reads it. Only constants such
+as row indices outlive a call, so a compiled pass may be under way several times at once. A compiled pass is
+valid for one plan.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from megatron_hexi.runtime import fused
 from megatron_hexi.runtime.kernels.dispatch import ALIGNMENT_BYTES
 from megatron_hexi.runtime.profile_ranges import named
 
-#: A shape, or the sizes of one.
+#: Shape of a tensor.
 Shape = tuple[int, ...]
-#: The number of a tensor in the list of a pass, and the slices that are read of it (``None``: all of it).
+#: A read of a tensor: its number in the pass, and the slices that are read (``None``: the whole tensor).
 Read = tuple[int, tuple[slice, ...] | None]
 
 
 class Value(NamedTuple):
-    """A tensor of a pass at the time of compilation, or a slice of a tensor.
+    """A placeholder, during compilation, for a tensor of the pass or for a slice of a tensor.
 
     Args:
-        number: number of the tensor in the list of the pass.
-        whole: shape of the tensor.
-        ranges: the slice's part of each dimension.
+        number: number of the tensor in the pass.
+        whole: shape of the whole tensor.
+        ranges: range of each dimension that the slice contains.
     """
 
     number: int
@@ -48,7 +48,7 @@ class Value(NamedTuple):
         return tuple(map(len, self.ranges))
 
     def cut(self, *ranges: Range | None) -> Value:
-        """Return a slice of the first dimensions; ``None`` leaves a dimension as it is."""
+        """Return a slice by one range for each of the first dimensions; ``None`` keeps a dimension whole."""
         pairs = zip(self.ranges, ranges, strict=False)
         cuts = [whole if part is None else whole[part[0] : part[1]] for whole, part in pairs]
         return Value(self.number, self.whole, (*cuts, *self.ranges[len(ranges) :]))
@@ -69,18 +69,18 @@ class BufferPlace:
     offset: int = 0
 
     def is_aligned(self, elements: int) -> bool:
-        """Whether every row begins at a multiple of `elements`."""
+        """Whether every row of the tensor begins at a multiple of `elements` elements."""
         steps = [step for size, step in zip(self.shape[:-1], self.strides[:-1], strict=True) if size > 1]
         return not any(step % elements for step in (self.offset, *steps))
 
 
 class Launch(NamedTuple):
-    """An operation of a pass.
+    """A launch: one call of a function in a compiled pass.
 
     Args:
-        run: function from the tensors read to the tensors written, several as a sequence.
-        reads: tensors that it reads.
-        writes: number of the tensor that it makes, or a slice of numbers.
+        run: function that takes the tensors read and returns the new tensor, or a sequence of new tensors.
+        reads: tensors that the launch reads.
+        writes: number of the new tensor, or slice of the numbers of the new tensors.
         last: numbers of the tensors that no later launch reads.
     """
 
@@ -91,7 +91,7 @@ class Launch(NamedTuple):
 
     @property
     def written(self) -> set[int]:
-        """Numbers of the tensors that it makes."""
+        """Numbers of the new tensors of the launch."""
         if isinstance(self.writes, slice):
             return {*range(self.writes.start, self.writes.stop)}
         return set() if self.writes is None else {self.writes}
@@ -99,12 +99,12 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledPass:
-    """A compiled pass of attention.
+    """A compiled forward or backward pass of attention, which is called with the pass's inputs.
 
     Args:
-        phases: launches, by the operation of the program that they carry out.
-        tensors: number of tensors that the pass makes.
-        results: tensors that it returns.
+        phases: operations of the program, each with the launches that carry it out.
+        tensors: number of tensors in the pass.
+        results: tensors that the pass returns.
         shapes: shapes of the results.
     """
 
@@ -117,10 +117,10 @@ class CompiledPass:
         """Run the pass.
 
         Args:
-            inputs: tensors of the number, shapes and types that it was compiled for.
+            inputs: tensors with the number, shapes and types for which the pass was compiled.
 
         Returns:
-            The results that `Recorder.compile` was given.
+            The tensors for the values that `Recorder.compile` was given.
         """
         tensors: list[Any] = [*inputs, *[None] * (self.tensors + 1)]
         for _, launches in named(self.phases):
@@ -134,11 +134,11 @@ class CompiledPass:
 
 
 class Recorder:
-    """Compiler of a pass: records launches in place of computing.
+    """A recorder that compiles a pass: it adds launches to a list in place of computing.
 
     Args:
         dtype: type of the tensors of the pass.
-        device: likewise.
+        device: device of the tensors of the pass.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -150,7 +150,7 @@ class Recorder:
         self._phases: list[tuple[Operation, list[Launch]]] = []
 
     def inputs(self, *shapes: Sequence[int]) -> list[Value]:
-        """Return the inputs of the pass; called before anything else."""
+        """Return placeholders for the inputs of the pass; must be called before any launch is recorded."""
         self._inputs = len(shapes)
         return self._new(shapes)
 
@@ -159,11 +159,11 @@ class Recorder:
         self._phases.append((operation, []))
 
     def do(self, run: Callable[..., Any], *reads: Value | None) -> None:
-        """Add a launch that returns nothing."""
+        """Record a launch that returns no tensor."""
         self._add(run, reads, None)
 
     def make(self, run: Callable[..., Any], shape: Sequence[int], *reads: Value | None) -> Value:
-        """Add a launch that returns a tensor, or another object under the shape `()`."""
+        """Record a launch that returns a tensor, or an object with shape `()`; return its placeholder."""
         (made,) = self._new([shape])
         self._add(run, reads, made.number)
         return made
@@ -171,24 +171,24 @@ class Recorder:
     def make_each(
         self, run: Callable[..., Any], shapes: Sequence[Sequence[int]], *reads: Value | None
     ) -> list[Value]:
-        """Add a launch that returns a tensor for each shape."""
+        """Record a launch that returns one tensor for each shape; return their placeholders."""
         begin = self._count
         made = self._new(shapes)
         self._add(run, reads, slice(begin, self._count))
         return made
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Value:
-        """Allocate a contiguous tensor."""
+        """Record the allocation of a contiguous tensor; return its placeholder."""
         return self.make(partial(torch.empty, shape, dtype=dtype or self.dtype, device=self.device), shape)
 
     def views(self, buffer: Value, places: Sequence[BufferPlace], *, are_read: bool = False) -> list[Value]:
-        """Return tensors that are views of a buffer from `empty`.
+        """Record views of a buffer that `empty` allocated; return their placeholders.
 
         Args:
             buffer: the buffer.
-            places: their places in it.
-            are_read: whether kernels read them. On CUDA, tensors whose rows are not aligned are then copied
-                (see `dispatch.aligned`).
+            places: place of each view in the buffer.
+            are_read: whether kernels read the views. On CUDA, views whose rows are not aligned are then
+                copied (see `dispatch.aligned`).
         """
         views = self.make_each(partial(_views, places), [place.shape for place in places], buffer)
         elements = ALIGNMENT_BYTES // self.dtype.itemsize
@@ -199,7 +199,7 @@ class Recorder:
         return views
 
     def compile(self, *results: Value | None) -> CompiledPass:
-        """Return the pass with these results."""
+        """Return the compiled pass, which returns the tensors of the given values."""
         returned = [_read(result) for result in results]
         needed = {number for number, _ in returned}
         for _, launches in reversed(self._phases):
@@ -224,7 +224,7 @@ class Recorder:
 
 
 def _read(value: Value | None) -> Read:
-    """Return how a launch reads a value from the list of the pass's tensors, whose last is ``None``."""
+    """Return the read of a value; ``None`` is read as the last of the pass's tensors, which is ``None``."""
     if value is None:
         return -1, None
     if value.shape == value.whole:

@@ -1,10 +1,10 @@
 """The exchange of keys and values between groups, and the return of their gradients, part by part.
 
-Every message goes straight from owner to user. The program (`plan.program`) says when parts are posted and
-waited for.
+Every message is sent directly from the owner of keys and values to a user. The program (`plan.program`)
+defines when parts are posted and waited for.
 
-Keys and values of one head lie side by side: a buffer is [K, B, G, Dk + Dv], so that the KV heads that
-one owner serves are a contiguous piece of it.
+Key and value of a head are adjacent: a buffer is [K, B, G, Dk + Dv], so that the KV heads that one owner
+sends are contiguous in it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megatron_hexi.runtime.wire import Message, Transfers, post
 
 
 class KeyExchange:
-    """Sends of a rank's keys and values to their users, and receives of those that it uses.
+    """The exchange of keys and values on one rank: sends to their users, and receives from other owners.
 
     Args:
-        recorder: compiles the pass.
-        key: the rank's own keys, [B, k, G, Dk].
-        value: likewise, [B, k, G, Dv].
+        recorder: recorder that compiles the pass.
+        key: keys that the rank owns, [B, k, G, Dk].
+        value: values that the rank owns, [B, k, G, Dv].
         schedule: the rank's split tables.
-        group: the ranks of the domain.
+        group: process group of the domain.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class KeyExchange:
         self._under_way: dict[int, tuple[Value | None, Value]] = {}
 
     def post(self, part: Part) -> None:
-        """Start a part; all ranks post parts in the order of their numbers."""
+        """Start the messages of a part; all ranks post parts in the order of their numbers."""
         received = self.buffer(part.kv, part.keys) if part.receives else None
         receives = [_heads(received, transfer, part.kv) for transfer in part.receives]
         sends = [
@@ -56,7 +56,7 @@ class KeyExchange:
         self._under_way[part.number] = received, transfers
 
     def wait(self, part: Part) -> Value | None:
-        """Return the keys and values of a part, [k, B, S, Dk + Dv]; ``None`` if the rank uses none."""
+        """Wait for a part; return its keys and values [k, B, S, Dk + Dv], ``None`` if the rank uses none."""
         received, transfers = self._under_way.pop(part.number)
         self._recorder.do(methodcaller("wait"), transfers)
         return received
@@ -69,7 +69,7 @@ class KeyExchange:
         sends: Sequence[Value],
         tag: int,
     ) -> Value:
-        """Start a batch of messages; returns the transfers to wait for."""
+        """Record the start of a batch of messages; return the value that holds its `Transfers`."""
         come, go = ([transfer.peer for transfer in transfers] for transfers in (sources, targets))
         return self._recorder.make(partial(_post, come, go, self._group, tag), (), *receives, *sends)
 
@@ -79,7 +79,7 @@ class KeyExchange:
         return self._recorder.empty(kv[1] - kv[0], batch, keys, width)
 
     def apart(self, buffer: Value, *, are_read: bool = False) -> tuple[Value, Value]:
-        """Return keys and values, or their gradients, in a buffer, [B, k, S, D]; see `Recorder.views`."""
+        """Return views of keys and of values, or of their gradients, in a buffer, [B, k, S, D] each."""
         (heads, batch, keys, width), size = buffer.shape, self._key.shape[3]
         strides = keys * width, batch * keys * width, width, 1
         places = [
@@ -90,7 +90,7 @@ class KeyExchange:
         return key, value
 
     def _rows(self, ranges: tuple[Range, ...]) -> Value:
-        """Return some tokens of the own keys and values in a buffer; cached, as groups use few ranges."""
+        """Return a buffer with the rank's keys and values of some tokens; cached by the tokens' ranges."""
         if ranges not in self._buffers:
             recorder, rows = self._recorder, rows_of(ranges, self._recorder.device)
             buffer = self.buffer(self._schedule.own_kv, sum(stop - start for start, stop in ranges))
@@ -102,13 +102,15 @@ class KeyExchange:
 
 
 class GradientReturn:
-    """Sends of gradients of received keys and values to their owners, and sums of those that come back.
+    """The return of gradients of keys and values to their owners, on one rank.
+
+    The rank sends gradients of keys and values that it received, and sums gradients of those that it owns.
 
     Args:
-        recorder: compiles the pass.
-        keys: sum of the gradients of the own keys; complete when all parts have been waited for.
-        values: likewise.
-        exchange: the exchange of the keys and values.
+        recorder: recorder that compiles the pass.
+        keys: sum of the gradients of the rank's keys; complete when all parts have been waited for.
+        values: sum of the gradients of the rank's values; complete when all parts have been waited for.
+        exchange: the exchange that carried the keys and values.
         schedule: the rank's split tables.
     """
 
@@ -126,7 +128,8 @@ class GradientReturn:
 
         Args:
             part: the part.
-            gradient: gradients of the keys and values that the part received, [k, B, S, Dk + Dv].
+            gradient: gradients of the keys and values that the rank received in this part,
+                [k, B, S, Dk + Dv]; ``None`` if it received none.
         """
         arriving = [self._exchange.buffer(sent.kv, sent.keys) for sent in part.sends]
         leaving = [_heads(gradient, received, part.kv) for received in part.receives]
@@ -136,7 +139,7 @@ class GradientReturn:
         self._under_way[part.number] = arriving, transfers
 
     def wait(self, part: Part) -> None:
-        """Add the returned gradients of a part."""
+        """Wait for the returned gradients of a part, and add them to `keys` and `values`."""
         arriving, transfers = self._under_way.pop(part.number)
         self._recorder.do(methodcaller("wait"), transfers)
         first = self._schedule.own_kv[0]
@@ -147,7 +150,7 @@ class GradientReturn:
 
 
 def _heads(buffer: Value | None, transfer: Transfer, held: Range) -> Value:
-    """Return the piece of a buffer that has a transfer's KV heads; `held` are those of the buffer."""
+    """Return the slice of a buffer with the KV heads of a transfer; `held` are the buffer's KV heads."""
     assert buffer is not None
     return buffer.cut((transfer.kv[0] - held[0], transfer.kv[1] - held[0]))
 

@@ -1,12 +1,12 @@
-"""Heartbeats and faults of a job's ranks in the job's store.
+"""Heartbeats and faults of a job's ranks, kept in the job's store.
 
-Every rank counts its heartbeats in the store. Two ranks, the first and the last, so that one of them outlives
-the other, read all heartbeats and publish which ranks are silent; every rank reads what they publish. So all
-heartbeats are read twice in a job, not once a rank. A rank that fails posts a fault. Only the first fault
-stays: later ones are its consequences.
+Every rank counts its heartbeats in the store. Two ranks, the first and the last in case one of them is lost,
+read all heartbeats and publish the list of silent ranks, which every rank reads. So all heartbeats are read
+twice per job, not once per rank. A rank that fails posts a fault. Only the first fault is kept, since later
+faults are its consequences.
 
-A request never ends where the store's host is stopped or the link to it is cut (c10d's client waits without a
-time-out), so all of this runs in a thread of its own: `liveness`.
+A request to the store never returns if the store's host is stopped or the link to it is cut (c10d's client
+waits without a time-out). All requests are therefore made in a separate thread (`liveness`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from datetime import datetime
 
 import torch.distributed as dist
 
-#: Seconds between two heartbeats, and how many ranks one store serves at that rate, with 2,000 requests a
-#: second.
+#: Seconds between two heartbeats, and the number of ranks that one store can serve at this rate, with 2,000
+#: requests per second.
 _BEAT_S = 0.5
 _RANKS_AT_FULL_RATE = 512
-#: Missing heartbeats after which a rank is silent.
+#: Number of missing heartbeats after which a rank counts as silent.
 _MISSED_BEATS = 3
 
 _FAULT, _HEARD, _SILENT, _BEAT, _PLACE, _LEFT = "fault", "heard", "silent", "beat", "place", "left"
@@ -33,12 +33,12 @@ _FAULT, _HEARD, _SILENT, _BEAT, _PLACE, _LEFT = "fault", "heard", "silent", "bea
 
 @dataclass(frozen=True)
 class Fault:
-    """The reason why ranks end, posted by one rank for all.
+    """A fault: the reason why all ranks end, posted by one rank.
 
     Args:
-        rank: the rank that posts it.
-        message: one line, with the place.
-        code: the exit code of all ranks.
+        rank: number of the rank that posts the fault.
+        message: error message, one line, with the rank's host and process.
+        code: exit code of all ranks.
     """
 
     rank: int
@@ -48,13 +48,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Silence:
-    """A rank without heartbeats.
+    """A silent rank, whose heartbeats have stopped.
 
     Args:
-        rank: its number in the job.
-        place: its host and process.
-        since: local time of its last heartbeat, as hours, minutes and seconds.
-        seconds: time since then.
+        rank: number of the rank in the job.
+        place: host and process of the rank.
+        since: local time of the rank's last heartbeat, as hours, minutes and seconds.
+        seconds: seconds since the last heartbeat.
     """
 
     rank: int
@@ -64,13 +64,13 @@ class Silence:
 
 
 class Heartbeats:
-    """The heartbeats of one rank, and its view of the others'.
+    """One rank's heartbeats, and the faults and silent ranks that it has read from the store.
 
     Args:
         store: a clone of the job's store, since it is used from another thread.
-        rank: this rank's number in the job.
-        world_size: ranks of the job.
-        clock: returns seconds; measures silences.
+        rank: number of this rank in the job.
+        world_size: number of ranks of the job.
+        clock: function that returns the time in seconds, to measure silences.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class Heartbeats:
         self._heard: dict[int, tuple[float, str]] = {}
         #: The first fault that any rank posted.
         self.fault: Fault | None = None
-        #: Number of ranks that have read it.
+        #: Number of ranks that have read the fault.
         self.heard = 0
         #: Silent ranks, by number.
         self.silent: dict[int, Silence] = {}
 
     def begin(self) -> None:
-        """Begin to have heartbeats."""
+        """Register this rank in the store, with its first heartbeat."""
         self._store.set(f"{_PLACE}/{self.rank}", f"host {self.host} (process {os.getpid()})")
         for key in (_FAULT, *(f"{_SILENT}/{monitor}" for monitor in self._monitors)):
             self._store.compare_set(key, "", "")  # makes an empty one where there is none
@@ -103,7 +103,7 @@ class Heartbeats:
         self.beat()
 
     def beat(self) -> None:
-        """Send a heartbeat, and read faults and silent ranks."""
+        """Send a heartbeat, and read the fault and the silent ranks from the store."""
         self._store.add(f"{_BEAT}/{self.rank}", 1)
         if self._beats:
             self._publish_silent()
@@ -118,15 +118,15 @@ class Heartbeats:
         self.silent = {entry.rank: entry for entry in entries if entry.rank != self.rank}
 
     def post(self, fault: Fault) -> None:
-        """Post a fault for all ranks, unless there is one already."""
+        """Post a fault for all ranks, unless the store has one already."""
         self._store.compare_set(_FAULT, "", json.dumps(asdict(fault)))
 
     def leave(self) -> None:
-        """Leave the job: from now on the rank is not counted as silent."""
+        """Leave the job, so that the rank is no longer counted as silent."""
         self._store.set(f"{_LEFT}/{self.rank}", "")
 
     def _publish_silent(self) -> None:
-        """Read every heartbeat, and publish the silent ranks."""
+        """Read the heartbeats of all ranks, and publish the list of silent ranks."""
         now, seconds = self._clock(), datetime.now().strftime("%H:%M:%S")
         ranks = list(self._beats)
         beats = self._store.multi_get([f"{_BEAT}/{rank}" for rank in ranks])

@@ -1,9 +1,9 @@
 """Host memory for offloaded tensors, and copies between host and device.
 
-It is mapped shared and without a name, and registered with CUDA where there is a GPU. torch's own pinned
-memory comes in powers of two, which wastes up to half of it. A limit on a process's data (`RLIMIT_DATA`) does
-not count shared mappings: on the CPU platform, where device and host share memory, it limits the device
-alone.
+Host memory is an anonymous shared mapping, registered with CUDA on GPUs. torch's own pinned memory is
+allocated in powers of two, which wastes up to half of it. A limit on a process's data (`RLIMIT_DATA`) does
+not count shared mappings: on the CPU platform, where device and host share memory, the limit applies to the
+device only.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 
 
 class HostMemory:
-    """The host memory of one rank.
+    """The host memory of one rank, with copies to and from the rank's device.
 
     Args:
-        device: device of the tensors that are copied there.
+        device: device of the tensors that are copied to host memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._has_streams = device.type == "cuda" and torch.version.cuda is not None
         self._ways: tuple[Any, Any] | None = None
-        #: Bytes allocated so far; none are freed.
+        #: Number of bytes allocated so far; none are freed.
         self.nbytes = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -69,9 +69,10 @@ class HostMemory:
 
     @contextlib.contextmanager
     def coming_back(self) -> Iterator[None]:
-        """Context for copies from host memory and collectives that run beside the device's computation.
+        """Context in which copies from host memory, and collectives, run in parallel with computation.
 
-        Copies to host memory that were started before finish first. `arrival` waits for those started within.
+        Copies to host memory that were started before finish first. `arrival` waits for copies that were
+        started within the context.
         """
         with self._way(1) as stream:
             if stream is not None and self._ways is not None:
@@ -79,13 +80,13 @@ class HostMemory:
             yield
 
     def copy_back(self, target: Tensor, source: Tensor) -> Arrival:
-        """Start a copy from host memory to the device."""
+        """Start a copy from host memory to the device; return its `Arrival`."""
         with self.coming_back():
             target.copy_(source, non_blocking=self._has_streams)
             return self.arrival([target])
 
     def arrival(self, tensors: Sequence[Tensor]) -> Arrival:
-        """Return the arrival of copies to some tensors that were started within `coming_back`."""
+        """Return the `Arrival` of copies to the given tensors, which were started within `coming_back`."""
         if self._ways is None:
             return Arrival(None)
         for tensor in tensors:
@@ -99,7 +100,10 @@ class HostMemory:
 
     @contextlib.contextmanager
     def _way(self, number: int) -> Iterator[Any]:
-        """Context of a direction's stream, behind all work of the device so far; ``None`` without streams."""
+        """Context of the stream of a copy direction, after all work of the device so far.
+
+        Yields the stream; ``None`` without streams.
+        """
         if not self._has_streams:
             yield None
             return

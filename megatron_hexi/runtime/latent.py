@@ -1,17 +1,17 @@
-"""Keys and values of multi-latent attention, made of latent columns where they are used, and the way back.
+"""Compute keys and values of multi-latent attention from exchanged latent columns, and the gradients.
 
-Where latent columns travel in place of keys and values, a rank receives the columns of a token once, whatever
-heads it computes, and makes its own heads' keys and values of them:
+If latent columns are exchanged in place of keys and values, a rank receives the columns of each token once,
+however many heads it computes, and computes its heads' keys and values from them:
 
     key of a head   = [columns W_key, rotary columns]
     value of a head = columns W_value
 
-Backward it makes them again, and turns their gradients into those of the columns and its part of the gradient
-of the matrix. Heads are cut over ranks and every use of a head's part of the matrix is on one of them, so
-that the sum over ranks, as of any weight, is the whole gradient.
+In the backward pass it computes keys and values again, and turns their gradients into gradients of the
+columns and a summand of the matrix's gradient. Each use of a head's part of the matrix is on one rank, so the
+sum over ranks, as for any weight, is the whole gradient.
 
 Shape letters: B batch, S tokens, h heads, C latent columns, R rotary columns, N columns of a key without
-positions, V of a value.
+positions, V columns of a value.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megatron_hexi.runtime.compiled import Recorder, Value
 
 
 class LatentSizes(NamedTuple):
-    """Columns of a head.
+    """Numbers of columns of one head's key and value.
 
     Args:
-        plain: of its key without positions (N).
-        rotary: of its key with rotary positions (R).
-        value: of its value (V).
+        plain: key columns without positions (N).
+        rotary: key columns with rotary positions (R).
+        value: value columns (V).
     """
 
     plain: int
@@ -43,13 +43,13 @@ class LatentSizes(NamedTuple):
 
 
 class Expansion:
-    """Compiler of keys and values out of latent columns, and of their gradients' way back.
+    """A recorder of the products that compute keys and values from latent columns, and of their gradients.
 
     Args:
-        recorder: compiles the pass.
-        matrix: [H (N + V), C], the columns of each head's key and value in turn.
-        sizes: columns of a head.
-        first: the rank's first head.
+        recorder: recorder that compiles the pass.
+        matrix: matrix [H (N + V), C], with the key rows and then the value rows of each head.
+        sizes: numbers of columns of a head.
+        first: number of the rank's first head.
     """
 
     def __init__(self, recorder: Recorder, matrix: Value, sizes: LatentSizes, first: int) -> None:
@@ -62,15 +62,15 @@ class Expansion:
     def keys(
         self, spans: Sequence[HeadSpan], columns: Value, rotary: Value
     ) -> tuple[list[HeadSpan], Value, Value]:
-        """Make keys and values of consecutive heads.
+        """Record the computation of keys and values of consecutive heads from latent columns.
 
         Args:
-            spans: the heads, counted from the rank's first.
-            columns: [B, 1, S, C].
-            rotary: [B, 1, S, R].
+            spans: spans of the heads, counted from the rank's first head.
+            columns: latent columns [B, 1, S, C].
+            rotary: rotary columns [B, 1, S, R].
 
         Returns:
-            The heads, each with a key and a value of its own, counted from the first of these; keys
+            Spans in which each query head has its own KV head, counted from the first of these heads; keys
             [B, h, S, N + R]; values [B, h, S, V].
         """
         batch, _, rows, _ = columns.shape
@@ -87,13 +87,13 @@ class Expansion:
     def gradients(
         self, columns: Value, key: Value, value: Value, spans: Sequence[HeadSpan]
     ) -> tuple[Value, Value]:
-        """Return the gradients of latent and rotary columns, and add to that of the matrix.
+        """Return the gradients of latent and rotary columns, and add a summand to the matrix's gradient.
 
         Args:
-            columns: [B, 1, S, C].
+            columns: latent columns [B, 1, S, C].
             key: gradients of keys, [B, h, S, N + R].
             value: gradients of values, [B, h, S, V].
-            spans: the heads, counted from the rank's first.
+            spans: spans of the heads, counted from the rank's first head.
         """
         recorder, sizes = self._recorder, self._sizes
         heads = spans[0].queries[0], spans[-1].queries[1]
@@ -113,7 +113,7 @@ class Expansion:
         return of_columns, of_rotary
 
     def matrix_gradient(self) -> Value:
-        """Return the rank's part of the gradient of the matrix, in its shape and type."""
+        """Return the rank's summand of the matrix's gradient, in the matrix's shape and type."""
         recorder, shape = self._recorder, self._matrix.shape
         if self._gradient is None:
             return recorder.make(torch.zeros_like, shape, self._matrix)

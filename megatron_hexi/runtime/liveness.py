@@ -1,6 +1,6 @@
-"""One rank's view of the others: posted faults, silent ranks, and whether the store answers.
+"""One rank's knowledge of the other ranks: posted faults, silent ranks, and whether the store answers.
 
-Heartbeats are sent and read in a thread of their own: a request to the store may never return, and callers
+Heartbeats are sent and read in a separate thread, since a request to the store may never return and callers
 must not wait for it.
 """
 
@@ -16,25 +16,26 @@ import torch.distributed as dist
 
 from megatron_hexi.runtime.heartbeats import Fault, Heartbeats, Silence
 
-#: Exit code of a rank that ends because another failed, without a mistake of the user.
+#: Exit code of a rank that ends because another rank failed, without a mistake of the user.
 FAILED = 1
-#: Heartbeats for which a failing rank looks for a rank that failed earlier. Silence shows after about six.
+#: Number of heartbeats for which a failing rank looks for a rank that failed earlier; a silent rank is known
+#: after about six.
 _SEARCH_BEATS = 8
-#: Heartbeats without an answer after which the store counts as gone.
+#: Number of heartbeats without an answer after which the store counts as lost.
 _STORE_BEATS = 5
-#: Seconds between two looks during that search.
+#: Seconds between two looks during the search for a rank that failed earlier.
 _LOOK_S = 0.1
-#: Silent ranks that a message names at most.
+#: Largest number of silent ranks that a message names.
 _NAMED = 8
 
 
 class Liveness:
-    """The heartbeats of one rank in a thread, and its view of the other ranks.
+    """The thread that sends one rank's heartbeats and learns the state of the other ranks.
 
     Args:
         store: the job's store.
-        rank: this rank's number in the job.
-        world_size: ranks of the job.
+        rank: number of this rank in the job.
+        world_size: number of ranks of the job.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -46,7 +47,7 @@ class Liveness:
         self._answered, self._answered_at = time.monotonic(), clock_time()
         self._store_failed = False
         self._thread = threading.Thread(target=self._run, name="hexi-heartbeats", daemon=True)
-        #: Seconds after which a lost rank is known.
+        #: Seconds after which the loss of a rank is known.
         self.search_s = _SEARCH_BEATS * self._heartbeats.beat_s
 
     def start(self) -> None:
@@ -54,25 +55,25 @@ class Liveness:
         self._thread.start()
 
     def leave(self) -> None:
-        """Leave the job: from now on the rank is not counted as silent."""
+        """Leave the job, so that the rank is no longer counted as silent."""
         self._left.set()
         self._outbox.put(None)
         self._thread.join(timeout=self._store_silent_s)
 
     @property
     def told(self) -> Fault | None:
-        """The fault that another rank posted."""
+        """The fault that another rank posted; ``None`` without one."""
         fault = self._heartbeats.fault
         return fault if fault is not None and fault.rank != self._heartbeats.rank else None
 
     @property
     def silent(self) -> dict[int, Silence]:
-        """Ranks without a heartbeat, by number."""
+        """Silent ranks, by number of the rank."""
         return self._heartbeats.silent
 
     @property
     def fault(self) -> Fault | None:
-        """The fault that another rank posted, or else the loss of ranks or of the store, as far as known."""
+        """The fault that another rank posted, or else a fault for the known loss of ranks or of the store."""
         if self.told is not None:
             return self.told
         silent = list(self.silent.values())
@@ -87,19 +88,19 @@ class Liveness:
         return None
 
     def find_fault(self) -> Fault | None:
-        """Return `fault`, after waiting some seconds for it."""
+        """Wait up to `search_s` seconds for a fault, and return it; ``None`` if there is none."""
         deadline = time.monotonic() + self.search_s
         while (fault := self.fault) is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         return fault
 
     def own_fault(self, message: str, code: int) -> Fault:
-        """Return a fault of this rank."""
+        """Return a `Fault` of this rank, without posting it."""
         rank, host = self._heartbeats.rank, self._heartbeats.host
         return Fault(rank, f"rank {rank} on host {host}: {message}", code)
 
     def tell(self, fault: Fault) -> None:
-        """Post a fault for all ranks, unless there is one already; returns when they have read it."""
+        """Post a fault, unless there is one already, and return when all ranks have read it."""
         self._outbox.put(fault)
         # The store may end with this rank, so it stays until they have.
         deadline = time.monotonic() + self.search_s
@@ -111,7 +112,7 @@ class Liveness:
             time.sleep(_LOOK_S)
 
     def _run(self) -> None:
-        """Send and read heartbeats until this rank leaves or the store is gone."""
+        """Send and read heartbeats until this rank leaves the job or the store is lost."""
         try:
             self._heartbeats.begin()
             while not self._left.is_set():

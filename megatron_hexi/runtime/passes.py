@@ -1,15 +1,16 @@
 """The forward and backward pass of an attention layer, compiled from its program.
 
-Both follow their program (`plan.program`). Query heads may travel in two halves (`Schedule.halves`), which
-stay separate: kernels read what arrives, and their results are summed (`sums`) in the buffer that is sent.
+Both passes follow their program (`plan.program`). Query heads may be sent in two halves (`Schedule.halves`),
+which stay separate: kernels read the received buffers, and their results are summed (`sums`) in the buffer to
+send.
 
-Shape letters: T tokens of the shard, L its rows with padding, G tokens of the group, B batch, H query heads
-and K KV heads of the layer, h query heads of a half and k the rank's own KV heads, D head size (Dv that of
-values).
+Shape letters: T tokens of the shard, L rows of the shard with padding, G tokens of the group, B batch, H
+query heads and K KV heads of the layer, h query heads of a half and k KV heads of the rank, D size of a head,
+Dv size of a head's value.
 
-Where latent columns travel in place of keys and values (`latent`), they are a KV head that all query heads
-read: its "keys" are the columns without positions, its "values" those with, and each block's keys and values
-are made of them for the heads that the block computes.
+Latent columns that are exchanged in place of keys and values (`latent`) are treated as one KV head that all
+query heads read: its "keys" are the latent columns, its "values" the rotary columns. The keys and values of
+each block are computed from these columns for the heads of the block.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ from megatron_hexi.runtime.sums import RowSum
 
 
 class Inputs(NamedTuple):
-    """The kind of tensors that a layer is given.
+    """The kind of tensors for which a layer is compiled: shapes, type and device.
 
     Args:
         query: shape of the query, [L, B, H, D].
-        key: shape of the key, [L, B, K, D].
-        value: shape of the value, [L, B, K, Dv].
-        dtype: of all three.
-        device: likewise.
+        key: shape of the key, [L, B, K, D]; with `matrix`, of the latent columns, [L, B, 1, C].
+        value: shape of the value, [L, B, K, Dv]; with `matrix`, of the rotary columns, [L, B, 1, R].
+        dtype: type of query, key and value.
+        device: device of query, key and value.
         has_sinks: whether heads have sinks.
-        padding: rows behind the tokens, L - T.
-        matrix: shape of the matrix that makes keys and values of latent columns, [H (N + V), C], which
-            `key` [L, B, 1, C] and `value` [L, B, 1, R] then are; ``None``: they are keys and values.
+        padding: number of padding rows after the tokens, L - T.
+        matrix: shape [H (N + V), C] of the matrix that computes keys and values from latent columns;
+            ``None``: latent columns are not exchanged.
     """
 
     query: Shape
@@ -75,7 +76,7 @@ class Inputs(NamedTuple):
         padding: int = 0,
         matrix: Tensor | None = None,
     ) -> Self:
-        """Return the kind of tensors."""
+        """Return the kind of the given tensors."""
         return cls(
             *(query.shape, key.shape, value.shape, query.dtype, query.device),
             has_sinks=sinks is not None,
@@ -85,7 +86,7 @@ class Inputs(NamedTuple):
 
     @property
     def head_sizes(self) -> LatentSizes | None:
-        """Columns of a head that is made of latent columns."""
+        """Sizes of a head that is computed from latent columns; ``None`` without a matrix."""
         if self.matrix is None:
             return None
         rotary = self.value[3]
@@ -99,21 +100,21 @@ class Inputs(NamedTuple):
 
     @property
     def widest(self) -> int:
-        """The wider of a head's key and value, for which a kernel is chosen."""
+        """The larger of the sizes of a head's key and value, for which a kernel is chosen."""
         return max(self.query[3], self.output[3])
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """Attention under a plan and a mask, for one kind of tensors; its passes are compiled on first use.
+    """The compiled passes of attention for one plan, mask and kind of tensors; compiled on first use.
 
     Args:
-        schedule: the rank's split tables under the layer's mask.
-        kernel: chooses what computes a block.
+        schedule: the rank's split tables for the mask.
+        kernel: kernels among which each block's kernel is chosen.
         scale: softmax scale.
-        domain_group: the ranks of the domain, in rank order.
-        a2a_group: the ranks of its A2A group, in rank order.
-        window: exchange steps under way ahead of the one in use.
+        domain_group: process group of the domain, in rank order.
+        a2a_group: process group of the rank's A2A group, in rank order.
+        window: number of exchange steps in flight ahead of the step in use.
         inputs: kind of the tensors.
     """
 
@@ -127,43 +128,43 @@ class AttentionLayer:
 
     @cached_property
     def forward(self) -> CompiledPass:
-        """The forward pass: query, key, value, sinks and matrix to output [L, B, H, Dv] and saved tensors."""
+        """The forward pass: query, key, value, sinks, matrix to output [L, B, H, Dv] and saved tensors."""
         return _compile_forward(self)
 
     @cached_property
     def backward(self) -> CompiledPass:
-        """The backward pass: the output's gradient, saved tensors, sinks and matrix to five gradients."""
+        """The backward pass: the output's gradient, saved tensors, sinks, matrix to five gradients."""
         return _compile_backward(self)
 
     def arriving(self, recorder: Recorder, half: int, query: Value, *keys: Value) -> Arriving:
-        """Send a half of a tensor's query heads, and KV heads with them, to the heads' layout."""
+        """Start the all-to-all to the heads' layout of one half of the query heads, and of KV heads."""
         tokens = [tensor.cut((0, self.schedule.tokens)) for tensor in (query, *keys)]
         tables = self.schedule.halves[half], *(self.schedule.kv for _ in keys)
         return Arriving(recorder, tokens, tables, self.schedule, self.a2a_group)
 
     def leaving(self, recorder: Recorder, half: int, query: RowSum, *keys: RowSum) -> Leaving:
-        """Write and send a sum of a half of the query heads, and sums of KV heads with it."""
+        """Start the all-to-all back to the tokens' layout of one half of the query heads, and of KV heads."""
         tables = self.schedule.halves[half], *(self.schedule.kv for _ in keys)
         return Leaving(recorder, (query, *keys), tables, self.schedule, self.a2a_group)
 
     @property
     def has_few_groups(self) -> bool:
-        """Whether at most `MOST_TERMS` groups contribute to a sum."""
+        """Whether at most `MOST_TERMS` groups contribute terms to a sum."""
         return len(self.schedule.steps) < MOST_TERMS
 
     @cached_property
     def own_halves(self) -> list[Range]:
-        """The rank's own query heads in each half, counted from its first."""
+        """Range of the rank's query heads in each half, counted from the rank's first query head."""
         heads = (half[self.schedule.position] for half in self.schedule.halves)
         ends = itertools.accumulate((stop - start for start, stop in heads), initial=0)
         return list(itertools.pairwise(ends))
 
     def own_spans(self, operation: OwnBlock) -> Iterator[tuple[int, list[HeadSpan]]]:
-        """Yield each half with its heads in the own block, counted from the rank's first."""
+        """Yield each half with its spans of heads in an own-block operation, from the rank's first head."""
         return self._by_half(self.schedule.own_spans(operation))
 
     def far_spans(self, operation: FarBlocks) -> Iterator[tuple[int, list[HeadSpan]]]:
-        """Yield each half with its heads of a part of a step; KV heads are counted from the part's first."""
+        """Yield each half with its spans of heads in a part of a step, from the part's first KV head."""
         part, piece = self.schedule.part(operation), operation.piece
         first = part.heads[0]
         return self._by_half(
@@ -181,12 +182,12 @@ class AttentionLayer:
         return next(half for half, end in enumerate(ends) if span.queries[1] <= end)
 
     def expansion(self, recorder: Recorder, matrix: Value) -> Expansion | None:
-        """Return what makes keys and values of latent columns; ``None`` where these do not travel."""
+        """Return the `Expansion` of latent columns to keys and values; ``None`` without exchanged columns."""
         sizes, first = self.inputs.head_sizes, self.schedule.heads[self.schedule.position][0]
         return Expansion(recorder, matrix, sizes, first) if sizes else None
 
     def own_sinks(self, sinks: Value, half: int) -> Value:
-        """Return the sinks of the rank's own heads in a half, or their gradients."""
+        """Return the slice of sinks, or of their gradients, for the rank's query heads in a half."""
         return sinks.cut(self.schedule.halves[half][self.schedule.position])
 
 

@@ -1,8 +1,8 @@
-"""Buckets that are on the device only in the passes of a ministage; the rank stores a part in between.
+"""Buckets whose full memory is on the device only during the passes of one ministage.
 
-Between two passes a rank stores its own share, which the owners complete before the next pass, or the whole
-bucket; on the device or in host memory (`mesh.residence`). Tensors in a bucket, such as parameters, stay the
-same objects: only their storage is released and taken again.
+Between two passes a rank keeps its share of such a bucket, and gathers the other shares before the next pass;
+or it keeps the whole bucket. What it keeps is on the device or in host memory (`mesh.residence`). Tensors in
+a bucket, such as parameters, stay the same objects: only their storage is released and allocated again.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from megatron_hexi.runtime.waiting import waiting
 
 
 class PassingBuckets:
-    """The buckets that are on the device only in the passes of one ministage.
+    """The buckets whose full memory is on the device only during the passes of one ministage.
 
     Args:
-        buffers: the buckets, in the order of the table.
-        staying: parameters whose own memory stays, since they also lie in buckets that stay.
-        host: the rank's host memory.
+        buffers: tensors of these buckets, in the order of the table of buckets.
+        staying: parameters whose memory is not released, since parts of them are in buckets that stay on the
+            device.
+        host: host memory of this rank.
     """
 
     def __init__(self, buffers: Sequence[BucketBuffer], staying: Set[Parameter], host: HostMemory) -> None:
@@ -50,7 +51,7 @@ class PassingBuckets:
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Start to gather the values of all owners, unless they are here or on their way."""
+        """Start to gather the buckets' values from all owners, unless they are gathered or under way."""
         if self._values.are_here:
             return
         self._values.take()
@@ -69,7 +70,7 @@ class PassingBuckets:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Wait until the values of all owners are here."""
+        """Wait until the buckets' values from all owners have arrived."""
         self.fetch()
         if not (self._arriving or self._arrivals):
             return
@@ -82,18 +83,18 @@ class PassingBuckets:
             buffer.spread()
 
     def release(self) -> None:
-        """Release the memory of the values."""
+        """Release the device memory of the buckets' values."""
         if self._values.are_here:
             self.settle()  # what is on its way needs the memory
             self._values.release()
 
     def open_gradients(self) -> None:
-        """Take memory for gradients, which begin at zero."""
+        """Allocate device memory for the buckets' gradients, and set them to zero."""
         self._gradients.take()
         self._gradients.zero()
 
     def start_leaving(self) -> None:
-        """Start to reduce the gradients to their owners, or to store them where holders are not in step."""
+        """Start to reduce the gradients to their owners or, if holders are not in step, to store them."""
         for buffer in self.buffers:
             if buffer.residence.whole:
                 collect_gradients(buffer)
@@ -104,7 +105,7 @@ class PassingBuckets:
 
     @torch.no_grad()
     def close_gradients(self) -> None:
-        """Store the reduced share of the gradients, or all of them, and release their memory."""
+        """Store the reduced share of the gradients, or all gradients, and release their device memory."""
         if not self._leaving:
             return
         self._leaving = False
@@ -126,10 +127,10 @@ class PassingBuckets:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Context in which parameters have all values: on the device, or in host memory if offloaded.
+        """Context in which parameters have all their values: on the device, or in host memory if offloaded.
 
-        If offloaded, parameters are tensors in host memory meanwhile, and the device needs one bucket at a
-        time.
+        Offloaded parameters are tensors in host memory within the context, and the device needs memory for
+        one bucket at a time.
         """
         if not any(buffer.residence.weights_on_host for buffer in self.buffers):
             self.settle()
@@ -157,7 +158,7 @@ class PassingBuckets:
                 parameter.data = values
 
     def _on_host(self, buffer: BucketBuffer) -> Tensor:
-        """Return all values of a bucket in host memory."""
+        """Return a tensor in host memory with all values of a bucket."""
         assert buffer.stored_values is not None
         if buffer.residence.whole:
             return buffer.stored_values
@@ -168,11 +169,11 @@ class PassingBuckets:
 
 
 class Storages:
-    """The memory of some tensors, which can be released and taken again.
+    """The storages of some tensors, whose memory can be released and allocated again.
 
     Args:
-        tensors: tensors, each with a storage of its own.
-        are_here: whether they have their memory.
+        tensors: tensors, none of which shares its storage with another.
+        are_here: whether the storages have memory at first.
     """
 
     def __init__(self, tensors: Sequence[Tensor], are_here: bool = True) -> None:
@@ -181,20 +182,20 @@ class Storages:
         self._sizes = [int(tensor.nbytes) for tensor in tensors]
 
     def take(self) -> None:
-        """Take memory, with undefined contents."""
+        """Allocate memory for the tensors, with undefined contents."""
         if not self.are_here:
             for tensor, size in zip(self._tensors, self._sizes, strict=True):
                 tensor.untyped_storage().resize_(size)
         self.are_here = True
 
     def release(self) -> None:
-        """Release the memory."""
+        """Release the memory of the tensors."""
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
         self.are_here = False
 
     def zero(self) -> None:
-        """Fill the memory with zeros."""
+        """Fill the tensors with zeros."""
         for tensor in self._tensors:
             tensor.zero_()
 

@@ -1,12 +1,12 @@
-"""Weights and gradients in flat buckets of pieces: gradients reduced to owners, values broadcast to holders.
+"""Reduce gradients to their owners and broadcast values to their holders, in flat buckets of weight pieces.
 
-Where the pieces of a parameter are adjacent in one bucket, its values and gradients are views of the bucket.
-Where other ranks hold other parts of it, its pieces lie in several buckets: gradients are copied in before
-the sum, values out after the step.
+If the pieces of a parameter are adjacent in one bucket, the parameter's values and gradients are views of the
+bucket. If other ranks hold other parts of the parameter, its pieces lie in several buckets: gradients are
+copied into the buckets before the sum, and values out of the buckets after the optimizer's step.
 
-Buckets are reduced as soon as the backward pass has their gradients, in the order of the table; after these,
-in the same order, the buckets with gradients in host memory on some holder. All ranks keep that order, so two
-buckets can never wait for each other.
+Buckets are reduced in the order of the table, each as soon as the backward pass has computed its gradients.
+After these, in the same order, follow the buckets with gradients in host memory on some holder. All ranks
+keep this order, so two buckets can never wait for each other.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class PieceBuffers:
 
     Args:
         buckets: buckets of all ranks, in the order of the table.
-        boxes: boxes that this rank's parameters hold.
-        scale_of: returns the factor of a parameter's gradient before it is summed over holders.
-        rank: this rank.
-        group_of: makes a process group of ranks; called in the same order by all ranks of the job.
-        gradient_dtype: type in which gradients are accumulated; ``None``: that of the weights.
-        offload_of: returns the data of a rank's stage that waits in host memory.
+        boxes: boxes that the parameters of this rank hold.
+        scale_of: function that returns the factor for a parameter's gradient before the sum over holders.
+        rank: number of this rank.
+        group_of: function that creates a process group; all ranks of the job call it in the same order.
+        gradient_dtype: type in which gradients are accumulated; ``None``: the type of the weights.
+        offload_of: function that returns, for a rank, the data of its stage that waits in host memory.
         device: device of the parameters.
     """
 
@@ -76,12 +76,12 @@ class PieceBuffers:
     ) -> None:
         self.rank = rank
         self._offload = offload_of(rank)
-        #: Host memory of the rank; counts what is offloaded.
+        #: Host memory of the rank, which counts the bytes of offloaded data.
         self.host = HostMemory(device)
         self.buckets: list[BucketBuffer] = []
         self._by_parameter: dict[Parameter, list[BucketBuffer]] = {}
         self._launched = 0
-        #: Whether gradients of the micro-batch under way complete the batch. Set by Megatron.
+        #: Whether the micro-batch under way is the last of the batch; set by Megatron.
         self.is_last_microbatch = True
         #: Parameters whose gradients a later backward pass of another part of the model completes.
         self.unfinished: frozenset[Parameter] = frozenset()
@@ -99,7 +99,8 @@ class PieceBuffers:
                 dtype = gradient_dtype or parameter.dtype
                 set_main_grad(parameter, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
         self._staying = [buffer for buffer in self.buckets if not buffer.passes]
-        #: Buckets that are summed after the backward pass, and buckets that need not wait for it.
+        #: Buckets whose gradients are summed after the backward pass; the other buckets need not wait for its
+        #: end.
         self._last = [buffer for buffer in self.buckets if is_summed_last(buffer.bucket, offload_of)]
         late = {id(buffer) for buffer in self._last}
         self._first = [buffer for buffer in self._staying if id(buffer) not in late]
@@ -119,7 +120,7 @@ class PieceBuffers:
 
     @property
     def steps_on_host(self) -> bool:
-        """Whether the optimizer steps this rank's share in host memory."""
+        """Whether the optimizer's step of this rank's share is computed on the host."""
         return "optimizer" in self._offload
 
     def _lay_out(
@@ -142,7 +143,7 @@ class PieceBuffers:
         return next(held for held in self._by_key[key] if cell_contains(held.box.cell, cell))
 
     def owned(self) -> list[tuple[BucketBuffer, Slab]]:
-        """Return the slabs of this rank, each with its bucket."""
+        """Return the slabs that this rank owns, each with its bucket."""
         return [
             (buffer, slab)
             for buffer in self.buckets
@@ -163,12 +164,12 @@ class PieceBuffers:
             buffer.collect()
 
     def broadcast_values(self, waits: bool = True) -> None:
-        """Broadcast the values of each owner to all holders.
+        """Broadcast each owner's values to all holders.
 
-        Buckets that holders keep in shares are gathered later, with their ministage.
+        Buckets of which holders keep only their shares are gathered later, for the pass of their ministage.
 
         Args:
-            waits: whether to wait for all values; else `settle_values` waits for those of some parameters.
+            waits: whether to wait for all values; otherwise call `settle_values` before reading parameters.
         """
         self._broadcast.start()
         self.host.drain()
@@ -176,7 +177,7 @@ class PieceBuffers:
             self.settle_values()
 
     def settle_values(self, parameters: Iterable[Parameter] | None = None) -> None:
-        """Wait for the new values of some parameters; ``None``: of all."""
+        """Wait for the broadcast values of some parameters; ``None``: of all parameters."""
         if not self._broadcast.under_way:
             return
         if parameters is None:
@@ -186,7 +187,7 @@ class PieceBuffers:
             self._broadcast.settle(self._by_parameter.get(parameter, ()))
 
     def _renew(self, buffer: BucketBuffer) -> None:
-        """Bring the new values of all owners into host memory, by way of the device."""
+        """Broadcast all owners' new values of a bucket through the device into host memory."""
         assert buffer.stored_values is not None
         own_run = buffer.own_run
         with Storages([buffer.values], are_here=False).taken():
@@ -195,7 +196,7 @@ class PieceBuffers:
             self.host.copy_out(buffer.stored_values, buffer.values)
 
     def take_values_from(self, source_of: Callable[[tuple[int, ...]], int]) -> None:
-        """Broadcast the values of each bucket from one of its holders."""
+        """Broadcast all values of each bucket from one holder, which `source_of` chooses, to the others."""
         self.settle_values()
         for buffer in self.buckets:
             if buffer.group is not None:
@@ -214,15 +215,16 @@ class PieceBuffers:
             yield
 
     def release(self) -> None:
-        """Release the memory of all weights that ministages gather."""
+        """Release the device memory of all weights that are gathered for a ministage's passes."""
         for passing in self._passing.values():
             passing.release()
 
     @contextlib.contextmanager
     def ministage_pass(self, current: MinistagePass) -> Iterator[None]:
-        """Context of a ministage's pass: its weights are here, and those of the next pass are being fetched.
+        """Context of a ministage's pass, in which the ministage's weights are on the device.
 
-        Afterwards its gradients are being reduced, and those of the pass before are reduced.
+        The weights of the next pass are fetched meanwhile. At the end the gradients of the pass begin to be
+        reduced, and the reduction of the gradients of the pass before is complete.
         """
         buckets = self._passing.get(current.ministage)
         for number, passing in self._passing.items():
@@ -246,7 +248,7 @@ class PieceBuffers:
     # Gradients: methods that Megatron calls on a group of buckets
 
     def register_grad_ready(self, parameter: Parameter, *_: object) -> None:
-        """Note that a gradient is complete, and start the sums that waited for it."""
+        """Note that a parameter's gradient is complete, and start the sums of buckets that waited for it."""
         if not self.is_last_microbatch or parameter in self.unfinished:
             return
         for buffer in self._by_parameter[parameter]:
@@ -255,12 +257,12 @@ class PieceBuffers:
             self._launch()
 
     def start_grad_sync(self, *_: object) -> None:
-        """Start all sums that are not under way, except those after the backward pass."""
+        """Start the sums of all buckets that are not under way, except sums after the backward pass."""
         while self._launched < len(self._first):
             self._launch()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Wait for all sums; afterwards the gradients of the rank's share are complete."""
+        """Wait for the sums of all buckets; the gradients of the rank's share are then complete."""
         self.start_grad_sync()
         for passing in self._passing.values():
             passing.close_gradients()
@@ -278,7 +280,7 @@ class PieceBuffers:
             self.host.drain()
 
     def _sum_offloaded(self, buffer: BucketBuffer) -> None:
-        """Sum gradients that are in host memory over all holders, by way of the device."""
+        """Sum a bucket's gradients that are in host memory over all holders, through the device."""
         if buffer.group is None:
             return
         assert buffer.stored_gradients is not None
@@ -298,7 +300,7 @@ class PieceBuffers:
     # Further methods that Megatron calls
 
     def reset(self) -> None:
-        """Begin a batch: gradients are zero, and none is complete."""
+        """Set all gradients to zero and mark them incomplete, at the beginning of a batch."""
         self._launched = 0
         self.is_last_microbatch = True
         for buffer in self._staying:
@@ -310,7 +312,7 @@ class PieceBuffers:
                 buffer.waits_for.add(parameter)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply the gradients of the rank's share."""
+        """Multiply the gradients of the rank's share by a factor."""
         on_host = float(factor) if self._offload else factor
         for buffer in self.buckets:
             gradients = buffer.own_gradients

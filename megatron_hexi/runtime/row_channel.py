@@ -1,11 +1,12 @@
-"""Asynchronous messages of rows over the border between two stages, by the table of `mesh.border`.
+"""Send and receive rows asynchronously over the border between two stages, by the tables of `mesh.border`.
 
-A channel is one direction of one border, as one rank sees it. Sends are left under way while the rank
-computes on. Receives are posted one micro-batch ahead. So a rank has messages of both directions under way at
-once, in the order in which neither could end alone: each direction has a group, and a device must let the
-groups' messages make progress beside each other. NCCL has a stream for each group; not tested on GPUs.
+A channel is one rank's end of one direction of a border. Sends stay under way while the rank goes on
+computing. Receives are posted one micro-batch ahead. So a rank has messages of both directions under way at
+once, and their order alone would let neither direction end: each direction has its own process group, and the
+device must let messages of both groups make progress at the same time. NCCL has a stream for each group; not
+tested on GPUs.
 
-A message that is a run of a rank's rows, of all its samples, is sent and received in place; others are
+A message with consecutive rows of all samples of a rank is sent and received in place; other messages are
 packed.
 """
 
@@ -22,7 +23,8 @@ from torch import Tensor
 from megatron_hexi.mesh import HeldRows, RowBlock, RowMessage
 from megatron_hexi.runtime.wire import Message, Transfers, post
 
-#: Gloo matches messages by tag; each channel has a group of its own, so one tag suffices.
+#: Tag of all messages: gloo matches messages by tag, and one tag suffices since each channel has its own
+#: group.
 _TAG = 7
 
 
@@ -31,8 +33,8 @@ class RowChannel:
 
     Args:
         messages: all messages of this direction for one micro-batch.
-        held: rows of this rank.
-        group: the ranks of both stages; a group of this direction alone.
+        held: rows that this rank holds.
+        group: process group of the ranks of both stages, used for this direction only.
         device: device of the rows.
     """
 
@@ -43,20 +45,20 @@ class RowChannel:
         self._device = device
         self._table: Sequence[RowMessage] | None = None
         self.set_table(messages, held)
-        #: Micro-batches under way, each with its number among all that were sent.
+        #: Sends under way, each with the number of its micro-batch among all that were sent.
         self._leaving: deque[tuple[int, Transfers]] = deque()
-        #: Micro-batches sent so far.
+        #: Number of micro-batches sent so far.
         self.sent = 0
         self._arriving: tuple[Tensor, list[Tensor | None], Transfers] | None = None
-        #: Bytes sent so far, to be compared with the table.
+        #: Number of bytes sent so far, to be compared with the table.
         self.sent_bytes = 0
 
     def set_table(self, messages: Sequence[RowMessage], held: HeldRows) -> None:
-        """Use another table from the next micro-batch on: with documents, each has its own.
+        """Use another table from the next micro-batch on; each micro-batch of documents has its own table.
 
         Args:
-            messages: as in the constructor.
-            held: likewise.
+            messages: all messages of this direction for one micro-batch.
+            held: rows that this rank holds.
         """
         if messages is self._table:
             return
@@ -71,11 +73,11 @@ class RowChannel:
         self._runs = {message: self._run(message) for message in (*self._sends, *self._receives)}
 
     def send(self, rows: Tensor) -> None:
-        """Start sending a micro-batch; returns at once.
+        """Start sending a micro-batch, and return at once.
 
         Args:
-            rows: [L, b, hidden], the local rows with padding. The caller may drop it at once, and must not
-                write to it.
+            rows: rows of this rank with padding, [L, b, hidden]. The caller may drop the tensor at once, but
+                must not write to it.
         """
         rows = rows.detach()
         messages = [
@@ -88,10 +90,10 @@ class RowChannel:
         self.sent += 1
 
     def expect(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Post the receives of the next micro-batch, unless they are posted.
+        """Post the receives of the next micro-batch, unless they are posted already.
 
         Args:
-            shape: [L, b, hidden].
+            shape: shape of the rows of this rank, [L, b, hidden].
             dtype: type of the rows.
         """
         if self._arriving is not None:
@@ -109,7 +111,7 @@ class RowChannel:
         self._arriving = whole, packed, post(messages, (), self._group, _TAG, "pipeline")
 
     def receive(self) -> Tensor:
-        """Return the rows of the expected micro-batch, [L, b, hidden]."""
+        """Wait for the expected micro-batch, and return its rows [L, b, hidden]."""
         assert self._arriving is not None, "expect() comes first"
         whole, packed, transfers = self._arriving
         self._arriving = None
@@ -125,19 +127,22 @@ class RowChannel:
         return whole
 
     def finish(self, number: int | None = None) -> None:
-        """Wait until all sends have left, or those up to a micro-batch's number."""
+        """Wait until the sends up to the micro-batch with a number are complete; ``None``: all sends."""
         while self._leaving and (number is None or self._leaving[0][0] <= number):
             self._leaving.popleft()[1].wait()
 
     def _outgoing(self, rows: Tensor, message: RowMessage) -> Tensor:
-        """Return the rows of a message, flat: in place, or packed."""
+        """Return the rows of a message as a flat tensor: a view if possible, otherwise a packed copy."""
         run = self._runs[message]
         if run is not None and rows.is_contiguous():
             return rows[run].flatten()
         return torch.cat([self._cut(rows, block).flatten() for block in message.blocks])
 
     def _run(self, message: RowMessage) -> slice | None:
-        """Return the local rows of a message if they are consecutive and of all samples of this rank."""
+        """Return the slice of this rank's rows in a message; ``None`` if it must be packed.
+
+        A slice needs consecutive rows of all samples of this rank.
+        """
         ranges = [part for block in message.blocks for part in self._held.local(block.positions)]
         if any(block.samples != self._held.samples for block in message.blocks):
             return None
@@ -155,7 +160,7 @@ class RowChannel:
         rows[:, samples][index] = part.view(-1, samples.stop - samples.start, rows.shape[2])
 
     def _rows(self, block: RowBlock) -> tuple[slice | Tensor, slice]:
-        """Return the local rows of a block, and its samples among those of this rank."""
+        """Return the indices of a block's rows and samples in this rank's tensor."""
         first = self._held.samples[0]
         samples = slice(block.samples[0] - first, block.samples[1] - first)
         ranges = self._held.local(block.positions)

@@ -1,4 +1,4 @@
-"""Rows of micro-batches that wait between two ministages: on the device, or in host memory."""
+"""Stores, on the device or in host memory, for rows of micro-batches that wait between two ministages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_hexi.runtime.host_memory import Arrival, HostMemory
 
-#: A ministage and a micro-batch.
+#: Key of stored rows: number of the ministage and number of the micro-batch.
 Where = tuple[int, int]
 
 
@@ -27,11 +27,11 @@ class RowStore(Protocol):
         """
 
     def pop(self, where: Where, following: Where | None) -> Tensor:
-        """Return stored rows for the last time."""
+        """Return stored rows and remove them from the store; arguments are those of `get`."""
 
 
 class DeviceRows:
-    """A store on the device."""
+    """A store of rows on the device."""
 
     def __init__(self) -> None:
         self._kept: dict[Where, Tensor] = {}
@@ -50,10 +50,10 @@ class DeviceRows:
 
 
 class HostRows:
-    """A store in host memory: the device has the rows that are read, and those that are needed next.
+    """A store of rows in host memory; only rows in use and rows needed next are on the device.
 
     Args:
-        host: the rank's host memory. Its allocations are reused in every iteration.
+        host: host memory of this rank, whose allocations are reused in every iteration.
     """
 
     def __init__(self, host: HostMemory) -> None:

@@ -1,7 +1,7 @@
-"""Sums of kernel results over heads and rows, several terms at a time.
+"""Sum the results of attention kernels by heads and rows, several terms at a time.
 
-Terms wait in their own type until there are a few: then each is read once, and the sum, in fp32 (fp64 for
-fp64), is not read and written again for each term.
+Terms are kept in their own type until there are a few. They are then added in one operation, so that the sum,
+in fp32 (fp64 for fp64), is not read and written again for each term.
 
 Shape letters: B batch, h heads, G rows, Q rows of a term, D size of a head.
 """
@@ -19,13 +19,13 @@ from megatron_hexi.runtime.fused.slots import MOST_TERMS
 
 
 class Term(NamedTuple):
-    """One term of a `RowSum`: a tensor, and the heads and rows of the sum that it is added to.
+    """One term of a `RowSum`: a tensor, and the heads and rows of the sum to which it is added.
 
     Args:
-        heads: its heads of the sum.
-        rows: its rows of the sum.
-        value: [B, heads, Q, D].
-        log_sum_exp: [B, heads, Q], for outputs of attention.
+        heads: range of the sum's heads to which the term is added.
+        rows: rows of the sum to which the term is added.
+        value: the term, [B, heads, Q, D].
+        log_sum_exp: log-sum-exp of the term, [B, heads, Q], for an output of attention; otherwise ``None``.
     """
 
     heads: Range
@@ -35,7 +35,7 @@ class Term(NamedTuple):
 
 
 class RowSum:
-    """A sum over blocks: of gradients, or, with log-sum-exps, of outputs of attention.
+    """A sum over blocks: a plain sum of gradients, or attention outputs merged by their log-sum-exps.
 
     Blocks of attention are merged by their log-sum-exps:
 
@@ -45,10 +45,10 @@ class RowSum:
     section 3.1).
 
     Args:
-        recorder: compiles the pass.
-        shape: B, h, G, D.
-        few: whether a row has at most `MOST_TERMS` terms. If not, two terms at a time are added, so that
-            memory is never more than that of `MOST_TERMS` terms.
+        recorder: recorder that compiles the pass.
+        shape: shape of the sum, [B, h, G, D].
+        few: whether a row has at most `MOST_TERMS` terms. Otherwise terms are added two at a time, so that
+            waiting terms never need more memory than `MOST_TERMS` terms.
         weighed: whether terms have log-sum-exps.
         sinks: logits [h] that take part in the log-sum-exp and have no value.
     """
@@ -71,16 +71,16 @@ class RowSum:
         self._base: tuple[Value, Value | None] | None = None
 
     def add(self, heads: Range, rows: Rows, value: Value, log_sum_exp: Value | None = None) -> None:
-        """Add a term; see `Term`."""
+        """Add a term to the sum; the arguments are the fields of `Term`."""
         if any(len(terms) == self._most for _, terms in self._by_heads()):
             self._fold()
         self._terms.append(Term(heads, rows, value, log_sum_exp))
 
     def write(self, target: Value) -> Value | None:
-        """Write the sum to [B, h, G, D], of any type.
+        """Write the sum to a tensor [B, h, G, D] of any type.
 
         Returns:
-            The log-sum-exp [B, h, G] of outputs.
+            The merged log-sum-exp [B, h, G] of attention outputs; ``None`` for a plain sum.
         """
         total = self._new_log_sum_exp()
         self._combine(target, total)
@@ -121,7 +121,7 @@ class RowSum:
             recorder.do(run, *whole, self._sinks and self._sinks.cut(heads), *values, *totals)
 
     def _by_heads(self) -> list[tuple[Range, list[Term]]]:
-        """Return terms by ranges of heads that have the same terms; together all heads."""
+        """Divide all heads into ranges that have the same terms; return each range with its terms."""
         ends = sorted({0, self.shape[1], *(end for term in self._terms for end in term.heads)})
         return [
             (

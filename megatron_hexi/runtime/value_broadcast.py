@@ -1,7 +1,7 @@
-"""Broadcasts of updated weights from owners to holders, optionally behind the next forward pass.
+"""Broadcast updated weights from owners to holders, optionally overlapped with the next forward pass.
 
-All ranks start the broadcasts at one point and in the order in which the forward pass needs them, so they
-cannot block each other. Readers wait for each bucket.
+All ranks start the broadcasts at the same point and in the order in which the forward pass needs the weights,
+so that broadcasts cannot block each other. Readers of weights wait for each bucket.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron_hexi.runtime.waiting import waiting
 
 
 class ValueBroadcast:
-    """Broadcasts of the buckets that each holder keeps whole, on the device or in host memory.
+    """The broadcasts of updated weights in buckets that each holder keeps whole, on device or host.
 
     Args:
-        buffers: the buckets, in the order in which the backward pass completes them, the same on all ranks.
-        renew: brings the new values of a bucket into host memory.
+        buffers: the buckets, in the order in which the backward pass completes them; equal on all ranks.
+        renew: function that broadcasts the new values of a bucket into host memory.
     """
 
     def __init__(self, buffers: Sequence[BucketBuffer], renew: Callable[[BucketBuffer], None]) -> None:
@@ -30,7 +30,7 @@ class ValueBroadcast:
 
     @property
     def under_way(self) -> int:
-        """Number of buckets whose broadcasts have not been waited for."""
+        """Number of buckets whose broadcasts have not yet been waited for."""
         return len(self._works)
 
     @torch.no_grad()
@@ -46,7 +46,7 @@ class ValueBroadcast:
 
     @torch.no_grad()
     def settle(self, buffers: Iterable[BucketBuffer]) -> None:
-        """Wait for the values of some buckets, and copy them to their parameters."""
+        """Wait for the values of some buckets, and copy the values to the buckets' parameters."""
         for buffer in buffers:
             works = self._works.pop(id(buffer), None)
             if works is not None:

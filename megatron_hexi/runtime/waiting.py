@@ -1,8 +1,8 @@
-"""The time that a rank waits for messages in a training step.
+"""Measure the time that a rank waits for messages in a training step.
 
 A wait is the time on the device between two events of the current CUDA stream, which are recorded without
-waiting. On the CPU, where the platform replaces `torch.cuda`, an event reads the clock. Waiting includes the
-transfer itself, as far as no work hides it.
+synchronization. On the CPU, where the platform replaces `torch.cuda`, an event reads the clock. A wait
+includes the part of the transfer that no computation hides.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Literal, get_args
 
 import torch
 
-#: attention: keys and values, their gradients, and all-to-alls; gradients: gradients of weights, and weights;
-#: pipeline: messages between stages.
+#: Kinds of waits. `attention`: for keys and values, gradients of both, and all-to-alls. `gradients`: for
+#: weights and gradients of weights. `pipeline`: for messages between stages.
 Wait = Literal["attention", "gradients", "pipeline"]
 WAITS: tuple[Wait, ...] = get_args(Wait)
 
 _MS = 1e-3
-#: Bounds the steps for `StepMeter.take_finished`, in case it is never called.
+#: Largest number of steps kept for `StepMeter.take_finished`, in case it is never called.
 _MOST_FINISHED = 1000
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The time of one training step on this rank, seconds.
+    """The duration of one training step on this rank, and the part of it spent waiting.
 
     Args:
-        seconds: time from its begin to its end.
-        waited: the part of it spent waiting, by kind; empty where waits were not measured.
+        seconds: duration of the step, s.
+        waited: seconds spent waiting, by kind of wait; empty if waits were not measured.
     """
 
     seconds: float
@@ -39,7 +39,7 @@ class StepTimes:
 
 
 class StepMeter:
-    """A meter of training steps, and of the waits inside."""
+    """A meter of the duration of training steps, and of the waits inside each step."""
 
     def __init__(self) -> None:
         self.is_new = True  # no step has been measured
@@ -52,7 +52,7 @@ class StepMeter:
         """Measure the context as one training step.
 
         Args:
-            waits: whether the waits inside are measured too, with two more events each.
+            waits: whether to measure the waits inside the step too, each with two more events.
         """
         global _current
         self._collect()  # Steps that the device has finished by now: their events need not be kept.
@@ -67,7 +67,7 @@ class StepMeter:
         self._under_way.append(step)
 
     def take(self) -> list[StepTimes]:
-        """Return the steps since the last call, in order. Waits until the device has finished them."""
+        """Return the times of the steps since the last call, in order, after the device has finished them."""
         torch.cuda.synchronize()
         self._collect()
         assert not self._under_way
@@ -75,7 +75,7 @@ class StepMeter:
         return steps
 
     def take_finished(self) -> list[StepTimes]:
-        """Return the steps since the last call that the device has finished, in order, without waiting."""
+        """Return the times of steps since the last call that the device has finished, without waiting."""
         self._collect()
         steps = list(self._unread)
         self._unread.clear()
@@ -88,14 +88,14 @@ class StepMeter:
 
 
 def waiting(kind: Wait) -> AbstractContextManager[None]:
-    """Count the context as waiting, if a step is being measured; a wait inside a wait counts once."""
+    """Context whose time counts as waiting, if a step is being measured; nested waits count once."""
     global _begun
     _begun += 1
     return nullcontext() if _current is None or _current.waits else _current.wait(kind)
 
 
 class _Step:
-    """The events of one step on the device."""
+    """The events of one training step on the device."""
 
     def __init__(self, measures_waits: bool) -> None:
         self.begin, self.end = _event(), _event()
@@ -131,7 +131,7 @@ def _event() -> torch.cuda.Event:
 
 
 def waits_begun() -> int:
-    """Return the number of waits that this process has begun: it makes progress while this grows."""
+    """Return the number of waits that this process has begun; it grows while the process makes progress."""
     return _begun
 
 

@@ -1,16 +1,15 @@
-"""A watch in every rank: it ends ranks that cannot go on, and names the rank at fault.
+"""A watch in every rank, which ends the rank if the job cannot go on, and names the rank at fault.
 
-A collective says that a peer is gone, not which rank, or nothing until its time-out. `liveness` knows more of
-the others. A thread of its own, the guard, reads it and ends the process: the main thread may be stuck in a
-collective.
+A failing collective reports that a peer is gone, but not which rank, or reports nothing until its time-out.
+The class `Liveness` knows more about the other ranks. A separate thread, the guard, reads it and ends the
+process, since the main thread may be stuck in a collective.
 
-* A rank that fails posts a fault; all others print the message and end with the same exit code. * A rank
-whose peer is gone fails in a collective, at once or at the job's time-out. Before it ends it prints which
-  ranks have no heartbeat, and where it waited since when.
-* A launcher that saw a rank die ends the others by SIGTERM, often before their collectives fail. They print
-the
-  same, and end.
-* NCCL's own watchdog ends a process without notice. So a long silence is printed before that, as a warning.
+* A rank that fails posts a fault; all other ranks print its message and end with the same exit code.
+* A rank whose peer is gone fails in a collective, at once or at the job's time-out. Before it ends it prints
+  which ranks have no heartbeat, and where and since when it waited.
+* A launcher that saw a rank die ends the others by SIGTERM, often before their collectives fail. These ranks
+  print the same message, and end.
+* NCCL's own watchdog ends a process without notice. A long silence is therefore printed before, as a warning.
 """
 
 from __future__ import annotations
@@ -37,24 +36,25 @@ from megatron_hexi.runtime.liveness import FAILED, Liveness, clock_time
 from megatron_hexi.runtime.waiting import waits_begun
 from megatron_hexi.speaker import ENDED_S, say_error, under_torchrun
 
-#: Seconds in which a rank may end by itself after another posted a fault.
+#: Seconds in which a rank may end by itself after another rank posted a fault.
 _GRACE_S = 1.0
 #: Seconds of silence after which a warning is printed even where nothing has failed yet.
 _WARN_S = 10.0
-#: Modules that wait on behalf of their callers.
+#: Modules that wait on behalf of their callers; messages name the caller's place instead.
 _CARRIERS = ("megatron_hexi.runtime.wire", "megatron_hexi.runtime.waiting")
 #: Seconds between two looks of the guard.
 _LOOK_S = 0.25
 
 
 class Watch:
-    """The watch of one rank: when it ends, and what it prints then.
+    """The watch of one rank, which ends the rank's process, with a message, if the job cannot go on.
 
     Args:
         store: the job's store.
-        rank: this rank's number in the job.
-        world_size: ranks of the job.
-        lost_after_s: silence of a rank after which this rank ends; ``None``: it ends when a wait times out.
+        rank: number of this rank in the job.
+        world_size: number of ranks of the job.
+        lost_after_s: seconds of silence of another rank after which this rank ends; ``None``: this rank ends
+            when a wait times out.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Watch:
         self._previous_hook = sys.excepthook
 
     def start(self) -> None:
-        """Begin to send heartbeats, and to watch."""
+        """Begin to send heartbeats, and to watch the other ranks."""
         sys.excepthook = self._on_uncaught
         set_fault_listener(self.tell)
         self._take_signals()
@@ -85,7 +85,7 @@ class Watch:
         self._guard.start()
 
     def close(self) -> None:
-        """End the watch; the rank leaves the job."""
+        """End the watch, and let the rank leave the job."""
         if self._closed.is_set() or os.getpid() != self._process:
             return
         self._closed.set()
@@ -95,11 +95,11 @@ class Watch:
         self._give_signals_back()
 
     def tell(self, message: str, code: int) -> None:
-        """Post why this rank ends, and wait until all ranks have read it.
+        """Post the reason why this rank ends, and wait until all ranks have read it.
 
         Args:
-            message: one line.
-            code: the exit code.
+            message: error message, one line.
+            code: exit code of all ranks.
         """
         if os.getpid() == self._process and not self._closed.is_set():
             self._claim()
@@ -108,7 +108,7 @@ class Watch:
     # The guard
 
     def _look(self) -> None:
-        """Look at the state of the others, until the process ends."""
+        """Check the state of the other ranks repeatedly, until the process ends."""
         while not self._closed.is_set():
             self._receive_signal()
             if self._last_words.locked():
@@ -133,7 +133,7 @@ class Watch:
                 self._end(known, known.code)
 
     def _warn(self) -> None:
-        """Print a warning about each long silence, once."""
+        """Print a warning about each rank that has been silent for long, once per silence."""
         silent = self._others.silent
         long = {rank: entry for rank, entry in silent.items() if entry.seconds > _WARN_S}
         for rank in long.keys() - self._warned:
@@ -145,7 +145,7 @@ class Watch:
         self._warned = (self._warned & silent.keys()) | long.keys()
 
     def _note_wait(self) -> None:
-        """Note where the main thread is, and since when it has been there."""
+        """Record the place in the code at which the main thread waits, and since when."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if frame is None:
             return
@@ -200,7 +200,7 @@ class Watch:
             self._exit(code)
 
     def _is_ended(self) -> bool:
-        """Wait for torchrun to end this rank, as `speaker.await_end` does; return whether it has."""
+        """Wait for torchrun to end this rank, as `speaker.await_end` does; return whether it did."""
         until = time.monotonic() + ENDED_S
         while self._terminated_at is None and time.monotonic() < until:
             self._receive_signal()
@@ -216,11 +216,11 @@ class Watch:
             print(f"hexi: {kind}: [rank {self._rank}] {message}", file=sys.stderr, flush=True)
 
     def _claim(self) -> None:
-        """Take the right to print why this rank ends; where the guard has it, wait for its end."""
+        """Take the right to print why this rank ends; if the guard has it, wait for the process's end."""
         self._last_words.acquire()
 
     def _exit(self, code: int) -> None:
-        """End at once: exit handlers would wait for ranks that are gone."""
+        """End the process at once, without exit handlers, which would wait for ranks that are lost."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -229,7 +229,7 @@ class Watch:
     # SIGTERM
 
     def _take_signals(self) -> None:
-        """Receive SIGTERM also while the main thread is in a collective, unless another handler is set."""
+        """Let the guard receive SIGTERM while the main thread is in a collective, unless a handler is set."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -253,7 +253,7 @@ class Watch:
         return signal.getsignal(signal.SIGTERM) == self._on_sigterm
 
     def _receive_signal(self) -> None:
-        """Wait for the next look, or for a signal."""
+        """Wait for the time of the next check, or for a signal."""
         ready, _, _ = select.select([self._signals], [], [], _LOOK_S)
         if ready and signal.SIGTERM in self._signals.recv(64) and self._owns_sigterm():
             self._terminated_at = self._terminated_at or time.monotonic()
@@ -263,7 +263,7 @@ class Watch:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Return the function of Megatron or this package that waits: the innermost frame that is not torch's."""
+    """Return the place that waits, in Megatron or this package: the innermost frame that is not in torch."""
     innermost = frame
     while frame is not None and not _tells(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -280,7 +280,7 @@ _watch: Watch | None = None
 
 
 def start_watch(store: dist.Store, rank: int, world_size: int) -> None:
-    """Watch from now on until the process ends; a running watch ends."""
+    """Start the watch of this rank until the process ends, in place of a running watch."""
     global _watch
     stop_watch()
     atexit.unregister(stop_watch)
@@ -290,7 +290,7 @@ def start_watch(store: dist.Store, rank: int, world_size: int) -> None:
 
 
 def stop_watch() -> None:
-    """End the watch; the rank leaves the job."""
+    """End the watch of this rank, and let the rank leave the job."""
     global _watch
     if _watch is not None:
         _watch.close()

@@ -1,11 +1,11 @@
-"""The two ways in which ranks send each other tensors, on NCCL and gloo: all-to-all and point-to-point.
+"""Send tensors between ranks on NCCL and gloo, by all-to-all or by batches of point-to-point messages.
 
-NCCL needs three things: a group's first call is made by all its ranks (`connect`); calls on all groups can be
-carried out in the order in which each rank posts them; messages between two ranks are posted in the same
-order on both.
+NCCL has three requirements: all ranks of a group take part in the group's first call (`connect`); calls on
+all groups can be carried out in the order in which each rank posts them; two ranks post the messages between
+them in the same order.
 
-Gloo sends from host memory only: tensors on a GPU (in a test of several ranks on one GPU, say) are staged
-through the host.
+Gloo sends from host memory only: tensors on a GPU, as in a test of several ranks on one GPU, are copied
+through host memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_hexi.runtime.waiting import Wait, waiting
 
 
 class Message(NamedTuple):
-    """A contiguous tensor to send to another rank of the group, or to receive from it."""
+    """A point-to-point message: a contiguous tensor, and the rank to which or from which it is sent."""
 
     peer: int
     tensor: Tensor
@@ -30,7 +30,7 @@ class Message(NamedTuple):
 
 @dataclass
 class Transfers:
-    """Messages under way. Their tensors must not be touched before `wait`."""
+    """Messages under way, whose tensors must not be used before `wait` returns."""
 
     _works: list[dist.Work] = field(default_factory=list)
     _staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -38,11 +38,11 @@ class Transfers:
     kind: Wait = "attention"
 
     def is_done(self) -> bool:
-        """Whether all have left or arrived."""
+        """Whether all messages are sent or received."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        """Return when all have arrived (on CUDA: when the current stream will see them)."""
+        """Wait until all messages are sent or received; on CUDA, let the current stream wait for them."""
         with waiting(self.kind):
             for work in self._works:
                 work.wait()
@@ -54,15 +54,15 @@ class Transfers:
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Create the communicator of a group; all its ranks must call it before they send each other anything.
+    """Create the communicator of a process group; all its ranks must call this before they send messages.
 
-    NCCL creates it in the first call on a group, in which each rank waits for all others. Messages cannot be
-    that call: a rank without messages would be missing (`torch.distributed.batch_isend_irecv`). Gloo creates
-    it with the group.
+    NCCL creates the communicator in the first call on a group, in which each rank waits for all others.
+    Point-to-point messages cannot be this call, because a rank without messages would be missing
+    (`torch.distributed.batch_isend_irecv`). Gloo creates the communicator with the group.
 
     Args:
-        group: the ranks.
-        device: device of the tensors that they will send.
+        group: the process group.
+        device: device of the tensors that the ranks will send.
     """
     if dist.get_world_size(group) > 1:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -75,7 +75,15 @@ def all_to_all(
     sent_sizes: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Transfers:
-    """Start an all-to-all of flat tensors; the sizes count elements and may differ, zeros are allowed."""
+    """Start an all-to-all of flat tensors.
+
+    Args:
+        received: tensor for the received elements, in rank order.
+        sent: elements to send, in rank order.
+        received_sizes: number of elements to receive from each rank; may be 0.
+        sent_sizes: number of elements to send to each rank; may be 0.
+        group: the process group.
+    """
     transfers = Transfers()
     target = received
     if _staged(sent, group):
@@ -96,11 +104,11 @@ def post(
     tag: int,
     kind: Wait = "attention",
 ) -> Transfers:
-    """Start sending and receiving, without waiting.
+    """Start a batch of point-to-point messages, and return without waiting.
 
-    The group is connected. NCCL matches messages between two ranks by their order, gloo by tag: so every rank
-    posts its batches in the order of their tags. Receives go first: gloo would serialise both directions
-    otherwise.
+    The group must be connected. NCCL matches messages between two ranks by their order, gloo by tag; so every
+    rank must post its batches in the order of their tags. Receives are posted first, since gloo would
+    serialise both directions otherwise.
     """
     transfers = Transfers(kind=kind)
     operations: list[dist.P2POp] = []

@@ -1,8 +1,8 @@
-"""Copies and sums beside attention kernels, each a single operation on a GPU.
+"""Fused copies and sums around attention kernels, each a single kernel launch on a GPU.
 
-`plain` defines each in torch, and runs it on CPUs; `on_gpu` runs it in one launch. Triton comes with torch
-for CUDA, and needs a C compiler and Python's headers; where one of them is missing, `plain` runs on GPUs too,
-in more launches.
+`plain` defines each operation in torch, and runs on CPUs; `on_gpu` runs each operation in one launch. Triton
+comes with torch for CUDA, and needs a C compiler and Python's headers; if one of them is missing, `plain`
+runs on GPUs too, in more launches.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megatron_hexi.runtime.fused.toolchain import triton_lacks
 
 
 def implementation(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """Return the module with the operations for tensors of this kind; chosen when a pass is compiled."""
+    """Return the module, `plain` or `on_gpu`, whose operations compute tensors of a device and type."""
     return on_gpu if device.type == "cuda" and dtype != torch.float64 and has_triton() else plain
 
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton can launch kernels here; asked on GPUs only, with a warning where it cannot."""
+    """Whether Triton can launch kernels on this machine; warns if not. Call it only on GPUs."""
     lacks = triton_lacks()
     if lacks:
         warnings.warn(

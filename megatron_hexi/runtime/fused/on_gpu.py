@@ -19,9 +19,9 @@ from megatron_hexi.runtime import call_rows
 from megatron_hexi.runtime.call_rows import Rows
 from megatron_hexi.runtime.fused.slots import Slot
 
-#: Elements of a program: few enough for the registers of 128 threads, which hold them in fp32.
+#: Number of elements of a Triton program: few enough for fp32 values in the registers of 128 threads.
 _ELEMENTS = 2048
-#: An optional tensor that is not there, and its strides.
+#: Placeholder for an optional tensor that is not given, and for its strides.
 _NONE = None, None
 
 
@@ -155,15 +155,15 @@ def launch(
     *arguments: Any,
     **constants: Any,
 ) -> None:
-    """Launch a kernel.
+    """Launch a kernel of `triton_kernels`.
 
     Args:
-        kernel: its name.
-        grid: numbers of programs.
-        reads: the tensors that it reads once, for tests and benchmarks that count bytes.
-        writes: the tensors that it writes once, likewise.
+        kernel: name of the kernel.
+        grid: numbers of programs along both axes.
+        reads: tensors that the kernel reads once, for tests and benchmarks that count bytes.
+        writes: tensors that the kernel writes once, for tests and benchmarks that count bytes.
         arguments: arguments of the kernel.
-        constants: constants that it is compiled with.
+        constants: constants with which the kernel is compiled.
     """
     getattr(_kernels(), kernel)[grid](*arguments, **constants)
 
@@ -176,6 +176,6 @@ def _kernels() -> ModuleType:
 
 @cache  # head sizes are few
 def _block(width: int) -> dict[str, int]:
-    """Return rows and columns of a program, powers of 2."""
+    """Return the numbers of rows and columns of a program, powers of 2, for heads of a width."""
     columns = 1 << (width - 1).bit_length()
     return {"BLOCK": max(1, _ELEMENTS // columns), "WIDTH": columns}

@@ -25,19 +25,19 @@ def combine(
     sinks: Tensor | None,
     *parts: Tensor,
 ) -> None:
-    """Write the sum of terms, accumulated in fp32 (fp64 for fp64); rows without a term become 0.
+    """Write the sum of terms to `target`, accumulated in fp32 (fp64 for fp64); rows without a term become 0.
 
-    With log-sum-exps it is attention over all keys of the terms: `lse = log(sum exp(lse_i))` and
+    With log-sum-exps the sum is attention over the keys of all terms: `lse = log(sum exp(lse_i))` and
     `out = sum out_i exp(lse_i - lse)`.
 
     Args:
-        rows: rows of each term; at most `MOST_TERMS` terms.
-        target: the result, [B, h, G, D], of any type.
-        total: the resulting log-sum-exp, [B, h, G] in fp32 (fp64 for fp64); ``None``: a plain sum.
-        base: a further term, of all rows; may be the target.
-        base_total: its log-sum-exp.
+        rows: rows of `target` to which each term is added; at most `MOST_TERMS` terms.
+        target: tensor for the sum, [B, h, G, D], of any type.
+        total: tensor for the merged log-sum-exp, [B, h, G] in fp32 (fp64 for fp64); ``None``: a plain sum.
+        base: a further term with all rows; may be `target`.
+        base_total: log-sum-exp of `base`.
         sinks: logits [h] that take part in the log-sum-exp and have no value.
-        parts: the terms, [B, h, Q, D]; with `total`, followed by their log-sum-exps, [B, h, Q].
+        parts: terms [B, h, Q, D]; with `total`, followed by the terms' log-sum-exps [B, h, Q].
     """
     wide = torch.promote_types(target.dtype, torch.float32)
     values, totals = parts[: len(rows)], parts[len(rows) :]
@@ -134,7 +134,7 @@ def _unpack(slots: Sequence[tuple[Sequence[Slot], bool]], flat: Tensor, *parts: 
 
 
 def _overlap(slots: Sequence[Slot]) -> bool:
-    """Whether a head lies in several slots."""
+    """Whether some head of a tensor lies in several slots."""
     ends = sorted(slot.heads for slot in slots if slot.heads[0] < slot.heads[1])
     return any(first[1] > second[0] for first, second in itertools.pairwise(ends))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_hexi.plan.model import Range
 
-#: Terms that one operation adds; a fused operation has a pointer for each.
+#: Largest number of terms that one operation adds; a fused operation has a pointer for each term.
 MOST_TERMS = 4
 
 
@@ -16,9 +16,9 @@ class Slot:
 
     Args:
         part: number of the tensor.
-        heads: range of its heads.
+        heads: range of the tensor's heads.
         size: size of a head.
-        offset: offset of the first element.
+        offset: offset of the slot's first element in the message.
         stride: elements from one row (of tokens and batch) to the next.
     """
 

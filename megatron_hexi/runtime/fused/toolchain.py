@@ -1,4 +1,4 @@
-"""The tools that Triton needs to launch a kernel: it compiles a small module in C on first use.
+"""Check for the tools that Triton needs to launch a kernel, since it compiles a small C module on first use.
 
 The conditions are those of `triton/runtime/build.py`.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 @cache
 def triton_lacks() -> str:
-    """Return what keeps Triton from launching kernels on a GPU; empty if nothing does."""
+    """Return the reason why Triton cannot launch kernels on a GPU; empty if it can."""
     if find_spec("triton") is None:
         return "Triton is not installed"
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")

@@ -27,11 +27,11 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Compute `plain.combine`: pointers have steps of batch, head and row.
+    """Compute `plain.combine`; each tensor is a pointer with its strides (steps) of batch, head and row.
 
-    Terms: (value, steps) each. Places: (log-sum-exp, steps, map, first row, row after the last) each; the map
-    gives the term's row for each row from the first, -1 for none. These and the number of rows change with
-    each sequence of documents, so Triton must not compile anew for their divisors.
+    An entry of `terms` is (value, steps). An entry of `places` is (log-sum-exp, steps, map, first row, last
+    row + 1); the map has the term's row for each row of the sum from the first, -1 for none. The rows change
+    with each sequence of documents, so Triton must not specialize the kernel for divisors of these numbers.
     """
     place = tl.program_id(1)
     batch, head = (place // heads).to(tl.int64), (place % heads).to(tl.int64)
@@ -93,7 +93,7 @@ def combine_kernel(
 
 @triton.jit
 def _own_rows(index, first, last, row, is_row):
-    """Return the rows of a term for rows of the sum, and whether it has them."""
+    """Return the row of a term for each row of the sum, and whether the term has this row."""
     has = is_row & (row >= first) & (row < last)
     term_row = row - first
     if index is not None:
@@ -116,8 +116,9 @@ def move_kernel(
 ):
     """Compute `plain.pack` and `plain.unpack`.
 
-    Parts: (tensor, steps of tokens, batch and head, size of a head), each. A line of the table is a head: its
-    part, its number, then offset and stride of each of its copies in the flat message, offset -1 for none.
+    An entry of `parts` is (tensor, steps of tokens, batch and head, size of a head). A line of `table`
+    describes a head: number of the part, number of the head, then offset and stride of each copy of the head
+    in the flat message, with offset -1 for no copy.
     """
     line = table + tl.program_id(1) * (2 + 2 * COPIES)
     part_number, head = tl.load(line), tl.load(line + 1)

@@ -1,4 +1,4 @@
-"""Attention kernels behind one interface, and the choice among them."""
+"""Attention kernels with a common interface, and the choice of a kernel."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron_hexi.runtime.kernels.flash_attn import flash_attention_2, flash_at
 _FLASH_3, _CUDNN, _FLASH_2 = flash_attention_3(), CudnnKernel(), (flash_attention_2(), AtenFlashKernel())
 _PLAIN = (AtenCpuKernel(), MathKernel())
 
-#: All kernels, the fastest first on Hopper and Blackwell: FlashAttention-3 is above cuDNN there, cuDNN above
-#: FlashAttention-2 (FlashAttention-3 paper, arXiv 2407.08608, figures 5-6).
+#: All kernels, the fastest first on Hopper and Blackwell, where FlashAttention-3 is faster than cuDNN, and
+#: cuDNN faster than FlashAttention-2 (FlashAttention-3 paper, arXiv 2407.08608, figures 5-6).
 KERNELS: tuple[KernelOnOffer, ...] = (_FLASH_3, _CUDNN, *_FLASH_2, *_PLAIN)
 
 #: Values of ``--hexi-kernel``.
@@ -35,13 +35,13 @@ def ranked_kernels(device: torch.device) -> tuple[KernelOnOffer, ...]:
 
 
 def select_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelDispatch:
-    """Return the kernel with a name, or with ``auto`` the fastest for such tensors.
+    """Return the kernel with the given name or, for ``auto``, the fastest kernel for the given tensors.
 
-    Blocks that it does not take go to the fastest kernel that does.
+    Blocks that this kernel cannot compute are given to the fastest kernel that can.
 
     Raises:
-        PlatformError: the name is unknown, or the kernel refuses; the message has the reason and usable
-            kernels.
+        PlatformError: the name is unknown, or the kernel cannot be used for such tensors; the message has the
+            reason and the usable kernels.
     """
     kernels = ranked_kernels(device)
     refusals = {kernel.name: kernel.refuses(device, dtype, head_dim) for kernel in kernels}

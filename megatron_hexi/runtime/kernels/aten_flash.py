@@ -13,8 +13,8 @@ _HALF_TYPES = (torch.bfloat16, torch.float16)
 class AtenFlashKernel(KernelOnOffer):
     """`aten::_flash_attention_forward`: bf16 and fp16 on Ampere and newer, GQA natively.
 
-    Takes [B, tokens, heads, D]: with a batch of one sequence, the layout of our all-to-all.
-    Its backward is deterministic where `torch.use_deterministic_algorithms` asks for it.
+    The operator takes [B, tokens, heads, D], which is the layout of our all-to-all for a batch of one
+    sequence. Its backward pass is deterministic if `torch.use_deterministic_algorithms` asks for it.
     """
 
     name = "aten-flash"
@@ -87,14 +87,14 @@ class AtenFlashKernel(KernelOnOffer):
 
 
 def _swapped(tensor: Tensor) -> Tensor:
-    """Return [B, H, rows, D] as [B, rows, H, D], and the reverse."""
+    """Transpose [B, H, rows, D] to [B, rows, H, D], or the reverse."""
     return tensor.transpose(1, 2)
 
 
 def _lengths(
     query: Tensor, key: Tensor, sequences: Sequences | None
 ) -> tuple[tuple[Tensor | None, Tensor | None], tuple[int, int]]:
-    """Return the ends of sequences among queries and keys (``None``: one sequence), and greatest lengths."""
+    """Return the ends of sequences in queries and keys (``None``: one sequence), and the largest lengths."""
     if sequences is None:
         return (None, None), (query.shape[2], key.shape[2])
     return (sequences.query_ends, sequences.key_ends), (max(sequences.queries), max(sequences.keys))

@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 def is_deterministic() -> bool:
-    """Whether results must be bitwise equal in every run.
+    """Whether results must be bitwise equal in every run, as by `torch.use_deterministic_algorithms`.
 
-    `torch.use_deterministic_algorithms` says so, which Megatron's ``--deterministic-mode`` calls. Where it
-    only warns, torch's own kernels stay as they are, and ours too.
+    Megatron's ``--deterministic-mode`` calls this function. If it is set only to warn, results may differ, as
+    those of torch's own kernels.
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     return enabled and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -27,13 +27,13 @@ def is_deterministic() -> bool:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Blocks that lie one after another in the rows of a call; none is empty.
+    """Sizes of the blocks of a kernel call, whose rows follow one another; no block is empty.
 
     Args:
         queries: number of queries of each block.
         keys: number of keys of each block.
-        query_ends: 0 and the end of each block among the queries, int32, on the kernel's device.
-        key_ends: likewise among the keys.
+        query_ends: 0, followed by the end of each block's queries, int32, on the kernel's device.
+        key_ends: 0, followed by the end of each block's keys, int32, on the kernel's device.
     """
 
     queries: tuple[int, ...]
@@ -42,7 +42,7 @@ class Sequences:
     key_ends: Tensor
 
     def runs(self) -> Iterator[tuple[slice, slice, int]]:
-        """Yield runs of blocks of one size: their queries, their keys, and their number."""
+        """Yield runs of equally large blocks: slice of queries, slice of keys, and number of blocks."""
         query = key = 0
         for (queries, keys), alike in groupby(zip(self.queries, self.keys, strict=True)):
             count = len(list(alike))
@@ -51,14 +51,14 @@ class Sequences:
 
 
 class BlockKind(NamedTuple):
-    """The properties of a block that decide on a kernel, without values: nothing waits for the device.
+    """The properties of a kernel call that decide which kernel computes it, known without device values.
 
     Args:
         query: shape of the query, [B, H, Q, D].
         key: shape of the key, [B, K, S, D].
         causal: whether the blocks are causal.
         device: device of the tensors.
-        sequences: the blocks; ``None``: it is one block.
+        sequences: sizes of the blocks; ``None``: the call has a single block.
     """
 
     query: tuple[int, ...]
@@ -69,10 +69,11 @@ class BlockKind(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Attention over a block, or several, in a form in which blocks can be merged.
+    """An attention kernel for one or several blocks whose results can be merged with those of other blocks.
 
-    The forward pass returns the output and the log-sum-exp of each row; the backward pass takes those of all
-    merged blocks, so that the gradients of a block are exact parts of the whole.
+    The forward pass returns the output and the log-sum-exp of each row; the backward pass takes the merged
+    output and log-sum-exp of all blocks, so that the gradients of a block are exact summands of the whole
+    gradients.
 
     Shapes: query [B, H, Q, D], key [B, K, S, D], value [B, K, S, D]; output as query; log-sum-exp
     [B, H, Q] in fp32 (fp64 for fp64 inputs). Any strides whose last is 1. No size is 0. With `sequences` the
@@ -94,7 +95,7 @@ class Kernel(Protocol):
         scale: float,
         sequences: Sequences | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp. `causal` is given for square blocks only."""
+        """Return the output and the log-sum-exp of a call; `causal` is only set for square blocks."""
 
     def backward(
         self,
@@ -113,13 +114,13 @@ class Kernel(Protocol):
 
 
 class KernelOnOffer(Kernel, Protocol):
-    """A kernel that can be chosen, for some tensors and some of their blocks."""
+    """A kernel that users can choose by name, with tests for the tensors and blocks that it can compute."""
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Return why the kernel cannot be used for such tensors; ``None`` if it can."""
 
     def takes(self, block: BlockKind) -> bool:
-        """Whether it takes such blocks, forward and backward; asked for tensors that it does not refuse."""
+        """Whether the kernel can compute such blocks, forward and backward, of tensors that it accepts."""
         return True
 
 
@@ -203,9 +204,9 @@ class DenseKernel(KernelOnOffer, Protocol):
 
 
 class MathKernel(DenseKernel):
-    """Plain matrix products: any device, any floating type, any head size, O(Q S) memory.
+    """Attention by plain matrix products, for any device, floating type and head size, with O(Q S) memory.
 
-    Computes in fp32 (fp64 for fp64 inputs). The reference, and the fallback.
+    It computes in fp32 (fp64 for fp64 inputs), and is the reference and the fallback for all other kernels.
     """
 
     name = "math"

@@ -1,7 +1,7 @@
-"""cuDNN's attention through torch.
+"""cuDNN's attention kernel, called through torch.
 
-The operator is called without torch's dispatcher, which keeps unsupported tensors from cuDNN. Its rules are
-repeated here, with what is known of later releases: `can_use_cudnn_attention` in
+The operator is called without torch's dispatcher, which refuses tensors that cuDNN does not support. The
+dispatcher's rules are repeated here, with known errors of cuDNN releases: `can_use_cudnn_attention` in
 https://github.com/pytorch/pytorch/blob/001f694/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
 """
 
@@ -15,15 +15,15 @@ from torch import Tensor
 from megatron_hexi.plan.kernels import WIDEST_HEADS
 from megatron_hexi.runtime.kernels.base import BlockKind, KernelOnOffer, Sequences, is_deterministic
 
-#: Largest batch and number of heads (max_cudnn_dim_size there).
+#: Largest batch size and largest number of heads (max_cudnn_dim_size in the cited file).
 _MOST = 65535
-#: The first release that reads no further than the last query where 128 does not divide their number
+#: First release that does not read beyond the last query if the number of queries is no multiple of 128
 #: (https://github.com/pytorch/pytorch/issues/169849).
 _ANY_QUERIES = 91501
-#: The first release without NaN in the gradient of queries on Hopper where the last tile of keys is half
-#: full and no causal mask hides it (https://github.com/pytorch/pytorch/issues/196678).
+#: First release without NaN in the gradient of queries on Hopper if the last tile of keys is half full and no
+#: causal mask hides it (https://github.com/pytorch/pytorch/issues/196678).
 _HALF_TILES = 92600
-#: Placeholder in a remedy, where torch's cuDNN is not among the installed packages.
+#: Placeholder for cuDNN's folder in a remedy, if torch's cuDNN is not among the installed packages.
 UNKNOWN_FOLDER = "FOLDER_OF_TORCHS_CUDNN"
 
 
@@ -122,7 +122,7 @@ class CudnnKernel(KernelOnOffer):
 
 
 def cudnn_version() -> int | None:
-    """Return the version of cuDNN, such as 91900; ``None`` where torch cannot use the loaded one."""
+    """Return the version of cuDNN, such as 91900; ``None`` if torch cannot use the loaded cuDNN."""
     try:
         return torch.backends.cudnn.version()
     except RuntimeError:  # an older one
@@ -130,7 +130,7 @@ def cudnn_version() -> int | None:
 
 
 def torchs_cudnn() -> str:
-    """Return the folder of the cuDNN libraries installed with torch; empty where there is none."""
+    """Return the folder of the cuDNN libraries installed with torch; empty if there is none."""
     spec = find_spec("nvidia.cudnn") if find_spec("nvidia") else None
     places = list(spec.submodule_search_locations or ()) if spec else []
     return f"{places[0]}/lib" if places else ""

@@ -1,4 +1,4 @@
-"""Choice of a kernel for each block, and alignment of tensors that CUDA kernels read."""
+"""Choose a kernel for each block, and align tensors that CUDA kernels read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ ALIGNMENT_BYTES = 16
 
 
 class KernelDispatch:
-    """A list of kernels, of which the first that takes a block computes it.
+    """A list of kernels; each block is computed by the first kernel that can compute it.
 
     Args:
-        kernels: kernels that do not refuse the tensors; the first gives its name, the last takes every block.
+        kernels: kernels that accept the tensors; the first gives this object its name, the last can compute
+            every block.
     """
 
     def __init__(self, kernels: Sequence[KernelOnOffer]) -> None:
@@ -30,10 +31,10 @@ class KernelDispatch:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return a tensor whose rows, also of slices, a CUDA kernel can read by 16 bytes: itself or a copy.
+    """Return the tensor if all its rows are aligned to 16 bytes for CUDA kernels, or else an aligned copy.
 
-    Keys and values travel as columns of one message, and so have the row length of both: with keys of 128 and
-    values of 3, only every eighth row is aligned.
+    Keys and values are columns of one message, so that a row has the length of both: with keys of 128 and
+    values of 3 elements, only every eighth row is aligned.
     """
     if not tensor.is_cuda or tensor.shape[-1] * tensor.element_size() % ALIGNMENT_BYTES:
         return tensor
@@ -47,7 +48,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def aligned_log_sum_exp(log_sum_exp: Tensor) -> Tensor:
-    """Return [B, heads, Q] contiguous and aligned to 16 bytes: itself or a copy."""
+    """Return a log-sum-exp [B, heads, Q] if it is contiguous and aligned to 16 bytes, or else such a copy."""
     log_sum_exp = log_sum_exp.contiguous()
     is_aligned = not log_sum_exp.storage_offset() * log_sum_exp.element_size() % ALIGNMENT_BYTES
     return log_sum_exp if is_aligned else log_sum_exp.clone()

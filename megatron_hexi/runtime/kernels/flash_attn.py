@@ -1,7 +1,7 @@
-"""FlashAttention 2 and 3 from their own packages, where installed.
+"""FlashAttention 2 and 3 from their own packages, if installed.
 
-Their releases add and rename parameters of the functions used here. Each call therefore names its arguments.
-A release that lacks one of these names is refused; further required parameters get neutral values.
+Releases of these packages add and rename parameters of the functions used here. Each call therefore names its
+arguments. A release that lacks one of these names is refused; further required parameters get neutral values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_hexi.errors import PlatformError
 from megatron_hexi.runtime.kernels.base import KernelOnOffer, Sequences, is_deterministic, packed, unpacked
 
-#: Values that leave out features beside plain attention; given where a release has no default.
+#: Parameter values that switch off all features besides plain attention, passed if a release has no default.
 _LEFT_OUT = {
     "dropout_p": 0.0,
     "window_size_left": -1,
@@ -34,14 +34,15 @@ _LEFT_OUT = {
 class FlashAttentionKernel(KernelOnOffer):
     """`flash_attn` (2) or `flash_attn_interface` (3): bf16 and fp16, GQA natively.
 
-    Takes [B, tokens, heads, D]: with a batch of one sequence, the layout of our all-to-all.
+    The functions take [B, tokens, heads, D], which is the layout of our all-to-all for a batch of one
+    sequence.
 
     Args:
         name: name of the kernel in flags and logs.
-        module: the module that holds its functions.
-        capability: the CUDA compute capabilities it is built for: the least, and the first above them.
-        deterministic: whether every release with an argument of that name obeys it.
-        one_function: whether the same functions take several sequences.
+        module: name of the module with the kernel's functions.
+        capability: CUDA compute capabilities for which the kernel is built: the least, and the first above.
+        deterministic: whether all releases with the argument `deterministic` obey it.
+        one_function: whether the functions for one sequence also take several sequences.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class FlashAttentionKernel(KernelOnOffer):
         return back(dq), back(dk), back(dv)
 
     def _call(self, way: str, sequences: Sequences | None) -> Callable[..., Any]:
-        """Return the package's function: FlashAttention-2 has separate ones for several sequences."""
+        """Return the package's forward or backward function, for one or several sequences."""
         name = "_flash_attn_" if sequences is None or self._one_function else "_flash_attn_varlen_"
         return _named(self._module, name + way)
 
@@ -150,8 +151,8 @@ def flash_attention_2() -> FlashAttentionKernel:
 def flash_attention_3() -> FlashAttentionKernel:
     """Return FlashAttention-3, for Hopper only.
 
-    Releases of 2025 took `deterministic` and ignored it
-    (https://github.com/Dao-AILab/flash-attention/pull/1766); their versions do not tell.
+    Releases of 2025 accepted `deterministic` but ignored it
+    (https://github.com/Dao-AILab/flash-attention/pull/1766); they cannot be told by their versions.
     """
     return FlashAttentionKernel(
         "flash-attn-3", "flash_attn_interface", ((9, 0), (10, 0)), deterministic=False, one_function=True
@@ -159,9 +160,9 @@ def flash_attention_3() -> FlashAttentionKernel:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether a module is installed, looked up without importing it.
+    """Whether a module is installed; the module is not imported.
 
-    FlashAttention-4 lies in the folder of FlashAttention-2's package, which is there without any code then.
+    FlashAttention-4 is installed in the folder of FlashAttention-2's package, which may then have no code.
     """
     package, _, name = module.partition(".")
     spec = find_spec(package)
@@ -171,12 +172,12 @@ def _is_installed(module: str) -> bool:
 
 
 def _swapped(tensor: Tensor) -> Tensor:
-    """Return [B, H, rows, D] as [B, rows, H, D], and the reverse."""
+    """Transpose [B, H, rows, D] to [B, rows, H, D], or the reverse."""
     return tensor.transpose(1, 2)
 
 
 def _lengths(sequences: Sequences | None) -> dict[str, Any]:
-    """Return the ends of sequences, under the packages' parameter names."""
+    """Return the ends and largest lengths of sequences by the packages' parameter names."""
     if sequences is None:
         return {}
     return {
@@ -189,7 +190,7 @@ def _lengths(sequences: Sequences | None) -> dict[str, Any]:
 
 @cache
 def _named(module: str, name: str) -> Callable[..., Any]:
-    """Return a function of the module that is called with the names that releases have in common."""
+    """Return a function of a module, to be called with parameter names that all releases have in common."""
     function, parameters = _function(module, name)
     required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
     unasked = {key: _LEFT_OUT.get(key) for key in required}
@@ -210,7 +211,7 @@ def _named(module: str, name: str) -> Callable[..., Any]:
 
 
 def _function(module: str, name: str) -> tuple[Callable[..., Any], Mapping[str, inspect.Parameter]]:
-    """Return a function of the module, and its parameters."""
+    """Return a function of a module, and the function's parameters by name."""
     function = getattr(importlib.import_module(module), name)
     # torch's wrapper around the functions of some releases keeps the signature here.
     return function, inspect.signature(getattr(function, "_init_fn", function)).parameters
