@@ -37,8 +37,8 @@ class JobTerms:
         micro_batch_size: --micro-batch-size.
         global_batch_size: --global-batch-size.
         pipeline_parallel: --pipeline-model-parallel-size, for a plan with a repeated stage.
-        virtual_stages: --num-virtual-stages-per-pipeline-rank, for a plan with a repeated stage: chunks of each
-            pipeline stage's layers, which Megatron's interleaved schedule runs in turn.
+        virtual_stages: --num-virtual-stages-per-pipeline-rank, for a plan with a repeated stage: chunks of
+            each pipeline stage's layers, which Megatron's interleaved schedule runs in turn.
         precision: --bf16, --fp16, or neither.
         recompute: --recompute-granularity; a number n: full recomputation of the first n layers.
         optimizer: --optimizer.
