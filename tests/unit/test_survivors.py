@@ -167,7 +167,10 @@ def test_what_the_command_line_fixes_is_fixed_after_a_loss(cluster):
     [
         ([*EXPERTS, "--tensor-model-parallel-size", "1"], "--tensor-model-parallel-size: experts lie in"),
         (["--make-vocab-size-divisible-by", "1"], "--make-vocab-size-divisible-by 1: .* a multiple of 2"),
-        (["--mtp-num-layers", "1"], "multi-token prediction is not supported"),
+        (
+            ["--num-layers-per-virtual-pipeline-stage", "1"],
+            "--num-layers-per-virtual-pipeline-stage: .* give --num-virtual-stages-per-pipeline-rank",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
