@@ -108,10 +108,10 @@ class ModelPart:
         )
 
     def predictions(self, model: Model) -> KindLayers:
-        """The layers of multi-token prediction that the part has: all of the model's where it has the loss.
+        """Return how many layers of multi-token prediction the part has, and how many are computed again.
 
-        Megatron computes them again with all layers of the stage, and not with so many whole ones of them
-        (its --recompute-method block).
+        The part with the loss has all of them, other parts none. Megatron computes them again if it does so
+        with all layers of the stage, and not if with some only (--recompute-method block).
         """
         layers = self.is_last * model.mtp_layers
         return KindLayers(layers, layers * np.equal(self.again, self.layers))

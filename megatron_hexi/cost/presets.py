@@ -144,7 +144,7 @@ def _is_json(text: str, path: Path) -> bool:
 
 
 def model_file(name: str) -> Path | None:
-    """The file that a model is read from, there or not; ``None``: it is a preset or a recipe."""
+    """Return the file that a model is read from, which need not exist; ``None``: a preset or a recipe."""
     if name in presets() or name in recipes():
         return None
     return Path(name, "config.json") if os.path.isdir(name) else Path(name)

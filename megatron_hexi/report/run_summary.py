@@ -155,7 +155,7 @@ def last_start(record: Record, plan: Plan) -> Start:
 
 
 def describe_run(record: Record, plan: Plan, cost: IterationCost | None) -> Run:
-    """Return the run of a plan.
+    """Return the measurements of a recorded run, and the prediction for its plan.
 
     Args:
         record: the run's record.

@@ -263,7 +263,10 @@ class Watch:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Return the place that waits, in Megatron or this package: the innermost frame that is not in torch."""
+    """Return where a rank waits: module, function and line of the innermost frame in Megatron or this package.
+
+    Frames of `_CARRIERS` are skipped. If no frame is left, the innermost frame of all is returned.
+    """
     innermost = frame
     while frame is not None and not _tells(frame.f_globals.get("__name__", "")):
         frame = frame.f_back

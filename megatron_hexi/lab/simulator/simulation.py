@@ -59,8 +59,8 @@ class Span:
         kind: ``token``, ``attention``, ``experts``, ``logits``; ``all_to_all``, ``exchange``,
             ``expert_all_to_all``, ``tensor_parallel``.
         name: its name: ``own block``, ``blocks 2``, ``keys 2``.
-        start_s: its begin.
-        end_s: its end.
+        start_s: start of the activity, s.
+        end_s: end of the activity, s.
         layer: layer of the stage, counted among those of its kind.
         way: ``forward``, ``logits``, ``again`` (recomputed) or ``backward``.
         layer_kind: number of the kind of layer.
@@ -87,8 +87,8 @@ class PipelineSpan:
         way: ``forward``, ``backward``, or ``turn`` for both of a replica's last ministage.
         micro_batch: number among those of the replica.
         lane: number among the stage's domains that take whole micro-batches; 0 where all domains share each.
-        start_s: its begin.
-        end_s: its end.
+        start_s: start of the activity, s.
+        end_s: end of the activity, s.
         chunk: number among the chunks of the stage's layers that run in turn.
     """
 

@@ -81,7 +81,11 @@ class NoExperts(torch.nn.Module):
         super().__init__()
 
     def forward(self, states: Tensor, per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """No rows, [0, hidden], which depend on both inputs: backward, both exchanges are made again."""
+        """Return a tensor without rows, [0, hidden], and no bias.
+
+        The tensor depends on `states` and `probs`, so that this rank takes part in the all-to-alls of both in
+        the backward pass, too.
+        """
         return states * probs.unsqueeze(-1).to(states.dtype), None
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:

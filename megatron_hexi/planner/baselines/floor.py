@@ -185,10 +185,14 @@ class Floor:
         return np.array(rooms)
 
     def seconds(self, candidates: Sequence[Sequence[Layout]]) -> Floats:
-        """Least seconds of an iteration, for each candidate.
+        """Return a lower bound of the seconds of an iteration for each of K candidates.
+
+        Args:
+            candidates: layouts of each candidate, one for each replica.
 
         Returns:
-            [chunks, K]; infinite where Megatron cannot interleave the replicas' micro-batches.
+            [chunks, K], a row for each number of chunks that is compared; infinite where Megatron cannot
+            interleave the replicas' micro-batches.
         """
         job, arrays = self._job, _Arrays.of(candidates)
         rows = job.micro_batch_size * arrays.tokens.astype(float)

@@ -103,11 +103,12 @@ class LayerTimes:
 
 
 class LayerTimer:
-    """Times layers of one job's micro-batches, each when it is first asked for.
+    """Predicts time and memory of layers by the cost model, each when it is first asked for.
 
     Args:
-        job: of one micro-batch, with core attention computed again.
-        cluster: where. Layers are timed as if its GPUs had room for any; whether they do, tables say.
+        job: a job of one micro-batch, with core attention computed again.
+        cluster: GPUs of the stages. Layers are predicted as if the GPUs had memory for them; `StageTables`
+            checks whether they do.
         widths: tensor-parallel sizes.
         experts: where the experts of a stage are, if the model has some.
     """
