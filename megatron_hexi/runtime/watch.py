@@ -263,7 +263,7 @@ class Watch:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Return where a rank waits: module, function and line of the innermost frame in Megatron or this package.
+    """Return where a rank waits: module, function and line of the innermost frame in Megatron or here.
 
     Frames of `_CARRIERS` are skipped. If no frame is left, the innermost frame of all is returned.
     """

@@ -203,15 +203,11 @@ class PipelineSearch:
     def _stage_layers(
         self, shape: StageShape, under_way: int, is_first: bool, is_last: bool, shards: int, alike: int
     ) -> Floats | None:
-        """Return the most layers with which a stage keeps within each time of the grid, sends included, [times].
+        """Return the most layers with which a stage keeps within each time of the grid, [times].
 
-        The other arguments are those of `StageTables.table`.
-
-        Args:
-            alike: number of consecutive stages of this shape; it decides how often sends cross nodes.
-
-        Returns:
-            `_NEVER` at times within which not even one layer fits; ``None``: the stage is impossible.
+        Sends are included. `_NEVER` stands at times within which not even one layer fits; ``None``: the stage
+        is impossible. `alike` is the number of consecutive stages of this shape, which decides how often
+        sends cross nodes; the other arguments are those of `StageTables.table`.
         """
         table = self._tables.table(shape, under_way, is_first, is_last, shards, False)
         if table is None:
