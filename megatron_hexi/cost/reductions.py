@@ -195,7 +195,10 @@ def uneven_reductions(
 
 
 class _Travel:
-    """Transfers of each rank for each of its ministages."""
+    """Adds up the transfers of weights and gradients of each rank's ministages.
+
+    They go between ranks, and to and from host memory.
+    """
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
         self._element, self._gradient = job.element_bytes, GRADIENT_BYTES[job.precision]

@@ -66,10 +66,10 @@ class _Variant:
 
 
 class _Trials:
-    """Plans a limited number of requests.
+    """Finds variants of a request that have a plan, within a limit of planning work.
 
     Args:
-        planner: plans one.
+        planner: returns the plan of a request on a cluster; ``None`` where no plan that fits is found.
     """
 
     def __init__(self, planner: Planner) -> None:

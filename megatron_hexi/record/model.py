@@ -44,7 +44,7 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A job that begins to write, or goes on after a restart.
+    """The record's entry for a start of the job, a restart, or a swap to another plan.
 
     Args:
         started: time of the start, ISO 8601 with the zone.

@@ -122,7 +122,7 @@ def find_gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
 def _assign(
     nodes: Sequence[_Node], slurm_nodes: Mapping[str, SlurmNode], hosts: Sequence[str]
 ) -> dict[str, str]:
-    """Assign a host to each node: hosts by name first, then nodes in the order of fewest choices."""
+    """Assign a host to each node: first the host of the same name, then nodes with fewest choices first."""
     host_by_name = {node.name: node.named(hosts) for node in nodes}
     host_of = {name: host for name, host in host_by_name.items() if host is not None}
     used = set(host_of.values())

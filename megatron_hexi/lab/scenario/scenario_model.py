@@ -1,4 +1,7 @@
-"""Scenario files: data classes and reading. Times are since the start."""
+"""Data classes of scenario files: events on a cluster while a simulated job runs.
+
+`at` and `until` count from the start of the scenario.
+"""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from megatron_hexi.runtime.bucket_buffer import HeldBox
 
 
 def held_boxes(module: torch.nn.Module) -> list[HeldBox]:
-    """Return the boxes of all trained parameters.
+    """Return the boxes of all trained parameters: the part of the whole weight that each of them holds.
 
     Raises:
-        PlanError: a parameter is not, or not wholly, in boxes.
+        PlanError: a parameter is missing, in whole or in part, in Megatron's ``sharded_state_dict``.
     """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory

@@ -27,14 +27,15 @@ class TimedLayouts:
 
 
 class BaselineSearch:
-    """Times layouts of baselines.
+    """Finds the best layout of each baseline by the cost model.
 
-    A layout is passed over where its lower bound says that it cannot be the best of any baseline that may use
-    it, or is not faster than asked for. What it takes with less computed again is another bound; where that
-    fits, it is not tried with more.
+    A layout is timed only if its lower bound is below the best time of a baseline that may use the layout, or
+    below `faster_than` while no layout of that baseline fits. The time of a layout with less recomputation is
+    a lower bound of the same layout with more. A layout that fits in memory with less recomputation is not
+    tried with more.
 
     Args:
-        faster_than: seconds of an iteration.
+        faster_than: seconds of an iteration that layouts must beat; infinite: no limit.
         progress: callback, receives (phase, done, total).
     """
 

@@ -112,7 +112,10 @@ class Assembly:
         micro_batches: int,
         replicas: int,
     ) -> Trial:
-        """The best domain on a stage's GPUs; `first_layer` says which layers it has, where these differ."""
+        """Return the best domain found on the GPUs of a stage.
+
+        `first_layer` is the number of the stage's first layer in the model; ``None``: all are of one kind.
+        """
         part = ModelPart(
             layers=stage.layers,
             again=layers_again(stage.layers, stage.recompute),

@@ -95,7 +95,7 @@ class _Class:
 
 
 class _Build:
-    """Builds the CP-SAT model of a trial."""
+    """Builds the CP-SAT model that chooses tokens and heads of every unit, from a candidate layout."""
 
     def __init__(self, trial: Trial) -> None:
         self.model = cp_model.CpModel()

@@ -34,7 +34,7 @@ def combine(
     sinks: Tensor | None,
     *parts: Tensor,
 ) -> None:
-    """See `plain.combine`."""
+    """Write the sum of terms to `target` in one kernel; arguments as of `plain.combine`."""
     if not target.numel():
         return
     values = parts[: len(rows)]
@@ -69,7 +69,7 @@ def combine(
 
 
 def copy_rows(rows: Rows, target: Tensor, source: Tensor) -> None:
-    """See `plain.copy_rows`."""
+    """Copy rows in one kernel; arguments as of `plain.copy_rows`."""
     if not target.numel():
         return
     if rows.index is None:
@@ -98,12 +98,15 @@ def copy_rows(rows: Rows, target: Tensor, source: Tensor) -> None:
 
 
 def pack(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> Callable[..., None]:
-    """See `plain.pack`."""
+    """Return a function that writes heads of tensors to a flat message in one kernel; see `plain.pack`."""
     return partial(_move, *_table(slots, heads, device), True)
 
 
 def unpack(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> Callable[..., None]:
-    """See `plain.unpack`."""
+    """Return a function that reads heads of tensors from a flat message in one kernel.
+
+    Copies of a head are summed in fp32; see `plain.unpack`.
+    """
     return partial(_move, *_table(slots, heads, device), False)
 
 
