@@ -158,9 +158,11 @@ class TrainingManifests(Manifests):
                 raise HexiError("--elastic: such a job goes on from checkpoints; add -- --save /FOLDER")
             pods = elastic_pods(plan, cluster, settings)
             files["cluster.yaml"] = read_text(path)
+            where = "" if settings.namespace is None else f" -n {settings.namespace}"
             say(
-                f"note: its pods know each other by a Secret; make it first: kubectl create secret generic "
-                f'{secret_name(settings)} --from-literal={SECRET_KEY}="$(openssl rand -hex 32)"'
+                "note: its pods know each other by a Secret; make it first: openssl rand -hex 32 | "
+                f"kubectl{where} create secret generic {secret_name(settings)} "
+                f"--from-file={SECRET_KEY}=/dev/stdin"
             )
         _say_lost(words, settings)
         return manifests(pods, files, settings)

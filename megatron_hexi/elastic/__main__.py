@@ -19,8 +19,10 @@ from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.text_file import read_text
 
 _EXAMPLE = """\
-Example, on each of four nodes; two of them suffice:
-  python -m megatron_hexi.elastic --nnodes 2:4 --nproc-per-node 8 --rdzv-endpoint head:29400 -- \\
+Example, on each of four nodes; two of them suffice. The first line, once, makes the job's secret:
+  (umask 077; openssl rand -hex 32 > job.secret)
+  python -m megatron_hexi.elastic --nnodes 2:4 --nproc-per-node 8 --rdzv-endpoint head:29400 \\
+    --secret-file job.secret -- \\
     --hexi-plan plan.yaml --hexi-cluster cluster.yaml --save checkpoints --save-interval 50 …
 """
 

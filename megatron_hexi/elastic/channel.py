@@ -22,6 +22,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
+from megatron_hexi.errors import HexiError
+
 #: Seconds in which a peer must have proved the secret, and how many of one address may be about to.
 PROOF_S = 10.0
 _PENDING = 256
@@ -43,13 +45,20 @@ def tls_context(server: bool) -> ssl.SSLContext:
     """Return the settings of TLS at one end.
 
     Raises:
-        ssl.SSLError: this Python's OpenSSL has no anonymous Diffie-Hellman.
+        HexiError: this Python's OpenSSL has no anonymous Diffie-Hellman, as builds for FIPS.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
-    context.set_ciphers(_CIPHER)
+    try:
+        context.set_ciphers(_CIPHER)
+    except ssl.SSLError:
+        raise HexiError(
+            f"megatron_hexi.elastic: this Python's OpenSSL ({ssl.OPENSSL_VERSION}) has no anonymous "
+            "Diffie-Hellman, which connects the nodes; take a Python whose OpenSSL has it: "
+            "openssl ciphers -s -tls1_2 'aNULL:@SECLEVEL=0' lists some"
+        ) from None
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET
     return context
 
@@ -104,7 +113,8 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> ssl.SSLS
         raise
     try:
         connection.sendall(client_proof(secret, connection))
-        check_server(secret, connection, _exactly(connection, PROOF_BYTES))
+        check_server(secret, connection, _exactly(connection, PROOF_BYTES, timeout))
+        connection.settimeout(timeout)
     except BaseException:
         connection.close()
         raise
@@ -125,7 +135,8 @@ def accept(plain: socket.socket, secret: bytes) -> ssl.SSLSocket:
     plain.settimeout(PROOF_S)
     connection = tls_context(True).wrap_socket(plain, server_side=True)
     try:
-        answer, stays = answer_client(secret, connection, _exactly(connection, PROOF_BYTES))
+        answer, stays = answer_client(secret, connection, _exactly(connection, PROOF_BYTES, PROOF_S))
+        connection.settimeout(PROOF_S)
         connection.sendall(answer)
         if not stays:
             raise SecretRefusedError("no proof of the job's secret")
@@ -135,9 +146,11 @@ def accept(plain: socket.socket, secret: bytes) -> ssl.SSLSocket:
     return connection
 
 
-def _exactly(connection: ssl.SSLSocket, count: int) -> bytes:
-    received = b""
+def _exactly(connection: ssl.SSLSocket, count: int, seconds: float) -> bytes:
+    """Return so many bytes of a peer, within a time that single bytes do not prolong."""
+    received, end = b"", time.monotonic() + seconds
     while len(received) < count:
+        connection.settimeout(max(1e-3, end - time.monotonic()))
         block = connection.recv(count - len(received))
         if not block:
             raise ConnectionError("closed before the secret was proved")

@@ -43,7 +43,10 @@ def find_secret(path: str | None, alone: bool) -> bytes:
             "no secret that only this job's nodes share; give each of them --secret-file job.secret, made by "
             f"(umask 077; {_MAKE} > job.secret), or the same in the environment variable {SECRET_VARIABLE}"
         )
-    secret = text.strip().encode()
+    try:
+        secret = text.strip().encode()
+    except UnicodeEncodeError:  # bytes of the environment that are no text
+        raise HexiError(f"{place}: it is no text; take one from: {_MAKE}") from None
     if len(secret) < _LEAST:
         raise HexiError(
             f"{place}: {len(secret)} characters can be guessed, {_LEAST} are needed; take one from: {_MAKE}"

@@ -32,6 +32,7 @@ VARIABLES = (
     ("LOCAL_RANK", "which GPU of its node a rank takes"),
     ("LOCAL_WORLD_SIZE", "ranks on this node"),
     ("MASTER_ADDR, MASTER_PORT", "where rank 0 is reached"),
+    ("HEXI_SECRET", "the secret of a `megatron_hexi.elastic` job, without --secret-file"),
     ("GROUP_RANK, GROUP_WORLD_SIZE", "number of the node, and of nodes, under `megatron_hexi.elastic`"),
     ("TORCHELASTIC_USE_AGENT_STORE", "whether torchrun or rank 0 hosts the job's store"),
     (

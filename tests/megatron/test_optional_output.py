@@ -7,10 +7,10 @@ import io
 import os
 import re
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
+from megatron_hexi import text_file
 from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron import metrics
 from megatron_hexi.megatron.optional_output import GuardedWriter, OptionalOutput
@@ -23,16 +23,16 @@ ITERATIONS = 6
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EROFS, errno.EDQUOT])
 def test_a_disk_that_fails_is_told_of_once_and_written_to_again(number, tmp_path, monkeypatch, capsys):
-    output, path, opened = OptionalOutput("--hexi-metrics"), tmp_path / "metrics.jsonl", Path.open
+    output, path = OptionalOutput("--hexi-metrics"), tmp_path / "metrics.jsonl"
 
     def fail(*args, **kwargs):
         raise OSError(number, os.strerror(number))
 
     output.attempt(append_line, path, "1")
-    monkeypatch.setattr(Path, "open", fail)
-    for line in ("2", "3"):
-        output.attempt(append_line, path, line)
-    monkeypatch.setattr(Path, "open", opened)
+    with monkeypatch.context() as patch:
+        patch.setattr(text_file, "open_private", fail)
+        for line in ("2", "3"):
+            output.attempt(append_line, path, line)
     output.attempt(append_line, path, "4")
     assert path.read_text() == "1\n4\n"
     [line] = capsys.readouterr().err.splitlines()

@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
+from megatron_hexi.elastic import channel
 from megatron_hexi.elastic.channel import (
     PROOF_BYTES,
     SecretRefusedError,
+    accept,
     client_proof,
     connect,
     is_here,
@@ -334,3 +336,26 @@ def test_servers_listen_at_one_address():
     assert is_here("127.0.0.1")
     assert not is_here("192.0.2.1")
     assert not is_here("elsewhere.invalid")
+
+
+def test_a_proof_that_comes_byte_by_byte_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(channel, "PROOF_S", 0.5)
+    near, far = socket.socketpair()
+
+    def drip():
+        with contextlib.suppress(OSError), tls_context(False).wrap_socket(far) as connection:
+            for byte in client_proof(SECRET, connection):
+                connection.sendall(bytes([byte]))
+                time.sleep(0.2)
+
+    threading.Thread(target=drip, daemon=True).start()
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        accept(near, SECRET)
+    assert time.monotonic() - begun < 3
+
+
+def test_an_openssl_without_the_cipher_is_named(monkeypatch):
+    monkeypatch.setattr(channel, "_CIPHER", "AECDH-NONE")
+    with pytest.raises(HexiError, match=r"OpenSSL .* has no anonymous Diffie-Hellman"):
+        tls_context.__wrapped__(True)

@@ -19,7 +19,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -99,7 +99,7 @@ class AgentSettings:
     ranks: int
     host: str
     port: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     bind: str | None
     job: str
     node: str

@@ -59,6 +59,7 @@ def keep_store(host: str, port: int, secret: bytes, bind: str | None = None) -> 
     Raises:
         OSError: the port is taken, or the address is none of this node's.
     """
+    tls = tls_context(True)
     listening = listen(host, port, bind)
     _raise_limit()
     inner = socket.create_server((_LOOPBACK, 0))
@@ -78,7 +79,7 @@ def keep_store(host: str, port: int, secret: bytes, bind: str | None = None) -> 
             await accept_stream(reader, writer, secret)
         await _join(reader, writer, *await asyncio.open_connection(_LOOPBACK, inner_port))
 
-    _serve(enter, listening, tls_context(True))
+    _serve(enter, listening, tls)
     return store
 
 
@@ -103,14 +104,14 @@ def open_door(host: str, port: int, secret: bytes) -> int:
         except SecretRefusedError:
             raise HexiError(
                 f"{place}: the store there has another secret than this node; give all nodes of the job the "
-                "same --secret-file or HEXI_SECRET"
+                "same --secret-file or HEXI_SECRET, or another port where that store is another job's"
             ) from None
         except OSError as problem:
             # A host that is ending closes connections, too.
             if isinstance(problem, ssl.SSLError) and not isinstance(problem, ssl.SSLEOFError):
                 raise HexiError(
-                    f"{place}: no store of megatron_hexi.elastic answers there ({problem.reason}); give the "
-                    "port at which one does, of the same version"
+                    f"{place}: no store of megatron_hexi.elastic answers there "
+                    f"({problem.reason or problem}); give the port at which one does, of the same version"
                 ) from None
             if time.monotonic() > deadline:
                 raise

@@ -1,8 +1,8 @@
 """Patches of MoE routers for stages with layers of their own: the ranks over which each sum is taken.
 
 With ``--calculate-per-token-loss`` the loss of a micro-batch is weighted by its tokens, and the sum is
-divided by the tokens of the global batch. So a balancing loss that is right for each micro-batch is right however
-replicas share the micro-batches (`global_aux_loss` only with one replica).
+divided by the tokens of the global batch. So a balancing loss that is right for each micro-batch is right
+however replicas share the micro-batches (`global_aux_loss` only with one replica).
 """
 
 from __future__ import annotations
