@@ -87,7 +87,7 @@ def launch(
         write_manifests(objects, files, out, as_json=as_json)
         return
     kubernetes.refuse_without_form()
-    lines = find_lines(planned, read_cluster(cluster), plan, cluster, named, more or [])
+    lines = find_lines(planned, read_cluster(cluster), plan, cluster, named, more or [], out)
     if out is not None:
         write_text_atomically(out, flags_text(lines.flags))
         say(f"wrote {out}")
@@ -98,7 +98,13 @@ def launch(
 
 
 def find_lines(
-    plan: Plan, cluster: Cluster, path: Path, cluster_path: Path, model: str, more: list[str]
+    plan: Plan,
+    cluster: Cluster,
+    path: Path,
+    cluster_path: Path,
+    model: str,
+    more: list[str],
+    written: Path | None = None,
 ) -> LaunchLines:
     """Return the commands that start the training of a plan.
 
@@ -109,6 +115,7 @@ def find_lines(
         cluster_path: the cluster's.
         model: value of ``--model``; of a file of Megatron's arguments all flags are used.
         more: the user's own flags.
+        written: the file that the flags are written to; ``None``: they are printed only.
 
     Raises:
         HexiError: an unknown model, a plan for another cluster, model or job, or flags that do not work with
@@ -117,7 +124,14 @@ def find_lines(
     """
     flags = find_flags(plan, str(path), model, more)
     return launch_lines(
-        plan, cluster, flags, plan_path=str(path), cluster_path=str(cluster_path), model=model
+        plan,
+        cluster,
+        flags,
+        plan_path=str(path),
+        cluster_path=str(cluster_path),
+        model=model,
+        more=more,
+        written=None if written is None else str(written),
     )
 
 

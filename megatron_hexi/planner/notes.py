@@ -54,7 +54,7 @@ def left_out(best: Candidate, cluster: Cluster, tried: Sequence[Candidate]) -> t
     larger = [
         candidate.iteration_s for candidate in tried if len(gpus_of(candidate.plan, cluster)) > len(used)
     ]
-    why = "no plan with them was found that fits and keeps to what is fixed"
+    why = "no plan with them was among those that were timed and fit"
     if larger:
         longer = min(larger) / best.iteration_s - 1
         why = f"the fastest plan with more GPUs that was tried takes {longer:.1%} longer"

@@ -190,7 +190,15 @@ def find_agents(plan: Plan, cluster: Cluster) -> tuple[Agent, ...]:
 
 
 def launch_lines(
-    plan: Plan, cluster: Cluster, flags: Sequence[str], *, plan_path: str, cluster_path: str, model: str
+    plan: Plan,
+    cluster: Cluster,
+    flags: Sequence[str],
+    *,
+    plan_path: str,
+    cluster_path: str,
+    model: str,
+    more: Sequence[str] = (),
+    written: str | None = None,
 ) -> LaunchLines:
     """Return the commands of a plan.
 
@@ -201,6 +209,8 @@ def launch_lines(
         plan_path: the plan's file.
         cluster_path: the cluster's file.
         model: a value of ``--model``.
+        more: the user's own flags, which a command that writes a file of the flags repeats.
+        written: a file that has the flags; ``None``: the first of Slurm's commands writes one.
 
     Raises:
         PlanError: the plan was made for another cluster.
@@ -209,7 +219,7 @@ def launch_lines(
     return LaunchLines(
         flags=tuple(flags),
         torchrun=tuple((agent.node, _torchrun(number, agents)) for number, agent in enumerate(agents)),
-        sbatch=_sbatch(agents, plan_path, cluster_path, model),
+        sbatch=_sbatch(agents, (plan_path, cluster_path, model), more, written),
     )
 
 
@@ -252,17 +262,23 @@ def _torchrun(number: int, agents: Sequence[Agent]) -> str:
     return f'{visible}torchrun {" ".join(words)} "${{FLAGS[@]}}"'
 
 
-def _sbatch(agents: Sequence[Agent], plan_path: str, cluster_path: str, model: str) -> tuple[str, ...]:
+def _sbatch(
+    agents: Sequence[Agent], files: tuple[str, str, str], more: Sequence[str], written: str | None
+) -> tuple[str, ...]:
     components = [
         f"{where} --nodes={count} --exclusive --ntasks-per-node={gpus} --gpus-per-node={gpus}"
         for where, count, gpus in _components(agents)
     ]
-    quoted = [shlex.quote(text) for text in (plan_path, cluster_path, model)]
-    settings = f"PLAN={quoted[0]} CLUSTER={quoted[1]} ARGUMENTS=job.args"
-    return (
-        f"hexi launch {quoted[0]} --cluster {quoted[1]} --model {quoted[2]} -o job.args",
-        f"{settings} sbatch {' : '.join(components)} scripts/slurm/train.sbatch",
+    plan, cluster, model = map(shlex.quote, files)
+    arguments = shlex.quote(written or "job.args")
+    started = (
+        f"PLAN={plan} CLUSTER={cluster} ARGUMENTS={arguments} sbatch {' : '.join(components)} "
+        "scripts/slurm/train.sbatch"
     )
+    if written is not None:
+        return (started,)
+    own = f" -- {shlex.join(more)}" if more else ""
+    return (f"hexi launch {plan} --cluster {cluster} --model {model} -o {arguments}{own}", started)
 
 
 def _components(agents: Sequence[Agent]) -> Iterator[tuple[str, int, int]]:

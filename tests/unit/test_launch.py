@@ -232,6 +232,23 @@ def test_hosts_in_the_file_are_asked_for_by_name(tmp_path):
     ]
 
 
+def test_slurm_s_lines_keep_the_user_s_own_flags(tmp_path):
+    """A file that was written is given; else the line that writes it repeats the flags."""
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    cluster = read_cluster(tmp_path / "cluster.yaml")
+    plan = proportional_plan(Workload(64, 4, 4, 16), [[[1] * len(cluster.ranks)]])
+    own = ["--data-path", "my data"]
+
+    def sbatch(**how):
+        return launch_lines(plan, cluster, [], plan_path="p", cluster_path="c", model="m", **how).sbatch
+
+    write, start = sbatch(more=own)
+    assert write == "hexi launch p --cluster c --model m -o job.args -- --data-path 'my data'"
+    assert "ARGUMENTS=job.args " in start
+    (start,) = sbatch(more=own, written="mine.args")
+    assert "ARGUMENTS=mine.args " in start
+
+
 def test_what_the_plan_sets_is_not_typed_and_own_flags_stand():
     plan = proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]]])
     plan = dataclasses.replace(plan, job=JobTerms(precision="bf16"))

@@ -38,7 +38,7 @@ def test_left_out_gpus_are_named_with_what_was_tried():
         f"{longer:.1%} longer"
     )
     (note,) = left_out(more, known, [few, more])
-    assert note.endswith("no plan with them was found that fits and keeps to what is fixed")
+    assert note.endswith("no plan with them was among those that were timed and fit")
     whole = candidate(known, [0, 1, 2, 3])
     assert left_out(whole, known, [few, more]) == ()
 
