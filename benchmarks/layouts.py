@@ -123,38 +123,47 @@ CELLS = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """A cell, planned.
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A cell and the plan found for it, beside the fastest equal layout.
 
     Args:
-        cell: cluster, model, context and batch.
-        iteration_s: seconds of the plan's iteration; ``None``: no plan was found.
-        equal_s: of the best layout that gives every rank the same; ``None``: none fits.
-        proportion_s: of the best that gives tokens in proportion.
-        hexiscale_s: of HexiScale's planner, as we read it.
-        zorse_s: of Zorse's, likewise.
-        gap: to the bound of all layouts.
-        layout: of the plan, in short.
+        cell: cluster, model and context, as text.
+        iteration_s: predicted seconds of the plan's iteration; ``None``: there is no plan.
+        equal_s: predicted seconds of the fastest layout that gives every rank the same; ``None``: none fits.
+        layout: the plan in words, or why there is none.
         planning_s: processor time of the search.
     """
 
     cell: str
     iteration_s: float | None
     equal_s: float | None
-    proportion_s: float | None
-    hexiscale_s: float | None
-    zorse_s: float | None
-    gap: float | None
     layout: str
     planning_s: float
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as the best equal layout."""
+        """The plan's speed over that of the fastest equal layout; ``None``: one of them is missing."""
         if self.iteration_s is None or self.equal_s is None:
             return None
         return self.equal_s / self.iteration_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Planned):
+    """A cell with the layouts of other planners.
+
+    Args:
+        proportion_s: seconds of the best layout that gives tokens in proportion; ``None``: none fits.
+        hexiscale_s: the same of HexiScale's planner, as we read it.
+        zorse_s: the same of Zorse's.
+        gap: part that the plan takes longer than the lower bound; ``None``: there is no plan.
+    """
+
+    proportion_s: float | None = None
+    hexiscale_s: float | None = None
+    zorse_s: float | None = None
+    gap: float | None = None
 
 
 def asked(
@@ -177,7 +186,13 @@ def measure(name: str, request: Request, machines: Cluster) -> Row:
     try:
         alone = find_plan(request, machines)
     except NothingFitsError as problem:
-        return Row(name, None, None, None, None, None, None, str(problem), time.process_time() - begun)
+        return Row(
+            cell=name,
+            iteration_s=None,
+            equal_s=None,
+            layout=str(problem),
+            planning_s=time.process_time() - begun,
+        )
     planning_s = time.process_time() - begun
     baselines, _ = find_baselines(request, machines)
     best = {one.name: one.trial.iteration_s for one in baselines if one.trial is not None}

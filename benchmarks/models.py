@@ -16,7 +16,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.layouts import A100, CARDS, CLUSTERS, H100, K, Machines, merge_stages, spell_machines
+from benchmarks.layouts import (
+    A100,
+    CARDS,
+    CLUSTERS,
+    H100,
+    K,
+    Machines,
+    Planned,
+    merge_stages,
+    spell_machines,
+)
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job, read_model
 from megatron_hexi.errors import HexiError
@@ -37,34 +47,17 @@ MODELS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "gpt-oss-120b", "ge
 CONTEXTS = ((32 * K, 128), (128 * K, 32))
 
 
-@dataclass(frozen=True)
-class Row:
-    """A cell and the plan found for it.
+@dataclass(frozen=True, kw_only=True)
+class Row(Planned):
+    """A cell with the lower bound.
 
     Args:
-        cell: cluster, model and context.
-        iteration_s: predicted seconds of the plan's iteration; ``None``: there is no plan.
-        equal_s: predicted seconds of the fastest equal layout; ``None``: none fits.
-        equal: that layout in words, or why there is none.
-        bound_s: seconds that no layout can beat by the cost model.
-        layout: the plan in words, or why there is none.
-        planning_s: processor time of the search.
+        equal: the fastest equal layout in words, or why there is none.
+        bound_s: seconds that no layout can beat by the cost model; ``None``: there is no plan.
     """
 
-    cell: str
-    iteration_s: float | None
-    equal_s: float | None
-    equal: str
-    bound_s: float | None
-    layout: str
-    planning_s: float
-
-    @property
-    def gain(self) -> float | None:
-        """The plan's speed over that of the fastest equal layout; ``None``: one of them is missing."""
-        if self.iteration_s is None or self.equal_s is None:
-            return None
-        return self.equal_s / self.iteration_s
+    equal: str = ""
+    bound_s: float | None = None
 
 
 def measure(cell: str, request: Request, machines: Cluster) -> Row:
@@ -73,7 +66,13 @@ def measure(cell: str, request: Request, machines: Cluster) -> Row:
     try:
         found = find_plan(request, machines, with_baselines=True)
     except HexiError as problem:
-        return Row(cell, None, None, "", None, str(problem), time.process_time() - begun)
+        return Row(
+            cell=cell,
+            iteration_s=None,
+            equal_s=None,
+            layout=str(problem),
+            planning_s=time.process_time() - begun,
+        )
     equal = found.baselines[0]
     return Row(
         cell=cell,

@@ -57,6 +57,7 @@ def is_bridge(text: str) -> bool:
     return _CONTAINER.search(text) is not None
 
 
+@functools.lru_cache(maxsize=4)  # a command asks for the model, the job and what is not read
 def bridge_arguments(text: str, path: Path) -> BridgeArguments:
     """Translate a Bridge configuration into Megatron's arguments.
 

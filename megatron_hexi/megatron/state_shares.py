@@ -5,6 +5,8 @@ Such layers need a group that has the whole sequence: a domain of one group (`op
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,17 +90,7 @@ class StateShare:
             packed: the ends of documents, or ``None``.
         """
         schedule = self._schedule(packed)
-        offsets = [sum(self._sizes(sections)[:number]) for number in range(len(sections))]
-        columns = tuple(
-            tuple(
-                (offset + start, offset + stop)
-                for offset, section in zip(offsets, sections, strict=True)
-                for start, stop in [
-                    _scaled(kv_range(heads, self.shared_by) if section.is_shared else heads, section.size)
-                ]
-            )
-            for heads in state_heads(self.session.attention.schedules().heads, self.heads)
-        )
+        columns = _columns(schedule.heads, self.heads, self.groups, tuple(sections))
         return ColumnExchange(schedule.shards, schedule.position, columns, self.session.attention.a2a_group)
 
     def rows(self, packed: Any = None) -> int:
@@ -114,7 +106,7 @@ class StateShare:
         return self.session.attention.schedules(Mask(documents=documents))
 
     def _sizes(self, sections: Sequence[ColumnSection]) -> list[int]:
-        return [section.size * (self.groups if section.is_shared else self.heads) for section in sections]
+        return _sizes(sections, self.heads, self.groups)
 
 
 def document_numbers(ends: Tensor, length: int) -> Tensor:
@@ -136,6 +128,28 @@ def unused(weights: Sequence[Tensor]) -> Tensor:
     Their gradients are then zeros, and not missing: Megatron waits for the gradient of every weight.
     """
     return torch.stack([weight[:0].sum().float() for weight in weights]).sum()
+
+
+@functools.cache  # the same for all layers
+def _columns(
+    attention: tuple[Range, ...], heads: int, groups: int, sections: tuple[ColumnSection, ...]
+) -> tuple[tuple[Range, ...], ...]:
+    """Return the ranges of columns that each member reads, a range a section."""
+    offsets = list(itertools.accumulate(_sizes(sections, heads, groups), initial=0))[:-1]
+    return tuple(
+        tuple(
+            (offset + start, offset + stop)
+            for offset, section in zip(offsets, sections, strict=True)
+            for start, stop in [
+                _scaled(kv_range(own, heads // groups) if section.is_shared else own, section.size)
+            ]
+        )
+        for own in state_heads(attention, heads)
+    )
+
+
+def _sizes(sections: Sequence[ColumnSection], heads: int, groups: int) -> list[int]:
+    return [section.size * (groups if section.is_shared else heads) for section in sections]
 
 
 def _scaled(span: Range, size: int) -> Range:

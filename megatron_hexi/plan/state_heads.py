@@ -7,14 +7,15 @@ member whose range starts or ends inside such a group holds its keys and queries
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
 
 from megatron_hexi.plan.layout import apportion, consecutive
 from megatron_hexi.plan.model import Range
 
 
-def state_heads(attention: Sequence[Range], heads: int) -> tuple[Range, ...]:
+@functools.cache  # asked for by every layer
+def state_heads(attention: tuple[Range, ...], heads: int) -> tuple[Range, ...]:
     """Return the heads of each member: as many of all as it has of attention's, by largest remainder.
 
     A member without heads of attention has none; one with few of them may have none either.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -26,6 +26,7 @@ from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.least_memory import LeastMemory, MemoryOption
 from megatron_hexi.planner.request import Request
+from megatron_hexi.planner.written_out import written_out
 
 #: Counts of ministages that are tried; the last is a layer each.
 _MINISTAGE_COUNTS: Final = (2, 4, 8, 16)
@@ -105,11 +106,9 @@ class Savings:
             return self._timed(plan, job)
         if job.pipeline_parallel > 1:
             return None
-        layers, recompute = (0, job.model.layers), job.recompute
-        own = partial(replace, layers=layers, recompute=recompute, exchange=plan.exchange)
+        written, alone = written_out(plan, job)
         counts = candidate.timing.micro_batches.tolist()
-        written = _with_stages(plan, lambda _place, stage: own(stage), counts)
-        return self._timed(written, replace(job, recompute="none"))
+        return self._timed(_with_stages(written, lambda _place, stage: stage, counts), alone)
 
     def _time(self, plan: Plan, job: Job) -> Candidate:
         if job not in self._models:

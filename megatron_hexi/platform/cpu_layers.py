@@ -6,9 +6,7 @@ are there before. Arguments that Megatron's training does not give are not taken
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import re
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -228,44 +226,8 @@ def chunk_gated_delta_rule(
     return delta_rule_scan(queries, keys, values, decays, rates, documents).to(v.dtype), None
 
 
-def rearrange(tensor: Tensor, pattern: str, **sizes: int) -> Tensor:
-    """Return a tensor with its axes in another order, split or joined, as ``einops.rearrange`` does.
-
-    Args:
-        tensor: any tensor.
-        pattern: names of axes, ``1`` and names in parentheses, as ``b (h p) -> h b p``.
-        sizes: sizes of axes of which the tensor tells the product alone.
-    """
-    return repeat(tensor, pattern, **sizes)
-
-
-def repeat(tensor: Tensor, pattern: str, **sizes: int) -> Tensor:
-    """Return a tensor rearranged, with axes that are new on the right, as ``einops.repeat`` does.
-
-    Args:
-        tensor: any tensor.
-        pattern: as of `rearrange`.
-        sizes: sizes of axes that the tensor does not tell.
-    """
-    before, after = (_axes(side) for side in pattern.split("->"))
-    shape = [
-        length
-        for names, joined in zip(before, tensor.shape, strict=True)
-        for length in _lengths(names, joined, sizes)
-    ]
-    names = [name for axis in before for name in axis]
-    known = dict(zip(names, shape, strict=True))
-    tensor = tensor.reshape(shape)
-    new = [name for axis in after for name in axis if name not in known]
-    for name in new:
-        tensor = tensor.unsqueeze(-1).expand(*tensor.shape, sizes[name])
-        known[name] = sizes[name]
-    order = [[*names, *new].index(name) for axis in after for name in axis]
-    return tensor.permute(order).reshape([math.prod(known[name] for name in axis) for axis in after])
-
-
 def stand_ins() -> dict[str, ModuleType]:
-    """Return modules by name, in place of packages that have no kernels for a CPU, or are not installed."""
+    """Return modules by name, in place of packages that have no kernels for a CPU."""
     modules: dict[str, dict[str, Any]] = {
         # The first versions that take documents: what Megatron asks for before it gives any.
         "mamba_ssm": {"__version__": "2.0.0"},
@@ -284,8 +246,6 @@ def stand_ins() -> dict[str, ModuleType]:
         "fla.ops": {},
         "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
     }
-    if importlib.util.find_spec("einops") is None:
-        modules["einops"] = {"rearrange": rearrange, "repeat": repeat}
     return {name: _module(name, contents) for name, contents in modules.items() if name not in sys.modules}
 
 
@@ -307,15 +267,3 @@ def _numbered(ends: Tensor | None, length: int) -> Tensor | None:
         return None
     places = torch.arange(length, dtype=ends.dtype, device=ends.device)
     return torch.searchsorted(ends, places, right=True).unsqueeze(0)
-
-
-def _axes(side: str) -> list[list[str]]:
-    """Return the names of each axis of one side of a pattern; none for ``1``."""
-    words = re.findall(r"\([^)]*\)|\S+", side)
-    return [[name for name in word.strip("()").split() if name != "1"] for word in words]
-
-
-def _lengths(names: list[str], joined: int, sizes: dict[str, int]) -> list[int]:
-    """Return the sizes of the axes that one axis of a tensor joins."""
-    told = math.prod(sizes.get(name, 1) for name in names)
-    return [sizes.get(name, joined // told) for name in names]

@@ -25,7 +25,7 @@ from megatron_hexi.runtime.wire import all_to_all
 
 @dataclass(frozen=True)
 class ColumnExchange:
-    """Who holds which tokens, and reads which columns.
+    """The sizes of a group's messages: tokens that each member holds, and columns that it reads.
 
     Args:
         shards: tokens of each member of the group; in this order they are the sequence.

@@ -218,7 +218,7 @@ def _tokens_in_another_order() -> None:
 
 
 def _shared_groups_used_once() -> None:
-    """Of a group that two members read, the gradient of one is dropped."""
+    """Drop the gradient of one of two members that read the same group."""
     original = ColumnExchange._send_columns
 
     def send_columns(self: ColumnExchange, columns: Tensor, rows: int, width: int) -> Tensor:

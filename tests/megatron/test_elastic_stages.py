@@ -58,7 +58,7 @@ def staged(text: str, head: str = HEAD) -> Plan:
 
 
 def test_two_stages_go_on_by_a_plan_of_other_stages(forks, tmp_path):
-    """Those that are left share samples: one GPU has no memory for all layers at once."""
+    """The GPUs that are left share samples: one of them has no memory for all layers at once."""
     plan = staged(TWO_STAGES)
     ranks = {"duo": 2, "n1": 1}
     args = words(tmp_path, plan, {"duo": 1.0, "n1": 1.0}, 40, 100, ranks, FOUR_LAYERS, 1.5105)

@@ -189,7 +189,7 @@ def test_only_bare_names_are_fetched(name, tmp_path):
 @example("a\n")
 @example("\N{FULLWIDTH SOLIDUS}")
 def test_a_name_is_a_plain_file_s_or_refused(name):
-    """What is taken leads nowhere but into its folder: letters, digits and -_. only."""
+    """A name that is taken leads nowhere but into its folder: letters, digits and -_. only."""
     try:
         taken = bare_name(name)
     except OSError:

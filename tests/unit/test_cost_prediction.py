@@ -16,9 +16,9 @@ from megatron_hexi.cost.throughput import model_flops
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.mesh import Mesh
 from megatron_hexi.planner import Request, find_plan
-from megatron_hexi.planner.baselines.written_out import written_out
 from megatron_hexi.planner.bound import joint_bound
 from megatron_hexi.planner.joint import Candidate
+from megatron_hexi.planner.written_out import written_out
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.plans import examples
 from tests.unit.test_cost_kinds import LAYERS, MODES, NODES, one_stage, staged, with_window
@@ -41,7 +41,7 @@ def without(model: Model) -> Model:
 
 
 def by_hand(model, tensor_parallel=1):
-    """What DeepSeek-V3's report names (arXiv 2412.19437, section 2.2), with Megatron's last norm."""
+    """A block has the weights of DeepSeek-V3's report (arXiv 2412.19437, 2.2) and Megatron's last norm."""
     hidden = model.hidden_size
     norms = 3 * hidden * (2 if model.norm_biases else 1)
     layer = model.kinds[model.kind_of_layers[-1]].layer_params(tensor_parallel)
@@ -96,7 +96,7 @@ def test_what_a_single_stage_has_is_the_models_count():
 @given(LAYERS, MODES, st.integers(1, 2), st.sampled_from([100, 3000]))
 @examples(20)
 def test_it_takes_as_long_as_layers_and_losses_more(layers, recompute, predictions, size):
-    """As many layers of the last kind behind the model, and the loss as often again with a projection."""
+    """A block costs a layer of the last kind behind the model, and the loss once more with a projection."""
     nodes, model = cluster(NODES, latency=5), with_window(size, layers)
     longer = with_window(size, [*layers, *[layers[-1]] * predictions])
 
@@ -221,9 +221,9 @@ def test_megatrons_pipeline_is_the_same_written_out():
     repeated = dataclasses.replace(job, pipeline_parallel=2)
     plan = one_stage(repeated, ((1.0, 1.0),))
     before = Candidate(plan, repeated, CostModel(repeated, nodes).timing(plan))
-    after = written_out(before, nodes)
-    assert [stage.layers for stage in after.plan.replicas[0].stages] == [(0, 2), (2, 4)]
-    ranks = [[m.ranks for m in stage.domains[0].members] for stage in after.plan.replicas[0].stages]
+    out, alone = written_out(plan, repeated)
+    assert [stage.layers for stage in out.replicas[0].stages] == [(0, 2), (2, 4)]
+    ranks = [[m.ranks for m in stage.domains[0].members] for stage in out.replicas[0].stages]
     assert ranks == [[(0,), (1,)], [(2,), (3,)]]
+    after = Candidate(out, alone, CostModel(alone, nodes).timing(out))
     assert after.iteration_s == pytest.approx(before.iteration_s, rel=0.01)
-    assert written_out(after, nodes) is after

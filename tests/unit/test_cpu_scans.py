@@ -13,7 +13,6 @@ from megatron_hexi.platform.cpu_layers import (
     causal_conv1d,
     chunk_gated_delta_rule,
     mamba_split_conv1d_scan_combined,
-    repeat,
 )
 
 LIMIT = 1e-10
@@ -147,14 +146,3 @@ def test_packed_documents_are_as_if_each_were_alone():
     taps = normal(6, width, 4)
     apart = [causal_conv1d(part, taps, activation="silu")[0] for part in z.split(lengths, 1)]
     assert torch.allclose(convolved, torch.cat(apart, 1), atol=LIMIT)
-
-
-def test_axes_are_rearranged_as_einops_says():
-    tensor = torch.arange(24.0).view(2, 1, 12)
-    assert torch.equal(repeat(tensor, "d 1 w -> w d"), tensor[:, 0].T)
-    assert torch.equal(
-        repeat(tensor, "a b (h p) -> h (a p) b", p=3),
-        tensor.view(2, 1, 4, 3).permute(2, 0, 3, 1).reshape(4, 6, 1),
-    )
-    repeated = repeat(tensor, "l b (g n) -> l b (g r n)", g=3, n=4, r=2)
-    assert torch.equal(repeated.view(2, 3, 2, 4)[:, :, 1], tensor.view(2, 3, 4))

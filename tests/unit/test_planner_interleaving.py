@@ -19,7 +19,7 @@ FIXED = frozenset({"pipeline_parallel", "data_parallel", "recompute"})
 
 
 def nodes(bandwidth):
-    """As many nodes of one GPU as stages, with so many GB/s between them."""
+    """Return a cluster with a node of one GPU for each stage, and so many GB/s between nodes."""
     return cluster([(f"n{number}", "PLAIN", 1) for number in range(STAGES)], bandwidth=bandwidth)
 
 

@@ -1,4 +1,4 @@
-"""Who lacks the secret of an elastic job reads, writes and ends nothing at its store and its copies."""
+"""Peers without the secret of an elastic job read, write and end nothing at its store and its copies."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_copies_are_fetched_from_holders_of_the_secret_only(job, tmp_path):
 
 
 class Harm:
-    """What runs a command where it is unpickled."""
+    """An object that runs a command where it is unpickled."""
 
     def __init__(self, path):
         self._path = path

@@ -138,7 +138,7 @@ FULL = ["--recompute-granularity", "full", "--recompute-method", "block", "--rec
 
 
 def test_a_survivor_s_plan_says_what_the_command_line_leaves_to_it(cluster, plan):
-    """As `hexi plan` writes it; and no more, or ranks would refuse the command line."""
+    """The plan has the terms that `hexi plan` writes, and no more, or ranks would refuse the command line."""
     terms = replace(plan, job=JobTerms(recompute="full", precision="fp32", overlap_gradients=False))
     free = [word for word in WORDS if word not in ("--micro-batch-size", "1")] + ["--micro-batch-size", "2"]
     found = survive(terms, cluster, TWO_LEFT, free).plan

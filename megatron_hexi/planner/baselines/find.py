@@ -33,13 +33,13 @@ from megatron_hexi.planner.baselines.rules import (
 )
 from megatron_hexi.planner.baselines.staged import StagedJudge, spell_stages
 from megatron_hexi.planner.baselines.uneven_layers import best_uneven, spell_uneven, why_no_uneven
-from megatron_hexi.planner.baselines.written_out import written_out
 from megatron_hexi.planner.baselines.zorse import zorse
 from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import Progress, Trial, order_of
 from megatron_hexi.planner.request import Request
+from megatron_hexi.planner.written_out import written_out
 
 #: Planners of others, by our reading of their papers.
 PUBLISHED = {"hexiscale": hexiscale, "zorse": zorse}
@@ -146,7 +146,7 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
     )
     candidates_found: list[Candidate] = [best.trial for best in race.best.values()]
     if request.job.model.mtp_layers:
-        candidates_found = [written_out(candidate, cluster) for candidate in candidates_found]
+        candidates_found = [_trainable(candidate, cluster) for candidate in candidates_found]
     fastest = min((candidate.iteration_s for candidate in candidates_found if candidate.fits), default=inf)
     uneven, timed = best_uneven(request, cluster, min(faster_than, fastest))
     candidates_found += [] if uneven is None else [uneven]
@@ -173,6 +173,14 @@ def _equal_experts(best: Candidate | None) -> Baseline:
 
 def _fixed_replicas(request: Request) -> int | None:
     return request.job.data_parallel if "data_parallel" in request.fixed else None
+
+
+def _trainable(found: Candidate, cluster: Cluster) -> Candidate:
+    """Return a layout as multi-token prediction trains in it: several stages have layers of their own."""
+    if not found.plan.is_repeated or found.job.pipeline_parallel == 1:
+        return found
+    plan, job = written_out(found.plan, found.job)
+    return Candidate(plan, job, CostModel(job, cluster).timing(plan))
 
 
 def _layouts_by_fleet(

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, Job
-from megatron_hexi.plan import Plan, Replica, Stage
+from megatron_hexi.plan import Plan, Replica, Stage, assign_micro_batches
 from megatron_hexi.plan.units import domain_rows, unit_rows
 from megatron_hexi.planner.layouts.deal import assign_heads
 from megatron_hexi.replan.planning.stage_cut import cut_domain
@@ -97,9 +97,8 @@ def _deal(total: int, seconds: Sequence[float]) -> list[int]:
 
 def _micro_batches(plan: Plan, job: Job) -> list[int]:
     """Return the number of micro-batches that each replica takes."""
-    counts = [replica.micro_batches for replica in plan.replicas]
-    equal = job.global_batch_size // job.micro_batch_size // len(counts)
-    return [equal if count is None else count for count in counts]
+    shares = assign_micro_batches(plan, job.global_batch_size, job.micro_batch_size)
+    return [share.count for share in shares]
 
 
 def _cut(plan: Plan, job: Job, cluster: Cluster) -> Plan:
