@@ -21,18 +21,13 @@ from megatron_hexi.cost import (
     PRECISIONS,
     RECOMPUTES,
     Job,
-    check_options,
-    job_of_plan,
-    model_file,
     read_model,
     read_terms,
     refuse_imbalance,
     unread_fields,
 )
-from megatron_hexi.errors import HexiError, PlanError
-from megatron_hexi.plan import JobTerms, Plan
+from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.flags import flag_name, spell_flag
-from megatron_hexi.plan.kernels import join_kernels, kernel_on
 
 if TYPE_CHECKING:  # brings the solver, which takes a second
     from megatron_hexi.planner import Request
@@ -72,8 +67,8 @@ PRESETS = (
     *("gpt-oss-20b", "gpt-oss-120b", "glm-4.5", "gemma-3-27b", "llama-4-scout", "llama-4-maverick"),
 )
 _MODEL = (
-    f"A preset ({', '.join(PRESETS)}), a recipe (hexi recipe list), a Hugging Face config.json, or a file of "
-    "Megatron's arguments"
+    f"A preset ({', '.join(PRESETS)}), a recipe (hexi recipe list), a Hugging Face config.json, a file of "
+    "Megatron's arguments, or Megatron Bridge's run_config.yaml"
 )
 MODEL_OF_PLAN = f"{_MODEL}; the one that the plan names if not given."
 MODEL_OF_REPORT = f"{_MODEL}; used with --cluster, by default the one that the plan names."
@@ -115,7 +110,7 @@ def count_option(field: str, text: str, panel: str | None = _JOB) -> Any:
     return typer.Option(flag_name(field), help=text, metavar="N", rich_help_panel=panel, parser=whole)
 
 
-def _option(field: str, text: str, *, metavar: str | None = None) -> Any:
+def job_option(field: str, text: str, *, metavar: str | None = None) -> Any:
     """Return the option for a field of `Job`, named like Megatron's; without a metavar a pair of flags."""
     name = flag_name(field) if metavar else "/".join(spell_flag(field, value) for value in (True, False))
     return typer.Option(name, help=text, metavar=metavar, rich_help_panel=_JOB)
@@ -130,23 +125,25 @@ class Training(Bundle):
     """Options that say how Megatron trains, named like `Job`'s fields; ``None`` where not given."""
 
     micro_batch_size: Annotated[
-        int | None, count_option("micro_batch_size", f"Sequences of a micro-batch ({Job.micro_batch_size}).")
+        int | None,
+        count_option("micro_batch_size", f"Sequences of a micro-batch ({Job.micro_batch_size})."),
     ] = None
     pipeline_parallel: Annotated[
         int | None, count_option("pipeline_parallel", f"Pipeline stages ({Job.pipeline_parallel}).")
     ] = None
     virtual_stages: Annotated[
-        int | None, count_option("virtual_stages", f"Chunks of a stage, interleaved ({Job.virtual_stages}).")
+        int | None,
+        count_option("virtual_stages", f"Chunks of a stage, interleaved ({Job.virtual_stages})."),
     ] = None
     recompute: Annotated[
         str | None,
-        _option(
+        job_option(
             "recompute", f"What is recomputed: {', '.join(RECOMPUTES)} ({Job.recompute}).", metavar="WHAT"
         ),
     ] = None
     precision: Annotated[
         str | None,
-        _option(
+        job_option(
             "precision",
             f"Of weights and activations: {', '.join(PRECISIONS)}; {Job.precision} if not given.",
             metavar="TYPE",
@@ -154,7 +151,7 @@ class Training(Bundle):
     ] = None
     kernel: Annotated[
         str | None,
-        _option(
+        job_option(
             "kernel",
             "Attention kernel, or one for each kind of GPU: H100=cudnn,A100=flash-attn-2; if not given, "
             "the cluster file's, else the fastest of hexi catalog.",
@@ -163,19 +160,19 @@ class Training(Bundle):
     ] = None
     distributed_optimizer: Annotated[
         bool | None,
-        _option("distributed_optimizer", "Shard the optimizer's state over the replicas (yes)."),
+        job_option("distributed_optimizer", "Shard the optimizer's state over the replicas (yes)."),
     ] = None
     overlap_gradients: Annotated[
         bool | None,
-        _option("overlap_gradients", "Overlap gradients, and --overlap-param-gather, with compute (yes)."),
+        job_option("overlap_gradients", "Overlap gradients, and --overlap-param-gather, with compute (yes)."),
     ] = None
     sequence_parallel: Annotated[
         bool | None,
-        _option("sequence_parallel", "Sequence parallelism, where tensor-parallel (yes)."),
+        job_option("sequence_parallel", "Sequence parallelism, where tensor-parallel (yes)."),
     ] = None
     expert_imbalance: Annotated[
         float | None,
-        _option(
+        job_option(
             "expert_imbalance",
             "Standard deviation over mean of an expert's tokens, as hexi report measures it; "
             f"{Job.expert_imbalance} if neither given nor in the plan.",
@@ -229,7 +226,7 @@ class NewJob(PlanFeatures, Training):
     ] = None
     recompute: Annotated[
         str | None,
-        _option(
+        job_option(
             "recompute",
             f"What is recomputed: {', '.join(RECOMPUTES)}; chosen for each stage if not given.",
             metavar="WHAT",
@@ -238,7 +235,7 @@ class NewJob(PlanFeatures, Training):
 
     model: Annotated[
         str,
-        _option("model", f"{_MODEL}; its job terms hold where no option is given.", metavar="NAME|PATH"),
+        job_option("model", f"{_MODEL}; its job terms hold where no option is given.", metavar="NAME|PATH"),
     ]
     seq_length: Annotated[
         int | None, count_option("seq_length", "Tokens of one sequence, as 131072 or 128K.")
@@ -272,7 +269,8 @@ class NewJob(PlanFeatures, Training):
         count_option("expert_parallel", "Ranks that hold all experts together; chosen if not given."),
     ] = None
     data_parallel: Annotated[
-        str, _option("data_parallel", "Replicas, of any size; auto: as many as are best.", metavar="N|auto")
+        str,
+        job_option("data_parallel", "Replicas, of any size; auto: as many as are best.", metavar="N|auto"),
     ] = "auto"
 
     def request(self) -> Request:
@@ -348,101 +346,3 @@ class NewJob(PlanFeatures, Training):
         if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0):
             raise HexiError(f"--data-parallel-size {text[:40]}: give a number above 0, or auto")
         return int(text)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedJob(Training):
-    """Options of the job that a plan was made for; values not given come from the plan, or are defaults."""
-
-    micro_batch_size: Annotated[
-        int | None, count_option("micro_batch_size", "Sequences of a micro-batch; what the plan says, or 1.")
-    ] = None
-    pipeline_parallel: Annotated[
-        int | None,
-        count_option(
-            "pipeline_parallel", "Pipeline stages, where the plan does not have them; what it says, or 1."
-        ),
-    ] = None
-    virtual_stages: Annotated[
-        int | None,
-        count_option("virtual_stages", "Chunks of a stage, interleaved; what the plan says, or 1."),
-    ] = None
-    recompute: Annotated[
-        str | None,
-        _option(
-            "recompute",
-            f"What is recomputed: {', '.join(RECOMPUTES)}; what the plan says, or none.",
-            metavar="WHAT",
-        ),
-    ] = None
-    precision: Annotated[
-        str | None,
-        _option(
-            "precision",
-            f"Of weights and activations: {', '.join(PRECISIONS)}; what the plan says, or bf16.",
-            metavar="TYPE",
-        ),
-    ] = None
-    model: Annotated[
-        str | None,
-        _option("model", MODEL_OF_PLAN, metavar="NAME|PATH"),
-    ] = None
-    global_batch_size: Annotated[
-        int | None,
-        count_option(
-            "global_batch_size", f"Sequences of an iteration; what the plan says, or {Job.global_batch_size}."
-        ),
-    ] = None
-
-    def _name(self, plan: Plan) -> str | None:
-        if self.model is not None:
-            return self.model
-        return plan.provenance.model if plan.provenance else None
-
-    def model_file(self, plan: Plan) -> Path | None:
-        """Return the file that the model is read from; ``None`` where it is a preset's name."""
-        name = self._name(plan)
-        return None if name is None else model_file(name)
-
-    def job(self, plan: Plan, path: Path) -> Job:
-        """Return the job that a plan is evaluated for.
-
-        Args:
-            plan: the plan.
-            path: its file, for errors.
-
-        Raises:
-            HexiError: no model or an unknown one, sizes that cannot be divided, or unknown words.
-        """
-        model = self._name(plan)
-        if model is None:
-            raise HexiError(
-                f"{path}: does not say which model it is for (provenance.model); add --model NAME|PATH"
-            )
-        # A plan says which terms it was made for; one written by hand may leave that to the file.
-        stated = self._stated(model if plan.job == JobTerms() else None)
-        self._check_terms(plan, path, stated)
-        check_options(model, plan)
-        shapes = read_model(model)
-        refuse_imbalance(self.expert_imbalance, shapes)
-        return job_of_plan(plan, shapes, **stated)
-
-    def _check_terms(self, plan: Plan, path: Path, stated: Mapping[str, Any]) -> None:
-        """Refuse options that contradict the plan, with both values.
-
-        Raises:
-            PlanError: one does.
-        """
-        for name, value in stated.items():
-            planned = getattr(plan.job, name, None)
-            differs = planned is not None and str(value) != str(planned)
-            if name == "kernel":
-                differs = any(
-                    kernel_on(value, gpu) not in (None, kernel) for gpu, kernel in (planned or {}).items()
-                )
-                planned = join_kernels(planned or {})
-            if differs:
-                raise PlanError(
-                    f"{path}: job.{name} is {planned}, the command line has {spell_flag(name, value)}; leave "
-                    "it out, or make a plan for it with hexi plan"
-                )

@@ -19,7 +19,6 @@ from megatron_hexi.cli.options import (
     ClusterPath,
     NewJob,
     Picture,
-    PlannedJob,
     PlanOut,
     PlanPath,
 )
@@ -31,6 +30,7 @@ from megatron_hexi.cli.output import (
     say,
     write_picture,
 )
+from megatron_hexi.cli.planned_job import PlannedJob
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import (
     Job,

@@ -12,13 +12,13 @@ from megatron_hexi.cli.bundles import with_bundles
 from megatron_hexi.cli.options import (
     AsJson,
     Picture,
-    PlannedJob,
     PlanOut,
     PlanPath,
     check_limits,
     count_option,
 )
 from megatron_hexi.cli.output import check_outputs, print_json, print_report, say, tell, write_picture
+from megatron_hexi.cli.planned_job import PlannedJob
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import estimate, find_shortage, planned_kernels
 from megatron_hexi.errors import HexiError

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from megatron_hexi.cli.options import MODEL_OF_REPORT, AsJson, PlannedJob, PlanPath
+from megatron_hexi.cli.options import MODEL_OF_REPORT, AsJson, PlanPath
 from megatron_hexi.cli.output import check_outputs, print_json, print_report, progress_bar, say
+from megatron_hexi.cli.planned_job import PlannedJob
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import Job, estimate
 from megatron_hexi.errors import HexiError

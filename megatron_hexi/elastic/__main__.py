@@ -200,10 +200,9 @@ def _read(words: list[str]) -> tuple[argparse.Namespace, AgentSettings | None]:
 def _keep_store(options: argparse.Namespace) -> dist.TCPStore:
     try:
         return keep_store(options.host, options.port, options.secret, options.bind)
-    except OSError as problem:
+    except OSError:
         raise HexiError(
-            f"--rdzv-endpoint {options.host}:{options.port}: cannot be listened at here "
-            f"({problem.strerror or problem}); choose another port, or this node's address for --bind"
+            f"--rdzv-endpoint {options.host}:{options.port}: the port is taken; choose another"
         ) from None
 
 

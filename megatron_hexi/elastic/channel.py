@@ -158,18 +158,43 @@ def _exactly(connection: ssl.SSLSocket, count: int, seconds: float) -> bytes:
     return received
 
 
-async def accept_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """Let a client of an asyncio server prove the secret.
+async def connect_stream(
+    address: tuple[str, int], secret: bytes
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Return asyncio's streams of a connection as `connect` makes.
 
     Raises:
-        SecretRefusedError: it has another secret.
-        OSError, asyncio.IncompleteReadError, TimeoutError: it is no such client.
+        SecretRefusedError: the server has another secret.
+        OSError, EOFError, TimeoutError: there is no such server.
     """
-    connection: ssl.SSLObject = writer.get_extra_info("ssl_object")
-    proof = await asyncio.wait_for(reader.readexactly(PROOF_BYTES), PROOF_S)
-    answer, stays = answer_client(secret, connection, proof)
-    writer.write(answer)
-    await writer.drain()
+    host, port = address
+    reader, writer = await asyncio.open_connection(
+        host, port, ssl=tls_context(False), ssl_handshake_timeout=PROOF_S
+    )
+    try:
+        connection: ssl.SSLObject = writer.get_extra_info("ssl_object")
+        writer.write(client_proof(secret, connection))
+        answer = await asyncio.wait_for(reader.readexactly(PROOF_BYTES), PROOF_S)
+        check_server(secret, connection, answer)
+    except BaseException:
+        writer.close()
+        raise
+    return reader, writer
+
+
+async def accept_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+    """Encrypt a connection to an asyncio server, and let its client prove the secret, within `PROOF_S`.
+
+    Raises:
+        SecretRefusedError: the client has another secret.
+        OSError, EOFError, TimeoutError: it is no such client.
+    """
+    async with asyncio.timeout(PROOF_S):
+        await writer.start_tls(tls_context(True))
+        connection: ssl.SSLObject = writer.get_extra_info("ssl_object")
+        answer, stays = answer_client(secret, connection, await reader.readexactly(PROOF_BYTES))
+        writer.write(answer)
+        await writer.drain()
     if not stays:
         raise SecretRefusedError("no proof of the job's secret")
 
@@ -262,13 +287,14 @@ def listen(name: str, port: int, bind: str | None = None) -> socket.socket:
             raise
     both = socket.has_dualstack_ipv6()
     return socket.create_server(
-        ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=_BACKLOG
+        ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=BACKLOG
     )
 
 
-_BACKLOG = 1024
+#: Connections that may wait to be accepted.
+BACKLOG = 1024
 
 
 def _listen_at(address: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+    return socket.create_server((address, port), family=family, backlog=BACKLOG)

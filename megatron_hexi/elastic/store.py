@@ -11,8 +11,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-#: Of a rank's environment: where the store is reached, the job's and the round's beginnings of keys, this
-#: node in the cluster file, and the silence (s) of a rank that counts as its loss.
+#: Variables of a rank's environment: HOST:PORT of the store's door on this node and of its gate
+#: (--rdzv-endpoint), the job's and the round's beginnings of keys, this node in the cluster file, and the
+#: silence (s) of a rank that counts as its loss.
+GATE_VARIABLE = "HEXI_RENDEZVOUS"
 STORE_VARIABLE, JOB_VARIABLE, ROUND_VARIABLE = "HEXI_STORE", "HEXI_JOB", "HEXI_ROUND"
 NODE_VARIABLE, LOST_AFTER_VARIABLE = "HEXI_NODE", "HEXI_LOST_AFTER"
 #: Keys of a round: its ranks train, one of them has ended, and how many nodes wait to be taken in.
@@ -40,6 +42,11 @@ def whole_store(timeout: timedelta) -> dist.Store:
         RuntimeError: the store cannot be reached.
     """
     return dist.PrefixStore(f"hexi.{os.environ[JOB_VARIABLE]}", _store(timeout))
+
+
+def store_gate() -> str | None:
+    """Return HOST:PORT of the store of an elastic job, as ``--rdzv-endpoint`` says; ``None``: no such job."""
+    return os.environ.get(GATE_VARIABLE)
 
 
 def lost_after_s() -> float | None:

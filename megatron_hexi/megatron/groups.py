@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hexi.elastic.store import in_round, round_store
+from megatron_hexi.elastic.store import in_round, round_store, store_gate
 from megatron_hexi.errors import PlanError, set_fault_listener, user_errors
 from megatron_hexi.megatron.process_groups import GroupOptions
 from megatron_hexi.megatron.session import (
@@ -155,6 +155,11 @@ def _agree(given: GivenPlan | None, args: Namespace, store: dist.Store | None) -
     try:
         _store = job_store(timeout) if store is None else store
     except RuntimeError as problem:
+        if gate := store_gate():
+            raise PlanError(
+                f"no connection to the job's store at --rdzv-endpoint {gate} within {timeout} "
+                f"({str(problem).splitlines()[0]}); is a node or --keep-store running there?"
+            ) from None
         raise PlanError(
             f"no connection to rank 0 at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
             f"{timeout} ({str(problem).splitlines()[0]}); does rank 0 run, and is its port open?"

@@ -14,6 +14,7 @@ from datetime import datetime
 
 import torch.distributed as dist
 
+from megatron_hexi.elastic.store import store_gate
 from megatron_hexi.runtime.heartbeats import Fault, Heartbeats, Silence
 
 #: Exit code of a rank that ends because another rank failed, without a mistake of the user.
@@ -82,6 +83,8 @@ class Liveness:
             more = f"; and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
             return self._loss(places + more, silent[0].since)
         if self._store_failed or time.monotonic() - self._answered > self._store_silent_s:
+            if gate := store_gate():
+                return self._loss(f"the job's store at --rdzv-endpoint {gate}", self._answered_at)
             keeper = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
             host = os.environ.get("MASTER_ADDR", "its host")
             return self._loss(f"{keeper} on host {host}, which keeps the job's store", self._answered_at)

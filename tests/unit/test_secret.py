@@ -359,3 +359,8 @@ def test_an_openssl_without_the_cipher_is_named(monkeypatch):
     monkeypatch.setattr(channel, "_CIPHER", "AECDH-NONE")
     with pytest.raises(HexiError, match=r"OpenSSL .* has no anonymous Diffie-Hellman"):
         tls_context.__wrapped__(True)
+
+
+def test_an_address_that_is_no_node_s_is_refused():
+    with pytest.raises(HexiError, match=r"--bind 192\.0\.2\.1: cannot be listened at here"):
+        keep_store("localhost", free_port(), SECRET, "192.0.2.1")

@@ -47,6 +47,7 @@ from megatron_hexi.elastic.launcher.ranks import WORDS_VARIABLE, run_rank
 from megatron_hexi.elastic.secret import SECRET_VARIABLE
 from megatron_hexi.elastic.store import (
     BROKEN,
+    GATE_VARIABLE,
     JOB_VARIABLE,
     LOST_AFTER_VARIABLE,
     NODE_VARIABLE,
@@ -55,6 +56,7 @@ from megatron_hexi.elastic.store import (
     TRAINING,
     WANTED,
 )
+from megatron_hexi.errors import HexiError
 
 #: Nodes that have not come so many seconds after the fewest that suffice are left out, and taken in later.
 _LAST_CALL_S = 1
@@ -213,7 +215,7 @@ class NodeAgent(LocalElasticAgent):
         self._meeting.round = dist.PrefixStore(name, self._store_of_job)
         variables = {
             STORE_VARIABLE: f"127.0.0.1:{self._store_port}",
-            SECRET_VARIABLE: launch.secret.decode(),
+            GATE_VARIABLE: f"{launch.host}:{launch.port}",
             JOB_VARIABLE: launch.job,
             ROUND_VARIABLE: name,
             NODE_VARIABLE: launch.node,
@@ -222,6 +224,7 @@ class NodeAgent(LocalElasticAgent):
         if self._keeper is not None:
             self._keeper.begin_round(name, group.group_rank)
             variables |= {
+                SECRET_VARIABLE: launch.secret.decode(),  # copies alone need it
                 COPY_INTERVAL_VARIABLE: str(launch.copy_interval),
                 COPIES_VARIABLE: str(self._keeper.folder),
                 COPIES_URL_VARIABLE: self._keeper.url,
@@ -325,10 +328,10 @@ def _reach_store(launch: AgentSettings) -> tuple[dist.TCPStore, int]:
     The first node on the host of the rendezvous keeps the store.
 
     Raises:
-        HexiError: the store has another secret.
+        HexiError: the store has another secret, or this node cannot keep it.
         OSError, dist.DistError: there is none.
     """
-    with contextlib.suppress(OSError):  # a process of this host keeps it already
+    with contextlib.suppress(OSError):  # a process of this host keeps it already: the port is taken
         if is_here(launch.host):
             store = keep_store(launch.host, launch.port, launch.secret, launch.bind)
             return store, store.port
@@ -338,7 +341,15 @@ def _reach_store(launch: AgentSettings) -> tuple[dist.TCPStore, int]:
 
 def _keeper(launch: AgentSettings, store_port: int) -> Keeper:
     folder, store = Path(launch.copy_folder), ("127.0.0.1", store_port)
-    return Keeper(folder, store, f"hexi.{launch.job}", launch.address, launch.secret, launch.bind)
+    try:
+        return Keeper(folder, store, f"hexi.{launch.job}", launch.address, launch.secret, launch.bind)
+    except OSError as problem:
+        if launch.bind is None:
+            raise
+        raise HexiError(
+            f"--bind {launch.bind}: copies cannot be served there ({problem.strerror or problem}); give an "
+            "address of this node: ip addr lists them"
+        ) from None
 
 
 def _wait_for_all(launch: AgentSettings, job: dist.Store) -> None:

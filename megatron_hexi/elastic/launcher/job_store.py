@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import hmac
 import resource
 import socket
@@ -27,14 +28,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_hexi.elastic.channel import (
-    PROOF_BYTES,
+    BACKLOG,
     PROOF_S,
     Entrance,
     SecretRefusedError,
     accept_stream,
-    check_server,
-    client_proof,
     connect,
+    connect_stream,
     listen,
     tls_context,
 )
@@ -57,10 +57,20 @@ def keep_store(host: str, port: int, secret: bytes, bind: str | None = None) -> 
         bind: an address of this node to listen at instead of the host's.
 
     Raises:
-        OSError: the port is taken, or the address is none of this node's.
+        OSError: the port is taken.
+        HexiError: this node may not listen there, or `bind` is no address of this node.
     """
-    tls = tls_context(True)
-    listening = listen(host, port, bind)
+    tls_context(True)  # refuses here what could not be served later
+    try:
+        listening = listen(host, port, bind)
+    except OSError as problem:
+        if problem.errno == errno.EADDRINUSE:
+            raise
+        place = f"--rdzv-endpoint {host}:{port}" if bind is None else f"--bind {bind}"
+        raise HexiError(
+            f"{place}: cannot be listened at here ({problem.strerror or problem}); choose another "
+            "port, or an address of this node for --bind: ip addr lists them"
+        ) from None
     _raise_limit()
     inner = socket.create_server((_LOOPBACK, 0))
     inner_port = int(inner.getsockname()[1])
@@ -79,7 +89,7 @@ def keep_store(host: str, port: int, secret: bytes, bind: str | None = None) -> 
             await accept_stream(reader, writer, secret)
         await _join(reader, writer, *await asyncio.open_connection(_LOOPBACK, inner_port))
 
-    _serve(enter, listening, tls)
+    _serve(enter, listening)
     return store
 
 
@@ -120,27 +130,16 @@ def open_door(host: str, port: int, secret: bytes) -> int:
     listening = socket.create_server((_LOOPBACK, 0))
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(
-            host, port, ssl=tls_context(False), ssl_handshake_timeout=PROOF_S
-        )
-        try:
-            connection: ssl.SSLObject = far_writer.get_extra_info("ssl_object")
-            far_writer.write(client_proof(secret, connection))
-            answer = await asyncio.wait_for(far_reader.readexactly(PROOF_BYTES), PROOF_S)
-            check_server(secret, connection, answer)
-        except _CLOSED:
-            far_writer.close()
-            raise
-        await _join(reader, writer, far_reader, far_writer)
+        await _join(reader, writer, *await connect_stream((host, port), secret))
 
-    _serve(pass_on, listening, None)
+    _serve(pass_on, listening)
     return int(listening.getsockname()[1])
 
 
 _Served = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def _serve(served: _Served, listening: socket.socket, tls: ssl.SSLContext | None) -> None:
+def _serve(served: _Served, listening: socket.socket) -> None:
     """Serve the connections to a socket in a thread of its own."""
 
     async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -150,12 +149,7 @@ def _serve(served: _Served, listening: socket.socket, tls: ssl.SSLContext | None
             await served(reader, writer)
 
     async def run() -> None:
-        limit = None if tls is None else PROOF_S
-        server = await asyncio.start_server(
-            one, sock=listening, ssl=tls, ssl_handshake_timeout=limit, limit=_BLOCK, backlog=1024
-        )
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda *_: None)  # strangers' handshakes that fail
+        server = await asyncio.start_server(one, sock=listening, limit=_BLOCK, backlog=BACKLOG)
         await server.serve_forever()
 
     threading.Thread(target=asyncio.run, args=(run(),), name="hexi-gate", daemon=True).start()

@@ -1,0 +1,122 @@
+"""Options of commands that evaluate a plan: the job that the plan was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from megatron_hexi.cli.options import MODEL_OF_PLAN, Training, count_option, job_option
+from megatron_hexi.cost import (
+    PRECISIONS,
+    RECOMPUTES,
+    Job,
+    check_options,
+    job_of_plan,
+    model_file,
+    read_model,
+    refuse_imbalance,
+)
+from megatron_hexi.errors import HexiError, PlanError
+from megatron_hexi.plan import JobTerms, Plan
+from megatron_hexi.plan.flags import spell_flag
+from megatron_hexi.plan.kernels import join_kernels, kernel_on
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedJob(Training):
+    """Options of the job that a plan was made for; values not given come from the plan, or are defaults."""
+
+    micro_batch_size: Annotated[
+        int | None, count_option("micro_batch_size", "Sequences of a micro-batch; what the plan says, or 1.")
+    ] = None
+    pipeline_parallel: Annotated[
+        int | None,
+        count_option(
+            "pipeline_parallel", "Pipeline stages, where the plan does not have them; what it says, or 1."
+        ),
+    ] = None
+    virtual_stages: Annotated[
+        int | None,
+        count_option("virtual_stages", "Chunks of a stage, interleaved; what the plan says, or 1."),
+    ] = None
+    recompute: Annotated[
+        str | None,
+        job_option(
+            "recompute",
+            f"What is recomputed: {', '.join(RECOMPUTES)}; what the plan says, or none.",
+            metavar="WHAT",
+        ),
+    ] = None
+    precision: Annotated[
+        str | None,
+        job_option(
+            "precision",
+            f"Of weights and activations: {', '.join(PRECISIONS)}; what the plan says, or bf16.",
+            metavar="TYPE",
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        job_option("model", MODEL_OF_PLAN, metavar="NAME|PATH"),
+    ] = None
+    global_batch_size: Annotated[
+        int | None,
+        count_option(
+            "global_batch_size", f"Sequences of an iteration; what the plan says, or {Job.global_batch_size}."
+        ),
+    ] = None
+
+    def _name(self, plan: Plan) -> str | None:
+        if self.model is not None:
+            return self.model
+        return plan.provenance.model if plan.provenance else None
+
+    def model_file(self, plan: Plan) -> Path | None:
+        """Return the file that the model is read from; ``None`` where it is a preset's name."""
+        name = self._name(plan)
+        return None if name is None else model_file(name)
+
+    def job(self, plan: Plan, path: Path) -> Job:
+        """Return the job that a plan is evaluated for.
+
+        Args:
+            plan: the plan.
+            path: its file, for errors.
+
+        Raises:
+            HexiError: no model or an unknown one, sizes that cannot be divided, or unknown words.
+        """
+        model = self._name(plan)
+        if model is None:
+            raise HexiError(
+                f"{path}: does not say which model it is for (provenance.model); add --model NAME|PATH"
+            )
+        # A plan says which terms it was made for; one written by hand may leave that to the file.
+        stated = self._stated(model if plan.job == JobTerms() else None)
+        self._check_terms(plan, path, stated)
+        check_options(model, plan)
+        shapes = read_model(model)
+        refuse_imbalance(self.expert_imbalance, shapes)
+        return job_of_plan(plan, shapes, **stated)
+
+    def _check_terms(self, plan: Plan, path: Path, stated: Mapping[str, Any]) -> None:
+        """Refuse options that contradict the plan, with both values.
+
+        Raises:
+            PlanError: one does.
+        """
+        for name, value in stated.items():
+            planned = getattr(plan.job, name, None)
+            differs = planned is not None and str(value) != str(planned)
+            if name == "kernel":
+                differs = any(
+                    kernel_on(value, gpu) not in (None, kernel) for gpu, kernel in (planned or {}).items()
+                )
+                planned = join_kernels(planned or {})
+            if differs:
+                raise PlanError(
+                    f"{path}: job.{name} is {planned}, the command line has {spell_flag(name, value)}; leave "
+                    "it out, or make a plan for it with hexi plan"
+                )
