@@ -135,7 +135,9 @@ def test_killed_in_the_middle_it_leaves_nothing(start, how):
 @pytest.mark.parametrize(
     ("fail", "code", "said"),
     [
-        ("sys.exit(7)", 7, "rank 1 (slow-0/0) ended with exit code 7"),
+        pytest.param(  # its message: tests/unit/test_testbed.py
+            *("sys.exit(7)", 7, "rank 1 (slow-0/0) ended with exit code 7"), marks=pytest.mark.slow
+        ),
         ("bytearray(2**31)", 1, "rank 1 (slow-0/0) is out of memory: core has 1 GiB (RLIMIT_DATA"),
         ("os.kill(os.getpid(), 9)", 1, "no rank has said why"),
     ],
@@ -172,6 +174,7 @@ def test_quotas_go_with_the_process_that_made_them(tmp_path):
     wait_for(lambda: not Path(folder).parent.exists(), 30)
 
 
+@pytest.mark.slow  # two minutes: tokens are paced in real time
 def test_a_paced_training_over_links_is_the_same_training(forks, tmp_path):
     plan = tmp_path / "plan.yaml"
     workload = Workload(seq_length=64, heads=4, kv_heads=4, head_dim=16, layers=2, hidden_size=64)

@@ -198,8 +198,8 @@ CASES = {
     "windows-recomputed": Case(WINDOW, (*FULL, "uniform", *SEQUENCE), slow=True),
     "sinks": Case(SINKS, slow=True),
     "sinks-off-by-one": Case(("--softmax-type", "off-by-one"), slow=True),
-    "windows-sinks": Case((*WINDOW, *SINKS), PIPELINE),
-    "documents": Case(ONE_EACH, PACKED, APART, corpus=True),
+    "windows-sinks": Case((*WINDOW, *SINKS), PIPELINE, slow=True),
+    "documents": Case(ONE_EACH, PACKED, APART, corpus=True, slow=True),
     "documents-dealt": Case(ONE_EACH, (*PACKED, *DEALT), APART, corpus=True),
     "documents-dealt-recomputed": Case(
         (*ONE_EACH, *SINKS),
@@ -221,7 +221,7 @@ CASES = {
         ONE_EACH, (*PACKED, *OVERLAPPED), APART, corpus=True, replicas=True, slow=True
     ),
     "documents-experts": Case((*ONE_EACH, *balanced("aux_loss")), PACKED, APART, corpus=True, slow=True),
-    "latent": Case(LATENT, reference=LATENT_SPEC),
+    "latent": Case(LATENT, reference=LATENT_SPEC, slow=True),
     "latent-yarn": Case(
         (*LATENT, "--rope-type", "yarn", "--rotary-scaling-factor", "4", "--q-lora-rank", "24"),
         (*SEQUENCE, *FULL, "uniform"),
@@ -263,7 +263,7 @@ CASES = {
     "small-buckets": Case(
         job=(*DISTRIBUTED, "--overlap-grad-reduce", "--ddp-bucket-size", "1000"), replicas=True, slow=True
     ),
-    "tensor-pipeline": Case(job=(*SEQUENCE, *PIPELINE, *DISTRIBUTED)),
+    "tensor-pipeline": Case(job=(*SEQUENCE, *PIPELINE, *DISTRIBUTED), slow=True),
     "tensor-pipeline-data": Case(job=(*SEQUENCE, *PIPELINE, *OVERLAPPED), replicas=True, slow=True),
     "accumulation": Case(("--micro-batch-size", "1", "--global-batch-size", "8"), replicas=True, slow=True),
     # Thresholds are in tokens: 8 and 24 samples.
@@ -289,7 +289,7 @@ CASES = {
         slow=True,
     ),
     "maximal-update": Case(("--use-mup", "--mup-base-hidden-size", "48", "--mup-width-mult", "2"), slow=True),
-    "multi-token": Case((*FURTHER_TOKENS, "--eod-mask-loss", "--calculate-per-token-loss")),
+    "multi-token": Case((*FURTHER_TOKENS, "--eod-mask-loss", "--calculate-per-token-loss"), slow=True),
     "multi-token-detached": Case((*FURTHER_TOKENS, "--mtp-detach-heads"), slow=True),
     "multi-token-sequence-parallel": Case(FURTHER_TOKENS, SEQUENCE, slow=True),
     "multi-token-experts": Case(
@@ -300,7 +300,7 @@ CASES = {
     "experts": Case(balanced("aux_loss"), slow=True),
     "experts-seq-loss": Case(balanced("seq_aux_loss"), slow=True),
     "experts-global-loss": Case((*balanced("global_aux_loss"), "--calculate-per-token-loss"), slow=True),
-    "experts-z-loss": Case((*balanced("aux_loss"), "--moe-z-loss-coeff", "0.01")),
+    "experts-z-loss": Case((*balanced("aux_loss"), "--moe-z-loss-coeff", "0.01"), slow=True),
     "experts-bias": Case(
         (
             *EXPERTS,

@@ -22,6 +22,11 @@ def _paced(original: Any) -> Any:
     return train_step
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Train."""
     setattr(training, "train_step", _paced(training.train_step))  # noqa: B010
     pretrain_gpt.main()
+
+
+if __name__ == "__main__":
+    main()

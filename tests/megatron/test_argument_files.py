@@ -18,8 +18,8 @@ nodes:
 - {name: slow, gpu: A100-SXM-80GB, gpus: 1}
 network: {bandwidth_gb_s: 25}
 """
-#: A quoted string; an array, samples and gates; plain lines and fp16. The others repeat them.
-FAST = ("modelopt-qwen3-by-gpt3", "gated-attention-by-llama3", "gpt3-by-functional-test")
+#: An array, samples and gates; plain lines and fp16. The others repeat them.
+FAST = ("gated-attention-by-llama3", "gpt3-by-functional-test")
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "way", ["run", pytest.param("import", marks=pytest.mark.slow), "import after Megatron"]
+    "way",
+    ["run", *(pytest.param(way, marks=pytest.mark.slow) for way in ("import", "import after Megatron"))],
 )
 def test_a_script_of_the_users_own(forks: Forks, tmp_path: Path, one_rank: TrainingLog, way: str) -> None:
     """Through the launcher, or with our import in it: the same training, and checkpoints are saved.

@@ -59,7 +59,7 @@ def one_rank(train):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(layout, marks=[] if layout in ("units", "offload") else [pytest.mark.slow])
+        pytest.param(layout, marks=[] if layout == "offload" else [pytest.mark.slow])
         for layout in (*LAYOUTS, "domain-of-two-groups")
     ],
 )

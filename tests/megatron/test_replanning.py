@@ -213,9 +213,11 @@ def two_stages() -> Plan:
 )
 def test_the_planner_is_asked_and_says_its_numbers(forks, tmp_path, plan, args):
     replan = ("--hexi-replan-interval", "3", "--hexi-cluster", str(CLUSTER))
-    words = (*MODEL, *args, "--train-iters", "60", "--log-interval", "60")
+    words = (*MODEL, *args, "--train-iters", "24", "--log-interval", "24")
     still = forks.train(tmp_path, ranks=4, args=words, plan=plan)
-    led = forks.train(tmp_path, ranks=4, args=(*words, *replan), plan=plan)
+    # Its iterations are slow, so that the planner answers before the last one.
+    paced = "tests.megatron.paced"
+    led = forks.train(tmp_path, ranks=4, args=(*words, *replan), plan=plan, entry=paced)
     assert led.losses == pytest.approx(still.losses, rel=1e-5)
     decisions = re.findall(r"hexi: replan: iteration (\d+): .*gain (-?[\d.]+)%", led.output)
     assert decisions

@@ -28,10 +28,8 @@ PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
 LOADED_UNDER = {"same": ("groups", 3), "other": ("no-heads", 2), "none": (None, 1)}
 #: Each format in CI; the others on request.
 IN_CI = {
-    ("default", "fp32", "same"),
     ("default", "bf16", "other"),
     ("reshardable", "fp32", "other"),
-    ("small-buckets", "fp32", "none"),
 }
 MATRIX = [
     pytest.param(*case, id="-".join(case), marks=[] if case in IN_CI else pytest.mark.slow)

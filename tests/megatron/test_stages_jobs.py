@@ -182,15 +182,12 @@ def go_on(forks, folder, holder, kind, words):
 
 IN_CI = {
     ("one-rank", "units", "fp32"),
-    ("units", "samples", "distributed"),
     ("depths", "tp-pp", "bf16-distributed"),
     ("offload", "one-rank", "distributed"),
 }
 LOADS_IN_CI = {
     ("one-rank", "ministages", "bf16"),
-    ("depths", "units", "bf16-distributed"),
     ("samples", "offload", "fp16"),
-    ("samples", "units", "sgd"),
 }
 PAIRS = [
     pytest.param(

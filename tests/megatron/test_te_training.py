@@ -69,7 +69,7 @@ STAGES = {
 
 
 #: The others move the same weights in the same pieces, as tests without Transformer Engine compare.
-STAGES_IN_CI = ("tensor-parallel-sizes", "ministages", "offloaded")
+STAGES_IN_CI = ("tensor-parallel-sizes", "offloaded")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_masks_are_those_without_a_plan(
     check_case(OPTIONS[name], "groups", te, references, documents, tmp_path)
 
 
-@pytest.mark.parametrize("grouped", [(), ("--moe-grouped-gemm",)])
+@pytest.mark.parametrize("grouped", [pytest.param((), marks=pytest.mark.slow), ("--moe-grouped-gemm",)])
 def test_experts_train_as_one_rank(grouped: tuple[str, ...], te: EmulatedTe, tmp_path: Path):
     """One product an expert, and grouped products. Weights have other names than in Megatron's own layers."""
     model = job((*EXPERTS, *grouped))

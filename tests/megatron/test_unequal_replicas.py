@@ -141,8 +141,8 @@ class Case:
 
 
 CASES = {
-    "two-and-one": Case("two-and-one", slow=False),
-    "three-and-one": Case("three-and-one", slow=False),
+    "two-and-one": Case("two-and-one"),
+    "three-and-one": Case("three-and-one"),
     "two-one-one": Case("two-one-one", slow=False),
     "in-turn": Case("in-turn"),
     "distributed-optimizer": Case("three-and-one", job=OVERLAPPED, slow=False),

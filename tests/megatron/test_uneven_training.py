@@ -166,7 +166,17 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "plan", "args"), EXACT.values(), ids=EXACT)
+#: The others repeat them with another kind of parallelism, which `test_option_training.py` has too.
+IN_CI = ("cp4-groups-of-3-and-1", "tp2-cp2-sequence-parallel", "rank-without-tokens", "rank-without-heads")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "args"),
+    [
+        pytest.param(*case, id=name, marks=() if name in IN_CI else pytest.mark.slow)
+        for name, case in EXACT.items()
+    ],
+)
 def test_losses_and_gradient_norms_are_those_of_one_rank(
     run, ranks, plan, args, checkpoint, reference, tmp_path
 ):

@@ -62,14 +62,21 @@ def test_a_part_that_fails_leaves_what_was_measured(tmp_path: Path, capsys: pyte
     assert "one: failed: RuntimeError: out of memory" in capsys.readouterr().err
 
 
-def test_all_parts_run_with_tiny_sizes_on_the_cpu(
-    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param(["mixed", "training"], id="those that train"),
+        pytest.param([part.name for part in PARTS], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_parts_run_with_tiny_sizes_on_the_cpu(
+    parts: list[str], forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sys, "executable", str(forks.python))
     output = tmp_path / "out.json"
-    assert main(["--dry-run", "-o", str(output), "--logs", str(tmp_path / "logs")]) == 0
+    assert main(["--dry-run", "--parts", *parts, "-o", str(output), "--logs", str(tmp_path / "logs")]) == 0
     (run,) = page.read_runs(output)
-    assert list(run["parts"]) == [part.name for part in PARTS]
+    assert sorted(run["parts"]) == sorted(parts)
     for name, part in run["parts"].items():
         assert part["rows"], name
         assert not any(row.get("failed") for row in part["rows"]), name

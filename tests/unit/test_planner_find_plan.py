@@ -331,7 +331,7 @@ network: {bandwidth_gb_s: 25}
 @pytest.mark.parametrize(
     ("model", "sequence", "terms", "proven", "change"),
     [
-        ("gpt-3b", 2**21, {}, True, "--seq-length"),
+        pytest.param("gpt-3b", 2**21, {}, True, "--seq-length", marks=pytest.mark.slow),
         (
             "gpt-13b",
             2**17,
