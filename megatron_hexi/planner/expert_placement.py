@@ -21,17 +21,20 @@ class ExpertRule:
 
     Args:
         ranks: of an expert domain, about; ``None``: all of a stage's.
-        by: what a rank's number of experts is in proportion to: its rate of matrix products, or its memory.
+        by: what a rank's number of experts is in proportion to: its rate of matrix products, or its memory;
+            ``equal``: every rank of an expert domain holds as many, up to one where they do not divide.
     """
 
     ranks: int | None = None
-    by: Literal["speed", "memory"] = "speed"
+    by: Literal["speed", "memory", "equal"] = "speed"
 
 
 IN_WHOLE_STAGES = ExpertRule()
 
 
-def expert_rules(job: Job, cluster: Cluster, fixed: int | None = None) -> list[ExpertRule]:
+def expert_rules(
+    job: Job, cluster: Cluster, fixed: int | None = None, unequal: bool = True
+) -> list[ExpertRule]:
     """The choices that a search tries: one for models without experts.
 
     Expert domains of whole stages, by the speed of GPUs and where they differ in memory by that, of a node,
@@ -41,20 +44,24 @@ def expert_rules(job: Job, cluster: Cluster, fixed: int | None = None) -> list[E
         job: the job.
         cluster: where.
         fixed: ranks that each expert domain must have; ``None``: chosen.
+        unequal: whether ranks of an expert domain may hold different numbers of experts.
     """
     model, experts = job.model, job.model.experts
     if experts is None:
         return [IN_WHOLE_STAGES]
+    by: Literal["speed", "equal"] = "speed" if unequal else "equal"
     if fixed is not None:
-        return [ExpertRule(fixed)]
+        return [ExpertRule(fixed, by)]
     devices = [node.device for node in cluster.nodes]
-    rules = [IN_WHOLE_STAGES]
-    if len({device.usable_gib / max(device.layer_matmul.rates) for device in devices}) > 1:
+    rules = [ExpertRule(None, by)]
+    if unequal and len({device.usable_gib / max(device.layer_matmul.rates) for device in devices}) > 1:
         rules.append(ExpertRule(None, "memory"))
     layer = experts.count * model.expert_params() * (job.element_bytes + GRADIENT_BYTES[job.precision])
     room = max(device.usable_gib for device in devices) * GIB
     sizes = sorted({max(len(node.ranks) for node in cluster.nodes), 1}, reverse=True)
-    return rules + [ExpertRule(size) for size in sizes if layer / size < room and size < len(cluster.ranks)]
+    return rules + [
+        ExpertRule(size, by) for size in sizes if layer / size < room and size < len(cluster.ranks)
+    ]
 
 
 def spread_experts(
