@@ -46,8 +46,8 @@ CURVE_HEAD_DIM = 128
 class Speeds:
     """A GPU's curves in a job's precision and head size, and its memory's bandwidth (bytes/s).
 
-    Of products apart from what they write (`unwritten`). `call_s` is what the host takes to call an
-    operation. `output` is of the vocabulary's matrix, which stays in 16 bits where the layers' are in fp8.
+    `matmul` and `output` are rates without writing (`unwritten`); `output` is of the vocabulary's matrix,
+    which stays in 16 bits where the layers' are in fp8. `call_s` is what the host takes to call an operation.
     """
 
     matmul: Curve
@@ -329,8 +329,7 @@ def _output_products(job: Job) -> tuple[Products, Products]:
 
 
 def row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
-    """FLOPs of matrices in a row of a layer forward, backward, and of the loss both ways; and seconds
-    besides.
+    """FLOPs of a row: of a layer forward, backward, and of the loss both ways; and seconds besides.
 
     Together no more than `token_times` and `logits_times` of any number of rows, at its rate.
     """
@@ -344,8 +343,8 @@ def row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
         np.array([2 * layer.weights, 4 * layer.weights, 6 * (matrix.weights + inner.weights)]),
         np.array(
             [
-                written.forward + forward * element,
-                written.backward + backward * element,
+                written[0] + forward * element,
+                written[1] + backward * element,
                 ends + sum(loss) / speeds.memory,
             ]
         ),

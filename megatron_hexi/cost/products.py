@@ -1,19 +1,19 @@
-"""Seconds of matrix products by their sizes: m rows, in columns summed over, out columns made.
+"""Seconds of matrix products by their sizes: m rows, columns in that are summed over, columns out.
 
-A kernel reads both factors while it computes, and writes its result when a tile of it is done:
+A kernel reads both factors while it computes, and writes a tile of the result once the tile is complete:
 
     product = max(2 m in out / rate(m), bytes of both factors / memory) + bytes of the result / memory
 
-So short products are bound by reading the weights, and products of few columns in or out lose by writing: of
-a result in 16 bits as much as another 2 R / 2 B columns would take (R FLOP/s, B bytes/s: 260 on an H100).
-That tiles are written behind what is computed, not beside it, is how a tile of 128 x 256 fills the shared
-memory of a multiprocessor alone (NVIDIA, Matrix Multiplication Background User's Guide,
-https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/). Beside the sweep of
-13 weights by 8 numbers of rows on an H100 (docs/results/one-gpu.md), tests compare. Waves of tiles count
-nothing: libraries choose among tiles, and that sweep shows no steps.
+Products of few rows are bound by reading the weights. Products of few columns lose by writing: a result in 16
+bits takes as long as R / B more columns would (R FLOP/s, B bytes/s: 260 on an H100). Writing is added and not
+overlapped because a tile of 128 x 256, the most efficient size, has a multiprocessor to itself (NVIDIA,
+Matrix Multiplication Background User's Guide,
+https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/). A sweep of ten
+weights by eight numbers of rows on an H100 (docs/results/one-gpu.md) is met within 4 % in the median. It
+shows no steps by waves of tiles, which libraries avoid by choosing among tiles, so none are counted.
 
-A layer has three passes of each: forward, gradients of inputs, gradients of weights. These are added to a sum
-in the optimizer's gradients, which is read and written.
+Each product of a layer has three passes: forward, gradients of inputs and gradients of weights. The last are
+added to the optimizer's gradients, which are read and written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_hexi.cost.model import Model
 
 #: The linear layer whose products curves are of: what `hexi probe` measures on a GPU (probe/sizes.py).
 CURVE_IN, CURVE_OUT = 4096, 16384
-#: Of a curve's rate, the most that a product may reach where writing is left out.
+#: The most by which leaving out writes may raise a curve's rate.
 _MOST = 2.0
 
 
@@ -45,13 +45,13 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Products:
-    """Sizes of products that follow each other, added up.
+    """Sums over products that run one after the other.
 
     Args:
-        weights: of which each row takes part in a product: in x out.
-        held: weights that are read; more, where a rank has a part of the rows.
-        inputs: columns in.
-        outputs: columns out.
+        weights: in x out, times the part of the rows that the product sees.
+        held: in x out: weights that are read.
+        inputs: columns in, times that part.
+        outputs: columns out, times that part.
     """
 
     weights: Floats | float = 0.0
@@ -79,7 +79,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Elements:
-    """Bytes of an element: of factors, of results, and of a weight's gradient read and written."""
+    """Bytes of an element of the factors and of the result, and what a weight's gradient reads and writes."""
 
     factor: float
     result: float
@@ -87,7 +87,7 @@ class Elements:
 
     @classmethod
     def of(cls, job: Job, *, in_fp8: bool = False) -> Elements:
-        """Those of a job; of matrices that are in fp8 where the job is."""
+        """Bytes in a job's precision; `in_fp8`: of matrices that are in fp8 where the job is."""
         factor = 1 if in_fp8 and job.precision == "fp8" else job.element_bytes
         return cls(factor, job.element_bytes, 2 * GRADIENT_BYTES[job.precision])
 
@@ -113,17 +113,17 @@ def product_seconds(rate: Floats, memory: float, rows: Floats, sizes: Products, 
     return Times(forward, inputs + weights)
 
 
-def row_seconds(memory: float, sizes: Products, elements: Elements) -> Times:
-    """Seconds of a row beside its FLOPs, 2 and 4 a weight: with these no more than of any number of rows."""
+def row_seconds(memory: float, sizes: Products, elements: Elements) -> tuple[float, float]:
+    """Seconds in which a row's results are written: a lower bound of what it takes beside its FLOPs."""
     result = elements.result / memory
-    return Times(sizes.outputs * result, sizes.inputs * result)
+    return float(sizes.outputs * result), float(sizes.inputs * result)
 
 
 def unwritten(curve: Curve, memory: float, element: float) -> Curve:
-    """The rates of a measured curve apart from what the products that it is of write.
+    """Return a measured curve without the time in which its products write their results.
 
-    Of sizes that the curve's source does not give nothing is kept: `product_seconds` says what few rows take.
-    A curve of one size says what many rows reach.
+    Sizes that the curve's source does not give are dropped: `product_seconds` says what few rows take. A
+    curve of one size is taken for the rate of many rows.
 
     Args:
         curve: rates of the three products of a linear layer (`CURVE_IN`, `CURVE_OUT`) by rows.
@@ -143,7 +143,7 @@ def unwritten(curve: Curve, memory: float, element: float) -> Curve:
 
 
 def written(rate: float, memory: float, element: float) -> Curve:
-    """The curve of one size of which `unwritten` says this rate, TFLOP/s."""
+    """Return the curve of one size from which `unwritten` makes this rate, TFLOP/s."""
     columns = CURVE_IN + CURVE_OUT
     each = 1 / (rate * 1e12) + columns * element / memory / (6 * CURVE_IN * CURVE_OUT)
     return Curve((1.0,), (1 / each / 1e12,), "")

@@ -135,7 +135,8 @@ def test_experts_take_as_long_as_their_rows_and_all_wait_for_the_slowest():
         moved = rows * 2 * (8 * 512 + 2 * 256) / 0.9e12
         columns = rows * 2 * (512 + 256) / 0.9e12  # in, and out
         assert layer.forward.experts[unit] == pytest.approx(products + columns + moved)
-        back = 2 * products + columns + 8 * count * 2 * 512 * 256 / 0.9e12
+        # Gradients of weights read both the columns in and those out.
+        back = products + max(products, 2 * columns) + columns + 8 * count * 2 * 512 * 256 / 0.9e12
         back += rows * 2 * (8 * 512 + 3 * 256) / 0.9e12
         assert layer.backward.experts[unit] == pytest.approx(back)
     own, wait = layer.forward.experts, layer.forward.expert_wait
