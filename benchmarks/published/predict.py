@@ -202,7 +202,8 @@ def _attention(table: Table, row: Row) -> Iterator[Comparison]:
 
 def _layers(table: Table, row: Row) -> Iterator[Comparison]:
     seconds = layer_seconds(job(row), device(site(row.cluster).gpu))
-    yield _comparison(table, row, "ms", row.published, 1e3 * seconds[row.way == "backward"])
+    found = _comparison(table, row, "ms", row.published, 1e3 * seconds[row.way == "backward"])
+    yield replace(found, job="")  # sizes of one layer, and no layouts of a job
 
 
 def _stages(table: Table, row: Row) -> Iterator[Comparison]:
