@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from benchmarks.published.days import of_its_day
 from benchmarks.published.profiles import profiled_device
 from benchmarks.published.tables import Row, is_profiled, model, profile, site
 from megatron_hexi.cluster import Cluster, Device, device
@@ -38,7 +39,7 @@ def job(row: Row) -> Job:
     flags = _expert_flags(row)
     return Job(
         model=model(row.model),
-        seq_length=row.context * K,
+        seq_length=int(row.context * K),
         # Ranks that hold experts together take a sample each of one micro-batch of the plan.
         micro_batch_size=row.micro * flags.merged,
         global_batch_size=row.batch,
@@ -73,7 +74,7 @@ def equal_cluster(row: Row) -> Cluster:
     known = device(own.gpu)
     if row.layer_share is not None:
         known = replace(known, layer_share=row.layer_share)
-    return _cluster(row, nodes, {own.gpu: known})
+    return _cluster(row, nodes, {own.gpu: of_its_day(known, row)})
 
 
 def equal_plan(row: Row, job: Job) -> Plan:

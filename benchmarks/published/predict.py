@@ -5,6 +5,10 @@ What others do otherwise than Megatron with a plan is carried over here, each by
 - an interleaved schedule of v chunks a stage with experts fills and drains in one v-th (Narayanan et al.,
   arXiv 2104.04473, section 2.2): the bubble counts 1 / v. Without experts it is Megatron's, which jobs state;
 - sums inside units that hide behind matrix products (`hidden_sums`) count nothing;
+- InternEvo's ranks send their parts of the weights one after the other, in broadcasts of their own
+  (hybrid_zero_optim.py, `broadcast_params`): each has the latencies of a ring in NCCL's own tables, by LL128
+  1.9 us a GPU and 4 us a node (https://github.com/NVIDIA/nccl/blob/01afd20/src/graph/tuning.cc), and all are
+  waited for but for what the first forward pass hides;
 - sends that block (DeepSpeed's pipeline: send and receive in line with compute) are in both stages' time.
 
 Memory, where others keep something else. torchtitan's figure is what torch's allocator reserved at most, in
@@ -30,6 +34,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from benchmarks.published.convert import mask_tflops, tokens_per_s
+from benchmarks.published.layers import layer_seconds
 from benchmarks.published.layouts import (
     K,
     equal_cluster,
@@ -39,7 +44,8 @@ from benchmarks.published.layouts import (
     mixed_plan,
     training_plan,
 )
-from benchmarks.published.tables import Row, Table
+from benchmarks.published.tables import Row, Table, site
+from megatron_hexi.cluster import device
 from megatron_hexi.cost import CostModel, Job, Phases, Timing
 from megatron_hexi.cost.layer_bytes import logits_bytes
 from megatron_hexi.cost.library_bytes import workspace_bytes
@@ -54,6 +60,8 @@ _TORCH_LOGIT = 14
 #: Bytes a weight in fp32 with its gradient and Adam's two moments.
 _FSDP_WEIGHT = 16
 _DEEPSPEED_WEIGHT = 8
+#: Of a step of NCCL's rings inside nodes and between them, s.
+_RING_LATENCY = (1.9e-6, 4e-6)
 _FUSED_KERNELS = 4.76e9 + 0.3e9
 
 
@@ -96,7 +104,9 @@ class Misfit(NamedTuple):
 
 def compare(table: Table) -> list[Comparison]:
     """All rows of a table."""
-    predict = {"training": _training, "attention": _attention, "stages": _stages}[table.kind]
+    predict = {"training": _training, "attention": _attention, "stages": _stages, "layers": _layers}[
+        table.kind
+    ]
     return [one for row in table.rows for one in predict(table, row)]
 
 
@@ -113,6 +123,8 @@ def _training(table: Table, row: Row) -> Iterator[Comparison]:
     phases = timing.phases
     hidden = phases.tensor_parallel if row.hidden_sums else 0.0
     seconds = phases.total - hidden - phases.bubble * (1 - wanted.virtual_stages / row.chunks)
+    if row.broadcast:
+        seconds += _broadcasts(row, timing)
     published, tokens = row.published, wanted.global_batch_size * wanted.seq_length
     if table.unit == "s":
         published = tokens / published / row.ranks
@@ -124,6 +136,13 @@ def _training(table: Table, row: Row) -> Iterator[Comparison]:
     yield _comparison(table, row, "tokens/s a GPU", published, predicted)
     if row.memory_gib is not None:
         yield _comparison(table, row, "GiB", row.memory_gib, _needed_gib(row, wanted, timing))
+
+
+def _broadcasts(row: Row, timing: Timing) -> float:
+    """Seconds that broadcasts of every rank's weights take and no forward pass hides."""
+    nodes = row.ranks / min(row.ranks, site(row.cluster).gpus)
+    latency = (row.ranks - nodes) * _RING_LATENCY[0] + (nodes - 1) * _RING_LATENCY[1]
+    return max(0.0, row.ranks * latency - timing.stages[0].forward_s[0])
 
 
 @functools.cache
@@ -171,7 +190,7 @@ def _reserved(arrays: PlanArrays, wanted: Job, own: dict[str, float]) -> float:
 
 
 def _attention(table: Table, row: Row) -> Iterator[Comparison]:
-    count, row = row.gpus, replace(row, context=_TOKENS_A_GPU * row.gpus // K)
+    count, row = row.gpus, replace(row, context=_TOKENS_A_GPU * row.gpus / K)
     wanted = job(row)
     timing = CostModel(wanted, equal_cluster(row)).timing(equal_plan(row, wanted))
     layer = timing.stages[0].layer
@@ -179,6 +198,12 @@ def _attention(table: Table, row: Row) -> Iterator[Comparison]:
     seconds = float((one.finish - one.token).max())
     predicted = mask_tflops(wanted.model, wanted.seq_length, count, seconds, backward=row.way == "backward")
     yield _comparison(table, row, "TFLOP/s a GPU", row.published, predicted)
+
+
+def _layers(table: Table, row: Row) -> Iterator[Comparison]:
+    seconds = layer_seconds(job(row), device(site(row.cluster).gpu))
+    found = _comparison(table, row, "ms", row.published, 1e3 * seconds[row.way == "backward"])
+    yield replace(found, job="")  # sizes of one layer, and no layouts of a job
 
 
 def _stages(table: Table, row: Row) -> Iterator[Comparison]:

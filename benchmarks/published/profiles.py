@@ -1,6 +1,6 @@
 """A GPU from what somebody measured of a model's parts on it, as `hexi probe` would have measured it.
 
-matrix products   the head's backward pass: 4 rows x hidden x vocabulary FLOPs
+matrix products   the head's backward pass but for what is bound by memory: 4 rows x hidden x vocabulary FLOPs
 attention         what a layer takes beside its matrices and its norms, residuals and activation; plain
                   attention is bound by its scores, so a head takes as long whatever its size
 links             the look-up in a unit of t is one all-reduce longer: 2 (t - 1) / t x rows x hidden x 4 bytes
@@ -18,11 +18,13 @@ from megatron_hexi.cluster.device import Attention, Link, Passes
 from megatron_hexi.cost import Job, Model
 from megatron_hexi.cost.compute import (
     ATTENTION_BACKWARD,
+    HBM_SHARE,
     device_speeds,
     head_size_factor,
     logits_times,
     token_times,
 )
+from megatron_hexi.cost.products import written
 
 CONTEXT = 2048
 #: Not a kernel of flash attention: its times are those of plain products and a softmax between.
@@ -43,9 +45,12 @@ def profiled_device(name: str, profile: Profile, model: Model, unit: int, head_d
     """
     job = Job(model, CONTEXT, profile.samples, profile.samples, precision="fp32")
     rows = np.array([float(profile.samples * CONTEXT)])
-    bare = _device(name, profile, _FREE, (_FREE, _FREE), 1.0)
-    head = profile.head - float(logits_times(device_speeds(bare, job), job, rows).backward[0])
-    products = 4 * rows[0] * model.vocab_params() / head / 1e12
+    slow = device_speeds(_device(name, profile, 1.0, (_FREE, _FREE), 1.0), job)
+    head = float(
+        logits_times(slow, job, rows).backward[0]
+    )  # bound by the products, as it is when they are fast
+    flops = 4 * rows[0] * model.vocab_params() / 1e12
+    products = flops / (profile.head - (head - flops))
     working = device_speeds(_device(name, profile, products, (_FREE, _FREE), 1.0), job)
     token = token_times(working, job, rows)
     flops = profile.samples * model.heads * 4 * head_dim * CONTEXT**2 / 2 / 1e12
@@ -70,7 +75,7 @@ def _device(
         known,
         name=name,
         nominal=replace(known.nominal, bf16=None, fp16=None, fp32=products),
-        matmul=_curve(products),
+        matmul=written(products, known.memory_gb_s * 1e9 * HBM_SHARE, element=4),
         attentions=(Attention(KERNEL, passes, passes),),
         link=Link("profiled", link_gb_s, known.link.latency_us, "Sailor's profiles"),
         layer_share=1.0,

@@ -16,6 +16,7 @@ FIGURES = {
     "figures.yaml": "long contexts, attention, mixed GPUs",
     "dense.yaml": "layouts of dense models",
     "experts.yaml": "mixtures of experts",
+    "layers.yaml": "layers alone",
 }
 
 
@@ -27,7 +28,7 @@ class Row:
         published: in the table's unit.
         model: its name in figures.yaml, or a preset's.
         cluster: its name in figures.yaml.
-        context: tokens of a sequence, in K.
+        context: tokens of a sequence, in K (1,024).
         tensor: tensor-parallel size.
         pipeline: stages that are alike.
         data: replicas.
@@ -38,15 +39,17 @@ class Row:
         precision: as `Job`'s.
         recompute: as `Job`'s.
         kernel: as `Job`'s.
+        attention: a kernel of its day in place of `kernel`: see days.py; empty: none.
         sequence_parallel: as `Job`'s.
         sharded_state: whether optimizer state is cut over replicas.
+        broadcast: whether each rank sends its part of the weights to all others by itself, after the step.
         chunks: of a stage, in an interleaved schedule.
         hidden_sums: whether the sums inside units hide behind matrix products.
         blocking: of stages with layers of their own: whether sends are in both stages' time.
         layer_share: what a layer's matrices reach of the catalogue's, in place of what that says.
         counting: how attention is counted in FLOPs: see convert.py.
         method: of attention alone.
-        way: of attention alone.
+        way: of attention or of a layer alone.
         gpus: of attention alone.
         stages: GPUs of each stage, one letter a replica: "R/TG"; empty: all of one kind.
         layers: of each stage, where they are no equal parts.
@@ -58,7 +61,7 @@ class Row:
     published: float
     model: str
     cluster: str
-    context: int = 2
+    context: float = 2
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
@@ -69,8 +72,10 @@ class Row:
     precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
     recompute: Literal["none", "full"] | int = "none"
     kernel: str | None = None
+    attention: Literal["", "triton", "scores"] = ""
     sequence_parallel: bool = True
     sharded_state: bool = True
+    broadcast: bool = False
     chunks: int = 1
     hidden_sums: bool = False
     blocking: bool = True
@@ -115,10 +120,10 @@ class Table:
     name: str
     label: str
     title: str
-    kind: Literal["training", "attention", "stages"]
+    kind: Literal["training", "attention", "stages", "layers"]
     source: str
     assumed: str
-    unit: Literal["TFLOP/s", "tokens/s", "sequences/s", "s"]
+    unit: Literal["TFLOP/s", "tokens/s", "sequences/s", "s", "ms"]
     rows: tuple[Row, ...] = field(repr=False)
     group: str
 

@@ -185,6 +185,7 @@ class Device:
         layer_share: fraction of `matmul` and `matmul_fp8` that the matrix products of a training layer reach;
             1 if the curves were measured in a layer.
         host: host memory of the node; ``None``: unknown, so plans do not offload to it.
+        call_us: what the host takes to call an operation on the GPU, µs; 0: not counted.
     """
 
     name: str
@@ -201,6 +202,7 @@ class Device:
     matmul_fp8: Curve | None = None
     layer_share: float = 1.0
     host: Host | None = None
+    call_us: float = 0.0
 
     @property
     def layer_matmul(self) -> Curve:

@@ -197,6 +197,7 @@ class Builder:
         halves: number of tokens at which attention reaches half its rate, by mask and pass.
         citations: full citation for each one-word `source`.
         layer_share: `Device.layer_share` of devices whose `matmul` is in the document.
+        call_us: `Device.call_us` of devices that are not known before.
     """
 
     source: YamlFile
@@ -204,6 +205,7 @@ class Builder:
     halves: Mapping[Mask, Mapping[Pass, float]]
     citations: Mapping[str, str]
     layer_share: float
+    call_us: float
 
     def device(self, name: str, entry: DeviceEntry) -> Device:
         """Return the device of an entry.
@@ -259,6 +261,7 @@ class Builder:
             matmul_fp8=in_fp8 or (base.matmul_fp8 if base else None),
             layer_share=base.layer_share if base and not matmul else self.layer_share,
             host=host or (base.host if base else None),
+            call_us=base.call_us if base else self.call_us,
         )
 
     def _cite(self, text: str | None) -> str:

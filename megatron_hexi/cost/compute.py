@@ -8,13 +8,21 @@ key, V that of its value.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cluster import Curve, Device, Passes
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.products import (
+    Elements,
+    Products,
+    Times,
+    layer_products,
+    product_seconds,
+    row_seconds,
+    unwritten,
+)
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan.kernels import WIDEST_HEADS, kernel_on
 
@@ -23,6 +31,10 @@ from megatron_hexi.plan.kernels import WIDEST_HEADS, kernel_on
 HBM_SHARE = 0.9
 #: Attention curves count the backward pass as this many forward passes (cluster/device.py).
 ATTENTION_BACKWARD = 2.5
+#: Bytes of a cast to fp8 by rows and by columns, counted as those that stream: 2 read and 2 written, in 52.3
+#: us for 8192 x 8192 on a B200 (https://github.com/ROCm/TransformerEngine/pull/598), 0.64 of its nominal
+#: bandwidth.
+CAST_BYTES = 4 * HBM_SHARE / 0.64
 #: Heads below 128 lose (D / 128) ** this. Forward, full, 16k tokens, H100: head size 64 over 128 is 324 / 370
 #: (FlashAttention-2), 413 / 595 (cuDNN), 497 / 648 (FlashAttention-3); mean 0.779 = 0.5 ** 0.36. Above 128
 #: nothing is gained: 642 / 648 at 256 (all: FlashAttention-3 paper, arXiv 2407.08608, figure 5).
@@ -30,18 +42,12 @@ HEAD_SIZE_EXPONENT = 0.36
 CURVE_HEAD_DIM = 128
 
 
-class Times(NamedTuple):
-    """Seconds of the two directions."""
-
-    forward: Floats
-    backward: Floats
-
-
 @dataclass(frozen=True)
 class Speeds:
     """A GPU's curves in a job's precision and head size, and its memory's bandwidth (bytes/s).
 
-    `output` is of the vocabulary's matrix, which stays in 16 bits where the layers' are in fp8.
+    `matmul` and `output` are rates without writing (`unwritten`); `output` is of the vocabulary's matrix,
+    which stays in 16 bits where the layers' are in fp8. `call_s` is what the host takes to call an operation.
     """
 
     matmul: Curve
@@ -49,6 +55,7 @@ class Speeds:
     causal: Passes
     full: Passes
     memory: float
+    call_s: float = 0.0
 
 
 def device_speeds(device: Device, job: Job) -> Speeds:
@@ -83,14 +90,18 @@ def device_speeds(device: Device, job: Job) -> Speeds:
             f"of {job.model.kernel_dim}; choose another of {', '.join(device.kernels)}"
         )
     attention = device.attention(chosen).map(lambda curve: curve.scaled(heads))
-    output = device.layer_matmul.scaled(factor)
+    memory = device.memory_gb_s * 1e9 * HBM_SHARE
+    output = unwritten(device.layer_matmul.scaled(factor), memory, job.element_bytes)
     in_fp8 = device.matmul_fp8 if job.precision == "fp8" else None
+    if in_fp8 is not None:
+        in_fp8 = unwritten(in_fp8.scaled(device.layer_share), memory, job.element_bytes)
     return Speeds(
-        matmul=output if in_fp8 is None else in_fp8.scaled(device.layer_share),
+        matmul=output if in_fp8 is None else in_fp8,
         output=output,
         causal=attention.causal,
         full=attention.full,
-        memory=device.memory_gb_s * 1e9 * HBM_SHARE,
+        memory=memory,
+        call_s=device.call_us * 1e-6,
     )
 
 
@@ -104,25 +115,14 @@ def rates(curve: Curve, sizes: Floats) -> Floats:
     return _rates(curve, _logs(sizes))
 
 
-def token_times(speeds: Speeds, job: Job, rows: Floats, reached: Floats | None = None) -> Times:
-    """One layer outside attention, on `rows` = B x T rows.
-
-    forward  = 2 rows N / rate(rows) + bytes / memory;  N: weights of the layer's matrices on this GPU
-    backward = 4 rows N / rate(rows) + bytes / memory;  gradients of inputs and of weights
-    Matrices that every tensor-parallel rank has see the rows that norms do. Where latent columns travel, the
-    matrix that makes keys and values of them is counted inside attention (`expansion_times`).
-
-    `reached` is rate(rows), for callers that need it more than once.
-    """
-    model, tp = job.model, job.tensor_parallel
-    reached = rates(speeds.matmul, rows) if reached is None else reached
-    weights = model.matrix_params(tp) - model.down_params * (1 - 1 / job.row_parts)
-    if job.latent_exchange:
-        weights -= model.heads // tp * model.expansion_params
-    matrices = 2 * rows * weights / reached
+def token_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
+    """One layer outside attention, on `rows` = B x T rows: its products, and bytes / memory."""
+    products = product_seconds(
+        rates(speeds.matmul, rows), speeds.memory, rows, layer_products(job), Elements.of(job, in_fp8=True)
+    )
     forward, backward = elementwise_elements(job)
     memory = rows * job.element_bytes / speeds.memory
-    return Times(matrices + forward * memory, 2 * matrices + backward * memory)
+    return Times(products.forward + forward * memory, products.backward + backward * memory)
 
 
 def elementwise_elements(job: Job) -> tuple[float, float]:
@@ -140,9 +140,10 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     (h hidden, f MLP width; kernels fused as in Megatron, no dropout). Tensor-parallel ranks share f, H
     and K, and with sequence parallelism h.
 
-    fp8 reads 2 bytes and writes 1 twice, by rows and by columns, of what no kernel before it can cast on its
-    way: the projection's input H D forward; the gradients of query, key and value (H + 2 K) D and of both
-    residual additions 2 h backward (Transformer Engine: norms and activations cast their own output).
+    fp8 casts (`CAST_BYTES`) by rows and by columns what no kernel before it casts on its way: the inputs of
+    projection and second MLP matrix, H D and f, forward; the gradients of query, key and value (H + 2 K) D,
+    of the first MLP matrix f (gated 2 f) and of both residual additions 2 h backward. Transformer Engine's
+    norms cast their own output; the activation is Megatron's (fusions/fused_bias_swiglu.py), in 16 bits.
     """
     model, tp = job.model, job.tensor_parallel
     hidden, mlp = model.hidden_size / job.row_parts, model.mlp_width / tp
@@ -160,8 +161,9 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     forward = 2 * norms + 6 * hidden + (3 if model.gated else 2) * mlp + around + 3 * gate
     backward = 3 * norms + 6 * hidden + (5 if model.gated else 3) * mlp + around + 5 * gate
     if job.precision == "fp8":
-        cast = 4 / job.element_bytes
-        return forward + cast * output, backward + cast * (heads + kv + values + 2 * hidden)
+        cast = CAST_BYTES / job.element_bytes
+        first = (1 + model.gated) * mlp
+        return forward + cast * (output + mlp), backward + cast * (heads + kv + values + first + 2 * hidden)
     return forward, backward
 
 
@@ -195,7 +197,7 @@ def own_block_times(
 def expansion_times(speeds: Speeds, job: Job, keys: Floats, merged: bool = False) -> Times:
     """Seconds to make one head's keys and values of latent columns that travelled, and of their gradients.
 
-    forward:  2 B S C (N + V) / rate(B S) + bytes of columns put together, 2 (D + V)
+    forward:  the product of B S rows, C to N + V, and bytes of columns put together, 2 (D + V)
     backward: made again, and two products for the gradients of columns and matrix; bytes 4 (D + V)
 
     Args:
@@ -206,11 +208,19 @@ def expansion_times(speeds: Speeds, job: Job, keys: Floats, merged: bool = False
             element of B (D + V) S, zeroed 4, added 8 + e, cast 4 + e.
     """
     rows = job.micro_batch_size * keys
-    product = 2 * rows * job.model.expansion_params / rates(speeds.matmul, rows)
+    latent = job.model.latent
+    assert latent is not None
+    product = product_seconds(
+        rates(speeds.matmul, rows),
+        speeds.memory,
+        rows,
+        Products.of(latent.kv_rank, job.model.expansion_params / latent.kv_rank),
+        Elements.of(job, in_fp8=True),
+    )
     columns = job.model.head_dim + job.model.value_dim
     memory = 2 * columns * rows * job.element_bytes / speeds.memory
     added = (16 + 2 * job.element_bytes) * columns * rows / speeds.memory if merged else 0.0
-    return Times(product + memory, 3 * product + 2 * memory + added)
+    return Times(product.forward + memory, product.forward + product.backward + 2 * memory + added)
 
 
 def edge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:
@@ -276,24 +286,69 @@ def keys_merge_times(speeds: Speeds, job: Job, keys: Floats) -> Floats:
     return (24 + 3 * job.element_bytes) * columns * keys / speeds.memory
 
 
-def logits_times(speeds: Speeds, job: Job, rows: Floats, reached: Floats | None = None) -> Times:
+def logits_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
     """Output matrix and cross entropy over the vocabulary, V of it on this GPU.
 
-    Matrix: 2 rows h V forward, twice that backward. Loss, bytes a logit, as Megatron's
-    vocab_parallel_cross_entropy: cast e + 4, max 4, subtract 8, exp 8, sum 4, divide 8 forward; scale 8,
-    cast 4 + e backward. Each block of multi-token prediction has the same once more, and before its layer a
-    projection of 2 h to h. `reached` is rate(rows) of the matrices.
+    Matrix: a product of h to V, and `loss_bytes`. Each block of multi-token prediction has the same once
+    more, and before its layer a projection of 2 h to h.
     """
-    model, losses = job.model, 1 + job.model.mtp_layers
-    vocab = model.vocab_params(job.tensor_parallel) / model.hidden_size
-    output = rates(speeds.output, rows) if reached is None else reached
-    matrix = losses * (2 * rows * model.hidden_size * vocab / output)
-    if model.mtp_layers:
-        inner = rates(speeds.matmul, rows) if reached is None else reached
-        matrix = matrix + model.mtp_layers * 2 * rows * model.projection_params(job.tensor_parallel) / inner
-    loss = losses * rows * vocab / speeds.memory
-    element = job.element_bytes
-    return Times(matrix + (36 + element) * loss, 2 * matrix + (12 + element) * loss)
+    matrix, inner = _output_products(job)
+    output = product_seconds(rates(speeds.output, rows), speeds.memory, rows, matrix, Elements.of(job))
+    forward, backward = (
+        seconds + size * rows / speeds.memory for seconds, size in zip(output, loss_bytes(job), strict=True)
+    )
+    if job.model.mtp_layers:
+        more = product_seconds(
+            rates(speeds.matmul, rows), speeds.memory, rows, inner, Elements.of(job, in_fp8=True)
+        )
+        forward, backward = forward + more.forward, backward + more.backward
+    return Times(forward, backward)
+
+
+def loss_bytes(job: Job) -> tuple[float, float]:
+    """Bytes of the cross entropy of a row, forward and backward, as Megatron's vocab_parallel_cross_entropy.
+
+    A logit of e bytes: cast e + 4, max 4, subtract 8, exp 8, sum 4, divide 8 forward; scale 8, cast 4 + e
+    backward.
+    """
+    logits = (1 + job.model.mtp_layers) * _vocab(job)
+    return (36 + job.element_bytes) * logits, (12 + job.element_bytes) * logits
+
+
+def _vocab(job: Job) -> float:
+    return job.model.vocab_params(job.tensor_parallel) / job.model.hidden_size
+
+
+def _output_products(job: Job) -> tuple[Products, Products]:
+    """The output matrix, once for each loss; and the projections of multi-token prediction."""
+    hidden, blocks = job.model.hidden_size, job.model.mtp_layers
+    return (
+        (1 + blocks) * Products.of(hidden, _vocab(job)),
+        blocks * Products.of(2 * hidden, hidden / job.tensor_parallel),
+    )
+
+
+def row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
+    """FLOPs of a row: of a layer forward, backward, and of the loss both ways; and seconds besides.
+
+    Together no more than `token_times` and `logits_times` of any number of rows, at its rate.
+    """
+    layer, (forward, backward) = layer_products(job), elementwise_elements(job)
+    element, loss = job.element_bytes / speeds.memory, loss_bytes(job)
+    written = row_seconds(speeds.memory, layer, Elements.of(job, in_fp8=True))
+    matrix, inner = _output_products(job)
+    ends = sum(row_seconds(speeds.memory, matrix, Elements.of(job)))
+    ends += sum(row_seconds(speeds.memory, inner, Elements.of(job, in_fp8=True)))
+    return (
+        np.array([2 * layer.weights, 4 * layer.weights, 6 * (matrix.weights + inner.weights)]),
+        np.array(
+            [
+                written[0] + forward * element,
+                written[1] + backward * element,
+                ends + sum(loss) / speeds.memory,
+            ]
+        ),
+    )
 
 
 def optimizer_seconds[N: (float, Floats)](speeds: Speeds, job: Job, params: N, shard: N) -> N:

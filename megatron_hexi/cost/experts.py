@@ -17,12 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.compute import Speeds, Times, rates
+from megatron_hexi.cost.calls import expert_calls
+from megatron_hexi.cost.compute import CAST_BYTES, Speeds, rates
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import ExpertCycle
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.memory import Holdings
 from megatron_hexi.cost.network import LinkTable
+from megatron_hexi.cost.products import Elements, Products, Times, product_seconds
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh.experts import ExpertDomain, job_experts
 from megatron_hexi.plan import Plan
@@ -30,8 +32,9 @@ from megatron_hexi.plan.experts import HeldExperts
 
 #: The rank whose experts are busiest is taken to lie so many deviations above the mean of as many.
 _DEVIATIONS = 2
-#: Part of a single product's rate, at the rows of an expert, that grouped products reach. An estimate.
-GROUPED_SHARE = 0.85
+#: Part of a single product's rate, at the rows of an expert, that torch's grouped products reach on an H100:
+#: 0.83 to 0.98, mean 0.89, of nine sizes (docs/results/one-gpu.md).
+GROUPED_SHARE = 0.89
 #: Elements that a routed row reads and writes outside the products, in units of h: gathered by destination,
 #: sorted by expert, and both undone (forward as backward).
 _PERMUTED = 8
@@ -163,8 +166,9 @@ def expert_cycles(
 def expert_times(section: Section, held: ExpertsOnRanks) -> Times:
     """Seconds of each unit's own experts in one layer, forward and backward, [U].
 
-    forward: the larger of 6 n h f / rate(n / e), for three matrices, and the bytes of the weights / memory;
-    backward twice that; and in both directions rows that are permuted, and the activation.
+    Products of n rows at the rate of n / e, with e experts' weights (products.py); and in both directions
+    rows that are permuted, the activation, and in fp8 casts of both products' inputs and of their outputs'
+    gradients, which nothing before them makes. Or, where that is longer, the host's calls (calls.py).
     """
     job, stage = section.job, section.placement.stage
     times = np.zeros((2, len(held.parts)))
@@ -187,17 +191,26 @@ def routed_times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Float
     """
     model, experts = job.model, job.model.experts
     assert experts is not None
-    matrices = model.expert_matrices / parts
-    reached = GROUPED_SHARE * rates(speeds.matmul, rows / np.maximum(count, 1))
-    read = count * matrices * job.element_bytes / speeds.memory
-    forward = np.maximum(2 * rows * matrices / reached, read)
-    width = experts.ffn_hidden_size / parts
+    matrices, width = model.expert_matrices / parts, experts.ffn_hidden_size / parts
+    columns = (1 + model.gated) * width
+    products = product_seconds(
+        GROUPED_SHARE * rates(speeds.matmul, rows / np.maximum(count, 1)),
+        speeds.memory,
+        rows,
+        Products(matrices, count * matrices, model.hidden_size + width, columns + model.hidden_size),
+        Elements.of(job, in_fp8=True),
+    )
     element = rows * job.element_bytes / speeds.memory
     moved = _PERMUTED * job.model.hidden_size * element
-    gate = 3 if model.gated else 2
-    return Times(
-        forward + moved + gate * width * element, 2 * forward + moved + (2 * gate - 1) * width * element
-    )
+    gate, host = 3 if model.gated else 2, speeds.call_s * (rows > 0)
+    forward = products.forward + moved + gate * width * element
+    backward = products.backward + moved + (2 * gate - 1) * width * element
+    if job.precision == "fp8":
+        cast = CAST_BYTES * rows / speeds.memory
+        forward = forward + cast * (model.hidden_size + width)
+        backward = backward + cast * (model.hidden_size + columns)
+    calls = expert_calls(job, count)
+    return Times(np.maximum(forward, host * calls.forward), np.maximum(backward, host * calls.backward))
 
 
 def expert_messages(sections: Sequence[Section], placed: Sequence[ExpertsOnRanks]) -> ExpertMessages:

@@ -36,6 +36,7 @@ from megatron_hexi.cost.reductions import repeated_reductions, uneven_reductions
 from megatron_hexi.cost.replica_pipelines import replica_lanes, replica_pipelines
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section, plan_sections
+from megatron_hexi.cost.spread import spread
 from megatron_hexi.cost.stage import exposed_synchronisation, optimizer_times, stage_cost
 from megatron_hexi.cost.throughput import Throughput
 from megatron_hexi.cost.timing import Timing
@@ -111,6 +112,7 @@ class CostModel:
         self.rings = Rings(self.links)
         self.hosts = Hosts(cluster)
         self._placer = Placer(job, cluster)
+        self._of_catalogue = np.array([rank.device.layer_share < 1 for rank in cluster.ranks])
         self._channels = np.array([message_channels(rank.device) for rank in cluster.ranks])
 
     def estimate(self, plan: Plan, gpus: Sequence[int] | None = None) -> IterationCost:
@@ -213,6 +215,7 @@ class CostModel:
                 [section.placement.gpus for section in sections],
                 [np.sum(list(terms.values()), axis=0) for terms in host_memory],
             ),
+            spread=spread(int(sum(self._of_catalogue[section.placement.gpus].sum() for section in sections))),
         )
 
     def _with_rows(

@@ -19,6 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.calls import LAYER_CALLS
 from megatron_hexi.cost.collectives import all_to_alls, tensor_parallel_seconds
 from megatron_hexi.cost.compute import (
     Speeds,
@@ -259,6 +260,11 @@ def unit_times(plan: PlanArrays, job: Job, stage: UnitGpus) -> Floats:
         if job.latent_exchange:
             found[1][:, units] += expansion_times(speeds, job, sizes)
     found[1] *= plan.heads
+    for speeds, units in stage.by_kind:
+        for way, calls in enumerate(LAYER_CALLS):
+            # Kernels of a pass that are shorter than what calls them wait for the host.
+            late = speeds.call_s * calls * (rows[units] > 0) - found[1, way, units]
+            found[0, way, units] = np.maximum(found[0, way, units], late)
     return found
 
 

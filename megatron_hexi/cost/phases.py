@@ -23,6 +23,7 @@ class Phases:
         gradients: gradients and weights between all ranks; what overlap does not hide.
         offload: copies to and from host memory; what overlap does not hide.
         optimizer: the optimizer's step, wherever it is computed.
+        spread: waiting for the slowest of GPUs of one kind (spread.py).
     """
 
     token: float = 0.0
@@ -36,6 +37,7 @@ class Phases:
     gradients: float = 0.0
     offload: float = 0.0
     optimizer: float = 0.0
+    spread: float = 0.0
 
     @property
     def total(self) -> float:
@@ -53,6 +55,10 @@ class Phases:
             + self.gradients
             + self.offload
         )
+
+    def spread_by(self, part: float) -> Phases:
+        """With that part of computation, filling and draining among it, as spread."""
+        return self + Phases(spread=part * (self.token + self.attention + self.logits + self.bubble))
 
     @property
     def by_name(self) -> dict[str, float]:

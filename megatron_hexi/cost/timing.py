@@ -37,6 +37,7 @@ class Timing:
         memory: bytes on one GPU of each unit by term, [U].
         host_memory: bytes in host memory for one GPU of each unit by term, [U].
         host_loads: nodes in whose memory something lies.
+        spread: part by which the slowest GPU's computation takes longer than its kind's.
     """
 
     sections: list[Section]
@@ -50,6 +51,7 @@ class Timing:
     memory: list[dict[str, Floats]]
     host_memory: list[dict[str, Floats]]
     host_loads: tuple[NodeLoad, ...]
+    spread: float
 
     @cached_property
     def replicas(self) -> tuple[Phases, ...]:
@@ -61,7 +63,8 @@ class Timing:
     def phases(self) -> Phases:
         """Phases of the slowest replica, with the optimizer."""
         step = max(float(times.max()) for times in self.optimizer)
-        return max(self.replicas, key=lambda phases: phases.total) + Phases(optimizer=step)
+        slowest = max(self.replicas, key=lambda phases: phases.total)
+        return (slowest + Phases(optimizer=step)).spread_by(self.spread)
 
     @property
     def arrays(self) -> PlanArrays:

@@ -32,6 +32,7 @@ _COLOURS = {
     "gradients": "#762a83",
     "offload": "#c2a5cf",
     "bubble": "#999999",
+    "spread": "#cccccc",
 }
 
 

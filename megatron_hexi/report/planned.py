@@ -197,7 +197,8 @@ def bound_line(planned: Planned) -> str:
     bound = planned.bound
     far = f"at most {planned.gap:.1%} longer" if planned.gap > _BEST else "no longer: it is the best"
     return (
-        f"lower bound: no layout takes less than {spell_seconds(bound.iteration_s)} s an iteration "
+        f"lower bound: by the cost model's closed form no layout takes less than "
+        f"{spell_seconds(bound.iteration_s)} s an iteration "
         f"({bound.reason.rstrip('.')}); this one takes {far}"
     )
 

@@ -62,6 +62,25 @@ def tiny_job(**changes):
     return Job(**{"model": TINY, "seq_length": 4096, "global_batch_size": 1, **changes})
 
 
+def rate_alone(rate, element=2):
+    """What products reach on such a device apart from what they write, FLOP/s.
+
+    The curve is of three products of 4096 to 16384 columns and many rows, which write 4096 and 16384 columns.
+    """
+    return 1 / (1 / rate - (4096 + 16384) * element / 0.9e12 / (6 * 4096 * 16384))
+
+
+def products_by_hand(rows, *sizes, rate=100e12, element=2, gradient=8):
+    """Seconds forward and backward of products, each in x out columns of so many rows, which compute
+    bounds."""
+    forward = backward = 0.0
+    for into, out in sizes:
+        work = 2 * rows * into * out / rate_alone(rate, element)
+        forward += work + rows * out * element / 0.9e12
+        backward += 2 * work + (rows * into * element + into * out * gradient) / 0.9e12
+    return forward, backward
+
+
 def plan_arrays(plan):
     """The arrays of all units of a plan whose one stage the job repeats."""
     return domain_arrays(plan.workload, [replica.domain for replica in plan.replicas], plan.exchange.parts)

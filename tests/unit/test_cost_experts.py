@@ -28,7 +28,7 @@ from megatron_hexi.plan import (
     validate_plan,
 )
 from megatron_hexi.plan.layout import causal_segments
-from tests.support.costs import TINY, cluster, tiny_job
+from tests.support.costs import TINY, cluster, rate_alone, tiny_job
 from tests.support.expert_plans import expert_plan
 
 FAST = 1e6  # GB/s: a network that takes no time
@@ -131,10 +131,13 @@ def test_experts_take_as_long_as_their_rows_and_all_wait_for_the_slowest():
     layer = timing.stages[0].layer
     for count, rate, unit in ((5, 200e12, 0), (3, 100e12, 1)):
         rows = 2 * 4096 * count / EXPERTS
-        products = 2 * rows * 2 * 512 * 256 / (experts_module.GROUPED_SHARE * rate)
+        products = 2 * rows * 2 * 512 * 256 / (experts_module.GROUPED_SHARE * rate_alone(rate))
         moved = rows * 2 * (8 * 512 + 2 * 256) / 0.9e12
-        assert layer.forward.experts[unit] == pytest.approx(products + moved)
-        back = 2 * products + rows * 2 * (8 * 512 + 3 * 256) / 0.9e12
+        columns = rows * 2 * (512 + 256) / 0.9e12  # in, and out
+        assert layer.forward.experts[unit] == pytest.approx(products + columns + moved)
+        # Gradients of weights read both the columns in and those out.
+        back = products + max(products, 2 * columns) + columns + 8 * count * 2 * 512 * 256 / 0.9e12
+        back += rows * 2 * (8 * 512 + 3 * 256) / 0.9e12
         assert layer.backward.experts[unit] == pytest.approx(back)
     own, wait = layer.forward.experts, layer.forward.expert_wait
     assert own + wait == pytest.approx(np.full(2, own.max()))
@@ -146,8 +149,28 @@ def test_experts_of_few_rows_take_as_long_as_reading_their_weights():
     plan = one_stage(SPARSE, (16,), ((0, EXPERTS),))
     timing = CostModel(tiny_job(model=SPARSE, seq_length=16), known).timing(plan)
     read = EXPERTS * 2 * 512 * 256 * 2 / 0.9e12
-    moved = 2 * 16 * 2 * (8 * 512 + 2 * 256) / 0.9e12
+    moved = 2 * 16 * 2 * (8 * 512 + 2 * 256 + 2 * (512 + 256)) / 0.9e12  # columns in and out among it
     assert timing.stages[0].layer.forward.experts[0] == pytest.approx(read + moved)
+
+
+def test_few_kernels_wait_for_the_hosts_calls():
+    plan = one_stage(SPARSE, (16,), ((0, EXPERTS),))
+    job = tiny_job(model=SPARSE, seq_length=16)
+    found = [
+        CostModel(replaced, cluster([("a", gpu, 1)], FAST)).timing(plan).stages[0].layer
+        for gpu, replaced in (
+            ("H100-SXM-80GB", job),
+            ("H100-SXM-80GB", dataclasses.replace(job, precision="fp8")),
+        )
+    ]
+    # 70 and 55 calls for all experts; of each expert two and four launches, a third of a call each, in fp8 8
+    # and 14.
+    for layer, each in zip(found, ((2, 4), (8, 14)), strict=True):
+        for one, calls, own, launches in zip(
+            (layer.forward, layer.backward), (70, 55), (30, 35), each, strict=True
+        ):
+            assert one.experts[0] == pytest.approx(15e-6 * (calls + EXPERTS * launches / 3))
+            assert one.token[0] + one.attention[0] == pytest.approx(15e-6 * own)
 
 
 def test_tokens_travel_to_experts_and_back_over_the_links_they_take():

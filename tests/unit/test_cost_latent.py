@@ -37,7 +37,7 @@ from megatron_hexi.plan import (
     proportional_plan,
 )
 from megatron_hexi.report.unit_summary import unit_summaries
-from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
+from tests.support.costs import TINY, cluster, plan_arrays, products_by_hand, rate_alone, tiny_job
 from tests.support.fleets import read_text
 from tests.support.plans import examples, plans, workloads
 
@@ -143,9 +143,19 @@ def test_matrices_by_hand():
     for parallel, rows in ((False, down), (True, down / 2)):
         job = dataclasses.replace(JOB, tensor_parallel=2, sequence_parallel=parallel)
         times = token_times(device_speeds(node.device, job), job, one(100))
-        matrices = 2 * 100 * (rows + (up + projection + mlp) / 2) / 100e12
-        assert times.forward == pytest.approx(matrices + elementwise_elements(job)[0] * memory_s)
-        assert times.backward == pytest.approx(2 * matrices + elementwise_elements(job)[1] * memory_s)
+        matrices = 2 * 100 * (rows + (up + projection + mlp) / 2) / rate_alone(100e12)
+        # Written: columns down of a rank's own rows, of two heads 128 and 96 + 96, of the MLP and twice 512.
+        part = rows / down
+        into = part * 512 + 80 + 64 + 2 * 96 + 512 + 1024
+        out = part * 176 + 2 * 128 + 2 * 192 + 512 + 1024 + 512
+        # Few rows: the products of the forward pass, and those that give gradients of inputs, read weights.
+        held = down + (up + projection + mlp) / 2
+        element = 2 / 900e9
+        forward = max(matrices, (100 * into + held) * element) + 100 * out * element
+        inputs = max(matrices, (100 * out + held) * element) + 100 * into * element
+        weights = max(matrices, 100 * (into + out) * element) + held * 8 / 900e9
+        assert times.forward == pytest.approx(forward + elementwise_elements(job)[0] * memory_s)
+        assert times.backward == pytest.approx(inputs + weights + elementwise_elements(job)[1] * memory_s)
 
 
 def test_elements_by_hand():
@@ -192,12 +202,22 @@ def test_a_kernel_that_takes_no_such_heads_is_refused():
 TRAVEL = dataclasses.replace(JOB, latent_exchange=True)
 
 
+def products_of_few_columns(rows, into, out):
+    """Seconds forward and backward of products, some of which take longer to read than to compute."""
+    work = 2 * rows * into * out / rate_alone(100e12)
+    read = (rows * into + into * out) * 2, (rows * out + into * out) * 2, rows * (into + out) * 2
+    write = rows * out * 2, rows * into * 2, into * out * 8
+    each = [max(work, one / 900e9) + other / 900e9 for one, other in zip(read, write, strict=True)]
+    return each[0], each[1] + each[2]
+
+
 def test_expansion_by_hand():
     (node,) = cluster([("a", "PLAIN", 1)]).nodes
     times = expansion_times(device_speeds(node.device, TRAVEL), TRAVEL, one(1000))
-    product, memory = 2 * 1000 * 64 * (96 + 96) / 100e12, 2 * 1000 * (128 + 96) * 2 / 900e9
-    assert times.forward == pytest.approx(product + memory)
-    assert times.backward == pytest.approx(3 * product + 2 * memory)
+    there, back = products_of_few_columns(1000, 64, 96 + 96)
+    memory = 2 * 1000 * (128 + 96) * 2 / 900e9
+    assert times.forward == pytest.approx(there + memory)
+    assert times.backward == pytest.approx(there + back + 2 * memory)
     merged = expansion_times(device_speeds(node.device, TRAVEL), TRAVEL, one(1000), merged=True)
     assert merged.forward == times.forward
     assert merged.backward - times.backward == pytest.approx(20 * 1000 * (128 + 96) / 900e9)
@@ -207,15 +227,12 @@ def test_a_token_s_own_work_loses_what_attention_gains():
     (node,) = cluster([("a", "PLAIN", 1)]).nodes
     speeds = device_speeds(node.device, JOB)
     plain, other = (token_times(speeds, job, one(1000)) for job in (JOB, TRAVEL))
-    gained = expansion_times(speeds, TRAVEL, one(1000))
+    there, back = products_by_hand(1000, (64, 4 * (96 + 96)))
     # Queries, and columns that get their positions, are still put together.
     columns = 2 * 1000 * (64 + 32) * 2 / 900e9
-    assert plain.forward - other.forward == pytest.approx(4 * gained.forward - columns)
-    # Keys and values are made again in the backward pass.
-    product = 4 * 2 * 1000 * 64 * (96 + 96) / 100e12
-    assert plain.backward - other.backward == pytest.approx(
-        2 * product + 4 * 2 * 1000 * 224 * 2 / 900e9 - columns
-    )
+    joined = 4 * 2 * 1000 * 224 * 2 / 900e9
+    assert plain.forward - other.forward == pytest.approx(there + joined - columns)
+    assert plain.backward - other.backward == pytest.approx(back + joined - columns)
 
 
 def test_attention_keeps_columns_by_hand():

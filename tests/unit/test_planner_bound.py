@@ -341,10 +341,11 @@ def cost_of(job, known, *stages, recompute="none"):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     ("gpu", "length", "sharp"),
-    [("PLAIN", 2**16, 0.995), ("H100-SXM-80GB", 2048, 0.8), ("L40S-48GB", 512, 0.7)],
+    [("PLAIN", 2**16, 0.995), ("H100-SXM-80GB", 2**15, 0.8), ("L40S-48GB", 2**14, 0.7)],
 )
 def test_one_gpu_takes_as_long_as_the_bound(gpu, length, sharp, recompute):
-    # PLAIN has one rate at all sizes, and work enough that the optimizer's step is nothing.
+    # PLAIN has one rate at all sizes, and work enough that the optimizer's step is nothing; on the others the
+    # host's calls, of which the bound knows nothing, are shorter than kernels.
     job = tiny_job(model=DEEP, global_batch_size=3, recompute=recompute, seq_length=length)
     known = cluster([("a", gpu, 1)])
     cost = cost_of(job, known, ((0, 4), (0,)), recompute=recompute)

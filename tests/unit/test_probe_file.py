@@ -132,7 +132,9 @@ def test_a_known_gpu_in_fp32_is_a_device_of_its_own(tmp_path):
     device = cluster.nodes[0].device
     assert device.name == "H100-SXM-80GB-fp32"
     job = Job(model=read_model("gpt-3b"), seq_length=4096, precision="fp32")
-    assert device_speeds(device, job).matmul.rate(1024) == pytest.approx(20)
+    assert device.matmul.rate(1024) == pytest.approx(20)
+    # Memory at 100 GB/s: a part of that time is writing.
+    assert device_speeds(device, job).matmul.rate(1024) > 20
 
 
 def test_less_memory_on_a_node_is_written(tmp_path):

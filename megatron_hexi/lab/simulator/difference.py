@@ -11,6 +11,8 @@ from megatron_hexi.lab.simulator.unit_program import FROM_EXPERTS, TO_EXPERTS
 
 #: Part of the iteration below which a difference needs no reason.
 _SAME = 0.002
+#: Part of an iteration that sums in another order may leave.
+_ROUNDING = 1e-12
 #: Part of a layer below which groups or members count as simultaneous.
 _CLOSE = 0.005
 #: Part of the time below which shared links explain nothing.
@@ -65,7 +67,7 @@ def compare_with_model(simulation: Simulation, cost: IterationCost) -> tuple[Dif
     rows = []
     for phase, seconds in model.items():
         more = simulated[phase] - seconds
-        if not seconds and not simulated[phase]:
+        if max(seconds, simulated[phase]) <= _ROUNDING * cost.iteration_s:
             continue
         reasons: list[str] = []
         if abs(more) > least:

@@ -75,7 +75,8 @@ def simulate(
         replicas.append(phases_of_replica + Phases(gradients=wait))
         steps += spans
     step = max(float(times.max()) for times in timing.optimizer)
-    phases = max(replicas, key=lambda phases: phases.total) + Phases(optimizer=step)
+    slowest = max(replicas, key=lambda phases: phases.total)
+    phases = (slowest + Phases(optimizer=step)).spread_by(timing.spread)
     return Simulation(
         iteration_s=phases.total,
         tokens_per_s=job.global_batch_size * job.seq_length / phases.total,

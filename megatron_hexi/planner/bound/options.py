@@ -25,7 +25,7 @@ from megatron_hexi.cluster import Curve, Node, Passes
 from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import tensor_parallel_seconds
-from megatron_hexi.cost.compute import device_speeds, logits_times, optimizer_seconds, rates, token_times
+from megatron_hexi.cost.compute import device_speeds, optimizer_seconds, rates, row_work
 from megatron_hexi.cost.layer_bytes import Flights, logit_bytes, logits_bytes
 from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, Holdings, allocated_bytes, part_memory, part_params
 from megatron_hexi.cost.model_part import ModelPart
@@ -114,10 +114,8 @@ class UnitOptions:
         )
         sums = tensor_parallel_seconds(job, np.ones(1), np.array([node.bandwidth]), np.zeros(1))
         # A row forward, backward and through the logits: FLOPs at the rate of matrices, and seconds besides.
-        at, ones = np.array([1.0, np.inf]), np.ones(2)
-        layer, logits = token_times(self._speeds, job, ones, at), logits_times(self._speeds, job, ones, at)
-        rows = np.stack([layer[0], layer[1], logits[0] + logits[1]]) + np.array([[2], [2], [1]]) * sums[0]
-        self._row_flops, self._row_s = (rows[:, :1] - rows[:, 1:]), rows[:, 1:]
+        flops, seconds = row_work(self._speeds, job)
+        self._row_flops, self._row_s = flops[:, None], (seconds + np.array([2, 2, 1]) * sums[0])[:, None]
         #: Without multi-token prediction, which is counted where it lies.
         self._plain = replace(job, model=replace(job.model, mtp_layers=0))
         self._attention_s = [

@@ -1,0 +1,41 @@
+"""Seconds that the host takes to call the operations of a layer, which short kernels wait for.
+
+The host runs ahead of the GPU as long as its calls take less than the kernels, so a pass takes the longer of
+the two. Routed experts are a pass of their own: the host waits for the numbers of rows before it calls what
+follows. Counted are operations that start a kernel, of Megatron-core 0.19's layer with experts and without,
+norms, rotary embedding and activation fused as Transformer Engine has them (unfused, a layer has 62 forward
+and 78 backward, and 193 and 271 with 16 experts one after the other).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.job import Job
+
+
+class Calls(NamedTuple):
+    """Operations that are called from Python, forward and backward."""
+
+    forward: Floats | float
+    backward: Floats | float
+
+
+#: Of a layer without experts: norms, four linear layers, rotary embedding, attention, residuals, activation,
+#: and copies between them.
+LAYER_CALLS = Calls(30, 35)
+#: Of the router, of sorting rows and of both all-to-alls.
+_ROUTED = Calls(70, 55)
+#: Of the products of one expert in Transformer Engine's grouped layer, two forward and four backward, each a
+#: launch from C++; and in fp8 of casts, and of scales laid out for each factor.
+_EXPERT, _EXPERT_FP8 = Calls(2, 4), Calls(8, 14)
+#: Of a call from Python, what a launch from C++ takes: 5 of 15 us.
+_LAUNCH = 1 / 3
+
+
+def expert_calls(job: Job, count: Ints) -> Calls:
+    """The calls of routed experts, of GPUs with so many, [U]."""
+    each = _EXPERT_FP8 if job.precision == "fp8" else _EXPERT
+    forward, backward = (routed + _LAUNCH * count * one for routed, one in zip(_ROUTED, each, strict=True))
+    return Calls(forward, backward)

@@ -1,0 +1,179 @@
+"""Seconds of matrix products by their sizes: m rows, columns in that are summed over, columns out.
+
+A kernel reads both factors while it computes, and writes a tile of the result once the tile is complete:
+
+    product = max(2 m in out / rate(m), bytes of both factors / memory) + bytes of the result / memory
+
+Products of few rows are bound by reading the weights. Products of few columns lose by writing: a result in 16
+bits takes as long as R / B more columns would (R FLOP/s, B bytes/s: 260 on an H100). Writing is added and not
+overlapped because a tile of 128 x 256, the most efficient size, has a multiprocessor to itself (NVIDIA,
+Matrix Multiplication Background User's Guide,
+https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/). A sweep of ten
+weights by eight numbers of rows on an H100 (docs/results/one-gpu.md) is met within 4 % in the median. It
+shows no steps by waves of tiles, which libraries avoid by choosing among tiles, so none are counted.
+
+Each product of a layer has three passes: forward, gradients of inputs and gradients of weights. The last are
+added to the optimizer's gradients, which are read and written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_hexi.cluster import Curve
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.memory import GRADIENT_BYTES
+from megatron_hexi.cost.model import Model
+
+#: The linear layer whose products curves are of: what `hexi probe` measures on a GPU (probe/sizes.py).
+CURVE_IN, CURVE_OUT = 4096, 16384
+#: The most by which leaving out writes may raise a curve's rate.
+_MOST = 2.0
+
+
+class Times(NamedTuple):
+    """Seconds of the two directions."""
+
+    forward: Floats
+    backward: Floats
+
+
+@dataclass(frozen=True)
+class Products:
+    """Sums over products that run one after the other.
+
+    Args:
+        weights: in x out, times the part of the rows that the product sees.
+        held: in x out: weights that are read.
+        inputs: columns in, times that part.
+        outputs: columns out, times that part.
+    """
+
+    weights: Floats | float = 0.0
+    held: Floats | float = 0.0
+    inputs: Floats | float = 0.0
+    outputs: Floats | float = 0.0
+
+    @classmethod
+    def of(cls, inputs: float, outputs: float, part: float = 1.0) -> Products:
+        """One product, of a part of the rows."""
+        weights = inputs * outputs
+        return cls(part * weights, weights, part * inputs, part * outputs)
+
+    def __add__(self, other: Products) -> Products:
+        return Products(
+            self.weights + other.weights,
+            self.held + other.held,
+            self.inputs + other.inputs,
+            self.outputs + other.outputs,
+        )
+
+    def __rmul__(self, times: float) -> Products:
+        return Products(times * self.weights, times * self.held, times * self.inputs, times * self.outputs)
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Bytes of an element of the factors and of the result, and what a weight's gradient reads and writes."""
+
+    factor: float
+    result: float
+    gradient: float
+
+    @classmethod
+    def of(cls, job: Job, *, in_fp8: bool = False) -> Elements:
+        """Bytes in a job's precision; `in_fp8`: of matrices that are in fp8 where the job is."""
+        factor = 1 if in_fp8 and job.precision == "fp8" else job.element_bytes
+        return cls(factor, job.element_bytes, 2 * GRADIENT_BYTES[job.precision])
+
+
+def product_seconds(rate: Floats, memory: float, rows: Floats, sizes: Products, elements: Elements) -> Times:
+    """Seconds of products, of each number of rows; no rows take none.
+
+    Args:
+        rate: FLOP/s that a product reaches apart from what it writes.
+        memory: bytes/s.
+        rows: m.
+        sizes: of the products.
+        elements: their bytes.
+    """
+    work = 2 * rows * sizes.weights / rate
+    factor, result = elements.factor / memory, elements.result / memory
+    some = rows > 0
+    held = sizes.held * factor * some
+    into, out = rows * sizes.inputs, rows * sizes.outputs
+    forward = np.maximum(work, into * factor + held) + out * result
+    inputs = np.maximum(work, out * factor + held) + into * result
+    weights = np.maximum(work, (into + out) * factor) + sizes.held * elements.gradient / memory * some
+    return Times(forward, inputs + weights)
+
+
+def row_seconds(memory: float, sizes: Products, elements: Elements) -> tuple[float, float]:
+    """Seconds in which a row's results are written: a lower bound of what it takes beside its FLOPs."""
+    result = elements.result / memory
+    return float(sizes.outputs * result), float(sizes.inputs * result)
+
+
+def unwritten(curve: Curve, memory: float, element: float) -> Curve:
+    """Return a measured curve without the time in which its products write their results.
+
+    Sizes that the curve's source does not give are dropped: `product_seconds` says what few rows take. A
+    curve of one size is taken for the rate of many rows.
+
+    Args:
+        curve: rates of the three products of a linear layer (`CURVE_IN`, `CURVE_OUT`) by rows.
+        memory: bytes/s.
+        element: bytes of a result's element.
+    """
+    given = [place for place, size in enumerate(curve.sizes) if size >= curve.given_from] or [-1]
+    sizes = tuple(curve.sizes[place] for place in given)
+    weights, columns = CURVE_IN * CURVE_OUT, CURVE_IN + CURVE_OUT
+    rates = []
+    for place, size in zip(given, sizes, strict=True):
+        rows = np.inf if len(sizes) == 1 else size
+        written = (columns + weights / rows) * element / memory / (6 * weights)  # of a FLOP
+        each = max(1 / (curve.rates[place] * 1e12) - written, 1 / (_MOST * curve.rates[place] * 1e12))
+        rates.append(1 / each / 1e12)
+    return replace(curve, sizes=sizes, rates=tuple(rates))
+
+
+def written(rate: float, memory: float, element: float) -> Curve:
+    """Return the curve of one size from which `unwritten` makes this rate, TFLOP/s."""
+    columns = CURVE_IN + CURVE_OUT
+    each = 1 / (rate * 1e12) + columns * element / memory / (6 * CURVE_IN * CURVE_OUT)
+    return Curve((1.0,), (1 / each / 1e12,), "")
+
+
+def layer_products(job: Job) -> Products:
+    """The products of a layer's matrices on one GPU, without routed experts, layers of one kind.
+
+    Matrices that every tensor-parallel rank has see the rows that norms do. Where latent columns travel, the
+    matrix that makes keys and values of them is counted inside attention.
+    """
+    return _layer_products(job.model, job.tensor_parallel, job.row_parts, job.latent_exchange)
+
+
+@lru_cache(maxsize=1024)
+def _layer_products(model: Model, tp: int, row_parts: int, latent_exchange: bool) -> Products:
+    hidden, heads, kv_heads = model.hidden_size, model.heads // tp, max(1, model.kv_heads // tp)
+    found = Products.of(heads * model.value_dim, hidden)
+    if model.latent is None:
+        found += Products.of(hidden, model.head_dim * ((1 + model.output_gate) * heads + 2 * kv_heads))
+    else:
+        latent = model.latent
+        down = latent.kv_rank + latent.rotary_dim + (latent.query_rank or 0)
+        found += Products.of(hidden, down, 1 / row_parts)
+        found += Products.of(latent.query_rank or hidden, heads * model.head_dim)
+        if not latent_exchange:
+            found += Products.of(latent.kv_rank, heads * model.expansion_params // latent.kv_rank)
+    if model.experts is not None:
+        found += Products.of(hidden, model.experts.count)
+    if model.mlp_width:
+        width = model.mlp_width / tp
+        found += Products.of(hidden, (1 + model.gated) * width) + Products.of(width, hidden)
+    return found
