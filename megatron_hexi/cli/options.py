@@ -290,11 +290,6 @@ class NewJob(PlanFeatures, Training):
             stated["data_parallel"] = replicas
         fixed = frozenset(stated.keys() & set(CHOSEN))
         terms = read_terms(self.model)
-        if model.mtp_layers and model.experts and terms is None:  # a file of arguments asks for it
-            weights = f"{model.mtp_params / 1e9:,.1f} billion weights"
-            model = replace(model, mtp_layers=0)
-            why = "training does not take it beside experts"
-            say(f"note: {self.model}: planned and printed without multi-token prediction: {why} ({weights})")
         chunks = stated.pop("virtual_stages", None)
         job, margin = Job(model=model, **stated), self.memory_margin / 100
         if terms and terms.context_parallel is not None and self.context_parallel is None:

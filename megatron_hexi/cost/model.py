@@ -151,7 +151,7 @@ class Model:
         counts[self.kind_of_layers[-1]] += self.mtp_layers
         return tuple(counts)
 
-    @property
+    @cached_property
     def is_uniform(self) -> bool:
         """Whether all layers are of one kind."""
         return len(set(self._kind_of_layers)) == 1

@@ -6,8 +6,6 @@ from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.flags import spell_flag
 
-_NOT_MODELLED = "its time and memory are not modelled; plan with hexi proportion, which asks for no model"
-
 
 def refuse_unplanned(model: Model) -> None:
     """Refuse a model with a kind of layer that is not planned.
@@ -17,16 +15,11 @@ def refuse_unplanned(model: Model) -> None:
     Raises:
         HexiError: the model has such layers; with the kind.
     """
-    kinds = {
-        "attention in chunks": (model.window is not None and model.window.in_chunks, _NOT_MODELLED),
-        "multi-token prediction beside experts": (
-            model.mtp_layers > 0 and model.experts is not None,
-            "training refuses it in stages; leave --mtp-num-layers out",
-        ),
-    }
-    for kind, (has, why) in kinds.items():
-        if has:
-            raise HexiError(f"model {model.name}: {kind} is not supported: {why}")
+    if model.window is not None and model.window.in_chunks:
+        raise HexiError(
+            f"model {model.name}: attention in chunks is not supported: its time and memory are not "
+            "modelled; plan with hexi proportion, which asks for no model"
+        )
 
 
 def refuse_imbalance(imbalance: float | None, model: Model) -> None:

@@ -57,6 +57,11 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "tests/megatron/test_stages_multi_token.py::test_training_is_that_of_one_rank[replicas]",
             "on the last stage of every replica",
         ),
+        Supported(
+            "--mtp-num-layers with --num-experts",
+            "tests/megatron/test_stages_further_experts.py::test_training_is_that_of_one_rank[samples-all]",
+            "with experts on any ranks of the last stage",
+        ),
         Refused(
             "--mtp-num-layers",
             lambda args: bool(args.mtp_num_layers),
@@ -64,12 +69,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "install megatron-core 0.19, or train without it",
             beside="stages",
             versions="<0.19",
-        ),
-        beside_stages(
-            "--mtp-num-layers",
-            lambda args: bool(args.mtp_num_layers and args.num_experts),
-            "beside experts it is not shown to train as one rank does",
-            values="with --num-experts",
         ),
         beside_stages(
             "--mtp-detach-heads",

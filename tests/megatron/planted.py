@@ -138,6 +138,13 @@ def _slot_of_another_expert() -> None:
     ExpertDomain.slots = property(slots)  # type: ignore[assignment, method-assign]
 
 
+def _bias_of_another_layer() -> None:
+    """Multi-token prediction counts for the layer that Megatron gives the same number."""
+    from megatron_hexi.megatron.stages import routers
+
+    routers._row = lambda router: router.layer_number - 1
+
+
 #: Of ranks that hold some of the experts.
 EXPERT_FAULTS: dict[str, Callable[[], None]] = {
     "balanced-in-a-domain": _balanced_in_a_domain,
@@ -186,6 +193,12 @@ def _counted_in_a_domain() -> None:
 
     multi_token._of_the_micro_batch = lambda count, session: count
 
+
+#: Of experts in the prediction of further tokens.
+FURTHER_EXPERT_FAULTS: dict[str, Callable[[], None]] = {
+    "bias-of-another-layer": _bias_of_another_layer,
+    "balanced-in-a-domain": _balanced_in_a_domain,
+}
 
 #: Of the prediction of further tokens.
 MULTI_TOKEN_FAULTS: dict[str, Callable[[], None]] = {
@@ -242,7 +255,14 @@ def main() -> None:
     from megatron_hexi import pretrain_gpt
 
     place = sys.argv.index("--planted")
-    faults = {**FAULTS, **OTHER_FAULTS, **EXPERT_FAULTS, **MULTI_TOKEN_FAULTS, **STATE_FAULTS}
+    faults = {
+        **FAULTS,
+        **OTHER_FAULTS,
+        **EXPERT_FAULTS,
+        **MULTI_TOKEN_FAULTS,
+        **FURTHER_EXPERT_FAULTS,
+        **STATE_FAULTS,
+    }
     faults[sys.argv[place + 1]]()
     del sys.argv[place : place + 2]
     pretrain_gpt.main()

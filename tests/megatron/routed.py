@@ -18,7 +18,7 @@ class Routed:
 
     Args:
         iteration: from 0 on.
-        layer: number of the layer.
+        layer: number of the layer; layers of multi-token prediction follow the others.
         use: "balance": for the balancing losses, by the scores alone; "dispatch": with the experts' biases.
         scores: by which the router chose, [rows, experts].
         chosen: whether each expert is one of the row's, [rows, experts].
@@ -48,7 +48,7 @@ def main() -> None:
     @functools.wraps(route)
     def routing(self: Any, logits: Tensor, **kwargs: Any) -> Any:
         nonlocal layer
-        layer = self.layer_number
+        layer = self.layer_number + (self.config.num_layers if self.is_mtp_layer else 0)
         bias = self.expert_bias.clone()
         found = route(self, logits, **kwargs)
         if torch.is_grad_enabled():

@@ -72,7 +72,6 @@ OPTION_WORDS = {
     "--num-experts-stages<0.19": "--num-experts 4",
     "--moe-token-dispatcher-type-stages": "--num-experts 4 --moe-token-dispatcher-type allgather",
     "--moe-latent-size-stages": "--moe-latent-size 32",
-    "--mtp-num-layers-stages": "--mtp-num-layers 1 --num-experts 4",
     "--mtp-num-layers-stages<0.19": "--mtp-num-layers 1",
     "--mtp-detach-heads-stages": "--mtp-num-layers 1 --mtp-detach-heads",
     "--hybrid-layer-pattern-stages": "--hybrid-layer-pattern *-",

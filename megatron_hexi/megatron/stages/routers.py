@@ -88,15 +88,22 @@ def end_iteration(model: list[Any], stages: StagesSession) -> None:
             for module in chunk.modules()
             if getattr(module, "expert_bias", None) is not None
         ]
-        counts, biases = torch.zeros(
-            2, config.num_layers, config.num_moe_experts, device=torch.cuda.current_device()
-        )
+        layers = config.num_layers + (config.mtp_num_layers or 0)
+        counts, biases = torch.zeros(2, layers, config.num_moe_experts, device=torch.cuda.current_device())
         for router in routers:
-            counts[router.layer_number - 1] = router.local_tokens_per_expert
-            biases[router.layer_number - 1] = router.expert_bias
+            counts[_row(router)] = router.local_tokens_per_expert
+            biases[_row(router)] = router.expert_bias
         updated = get_updated_expert_bias(
             counts, biases, config.moe_router_bias_update_rate, tp_dp_cp_group=stages.view.world
         )
         for router in routers:
-            router.expert_bias.copy_(updated[router.layer_number - 1])
+            router.expert_bias.copy_(updated[_row(router)])
     reset_model_temporary_tensors(config, model)
+
+
+def _row(router: Any) -> int:
+    """The row of a router's layer in the table of all layers.
+
+    Layers of multi-token prediction, which Megatron numbers from 1 again, follow the others.
+    """
+    return int(router.layer_number) - 1 + router.is_mtp_layer * int(router.config.num_layers)
