@@ -1,4 +1,4 @@
-"""``torchrun … -m megatron_hexi.pretrain_gpt [arguments]``: pretrain a GPT without a Megatron-LM checkout.
+"""``… -m megatron_hexi.pretrain_gpt [arguments]``: pretrains a GPT without a Megatron-LM checkout.
 
 The megatron-core wheel has everything but a training script; this is one.
 """

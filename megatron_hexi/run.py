@@ -1,4 +1,4 @@
-"""``torchrun … -m megatron_hexi.run PRETRAIN_SCRIPT.py [its arguments]``: run an unmodified script.
+"""``… -m megatron_hexi.run PRETRAIN_SCRIPT.py [its arguments]``: runs an unmodified script.
 
 Works the same under torchrun and under SLURM's ``srun``.
 """
@@ -11,7 +11,10 @@ import sys
 
 from megatron_hexi.errors import HexiError, user_errors
 
-_USAGE = "usage: torchrun --nproc-per-node 8 -m megatron_hexi.run pretrain_gpt.py --hexi-plan plan.yaml …"
+_USAGE = (
+    "usage: python -m megatron_hexi.torchrun --nproc-per-node 8 -m megatron_hexi.run pretrain_gpt.py "
+    "--hexi-plan plan.yaml …"
+)
 
 
 def main(argv: list[str]) -> None:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-@app.command(epilog="Example: hexi doctor --megatron ~/Megatron-LM; torchrun … --no-python hexi doctor")
+@app.command(
+    epilog="Example: hexi doctor --megatron ~/Megatron-LM; python -m megatron_hexi.torchrun … --no-python "
+    "hexi doctor"
+)
 def doctor(
     as_json: AsJson = False,
     megatron: Annotated[

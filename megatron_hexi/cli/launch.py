@@ -31,6 +31,7 @@ from megatron_hexi.report.launch_lines import (
     launch_text,
     megatron_flags,
 )
+from megatron_hexi.report.planned import assumption_lines
 from megatron_hexi.text_file import write_text_atomically
 
 app = typer.Typer()
@@ -81,13 +82,16 @@ def launch(
     files = {"plan": str(plan), "cluster": str(cluster)}
     kind = "text" if kubernetes.kubernetes is None else "YAML"
     check_outputs([plan, cluster, model_file(named)], [out], None, kind)
+    machines = read_cluster(cluster)
     if kubernetes.kubernetes is not None:
         flags = find_flags(planned, PLAN_IN_POD, named, more or [])
-        objects = kubernetes.training(planned, read_cluster(cluster), cluster, flags)
+        _say_kernels(planned, machines)
+        objects = kubernetes.training(planned, machines, cluster, flags)
         write_manifests(objects, files, out, as_json=as_json)
         return
     kubernetes.refuse_without_form()
-    lines = find_lines(planned, read_cluster(cluster), plan, cluster, named, more or [], out)
+    lines = find_lines(planned, machines, plan, cluster, named, more or [], out)
+    _say_kernels(planned, machines)
     if out is not None:
         write_text_atomically(out, flags_text(lines.flags))
         say(f"wrote {out}")
@@ -95,6 +99,12 @@ def launch(
         print_json(files | launch_dict(lines))
     else:
         print(launch_text(lines))
+
+
+def _say_kernels(plan: Plan, cluster: Cluster) -> None:
+    """Print what to type where a kernel of the plan, which the shipped image lacks, is not installed."""
+    for line in assumption_lines(None, cluster, plan.job.kernel or {}):
+        say(line)
 
 
 def find_lines(

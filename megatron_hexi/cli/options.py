@@ -307,6 +307,23 @@ class NewJob(PlanFeatures, Training):
             say(f"note: {self.model} says {spell_flag('expert_parallel', experts)}")
         return Request(job, fixed, margin, self._rules_of_file(), self.context_parallel, chunks, experts)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of a term that was not given and decides most figures; with what to type.
+
+        Raises:
+            HexiError: as `request`.
+        """
+        terms = read_terms(self.model)
+        if self.global_batch_size is not None or (terms and "global_batch_size" in terms.fields):
+            return ()
+        flag = flag_name("global_batch_size")
+        note = (
+            f"{flag} is not given: planned for {Job.global_batch_size} sequences an iteration, on which most "
+            f"figures depend; add the batch that you train with, such as {flag} 64"
+        )
+        return (note,)
+
     def _rules_of_file(self) -> PlannerRules:
         """Return what plans may use: the command line's rules, less what a file of arguments rules out.
 

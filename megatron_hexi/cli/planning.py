@@ -302,4 +302,5 @@ def _find(path: Path, options: NewJob, *, with_baselines: bool = False) -> tuple
         gpus = rank_gpus(planned.plan, len(cluster.ranks))
         used = {cluster.ranks[gpu].device.name for gpu in gpus}
         terms = replace(terms, kernel={gpu: kernel for gpu, kernel in kernels.items() if gpu in used})
-    return replace(planned, plan=replace(planned.plan, job=terms)), cluster
+    plan, notes = replace(planned.plan, job=terms), (*options.notes, *planned.notes)
+    return replace(planned, plan=plan, notes=notes), cluster

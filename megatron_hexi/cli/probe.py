@@ -40,8 +40,9 @@ def _number(field: str, text: str) -> Any:
 
 
 @app.command(
-    epilog="Example: hexi probe -o cluster.yaml; of a cluster: torchrun --nnodes 4 --nproc-per-node 8 "
-    "--rdzv-backend c10d --rdzv-endpoint HOST:29500 --no-python hexi probe -o cluster.yaml"
+    epilog="Example: hexi probe -o cluster.yaml; of a cluster: python -m megatron_hexi.torchrun "
+    "--nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --no-python hexi probe "
+    "-o cluster.yaml"
 )
 def probe(
     out: Annotated[

@@ -71,11 +71,12 @@ def write(
 
 
 def _find(name: str) -> Recipe:
-    if name not in recipes():
+    found = recipes().get(name.lower())
+    if found is None:
         near = difflib.get_close_matches(name.lower(), recipes(), n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "see hexi recipe list"
         raise HexiError(f"{name[:64]!r} is no recipe; {hint}")
-    return recipes()[name]
+    return found
 
 
 def _as_dict(item: Recipe) -> dict[str, Any]:

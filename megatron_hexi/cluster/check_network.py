@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-from megatron_hexi.cluster.model import ClusterFile, FabricLink, NodeNetwork
+from megatron_hexi.cluster.model import ClusterFile, FabricLink, Level, Network, NodeNetwork
 from megatron_hexi.cluster.schema import refuse
 from megatron_hexi.cluster.tiers import fabric_groups
 from megatron_hexi.yaml_file import Place, YamlFile
 from megatron_hexi.yaml_schema import short
 
-_EXAMPLE = "{bandwidth_gb_s: …, latency_us: …, per: node}"
+_EXAMPLE = "{gbit_s: 100, latency_us: 10, per: node}"
 
 
 def check_network(file: ClusterFile, source: YamlFile) -> None:
@@ -27,6 +27,10 @@ def check_network(file: ClusterFile, source: YamlFile) -> None:
         for field in ("network", "fabrics", "levels"):
             if getattr(file, field):
                 refuse(source, (field,), "stands beside a measured matrix", "keep one of the two")
+    if file.network is not None:
+        _check_rate(file.network, ("network",), source)
+    for number, level in enumerate(file.levels):
+        _check_rate(level, ("levels", number), source)
     for number, entry in enumerate(file.nodes):
         place: Place = ("nodes", number, "network")
         if entry.network is not None:
@@ -42,7 +46,7 @@ def check_network(file: ClusterFile, source: YamlFile) -> None:
     _check_fabrics(file, source)
 
 
-def _check_rate(link: NodeNetwork | FabricLink, place: Place, source: YamlFile) -> None:
+def _check_rate(link: Network | NodeNetwork | FabricLink | Level, place: Place, source: YamlFile) -> None:
     if (link.gbit_s is None) == (link.bandwidth_gb_s is None):
         found = (
             "has neither gbit_s nor bandwidth_gb_s"

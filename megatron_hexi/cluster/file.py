@@ -58,4 +58,7 @@ def cluster_digest(cluster: Cluster) -> str:
         del node["hosts"]
         if node["network"] is None:
             del node["network"]
+    for link in (data["network"], *data["levels"]):
+        if link is not None and link["gbit_s"] is None:
+            del link["gbit_s"]
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -123,15 +123,17 @@ class NodeEntry:
 
 @dataclass(frozen=True)
 class Network:
-    """The network between the nodes whose entries have no `network`.
+    """The network between the nodes whose entries have no `network`: either `gbit_s` or `bandwidth_gb_s`.
 
     Args:
-        bandwidth_gb_s: bandwidth of each node's or each GPU's link, as `per` says.
+        gbit_s: line rate of each node's or each GPU's link, as `per` says, 10^9 bits/s.
+        bandwidth_gb_s: measured bandwidth of each link, in place of `gbit_s`.
         latency_us: latency between two nodes.
         per: owner of a link. ``node``: all GPUs of a node share one link; ``gpu``: each GPU has its own card.
     """
 
-    bandwidth_gb_s: Rate
+    gbit_s: Rate | None = None
+    bandwidth_gb_s: Rate | None = None
     latency_us: Latency = NETWORK_LATENCY_US
     per: Literal["gpu", "node"] = "node"
 
@@ -163,13 +165,14 @@ class FabricLink:
 
 @dataclass(frozen=True)
 class Level:
-    """A level of groups of nodes, such as racks or sites, with links between the groups.
+    """A level of groups of nodes, such as racks or sites, and their links: `gbit_s` or `bandwidth_gb_s`.
 
     Args:
         name: name of the level in reports.
         groups: nodes of each group: ``h100`` (all nodes of that name), ``h100-0`` or ``h100-0..3``. Each node
             is in one group; groups of the level before are not split.
-        bandwidth_gb_s: bandwidth of each owner of a link, as `per` says, in either direction.
+        gbit_s: line rate of each owner of a link, as `per` says, in either direction, 10^9 bits/s.
+        bandwidth_gb_s: measured bandwidth, in place of `gbit_s`.
         latency_us: latency that is added to the latency of the levels before.
         per: owner of a link. ``group``: all nodes of a group share one link out of the group; ``node`` or
             ``gpu``: each node or GPU has its own.
@@ -177,7 +180,8 @@ class Level:
 
     name: Name
     groups: Annotated[tuple[Annotated[tuple[Text, ...], Field(min_length=1)], ...], Field(min_length=1)]
-    bandwidth_gb_s: Rate
+    gbit_s: Rate | None = None
+    bandwidth_gb_s: Rate | None = None
     latency_us: Latency = 0.0
     per: Literal["gpu", "node", "group"] = "group"
 
@@ -256,6 +260,7 @@ class ClusterFile:
             entry.network
             or NodeNetwork(
                 cards=entry.gpus if common.per == "gpu" else 1,
+                gbit_s=common.gbit_s,
                 bandwidth_gb_s=common.bandwidth_gb_s,
                 latency_us=common.latency_us,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_hexi.cluster.links import Node, Per, Rank, Tier
-from megatron_hexi.cluster.model import GB_OF_GBIT, ClusterFile, FabricLink, NodeNetwork
+from megatron_hexi.cluster.model import GB_OF_GBIT, ClusterFile, FabricLink, Level, NodeNetwork
 
 GB = 1e9
 MICRO = 1e6
@@ -33,7 +33,7 @@ def find_tiers(file: ClusterFile, nodes: Sequence[Node], ranks: Sequence[Rank]) 
         for group, texts in enumerate(level.groups):
             for number in (n for text in texts for n in file.find_nodes(text) or ()):
                 groups[number] = group
-        tiers.append(_tier(level.name, level.per, level.bandwidth_gb_s * GB, level.latency_us, groups, ranks))
+        tiers.append(_tier(level.name, level.per, gb_s(level) * GB, level.latency_us, groups, ranks))
     return tuple(tiers)
 
 
@@ -53,7 +53,7 @@ def fabric_groups(file: ClusterFile) -> list[list[int]]:
     return partitions
 
 
-def gb_s(network: NodeNetwork | FabricLink) -> float:
+def gb_s(network: NodeNetwork | FabricLink | Level) -> float:
     """Return the bandwidth of a card or link, 10^9 bytes/s; `check_cluster` ensures that it is given."""
     if network.bandwidth_gb_s is not None:
         return network.bandwidth_gb_s

@@ -15,8 +15,8 @@ from megatron_hexi.errors import HexiError, user_errors
 
 _EXAMPLE = """example:
   python -m megatron_hexi.convert hf-to-megatron Llama-3.1-8B weights
-  torchrun … -m megatron_hexi.pretrain_gpt $(cat weights/model.args) --load weights --finetune \\
-    --save trained …
+  python -m megatron_hexi.torchrun … -m megatron_hexi.pretrain_gpt $(cat weights/model.args) \\
+      --load weights --finetune --save trained …
   python -m megatron_hexi.convert megatron-to-hf trained Llama-trained --like Llama-3.1-8B
 """
 

@@ -27,6 +27,7 @@ from megatron_hexi.cost.bridge_fields import (
     LEFT_FIELDS,
     LEFT_SECTIONS,
     MODELS,
+    OBJECTS,
     READ,
     RENAMED,
 )
@@ -108,11 +109,15 @@ class _Translation:
             if field == "_target_" or place in ELSEWHERE or value is None or value == []:
                 continue
             value = _plain(value)
-            if place in DECIDED or (section == "model" and field in LEFT_FIELDS):
-                if value:
-                    self._unread.append(".".join(place))
+            if isinstance(value, Mapping) and "_target_" in value:
+                self._object(place, value)
                 continue
             rows = _rows().get(RENAMED.get(place, field), ())
+            if place in DECIDED or (section == "model" and field in LEFT_FIELDS):
+                default = rows[0].default if rows else model_defaults().get(field)
+                if value and (section != "model" or value != default):
+                    self._unread.append(".".join(place))
+                continue
             if rows:
                 self._argument(place, value, rows)
             elif section != "model":
@@ -122,6 +127,18 @@ class _Translation:
                 self._refuse(
                     place, "Megatron's command line cannot say it", "remove it, or give another model"
                 )
+
+    def _object(self, place: Place, value: Mapping[str, Any]) -> None:
+        """Name a function or object that Megatron's script makes for itself as not read; refuse any other."""
+        section, field = place
+        own = not str(_target(value)).startswith(OBJECTS.get(str(field), ()))
+        if section != "model" or own:
+            self._refuse(
+                place,
+                "a function or object of its own, which nothing calls here",
+                "remove it, or train with a script of your own that sets it",
+            )
+        self._unread.append(f"{section}.{field}")
 
     def _argument(self, place: Place, value: Any, rows: Sequence[Row]) -> None:
         row = rows[0]

@@ -94,17 +94,11 @@ LEFT_FIELDS: Final = frozenset(
         "cuda_graph_warmup_steps",
         "deallocate_pipeline_outputs",
         "distribute_saved_activations",
-        "embedding_init_method",
         "enable_autocast",
-        "finalize_model_grads_func",
         "fine_grained_activation_offloading",
         "gradient_accumulation_fusion",
-        "generation_config",
-        "grad_scale_func",
-        "grad_sync_func",
         "hf_model_id",
         "hf_model_revision",
-        "init_method",
         "inference_sampling_seed",
         "masked_softmax_fusion",
         "memory_efficient_layer_norm",
@@ -117,15 +111,12 @@ LEFT_FIELDS: Final = frozenset(
         "moe_router_fusion",
         "moe_pad_experts_for_cuda_graph_inference",
         "mtp_enabled",
-        "no_sync_func",
         "num_layers_in_first_pipeline_stage",
         "num_layers_in_last_pipeline_stage",
         "num_microbatches_with_partial_activation_checkpoints",
-        "output_layer_init_method",
         "overlap_p2p_comm",
         "overlap_p2p_comm_warmup_flush",
         "parallel_output",
-        "param_sync_func",
         "perform_initialization",
         "persist_layer_norm",
         "pipeline_dtype",
@@ -142,9 +133,22 @@ LEFT_FIELDS: Final = frozenset(
         "use_transformer_engine_op_fuser",
         "variable_seq_lengths",
         "virtual_pipeline_model_parallel_size",
-        "timers",
     ]
 )
+#: Fields of the model whose functions and objects Megatron's script makes for itself, with the beginnings of
+#: their names: hooks of the training loop, and initial weights by --init-method-std.
+OBJECTS: Final[dict[str, tuple[str, ...]]] = {
+    **dict.fromkeys(
+        ("finalize_model_grads_func", "grad_scale_func", "grad_sync_func", "no_sync_func", "param_sync_func"),
+        ("megatron.", "functools.partial"),
+    ),
+    **dict.fromkeys(
+        ("init_method", "output_layer_init_method", "embedding_init_method"),
+        ("megatron.core.", "torch.nn.init."),
+    ),
+    "timers": ("megatron.",),
+    "generation_config": ("transformers.",),
+}
 #: Activations by function and gate; ``None``: Megatron's own.
 ACTIVATIONS: Final[dict[tuple[str, bool], str | None]] = {
     ("silu", True): "--swiglu",

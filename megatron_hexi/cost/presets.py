@@ -39,7 +39,7 @@ def read_model(name_or_path: str | os.PathLike[str]) -> Model:
     name = os.fspath(name_or_path)
     found = _read(name)
     if found is None:
-        return presets()[name]
+        return presets()[name.lower()]
     path, text = found
     if _is_json(text, path):
         return model_from_config(text, path)
@@ -95,11 +95,12 @@ def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
     name = os.fspath(name_or_path)
     found = _read(name)
     if found is None:
-        if name in preset_problems():
+        preset = name.lower()
+        if preset in preset_problems():
             raise NoFlagError(
-                f"{name}: Megatron has no flags for {preset_problems()[name]}; give another model"
+                f"{name}: Megatron has no flags for {preset_problems()[preset]}; give another model"
             )
-        return list(preset_constants()[name])
+        return list(preset_constants()[preset])
     path, text = found
     if not _is_json(text, path):
         return []
@@ -129,11 +130,10 @@ def _read(name: str) -> tuple[Path, str] | None:
 
 def _source(name: str) -> tuple[Path, str] | None:
     """Return the file and its text as it stands there; ``None`` for a preset."""
-    if name in recipes():
-        return Path(name), recipes()[name].text
     path = model_file(name)
     if path is None:
-        return None
+        recipe = recipes().get(name.lower())
+        return (Path(recipe.name), recipe.text) if recipe else None
     if not os.path.exists(path):
         raise HexiError(f"model {short(name)} is no preset, recipe or file; {_hint(name)}")
     return path, read_text(path, MAX_BYTES)
@@ -144,14 +144,19 @@ def _is_json(text: str, path: Path) -> bool:
 
 
 def model_file(name: str) -> Path | None:
-    """Return the file that a model is read from, which need not exist; ``None``: a preset or a recipe."""
-    if name in presets() or name in recipes():
+    """Return the file that a model is read from, which need not exist; ``None``: a preset or a recipe.
+
+    These have their names in any capitals, as Hugging Face spells them; a file of such a name goes before.
+    """
+    low = name.lower()
+    if (low in presets() or low in recipes()) and (name == low or not os.path.exists(name)):
         return None
     return Path(name, "config.json") if os.path.isdir(name) else Path(name)
 
 
 def _hint(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), [*presets(), *recipes()], n=3)
+    last = name.lower().rpartition("/")[2]  # of a name on Hugging Face, ORGANISATION/MODEL
+    near = difflib.get_close_matches(last, [*presets(), *recipes()], n=3)
     known = f"did you mean {' or '.join(near)}?" if near else f"presets: {', '.join(presets())}"
     return (
         f"{known} (or give a Hugging Face config.json, a file of Megatron's arguments, or Megatron Bridge's "

@@ -189,7 +189,7 @@ def beside_script(option: str, until: str | None = None) -> Refused:
         option,
         _set(option),
         "that script does not have it",
-        "use NVIDIA's script through torchrun … -m megatron_hexi.run pretrain_gpt.py",
+        "use NVIDIA's script through … -m megatron_hexi.run pretrain_gpt.py",
         beside="script",
         versions=f"<{until}" if until else "",
     )

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost.memory import GIB, static_memory
-from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.bound import memory_fits
 from megatron_hexi.planner.joint import Candidate
+from megatron_hexi.planner.missing_memory import MissingMemory, missing_memory
 from megatron_hexi.planner.request import Request
 
 #: Of other requests so many GPUs are planned for, and each counts as so many more: six requests for 8 GPUs,
@@ -113,10 +112,19 @@ def nothing_fits(request: Request, cluster: Cluster, planner: Planner, *, proven
     ended = ", no more were tried" if trials.ended else ""
     count = f"{trials.count} other request{'' if trials.count == 1 else 's'} planned{ended}"
     advice = f"fits: {told}" if fits else "none fits: take GPUs with more memory, or a smaller model"
+    missing = missing_memory(request, cluster)
+    is_known = any(remedy["change"].startswith("nodes ") for remedy in fits)
+    estimate = "" if is_known else _spell_counts(missing)
     return NothingFitsError(
         f"{what} {cluster.name} at {request.job.seq_length} tokens{_spell_fixed(request)}: "
-        f"{_spell_memory(request, cluster)}; {count}; {advice}",
-        {"proven": proven, "tried": trials.count, "fits": fits},
+        f"{_spell_memory(missing)}; {count}; {advice}{estimate}",
+        {
+            "proven": proven,
+            "tried": trials.count,
+            "fits": fits,
+            "missing_gib": max(0.0, missing.gib),
+            "node_counts": missing.counts,
+        },
     )
 
 
@@ -192,8 +200,7 @@ def _enlarged(asked: _Variant) -> Iterator[_Variant]:
         count = times * entry.count
         if file.gpu_count + (count - entry.count) * entry.gpus <= _MOST_GPUS:
             more = asked.cluster.with_nodes(entry.name, count)
-            change = f"nodes {entry.name} with count: {count} in the cluster file"
-            yield replace(asked, changes=(*asked.changes, change), cluster=more)
+            yield replace(asked, changes=(*asked.changes, _spell_nodes(entry.name, count)), cluster=more)
 
 
 def _thinned(asked: _Variant) -> Iterator[_Variant]:
@@ -207,18 +214,25 @@ def _thinned(asked: _Variant) -> Iterator[_Variant]:
         yield asked.with_term("global_batch_size", batch)
 
 
-def _spell_memory(request: Request, cluster: Cluster) -> str:
-    """Text: the memory that weights, gradients and state need, and the memory that all GPUs have."""
-    job = request.job
-    params = job.model.total_params
-    alone = replace(job, tensor_parallel=1, pipeline_parallel=1)
-    terms = static_memory(alone, ModelPart.of_job(alone, 0), params, params, params)
-    least = float(sum(terms.values())) / GIB
-    there = sum(rank.device.usable_gib for rank in cluster.ranks)
-    return (
-        f"weights, gradients and optimizer state take {least:,.0f} GiB once, the rest grows with the "
-        f"sequence, and all GPUs together have {there:,.0f} GiB"
+def _spell_memory(missing: MissingMemory) -> str:
+    """Text: the memory that the job needs at least, that all GPUs have, and that is missing."""
+    needed = (
+        f"weights, gradients and optimizer state take {missing.static:,.0f} GiB once, one sequence about "
+        f"{missing.sequence:,.0f}, and all GPUs together have {missing.there:,.0f}"
     )
+    return f"{needed}: without offload {missing.gib:,.0f} GiB are missing" if missing.gib > 0 else needed
+
+
+def _spell_counts(missing: MissingMemory) -> str:
+    """Text: the numbers of nodes with which no memory is missing, any one of which would do."""
+    if not missing.counts:
+        return ""
+    counts = ", or ".join(itertools.starmap(_spell_nodes, missing.counts.items()))
+    return f"; by that sum it takes {counts} (not planned)"
+
+
+def _spell_nodes(name: str, count: int) -> str:
+    return f"nodes {name} with count: {count} in the cluster file"
 
 
 def _spell_fixed(request: Request) -> str:

@@ -76,11 +76,14 @@ class LaunchLines:
         flags: all flags of Megatron, with the plan's.
         torchrun: node and line, in the order of ranks.
         sbatch: the lines for Slurm, which run from anywhere in the repository.
+        unnamed: nodes whose hosts the cluster file does not say: lines have its own names of them, and
+            partitions of these names.
     """
 
     flags: tuple[str, ...]
     torchrun: tuple[tuple[str, str], ...]
     sbatch: tuple[str, ...]
+    unnamed: tuple[str, ...] = ()
 
 
 def megatron_flags(model_words: Sequence[str], more: Sequence[str], plan: Plan, path: str) -> tuple[str, ...]:
@@ -220,6 +223,7 @@ def launch_lines(
         flags=tuple(flags),
         torchrun=tuple((agent.node, _torchrun(number, agents)) for number, agent in enumerate(agents)),
         sbatch=_sbatch(agents, (plan_path, cluster_path, model), more, written),
+        unnamed=tuple(dict.fromkeys(agent.node for agent in agents if not agent.entry.hosts)),
     )
 
 
@@ -240,10 +244,15 @@ def launch_text(lines: LaunchLines, *, most: int | None = None, more: str = "") 
     data = " Synthetic data until you give your own." if "--mock-data" in lines.flags else ""
     text = [f"# Megatron's flags; the plan sets the others.{data}"]
     text += ["FLAGS=(", *(f"  {line}" for line in _flag_lines(lines.flags)), ")"]
+    if lines.unnamed:
+        text += [
+            "# Nodes have the cluster file's names here: put in addresses (--master-addr) and partitions,",
+            "# or say hosts: at the nodes there, by which these lines then go.",
+        ]
     text += [f"{line}  # {node}" for node, line in lines.torchrun[:most]]
     if most is not None and len(lines.torchrun) > most:
         text.append(f"# and {len(lines.torchrun) - most} nodes more: {more}")
-    return "\n".join([*text, "# or with Slurm; partitions as sinfo names them", *lines.sbatch])
+    return "\n".join([*text, "# or with Slurm", *lines.sbatch])
 
 
 def _torchrun(number: int, agents: Sequence[Agent]) -> str:
@@ -259,7 +268,7 @@ def _torchrun(number: int, agents: Sequence[Agent]) -> str:
         ]
     visible = "" if agent.whole else f"CUDA_VISIBLE_DEVICES={','.join(map(str, agent.gpus))} "
     words = [f"--nproc-per-node={len(agent.gpus)}", *together, "-m", "megatron_hexi.pretrain_gpt"]
-    return f'{visible}torchrun {" ".join(words)} "${{FLAGS[@]}}"'
+    return f'{visible}python -m megatron_hexi.torchrun {" ".join(words)} "${{FLAGS[@]}}"'
 
 
 def _sbatch(

@@ -156,13 +156,25 @@ def layout_line(plan: Plan, job: Job) -> str:
 def kernel_lines(job: Job, cluster: Cluster) -> list[str]:
     """Return lines with the assumed attention kernels, and what to type where none was stated."""
     kernels = ", ".join(f"{kernel} on {gpu}" for gpu, kernel in planned_kernels(job.kernel, cluster).items())
-    lines = [f"attention kernel: {kernels}"]
-    for gpu, (assumed, shipped) in assumed_kernels(job.kernel, cluster).items():
-        lines.append(
-            f"note: {assumed} is assumed on {gpu}; the shipped image has none: without it, plan with "
-            f"--kernel {gpu}={shipped}"
-        )
-    return lines
+    return [f"attention kernel: {kernels}", *assumption_lines(job.kernel, cluster)]
+
+
+def assumption_lines(
+    kernel: str | None, cluster: Cluster, planned: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return lines with the kernels that the shipped image lacks, and what to type where they are missing.
+
+    Args:
+        kernel: the choice of kernels, which assumes nothing.
+        cluster: its GPUs.
+        planned: a plan's kernels, where only those are of interest.
+    """
+    return [
+        f"note: {assumed} is assumed on {gpu}; the shipped image has none: without it, plan with "
+        f"--kernel {gpu}={shipped}"
+        for gpu, (assumed, shipped) in assumed_kernels(kernel, cluster).items()
+        if planned is None or planned.get(gpu) == assumed
+    ]
 
 
 def host_lines(planned: Planned, cluster: Cluster) -> list[str]:

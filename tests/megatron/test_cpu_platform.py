@@ -187,5 +187,5 @@ def test_a_script_of_the_users_own(forks: Forks, tmp_path: Path, one_rank: Train
 def test_the_launcher_without_a_script_shows_its_usage(forks: Forks, tmp_path: Path, args: list[str]) -> None:
     result = launch(tmp_path, ranks=1, args=args, entry="megatron_hexi.run", python=forks.python)
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("hexi: error: [rank 0]"))
-    assert "usage: torchrun" in line
+    assert "usage: python -m megatron_hexi.torchrun" in line
     assert "exitcode  : 2" in result.stderr

@@ -97,11 +97,25 @@ def test_plan_as_json_is_one_document(hexi, asked):
     assert document["digest"] == plan_digest(read_plan("plan.yaml"))
     assert document["job"]["model"] == "gpt-3b"
     assert document["job"]["recompute"] == "full"
-    assert document["notes"] == ["it was made up"]
+    assert document["notes"][-1] == "it was made up"
     assert len(document["memory_gib"]) == 8
     told = read_plan("plan.yaml").estimate
     assert told
     assert document["iteration_s"] == told.iteration_s
+
+
+@pytest.mark.parametrize("command", ["plan", "compare"])
+def test_a_batch_that_nobody_gave_is_noted_with_what_to_type(hexi, asked, command):
+    out = ("-o", "plan.yaml") if command == "plan" else ()
+    note = "note: --global-batch-size is not given: planned for 8 sequences an iteration"
+    said = " ".join(hexi(command, "cluster.yaml", *JOB, *out).out.split())
+    assert note in said
+    assert "such as --global-batch-size 64" in said
+    Path("job.args").write_text(ARGUMENTS)  # has one
+    for given in ([*JOB, "--global-batch-size", 8], ["--model", "job.args"]):
+        result = hexi(command, "cluster.yaml", *given, *out)
+        assert result.code == 0
+        assert "--global-batch-size is not given" not in " ".join(result.out.split())
 
 
 def test_features_and_the_context_parallel_size_reach_the_planner(hexi, asked):

@@ -152,6 +152,11 @@ def test_the_digest_is_of_what_the_file_says(write):
         assert cluster_digest(read_cluster(write(other))) != digest
 
 
+def test_plans_of_earlier_versions_know_their_cluster():
+    """Fields that were added since change no digest of a file without them."""
+    assert cluster_digest(read_cluster(EXAMPLES / "mixed-32.yaml")).startswith("04421fcd45f2f576")
+
+
 def broken(text, old, new):
     assert text.count(old) >= 1
     return text.replace(old, new, 1)
@@ -349,6 +354,18 @@ BROKEN = {
     "fabrics of one": (
         broken(FABRICS, "fabric: roce", "fabric: infiniband").replace("meet: [infiniband, roce], ", ""),
         "fabrics join nothing: all nodes are in one fabric; remove them",
+    ),
+    "a network without a rate": (
+        broken(GOOD, "bandwidth_gb_s: 25, ", ""),
+        ": network has neither gbit_s nor bandwidth_gb_s; give the line rate (gbit_s: 400)",
+    ),
+    "a network with two rates": (
+        broken(GOOD, "bandwidth_gb_s: 25", "gbit_s: 200, bandwidth_gb_s: 25"),
+        ": network has both gbit_s and bandwidth_gb_s; ",
+    ),
+    "a level without a rate": (
+        broken(LEVELS, ", bandwidth_gb_s: 100", ""),
+        ": levels[0] has neither gbit_s nor bandwidth_gb_s; ",
     ),
     "fabrics without a rate": (broken(FABRICS, "gbit_s: 100, per", "per"), ":6: fabrics[0] has neither"),
     "fabrics and levels": (

@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_hexi.cost import Job, Model, job_of_plan, job_terms, presets, read_model, read_terms
+from megatron_hexi.cost import (
+    Job,
+    Model,
+    argument_words,
+    constant_flags,
+    job_of_plan,
+    job_terms,
+    presets,
+    read_model,
+    read_terms,
+)
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Workload, proportional_plan, validate_plan
 from tests.support.costs import TINY
@@ -219,6 +229,28 @@ def test_broken_arguments_are_one_clear_error(tmp_path, text, said):
         read_model(path)
     assert str(path) in str(problem.value)
     assert "\n" not in str(problem.value)
+
+
+@pytest.mark.parametrize(("name", "known"), [("Qwen3-8B", "qwen3-8b"), ("Llama3-8B-32K", "llama3-8b-32k")])
+def test_names_in_any_capitals_are_presets_and_recipes(name, known):
+    assert read_model(name) == read_model(known)
+    assert read_terms(name) == read_terms(known)
+    assert argument_words(name) == argument_words(known)
+    assert constant_flags(name) == constant_flags(known)
+
+
+def test_a_file_goes_before_a_preset_in_capitals(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen3-8B").write_text(LLAMA3_8B_ARGUMENTS)
+    assert same_shape(read_model("Qwen3-8B"), presets()["llama3-8b"])
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("Qwen/Qwen3-8B", "qwen3-8b"), ("meta-llama/Meta-Llama-3-70B", "llama3-70b")]
+)
+def test_names_on_hugging_face_are_refused_with_the_near_preset(name, near):
+    with pytest.raises(HexiError, match=rf"is no preset, recipe or file; did you mean {near} "):
+        read_model(name)
 
 
 def test_unknown_models_are_refused_with_near_ones():

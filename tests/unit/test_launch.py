@@ -7,12 +7,13 @@ import re
 import pytest
 
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost import constant_flags, model_flags, presets
+from megatron_hexi.cost import assumed_kernels, constant_flags, model_flags, presets
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
 from megatron_hexi.cost.named_models import preset_problems
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import JobTerms, Workload, proportional_plan, write_plan
-from megatron_hexi.report.launch_lines import find_agents, launch_lines, megatron_flags
+from megatron_hexi.report.launch_lines import find_agents, launch_lines, launch_text, megatron_flags
+from megatron_hexi.report.planned import assumption_lines
 from tests.support.shell import call_hexi
 
 CLUSTER = """\
@@ -224,6 +225,9 @@ def test_hosts_in_the_file_are_asked_for_by_name(tmp_path):
     lines = launch_lines(plan, cluster, [], plan_path="p", cluster_path="c", model="m")
     assert [node for node, _ in lines.torchrun] == ["gpu07", "gpu08", "old1", "gpu11", "part"]
     assert "--master-addr=gpu07" in lines.torchrun[0][1]
+    assert lines.unnamed == ("part",)
+    assert "Nodes have the cluster file's names here" in launch_text(lines)
+    assert "file's names" not in launch_text(dataclasses.replace(lines, unnamed=()))
     asked = lines.sbatch[1].partition("sbatch ")[2].removesuffix(" scripts/slurm/train.sbatch").split(" : ")
     assert asked == [
         "--nodelist=gpu07,gpu08,gpu11 --nodes=3 --exclusive --ntasks-per-node=3 --gpus-per-node=3",
@@ -277,6 +281,17 @@ def test_an_error_is_a_document_with_json(monkeypatch, capsys):
     assert code == 2
     assert '"exit_code": 2' in out
     assert err.startswith("hexi: error: absent.yaml")
+
+
+def test_the_kernel_that_the_image_lacks_is_named_with_what_to_type(tmp_path):
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    cluster = read_cluster(tmp_path / "cluster.yaml")
+    (gpu,) = assumed_kernels(None, cluster)
+    assert gpu.startswith("H100")
+    (line,) = assumption_lines(None, cluster, {gpu: "flash-attn-3"})
+    assert line.endswith(f"without it, plan with --kernel {gpu}=cudnn")
+    assert assumption_lines(None, cluster, {gpu: "cudnn"}) == []
+    assert assumption_lines(f"{gpu}=cudnn", cluster) == []
 
 
 def test_a_kernel_that_the_shipped_image_lacks_is_not_asked_for():

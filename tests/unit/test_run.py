@@ -10,7 +10,7 @@ def test_help_shows_the_usage(word, capsys):
     with pytest.raises(SystemExit) as end:
         run.main([word])
     assert end.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: torchrun ")
+    assert capsys.readouterr().out.startswith("usage: python -m megatron_hexi.torchrun ")
 
 
 @pytest.mark.parametrize(("words", "said"), [([], "no training script given"), (["a.py"], "a.py: no such")])

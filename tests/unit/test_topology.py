@@ -244,6 +244,20 @@ def test_cards_at_each_node_are_what_one_network_says(cluster_of, per):
                 assert own.sharers(one) == common.sharers(other)
 
 
+@pytest.mark.parametrize("per", ["gpu", "node"])
+def test_a_line_rate_of_all_nodes_and_of_levels_is_an_eighth_in_bytes(cluster_of, per):
+    nodes, groups = [node("a", 2, 4), node("b", 1, 3)], [["a"], ["b"]]
+
+    def build(network, level):
+        levels = [{"name": "rack", "groups": groups, **level}]
+        return cluster_of(nodes=nodes, network={"per": per, **network}, levels=levels)
+
+    in_bits = build({"gbit_s": 100}, {"gbit_s": 200})
+    assert in_bits.tiers == build({"bandwidth_gb_s": 12.5}, {"bandwidth_gb_s": 25}).tiers
+    assert [in_bits.bandwidth(*ends) for ends in ((0, 4), (4, 0))] == [12.5e9, 12.5e9]
+    assert 25e9 in in_bits.tiers[1].bandwidths
+
+
 def test_more_cards_than_gpus_are_each_gpu_s_part_of_them(cluster_of):
     cluster = cluster_of(nodes=[node("a", 2, 4, network={"cards": 8, "gbit_s": 200})])
     assert cluster.route(1, 5).links[0] == LinkId(1, "card", 1, "out")
