@@ -140,9 +140,9 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     (h hidden, f MLP width; kernels fused as in Megatron, no dropout). Tensor-parallel ranks share f, H
     and K, and with sequence parallelism h.
 
-    fp8 reads 2 bytes and writes 1 twice, by rows and by columns, of what no kernel before it can cast on its
-    way: the projection's input H D forward; the gradients of query, key and value (H + 2 K) D and of both
-    residual additions 2 h backward (Transformer Engine: norms and activations cast their own output).
+    fp8 reads 2 bytes and writes 1 twice, by rows and by columns, of each element that no kernel before can
+    cast: the projection's input H D forward; the gradients of query, key and value (H + 2 K) D and of both
+    residual additions 2 h backward (Transformer Engine: norms and activations cast their outputs).
     """
     model, tp = job.model, job.tensor_parallel
     hidden, mlp = model.hidden_size / job.row_parts, model.mlp_width / tp

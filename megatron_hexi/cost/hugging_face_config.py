@@ -195,7 +195,7 @@ def positive(value: Any, field: str, path: Path) -> float:
 
 
 def short(value: Any) -> str:
-    """A value as JSON, 40 characters at most."""
+    """Return a value as JSON, cut to 40 characters."""
     text = json.dumps(value)
     return text if len(text) <= 40 else text[:37] + "..."
 

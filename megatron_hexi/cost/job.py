@@ -163,16 +163,16 @@ class Job:
 
     @property
     def row_parts(self) -> int:
-        """Tensor-parallel ranks that share the rows of norms and residuals."""
+        """Number of tensor-parallel ranks that share the rows of norms and residuals."""
         return self.tensor_parallel if self.sequence_parallel else 1
 
     @property
     def exchanged_columns(self) -> int:
-        """Columns of a KV head that travel between ranks: those of key and value, or all latent columns."""
+        """Number of columns of a KV head that travel between ranks: key and value, or all latent columns."""
         return sum(self.workload().exchanged_sizes)
 
     def workload(self) -> Workload:
-        """The workload of plans for this job."""
+        """Return the workload of plans for this job."""
         return self._workload
 
     @cached_property
@@ -252,7 +252,7 @@ def job_of_plan(plan: Plan, model: Model, **stated: Any) -> Job:
     return Job(
         model=model,
         seq_length=plan.workload.seq_length,
-        # Units of several sizes say their own.
+        # In a plan with units of several sizes each unit states its size.
         tensor_parallel=plan.workload.tensor_parallel or 1,
         data_parallel=len(plan.replicas),
         latent_exchange=plan.workload.latent_exchange is not None,

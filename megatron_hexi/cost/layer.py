@@ -1,10 +1,10 @@
-"""One transformer layer of one pipeline stage, forward and backward, for all units of all replicas.
+"""Seconds of a transformer layer of one pipeline stage, forward and backward, for all units of all replicas.
 
 A layer is a cycle: token work (projection and MLP of one layer, norm and QKV of the next), all-to-all in,
-own block and exchange, all-to-all out. Assumed:
-- members of a group wait for each other at both all-to-alls; where these travel in halves, the second half's
-  way in hides behind the own block of the first, the first half's way out behind the rest of the last step
-  (backward: of the own block);
+block of the own group's keys ("own block") and exchange, all-to-all out. Assumed:
+- members of a group wait for each other at both all-to-alls; where these are cut in halves, the second half's
+  all-to-all in hides behind the own block of the first, the first half's all-to-all out behind the rest of
+  the last step (backward: of the own block);
 - groups enter the exchange when their own members are ready, and wait for each other inside it as far as
   keys and values make them (`overlap`);
 - the groups of a replica wait for each other once a layer, after the all-to-all out.

@@ -93,8 +93,8 @@ def attention_bytes(
     Where latent columns travel, C + R in place of k (D + V).
 
     Query, key, value and output in the heads' layout (runtime/attention.py). The output of a unit that is
-    alone in its group goes into the projection as it is, with whose inputs it is counted; unless values are
-    narrower than keys: it then is a part of a wider tensor (runtime/blocks.py).
+    alone in its group is itself the projection's input and is counted there, unless values are narrower than
+    keys: then it is a part of a wider tensor (runtime/blocks.py).
     """
     query, value = job.model.head_dim, job.model.value_dim
     is_alone = (tokens == group_tokens) & (heads == job.model.heads // job.tensor_parallel)
@@ -119,8 +119,8 @@ def working_set_bytes(
     received and sent in a step.
     In a window of fewer tokens than the group's: such gradients wait without other groups too, and the rows
     of a call at its edge are copied, G (h (D + 2 V) + k (D + V)) B e.
-    Where keys and values differ in size: value, output, its gradient and that of the value as wide as the
-    other, 2 G (h + k) max(D, V) B e.
+    Where keys and values differ in size: value and output and their gradients padded to the wider of the two,
+    2 G (h + k) max(D, V) B e.
     Where latent columns travel, they are one KV head of C + R in place of D + V, and of the own tokens, or of
     a step's if these are more: keys and values that are made of them, and their gradients as they come from
     kernels and put together, 3 h (D + V) B e; the gradient of the matrix, H C (N + V) (4 + 2 e).

@@ -18,8 +18,8 @@ class Experts:
     """Routed MLPs, of which each token goes to a few.
 
     Args:
-        count: experts of a layer: --num-experts.
-        active: experts that a token goes to: --moe-router-topk.
+        count: number of experts of a layer: --num-experts.
+        active: number of experts that each token is sent to: --moe-router-topk.
         ffn_hidden_size: width inside an expert: --moe-ffn-hidden-size.
         shared_ffn_hidden_size: total width inside the experts that see every token; 0: there are none
             (--moe-shared-expert-intermediate-size).
@@ -52,7 +52,7 @@ class Window:
     """Attention to the latest keys only.
 
     Args:
-        size: keys that a query sees, its own among them: one more than Megatron's --window-size.
+        size: number of keys that a query sees, its own among them: one more than Megatron's --window-size.
         layers: whether each layer has the window (--window-attn-skip-freq); empty: every layer has.
         in_chunks: whether the window begins anew at each multiple of `size` (Llama 4), instead of sliding.
 

@@ -146,7 +146,7 @@ class ModelPart:
 
     @property
     def borders(self) -> Ints:
-        """Number of neighbouring stages."""
+        """Number of stages next to the part's stage: 0 to 2."""
         return 2 - np.asarray(self.is_first, dtype=int) - np.asarray(self.is_last, dtype=int)
 
     def of(self, index: Ints | np.int64) -> ModelPart:

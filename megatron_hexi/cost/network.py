@@ -66,7 +66,7 @@ class LinkTable:
         links = np.concatenate([self._ends[0, places, src], self._ends[1, places, dst]])
         if self._pairs is not None:
             links = np.concatenate([links, self._pairs[None, self.nodes[src], self.nodes[dst]]])
-        # A link's load in each set, and of each row of sizes, has a number of its own.
+        # Each pair of a link and a set, in each row of sizes, has a number, by which loads are added up.
         number = links if sets is None else links + sets * len(self._capacity)
         sizes = size.reshape(-1, 1, len(src))
         if len(sizes) > 1:

@@ -32,7 +32,7 @@ class Recipe:
         lr: the highest learning rate.
         iterations: number of iterations of the training.
         tokenizer: name of the tokenizer on Hugging Face.
-        flags: values of all of Megatron's flags, by flag; ``None``: the flag takes no value.
+        flags: values of all flags of the job, by flag; ``None``: the flag takes no value.
         sources: sources of the values, one line each.
     """
 

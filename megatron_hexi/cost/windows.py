@@ -49,7 +49,7 @@ def far_window(plan: PlanArrays, source: Ints, active: Bools, window: int) -> tu
         start, stop = plan.starts[source, place][..., None], plan.stops[source, place][..., None]
         there = active[..., None] & (stop > start)
         pairs += np.where(there, _pairs(plan.starts, plan.stops, start, stop, window), 0.0)
-        # Segments lie apart: keys before a segment of queries are seen up to w - 1 behind its first one.
+        # Segments do not overlap: the first query of a segment sees the w - 1 latest keys before it.
         is_before = there & (stop <= plan.starts) & (size > 0)
         near = np.clip(stop - 1 + window - plan.starts, 0, size)
         queries += np.where(is_before, near, 0)

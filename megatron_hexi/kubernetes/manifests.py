@@ -17,7 +17,7 @@ from megatron_hexi.kubernetes.pods import STORE, PodKind, Pods
 from megatron_hexi.kubernetes.products import PRODUCT_LABEL, product_labels
 from megatron_hexi.kubernetes.settings import FOLDER, SHARED_MEMORY, Settings
 
-#: What a ConfigMap may hold: https://kubernetes.io/docs/concepts/configuration/configmap/.
+#: Largest size of a ConfigMap: https://kubernetes.io/docs/concepts/configuration/configmap/.
 MAX_FILES_BYTES = 2**20
 #: The variable that `megatron_hexi.elastic` reads the job's secret from, and its key in a Secret.
 SECRET_VARIABLE, SECRET_KEY = "HEXI_SECRET", "secret"
@@ -58,7 +58,7 @@ def manifests(pods: Pods, files: Mapping[str, str], settings: Settings) -> list[
 
 
 def secret_name(settings: Settings) -> str:
-    """Return the name of the Secret by which an elastic job's nodes know each other; the user makes it."""
+    """Return the name of the Secret by which an elastic job's nodes know each other; the user creates it."""
     return f"{settings.name}-secret"
 
 
@@ -190,7 +190,7 @@ def _pod(kind: PodKind, settings: Settings) -> dict[str, Any]:
     container["resources"] = {"limits": {"nvidia.com/gpu": str(kind.gpus), **resources}}
     if any("/" in name for name in resources):  # RDMA registers memory, which it must be allowed to lock
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
-    # Two pods on one node would share what the plan counts for each.
+    # Two pods on one node would share resources that the plan counts for each.
     others = {_INSTANCE: settings.name, _COMPONENT: _component(kind)}
     apart = {"labelSelector": {"matchLabels": others}, "topologyKey": "kubernetes.io/hostname"}
     return spec | {

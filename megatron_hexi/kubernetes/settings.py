@@ -1,4 +1,4 @@
-"""The user's choices for a job on Kubernetes, held against its rules for names before anything is written.
+"""The user's choices for a job on Kubernetes, checked against its rules for names before anything is written.
 
 The rules: https://kubernetes.io/docs/concepts/overview/working-with-objects/names/ and …/labels/.
 """
