@@ -69,11 +69,7 @@ def token_seconds(speeds: Speeds, job: Job, with_experts: bool = True) -> float:
 
 
 def attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
-    """Return the seconds of one token's attention in all layers, on one GPU.
-
-    Its forward pass takes 2 (D + V) H S / 2 FLOPs a layer if it is causal, twice that if not, and fewer in a
-    window.
-    """
+    """Attention of one token through the whole model, on one GPU: 2 (D + V) H S / 2 FLOPs a layer forward."""
     kinds = zip(job.model.kinds, job.model.layers_run, strict=True)
     seen = sum(layers * _keys_seen(kind, job.seq_length, causal) for kind, layers in kinds)
     flops = 2 * (job.model.head_dim + job.model.value_dim) * job.model.heads * seen

@@ -40,8 +40,7 @@ def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
     D is the size of a head's query and key, V that of its value; where latent columns travel, they are one KV
     head of C + R in place of D + V.
 
-    Where all-to-alls are cut in halves, each carries half of the query heads; keys and values travel with the
-    first half, their gradients with the last.
+    In halves, query heads travel in two; keys and values with the first, their gradients with the last.
     """
     holder, taker = plan.all_to_all_pairs
     tokens = plan.tokens[holder].astype(float) * (job.micro_batch_size * job.element_bytes)
@@ -108,9 +107,8 @@ def all_to_alls(plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints) -> tup
 def tensor_parallel_seconds(job: Job, rows: Floats, bandwidth: Floats, latency: Floats) -> Floats:
     """Return the seconds of one all-reduce of rows x hidden inside each unit, [U].
 
-    With sequence parallelism it is a reduce-scatter and an all-gather. A ring of t ranks takes
-    2 (t - 1) / t x rows h e / bandwidth + 2 (t - 1) latency (Thakur et al., Optimization of collective
-    communication operations in MPICH, 2005). A layer has two of them in each direction.
+    2 (t - 1) / t x rows h e / bandwidth + 2 (t - 1) latency, t ranks (Thakur et al., Optimization of
+    collective communication operations in MPICH, 2005). A layer has two of them in each direction.
 
     Args:
         job: the job.

@@ -31,7 +31,7 @@ CURVE_HEAD_DIM = 128
 
 
 class Times(NamedTuple):
-    """Seconds of the forward and of the backward pass."""
+    """Seconds of the two directions."""
 
     forward: Floats
     backward: Floats
@@ -41,7 +41,7 @@ class Times(NamedTuple):
 class Speeds:
     """A GPU's rates for a job: curves in its precision and head size, and memory bandwidth (bytes/s).
 
-    `output` is the curve of the vocabulary's matrix, which stays in 16 bits if the layers' are in fp8.
+    `output` is of the vocabulary's matrix, which stays in 16 bits where the layers' are in fp8.
     """
 
     matmul: Curve
@@ -105,7 +105,7 @@ def rates(curve: Curve, sizes: Floats) -> Floats:
 
 
 def token_times(speeds: Speeds, job: Job, rows: Floats, reached: Floats | None = None) -> Times:
-    """Return the seconds of one layer outside attention, on `rows` = B x T rows of each unit.
+    """One layer outside attention, on `rows` = B x T rows.
 
     forward  = 2 rows N / rate(rows) + bytes / memory;  N: weights of the layer's matrices on this GPU
     backward = 4 rows N / rate(rows) + bytes / memory;  gradients of inputs and of weights
@@ -140,9 +140,9 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     (h hidden, f MLP width; kernels fused as in Megatron, no dropout). Tensor-parallel ranks share f, H
     and K, and with sequence parallelism h.
 
-    fp8 reads 2 bytes and writes 1 twice, by rows and by columns, of each element that no kernel before can
-    cast: the projection's input H D forward; the gradients of query, key and value (H + 2 K) D and of both
-    residual additions 2 h backward (Transformer Engine: norms and activations cast their outputs).
+    fp8 reads 2 bytes and writes 1 twice, by rows and by columns, of what no kernel before it can cast on its
+    way: the projection's input H D forward; the gradients of query, key and value (H + 2 K) D and of both
+    residual additions 2 h backward (Transformer Engine: norms and activations cast their own output).
     """
     model, tp = job.model, job.tensor_parallel
     hidden, mlp = model.hidden_size / job.row_parts, model.mlp_width / tp
@@ -279,7 +279,7 @@ def keys_merge_times(speeds: Speeds, job: Job, keys: Floats) -> Floats:
 
 
 def logits_times(speeds: Speeds, job: Job, rows: Floats, reached: Floats | None = None) -> Times:
-    """Return the seconds of output matrix and cross entropy over the vocabulary, V of it on this GPU.
+    """Output matrix and cross entropy over the vocabulary, V of it on this GPU.
 
     Matrix: 2 rows h V forward, twice that backward. Loss, bytes a logit, as Megatron's
     vocab_parallel_cross_entropy: cast e + 4, max 4, subtract 8, exp 8, sum 4, divide 8 forward; scale 8,

@@ -164,7 +164,7 @@ def expert_times(section: Section, held: ExpertsOnRanks) -> Times:
     """Return the seconds of each unit's experts in one layer, forward and backward, [U].
 
     forward: the larger of 6 n h f / rate(n / e), for three matrices, and the bytes of the weights / memory;
-    backward twice that; both passes also permute rows and compute the activation or its gradient.
+    backward twice that; and in both directions rows that are permuted, and the activation.
     """
     job, stage = section.job, section.placement.stage
     times = np.zeros((2, len(held.parts)))

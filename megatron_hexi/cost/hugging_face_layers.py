@@ -1,4 +1,4 @@
-"""The layers of a Hugging Face model that have experts, and the layers whose attention has a window.
+"""Layers of a Hugging Face model that have experts, and those that see a window of keys.
 
 The rules are those of transformers' configuration_*.py and modeling_*.py.
 """

@@ -251,7 +251,7 @@ def by_group(plan: PlanArrays, values: Floats) -> Floats:
 
 
 def unit_times(plan: PlanArrays, job: Job, stage: UnitGpus) -> Floats:
-    """Return the seconds of each unit's token work and own group's block, forward and backward, [2, 2, U]."""
+    """Seconds of each unit's token work and of its own group's block, each in both directions, [2, 2, U]."""
     rows, group_tokens = job.micro_batch_size * plan.tokens.astype(float), plan.group_tokens[plan.group]
     found, window = np.empty((2, 2, len(rows))), job.model.window
     pairs = None if window is None else own_pairs(plan, window.size)[plan.group]

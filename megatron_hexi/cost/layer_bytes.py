@@ -32,12 +32,12 @@ def token_activation_bytes(job: Job) -> float:
     Inputs of both norms 2 h, their outputs 2 h, the projection's input H D, the MLP's first output f
     (gated 2 f) and its activation f; e bytes an element, flash attention, no dropout. For a GPT in 16 bits
     that is 26 h: the 34 h of Korthikanti et al. (arXiv 2205.05198, section 4.1) less dropout masks 2 h, and
-    less query, key and value 6 h, which are counted inside attention here. fp8 keeps inputs of matrices in
-    one byte: all but the norms' inputs and the MLP's first output.
+    less query, key and value 6 h, which are counted inside attention here. fp8 keeps in one byte what goes
+    into matrices: all but the norms' inputs and the MLP's first output.
 
     Norms behind attention and MLP keep their inputs 2 h, norms of queries and keys (H + K) D. Latent
-    attention keeps its latent columns, and all but the rotary columns once more behind their norm (Megatron's
-    MLASelfAttention); the heads made of them are counted inside attention.
+    attention keeps its latent columns, and all but the rotary ones once more behind their norm (Megatron's
+    MLASelfAttention); the heads that are made of them are counted inside attention.
     """
     model, tp = job.model, job.tensor_parallel
     hidden, width = 2 * model.hidden_size / job.row_parts, model.mlp_width / tp

@@ -1,4 +1,4 @@
-"""Shapes of routed experts, of attention in a window and of latent attention."""
+"""Shapes of layers that are not plain: routed experts, attention in a window, latent attention."""
 
 from __future__ import annotations
 

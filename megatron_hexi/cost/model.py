@@ -53,7 +53,7 @@ class Model:
         latent: latent columns in place of a key and a value for each KV head; `head_dim` then is the size of
             a head's query and key, rotary columns included.
         post_norms: whether attention and MLP have norms behind them too (Gemma).
-        mtp_layers: number of blocks of multi-token prediction behind the last layer: --mtp-num-layers.
+        mtp_layers: blocks of multi-token prediction behind the last layer: --mtp-num-layers.
 
     Raises:
         HexiError: a size that is no whole number above 0, heads that KV heads do not divide, or kinds
@@ -208,7 +208,7 @@ class Model:
         heads, kv_heads = self.heads // tensor_parallel, max(1, self.kv_heads // tensor_parallel)
         if self.latent is None:
             return self.hidden_size * self.head_dim * ((2 + self.output_gate) * heads + 2 * kv_heads)
-        # A rank has its heads' part of the matrices up from the latent columns.
+        # Of the matrices up from the latent columns a rank has the part of its heads.
         latent = self.latent
         up = heads * ((latent.query_rank or self.hidden_size) * self.head_dim + self.expansion_params)
         return self.down_params + self.hidden_size * heads * latent.value_dim + up

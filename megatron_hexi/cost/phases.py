@@ -22,7 +22,7 @@ class Phases:
         bubble: filling and draining of a pipeline.
         gradients: exposed collectives of gradients and weights.
         offload: exposed copies to and from host memory.
-        optimizer: the optimizer's step, on the GPU and on the host.
+        optimizer: the optimizer's step, wherever it is computed.
     """
 
     token: float = 0.0

@@ -134,7 +134,7 @@ def _read(name: str) -> tuple[Path, str] | None:
 
 
 def _source(name: str) -> tuple[Path, str] | None:
-    """Return the file and its unchanged text; ``None`` for a preset."""
+    """Return the file and its text as it stands there; ``None`` for a preset."""
     if name in recipes():
         return Path(name), recipes()[name].text
     path = model_file(name)

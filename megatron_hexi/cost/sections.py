@@ -101,8 +101,7 @@ def plan_sections(
         job: the job, which gives the number of pipeline stages to a plan with a repeated stage.
         placer: finds the units' GPUs.
         gpus: number in the cluster of each rank's GPU; ``None``: see `Placer.place`.
-        part: the part of the model that every domain has, for a plan that is one stage of several; ``None``:
-            the part that job and plan give each domain.
+        part: what the one stage of a plan has of the model; ``None``: what the job says.
     """
     found: dict[_SectionTerms, list[DomainRow]] = {}
     for row in domain_rows(plan, job.micro_batch_size, job.pipeline_parallel, job.model.layers):

@@ -19,9 +19,8 @@ def model_flops(model: Model, context: int, counting: Literal["full", "half"] = 
 
         6 (layers x weights of a layer's matrices + hidden x vocabulary) + 12 x layers x heads x D x keys
 
-    where `keys` is the number of keys that a token sees: the context, or half of it, or the window. A block
-    of multi-token prediction is one more layer, a projection of 2 x hidden to hidden, and the vocabulary's
-    matrix again.
+    where `keys` is how many a token sees: the context, or half of it, or the window. A block of multi-token
+    prediction is a layer more, a projection of 2 x hidden to hidden, and the vocabulary once more.
 
     Args:
         model: the model; its vocabulary counts without padding.
@@ -44,7 +43,7 @@ def _active_experts(model: Model) -> int:
 
 
 def _seen(model: Model, context: int, counting: Literal["full", "half"]) -> float:
-    """Return the number of keys that a token sees, in the mean over a sequence."""
+    """Keys of a token, in the mean over a sequence."""
     if counting == "full":
         return context if model.window is None else min(context, model.window.size)
     return context / 2 if model.window is None else model.window.keys_seen(context)
