@@ -1,4 +1,4 @@
-"""Types of arrays, of this package."""
+"""Types of this package's arrays."""
 
 from typing import Any
 
@@ -8,5 +8,5 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-#: How many of something, one number or an array of them; means may be fractions.
+#: A count, or an array of counts; mean counts may be fractions.
 Counts = NDArray[Any] | float

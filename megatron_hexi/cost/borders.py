@@ -1,4 +1,4 @@
-"""Rows over the borders of stages: with layers of their own by the runtime's table, and between chunks."""
+"""Seconds that rows take from stage to stage: over borders of stages that differ, and between chunks."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh import Mesh, border_messages
 
-#: A replica, the stages where something begins and ends, and who takes it there (`Mesh.taking`).
+#: Domains of the sending and of the receiving stage that process a micro-batch (`Mesh.taking_domain`).
 _Domains = tuple[int | None, int | None]
+#: A replica, the sending stage, the receiving stage, and their domains.
 _Crossing = tuple[int, int, int, _Domains]
 
 
 def border_seconds(
     mesh: Mesh, job: Job, sections: Sequence[Section], links: LinkTable, micro_batches: Ints
 ) -> tuple[list[Floats], list[Floats]]:
-    """Seconds that each micro-batch is under way over each border of each replica.
+    """Return the seconds that each micro-batch is under way over each border between stages of a replica.
 
     With ministages the border from the last stage to the first comes last.
 
-    All messages of a micro-batch over the borders with one number are one set, as if all replicas sent
-    together; one that has fewer micro-batches begins anew, and the slowest turn counts.
+    Messages of the same micro-batch over borders with the same number share links, as if all replicas sent
+    at the same time. A replica with fewer micro-batches than others is counted with its first ones again, and
+    the slowest of these times counts.
 
     Args:
         mesh: the units of all ranks.
         job: the job.
-        sections: its units.
-        links: the cluster's.
-        micro_batches: of each replica.
+        sections: the sections of the plan.
+        links: the cluster's links.
+        micro_batches: micro-batches of each replica, [replicas].
 
     Returns:
-        Activations there, and gradients back, [replicas][borders, micro-batches].
+        Seconds of activations and seconds of gradients, each [replicas][borders, micro-batches].
     """
     gpu = np.zeros(len(mesh.units), dtype=np.int64)
     for section in sections:
@@ -49,7 +51,7 @@ def border_seconds(
 
     @cache
     def seconds(crossings: tuple[_Crossing, ...]) -> list[float]:
-        """The last message of each."""
+        """Return the seconds until the last message of each crossing has arrived."""
         messages = [
             (number, one)
             for number, (r, source, target, domains) in enumerate(crossings)
@@ -65,7 +67,7 @@ def border_seconds(
         crossing = [r for r, count in enumerate(borders) if border < count]
         for found, way in ((there, 0), (back, 1)):
             ends = {r: ((border + way) % depths[r], (border + 1 - way) % depths[r]) for r in crossing}
-            # Where none is dealt all micro-batches are alike.
+            # Unless domains take whole micro-batches, all micro-batches are alike.
             for turn in range(max(micro_batches[crossing]) if mesh.plan.takes_micro_batches else 1):
                 turns = {r: turn % micro_batches[r] for r in crossing}
                 crossings = tuple((r, *ends[r], _domains(mesh, r, ends[r], turns[r])) for r in crossing)
@@ -78,18 +80,19 @@ def border_seconds(
 def interleaved_borders(
     job: Job, sections: Sequence[Section], links: LinkTable, micro_batches: Ints
 ) -> tuple[list[Floats], list[Floats]]:
-    """Seconds that a chunk's gradients are under way over each border of stages that the job repeats.
+    """Return the seconds that a chunk's gradients are under way over each border of a repeated stage.
 
-    Activations are in the time of the stage that sends them (`stage_cost`), and nothing here.
+    Activations are counted in the time of the stage that sends them (`stage_cost`), so their seconds are 0.
 
     Args:
         job: the job.
-        sections: its stages.
-        links: the cluster's.
-        micro_batches: of each replica.
+        sections: its pipeline stages.
+        links: the cluster's links.
+        micro_batches: micro-batches of each replica, [replicas].
 
     Returns:
-        As `border_seconds`; the border from the last stage to the first comes last.
+        Seconds of activations and seconds of gradients, each [replicas][stages, micro-batches]; the border
+        from the last stage to the first comes last.
     """
     gpus = [section.placement.stage.gpus for section in sections]
     rows = job.micro_batch_size * sections[0].arrays.tokens.astype(float)

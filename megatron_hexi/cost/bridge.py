@@ -1,8 +1,8 @@
 """A Megatron Bridge configuration (run_config.yaml) as a file of Megatron's arguments.
 
-Bridge writes its `ConfigContainer` as YAML whose ``_target_`` keys name classes and functions. Nothing of it
-is imported or called: names are compared. A field whose name is that of an argument of Megatron's becomes its
-flag (`megatron_hexi.options.parser`); the others are in `bridge_fields`.
+Bridge writes its `ConfigContainer` as YAML whose ``_target_`` keys name classes and functions. None of these
+is imported or called: only their names are compared. A field with the name of an argument of Megatron
+becomes that argument's flag (`megatron_hexi.options.parser`); all other fields are in `bridge_fields`.
 
 Each flag stands on the line of its field, so that later errors name the line of the YAML file.
 """
@@ -45,8 +45,8 @@ class BridgeArguments(NamedTuple):
     """A Bridge configuration as Megatron's arguments.
 
     Attributes:
-        text: a file of arguments, each flag on the line of its field.
-        unread: sections and fields with a value that have no part in it.
+        text: a file of arguments, each flag on the line that its field has in the configuration.
+        unread: sections and fields of the configuration that have a value and are left out of `text`.
     """
 
     text: str
@@ -73,7 +73,7 @@ def bridge_arguments(text: str, path: Path) -> BridgeArguments:
 
 
 class _Translation:
-    """The translation of one file."""
+    """Translates one Bridge file into flags, line by line."""
 
     def __init__(self, file: YamlFile) -> None:
         self._file = file
@@ -260,7 +260,7 @@ class _Translation:
 
 
 def _target(value: Any) -> str | None:
-    """The name of a function or class; of `functools.partial` its function's."""
+    """Return the name of a function or class; for `functools.partial` the name of its function."""
     if isinstance(value, Mapping):
         partial = value.get("_target_") == "functools.partial" and value.get("_args_")
         return _target(partial[0]) if partial else value.get("_target_")
@@ -268,7 +268,7 @@ def _target(value: Any) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a field, with torch's types by Megatron's names."""
+    """Return a field's value, with torch's types and members of enumerations as Megatron names them."""
     name = value.get("_name_", value.get("_target_")) if isinstance(value, Mapping) else value
     if isinstance(value, Mapping) and "_name_" in value:  # a member of an enumeration
         return name
@@ -277,7 +277,7 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def _rows() -> Mapping[str, tuple[Row, ...]]:
-    """Megatron's options by the argument that they set, today's spelling first."""
+    """Return the rows of Megatron's options by the argument that they set, the current spelling first."""
     found: dict[str, tuple[Row, ...]] = {}
     for row in read_rows():
         if assumed_series() in row.versions:
@@ -286,14 +286,14 @@ def _rows() -> Mapping[str, tuple[Row, ...]]:
 
 
 def _switch(row: Row, value: bool) -> str | None:
-    """The flag that sets an argument to true or false; ``None``: the option does not."""
+    """Return the flag that sets an argument to true or false; ``None``: the option has no such flag."""
     if row.kind == "both":
         return row.flags[0] if value else row.flags[0].replace("--", "--no-", 1)
     return row.flags[0] if row.kind == str(value).lower() else None
 
 
 def _words(value: Any, row: Row) -> Iterator[str]:
-    """The words of a value on the command line."""
+    """Yield the words that state a value on the command line."""
     if row.type == "pattern" and isinstance(value, list):
         yield str(value).replace(" ", "")
     elif row.type == "pair":

@@ -1,4 +1,4 @@
-"""Fields of a Megatron Bridge configuration that are not simply arguments of Megatron of the same name.
+"""Fields of a Megatron Bridge configuration other than those that are arguments of Megatron of the same name.
 
 Names and meanings are those of megatron-bridge 0.6.2 (`ConfigContainer`, `GPTModelProvider`,
 `MLAModelProvider`) and megatron-core 0.19.
@@ -13,7 +13,7 @@ MODELS: Final = (
     "megatron.bridge.models.gpt_provider.GPTModelProvider",
     "megatron.bridge.models.mla_provider.MLAModelProvider",
 )
-#: Data sets that are Megatron's own for pretraining.
+#: Megatron's data sets for pretraining, by class.
 DATASETS: Final = tuple(
     f"megatron.bridge.training.config.{name}" for name in ("GPTDatasetConfig", "MockGPTDatasetConfig")
 )
@@ -27,7 +27,7 @@ LAYER_SPECS: Final = (
 READ: Final = (
     *("model", "train", "validation", "optimizer", "scheduler", "ddp", "dataset", "tokenizer", "rng"),
 )
-#: Sections that are not read: where to save, what to log, how processes start, what overlaps.
+#: Sections that are not read: checkpoints, logs, starts of processes, overlap of communication.
 LEFT_SECTIONS: Final = frozenset(
     (
         *("checkpoint", "logger", "profiling", "rerun_state_machine", "straggler", "nvrx_straggler", "ft"),
@@ -35,7 +35,7 @@ LEFT_SECTIONS: Final = frozenset(
         "optimizer_config_override_provider",
     )
 )
-#: Arguments of Megatron that a section names otherwise.
+#: Arguments of Megatron by the section and the field that have another name for them.
 RENAMED: Final = {
     ("model", "num_moe_experts"): "num_experts",
     ("model", "rope_scaling"): "use_rope_scaling",
@@ -69,7 +69,7 @@ ELSEWHERE: Final = frozenset(
         ("scheduler", "end_weight_decay"),
     )
 )
-#: Fields of the model that are named as not read: none changes what the model computes, or a plan chooses it.
+#: Fields of the model that are reported as not read: they do not change its results, or a plan chooses them.
 LEFT_FIELDS: Final = frozenset(
     [
         "account_for_embedding_in_pipeline_split",
@@ -149,14 +149,14 @@ OBJECTS: Final[dict[str, tuple[str, ...]]] = {
     "timers": ("megatron.",),
     "generation_config": ("transformers.",),
 }
-#: Activations by function and gate; ``None``: Megatron's own.
+#: Flags of activations by function and gate; ``None``: Megatron's default, which has no flag.
 ACTIVATIONS: Final[dict[tuple[str, bool], str | None]] = {
     ("silu", True): "--swiglu",
     ("gelu", False): None,
     ("quick_gelu", True): "--quick-geglu",
     ("squared_relu", False): "--squared-relu",
 }
-#: Fields of other sections that Megatron's script decides for itself, or a plan.
+#: Fields of other sections that Megatron's script or a plan chooses.
 DECIDED: Final = frozenset(
     (
         ("ddp", "average_in_collective"),
@@ -166,7 +166,7 @@ DECIDED: Final = frozenset(
         ("dataset", "create_attention_mask"),
     )
 )
-#: Flags that Megatron spells otherwise for its types.
+#: Megatron's names of torch's types.
 DTYPES: Final[dict[str, Any]] = {
     "torch.float32": "fp32",
     "torch.bfloat16": "bf16",

@@ -1,4 +1,4 @@
-"""An upper bound of tokens/s: every GPU at its best rates, nothing to wait for, nothing to send."""
+"""An upper bound of tokens/s: every GPU at its best rates, without communication or waiting."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _ROWS = 2.0**40
 
 
 def ceiling_tokens_per_s(job: Job, devices: Sequence[Device], causal: bool = True) -> float:
-    """Tokens/s by the sum of achieved speeds, without communication.
+    """Return the tokens/s that some GPUs reach together at their best rates, without communication.
 
-    Seconds of an iteration's token work (or attention) if GPU d did all of it: t_d. Together they take
-    1 / sum(1 / t_d) for each of the two, and the two follow each other. Since 1 / sum(1 / (a_d + b_d)) is
-    never below the sum of both, this also bounds plans that give a GPU more of what it is better at.
+    If GPU d alone takes t_d seconds for an iteration's token work (or attention), all GPUs together take
+    1 / sum(1 / t_d) for it, and attention follows token work. Since 1 / sum(1 / (a_d + b_d)) is never below
+    the sum of both, this also bounds plans that give a GPU more of the work at which it is faster.
 
     Args:
         job: the job.
-        devices: of every GPU.
+        devices: the device of each GPU.
         causal: whether a token sees earlier tokens only.
     """
     counts: dict[int, tuple[Device, int]] = {}
@@ -47,12 +47,12 @@ def ceiling_tokens_per_s(job: Job, devices: Sequence[Device], causal: bool = Tru
 
 
 def token_seconds(speeds: Speeds, job: Job, with_experts: bool = True) -> float:
-    """Everything but attention, of one token through the whole model, on one GPU.
+    """Return the seconds of one token through the whole model without attention, on one GPU.
 
     Args:
-        speeds: of the GPU.
+        speeds: the GPU's rates.
         job: the job.
-        with_experts: whether it computes all the routed experts that the token goes to.
+        with_experts: whether the GPU computes all the routed experts that the token goes to.
     """
     rows = np.array([_ROWS])
     best = replace(speeds, matmul=_best(speeds.matmul), output=_best(speeds.output))

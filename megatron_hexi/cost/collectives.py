@@ -1,4 +1,4 @@
-"""Seconds of all-to-alls, sums in units and pipeline sends; rings are in rings.py."""
+"""Seconds of all-to-alls, tensor-parallel all-reduces and sends between stages; rings are in rings.py."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class AllToAll(NamedTuple):
     """One of the all-to-alls of a layer, in the order in which the runtime starts them.
 
     Args:
-        way: ``forward`` or ``backward``.
-        inward: to the heads' layout; else back.
+        way: the pass, ``forward`` or ``backward``.
+        inward: whether it turns tokens of all heads into heads of all tokens (before attention), or back.
         half: 0, or 1 for the second half of the heads.
-        size: bytes of each pair of `PlanArrays.all_to_all_pairs` (holder i of tokens, taker j of heads);
-            inward they go from i to j, else from j to i.
+        size: bytes of the message of each pair of `PlanArrays.all_to_all_pairs` (i holds tokens, j computes
+            heads), [pairs]; inward it goes from i to j, else from j to i.
     """
 
     way: Literal["forward", "backward"]
@@ -30,7 +30,7 @@ class AllToAll(NamedTuple):
 
 
 def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
-    """All of a layer.
+    """Return all all-to-alls of a layer with the bytes of their messages.
 
     forward in:    T_i (h_j D + k_j (D + V)) B e    query, key and value
     forward out:   T_i h_j V B e                    output
@@ -59,11 +59,11 @@ def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
 
 
 class Halves(NamedTuple):
-    """Seconds of each unit's longest message in the halves of an all-to-all, forward and backward, [2, U].
+    """Seconds of each unit's longest message in both halves of an all-to-all, forward and backward, [2, U].
 
     Args:
-        shown: of the half that is waited for: on the way in the first, on the way out the last.
-        hidden: of the other, which travels while a half is computed; 0 where nothing is cut.
+        shown: seconds of the half that units wait for: before attention the first, after attention the last.
+        hidden: seconds of the half that travels during computation; 0 where all-to-alls are not cut.
     """
 
     shown: Floats
@@ -71,23 +71,23 @@ class Halves(NamedTuple):
 
 
 def all_to_alls(plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints) -> tuple[Halves, Halves]:
-    """All groups of all replicas at once.
+    """Return the seconds of a layer's all-to-alls, where all groups of all replicas send at the same time.
 
     Args:
         plan: the plan.
         job: the job.
-        links: the cluster's.
+        links: the cluster's links.
         gpus: the first GPU of each unit, [U].
 
     Returns:
-        On the way in, and on the way out.
+        The all-to-alls before attention, and those after attention.
     """
     holder, taker = plan.all_to_all_pairs
     units, nothing = len(plan.tokens), np.zeros((2, len(plan.tokens)))
     if not len(holder):
         return (Halves(nothing, nothing),) * 2
     moves = all_to_all_bytes(plan, job)
-    # Both ways at once, as sets of their own: that is faster.
+    # Both directions in one call, as separate sets of messages: that is faster.
     src, dst = np.concatenate([holder, taker]), np.concatenate([taker, holder])
     sets = np.repeat([0, 1], len(holder))
     sizes = [[move.size for move in moves if move.inward is way] for way in (True, False)]
@@ -105,16 +105,16 @@ def all_to_alls(plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints) -> tup
 
 
 def tensor_parallel_seconds(job: Job, rows: Floats, bandwidth: Floats, latency: Floats) -> Floats:
-    """One all-reduce (or reduce-scatter and all-gather) of rows x hidden inside each unit, as rings.
+    """Return the seconds of one all-reduce of rows x hidden inside each unit, [U].
 
     2 (t - 1) / t x rows h e / bandwidth + 2 (t - 1) latency, t ranks (Thakur et al., Optimization of
     collective communication operations in MPICH, 2005). A layer has two of them in each direction.
 
     Args:
         job: the job.
-        rows: B x T of each unit.
-        bandwidth: of its node's links, bytes/s.
-        latency: of a message there, s.
+        rows: B x T of each unit, [U].
+        bandwidth: bandwidth of the links inside each unit's node, bytes/s, [U].
+        latency: seconds of latency of a message inside the node, [U].
     """
     tp = job.tensor_parallel
     if tp == 1:
@@ -124,18 +124,27 @@ def tensor_parallel_seconds(job: Job, rows: Floats, bandwidth: Floats, latency: 
 
 
 def loss_sum_seconds(job: Job, rows: Floats, bandwidth: Floats, latency: Floats) -> Floats:
-    """All sums inside each unit of the last stage beside those of its layers; arguments as those of one.
+    """Return the seconds of the tensor-parallel collectives of the last stage outside its layers, [U].
 
-    One for the loss. A block of multi-token prediction has one for its own loss, two for the input of its
-    projection, which is 2 h wide, and one for the projection's output, which Megatron gathers.
+    One is for the loss. A block of multi-token prediction has one for its own loss, two for the input of its
+    projection, which is 2 h wide, and one for the projection's output, which Megatron gathers. For the
+    arguments see `tensor_parallel_seconds`.
     """
     return (1 + 4 * job.model.mtp_layers) * tensor_parallel_seconds(job, rows, bandwidth, latency)
 
 
 def pipeline_seconds(links: LinkTable, job: Job, rows: Floats, gpus: Ints, following: Ints) -> float:
-    """Activations of a micro-batch from a stage to the next, all units at once: rows h e bytes each.
+    """Return the seconds of a micro-batch's activations from a stage to the next, or of the gradients back.
 
-    With sequence parallelism each tensor-parallel rank sends its rows only. The way back takes as long.
+    All units send at the same time, rows h e bytes each; with sequence parallelism each tensor-parallel rank
+    sends only its part of the rows.
+
+    Args:
+        links: the cluster's links.
+        job: the job.
+        rows: B x T of each unit, [U].
+        gpus: first GPU of each sending unit, [U].
+        following: first GPU of each receiving unit, [U].
     """
     size = rows * job.model.hidden_size * job.element_bytes / job.row_parts
     return links.set_seconds(gpus, following, size, job.tensor_parallel)

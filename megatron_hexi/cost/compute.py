@@ -44,7 +44,7 @@ CURVE_HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class Speeds:
-    """A GPU's curves in a job's precision and head size, and its memory's bandwidth (bytes/s).
+    """A GPU's rates for a job: curves in its precision and head size, and memory bandwidth (bytes/s).
 
     `matmul` and `output` are rates without writing (`unwritten`); `output` is of the vocabulary's matrix,
     which stays in 16 bits where the layers' are in fp8. `call_s` is what the host takes to call an operation.
@@ -67,7 +67,7 @@ def device_speeds(device: Device, job: Job) -> Speeds:
     products, the best of many shapes, a layer reaches a share (cluster/data/devices.yaml).
 
     Raises:
-        ClusterError: the GPU lacks the precision, or has no curves for the kernel, or it takes no such heads.
+        ClusterError: the GPU lacks the precision or curves for the kernel, or the kernel takes no such heads.
     """
     rate = getattr(device.nominal, job.precision)
     if rate is not None and job.precision == "fp8" and device.matmul_fp8 is None:
@@ -111,7 +111,7 @@ def head_size_factor(head_dim: int) -> float:
 
 
 def rates(curve: Curve, sizes: Floats) -> Floats:
-    """FLOP/s at many sizes: `Curve.rate` for arrays."""
+    """Return the FLOP/s at many sizes: `Curve.rate` for arrays."""
     return _rates(curve, _logs(sizes))
 
 
@@ -126,7 +126,7 @@ def token_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
 
 
 def elementwise_elements(job: Job) -> tuple[float, float]:
-    """Elements that one row of one layer reads and writes outside matrices and attention, in each direction.
+    """Return the elements that a row of one layer reads and writes outside matrices and attention, each way.
 
     forward:  two norms 4 h, two residual additions 6 h, activation 2 f (gated 3 f), rotary 2 (H + K) D
     backward: norms 6 h, gradients of residuals 6 h, activation 3 f (gated 5 f), rotary 2 (H + K) D
@@ -170,18 +170,20 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
 def own_block_times(
     speeds: Speeds, job: Job, tokens: Floats, causal: bool, pairs: Floats | None = None
 ) -> Times:
-    """One head's attention over its own group's G tokens: area G^2 / 2 causal, G^2 full, at size G.
+    """Return the seconds of one head's attention over its own group's G tokens.
 
-    In a window of w keys: area (w - 1/2) G - w (w - 1) / 2, at size w, whose squares the kernel calls are
-    made of; and what `edge_times` says of all queries but w.
+    Area G^2 / 2 causal, G^2 full, at size G.
+
+    In a window of w keys: area (w - 1/2) G - w (w - 1) / 2, at size w, because kernel calls consist of
+    squares of that size; `edge_times` of all queries but w are added.
 
     Args:
-        speeds: of the GPU.
+        speeds: the GPU's rates.
         job: the job, with layers of one kind.
-        tokens: G.
+        tokens: number of tokens of the group, G.
         causal: whether a token sees earlier tokens only.
-        pairs: visible ones, where segments of the group are known to lie apart; an area has half of each
-            query's pair with itself.
+        pairs: number of visible pairs of query and key in the window; ``None``: the group's segments are
+            contiguous. An area contains half of each query's pair with itself.
     """
     area = tokens**2 / 2 if causal else tokens**2
     curves, window = speeds.causal if causal else speeds.full, job.model.window
@@ -195,17 +197,17 @@ def own_block_times(
 
 
 def expansion_times(speeds: Speeds, job: Job, keys: Floats, merged: bool = False) -> Times:
-    """Seconds to make one head's keys and values of latent columns that travelled, and of their gradients.
+    """Return the seconds of making one head's keys and values from latent columns that travelled.
 
     forward:  the product of B S rows, C to N + V, and bytes of columns put together, 2 (D + V)
     backward: made again, and two products for the gradients of columns and matrix; bytes 4 (D + V)
 
     Args:
-        speeds: of the GPU.
+        speeds: the GPU's rates.
         job: the job, in which latent columns travel.
-        keys: tokens S.
-        merged: whether blocks' gradients are added up before, as those of a step of the exchange: bytes of an
-            element of B (D + V) S, zeroed 4, added 8 + e, cast 4 + e.
+        keys: number of tokens S.
+        merged: whether gradients of several blocks are added up first, as in a step of the exchange: bytes of
+            an element of B (D + V) S, zeroed 4, added 8 + e, cast 4 + e.
     """
     rows = job.micro_batch_size * keys
     latent = job.model.latent
@@ -224,10 +226,10 @@ def expansion_times(speeds: Speeds, job: Job, keys: Floats, merged: bool = False
 
 
 def edge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:
-    """Seconds of a window's edge besides its products: bytes of one query head.
+    """Return the seconds of a window's edge besides its products, for one query head.
 
-    Its blocks are triangles seen from behind, of copied rows, whose results are added to those of the blocks
-    beside them (runtime/call_rows.py, runtime/sums.py). Elements, k / h KV heads to a query head:
+    Its blocks are triangles of copied rows in reverse order, whose results are added to those of neighbouring
+    blocks (runtime/call_rows.py, runtime/sums.py). Elements, k / h KV heads to a query head:
     forward:  query copied 2 D, keys and values 2 (D + V) k / h, two outputs added up 3 V
     backward: query, output and its gradient copied 2 D + 4 V, keys and values 2 (D + V) k / h, two gradients
     of each added up 3 D + 3 (D + V) k / h
@@ -241,9 +243,9 @@ def edge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:
 
 
 def rectangle_times(speeds: Speeds, job: Job, queries: Floats, keys: Floats) -> Times:
-    """One head's attention of queries against a prefix of another group's keys: area q k, no mask.
+    """Return the seconds of one head's attention of q queries to k keys of another group, without a mask.
 
-    A curve knows squares only; a rectangle is taken to run as the square of the same area, at size
+    Curves are measured on squares only, so a rectangle counts as a square of the same area q k, at size
     sqrt(q k), or in a window at its size if that is less.
     """
     area = queries * keys
@@ -254,7 +256,7 @@ def rectangle_times(speeds: Speeds, job: Job, queries: Floats, keys: Floats) -> 
 
 
 def _attention(curves: Passes, job: Job, area: Floats, size: Floats) -> Times:
-    """4 B max(D, V) area FLOPs forward, two products of 2 FLOPs each, 2.5 times that backward."""
+    """Return the seconds of attention: 4 B max(D, V) area FLOPs forward, 2.5 times that backward."""
     flops, logs = 4 * job.micro_batch_size * job.model.kernel_dim * area, _logs(size)
     return Times(
         flops / _rates(curves.forward, logs), ATTENTION_BACKWARD * flops / _rates(curves.backward, logs)
@@ -262,12 +264,12 @@ def _attention(curves: Passes, job: Job, area: Floats, size: Floats) -> Times:
 
 
 def merge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:
-    """Adding one exchange step's parts up in fp32: bytes of one query head.
+    """Return the seconds of adding up one exchange step's results in fp32, for one query head.
 
-    As runtime/blocks.py and runtime/attention.py do it, e bytes an element:
+    Bytes as in runtime/blocks.py and runtime/attention.py, e bytes an element:
     forward:  output scaled 8, its new part scaled and added 8 + e: (16 + e) B V q
     backward: query gradient added (8 + e) B D q
-    `keys_merge_times` has what goes by KV heads.
+    `keys_merge_times` gives the seconds for each KV head.
     """
     element, model = job.element_bytes, job.model
     outputs, gradients = (
@@ -277,10 +279,10 @@ def merge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:
 
 
 def keys_merge_times(speeds: Speeds, job: Job, keys: Floats) -> Floats:
-    """Backward of one exchange step, one KV head: the gradients of the keys and values received.
+    """Return the seconds of adding up one KV head's gradients of the keys received in one exchange step.
 
-    Per element of B (D + V) keys: zeroed 4, added 8 + e, cast 4 + e, added at the owner 8 + e. Where latent
-    columns travel, of B (C + R) keys.
+    Bytes of each element of B (D + V) keys: zeroed 4, added 8 + e, cast 4 + e, added at the owner 8 + e.
+    Where latent columns travel, B (C + R) keys.
     """
     columns = job.micro_batch_size * job.exchanged_columns
     return (24 + 3 * job.element_bytes) * columns * keys / speeds.memory
@@ -352,17 +354,17 @@ def row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
 
 
 def optimizer_seconds[N: (float, Floats)](speeds: Speeds, job: Job, params: N, shard: N) -> N:
-    """Clearing gradients, their norm, and Adam; memory-bound.
+    """Return the seconds of clearing gradients, of their norm and of Adam, which memory bandwidth limits.
 
     Bytes: 4 (fp16: 2) a weight to clear its gradient; a weight of the rank's shard: gradient read for the
     norm 4 and for the step 4, master weight, first and second moment read and written 8 each, the
     16-bit weight written. fp8: a weight's two copies made of it, 4.
 
     Args:
-        speeds: of the GPU.
+        speeds: the GPU's rates.
         job: the job.
-        params: weights on this GPU.
-        shard: those whose optimizer state it holds.
+        params: number of weights on this GPU.
+        shard: number of weights whose optimizer state it holds.
     """
     clear = params * {"fp16": 2, "fp8": 8}.get(job.precision, 4)
     step = shard * (32 + (0 if job.precision == "fp32" else job.element_bytes))

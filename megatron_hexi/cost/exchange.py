@@ -1,9 +1,10 @@
 """Messages and blocks of each step of the exchange, for all groups of all replicas at once.
 
-The split tables (`plan.schedule`) of a plan without windows and documents, in arrays, as a search asks for
-them thousands of times. In step s a group uses the keys of the group s places before it in its replica, and
-each user gets each KV head from one owner. The first step may travel in several parts. Steps come in chunks,
-small enough that a chunk's arrays stay in the cache and large enough that Python's own time does not count.
+The split tables (`plan.schedule`) of a plan without windows and documents, in arrays, because a search
+computes them thousands of times. In step s a group uses the keys of the group s places before it in its
+replica, and each user gets each KV head from one owner. The keys of the first step may travel in several
+parts. Steps are computed in chunks, small enough that a chunk's arrays stay in the cache and large enough
+that Python's overhead does not matter.
 
 Shape letters: C parts of all steps of a chunk, N groups, J segments, M messages, U units.
 """
@@ -22,29 +23,29 @@ from megatron_hexi.cost.plan_arrays import Grouping, PlanArrays
 from megatron_hexi.cost.serving import serving_in_parts
 from megatron_hexi.cost.windows import far_window
 
-#: Entries of a chunk's arrays, about.
+#: Approximate number of entries of a chunk's arrays.
 CHUNK = 2**17
-#: Steps x groups of a chunk whose messages are kept for the next plan of the same grouping, at most.
+#: Largest steps x groups of a chunk whose messages are kept for the next plan with the same grouping.
 KEPT = 2**12
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Consecutive steps.
+    """Messages and blocks of consecutive steps of the exchange.
 
     Args:
-        parts: of each step, how many parts it has; their sum is C.
-        queries: of each rectangle, [C, N, J]; 0 where there is none.
-        keys: prefix of the source's tokens that it sees, [C, N, J]; in a window how many a query sees in the
-            mean.
-        received: tokens that each group is sent of each KV head, [C, N].
+        parts: number of parts of each step; their sum is C.
+        queries: queries of each rectangle, [C, N, J]; 0 where there is none.
+        keys: keys that each rectangle's queries see, a prefix of the source group's tokens, [C, N, J]; with a
+            window the mean number of keys that a query sees.
+        received: tokens of each KV head that each group receives, [C, N].
         heads: query heads that each unit computes, [C, U].
-        kv_heads: KV heads that these read, [C, U].
-        part: the part of each message within the chunk, ascending, [M].
-        owner: unit that sends keys and values, [M].
-        user: unit that uses them, [M].
-        kv: KV heads that travel, [M].
-        sent: tokens of each that travel, [M].
+        kv_heads: KV heads that these query heads read, [C, U].
+        part: number of each message's part within the chunk, ascending, [M].
+        owner: unit that sends the keys and values of each message, [M].
+        user: unit that receives and uses them, [M].
+        kv: KV heads in each message, [M].
+        sent: tokens of each KV head in each message, [M].
     """
 
     parts: tuple[int, ...]
@@ -69,17 +70,17 @@ class Chunk:
 
     @property
     def steps(self) -> Iterator[range]:
-        """The parts of each step."""
+        """The numbers of each step's parts within the chunk."""
         ends = list(itertools.accumulate(self.parts, initial=0))
         return (range(*pair) for pair in itertools.pairwise(ends))
 
 
 def exchange_chunks(plan: PlanArrays, window: int | None = None) -> Iterator[Chunk]:
-    """All steps of the exchange, in order.
+    """Yield all steps of the exchange, in order.
 
     Args:
         plan: the plan.
-        window: keys that a query sees, its own among them; ``None``: all before it.
+        window: number of latest keys that a query sees, its own key among them; ``None``: no window.
     """
     groups, most = plan.starts.shape
     steps = int(plan.groups_beside.max()) - 1
@@ -97,7 +98,7 @@ def _chunk(plan: PlanArrays, first: int, count: int, window: int | None) -> Chun
     else:
         queries, keys, received = far_window(plan, source, active, window)
     uses = (received > 0).tobytes()
-    # Of small plans a search asks for few, over and over; those of large ones are too much to keep.
+    # A search asks for few messages of small plans, over and over; those of large plans are too many to keep.
     find = _messages if received.size <= KEPT else _messages.__wrapped__
     part, owner, user, kv, place = find(plan.grouping, first, count, uses)
     heads, kv_heads = (np.broadcast_to(held, (count, len(held))) for held in (plan.heads, plan.kv))
@@ -113,7 +114,7 @@ def _chunk(plan: PlanArrays, first: int, count: int, window: int | None) -> Chun
 
 @lru_cache(maxsize=64)
 def _sources(grouping: Grouping, first: int, count: int) -> tuple[Ints, Bools]:
-    """The group whose keys each group uses, and whether its replica has such a step, [steps, N]."""
+    """Return the group whose keys each group uses, and whether its replica has the step, [steps, N] each."""
     distances = np.arange(first, first + count)[:, None]
     place = np.arange(len(grouping.replica)) - grouping.first_group - distances
     source = grouping.first_group + place % grouping.groups_beside
@@ -122,9 +123,9 @@ def _sources(grouping: Grouping, first: int, count: int) -> tuple[Ints, Bools]:
 
 @lru_cache(maxsize=64)
 def _messages(grouping: Grouping, first: int, count: int, uses: bytes) -> Ints:
-    """Messages: part, owner, user, KV heads, and index of the tokens in [steps, N]; [5, M].
+    """Return each message's part, owner, user, KV heads, and index of its tokens in [steps, N]; [5, M].
 
-    `uses` says whether each group is sent anything, [steps, N].
+    `uses` tells whether each group receives anything, as bytes of booleans, [steps, N].
     """
     source, _ = _sources(grouping, first, count)
     used = np.frombuffer(uses, dtype=bool).reshape(source.shape)
@@ -154,7 +155,7 @@ def _messages(grouping: Grouping, first: int, count: int, uses: bytes) -> Ints:
 
 
 def _first_step(grouping: Grouping, source: Ints, used: Bools) -> Ints:
-    """The messages of the first step in parts, likewise."""
+    """Return the messages of a first step that travels in parts, as `_messages` does."""
     using = np.flatnonzero(used)
     found = [
         serving_in_parts(
@@ -173,7 +174,10 @@ def _first_step(grouping: Grouping, source: Ints, used: Bools) -> Ints:
 
 
 def _rectangles(plan: PlanArrays, source: Ints, active: Bools) -> tuple[Ints, Ints]:
-    """`plan.exchange_blocks` for all pairs: neighbours that see the same prefix are one rectangle."""
+    """Return the queries and the keys of all rectangles, [steps, N, J] each.
+
+    This is `plan.exchange_blocks` in arrays: neighbours that see the same prefix are one rectangle.
+    """
     shape = *source.shape, plan.starts.shape[1]
     keys = np.zeros(shape, dtype=np.int64)
     for place in range(shape[2]):

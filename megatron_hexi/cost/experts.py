@@ -1,8 +1,8 @@
-"""Routed experts: where they are, how long a layer's expert cycle takes, and what it keeps.
+"""Routed experts: the ranks that hold them, the rows that ranks compute, and seconds of a layer's experts.
 
 Between attention and the next layer the ranks of an expert domain (`plan.experts`) send each token to the
 ranks that hold its experts, compute these, and send the results back. All of them wait for each other at both
-all-to-alls. Assumed: a token is sent to each of its experts, also where several are on one rank (Megatron's
+all-to-alls. Assumed: a token is sent to each of its experts, even if several are on one rank (Megatron's
 alltoall dispatcher); all expert domains of a stage exchange at the same time.
 
 Shape letters: U units, R ranks, M messages, E experts of a layer, k experts of a token, h hidden size,
@@ -30,25 +30,25 @@ from megatron_hexi.mesh.experts import ExpertDomain, job_experts
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.experts import HeldExperts
 
-#: The rank whose experts are busiest is taken to lie so many deviations above the mean of as many.
+#: Rows of the rank whose experts are busiest, in standard deviations above the mean.
 _DEVIATIONS = 2
 #: Part of a single product's rate, at the rows of an expert, that torch's grouped products reach on an H100:
 #: 0.83 to 0.98, mean 0.89, of nine sizes (docs/results/one-gpu.md).
 GROUPED_SHARE = 0.89
 #: Elements that a routed row reads and writes outside the products, in units of h: gathered by destination,
-#: sorted by expert, and both undone (forward as backward).
+#: sorted by expert, and both undone (equally forward and backward).
 _PERMUTED = 8
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertsOnRanks:
-    """Routed experts of the units of a section, in each layer that has some.
+    """Routed experts of the units of a section, in each layer with experts.
 
     Args:
-        count: experts that each rank holds, or slices of experts, [U, tensor_parallel].
-        parts: slices into which each of a unit's experts is cut; 1: they are whole, [U].
+        count: number of experts, or slices of experts, that each rank holds, [U, tensor_parallel].
+        parts: number of slices into which each of a unit's experts is cut; 1: they are whole, [U].
         domain: number of each unit's expert domain, the same in all sections of a stage, [U].
-        domain_rows: rows of a micro-batch in that domain, [U].
+        domain_rows: number of rows of a micro-batch in that domain, [U].
     """
 
     count: Ints
@@ -58,14 +58,14 @@ class ExpertsOnRanks:
 
     @property
     def whole(self) -> Floats:
-        """Experts on the fullest rank of each unit, slices counted as parts of one, [U]."""
+        """Number of experts on the fullest rank of each unit, [U]; a slice is a part of one."""
         return self.count.max(axis=1) / self.parts
 
     def rows(self, job: Job) -> Floats:
-        """Rows that the experts of each unit's fullest rank compute, slices counted whole, [U].
+        """Return the rows that the e experts or slices of each unit's fullest rank compute, [U].
 
-        k D e / E of the D rows of the domain, and more where the busiest experts are: 1 + 2 c / sqrt(e), for
-        loads of variation c (`Job.expert_imbalance`).
+        k D e / E of the D rows of the domain, times 1 + 2 c / sqrt(e) for the rank with the busiest experts,
+        for loads of variation c (`Job.expert_imbalance`).
         """
         return busiest_rows(job, self.count.max(axis=1), self.domain_rows)
 
@@ -77,8 +77,8 @@ class ExpertMessages:
     Args:
         gpus: GPU of each rank of the stage, section by section and unit by unit, [R].
         src: sending rank of each message, an index into `gpus`, [M].
-        dst: receiving rank, another one, [M].
-        size: bytes, [M].
+        dst: receiving rank, likewise, [M].
+        size: bytes of each message, [M].
     """
 
     gpus: Ints
@@ -88,12 +88,12 @@ class ExpertMessages:
 
 
 def place_experts(plan: Plan, job: Job, sections: Sequence[Section]) -> list[ExpertsOnRanks | None]:
-    """The experts of each section's units; ``None``: the model has none.
+    """Return the experts of each section's units; ``None``: the model has none.
 
     Args:
-        plan: a plan whose units hold experts; those that say nothing hold all of a layer's.
+        plan: the plan; units for which it gives no experts hold all of a layer's.
         job: the job.
-        sections: of the plan.
+        sections: the sections of the plan.
     """
     if job.model.experts is None:
         return [None] * len(sections)
@@ -124,13 +124,13 @@ def place_experts(plan: Plan, job: Job, sections: Sequence[Section]) -> list[Exp
 def section_holdings(
     section: Section, micro_batches: Ints, flights: Flights, experts: ExpertsOnRanks | None
 ) -> Holdings:
-    """The holdings of a section's units, [U].
+    """Return the tokens, heads, micro-batches and experts that a section's units hold, [U].
 
     Args:
-        section: the units.
-        micro_batches: of each replica of the plan.
-        flights: of their exchange.
-        experts: of their ranks; ``None``: the model has none.
+        section: the section.
+        micro_batches: number of micro-batches of each replica of the plan, [replicas].
+        flights: most keys that the units' exchange has under way.
+        experts: experts of the units' ranks; ``None``: the model has none.
     """
     turns = section.turns(micro_batches)
     if experts is None:
@@ -142,12 +142,12 @@ def section_holdings(
 def expert_cycles(
     sections: Sequence[Section], experts: Sequence[ExpertsOnRanks | None], links: LinkTable
 ) -> list[ExpertCycle | None]:
-    """The cycle of each section's units, of one layer with experts; ``None``: the model has none.
+    """Return the experts' seconds of one layer for each section; ``None``: the model has no experts.
 
     Args:
-        sections: of a plan.
-        experts: of their ranks.
-        links: the cluster's.
+        sections: the sections of a plan.
+        experts: the experts of each section's units.
+        links: the cluster's links.
     """
     placed = [held for held in experts if held is not None]
     if not placed:
@@ -164,7 +164,7 @@ def expert_cycles(
 
 
 def expert_times(section: Section, held: ExpertsOnRanks) -> Times:
-    """Seconds of each unit's own experts in one layer, forward and backward, [U].
+    """Return the seconds of each unit's experts in one layer, forward and backward, [U].
 
     Products of n rows at the rate of n / e, with e experts' weights (products.py); and in both directions
     rows that are permuted, the activation, and in fp8 casts of both products' inputs and of their outputs'
@@ -180,14 +180,14 @@ def expert_times(section: Section, held: ExpertsOnRanks) -> Times:
 
 
 def routed_times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Floats) -> Times:
-    """Seconds of the experts of GPUs of one kind in one layer, forward and backward, [U]; see `expert_times`.
+    """Return the seconds of the experts on GPUs of one model in one layer, as `expert_times` does, [U].
 
     Args:
-        speeds: of the GPUs.
+        speeds: rates of the GPUs.
         job: the job, with layers of one kind.
-        count: experts, or slices, on each, [U].
-        parts: slices of each expert, [U].
-        rows: that they compute, [U].
+        count: number of experts, or slices, on each GPU, [U].
+        parts: number of slices of each expert, [U].
+        rows: number of rows that the experts of each GPU compute, [U].
     """
     model, experts = job.model, job.model.experts
     assert experts is not None
@@ -214,11 +214,11 @@ def routed_times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Float
 
 
 def expert_messages(sections: Sequence[Section], placed: Sequence[ExpertsOnRanks]) -> ExpertMessages:
-    """The messages from ranks of one stage to those that hold experts, in one layer.
+    """Return the messages from the ranks of one stage to the ranks that hold experts, in one layer.
 
     Args:
-        sections: of one stage, whose model has experts.
-        placed: experts of their units.
+        sections: the sections of one stage, for a model with experts.
+        placed: the experts of each section's units.
     """
     return _domain_messages(
         sections[0].job,
@@ -232,23 +232,24 @@ def expert_messages(sections: Sequence[Section], placed: Sequence[ExpertsOnRanks
 def exchange_seconds(
     job: Job, gpus: Ints, domain: Ints, rows: Floats, count: Ints, links: LinkTable
 ) -> Floats:
-    """Seconds of each rank's longest message in one all-to-all of a layer, [R].
+    """Return the seconds of each rank's longest message in one all-to-all of a layer, [R].
 
     Args:
         job: the job.
-        gpus: of each rank, [R].
-        domain: its expert domain, [R].
-        rows: its tokens of a micro-batch, [R].
-        count: experts that it holds, [R].
-        links: the cluster's.
+        gpus: the GPU of each rank, [R].
+        domain: number of its expert domain, [R].
+        rows: number of its rows of a micro-batch, [R].
+        count: number of experts, or slices, that it holds, [R].
+        links: the cluster's links.
     """
     return _longest_messages(_domain_messages(job, gpus, domain, rows, count), links)
 
 
 def _domain_messages(job: Job, gpus: Ints, domain: Ints, rows: Floats, count: Ints) -> ExpertMessages:
-    """The messages to experts in one layer, of ranks as in `exchange_seconds`.
+    """Return the messages to experts in one layer; for the arguments see `exchange_seconds`.
 
-    A rank sends k T h elements of its T tokens, e / E of them to each rank: to every slice of a cut expert.
+    A rank with T tokens sends k T h elements, e / E of them to a rank with e experts, and the same rows to
+    every slice of a cut expert.
     """
     experts = job.model.experts
     assert experts is not None
@@ -266,7 +267,7 @@ def _domain_messages(job: Job, gpus: Ints, domain: Ints, rows: Floats, count: In
 def _section_seconds(
     sections: Sequence[Section], placed: Sequence[ExpertsOnRanks], links: LinkTable
 ) -> list[Floats]:
-    """Seconds of each unit's longest message in one all-to-all of a layer, [U]; the same in all of them."""
+    """Return the seconds of each unit's longest message in an all-to-all of a layer, [U] for each section."""
     found = []
     for stage in sorted({section.number for section in sections}):
         own = [number for number, section in enumerate(sections) if section.number == stage]
@@ -283,7 +284,7 @@ def _section_seconds(
 
 
 def _longest_messages(messages: ExpertMessages, links: LinkTable) -> Floats:
-    """Seconds of each rank's longest message, [R]."""
+    """Return the seconds of the longest message that each rank sends or receives, [R]."""
     longest = np.zeros(len(messages.gpus))
     src, dst = messages.src, messages.dst
     seconds = links.message_seconds(messages.gpus[src], messages.gpus[dst], messages.size)
@@ -293,7 +294,7 @@ def _longest_messages(messages: ExpertMessages, links: LinkTable) -> Floats:
 
 
 def _by_domain(placed: Sequence[ExpertsOnRanks], values: Sequence[Floats]) -> list[Floats]:
-    """The largest value of each unit's expert domain, [..., U] of each section."""
+    """Return the largest value of each unit's expert domain, [..., U] for each section."""
     most = np.zeros((1 + max(int(held.domain.max()) for held in placed), *values[0].shape[:-1]))
     for held, own in zip(placed, values, strict=True):
         np.maximum.at(most, held.domain, own.T)
@@ -301,19 +302,19 @@ def _by_domain(placed: Sequence[ExpertsOnRanks], values: Sequence[Floats]) -> li
 
 
 def _rank_rows(section: Section) -> Floats:
-    """Rows of a micro-batch on each rank: units of several ranks cut theirs (sequence parallelism), [R]."""
+    """Return the rows of a micro-batch on each rank, [R]; the ranks of a unit divide its rows."""
     width = section.ranks.shape[1]
     rows = section.job.micro_batch_size * section.arrays.tokens.astype(float) / width
     return np.repeat(rows, width)
 
 
 def busiest_rows(job: Job, count: Ints, domain_rows: Floats) -> Floats:
-    """Rows that so many experts compute, the busiest of a domain, [U].
+    """Return the rows that the experts of a GPU compute, if they are the busiest of their domain, [U].
 
     Args:
         job: the job.
-        count: experts, or slices, on each GPU, [U].
-        domain_rows: rows of a micro-batch in its expert domain, [U].
+        count: number of experts, or slices, on each GPU, [U].
+        domain_rows: number of rows of a micro-batch in its expert domain, [U].
     """
     experts = job.model.experts
     assert experts is not None

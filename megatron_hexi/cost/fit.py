@@ -1,4 +1,4 @@
-"""Shortages of memory: which rank, which term, by how much."""
+"""Shortages of memory: the rank, its largest memory term, and the missing GiB."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Shortage:
     """A rank whose memory does not suffice.
 
     Args:
-        rank: its number in the job.
-        name: of its GPU.
-        device: model of GPU.
-        needed_gib: what it would need.
-        usable_gib: what it has.
-        term: the largest term of `Memory`.
-        term_gib: its size.
-        ranks: how many ranks lack memory in all.
+        rank: the rank's number in the job.
+        name: name of its GPU in the cluster, such as ``h100-0/3``.
+        device: model of its GPU.
+        needed_gib: memory that it needs, GiB.
+        usable_gib: memory that its GPU has for it, GiB.
+        term: name of its largest memory term, a field of `Memory`.
+        term_gib: memory of that term, GiB.
+        ranks: number of ranks that lack memory.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Shortage:
 
 
 def find_shortage(cost: IterationCost) -> Shortage | NodeLoad | None:
-    """The rank that lacks most, or the node; ``None`` where all fits."""
+    """Return the rank that lacks most memory, else the fullest node if that lacks any; ``None``: all fits."""
     short = [rank for rank in cost.ranks if rank.memory_gib > rank.usable_gib]
     if not short:
         fullest = max(cost.host_loads, key=lambda load: load.fullness, default=None)

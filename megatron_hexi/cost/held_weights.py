@@ -17,14 +17,14 @@ from megatron_hexi.plan.units import Unit
 
 
 class _Held(NamedTuple):
-    """A weight on one rank, or one weight of several layers.
+    """A weight on one rank, or the same weight of several layers, one row a layer.
 
     Args:
-        key: of the weight.
-        rows: of all layers; (0, 1) where there are none.
-        of: rows in all.
-        depth: how early the forward pass uses it.
-        ministage: the number of the only one that uses it; ``None``: there is none.
+        key: name of the weight.
+        rows: range of its rows among those of all layers; (0, 1) for a weight outside layers.
+        of: number of rows of all layers.
+        depth: place of the weight in the forward pass; lower is earlier.
+        ministage: number of the only ministage that uses it; ``None``: several do, or there are none.
     """
 
     key: str
@@ -35,18 +35,18 @@ class _Held(NamedTuple):
 
 
 class HeldWeights:
-    """The boxes of a model description: layers, vocabulary matrices, and the rest at the ends.
+    """The weights of a model that each rank holds, as boxes: layers, vocabulary matrices and norms.
 
-    Megatron's own boxes are finer; all of a layer's are held alike, so one stands for them. Each is cut in as
-    many chunks as all tensor-parallel sizes divide. Norms, of which every rank of a unit has a copy, are
-    counted with what is cut.
+    Training has finer boxes; here one box stands for all weights of a layer, which a rank holds alike. A box
+    is cut in as many chunks as all tensor-parallel sizes divide. Norms, which every rank of a unit has whole,
+    are counted with the weights that are cut.
     """
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
         self._job, self._mesh = job, mesh
         self.width = [unit.width for unit in mesh.units]
         self._chunks = math.lcm(*self.width)
-        #: Weights on a rank for each element of its boxes, by key and tensor-parallel size.
+        #: Number of weights for each element of a rank's boxes, by key and tensor-parallel size.
         self.density: dict[tuple[str, int], float] = {}
         self._elements: dict[str, int] = {}
         widest = max(self.width)
@@ -68,8 +68,8 @@ class HeldWeights:
                 self.density[key, width] = self._params(key, width) / (chunks * self._elements[key])
 
     def buckets(self) -> tuple[tuple[Bucket, float], ...]:
-        """The buckets in the order in which ranks reduce them, each with its smallest owner's part of it."""
-        # Ranks of a stage that hold the same part of each box are many.
+        """Return the buckets in the order in which ranks reduce them, each with its smallest owner's part."""
+        # Many ranks of a stage hold the same part of each box.
         found: dict[tuple[object, ...], tuple[Box, ...]] = {}
         boxes, state = [], []
         for rank, unit in enumerate(self._mesh.units):
@@ -86,14 +86,14 @@ class HeldWeights:
         return _buckets(tuple(boxes), tuple(state))
 
     def size(self, bucket: Bucket) -> float:
-        """Weights of a bucket on the holder that has most copies of them."""
+        """Return the number of weights of a bucket on the holder that has most copies of them."""
         widths = {self.width[rank] for rank in bucket.holders}
         return sum(
             piece.size * max(self.density[piece.key, width] for width in widths) for piece in bucket.pieces
         )
 
     def of(self, bucket: Bucket) -> Iterator[tuple[int, float, float]]:
-        """For each holder of a bucket: its rank, weights that it holds, and weights whose state it owns."""
+        """Return for each holder its rank, its weights of a bucket, and its weights whose state it owns."""
         whole = {
             width: sum(piece.size * self.density[piece.key, width] for piece in bucket.pieces)
             for width in {self.width[rank] for rank in bucket.holders}
@@ -104,7 +104,7 @@ class HeldWeights:
         return ((rank, whole[self.width[rank]], own[rank]) for rank in bucket.holders)
 
     def _params(self, key: str, width: int) -> int:
-        """Weights of one row on one rank."""
+        """Return the number of weights of one row on one rank."""
         model = self._job.model
         layers = {_layers_key(number): kind.layer_params(width) for number, kind in enumerate(model.kinds)}
         return {
@@ -140,7 +140,7 @@ class HeldWeights:
             yield _Held("output", (0, 1), 1, behind, last)
 
     def _expert_boxes(self, unit: Unit, experts: HeldExperts) -> Iterator[Box]:
-        """The experts of a rank: a part of the elements of each, in each layer that has some."""
+        """Yield the boxes of a rank's experts: a part of the elements of each, in each layer with experts."""
         model = self._job.model
         assert unit.layers is not None
         for number, layers in enumerate(unit.ministages or (unit.layers,)):
@@ -156,7 +156,7 @@ class HeldWeights:
                 yield Box(key, cell, (elements, of, total.count), 1 + layers[0], ministage)
 
     def _box(self, unit: Unit, tp_rank: int, held: _Held) -> Box:
-        """Its elements come first, so that shares are cut along them."""
+        """Return the box of a weight; its elements are the first axis, so that shares are cut along them."""
         elements, chunks = self._elements[held.key], self._chunks // unit.width
         first = tp_rank * chunks
         cell = (0, elements), held.rows, (first, first + chunks)
@@ -173,9 +173,9 @@ def _experts_key(kind: int) -> str:
 
 
 def _layer_boxes(model: Model, layers: tuple[int, int]) -> Iterator[tuple[int, tuple[int, int], int]]:
-    """For each kind among these layers: its number, its rows among all of it, and how many these are.
+    """Yield the number of each kind of these layers, the range of its rows, and the model's rows of the kind.
 
-    Layers of multi-token prediction come with the last one, as further rows of its kind.
+    Layers of multi-token prediction are further rows of the last layer's kind, and come with that layer.
     """
     for kind, before in enumerate(model.layers_before):
         more = model.mtp_layers if kind == model.kind_of_layers[-1] else 0
@@ -186,13 +186,13 @@ def _layer_boxes(model: Model, layers: tuple[int, int]) -> Iterator[tuple[int, t
 
 @lru_cache(maxsize=4)
 def _buckets(boxes: tuple[tuple[Box, ...], ...], state: tuple[int, ...]) -> tuple[tuple[Bucket, float], ...]:
-    """Buckets of boxes and shares of state by rank; plans that differ in offload have the same."""
+    """Return the buckets of the ranks' boxes and shares of state; plans that differ in offload share them."""
     found = make_buckets(cut_pieces(boxes), dict(enumerate(state)), None)
     return tuple((bucket, _least_share(bucket)) for bucket in found)
 
 
 def _least_share(bucket: Bucket) -> float:
-    """The part of a bucket that the holder with the least of it owns."""
+    """Return the smallest part of a bucket that a holder owns, from 0 to 1."""
     owned = dict.fromkeys(bucket.holders, 0)
     for slab in bucket.slabs:
         owned[slab.owner] += slab.stop - slab.start

@@ -1,4 +1,4 @@
-"""Host memory beside GPUs: how long copies take, and the optimizer's step there; how full it is."""
+"""Host memory: seconds of copies, seconds of the optimizer's step there, and how full it is."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.memory import GIB, GRADIENT_BYTES
 from megatron_hexi.errors import ClusterError
 
-#: Bytes of host memory that Adam reads and writes a weight: its gradient for the norm and for the step; the
-#: fp32 weight and both moments, there and back.
+#: Bytes of host memory that Adam reads and writes for a weight: its gradient for the norm and for the step;
+#: the fp32 weight and both moments, read and written.
 STEP_BYTES = 2 * 4 + 3 * 8
 
 
 @dataclass(frozen=True)
 class NodeLoad:
-    """Memory of a node that a plan uses.
+    """Host memory of a node that a plan uses.
 
     Args:
-        name: of the node.
-        needed_gib: for all of its GPUs.
-        usable_gib: what a job may pin there.
+        name: the node's name.
+        needed_gib: host memory that the node's GPUs need together, GiB.
+        usable_gib: host memory that a job may pin on the node, GiB.
     """
 
     name: str
@@ -34,12 +34,12 @@ class NodeLoad:
 
     @property
     def fullness(self) -> float:
-        """The part that is needed of what there is."""
+        """Needed host memory as a part of the usable."""
         return self.needed_gib / max(self.usable_gib, 1e-9)
 
     @property
     def short_gib(self) -> float:
-        """Missing memory, GiB; below 0 where there is more than is needed."""
+        """Missing host memory, GiB; below 0 where there is more than is needed."""
         return self.needed_gib - self.usable_gib
 
     def __str__(self) -> str:
@@ -69,29 +69,36 @@ class Hosts:
 
     @property
     def bytes(self) -> float:
-        """All that jobs may pin."""
+        """Bytes of host memory that a job may pin, over all nodes."""
         return float(self._usable.sum()) * GIB
 
     def copy_seconds(self, gpus: Ints, size: Floats) -> Floats:
-        """Seconds of copies to or from some GPUs, while all GPUs of their nodes copy; 0 for 0 bytes.
+        """Return the seconds of copies between GPUs and host memory, while all GPUs of their nodes copy.
+
+        Args:
+            gpus: the cluster's number of each GPU.
+            size: bytes that each GPU copies, of the same shape; 0 bytes take 0 seconds.
 
         Raises:
-            ClusterError: nothing is known of the host memory beside one that copies something.
+            ClusterError: nothing is known of the host memory beside a GPU that copies.
         """
         self._check(gpus[size > 0])
         return size / np.where(size > 0, self._copy[gpus] * 1e9, 1.0)
 
     def step_seconds(self, job: Job, gpus: Ints, owned: Floats, kept: Floats) -> Floats:
-        """The optimizer's step on the host: gradients there, Adam, new weights back; one after the other.
+        """Return the seconds of the optimizer's step on the host, for each rank.
+
+        Gradients are copied to the host, Adam runs, and new weights are copied back, one after the other.
 
         Args:
             job: the job.
-            gpus: of the ranks.
-            owned: weights whose state each keeps on the host.
-            kept: those of them that the device has all the time, and whose gradients so are not there yet.
+            gpus: the cluster's GPU of each rank, [ranks].
+            owned: number of weights whose optimizer state each rank keeps on the host, [ranks].
+            kept: number of these weights that stay on the device throughout, so that their gradients must be
+                copied first, [ranks].
 
         Raises:
-            ClusterError: as `copy_seconds`.
+            ClusterError: nothing is known of the host memory beside a GPU whose state is there.
         """
         there = self.copy_seconds(gpus, kept * float(GRADIENT_BYTES[job.precision] + job.element_bytes))
         self._check(gpus[owned > 0])
@@ -99,11 +106,11 @@ class Hosts:
         return there + size / np.where(owned > 0, self._stream[gpus] * 1e9, 1.0)
 
     def loads(self, gpus: Sequence[Ints], taken: Sequence[Floats]) -> tuple[NodeLoad, ...]:
-        """Nodes in whose memory something lies.
+        """Return the loads of the nodes whose host memory is used.
 
         Args:
-            gpus: of units, [U, tensor_parallel] each.
-            taken: bytes for each GPU of each unit, [U] each.
+            gpus: for each section, the GPUs of its units, [U, tensor_parallel].
+            taken: for each section, bytes of host memory for each GPU of a unit, [U].
         """
         if not any(size.any() for size in taken):
             return ()

@@ -14,14 +14,18 @@ from megatron_hexi.errors import HexiError
 
 
 def model_from_config(text: str, path: Path) -> Model:
-    """The model of a config.json, all of whose fields were looked at.
+    """Return the model that a config.json describes, after checking every field of the file.
 
     Constants that Megatron has no flag for do not matter here: no weight, time or memory depends on them.
-    Of a model with vision the language model is returned; its `source` says so.
+    For a model with vision the language model is returned; its `source` says so.
+
+    Args:
+        text: the text of the file.
+        path: the file, for messages.
 
     Raises:
-        HexiError: not JSON, an unknown type, or a field that is missing, unusable, unknown or not supported;
-            with file, field, value and remedy.
+        HexiError: the text is not JSON, its type is unknown, or a field is missing, unusable, unknown or not
+            supported; with file, field, value and remedy.
     """
     config = read_config(text, path)
     with contextlib.suppress(NoFlagError):  # `constant_flags` says so where flags are printed
@@ -36,7 +40,7 @@ def model_from_config(text: str, path: Path) -> Model:
 
 
 def _decoder(config: Config) -> dict[str, Any]:
-    """Fields of a model with rotary positions, RMSNorm and a gated MLP."""
+    """Return the fields of `Model` for a decoder with rotary positions, RMSNorm and a gated MLP."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     dense = "intermediate_size_mlp" if config.has("intermediate_size_mlp") else "intermediate_size"
     return {
@@ -63,7 +67,7 @@ def _decoder(config: Config) -> dict[str, Any]:
 
 
 def _heads(config: Config, hidden: int, heads: int) -> dict[str, Any]:
-    """Fields of heads that have keys and values of their own."""
+    """Return the fields of `Model` for attention without latent columns."""
     if config.get("head_dim") is None:
         _check_divides(config, heads, hidden, "add head_dim")
     return {
@@ -73,7 +77,10 @@ def _heads(config: Config, hidden: int, heads: int) -> dict[str, Any]:
 
 
 def _latent(config: Config, heads: int) -> dict[str, Any]:
-    """Fields of latent attention; transformers derives head_dim and qk_head_dim, whatever the file says."""
+    """Return the fields of `Model` for latent attention.
+
+    transformers computes head_dim and qk_head_dim itself, whatever the file says.
+    """
     rotary, other = config.size("qk_rope_head_dim"), config.size("qk_nope_head_dim")
     for field, value in (
         ("num_key_value_heads", heads),
@@ -97,7 +104,7 @@ def _latent(config: Config, heads: int) -> dict[str, Any]:
 
 
 def _gpt(config: Config) -> dict[str, Any]:
-    """Fields of a model with learned positions, LayerNorm and biases."""
+    """Return the fields of `Model` for a GPT-2: learned positions, LayerNorm and biases."""
     hidden, heads = config.size("n_embd"), config.size("n_head")
     _check_divides(config, heads, hidden, "correct one of them")
     return {
@@ -119,7 +126,7 @@ def _check_divides(config: Config, heads: int, hidden: int, remedy: str) -> None
 
 
 def _has_biases(config: Config) -> bool:
-    """Whether all linear layers have biases; Megatron has no model where only some of Llama's have."""
+    """Return whether all linear layers have biases; a Llama with biases in some of them only is refused."""
     if config.model_type != "llama":
         return config.model_type == "gpt_oss"
     attention, mlp = config.flag("attention_bias"), config.flag("mlp_bias")

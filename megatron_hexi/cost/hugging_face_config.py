@@ -1,4 +1,4 @@
-"""One config.json, whose fields were all looked at: values with the defaults of the model's type."""
+"""Reads a config.json, checks every field, and gives the values with the defaults of the model's type."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Config:
     """The fields of a config.json that its model type uses.
 
     Args:
-        values: of the file, by field; aliases are replaced.
-        model_type: the type's name.
+        values: the file's values by field; aliases are replaced by the fields that they stand for.
+        model_type: name of the model's type.
         path: the file, for messages.
         is_part: whether the file describes more than this language model, such as vision.
     """
@@ -29,14 +29,14 @@ class Config:
     is_part: bool = False
 
     def has(self, field: str) -> bool:
-        """Whether the model's type has such a field."""
+        """Return whether the model's type has a field that is used."""
         return field in TYPES[self.model_type].used
 
     def get(self, field: str) -> Any:
-        """The value of a field, or the type's default where the file leaves it out.
+        """Return the value of a field, or the type's default if the file leaves it out.
 
         Raises:
-            HexiError: the file has to say it.
+            HexiError: the file leaves it out, and the type has no default.
         """
         value = self.values.get(field, TYPES[self.model_type].used[field])
         if value is NEEDED:
@@ -44,7 +44,11 @@ class Config:
         return value
 
     def size(self, field: str, default: int | None = None) -> int:
-        """A whole number above 0; `default` where the value is null."""
+        """Return the value of a field that is a whole number above 0, or `default` if it is null.
+
+        Raises:
+            HexiError: the value is no such number.
+        """
         value = self.get(field)
         if value is None and default is not None:
             return default
@@ -53,22 +57,38 @@ class Config:
         return value
 
     def count(self, field: str) -> int:
-        """A whole number from 0."""
+        """Return the value of a field that is a whole number from 0.
+
+        Raises:
+            HexiError: the value is no such number.
+        """
         value = self.get(field)
         if type(value) is not int or value < 0:
             self.refuse(field, value, "write a whole number from 0")
         return value
 
     def number(self, field: str) -> float:
-        """A number above 0."""
+        """Return the value of a field that is a number above 0.
+
+        Raises:
+            HexiError: the value is no such number.
+        """
         return positive(self.get(field), field, self.path)
 
     def share(self, field: str) -> float:
-        """A number from 0."""
+        """Return the value of a field that is a number from 0.
+
+        Raises:
+            HexiError: the value is no such number.
+        """
         return 0.0 if self.get(field) in (0, 0.0) else self.number(field)
 
     def flag(self, field: str) -> bool:
-        """True or false; null is false where that is the default."""
+        """Return the value of a field that is true or false; null counts as false if that is the default.
+
+        Raises:
+            HexiError: the value is neither.
+        """
         value = self.get(field)
         if value is None and not TYPES[self.model_type].used[field]:
             return False
@@ -77,21 +97,31 @@ class Config:
         return value
 
     def refuse(self, field: str, value: Any, remedy: str, problem: str = "") -> NoReturn:
-        """Raise the error about a value that is not usable, or not supported for a reason."""
+        """Raise the error about a value of a field.
+
+        Args:
+            field: name of the field.
+            value: its value.
+            remedy: the change of the file that solves the problem.
+            problem: reason why the value is not supported; empty: the value is not usable.
+
+        Raises:
+            HexiError: always.
+        """
         why = f": {problem}" if problem else ""
         raise HexiError(f"{self.path}: {field} = {short(value)}{why}; {remedy}")
 
 
 def read_config(text: str, path: Path) -> Config:
-    """The config.json of a text, all of whose fields are used, harmless, or have a supported value.
+    """Return the config.json of a text, after checking that every field is used, harmless or supported.
 
     Args:
-        text: of the file.
+        text: the text of the file.
         path: the file, for messages.
 
     Raises:
-        HexiError: not JSON, an unknown type, another class than a causal language model, or a field that is
-            not supported or not known; with file, field, value and remedy.
+        HexiError: the text is not JSON, its type is unknown, its class is no causal language model, or a
+            field is not supported or not known; with file, field, value and remedy.
     """
     try:
         values = json.loads(text)
@@ -120,7 +150,7 @@ def read_config(text: str, path: Path) -> Config:
 
 
 def _language_model(values: dict[str, Any], path: Path) -> tuple[dict[str, Any], bool]:
-    """The fields of a file's language model, and whether the file describes more than that."""
+    """Return the fields of a file's language model, and whether the file describes more, such as vision."""
     name = values.get("model_type")
     wrapper = WRAPPERS.get(name) if isinstance(name, str) else None
     if wrapper is None:
@@ -149,10 +179,15 @@ def _language_model(values: dict[str, Any], path: Path) -> tuple[dict[str, Any],
 
 
 def positive(value: Any, field: str, path: Path) -> float:
-    """The value as a number.
+    """Return a value as a number.
+
+    Args:
+        value: the value.
+        field: name of its field, for the message.
+        path: the file, for the message.
 
     Raises:
-        HexiError: it is none, or not above 0.
+        HexiError: the value is not a finite number above 0.
     """
     if type(value) not in (int, float) or not 0 < value < float("inf"):
         raise HexiError(f"{path}: {field} = {short(value)}; write a number above 0")
@@ -160,7 +195,7 @@ def positive(value: Any, field: str, path: Path) -> float:
 
 
 def short(value: Any) -> str:
-    """A value as JSON, 40 characters at most."""
+    """Return a value as JSON, cut to 40 characters."""
     text = json.dumps(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
@@ -187,7 +222,7 @@ def _check(config: Config, field: str, value: Any, only: Only | None) -> None:
 
 
 def _check_stored(config: Config, value: Any, stored_as: str) -> None:
-    """Refuse quantized weights of another kind than the type's as it was published."""
+    """Refuse quantized weights, unless they are quantized as the type's published weights are."""
     found = value.get("quant_method") if isinstance(value, dict) else value
     if value is not None and found != stored_as:
         only = ONLY["quantization_config"]

@@ -1,4 +1,4 @@
-"""The constants of a Hugging Face model that its shapes leave open, and Megatron's flags for them."""
+"""Megatron's flags for those constants of a Hugging Face model that do not follow from its shapes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_hexi.cost.hugging_face_routers import router_flags
 
 __all__ = ["NoFlagError", "constants_of"]
 
-#: Standard deviation of fresh weights without --init-method-std.
+#: Standard deviation of initial weights without --init-method-std.
 _INIT_STD = 0.02
-#: What Megatron's --quick-geglu multiplies by in its sigmoid (megatron/core/fusions/fused_bias_geglu.py).
+#: Factor in the sigmoid of Megatron's --quick-geglu (megatron/core/fusions/fused_bias_geglu.py).
 _QUICK_GELU = 1.702
 #: GPT-2's activations, with the flags that make Megatron compute the same. Its fused kernel has the tanh
-#: approximation (megatron/core/fusions/fused_bias_gelu.py), what it takes without has the error function.
+#: approximation (megatron/core/fusions/fused_bias_gelu.py), without the kernel it takes the error function.
 _ACTIVATIONS = {
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), ()),
     "gelu": (("--no-bias-gelu-fusion", ""),),
@@ -25,11 +25,13 @@ _ACTIVATIONS = {
 
 
 def constants_of(config: Config) -> list[tuple[str, str]]:
-    """Megatron's flags for the constants of a config.json, each with its value; empty where it takes none.
+    """Return Megatron's flags for the constants of a config.json, as pairs (flag, value).
+
+    The value of a flag that takes none is empty.
 
     Raises:
-        HexiError: a value that is not usable.
-        NoFlagError: a value that Megatron has no flag for; with file, field and remedy.
+        HexiError: a value is not usable.
+        NoFlagError: Megatron has no flag for a value; with file, field and remedy.
     """
     gpt = config.model_type == "gpt2"
     flags = [("--norm-epsilon", str(config.number("layer_norm_epsilon" if gpt else "rms_norm_eps")))]
@@ -56,7 +58,7 @@ def constants_of(config: Config) -> list[tuple[str, str]]:
 
 
 def _clamped_activation(config: Config) -> list[tuple[str, str]]:
-    """The flags for x sigmoid(1.702 x) times 1 + y, both clamped, in place of --swiglu."""
+    """Return the flags for x sigmoid(1.702 x) (1 + y), x and y clamped, which take the place of --swiglu."""
     alpha = config.number("swiglu_alpha")
     if alpha != _QUICK_GELU:
         raise NoFlagError(

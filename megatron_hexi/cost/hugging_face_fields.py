@@ -3,7 +3,7 @@
 transformers takes a field that a file leaves out from the defaults of the type, and ignores a field that it
 does not know. Here every field of a file is used, harmless for a reason, supported with some values only, or
 refused. `hugging_face_types` has the fields of each type. Sources: configuration_*.py and modeling_*.py of
-transformers 4.37 to 5.24, with whose latest a test compares fields and defaults.
+transformers 4.37 to 5.24; a test compares fields and defaults with the latest of these.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: In place of a default: the file has to say it.
+#: Marks a field without a default, which the file must give.
 NEEDED = ...
 
 
 @dataclass(frozen=True)
 class Only:
-    """A field of which some values are supported.
+    """The supported values of a field, and the message about all others.
 
     Args:
-        values: these.
-        what: what another value asks for.
-        remedy: what to type instead.
+        values: the supported values.
+        what: the feature that any other value means, as the message names it.
+        remedy: the change of the file that the message recommends.
     """
 
     values: tuple[Any, ...]
@@ -38,10 +38,10 @@ class ModelType:
     Args:
         architecture: the class of its causal language model, as ``architectures`` names it.
         used: fields that weights, time, or Megatron's flags depend on, with transformers' defaults.
-        only: fields of which one value is supported, besides those of all types.
-        aliases: other names of fields that transformers takes, or that files have beside transformers' own.
-        harmless: fields that change neither weights nor what the model computes, besides those of all types.
-        stored_as: ``quant_method`` of the weights as they are published; training takes them dequantized.
+        only: fields of which some values only are supported, besides `ONLY`.
+        aliases: fields by further names that transformers accepts or that files have.
+        harmless: fields that change neither weights nor results of the model, besides `HARMLESS_FIELDS`.
+        stored_as: ``quant_method`` of the published weights, which training takes dequantized; empty: none.
     """
 
     architecture: str
@@ -59,7 +59,7 @@ class Wrapper:
     Args:
         text_type: the type of the language model.
         architecture: the class of the whole model.
-        harmless: fields beside ``text_config`` that no language model depends on.
+        harmless: fields next to ``text_config`` that the language model does not depend on.
     """
 
     text_type: str
@@ -70,7 +70,7 @@ class Wrapper:
 _DENSE = "give a dense model"
 _EXPERTS = Only((0, 1, False), "mixture of experts", _DENSE)
 
-#: Fields of any type.
+#: Fields of any type of which some values only are supported.
 ONLY: Mapping[str, Only] = {
     "num_local_experts": _EXPERTS,
     "num_experts": _EXPERTS,
@@ -91,7 +91,7 @@ ONLY: Mapping[str, Only] = {
     "rope_interleaved": Only((False,), "rotating neighbours instead of halves", "give a model with false"),
 }
 
-#: Fields of any type that change neither weights nor what the model computes, by the reason.
+#: Fields of any type that change neither weights nor results of the model, by the reason.
 HARMLESS: Mapping[str, Sequence[str]] = {
     "names": (
         *("model_type", "_name_or_path", "name_or_path", "_commit_hash", "transformers_version"),

@@ -13,10 +13,10 @@ Fields = dict[str, Any]
 
 
 def expert_fields(config: Config) -> Fields | None:
-    """Fields of `Experts`; ``None``: the type has none, or no layer has.
+    """Return the fields of `Experts`; ``None``: the model has no layer with experts.
 
     Raises:
-        HexiError: a value that is not usable.
+        HexiError: a value is not usable.
     """
     read = {
         "mixtral": _plain_experts,
@@ -34,10 +34,10 @@ def expert_fields(config: Config) -> Fields | None:
 
 
 def window_fields(config: Config) -> Fields | None:
-    """Fields of `Window`; ``None``: all layers see all keys before them.
+    """Return the fields of `Window`; ``None``: no layer has a window.
 
     Raises:
-        HexiError: a value that is not usable.
+        HexiError: a value is not usable.
     """
     if config.model_type == "llama4_text":
         return _chunks(config)
@@ -50,7 +50,7 @@ def window_fields(config: Config) -> Fields | None:
 
 
 def _plain_experts(config: Config) -> Fields:
-    """Experts in every layer, as wide as intermediate_size."""
+    """Return the fields for experts in every layer whose width is intermediate_size."""
     return {
         "count": config.size("num_local_experts"),
         "ffn_hidden_size": config.size("intermediate_size"),
@@ -88,7 +88,7 @@ def _llama_experts(config: Config) -> Fields:
 
 
 def _chunks(config: Config) -> Fields | None:
-    """Llama 4's window: chunks in layers with rotary embeddings."""
+    """Return the fields of Llama 4's window: attention in chunks, in layers with rotary embeddings."""
     if config.get("attention_chunk_size") is None:
         return None
     layers = _named(config, "chunked_attention")
@@ -99,7 +99,7 @@ def _chunks(config: Config) -> Fields | None:
 
 
 def _rotary_layers(config: Config) -> list[int]:
-    """1 for each layer of Llama 4 with rotary embeddings, else 0."""
+    """Return 1 for each layer of Llama 4 with rotary embeddings, and 0 for each without."""
     given, interval = config.get("no_rope_layers"), config.size("no_rope_layer_interval")
     if not given:
         return [int((i + 1) % interval != 0) for i in _layers(config)]
@@ -125,7 +125,7 @@ def _sliding_layers(config: Config) -> tuple[bool, ...]:
 
 
 def _named(config: Config, name: str) -> tuple[bool, ...] | None:
-    """Whether layer_types names each layer so; ``None``: the file has no layer_types."""
+    """Return whether each layer has this name in layer_types; ``None``: the file has no layer_types."""
     types, count = config.get("layer_types"), config.size("num_hidden_layers")
     if types is None:
         return None
@@ -136,7 +136,7 @@ def _named(config: Config, name: str) -> tuple[bool, ...] | None:
 
 
 def _indices(config: Config, field: str) -> list[int] | None:
-    """A list of layers, counted from 0."""
+    """Return the value of a field that is a list of layers, counted from 0; ``None``: the value is null."""
     value, count = config.get(field), config.size("num_hidden_layers")
     if value is None:
         return None

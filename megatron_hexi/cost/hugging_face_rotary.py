@@ -17,11 +17,11 @@ from megatron_hexi.errors import HexiError
 
 Flags = list[tuple[str, str]]
 
-#: What Megatron's --use-rope-scaling computes with; megatron-core builds models with this factor,
+#: Constants of Megatron's --use-rope-scaling; megatron-core builds models with this factor,
 #: whatever --rope-scaling-factor says (gpt_builders.py up to 0.18, argument_utils.py in 0.19).
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_POSITIONS = 8192
-#: What YaRN computes with in latent attention (MLATransformerConfig): no flag reaches them.
+#: Constants of YaRN in latent attention (MLATransformerConfig) that no flag sets.
 _LATENT_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
 _LATENT_POSITIONS = 4096
 #: Kinds of Gemma's layers.
@@ -33,11 +33,11 @@ class NoFlagError(HexiError):
 
 
 def rotary_flags(config: Config) -> Flags:
-    """Megatron's flags for a model's rotary embeddings.
+    """Return Megatron's flags for a model's rotary embeddings.
 
     Raises:
-        HexiError: a value that is not usable, or a field that is not known.
-        NoFlagError: a scaling that Megatron lacks.
+        HexiError: a value is not usable, or a field is not known.
+        NoFlagError: Megatron does not have the scaling.
     """
     name, rope = _mapping(config)
     reader = _Rope(config, name, rope)
@@ -59,10 +59,10 @@ def rotary_flags(config: Config) -> Flags:
 
 
 def check_rotary_by_kind(config: Config) -> None:
-    """Check the rotary embeddings of Gemma 3, whose layers with a window have a base of their own.
+    """Check the rotary embeddings of Gemma 3, whose layers with a window have another base.
 
     Raises:
-        HexiError: a value that is not usable, or a field that is not known.
+        HexiError: a value is not usable, or a field is not known.
     """
     local, both = config.number("rope_local_base_freq"), config.get("rope_parameters")
     if both is not None and (not isinstance(both, dict) or both.keys() - _BY_KIND):
@@ -76,7 +76,7 @@ def check_rotary_by_kind(config: Config) -> None:
 
 
 def _rotated_part(rope: _Rope) -> Flags:
-    """The flag for the part of each head that is rotated."""
+    """Return the flag for the part of each head that is rotated; empty: the whole head."""
     place, value = "partial_rotary_factor", rope.rope.get("partial_rotary_factor")
     if not rope.config.has(place):
         if value not in (None, 1):
@@ -90,7 +90,7 @@ def _rotated_part(rope: _Rope) -> Flags:
 
 
 def _mapping(config: Config) -> tuple[str, dict[str, Any]]:
-    """Name and content of what transformers 5 calls rope_parameters, and earlier versions rope_scaling."""
+    """Return name and content of the mapping rope_parameters (transformers 5) or rope_scaling (earlier)."""
     given = {name: config.get(name) for name in ("rope_parameters", "rope_scaling") if config.get(name)}
     if len(given) > 1 and given["rope_parameters"] != given["rope_scaling"]:
         raise HexiError(f"{config.path}: rope_parameters and rope_scaling differ; remove one of them")
@@ -102,19 +102,19 @@ def _mapping(config: Config) -> tuple[str, dict[str, Any]]:
 
 
 class _Rope:
-    """Values of the mapping, with the errors about them."""
+    """Reads values of rope_parameters or rope_scaling, and raises the errors about them."""
 
     def __init__(self, config: Config, name: str, rope: dict[str, Any]) -> None:
         self.config, self.rope, self._name = config, rope, name
 
     def number(self, field: str, default: Any = None) -> float:
-        """A number above 0; the default where the field is missing or null."""
+        """Return the value of a field that is a number above 0; the default if it is missing or null."""
         value = self.rope.get(field)
         return positive(default if value is None else value, self._place(field), self.config.path)
 
     @property
     def positions(self) -> int:
-        """Positions before scaling; those of the model where the file does not say it, as in transformers."""
+        """Number of positions before scaling; by default max_position_embeddings, as in transformers."""
         own = self.config.get("original_max_position_embeddings")
         value = own or self.rope.get("original_max_position_embeddings")
         if value is None:
@@ -171,7 +171,7 @@ def _llama3(rope: _Rope) -> Flags:
 
 
 def _yarn(rope: _Rope) -> Flags:
-    """YaRN's flags, which Megatron has from 0.19 on."""
+    """Return YaRN's flags, which Megatron has from 0.19 on."""
     positions = rope.positions
     factor = rope.number("factor", rope.config.size("max_position_embeddings") / positions)
     mscale, all_dim = _concentration(rope, factor)
@@ -191,7 +191,7 @@ def _yarn(rope: _Rope) -> Flags:
 
 
 def _concentration(rope: _Rope, factor: float) -> tuple[float, float]:
-    """Megatron's --mscale and --mscale-all-dim for what transformers multiplies sines and cosines by.
+    """Return Megatron's --mscale and --mscale-all-dim for transformers' factor of sines and cosines.
 
     Megatron multiplies by (1 + 0.1 mscale ln factor) / (1 + 0.1 all_dim ln factor), or 1 up to factor 1.
     """
@@ -211,9 +211,9 @@ def _latent_default(rope: _Rope) -> Flags:
 
 
 def _latent_yarn(rope: _Rope) -> Flags:
-    """YaRN's flags in latent attention, whose scores Megatron and transformers multiply alike.
+    """Return YaRN's flags for latent attention.
 
-    Both by (1 + 0.1 mscale_all_dim ln factor) squared.
+    Megatron and transformers both multiply its scores by (1 + 0.1 mscale_all_dim ln factor) squared.
     """
     positions = rope.positions
     factor = rope.number("factor", rope.config.size("max_position_embeddings") / positions)
@@ -245,7 +245,7 @@ _KINDS: _Kinds = {
     "llama3": ((*_LLAMA3, "original_max_position_embeddings"), _llama3),
     "yarn": (_YARN_FIELDS, _yarn),
 }
-#: Those of latent attention.
+#: Kinds of scaling that Megatron has in latent attention, likewise.
 _LATENT_KINDS: _Kinds = {
     "default": (("factor", "original_max_position_embeddings"), _latent_default),
     "yarn": (_YARN_FIELDS, _latent_yarn),

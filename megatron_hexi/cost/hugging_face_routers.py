@@ -16,11 +16,11 @@ _SCORES_OF_GROUP = 2
 
 
 def router_flags(config: Config) -> Flags:
-    """Megatron's flags for a model's routers; none for a dense one.
+    """Return Megatron's flags for a model's routers; empty for a dense model.
 
     Raises:
-        HexiError: a value that is not usable.
-        NoFlagError: a router that Megatron lacks.
+        HexiError: a value is not usable.
+        NoFlagError: Megatron does not have such a router.
     """
     if config.has("n_routed_experts"):
         return [*_scored(config), *_balancing(config, *_scored_loss(config))]
@@ -30,9 +30,9 @@ def router_flags(config: Config) -> Flags:
 
 
 def _softmax(config: Config) -> Flags:
-    """A softmax over the chosen experts' scores, which is Megatron's default, or over all of them.
+    """Return the flags of a router with a softmax over the chosen experts' scores, or over all scores.
 
-    A softmax over all, normalised over the chosen, is one over the chosen.
+    Megatron's default is the former. A softmax over all, normalised over the chosen experts, equals it.
     """
     over_chosen = config.flag("norm_topk_prob") if config.has("norm_topk_prob") else True
     active = config.size("num_experts_per_tok")
@@ -66,16 +66,16 @@ def _scored(config: Config) -> Flags:
 
 
 def _scored_loss(config: Config) -> tuple[str, float]:
-    """Kind and coefficient of the loss that evens loads beside the bias, where the file says one."""
+    """Return kind and coefficient of the load-balancing loss beside the bias; 0 if the file gives none."""
     coefficient = 0.0 if config.get("aux_loss_alpha") is None else config.share("aux_loss_alpha")
     return "seq_aux_loss" if config.flag("seq_aux") else "aux_loss", coefficient
 
 
 def _balancing(config: Config, kind: str, coefficient: float) -> Flags:
-    """The loss that evens loads, by the file's coefficient.
+    """Return the flags of the load-balancing loss, with the file's coefficient.
 
-    The number is carried over as it is, though transformers takes one mean over the tokens of all layers and
-    Megatron adds up the layers' losses, and counts a token as often as it is routed.
+    The coefficient is taken as it is, although transformers computes one mean over the tokens of all layers,
+    and Megatron adds up the layers' losses and counts a token as often as it is routed.
     """
     if not coefficient:
         return [("--moe-router-load-balancing-type", "none")]

@@ -1,4 +1,4 @@
-"""The model types of Hugging Face's config.json that are read: their fields, with transformers' defaults."""
+"""The supported model types of Hugging Face's config.json: their fields, with transformers' defaults."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NO_BIAS = Only(
 _NO_BIASES = {"attention_bias": _NO_BIAS, "mlp_bias": _NO_BIAS}
 _NO_NOISE = Only((0,), "noise in what routers see", "set it to 0")
 
-#: What routers with a score of sigmoids and a bias that evens loads have (DeepSeek-V3, GLM-4.5).
+#: Fields of models whose routers have sigmoid scores and a load-balancing bias (DeepSeek-V3, GLM-4.5).
 _SCORED_EXPERTS: Mapping[str, Any] = {
     "moe_intermediate_size": NEEDED,
     "n_routed_experts": NEEDED,
@@ -51,7 +51,7 @@ _SCORED_EXPERTS: Mapping[str, Any] = {
     "n_shared_experts": 1,
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 1,
-    # transformers computes no loss of these types that evens loads, so it has no such fields.
+    # transformers computes no load-balancing loss for these types, so it has no such fields.
     "aux_loss_alpha": None,
     "seq_aux": True,
 }
@@ -90,12 +90,12 @@ _LATENT_TYPE: Mapping[str, Any] = {
         "rope_interleave": Only((True,), "rotating halves instead of neighbours", "give a model with true"),
     },
     "aliases": _SCORED_ALIASES,
-    # Its own code computes what transformers' class does; the other is how many ranks ran it.
+    # auto_map names code that computes the same as transformers' class; ep_size is a number of ranks.
     "harmless": frozenset({"auto_map", "ep_size"}),
     "stored_as": "fp8",
 }
 
-#: The types that are read.
+#: The supported types, by name.
 TYPES: Mapping[str, ModelType] = {
     "llama": ModelType(
         "LlamaForCausalLM",
@@ -292,11 +292,11 @@ TYPES: Mapping[str, ModelType] = {
             "hidden_act": _SILU,
             **_NO_BIASES,
             "lm_head_bias": Only((False,), "a bias of the output layer", "give a model without"),
-            # Microsoft's own code has them.
+            # Fields of Microsoft's code.
             "full_attn_mod": Only((1,), "full attention in some layers only", "give a model with 1"),
             "interpolate_factor": Only((1,), "interpolated positions", "give a model with 1"),
         },
-        # Its own code computes what transformers' class does.
+        # auto_map names code that computes the same as transformers' class.
         harmless=frozenset({"auto_map"}),
     ),
     "gpt2": ModelType(
@@ -334,7 +334,7 @@ _IMAGES = frozenset(
     {"vision_config", "boi_token_index", "eoi_token_index", "image_token_index"}
     | {"boi_token_id", "eoi_token_id", "image_token_id"}
 )
-#: The types whose language model is read from their text_config.
+#: The supported types whose language model is described by text_config, by name.
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper(
         "gemma3_text",

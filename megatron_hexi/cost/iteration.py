@@ -1,11 +1,11 @@
 """Seconds of an iteration, and the work of each rank in it.
 
-layer     = the slowest group of a domain, as in layer.py; backward after what recomputation repeats
+layer     = the slowest group of a domain, as in layer.py; the backward pass follows the recomputation
 stage     = its slowest domain: layers x (forward + backward) + logits on the last stage + sends that are
             waited for
 replica   = sum of its stages and borders + (micro-batches - 1) x a period   (1F1B, pipeline.py; chunks of
             a stage likewise)
-iteration = slowest replica with what it does not hide of gradients and weights + optimizer
+iteration = slowest replica with its exposed communication of gradients and weights + optimizer
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class IterationCost:
     """The predicted time and memory of an iteration.
 
     Args:
-        iteration_s: seconds.
-        tokens_per_s: global batch x sequence length over it.
-        ceiling_tokens_per_s: the same if all GPUs worked at their best rates, without communication.
-        phases: where the time goes, along the slowest way; they add up to `iteration_s`.
-        paces: the rank that each kind of work waits for.
-        ranks: by rank of the job.
-        throughput: what `tokens_per_s` is worth.
-        host_loads: nodes in whose memory something lies.
+        iteration_s: seconds of an iteration.
+        tokens_per_s: global batch x sequence length / `iteration_s`.
+        ceiling_tokens_per_s: tokens/s if all GPUs worked at their best rates, without communication.
+        phases: seconds by phase along the critical path; they add up to `iteration_s`.
+        paces: the slowest rank of each kind of work.
+        ranks: time and memory of each rank of the job, by rank.
+        throughput: `tokens_per_s` per GPU, as model FLOP/s, and as a part of the datasheet's rate.
+        host_loads: loads of the nodes whose host memory is used.
     """
 
     iteration_s: float
@@ -70,12 +70,12 @@ class IterationCost:
 
     @property
     def exposed_communication_s(self) -> float:
-        """Communication on the slowest way through the iteration that no work hides."""
+        """Exposed communication on the critical path of the iteration, s."""
         return self.phases.communication
 
     @property
     def idle_share(self) -> float:
-        """Part of all ranks' time in which they neither compute nor communicate."""
+        """Part of the time of all ranks in which they neither compute nor communicate, from 0 to 1."""
         return sum(rank.idle_s for rank in self.ranks) / (len(self.ranks) * self.iteration_s)
 
     @property
@@ -91,14 +91,17 @@ class IterationCost:
 
 
 class CostModel:
-    """A job on a cluster; what does not depend on the plan is worked out once.
+    """Predicts time and memory of plans for one job on one cluster.
+
+    Tables that do not depend on the plan are computed once.
 
     Args:
         job: the job.
         cluster: the cluster.
-        shards: units that share the optimizer's state, where plans are parts of a larger one; ``None``: the
-            plan's own.
-        part: what they have of the model, where plans are one stage of several; ``None``: all of it.
+        shards: number of units that share the optimizer's state, if the plans are parts of a larger plan;
+            ``None``: the units of the plan.
+        part: the units' part of the model, if the plans are one stage of several; ``None``: the part that job
+            and plan give them.
     """
 
     def __init__(
@@ -120,8 +123,8 @@ class CostModel:
 
         Args:
             plan: a plan that passed its checks.
-            gpus: the cluster's rank of each rank of the job; ``None``: those that the plan names, or else all
-                of the cluster in file order.
+            gpus: number in the cluster of each rank's GPU; ``None``: the GPUs that the plan names, or else
+                all of the cluster in file order.
 
         Raises:
             PlanError: the plan was made for another job.
@@ -146,7 +149,7 @@ class CostModel:
         )
 
     def timing(self, plan: Plan, gpus: Sequence[int] | None = None) -> Timing:
-        """The same in arrays, without what is for people only. Arguments and errors as of `estimate`."""
+        """Return time and memory of a plan as arrays over units; for arguments and errors see `estimate`."""
         job = self.job
         micro_batches = check_job(plan, job)
         sections = plan_sections(plan, job, self._placer, gpus, self.part)
@@ -221,7 +224,10 @@ class CostModel:
     def _with_rows(
         self, sections: Sequence[Section], passing: Mapping[tuple[int, int], Passing]
     ) -> dict[tuple[int, int], Passing]:
-        """With the rows of a micro-batch that go to host memory and come back, of the slowest unit."""
+        """Return the transfers with the seconds of copying a micro-batch's rows to or from host memory added.
+
+        Those of the slowest unit of each stage count.
+        """
         found = dict(passing)
         for section in sections:
             on_host = np.asarray(section.part.rows_on_host, dtype=float)
@@ -242,7 +248,7 @@ class CostModel:
         owned: Floats | float,
         present: Present | None,
     ) -> Floats:
-        """The optimizer's step of each unit, on its GPU and for what waits in host memory there, s, [U]."""
+        """Return the seconds of each unit's optimizer step, on its GPU and on the host, [U]."""
         params = part_params(section.job, section.part, 0 if experts is None else experts.whole)
         if present is None or not present.host_state.any():
             return optimizer_times(section, params, owned)
@@ -251,18 +257,18 @@ class CostModel:
         return optimizer_times(section, params, present.state) + on_host
 
     def _message_buffers(self, section: Section) -> Floats:
-        """NCCL's, of a section's units; none on devices without CUDA."""
+        """Return the bytes of NCCL's message buffers of each unit of a section, [U]; 0 without CUDA."""
         first = section.placement.gpus[:, 0]
         return message_buffer_bytes(section.arrays, self._placer.nodes[first], self._channels[first])
 
 
 def least_recomputed(job: Job, sections: Sequence[Section]) -> Job:
-    """The job without recomputation that not all sections do."""
+    """Return the job with the recomputation that all sections do in all layers, or without any."""
     modes = {section.job.mode for section in sections}
     everything = all(np.all(section.parts.again == section.parts.layers) for section in sections)
     return replace(job, recompute=modes.pop() if len(modes) == 1 and everything else "none")
 
 
 def estimate(plan: Plan, job: Job, cluster: Cluster, gpus: Sequence[int] | None = None) -> IterationCost:
-    """Predict time and memory of a plan; `CostModel.estimate` is for many plans of one job."""
+    """Predict time and memory of a plan; for many plans of one job use `CostModel.estimate`."""
     return CostModel(job, cluster).estimate(plan, gpus)

@@ -1,4 +1,4 @@
-"""The job: a model, a context, a batch, and how Megatron is told to run it."""
+"""The job: a model, a sequence length, a batch, and Megatron's options for training it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.kernels import join_kernels, split_kernels
 from megatron_hexi.plan.terms import Precision, Recompute
 
-#: How a layer is computed again, if it is.
+#: Part of a layer that the backward pass computes again.
 RecomputeMode = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
-#: What the runtime trains in.
+#: Precisions in which the runtime trains.
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-#: Variation of experts' loads where none is given: an estimate for a trained router with a balancing loss.
+#: Default variation of experts' loads: an estimate for a trained router with a balancing loss.
 EXPERT_IMBALANCE: Final = 0.2
-#: All rows at one of a thousand experts vary by the root of 999.
+#: If one of a thousand experts gets all rows, the variation is the root of 999.
 _MOST_IMBALANCE = 32
 
 _COUNTS = (
@@ -42,33 +42,34 @@ class Job:
     """A model, its batch, and how it is trained.
 
     Args:
-        model: its shapes.
+        model: the model's shapes.
         seq_length: tokens of one sequence (S).
-        micro_batch_size: sequences that go through a replica at once (B).
+        micro_batch_size: sequences of a micro-batch (B).
         global_batch_size: sequences of one iteration, over all replicas.
         tensor_parallel: GPUs that share each weight: --tensor-model-parallel-size.
-        pipeline_parallel: stages: --pipeline-model-parallel-size.
-        virtual_stages: chunks of a stage's layers, which Megatron's interleaved schedule runs in turn:
-            --num-virtual-stages-per-pipeline-rank.
-        data_parallel: replicas of the plan.
-        recompute: what the backward pass computes again: --recompute-granularity. ``selective`` is core
-            attention; ``full`` is every layer, with its all-to-alls and its exchange; a number of layers is
-            ``full`` for so many.
-        precision: of weights and activations; ``fp8``: matrices in fp8, all else in bf16, as Megatron's
-            --fp8-format, which the runtime refuses today: for estimates only.
-        distributed_optimizer: --use-distributed-optimizer: optimizer state is cut over all replicas.
-            Where stages have layers of their own it always is.
-        overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
-        sequence_parallel: --sequence-parallel, where `tensor_parallel` is above 1.
-        kernel: attention kernel: one name, or one for each kind of GPU (`megatron_hexi.plan.kernels`);
-            ``None``: each GPU's own default.
-        latent_exchange: whether latent columns travel between ranks in place of keys and values, as plans
-            with `workload.latent_exchange` say; of models with latent attention alone.
+        pipeline_parallel: number of pipeline stages: --pipeline-model-parallel-size.
+        virtual_stages: number of chunks of a stage's layers, which Megatron's interleaved schedule runs in
+            turn: --num-virtual-stages-per-pipeline-rank.
+        data_parallel: number of replicas.
+        recompute: work that the backward pass computes again: --recompute-granularity. ``selective`` is core
+            attention; ``full`` is every layer, with its all-to-alls and its exchange; a number is ``full``
+            for that many layers.
+        precision: precision of weights and activations; ``fp8``: matrices in fp8, all else in bf16, as with
+            Megatron's --fp8-format, which the runtime refuses today: for estimates only.
+        distributed_optimizer: whether optimizer state is divided over all replicas:
+            --use-distributed-optimizer. If the plan gives stages their layers, it always is.
+        overlap_gradients: whether gradients and weights travel behind computation: --overlap-grad-reduce and
+            --overlap-param-gather.
+        sequence_parallel: --sequence-parallel; it has no effect unless `tensor_parallel` is above 1.
+        kernel: name of the attention kernel, or one for each model of GPU (`megatron_hexi.plan.kernels`);
+            ``None``: each GPU's default.
+        latent_exchange: whether latent columns travel between ranks in place of keys and values, as in plans
+            with `workload.latent_exchange`; only for models with latent attention.
         expert_imbalance: variation of the loads of experts: standard deviation over mean of the rows of an
             expert, as ``hexi report`` measures it.
 
     Raises:
-        HexiError: sizes that Megatron cannot divide, words that it does not know, or a model with layers
+        HexiError: sizes that Megatron cannot divide, values that it does not know, or a model with layers
             that are not modelled (`refuse_unplanned`).
     """
 
@@ -130,9 +131,9 @@ class Job:
 
     @cached_property
     def kinds(self) -> tuple[Job, ...]:
-        """For each kind of layer of the model, the job of a model that has only such layers, in one stage.
+        """For each kind of layer of the model, the job with a model of only such layers, in one stage.
 
-        None of these has multi-token prediction, whose layers are of the last one's kind.
+        These models have no multi-token prediction, whose layers are of the kind of the model's last layer.
         """
         if self.model.is_uniform and not self.model.mtp_layers:
             return (self,)
@@ -147,12 +148,12 @@ class Job:
 
     @property
     def stage_layers(self) -> int:
-        """Layers of one pipeline stage, where all have as many (`has_equal_stages`)."""
+        """Number of layers of a pipeline stage, if all stages have equally many (`has_equal_stages`)."""
         return self.model.layers // self.pipeline_parallel
 
     @property
     def has_equal_stages(self) -> bool:
-        """Whether its pipeline stages can have as many layers each, as Megatron deals them by default."""
+        """Whether all pipeline stages can have equally many layers, as Megatron divides them by default."""
         return self.model.layers % self.pipeline_parallel == 0
 
     @property
@@ -162,16 +163,16 @@ class Job:
 
     @property
     def row_parts(self) -> int:
-        """Tensor-parallel ranks that share the rows of norms and residuals."""
+        """Number of tensor-parallel ranks that share the rows of norms and residuals."""
         return self.tensor_parallel if self.sequence_parallel else 1
 
     @property
     def exchanged_columns(self) -> int:
-        """Columns of a KV head that travel between ranks: those of key and value, or all latent columns."""
+        """Number of columns of a KV head that travel between ranks: key and value, or all latent columns."""
         return sum(self.workload().exchanged_sizes)
 
     def workload(self) -> Workload:
-        """The workload of plans for this job."""
+        """Return the workload of plans for this job."""
         return self._workload
 
     @cached_property
@@ -194,7 +195,7 @@ class Job:
 
 
 def recompute_mode(recompute: Recompute) -> RecomputeMode:
-    """Return what the backward pass computes again of a layer; a number of layers means whole ones."""
+    """Return the part of a layer that the backward pass computes again; a number of layers means ``full``."""
     return "full" if isinstance(recompute, int) else recompute
 
 
@@ -202,9 +203,9 @@ def layers_again(layers: int, recompute: Recompute, chunks: int = 1) -> int:
     """Return the number of a stage's layers that are computed again, in whole or in part.
 
     Args:
-        layers: of the stage.
-        recompute: a number means so many layers; Megatron counts them in each chunk.
-        chunks: of the stage's layers.
+        layers: number of the stage's layers.
+        recompute: see `Job`; a number of layers is counted in each chunk, as Megatron does.
+        chunks: number of chunks of the stage's layers.
     """
     if isinstance(recompute, int):
         return min(layers, chunks * recompute)
@@ -215,7 +216,7 @@ def job_terms(stated: Mapping[str, Any], plan: Plan) -> JobTerms:
     """Return the terms of a job that a plan records.
 
     Args:
-        stated: those of `Job`'s fields that the user stated; the others are left open.
+        stated: values of the fields of `Job` that the user stated, by name; all other fields stay open.
         plan: the plan.
     """
     left_out = set()
@@ -228,16 +229,16 @@ def job_terms(stated: Mapping[str, Any], plan: Plan) -> JobTerms:
 
 
 def job_of_plan(plan: Plan, model: Model, **stated: Any) -> Job:
-    """The job that a plan was made for, as far as the plan says it.
+    """Return the job that a plan was made for, as far as the plan states it.
 
     Args:
-        plan: gives context, tensor-parallel size, replicas, and their micro-batches and the job's terms
-            where it states them.
+        plan: the plan, which gives sequence length, tensor-parallel size and replicas, and if it states them
+            the replicas' micro-batches and the job's terms.
         model: the model.
-        stated: `Job`'s other fields, where they are to be other than the plan says.
+        stated: values of further fields of `Job`, which replace those that the plan states.
 
     Raises:
-        HexiError: as `Job`.
+        HexiError: see `Job`.
     """
     terms = {field: value for field, value in asdict(plan.job).items() if value is not None}
     terms.pop("optimizer", None)
@@ -251,7 +252,7 @@ def job_of_plan(plan: Plan, model: Model, **stated: Any) -> Job:
     return Job(
         model=model,
         seq_length=plan.workload.seq_length,
-        # Units of several sizes say their own.
+        # In a plan with units of several sizes each unit states its size.
         tensor_parallel=plan.workload.tensor_parallel or 1,
         data_parallel=len(plan.replicas),
         latent_exchange=plan.workload.latent_exchange is not None,

@@ -1,4 +1,4 @@
-"""Whether a plan is one of a job, and one that the cost model can time."""
+"""Checks that a plan belongs to a job, and that the cost model can time it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_hexi.plan.flags import spell_flag
 
 
 def check_job(plan: Plan, job: Job) -> Ints:
-    """Hold the plan against the job; the micro-batches of each replica.
+    """Check a plan against a job, and return the number of micro-batches of each replica, [replicas].
 
     Raises:
-        PlanError: they differ; with both values.
+        PlanError: plan and job differ; with both values.
     """
     _check_experts(plan, job)
     wanted = job.workload()

@@ -1,7 +1,7 @@
-"""Which attention kernel a job is planned with, on each kind of GPU of a cluster.
+"""The attention kernel with which a job is planned, for each model of GPU of a cluster.
 
-A kind without a choice has the kernel that the cluster file gives curves for, or else its fastest in the
-catalogue.
+If the user chooses none for a model, it is the kernel that the cluster file gives curves for, or else the
+fastest in the catalogue.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.kernels import kernel_on, split_kernels
 
-#: Built from source, and not in the shipped image; the others come with torch.
+#: A kernel that is built from source and not in the shipped image; the other kernels come with torch.
 _NOT_IN_IMAGE = "flash-attn-3"
 
 
 def planned_kernels(text: str | None, cluster: Cluster) -> dict[str, str]:
-    """The kernel of each kind of GPU of a cluster, by the GPU's name.
+    """Return the kernel of each model of GPU of a cluster, by the model's name.
+
+    Args:
+        text: the value of ``--kernel``; ``None``: the user chose none.
+        cluster: the cluster.
 
     Raises:
         ClusterError: no curves of a chosen kernel are known for its GPU.
-        HexiError: a choice for GPUs that the cluster does not have.
+        HexiError: a kernel is chosen for GPUs that the cluster does not have.
     """
     kinds = _kinds(cluster)
     for gpu in {} if text is None else split_kernels(text):
@@ -33,7 +37,10 @@ def planned_kernels(text: str | None, cluster: Cluster) -> dict[str, str]:
 
 
 def assumed_kernels(text: str | None, cluster: Cluster) -> dict[str, tuple[str, str]]:
-    """GPUs whose kernel nobody chose or measured, and the image lacks; it, and the best of the others."""
+    """Return the models of GPU whose planned kernel was neither chosen nor measured and is not in the image.
+
+    The values are that kernel, and the fastest kernel of the image, by the model's name.
+    """
     found = {}
     for name, kind in _kinds(cluster).items():
         entry = cluster.file.devices.get(name)
@@ -46,7 +53,7 @@ def assumed_kernels(text: str | None, cluster: Cluster) -> dict[str, tuple[str, 
 
 
 def shipped_kernels(kernels: Mapping[str, str]) -> dict[str, str]:
-    """Return those kernels that the shipped image has, by the GPU's name."""
+    """Return the kernels that the shipped image has, from kernels by the GPU's name."""
     return {gpu: kernel for gpu, kernel in kernels.items() if kernel != _NOT_IN_IMAGE}
 
 

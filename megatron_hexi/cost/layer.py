@@ -1,10 +1,10 @@
-"""One transformer layer of one pipeline stage, forward and backward, for all units of all replicas.
+"""Seconds of a transformer layer of one pipeline stage, forward and backward, for all units of all replicas.
 
 A layer is a cycle: token work (projection and MLP of one layer, norm and QKV of the next), all-to-all in,
-own block and exchange, all-to-all out. Assumed:
-- members of a group wait for each other at both all-to-alls; where these travel in halves, the second half's
-  way in hides behind the own block of the first, the first half's way out behind the rest of the last step
-  (backward: of the own block);
+block of the own group's keys ("own block") and exchange, all-to-all out. Assumed:
+- members of a group wait for each other at both all-to-alls; where these are cut in halves, the second half's
+  all-to-all in hides behind the own block of the first, the first half's all-to-all out behind the rest of
+  the last step (backward: of the own block);
 - groups enter the exchange when their own members are ready, and wait for each other inside it as far as
   keys and values make them (`overlap`);
 - the groups of a replica wait for each other once a layer, after the all-to-all out.
@@ -41,21 +41,21 @@ from megatron_hexi.cost.windows import own_pairs
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One direction of one layer, seconds of each unit, [U].
+    """Seconds of a forward or backward pass of one layer, for each unit, [U].
 
     Args:
-        token: its own token work.
-        tensor_parallel: sums inside the unit.
+        token: the unit's work on its tokens.
+        tensor_parallel: collectives inside the unit.
         all_to_all_in: exposed time of its group's all-to-all before attention.
-        begin: when its group enters attention.
-        attention: its own attention work.
-        end: when it is done with the exchange.
+        begin: time at which its group enters attention.
+        attention: the unit's attention work.
+        end: time at which it ends the exchange.
         all_to_all_out: exposed time of its group's all-to-all after attention.
-        finish: when its group is done with the layer.
-        experts: its own routed experts.
-        expert_exchange: their all-to-alls.
-        expert_wait: for the rank of the expert domain that computes longest.
-        wire: how long its messages keep the network busy, the longest of each step, one number.
+        finish: time at which its group ends the layer.
+        experts: the unit's work on its routed experts.
+        expert_exchange: all-to-alls to routed experts and back.
+        expert_wait: wait for the rank of the expert domain that computes longest.
+        wire: seconds in which the pass keeps the network busy, the longest message of each step, a number.
     """
 
     token: Floats
@@ -73,22 +73,25 @@ class Pass:
 
     @property
     def undisturbed(self) -> Floats:
-        """When each unit would be done with the layer if keys and values took no time."""
+        """Time at which each unit would end the layer if keys and values took no time, s, [U]."""
         return self.begin + self.attention + self.all_to_all_out
 
     @property
     def exchange(self) -> Floats:
-        """Seconds that each unit waits inside the exchange, for the network and for slower units."""
+        """Seconds that each unit waits inside the exchange, for the network and for slower units, [U]."""
         return self.end - self.begin - self.attention
 
     def exposed_exchange(self, units: Ints) -> float:
-        """Seconds that the exchange adds to the layer of a replica with these units."""
+        """Return the seconds that the exchange adds to the layer of a replica with these units."""
         return float(self.finish[units].max() - self.undisturbed[units].max())
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Both passes of a layer, core attention recomputed, and the keys that the exchange has under way."""
+    """Seconds of a layer's passes, and the keys that its exchange has under way.
+
+    `attention_again` is recomputed core attention; ``None`` without selective recomputation.
+    """
 
     forward: Pass
     backward: Pass
@@ -98,12 +101,12 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class ExpertCycle:
-    """The experts' part of a layer, forward and backward, seconds of each unit, [2, U].
+    """Seconds of the routed experts' part of a layer, forward and backward, for each unit, [2, U].
 
     Args:
-        compute: on its own experts.
-        exchange: both all-to-alls, until the last rank of the domain has its rows.
-        wait: for the rank of the domain that computes longest.
+        compute: work on the unit's experts.
+        exchange: both all-to-alls, until the last rank of the expert domain has its rows.
+        wait: wait for the rank of the expert domain that computes longest.
     """
 
     compute: Floats
@@ -112,7 +115,7 @@ class ExpertCycle:
 
     @property
     def total(self) -> Floats:
-        """From the first token sent to the last result back, the same in all of a domain."""
+        """Seconds from the first token sent to the last result received, equal in a domain, [2, U]."""
         return self.compute + self.exchange + self.wait
 
 
@@ -123,9 +126,9 @@ class UnitGpus:
     Args:
         gpus: first GPU of each unit, [U].
         kinds: model of GPU of each unit, an index into `speeds`, [U].
-        speeds: of each model of GPU.
-        bandwidth: of each unit's links inside its node, bytes/s.
-        latency: of a message there, s.
+        speeds: rates of each model of GPU.
+        bandwidth: bandwidth of the links inside each unit's node, bytes/s, [U].
+        latency: latency of a message inside the node, s, [U].
     """
 
     gpus: Ints
@@ -136,7 +139,7 @@ class UnitGpus:
 
     @cached_property
     def by_kind(self) -> list[tuple[Speeds, Ints | slice]]:
-        """The speeds in use, each with its units; of one kind with all, which need not be picked."""
+        """The rates of each model of GPU in use, with its units; a slice if all have the same model."""
         used = np.unique(self.kinds).tolist()
         if len(used) == 1:
             return [(self.speeds[used[0]], slice(None))]
@@ -151,15 +154,15 @@ def layer_times(
     window: int,
     experts: ExpertCycle | None = None,
 ) -> Layer:
-    """Time one layer.
+    """Return the seconds of one layer's passes, for all units of a section.
 
     Args:
-        plan: the plan.
-        job: the job.
-        stage: where its units are.
-        links: the cluster's.
-        window: exchange steps under way ahead of the one in use.
-        experts: the cycle of its routed experts; ``None``: it has none.
+        plan: the units' tokens, heads and groups.
+        job: the job, with layers of one kind.
+        stage: GPUs and links of the units.
+        links: the cluster's links.
+        window: prefetch depth of the exchange, in steps.
+        experts: seconds of the layer's routed experts; ``None``: it has none.
     """
     rows = job.micro_batch_size * plan.tokens.astype(float)
     token, own = unit_times(plan, job, stage)
@@ -172,7 +175,7 @@ def layer_times(
     shown, hidden, ready = by_group(
         plan, np.stack([inward.shown, inward.hidden, token + sums + experts.total])
     )
-    # What of the second half's way in does not hide behind the own block of the first half.
+    # Exposed part of the second half's all-to-all, behind the first half's block of the own group.
     late = np.maximum(hidden - first, 0.0)
     enter = shown + late
     begin = ready + enter
@@ -225,7 +228,7 @@ def layer_times(
 
 
 def _parts(chunk: Chunk, work: Floats, there: Floats, home: Floats) -> Iterator[list[ExchangePart]]:
-    """The parts of each step."""
+    """Yield the parts of each step of a chunk."""
     for numbers in chunk.steps:
         step = []
         for n in numbers:
@@ -235,7 +238,7 @@ def _parts(chunk: Chunk, work: Floats, there: Floats, home: Floats) -> Iterator[
 
 
 def _last_step(plan: PlanArrays, own: Floats, steps: Sequence[Sequence[ExchangePart]]) -> Floats:
-    """Each unit's forward work of its last step, or its own block where it has none."""
+    """Return the seconds of each unit's last step forward, or of its own group's block without steps, [U]."""
     work, number = own, plan.groups_beside[plan.group] - 1
     for last in set(number.tolist()) - {0}:
         work = np.where(number == last, sum(part.compute[0] for part in steps[last - 1]), work)
@@ -243,7 +246,7 @@ def _last_step(plan: PlanArrays, own: Floats, steps: Sequence[Sequence[ExchangeP
 
 
 def by_group(plan: PlanArrays, values: Floats) -> Floats:
-    """The largest value of each unit's group, [..., U]."""
+    """Return the largest value of each unit's group, [..., U]."""
     largest: Floats = np.maximum.reduceat(values[..., plan.slots], plan.first_slot[:-1], axis=-1)
     return largest[..., plan.group]
 
@@ -269,7 +272,7 @@ def unit_times(plan: PlanArrays, job: Job, stage: UnitGpus) -> Floats:
 
 
 def chunk_times(plan: PlanArrays, job: Job, stage: UnitGpus, chunk: Chunk) -> Floats:
-    """Seconds that each unit computes in each part, forward and backward, [2, C, U]."""
+    """Return the seconds that each unit computes in each part, forward and backward, [2, C, U]."""
     work = np.zeros((2, *chunk.heads.shape))
     for speeds, units in stage.by_kind:
         groups, column = np.unique(plan.group[units], return_inverse=True)
@@ -287,7 +290,9 @@ def chunk_times(plan: PlanArrays, job: Job, stage: UnitGpus, chunk: Chunk) -> Fl
 
 
 def message_bytes(job: Job, chunk: Chunk) -> Floats:
-    """Keys and values of each message: KV heads x tokens x B (D + V) e; their gradients are as many.
+    """Return the bytes of each message of keys and values, or of their gradients, [M].
+
+    KV heads x tokens x B (D + V) e.
 
     Where latent columns travel, they are one KV head of C + R in place of D + V.
     """
@@ -298,7 +303,7 @@ def message_bytes(job: Job, chunk: Chunk) -> Floats:
 def _message_seconds(job: Job, stage: UnitGpus, links: LinkTable, chunk: Chunk) -> tuple[Floats, Floats]:
     size, parts = message_bytes(job, chunk), len(chunk.keys)
     owner, user = stage.gpus[chunk.owner], stage.gpus[chunk.user]
-    # Both ways in one call, as sets of their own: that is faster.
+    # Both directions in one call, as separate sets of messages: that is faster.
     both = links.message_seconds(
         np.concatenate([owner, user]),
         np.concatenate([user, owner]),
@@ -310,7 +315,7 @@ def _message_seconds(job: Job, stage: UnitGpus, links: LinkTable, chunk: Chunk) 
 
 
 def _longest(chunk: Chunk, seconds: Floats) -> float:
-    """The longest messages of all parts, one after the other."""
+    """Return the sum over all parts of the seconds of the longest message."""
     longest = np.zeros(len(chunk.keys))
     np.maximum.at(longest, chunk.part, seconds)
     return float(longest.sum())

@@ -1,7 +1,7 @@
 """Bytes on one GPU that a layer keeps of a micro-batch, and that it needs while it is computed.
 
-Shape letters: B micro-batch, T tokens of the unit, G of its group, H and h heads (all, own), K and k KV
-heads, D size of a head's query and key, V of its value, e bytes an element.
+Shape letters: B micro-batch, T tokens of the unit, G of its group, H heads of the layer, h of the unit, K and
+k KV heads likewise, D size of a head's query and key, V of its value, e bytes an element.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.job import Job
 
-#: Activations of a micro-batch's rows that a rank holds at a border between stages beside what it keeps: on
-#: either side those that arrive ahead of their use, and those that have not left (runtime/row_channel.py).
+#: Micro-batches whose rows a rank holds at a border between stages beside its activations: on either side the
+#: rows that arrive before their use, and the rows that have not left (runtime/row_channel.py).
 BORDER_ROWS = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Flights:
-    """The most that the exchange has under way in one step, tokens x KV heads of each unit, [U]."""
+    """Most keys that a unit receives, and sends, in one step of the exchange, tokens x KV heads, [U] each."""
 
     received: Floats
     sent: Floats
 
 
 def token_activation_bytes(job: Job) -> float:
-    """Bytes that one layer keeps of one token outside attention, without recomputation.
+    """Return the bytes that one layer keeps of one token outside attention, without recomputation.
 
     Inputs of both norms 2 h, their outputs 2 h, the projection's input H D, the MLP's first output f
     (gated 2 f) and its activation f; e bytes an element, flash attention, no dropout. For a GPT in 16 bits
@@ -57,9 +57,10 @@ def token_activation_bytes(job: Job) -> float:
 
 
 def routed_row_bytes(job: Job) -> float:
-    """Bytes that one layer keeps of a row of its routed experts: input h, first output 2 f, activation f.
+    """Return the bytes that one layer keeps of a row of its routed experts.
 
-    Not the second output: Megatron weighs the activation by the router's probability before it.
+    Input h, first output f (gated 2 f), activation f. The second output is not kept: Megatron multiplies the
+    activation by the router's probability before it.
     """
     model, experts = job.model, job.model.experts
     assert experts is not None
@@ -68,15 +69,15 @@ def routed_row_bytes(job: Job) -> float:
 
 
 def routed_working_bytes(job: Job) -> float:
-    """Bytes that one row of the routed experts needs while they are computed, in the backward pass.
+    """Return the bytes that one row of the routed experts needs in their backward pass.
 
-    Gradients of what is kept, and the gradient of the output as it arrives and sorted by expert, 2 h.
+    Gradients of all that is kept, and the gradient of the output as it arrives and sorted by expert, 2 h.
     """
     return routed_row_bytes(job) + 2 * job.element_bytes * job.model.hidden_size
 
 
 def token_qkv_bytes(job: Job) -> float:
-    """Bytes of one token's query, key and value on one GPU; latent columns that travel are one KV head."""
+    """Return the bytes of a token's query, key and value on one GPU; sent latent columns are one KV head."""
     model, tp = job.model, job.tensor_parallel
     keys = job.workload().local_kv_heads * job.exchanged_columns
     return job.element_bytes * (model.heads // tp * model.head_dim + keys)
@@ -85,13 +86,15 @@ def token_qkv_bytes(job: Job) -> float:
 def attention_bytes(
     job: Job, tokens: Floats | float, group_tokens: Floats, heads: Floats, kv: Floats
 ) -> Floats:
-    """Bytes that our autograd function keeps of one layer: B G (D + V) (h + k) e, log-sum-exp B G h 4.
+    """Return the bytes that this package's autograd function of attention keeps of one layer, [U].
+
+    B G (D + V) (h + k) e, and log-sum-exp B G h 4.
 
     Where latent columns travel, C + R in place of k (D + V).
 
     Query, key, value and output in the heads' layout (runtime/attention.py). The output of a unit that is
-    alone in its group goes into the projection as it is, with whose inputs it is counted; unless values are
-    narrower than keys: it then is a part of a wider tensor (runtime/blocks.py).
+    alone in its group is itself the projection's input and is counted there, unless values are narrower than
+    keys: then it is a part of a wider tensor (runtime/blocks.py).
     """
     query, value = job.model.head_dim, job.model.value_dim
     is_alone = (tokens == group_tokens) & (heads == job.model.heads // job.tensor_parallel)
@@ -104,20 +107,20 @@ def attention_bytes(
 def working_set_bytes(
     job: Job, tokens: Floats, group_tokens: Floats, heads: Floats, kv: Floats, flights: Flights, window: int
 ) -> Floats:
-    """Bytes that a layer needs at its peak, the backward pass of attention (runtime/attention.py).
+    """Return the bytes that a layer needs at its peak, the backward pass of attention (runtime/attention.py).
 
     All-to-all, there and back:  2 (T (H D + K (D + V)) + G (h D + k (D + V))) B e
     Gradient of the output:      G h V B e
     All gradients in their type: G (h D + k (D + V)) B e
     Only with other groups: three times as much of gradients that wait to be added up (runtime/sums.py); own
-    keys side by side and one prefix 2 G k (D + V) B e; `window` + 1 steps of keys and values R (D + V) B e
+    keys contiguous and one prefix 2 G k (D + V) B e; `window` + 1 steps of keys and values R (D + V) B e
     each, the gradient of one twice;
-    gradients on their way home, `window` + 1 steps S (D + V) B e each. R, S: tokens x KV heads received and
-    sent in a step.
+    gradients on their way to the owner, `window` + 1 steps S (D + V) B e each. R, S: tokens x KV heads
+    received and sent in a step.
     In a window of fewer tokens than the group's: such gradients wait without other groups too, and the rows
     of a call at its edge are copied, G (h (D + 2 V) + k (D + V)) B e.
-    Where keys and values differ in size: value, output, its gradient and that of the value as wide as the
-    other, 2 G (h + k) max(D, V) B e.
+    Where keys and values differ in size: value and output and their gradients padded to the wider of the two,
+    2 G (h + k) max(D, V) B e.
     Where latent columns travel, they are one KV head of C + R in place of D + V, and of the own tokens, or of
     a step's if these are more: keys and values that are made of them, and their gradients as they come from
     kernels and put together, 3 h (D + V) B e; the gradient of the matrix, H C (N + V) (4 + 2 e).
@@ -150,7 +153,7 @@ def working_set_bytes(
 
 
 def input_bytes(job: Job, tokens: Floats) -> Floats:
-    """Bytes of a micro-batch's activations between two layers, on one GPU: B T hidden e / t.
+    """Return the bytes of a micro-batch's activations between two layers, on one GPU: B T hidden e / t.
 
     t is the tensor-parallel size under sequence parallelism, else 1.
     """
@@ -158,7 +161,7 @@ def input_bytes(job: Job, tokens: Floats) -> Floats:
 
 
 def prediction_bytes(job: Job, tokens: Floats) -> Floats:
-    """Bytes that a block of multi-token prediction keeps beside its layer, of a micro-batch, on one GPU.
+    """Return the bytes of a micro-batch that a block of multi-token prediction keeps beside its layer.
 
     Inputs of its three norms 3 h, and of its projection 2 h.
     """
@@ -166,30 +169,30 @@ def prediction_bytes(job: Job, tokens: Floats) -> Floats:
 
 
 def border_bytes(job: Job, tokens: Floats) -> Floats:
-    """Bytes of the activations under way over one border between stages, on one GPU."""
+    """Return the bytes of the activations under way over one border between stages, on one GPU."""
     return BORDER_ROWS * input_bytes(job, tokens)
 
 
 def logit_bytes(job: Job) -> float:
-    """Bytes of one logit, forward or backward.
+    """Return the bytes of one logit, forward or backward.
 
-    Megatron makes fp32 of 16 bits first, and 16 bits of the gradient last; between, softmax and gradient are
-    written where the logits were (VocabParallelCrossEntropy).
+    Megatron casts 16 bits to fp32 first, and the gradient to 16 bits last; in between, softmax and gradient
+    overwrite the logits (VocabParallelCrossEntropy).
     """
     return 4 + (job.element_bytes if job.element_bytes < 4 else 0)
 
 
 def logits_bytes(job: Job, rows: Floats, logit: float) -> Floats:
-    """Bytes that the loss needs: rows (V (`logit` + 4 n) + (1 + n) 3 h e), with n of multi-token prediction.
+    """Return the bytes that the loss needs: rows (V (`logit` + 4 n) + (1 + n) 3 h e), n blocks of prediction.
 
-    Logits, input and output of the last norm, and the output's gradient. With sequence parallelism that is of
-    the rows of all ranks of a unit before it is cut, beside as many of the output. Losses of further tokens
-    are computed before that of the next one, and keep the softmax, in fp32, until their backward passes.
+    Logits, input and output of the last norm, and the output's gradient. With sequence parallelism the output
+    and its gradient exist for the rows of all ranks of a unit before the gradient is cut. Losses of further
+    tokens are computed before that of the next one, and keep the softmax, in fp32, until their backward pass.
 
     Args:
         job: the job.
-        rows: of the unit.
-        logit: bytes of one.
+        rows: number of rows of the unit, B T.
+        logit: bytes of one logit (`logit_bytes`).
     """
     vocab = job.model.vocab_params(job.tensor_parallel) / job.model.hidden_size
     around = (3 / job.row_parts + 2 * (job.row_parts > 1)) * (1 + job.model.mtp_layers)

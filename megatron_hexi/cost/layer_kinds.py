@@ -18,10 +18,10 @@ class Experts:
     """Routed MLPs, of which each token goes to a few.
 
     Args:
-        count: experts of a layer: --num-experts.
-        active: experts that a token goes to: --moe-router-topk.
+        count: number of experts of a layer: --num-experts.
+        active: number of experts that each token is sent to: --moe-router-topk.
         ffn_hidden_size: width inside an expert: --moe-ffn-hidden-size.
-        shared_ffn_hidden_size: width inside the experts that see every token, all together; 0: there are none
+        shared_ffn_hidden_size: total width inside the experts that see every token; 0: there are none
             (--moe-shared-expert-intermediate-size).
         score_bias: whether the router adds a bias to each expert's score that evens their loads
             (--moe-router-enable-expert-bias).
@@ -52,7 +52,7 @@ class Window:
     """Attention to the latest keys only.
 
     Args:
-        size: keys that a query sees, its own among them: one more than Megatron's --window-size.
+        size: number of keys that a query sees, its own among them: one more than Megatron's --window-size.
         layers: whether each layer has the window (--window-attn-skip-freq); empty: every layer has.
         in_chunks: whether the window begins anew at each multiple of `size` (Llama 4), instead of sliding.
 
@@ -69,12 +69,12 @@ class Window:
         _freeze_layers("window", self)
 
     def keys_seen(self, context: int) -> float:
-        """Keys that a query of a causal sequence sees, in the mean over its tokens, and of itself half."""
+        """Return the mean number of keys that a query of a causal sequence sees; its own key counts half."""
         size = min(self.size, context)
         if self.in_chunks:
             whole, rest = divmod(context, size)
             return (whole * size * size + rest * rest) / (2 * context)
-        # Those from the window's size on see all of it, those before it half of it in the mean.
+        # Queries from the window's size on see all of it, queries before see half of it in the mean.
         return size - size * (size - 1) / (2 * context) - 0.5
 
 
@@ -83,10 +83,11 @@ class Latent:
     """Multi-latent attention: heads are made of a few columns that all of them share.
 
     Args:
-        kv_rank: columns that keys and values are made of: --kv-lora-rank.
-        rotary_dim: columns of a key with rotary positions, equal in all heads: --qk-pos-emb-head-dim.
+        kv_rank: number of columns that keys and values are made of: --kv-lora-rank.
+        rotary_dim: number of a key's rotary columns, which all heads share: --qk-pos-emb-head-dim.
         value_dim: size of one head's value: --v-head-dim.
-        query_rank: columns that queries are made of (--q-lora-rank); ``None``: of the hidden state itself.
+        query_rank: number of columns that queries are made of (--q-lora-rank); ``None``: they are made of the
+            hidden state itself.
 
     Raises:
         HexiError: a size that is no whole number above 0.
@@ -102,7 +103,7 @@ class Latent:
 
 
 def built[T](kind: type[T], value: T | Mapping[str, Any] | None) -> T | None:
-    """The value as an object of one of these classes, of which a file of presets gives the fields."""
+    """Return an object of a class, from the object or from its fields, as the presets' file gives them."""
     return kind(**value) if isinstance(value, Mapping) else value
 
 

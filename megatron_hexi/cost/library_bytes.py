@@ -15,7 +15,7 @@ from megatron_hexi.cost.plan_arrays import PlanArrays
 
 MIB = 2.0**20
 
-#: What NCCL allocates for one channel to one peer that the GPU reaches directly, both directions: the
+#: Bytes that NCCL allocates for one channel to a peer that the GPU reaches directly, both directions: the
 #: receiver's buffers of its three protocols, LL 0.5 + LL128 4.7 + Simple 4 MiB (computeBuffSizes in
 #: src/init.cc), and the sender's, in pages of 2 MiB. Seen as 10 and 2 MiB:
 #: https://github.com/NVIDIA/nccl/issues/1685
@@ -27,12 +27,12 @@ NVLINK_CHANNELS, OTHER_CHANNELS = 32, 2
 
 
 def workspace_bytes(job: Job, group_tokens: Floats, heads: Floats, kv: Floats) -> Floats:
-    """Workspace of an attention kernel's backward pass, bytes: of the kernel that takes most.
+    """Return the bytes of workspace of attention's backward pass, for the kernel that takes most.
 
     FlashAttention-2: gradient of queries in fp32, B G h D 4, and a sum of each row, B G h 4; where several
     queries share a KV head, gradients of keys and values by query head, 2 B G h D e (mha_varlen_bwd,
     https://github.com/Dao-AILab/flash-attention/blob/v2.8.3/csrc/flash_attn/flash_api.cpp). FlashAttention-3
-    takes those in fp32 by KV head, which is less from four queries on. In fp32 none of them runs.
+    takes those in fp32 by KV head, which is less from four queries on. In fp32 neither of them runs.
     """
     if job.precision == "fp32":
         return np.zeros(np.shape(group_tokens))
@@ -44,23 +44,23 @@ def workspace_bytes(job: Job, group_tokens: Floats, heads: Floats, kv: Floats) -
 
 
 def message_channels(device: Device) -> int:
-    """Channels of NCCL to each peer on the same node; none where there is no CUDA."""
+    """Return the number of NCCL's channels to each peer on the same node; 0 for a device without CUDA."""
     if device.capability == (0, 0):
         return 0
     return NVLINK_CHANNELS if device.link.kind.startswith("NVLink") else OTHER_CHANNELS
 
 
 def message_buffer_bytes(arrays: PlanArrays, nodes: Ints, inside: Ints) -> Floats:
-    """NCCL's buffers for all-to-alls and for keys and values, of each unit, [U].
+    """Return the bytes of NCCL's buffers for all-to-alls and for keys and values, for each unit, [U].
 
-    Each communicator has its own: one of the unit's A2A group, one of its domain, in which it meets the units
-    of the other groups. Peers on other nodes share one buffer a GPU, which is left out. So are collectives,
-    whose channels have two peers each, whatever the number of ranks.
+    Each communicator has its own buffers: that of the unit's group, and that of its domain, over which it
+    exchanges keys with units of other groups. Peers on other nodes share one buffer a GPU, which is left out,
+    as are collectives, whose channels have two peers each, whatever the number of ranks.
 
     Args:
-        arrays: what units hold.
-        nodes: of each unit, [U].
-        inside: channels to a peer on the same node, [U] (`message_channels`).
+        arrays: tokens, heads and groups of the units.
+        nodes: number of each unit's node, [U].
+        inside: number of channels to a peer on the same node, [U] (`message_channels`).
     """
     count = int(nodes.max()) + 1
     in_group, group_spread = _beside(arrays.group, nodes, count)
@@ -76,7 +76,10 @@ def message_buffer_bytes(arrays: PlanArrays, nodes: Ints, inside: Ints) -> Float
 
 
 def _beside(owner: Ints, nodes: Ints, count: int) -> tuple[Ints, Bools]:
-    """Count, for each unit, those of its owner on its node; and say whether it has others elsewhere."""
+    """Return the number of units of each unit's owner (group or domain) on its node, and whether more exist.
+
+    Both are [U]; further units of the owner are on other nodes.
+    """
     together = np.bincount(owner * count + nodes, minlength=(int(owner.max()) + 1) * count)
     here = together[owner * count + nodes]
     return here, here < np.bincount(owner)[owner]

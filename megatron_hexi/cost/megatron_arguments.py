@@ -1,4 +1,4 @@
-"""A model, and the job to train it, as Megatron's own arguments state them in a text file."""
+"""A model, and the job that trains it, as a text file of Megatron's arguments states them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_hexi.options.registry import ADDED, class_of
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.flags import FLAGS
 
-#: Of Megatron's arguments that no plan chooses; the batch has none.
+#: Megatron's defaults of arguments that no plan chooses; those of the batch have none.
 _MEGATRON_DEFAULTS = {
     "precision": "fp32",
     "distributed_optimizer": False,
@@ -39,12 +39,12 @@ class ArgumentTerms:
     """Terms of the job in a file of Megatron's arguments.
 
     Args:
-        fields: values of `Job`'s fields.
+        fields: values of `Job`'s fields, by name.
         free: flags that no plan depends on; they stay in the lines that start the training.
-        restricting: flags that leave some plans, each with the features of plans that it does not train with
-            (fields of `megatron_hexi.cluster.PlannerRules`).
+        restricting: flags that exclude some plans, each with the features of plans that it excludes (fields
+            of `megatron_hexi.cluster.PlannerRules`).
         context_parallel: ranks that share a sequence, which a plan chooses anew; ``None``: not given.
-        expert_parallel: ranks of an expert domain, which stays; ``None``: not given.
+        expert_parallel: number of ranks of an expert domain, which a plan keeps; ``None``: not given.
         chunks: the flag that cuts stages into chunks, with its value, which a plan chooses anew; empty: none.
     """
 
@@ -60,11 +60,11 @@ def read_arguments(text: str, path: Path) -> Parsed:
     """Parse a file of Megatron's arguments as Megatron takes them, older spellings resolved.
 
     Args:
-        text: what the file holds.
+        text: the text of the file.
         path: the file, for errors.
 
     Raises:
-        HexiError: an argument that Megatron does not have or refuses, or that no plan carries out; by name.
+        HexiError: Megatron does not have or refuses an argument, or no plan supports it; by name.
     """
     words = located_words(text, path)
     if not any(word.text.startswith("--") for word in words):
@@ -83,10 +83,10 @@ def read_arguments(text: str, path: Path) -> Parsed:
 
 
 def check_arguments(text: str, path: Path, plan: Plan) -> None:
-    """Hold a file of Megatron's arguments against a plan.
+    """Check a file of Megatron's arguments against a plan.
 
     Raises:
-        HexiError: as `read_arguments`, or an option that such a plan does not carry out.
+        HexiError: see `read_arguments`; also if the plan does not support an option.
     """
     option = find_refused(read_arguments(text, path).args, kind_of(plan))
     if option is not None:
@@ -100,7 +100,7 @@ def model_from_arguments(text: str, path: Path) -> Model:
     LayerNorm, biases, learned positions, tied embeddings.
 
     Raises:
-        HexiError: as `read_arguments`, or a flag is missing.
+        HexiError: see `read_arguments`; also if a flag is missing.
     """
     args, given = read_arguments(text, path)
     if args.group_query_attention and FLAGS["kv_heads"] not in given:
@@ -114,12 +114,12 @@ def model_from_arguments(text: str, path: Path) -> Model:
 def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
     """Return the job of a file of Megatron's arguments, as far as `Job` has fields for it.
 
-    A file with --seq-length states a job: what it leaves out is as Megatron has it by default (fp32, no
-    distributed optimizer), but for sizes and recomputation, which a plan brings with it. One without states a
-    model, and what it leaves out stays open.
+    A file with --seq-length states a job: options that it leaves out have Megatron's defaults (fp32, no
+    distributed optimizer), except sizes and recomputation, which a plan chooses. A file without it states a
+    model, and options that it leaves out stay open.
 
     Raises:
-        HexiError: as `read_arguments`, or two flags contradict each other.
+        HexiError: see `read_arguments`; also if two flags contradict each other.
     """
     args, given = read_arguments(text, path)
     if args.bf16 and args.fp16:
@@ -154,7 +154,7 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
 
 
 def _restricting(args: Namespace, path: Path) -> dict[str, tuple[str, ...]]:
-    """Options that a plan refuses where replicas are unequal, or stages have layers of their own."""
+    """Return the options that plans with unequal replicas or unequal stages refuse, with these features."""
     found: dict[str, tuple[str, ...]] = {}
     if args.num_experts:  # a plan says where experts are in stages with layers only
         option = find_refused(args, "stages")
@@ -194,11 +194,11 @@ def _model(args: Namespace, path: Path) -> Model:
 
 
 def model_flags(model: Model, seq_length: int) -> list[str]:
-    """Return Megatron's flags for a model: what `model_from_arguments` reads, and what its family implies.
+    """Return Megatron's flags for a model: those that `model_from_arguments` reads, and fixed ones.
 
     Args:
-        model: its shapes. Constants that they leave open (--norm-epsilon, --rotary-base) are Megatron's.
-        seq_length: positions that are allowed, where they are not learned.
+        model: the model. Constants that its shapes leave open (--norm-epsilon, --rotary-base) are Megatron's.
+        seq_length: number of positions that are allowed, if positions are not learned.
 
     Raises:
         NoFlagError: Megatron has no flags for such layers.
@@ -248,7 +248,7 @@ def model_flags(model: Model, seq_length: int) -> list[str]:
 
 
 def kind_flags(model: Model) -> dict[str, int | str]:
-    """Flags of experts, windows, latent attention and multi-token prediction, with their values."""
+    """Return the values of flags for experts, windows, latent attention and multi-token prediction."""
     found: dict[str, int | str] = {}
     if model.experts is not None:
         found["--num-experts"] = model.experts.count

@@ -1,4 +1,4 @@
-"""Memory that each unit's GPUs take, term by term, in bytes."""
+"""Bytes of memory on the GPUs of each unit, and in host memory, by term."""
 
 from __future__ import annotations
 
@@ -41,32 +41,30 @@ OPTIMIZER_BYTES = {"bf16": 12, "fp16": 16, "fp32": 8, "fp8": 12}
 #: one by rows, one by columns (its docs, "Performance considerations", handling transposes).
 FP8_COPIES = 2
 
-#: What torch's allocator and cuBLAS (32 MiB a handle and stream on Hopper) keep. CUDA's own share is not in
-#: it: `usable_gib` is what that leaves. An estimate.
+#: Bytes that torch's allocator and cuBLAS (32 MiB a handle and stream on Hopper) keep, without CUDA's share,
+#: which `usable_gib` leaves out. An estimate.
 SLACK_BYTES = 0.5 * GIB
 #: NCCL's rings and trees: some 24 channels of 12 MiB in each of two communicators over NVLink. An estimate.
 COLLECTIVES_BYTES = 0.5 * GIB
-#: Workspaces of kernels and NCCL's buffers for messages are counted (library_bytes.py), and taken for this
-#: much at least.
+#: The least bytes of kernels' workspaces and of NCCL's buffers for messages, which library_bytes.py counts.
 LEAST_LIBRARY_BYTES = 0.5 * GIB
 #: The least that all these take together.
 RESERVE_BYTES = SLACK_BYTES + COLLECTIVES_BYTES + LEAST_LIBRARY_BYTES
-#: Tokens that take far more bytes than what does not depend on them.
+#: Number of tokens that take far more bytes than all terms that do not depend on tokens.
 _MANY = 1e6
-#: What the caching allocator loses of the tensors that come and go. An estimate.
+#: Part of temporary tensors' bytes that the caching allocator loses to fragmentation. An estimate.
 FRAGMENTATION = 0.05
 
 
 def part_params(job: Job, part: ModelPart, experts: Floats | float = 0) -> Counts:
-    """Weights on one GPU: layers, and an embedding at either end.
+    """Return the number of weights on one GPU: of layers, and of an embedding at either end.
 
-    Where first and last stage differ, tied embeddings are held twice, and those that multi-token prediction
-    embeds its tokens with.
+    If first and last stage differ, both hold a tied embedding, or one that multi-token prediction needs.
 
     Args:
         job: the job.
-        part: what the GPU has of the model.
-        experts: routed experts that it holds of each layer with some, slices counted as parts of one.
+        part: the GPU's part of the model.
+        experts: number of routed experts that it holds of each layer with experts; a slice is a part of one.
     """
     model, tp = job.model, job.tensor_parallel
     embedding = model.vocab_params(tp) + model.learned_positions * model.hidden_size
@@ -85,23 +83,23 @@ def part_params(job: Job, part: ModelPart, experts: Floats | float = 0) -> Count
 
 
 def owned_params(job: Job, params: Counts, owners: float) -> Floats | float:
-    """Weights whose optimizer state a GPU keeps, of those that it holds.
+    """Return the number of a GPU's weights whose optimizer state it keeps.
 
     Args:
         job: the job.
-        params: weights on the GPU.
-        owners: GPUs that hold the same, which share the distributed optimizer's state equally.
+        params: number of weights on the GPU.
+        owners: number of GPUs that hold the same weights and share the distributed optimizer's state equally.
     """
     return params / owners if job.distributed_optimizer else params
 
 
 def allocated_bytes[N: (float, Floats)](tensors: N) -> N:
-    """Bytes that the caching allocator takes for tensors that come and go."""
+    """Return the bytes that the caching allocator takes for temporary tensors of so many bytes."""
     return (1 + FRAGMENTATION) * tensors
 
 
 def stage_params(job: Job, stage: int) -> int:
-    """Weights on one GPU of a pipeline stage of a job whose stages are alike."""
+    """Return the number of weights on one GPU of a pipeline stage, for a job with equal stages."""
     return int(part_params(job, ModelPart.of_job(job, stage)))
 
 
@@ -110,14 +108,14 @@ class Holdings:
     """Tokens, heads and micro-batches that units hold, arrays of one shape.
 
     Args:
-        tokens: T of each.
-        group_tokens: G of its group.
-        heads: query heads (of one tensor-parallel rank).
-        kv: KV heads that these read.
-        micro_batches: that it takes.
-        flights: of its exchange.
-        experts: routed experts of each layer with some, slices counted as parts of one.
-        routed_rows: rows of a micro-batch that these compute, a slice's counted as parts of one.
+        tokens: number of tokens of each unit's shard, T.
+        group_tokens: number of tokens of its group, G.
+        heads: number of query heads (of one tensor-parallel rank).
+        kv: number of KV heads that these read.
+        micro_batches: number of micro-batches that the unit takes.
+        flights: most keys that its exchange has under way.
+        experts: number of routed experts in each layer with experts; a slice is a part of one.
+        routed_rows: number of rows of a micro-batch that its experts compute; those of a slice count in part.
     """
 
     tokens: Floats
@@ -138,7 +136,7 @@ class Holdings:
         experts: Floats | float = 0,
         routed_rows: Floats | float = 0,
     ) -> Holdings:
-        """The holdings of units, [U], of which each takes so many `micro_batches`."""
+        """Return the holdings of a section's units, [U]; see `Holdings` for the arguments."""
         tokens, heads, kv = (held.astype(float) for held in (plan.tokens, plan.heads, plan.kv))
         group_tokens = plan.group_tokens[plan.group].astype(float)
         return cls(tokens, group_tokens, heads, kv, micro_batches, flights, experts, routed_rows)
@@ -151,14 +149,14 @@ def static_memory(
     gradients: Floats | float,
     state: Floats | float,
 ) -> dict[str, Floats]:
-    """Bytes on a GPU that do not depend on the sequence, by the names of `Memory`'s terms.
+    """Return the bytes on a GPU that do not depend on the sequence, by the names of `Memory`'s terms.
 
     Args:
         job: the job.
-        part: what the GPU has of the model.
-        weights: how many are on the GPU.
-        gradients: of how many weights there are gradients.
-        state: of how many weights there is optimizer state.
+        part: the GPU's part of the model.
+        weights: number of weights on the GPU.
+        gradients: number of weights whose gradients are on the GPU.
+        state: number of weights whose optimizer state is on the GPU.
     """
     copied: Counts = 0
     if job.precision == "fp8":
@@ -184,22 +182,22 @@ def part_memory(
     present: Present | None = None,
     message_buffers: Floats | float = 0.0,
 ) -> dict[str, Floats]:
-    """Bytes on one GPU of each unit, by the names of `Memory`'s terms.
+    """Return the peak bytes on one GPU of each unit, [U], by the names of `Memory`'s terms.
 
-    Recomputation of a whole layer keeps its input (h e a token), and one layer is there whole, unless layers
-    behind it are not computed again: what these kept is given back before. Recomputation of core attention
-    keeps query, key and value in the tokens' layout, and one layer's inside is there. 1F1B keeps the
-    activations of as many micro-batches as it runs forward ahead of the backward pass; a ministage those of
-    one, and the rows of all that entered each ministage.
+    Full recomputation keeps each layer's input (h e a token), and all activations of one layer, unless later
+    layers are not computed again, whose activations are free by then. Selective recomputation keeps query,
+    key and value in the tokens' layout, and one layer's activations of core attention. 1F1B keeps the
+    activations of as many micro-batches as it runs forward before the backward pass; a ministage keeps those
+    of one micro-batch, and the rows of all micro-batches that entered each ministage.
 
     Args:
         job: the units' job.
-        part: what they have of the model.
-        held: what they hold of the sequence.
-        window: steps under way ahead of the one in use.
-        owned: weights whose optimizer state a GPU keeps.
-        present: what is on a GPU at the peak; ``None``: all of its part.
-        message_buffers: NCCL's (`message_buffer_bytes`), where it is known which units meet.
+        part: the units' parts of the model.
+        held: tokens, heads, micro-batches and experts of the units.
+        window: prefetch depth of the exchange, in steps.
+        owned: number of weights whose optimizer state a GPU keeps.
+        present: numbers of weights on a GPU at the peak; ``None``: all of its part.
+        message_buffers: bytes of NCCL's buffers (`message_buffer_bytes`), if the exchanging units are known.
     """
     params = part_params(job, part, held.experts) + np.zeros(held.tokens.shape)
     here, added, state = params, params, owned
@@ -220,7 +218,7 @@ def part_memory(
         activations = activations + at_once * count.kept(layer.outside, layer.outside_again)
         attention = attention + at_once * count.kept(layer.inside, layer.inside_again)
     if job.model.mtp_layers:
-        # Of a block's two inputs its layer counts one, where whole ones are computed again.
+        # Under full recomputation one of a block's two inputs is counted with its layer.
         block, inputs = prediction_bytes(job, held.tokens), input_bytes(job, held.tokens)
         blocks = part.predictions(job.model).kept(block, inputs if job.mode == "full" else block)
         activations = activations + in_flight * blocks
@@ -228,7 +226,7 @@ def part_memory(
         waiting = part.entered(held.micro_batches)
         waiting = np.where(part.rows_on_host, np.minimum(waiting, ROWS_ON_DEVICE), waiting)
         activations = activations + waiting * input_bytes(job, held.tokens)
-    # The loss comes before the layers' backward pass: of the two only the larger one is there.
+    # The loss comes before the layers' backward pass, so only the larger of the two counts.
     loss = logits_bytes(job, rows, logit_bytes(job))
     logits = np.where(part.is_last, np.maximum(loss - working, 0.0), 0.0)
     working = working + part.borders * border_bytes(job, held.tokens)
@@ -252,7 +250,7 @@ class _LayerMemory(NamedTuple):
     """Bytes of a layer and micro-batch: kept outside attention and inside, and needed while it is computed.
 
     Arrays over units, [U].
-    `outside_again` and `inside_again` are what a layer keeps that is computed again.
+    `outside_again` and `inside_again` are the bytes kept by a layer that is computed again.
     """
 
     outside: Floats
@@ -263,7 +261,7 @@ class _LayerMemory(NamedTuple):
 
 
 def _layer_memory(job: Job, held: Holdings, window: int) -> _LayerMemory:
-    """The bytes of a layer of a job whose layers are of one kind."""
+    """Return the bytes of a layer, for a job with layers of one kind."""
     rows = job.micro_batch_size * held.tokens
     outside = rows * token_activation_bytes(job)
     if job.model.experts is not None:
@@ -282,17 +280,17 @@ def _layer_memory(job: Job, held: Holdings, window: int) -> _LayerMemory:
 def token_bytes(
     job: Job, part: ModelPart, window: int, shards: int, micro_batches: int = 1
 ) -> tuple[float, float, float]:
-    """Bytes on a GPU with no token, of a token that its unit holds, and of one that all its heads attend to.
+    """Return the bytes on a GPU without tokens, for each token of its unit, and for each attended token.
 
-    With h of a group's H heads a unit attends to h / H of the group's tokens. Keys under way are taken to be
-    as many as those of its own group.
+    A unit with h of the H heads attends to h / H of its group's tokens. The exchange is taken to have as many
+    keys under way as the unit's group has.
 
     Args:
         job: the unit's job.
-        part: what it has of the model.
-        window: steps under way ahead of the one in use.
-        shards: units that share the optimizer's state.
-        micro_batches: that it takes.
+        part: the unit's part of the model.
+        window: prefetch depth of the exchange, in steps.
+        shards: number of units that share the optimizer's state.
+        micro_batches: number of micro-batches that the unit takes.
     """
     tokens, attended = np.array([0.0, _MANY, 0.0]), np.array([0.0, 0.0, _MANY])
     heads = np.full(3, float(job.workload().local_heads))
@@ -308,18 +306,18 @@ def token_bytes(
 
 
 def part_host_memory(job: Job, part: ModelPart, held: Holdings, present: Present | None) -> dict[str, Floats]:
-    """Bytes in host memory of one GPU of each unit, by the names of `HostMemoryTerms`'s terms.
+    """Return the bytes in host memory for one GPU of each unit, [U], by the terms of `HostMemoryTerms`.
 
     Args:
         job: the units' job.
-        part: what they have of the model.
-        held: what they hold of the sequence.
-        present: what is where; ``None``: nothing is offloaded.
+        part: the units' parts of the model.
+        held: tokens, heads, micro-batches and experts of the units.
+        present: numbers of weights on the device and in host memory; ``None``: nothing is offloaded.
     """
     if present is None:
         return {field.name: np.zeros(held.tokens.shape) for field in fields(HostMemoryTerms)}
     element = float(job.element_bytes)
-    # In fp32 the model's weights are the optimizer's: on the host there is one of them.
+    # In fp32 the model's weights are the optimizer's, so the host has one copy.
     masters = present.host_masters * element if job.precision == "fp32" else 0.0
     return {
         "weights": present.host_weights * element,
@@ -330,10 +328,10 @@ def part_host_memory(job: Job, part: ModelPart, held: Holdings, present: Present
 
 
 def unit_memory(terms: Mapping[str, Floats], unit: int) -> Memory:
-    """One unit's part of `part_memory`."""
+    """Return one unit's bytes on a GPU by term, from the arrays of `part_memory`."""
     return Memory(**{name: float(values[unit]) for name, values in terms.items()})
 
 
 def unit_host_memory(terms: Mapping[str, Floats], unit: int) -> HostMemoryTerms:
-    """One unit's part of `part_host_memory`."""
+    """Return one unit's bytes in host memory by term, from the arrays of `part_host_memory`."""
     return HostMemoryTerms(**{name: float(values[unit]) for name, values in terms.items()})

@@ -1,4 +1,4 @@
-"""The terms of memory on a GPU and in host memory, and what readers go by: remedy, growth, duration."""
+"""The terms of memory on a GPU and in host memory, each with its tag: remedy, growth and duration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Lasts = Literal["always", "kept", "layer", "loss"]
 
 @dataclass(frozen=True)
 class _MemoryTerms:
-    """Memory by term, bytes."""
+    """Bytes of memory by term."""
 
     @property
     def total(self) -> float:
@@ -25,20 +25,20 @@ class _MemoryTerms:
 
     @property
     def terms(self) -> dict[str, float]:
-        """The terms by name."""
+        """Bytes of each term by name."""
         return {term.name: getattr(self, term.name) for term in fields(self)}
 
 
 @dataclass(frozen=True)
 class Tag:
-    """Properties of a memory term that readers of the memory model go by.
+    """Remedy, growth and duration of a memory term.
 
     Args:
-        remedy: what makes it smaller, for people.
-        grows: what it grows with: the unit's own `tokens`, or its `heads` with the tokens of its group;
-            ``None``: neither.
-        lasts: how long it is there: `always`; from the forward pass of a micro-batch to its backward pass
-            (`kept`); while one `layer` is computed; while the `loss` is.
+        remedy: advice on making the term smaller, for messages.
+        grows: quantity with which the term grows: the unit's `tokens`, or its `heads` times the tokens of its
+            group; ``None``: neither.
+        lasts: duration of the term: `always`; from a micro-batch's forward pass to its backward pass
+            (`kept`); while one `layer` is computed; while the `loss` is computed.
     """
 
     remedy: str
@@ -55,14 +55,14 @@ class Memory(_MemoryTerms):
     """Bytes on one GPU at the peak of an iteration.
 
     Args:
-        weights: of the GPU's stage.
-        gradients: of the same.
-        optimizer: its part of the optimizer's state.
-        activations: kept for the backward pass outside attention, all micro-batches in flight.
-        attention: kept inside attention, likewise.
-        working_set: of the one layer under way: sums, keys and values in flight, all-to-all buffers,
-            and what recomputation brings back; rows on their way between stages.
-        logits: what the loss, where the stage has it, needs beyond the working set, which comes
+        weights: weights of the GPU's stage.
+        gradients: gradients of these weights.
+        optimizer: the GPU's part of the optimizer's state.
+        activations: activations outside attention, of all micro-batches in flight.
+        attention: activations inside attention, of all micro-batches in flight.
+        working_set: tensors of the layer being computed: sums, keys and values in flight, all-to-all buffers
+            and recomputed activations; rows under way between stages.
+        logits: tensors of the loss, if the stage has it, as far as they exceed the working set, which comes
             after it.
         reserve: libraries, their workspaces and buffers, and the allocator.
     """
@@ -81,17 +81,17 @@ class Memory(_MemoryTerms):
     reserve: float = _tagged(None, "always", "give it fewer tokens")
 
 
-#: The tag of each term of `Memory`; one without a tag is an error here.
+#: The tag of each term of `Memory`; a term without a tag is an error here.
 TAGS: dict[str, Tag] = {term.name: term.metadata["tag"] for term in fields(Memory)}
 
 
 def sum_terms(terms: Mapping[str, Floats], lasts: Lasts, grows: Grows | None = None) -> Floats:
-    """The sum of the terms with a tag, bytes.
+    """Return the sum of the terms with a tag, bytes.
 
     Args:
         terms: arrays of bytes by the names of `Memory`'s terms.
-        lasts: `Tag.lasts`.
-        grows: `Tag.grows`; ``None``: any.
+        lasts: duration of the terms, see `Tag`.
+        grows: growth of the terms, see `Tag`; ``None``: any.
     """
     tagged = (name for name, tag in TAGS.items() if tag.lasts == lasts and grows in (None, tag.grows))
     total: Floats = sum((terms[name] for name in tagged), np.zeros(()))
@@ -100,12 +100,12 @@ def sum_terms(terms: Mapping[str, Floats], lasts: Lasts, grows: Grows | None = N
 
 @dataclass(frozen=True)
 class HostMemoryTerms(_MemoryTerms):
-    """Bytes in host memory of what one GPU's stage offloads.
+    """Bytes in host memory that one GPU offloads.
 
     Args:
-        weights: of ministages.
-        gradients: of the same, and of what the host steps.
-        optimizer: fp32 weights and state.
+        weights: weights of ministages.
+        gradients: gradients of these weights, and of weights whose optimizer step runs on the host.
+        optimizer: fp32 weights and optimizer state.
         activations: rows that entered ministages.
     """
 

@@ -1,4 +1,4 @@
-"""Ministages: how long the stages of a replica take where they pass all micro-batches in turns."""
+"""Seconds of a replica whose stages run in ministages, each of which takes all micro-batches in turn."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_hexi.mesh import MinistagePass, ministage_passes
 
 @dataclass(frozen=True, eq=False)
 class Passing:
-    """Transfers of a stage's units for each of its ministages, seconds, [ministages] each.
+    """Seconds of the transfers of weights, gradients and rows of a stage's ministages.
 
     Args:
-        gathers: weights from the units that keep their shares.
-        sums: gradients to the units that own them.
-        copies_in: weights from host memory.
-        copies_out: gradients to host memory.
-        rows: of a micro-batch's rows to host memory, or back.
+        gathers: all-gather of each ministage's weights from the units that own shares, s, [ministages].
+        sums: reduction of its gradients to the units that own them, s, [ministages].
+        copies_in: copy of its weights from host memory, s, [ministages].
+        copies_out: copy of its gradients to host memory, s, [ministages].
+        rows: copy of a micro-batch's rows to host memory, or back, s.
     """
 
     gathers: Floats
@@ -32,40 +32,40 @@ class Passing:
 
     @classmethod
     def nothing(cls, ministages: int) -> Passing:
-        """No transfers: all weights and gradients stay on the device."""
+        """Return transfers of 0 s: all weights and gradients stay on the device."""
         none = np.zeros(ministages)
         return cls(none, none, none, none)
 
     def without_host(self) -> Passing:
-        """The transfers without those to and from host memory."""
+        """Return the transfers without those to and from host memory."""
         return replace(self, copies_in=0 * self.copies_in, copies_out=0 * self.copies_out, rows=0.0)
 
     @property
     def is_on_host(self) -> bool:
-        """Whether anything comes from host memory, or goes there."""
+        """Whether anything is copied to or from host memory."""
         return self.rows > 0 or bool(self.copies_in.any() or self.copies_out.any())
 
     @property
     def fetches(self) -> Floats:
-        """Seconds until the weights are on the device."""
+        """Seconds until each ministage's weights are on the device, [ministages]."""
         return self.copies_in + self.gathers
 
     @property
     def leaves(self) -> Floats:
-        """Seconds until the gradients have left the device."""
+        """Seconds until each ministage's gradients have left the device, [ministages]."""
         return self.sums + self.copies_out
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Units that work independently of the others of a stage.
+    """Units of a stage that process micro-batches independently of the stage's other units.
 
-    They are a domain that takes whole micro-batches, or all domains that share each one.
+    A lane is one domain that takes whole micro-batches, or all domains that share each micro-batch.
 
     Args:
-        takes: the micro-batches that it takes, ascending.
-        phases: where its time of one goes, in all ministages.
-        forward_s: of that, one forward pass of all layers.
+        takes: numbers of the micro-batches that it takes, ascending.
+        phases: seconds of one micro-batch by phase, over all ministages.
+        forward_s: seconds of one forward pass of all layers, which are part of `phases`.
     """
 
     takes: tuple[int, ...]
@@ -74,7 +74,7 @@ class Lane:
 
     @property
     def work(self) -> Phases:
-        """Seconds of its work in an iteration, by phase."""
+        """Seconds of the lane's work in an iteration, by phase."""
         return self.phases * len(self.takes)
 
 
@@ -82,15 +82,15 @@ class Lane:
 class MinistagePipeline:
     """The stages of one replica that runs in ministages.
 
-    Borders are those between neighbours, and with several stages that from the last to the first.
+    There is a border between each stage and the next, and with several stages one from the last to the first.
 
     Args:
-        lanes: of each stage; together they take each micro-batch once.
+        lanes: lanes of each stage, [p]; together they take each micro-batch once.
         there: seconds that a micro-batch's activations are under way over each border, [borders,
             micro-batches].
-        back: the same of gradients.
-        parts: of each stage's layers, the part that each ministage has, [p, ministages].
-        passing: of each stage.
+        back: seconds that its gradients are under way over each border, [borders, micro-batches].
+        parts: part of a stage's layers that each ministage has, [p, ministages].
+        passing: transfers of each stage's weights, gradients and rows, [p].
     """
 
     lanes: tuple[tuple[Lane, ...], ...]
@@ -101,26 +101,27 @@ class MinistagePipeline:
 
     @property
     def stages(self) -> tuple[Phases, ...]:
-        """Phases of a micro-batch in each stage, on its slowest lane."""
+        """Seconds of a micro-batch by phase in the slowest lane of each stage, [p]."""
         return tuple(
             max((lane.phases for lane in lanes), key=lambda phases: phases.total) for lanes in self.lanes
         )
 
     @property
     def busiest(self) -> Phases:
-        """The work of the lane that has most of it."""
+        """Seconds of work in an iteration by phase, of the lane with the most."""
         return max((lane.work for lanes in self.lanes for lane in lanes), key=lambda work: work.total)
 
     @property
     def phases(self) -> Phases:
-        """Phases of the replica's time: the busiest lane's work, its waits for others, and for weights."""
+        """Seconds of the replica by phase: the busiest lane's work, its waits for others, and for weights."""
         return self.busiest + self.waits(MinistagePipeline.seconds)
 
     def waits(self, seconds_of: SecondsOf) -> Phases:
-        """Time of a replica beyond the work of its busiest lane.
+        """Return the seconds of the replica beyond the work of its busiest lane, by phase.
 
         Args:
-            seconds_of: a pipeline's seconds; asked of this one, and of it without what passes.
+            seconds_of: gives the seconds of a pipeline; called with this pipeline, with it without transfers
+                to and from host memory, and with it without any transfers.
         """
         work, passing = self.busiest.total, self.passing
         near = still = here = seconds_of(self)
@@ -132,16 +133,20 @@ class MinistagePipeline:
         return Phases(bubble=max(0.0, still - work), gradients=near - still, offload=here - near)
 
     def order(self) -> Iterator[tuple[int, MinistagePass]]:
-        """Yield stages and passes, each behind the pass whose rows it needs."""
+        """Yield each pass of a ministage and its stage, after the pass whose rows it needs."""
         depth, count = self.parts.shape
         own = [iter(ministage_passes(count, gives_loss=stage == depth - 1)) for stage in range(depth)]
         forward = [(stage, number) for number in range(count) for stage in range(depth)]
-        # The last of these turns round.
+        # The last of these is the turn: forward and backward of the ministage with the loss.
         for stage, _ in (*forward, *reversed(forward[:-1])):
             yield stage, next(own[stage])
 
     def step_s(self, stage: int, lane: Lane, sweep: MinistagePass) -> float:
-        """Seconds of a micro-batch in a sweep; all but the turn run forward once more before the backward."""
+        """Return the seconds of one micro-batch in a pass of a ministage.
+
+        A backward pass first runs forward once more. The turn is the forward and the backward pass of the
+        ministage with the loss.
+        """
         part, ahead = float(self.parts[stage][sweep.ministage]), lane.forward_s
         if sweep.way == "forward":
             return part * ahead
@@ -152,12 +157,12 @@ class MinistagePipeline:
         return part * (ahead + back) + (phases.logits if sweep.way == "turn" else 0.0)
 
     def rows_s(self, stage: int, sweep: MinistagePass) -> float:
-        """Seconds in which the rows that entered for a micro-batch go to host memory, or come back."""
+        """Return the seconds of copying the input rows of one micro-batch to host memory, or back."""
         enter = sweep.way != "turn" and (stage, sweep.ministage) != (0, 0)
         return self.passing[stage].rows if enter else 0.0
 
     def border_s(self, stage: int, sweep: MinistagePass) -> Floats:
-        """Seconds that what leaves a stage after a sweep is under way, [micro-batches]."""
+        """Return the seconds that a pass's output is under way to the next stage, [micro-batches]."""
         ways, number = (self.there, stage) if sweep.way == "forward" else (self.back, stage - 1)
         if sweep.way == "backward":
             number %= len(self.lanes)
@@ -165,24 +170,24 @@ class MinistagePipeline:
         return found
 
     def posts_ahead(self, stage: int, other: int) -> bool:
-        """Whether a stage posts the next receive when a micro-batch starts, not when it ends.
+        """Return whether a stage posts the next receive from another stage when a micro-batch starts.
 
-        Stages whose domains take whole micro-batches post it at the end.
+        If the domains of either stage take whole micro-batches, it posts the receive when a micro-batch ends.
         """
         return len(self.lanes[stage]) == len(self.lanes[other]) == 1
 
     def seconds(self) -> float:
-        """From the first micro-batch's entry until all gradients are with their owners.
+        """Return the seconds from the first micro-batch's start until all gradients are with their owners.
 
-        Each stage works in order. While a ministage runs, the weights of the next one come; its gradients
-        leave while the next one runs, and are away before that one's leave (runtime/passing_buckets.py). Both
-        go one after the other. Rows travel once they are computed and the other side has posted the receive:
-        at the sweep's begin for the first micro-batch, when it takes up the one before for another; beside a
-        stage whose micro-batches are dealt when it is done with that one. To and from host memory they go one
-        micro-batch behind, or ahead.
+        Each stage runs its passes in order. While a ministage runs, the weights of the next one arrive. Its
+        gradients leave while the next one runs, and have left before the gradients of the next one leave
+        (runtime/passing_buckets.py). These transfers run one after the other. Rows travel once they are
+        computed and the receive is posted: for the first micro-batch when the pass begins, for any other when
+        the receiver starts the micro-batch before, or when it ends that one if domains of either stage take
+        whole micro-batches. Copies to and from host memory run one micro-batch behind, or ahead.
         """
         clocks = [_Clock(*own) for own in zip(self.lanes, self.passing, strict=True)]
-        # Lists: sums of numpy's own numbers are slower.
+        # Lists, because sums of numpy's scalars are slower.
         sent, border, before = [0.0] * self.there.shape[1], [0.0] * self.there.shape[1], 0
         for stage, sweep in self.order():
             clock = clocks[stage]
@@ -203,11 +208,13 @@ class MinistagePipeline:
 
 
 class _Clock:
-    """One stage: when its lanes are free, and what travels beside their work, which all take part in.
+    """The clock of one stage: when its lanes are free, and when its transfers end.
+
+    All lanes of the stage take part in each transfer.
 
     Args:
-        lanes: of the stage.
-        passing: what travels.
+        lanes: the stage's lanes.
+        passing: the stage's transfers.
     """
 
     def __init__(self, lanes: Sequence[Lane], passing: Passing) -> None:
@@ -217,7 +224,7 @@ class _Clock:
         self._here: dict[int, float] = {}
 
     def begin(self, sweep: MinistagePass) -> None:
-        """Have the weights of a sweep here, and those of the next one on their way."""
+        """Wait for the weights of a pass, and start to fetch those of the next one."""
         self._here = {number: time for number, time in self._here.items() if number in sweep.weights}
         for number in sweep.weights:
             if number not in self._here:
@@ -226,7 +233,7 @@ class _Clock:
         self._wait_for(self._here[sweep.ministage])
 
     def end(self, sweep: MinistagePass) -> None:
-        """Let its gradients leave, after those of the sweep before."""
+        """Send the gradients of a backward pass to their owners, after those of the pass before have left."""
         if sweep.is_backward:
             self._wait_for(self.left)
             self._wire = max(self._wire, *self.free) + float(self.passing.leaves[sweep.ministage])
@@ -236,5 +243,5 @@ class _Clock:
         self.free = [max(free, time) for free in self.free]
 
 
-#: Seconds of a replica in ministages, by a model of it.
+#: A model of the seconds of a replica in ministages.
 SecondsOf = Callable[[MinistagePipeline], float]

@@ -1,4 +1,4 @@
-"""The shapes of a model, as far as time and memory depend on them: a decoder, whose layers may differ."""
+"""The shapes of a decoder, whose layers may differ, as far as time and memory depend on them."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ class Model:
     Its layers are of one kind, or of a few (`kinds`): with experts or a dense MLP, with a window or without.
 
     Args:
-        name: for people.
-        layers: transformer layers.
+        name: name of the model, for messages.
+        layers: number of transformer layers.
         hidden_size: width of the model.
-        heads: query heads of a layer.
-        kv_heads: key and value heads of a layer; divides `heads`.
+        heads: number of query heads of a layer.
+        kv_heads: number of KV heads of a layer; divides `heads`.
         head_dim: size of one head.
         ffn_hidden_size: width inside the MLP of layers without experts.
         gated: whether the MLP has a gate beside its first matrix (SwiGLU), so three matrices instead of two.
-        vocab_size: tokens of the vocabulary, without padding.
+        vocab_size: number of tokens of the vocabulary, without padding.
         tied_embeddings: whether input and output embedding are the same weights.
         biases: whether linear layers have biases (GPT-2, GPT-3) or not (Llama).
         qk_norm: whether each head's queries and keys are normalised (Qwen3).
-        learned_positions: positions with a learned embedding; 0 for rotary ones.
+        learned_positions: number of positions with a learned embedding; 0 for rotary embeddings.
         qkv_bias: whether queries, keys and values have biases where other linear layers have none (Qwen2).
         norm_biases: whether norms have biases (LayerNorm) or not (RMSNorm); ``None``: if linear layers do.
         output_gate: whether attention's output is gated, by as many further columns as there are queries.
         sinks: whether each head has a learned offset in its softmax.
-        vocab_multiple: what Megatron pads the vocabulary to a multiple of, times the tensor-parallel size.
-        source: where the shape comes from.
-        experts: in place of a dense MLP, in all layers or some.
-        window: of attention, in all layers or some.
-        latent: in place of a key and a value for each KV head; `head_dim` then is the size of a head's
-            query and key, rotary columns included.
+        vocab_multiple: Megatron pads the vocabulary to a multiple of this times the tensor-parallel size.
+        source: file or address from which the shapes are taken.
+        experts: routed experts in place of a dense MLP, in all layers or some; ``None``: there are none.
+        window: window of attention, in all layers or some; ``None``: there is none.
+        latent: latent columns in place of a key and a value for each KV head; `head_dim` then is the size of
+            a head's query and key, rotary columns included.
         post_norms: whether attention and MLP have norms behind them too (Gemma).
         mtp_layers: blocks of multi-token prediction behind the last layer: --mtp-num-layers.
 
@@ -124,7 +124,7 @@ class Model:
 
     @cached_property
     def kinds(self) -> tuple[Model, ...]:
-        """A model of one kind of layer for each kind there is, with as many layers, in order of the first."""
+        """For each kind of layer a model of its layers only, in order of the kinds' first layers."""
         return tuple(
             self._of_kind(*kind, layers=self._kind_of_layers.count(kind))
             for kind in dict.fromkeys(self._kind_of_layers)
@@ -132,7 +132,7 @@ class Model:
 
     @cached_property
     def layers_before(self) -> tuple[tuple[int, ...], ...]:
-        """For each kind, how many of its layers stand before each layer, and in all: `layers` + 1 numbers."""
+        """For each kind, the number of its layers before each layer, and in all: `layers` + 1 numbers."""
         return tuple(
             tuple(itertools.accumulate((other == kind for other in self._kind_of_layers), initial=0))
             for kind in dict.fromkeys(self._kind_of_layers)
@@ -146,7 +146,7 @@ class Model:
 
     @cached_property
     def layers_run(self) -> tuple[int, ...]:
-        """For each kind, the layers that a token passes, those of multi-token prediction among them."""
+        """Number of layers of each kind that a token passes, those of multi-token prediction among them."""
         counts = [kind.layers for kind in self.kinds]
         counts[self.kind_of_layers[-1]] += self.mtp_layers
         return tuple(counts)
@@ -187,14 +187,14 @@ class Model:
         return max(self.head_dim, self.value_dim)
 
     def padded_vocab(self, tensor_parallel: int = 1) -> int:
-        """The vocabulary as Megatron pads it."""
+        """Return the size of the vocabulary as Megatron pads it."""
         multiple = self.vocab_multiple * tensor_parallel
         return math.ceil(self.vocab_size / multiple) * multiple
 
     def matrix_params(self, tensor_parallel: int = 1) -> int:
-        """Weights of one layer's matrices on one tensor-parallel rank, without those of routed experts.
+        """Return the weights of one layer's matrices on one tensor-parallel rank, without routed experts.
 
-        QKV: hidden x (heads + 2 kv) x D, and a gate of the output as much as the queries; projection: heads x
+        QKV: hidden x (heads + 2 kv) x D, an output gate as many as the queries; projection: heads x
         D x hidden; MLP: 2 (gated: 3) x hidden x ffn; with experts the shared ones, and the router, hidden x
         experts. Megatron gives every rank at least one KV head, and the whole router.
 
@@ -215,7 +215,7 @@ class Model:
 
     @property
     def expansion_params(self) -> int:
-        """Weights of the matrix that makes one head's key and value of latent columns, C (N + V)."""
+        """Number of weights of the matrix from latent columns to one head's key and value, C (N + V)."""
         latent = self.latent
         if latent is None:
             return 0
@@ -223,7 +223,7 @@ class Model:
 
     @property
     def down_params(self) -> int:
-        """Weights of a layer's matrices down to its latent columns, which every tensor-parallel rank has.
+        """Number of weights of a layer's matrices down to its latent columns; each rank has them whole.
 
         Megatron's MLASelfAttention runs them on the rank's own rows under sequence parallelism.
         """
@@ -240,7 +240,7 @@ class Model:
         return shared + self.hidden_size * self.experts.count
 
     def vector_params(self, tensor_parallel: int = 1) -> int:
-        """Weights of one layer's norms and biases on one tensor-parallel rank, without routed experts.
+        """Return the weights of one layer's norms and biases on one rank, without routed experts.
 
         Norms and the biases of row-parallel layers (projection, second of the MLP) are on every rank.
         """
@@ -266,7 +266,7 @@ class Model:
         return self.experts.count + (first * width // tensor_parallel + self.hidden_size if width else 0)
 
     def expert_params(self, parts: int = 1) -> int:
-        """Weights of one routed expert, or of one of so many slices of it; 0 in layers without experts."""
+        """Return the weights of one routed expert, or of one of `parts` slices of it; 0 without experts."""
         if self.experts is None:
             return 0
         width, first = self.experts.ffn_hidden_size, 2 if self.gated else 1
@@ -280,26 +280,26 @@ class Model:
 
     @property
     def expert_matrices(self) -> int:
-        """Weights of the matrices of one routed expert."""
+        """Number of weights of the matrices of one routed expert."""
         width = 0 if self.experts is None else self.experts.ffn_hidden_size
         return (3 if self.gated else 2) * self.hidden_size * width
 
     def norm_params(self, width: int) -> int:
-        """Weights of a norm over so many values: a scale, and a bias with LayerNorm."""
+        """Return the weights of a norm over `width` values: a scale, and a bias with LayerNorm."""
         has_bias = self.biases if self.norm_biases is None else self.norm_biases
         return width * (2 if has_bias else 1)
 
     def layer_params(self, tensor_parallel: int = 1) -> int:
-        """Weights of one layer on one tensor-parallel rank, without those of routed experts."""
+        """Return the weights of one layer on one tensor-parallel rank, without those of routed experts."""
         return self.matrix_params(tensor_parallel) + self.vector_params(tensor_parallel)
 
     def vocab_params(self, tensor_parallel: int = 1) -> int:
-        """Weights of one matrix over the padded vocabulary, input or output, on one tensor-parallel rank."""
+        """Return the weights of one matrix over the padded vocabulary, input or output, on one rank."""
         return self.padded_vocab(tensor_parallel) // tensor_parallel * self.hidden_size
 
     @property
     def total_params(self) -> int:
-        """Weights of the whole model, without multi-token prediction."""
+        """Number of weights of the whole model, without multi-token prediction."""
         routed = sum(
             kind.layers * kind.experts.count * kind.expert_params() for kind in self.kinds if kind.experts
         )
@@ -307,7 +307,7 @@ class Model:
 
     @property
     def active_params(self) -> int:
-        """Weights that a token goes through, its row of the input embedding not counted."""
+        """Number of weights that a token goes through, without its row of the input embedding."""
         routed = sum(
             kind.layers * kind.experts.active * kind.expert_params() for kind in self.kinds if kind.experts
         )
@@ -324,7 +324,7 @@ class Model:
 
     @property
     def mtp_params(self) -> int:
-        """Weights of all blocks of multi-token prediction, each a layer of the last kind and a projection."""
+        """Number of weights of all blocks of multi-token prediction."""
         if not self.mtp_layers:
             return 0
         last = self._of_kind(*self._kind_of_layers[-1], layers=1)
@@ -332,14 +332,14 @@ class Model:
         return self.mtp_layers * (last.layer_params() + routed + self.prediction_params())
 
     def prediction_params(self, tensor_parallel: int = 1) -> int:
-        """Weights of a block of multi-token prediction beside its layer, on one tensor-parallel rank.
+        """Return the weights of a block of multi-token prediction beside its layer, on one rank.
 
         The projection of hidden state and embedding, 2h x h, and three norms.
         """
         return self.projection_params(tensor_parallel) + 3 * self.norm_params(self.hidden_size)
 
     def projection_params(self, tensor_parallel: int = 1) -> int:
-        """Weights of the projection before a layer of multi-token prediction, on one rank."""
+        """Return the weights of the projection before a layer of multi-token prediction, on one rank."""
         return 2 * self.hidden_size**2 // tensor_parallel
 
     def _require_uniform(self) -> None:

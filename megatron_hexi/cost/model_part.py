@@ -18,13 +18,13 @@ class Present:
     """Numbers of weights on each unit's GPUs and in host memory at the peak (`mesh.residence`), [U] each.
 
     Args:
-        weights: on the device.
-        gradients: whose gradients are.
-        state: whose optimizer's state is.
-        host_weights: in host memory.
-        host_gradients: whose gradients are.
-        host_state: whose optimizer's state is.
-        host_masters: those of them that the host has as fp32 weights only, and not as the model's too.
+        weights: number of weights on the device.
+        gradients: number of weights whose gradients are on the device.
+        state: number of weights whose optimizer state is on the device.
+        host_weights: number of weights in host memory.
+        host_gradients: number of weights whose gradients are in host memory.
+        host_state: number of weights whose optimizer state is in host memory.
+        host_masters: number of weights with state in host memory whose model weights stay on the device.
     """
 
     weights: Floats
@@ -36,31 +36,31 @@ class Present:
     host_masters: Floats
 
     def of(self, ranks: Ints) -> Present:
-        """The numbers of some units, from numbers by rank: the largest of each unit's ranks, [U, tp]."""
+        """Return the numbers of units of these ranks, [U, tp], from numbers by rank: the largest of each."""
         return Present(**{field.name: getattr(self, field.name)[ranks].max(axis=1) for field in fields(self)})
 
 
 class KindLayers(NamedTuple):
-    """Layers of one kind: how many, and how many of them the backward pass computes again."""
+    """Number of layers of one kind, and number of those that the backward pass computes again."""
 
     layers: Counts
     again: Counts
 
     def kept(self, plain: Floats, repeated: Floats) -> Floats:
-        """Bytes that the layers keep of a micro-batch.
+        """Return the bytes that the layers keep of a micro-batch.
 
         Args:
-            plain: of a layer that is not computed again.
-            repeated: of one that is.
+            plain: bytes of a layer that is not computed again.
+            repeated: bytes of a layer that is computed again.
         """
         return self.again * repeated + (self.layers - self.again) * plain
 
     def seconds(self, once: Floats | float, repeated: Floats | float) -> Floats | float:
-        """Seconds of the layers' passes.
+        """Return the seconds of the layers' passes.
 
         Args:
-            once: a layer's forward and backward pass.
-            repeated: what its recomputation takes.
+            once: seconds of a layer's forward and backward pass.
+            repeated: seconds of its recomputation.
         """
         return self.layers * once + self.again * repeated
 
@@ -70,17 +70,17 @@ class ModelPart:
     """The part of the model that units have; numbers, or arrays over units, [U].
 
     Args:
-        layers: how many, without those of multi-token prediction.
-        again: how many of them the backward pass computes again: the first ones.
-        is_first: whether with the embedding.
-        is_last: whether with the last norm, the output matrix, the loss, and all multi-token prediction.
-        ahead: passes of a chunk whose activations are kept at a time, at most: those that run forward before
-            the first backward pass, and one (`passes_ahead`).
-        ministages: in how many parts they run; 0: whole, in 1F1B.
+        layers: number of layers, without those of multi-token prediction.
+        again: number of these that the backward pass computes again: the first ones.
+        is_first: whether the part has the embedding.
+        is_last: whether it has the last norm, the output matrix, the loss, and all multi-token prediction.
+        ahead: largest number of passes of a chunk whose activations are kept at a time: those that run
+            forward before 1F1B begins, and one (`passes_ahead`).
+        ministages: number of ministages that the layers run in; 0: they run whole, in 1F1B.
         rows_on_host: whether rows that entered ministages wait in host memory.
-        first_layer: the number of the first of the layers in the model; ``None``: they are a mean of all.
-        chunks: parts of the layers that Megatron's interleaved schedule runs in turn: each an equal number,
-            as far from the one before as the model has layers for a chunk of all stages.
+        first_layer: number of the part's first layer in the model; ``None``: the layers are a mean of all.
+        chunks: number of chunks of the layers, of equal length; the first layers of two successive chunks are
+            `Model.layers` / `chunks` apart.
     """
 
     layers: Ints | int
@@ -95,7 +95,7 @@ class ModelPart:
 
     @classmethod
     def of_job(cls, job: Job, stage: Ints | int) -> ModelPart:
-        """The part of a pipeline stage, or of several, of a job whose stages are alike."""
+        """Return the part of a pipeline stage, or of an array of stages, for a job with equal stages."""
         chunks = job.virtual_stages
         return cls(
             layers=job.stage_layers,
@@ -110,18 +110,18 @@ class ModelPart:
     def predictions(self, model: Model) -> KindLayers:
         """Return how many layers of multi-token prediction the part has, and how many are computed again.
 
-        The part with the loss has all of them, other parts none. Megatron computes them again if it does so
-        with all layers of the stage, and not if with some only (--recompute-method block).
+        The part with the loss has all of them, other parts none. Megatron computes them again if it computes
+        all layers of the stage again, but not if only some (--recompute-method block).
         """
         layers = self.is_last * model.mtp_layers
         return KindLayers(layers, layers * np.equal(self.again, self.layers))
 
     def copies_embedding(self, model: Model) -> Ints | int:
-        """1 where the part has the embedding beside another stage's: for multi-token prediction."""
+        """Return 1 if the part has a copy of the embedding, for multi-token prediction, else 0."""
         return self.is_last * (1 - self.is_first) * min(model.mtp_layers, 1)
 
     def of_kinds(self, model: Model) -> list[KindLayers]:
-        """The layers of each of the model's kinds that the part has; the last layer's with `predictions`."""
+        """Return the part's layers of each kind of the model; `predictions` are of the last layer's kind."""
         found = self._of_decoder(model)
         if model.mtp_layers:
             last, more = found[model.kind_of_layers[-1]], self.predictions(model)
@@ -130,7 +130,7 @@ class ModelPart:
         return found
 
     def _of_decoder(self, model: Model) -> list[KindLayers]:
-        """The layers of each kind without those of multi-token prediction."""
+        """Return the layers of each kind without those of multi-token prediction."""
         if model.is_uniform:
             return [KindLayers(self.layers, self.again)]
         if self.first_layer is None:
@@ -146,40 +146,43 @@ class ModelPart:
 
     @property
     def borders(self) -> Ints:
-        """Number of neighbouring stages."""
+        """Number of stages next to the part's stage: 0 to 2."""
         return 2 - np.asarray(self.is_first, dtype=int) - np.asarray(self.is_last, dtype=int)
 
     def of(self, index: Ints | np.int64) -> ModelPart:
-        """The numbers of some of what this one's arrays are over."""
+        """Return the part with the entries of its arrays at these indices."""
         arrays = ((name, value) for name, value in vars(self).items() if isinstance(value, np.ndarray))
         found: dict[str, Any] = {name: value[index] for name, value in arrays}
         return replace(self, **found)
 
     def in_flight(self, micro_batches: Ints) -> Floats:
-        """Micro-batches whose activations are kept at a time, of so many; of those of chunks their part."""
+        """Return the number of micro-batches whose activations are kept at a time, of those of an iteration.
+
+        A pass of one of several chunks counts as a part of a micro-batch.
+        """
         passes = np.minimum(self.chunks * micro_batches, self.ahead)
         return np.where(self.ministages, 1, passes / self.chunks)
 
     def at_once(self, model: Model) -> Floats:
-        """The part of the layers whose activations are kept at a time: of the largest ministage.
+        """Return the part of the layers whose activations are kept at a time: those of the largest ministage.
 
-        Layers of multi-token prediction belong to the last one.
+        Layers of multi-token prediction belong to the last ministage.
         """
         count, more = np.maximum(self.ministages, 1), self.predictions(model).layers
         return (-(-self.layers // count) + more) / np.maximum(self.layers + more, 1)
 
     def entered(self, micro_batches: Ints) -> Ints:
-        """Micro-batches whose rows wait after they entered a ministage, over all ministages.
+        """Return the number of micro-batches whose input rows are kept, added up over all ministages.
 
-        Nothing enters the first of the model, and what enters the last is used at once.
+        The first ministage of the model has no input rows, and the last one uses them at once.
         """
         ends = np.logical_or(self.is_first, self.is_last)
         return micro_batches * np.maximum(self.ministages - ends, 0)
 
     def run_twice(self, model: Model) -> list[Counts]:
-        """Layers of each kind that run forward once more: of all ministages but that of the loss.
+        """Return the number of layers of each kind that run forward twice: of all ministages but the loss's.
 
-        Which ministages have which kinds does not matter: each runs as many as it has twice.
+        Each ministage is taken to have the kinds in the same proportion as the whole part.
         """
         last = self.is_last * (self.layers // np.maximum(self.ministages, 1))
         twice = (self.layers - last) * np.minimum(self.ministages, 1)

@@ -1,4 +1,4 @@
-"""Models by name. The presets and their sources are in data/models.yaml."""
+"""Preset models by name; their shapes and sources are in data/models.yaml."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ DATA = Path(__file__).parent / "data" / "models.yaml"
 
 @functools.cache
 def presets() -> Mapping[str, Model]:
-    """All presets by name, in the order of the data."""
+    """Return all preset models by name, in the order of the data."""
     return MappingProxyType(
         {name: Model(name=name, **_with_layers(entry, name)) for name, entry in read_yaml(DATA).data.items()}
     )
 
 
 def _with_layers(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The model's fields of an entry, with patterns of layers ("[0]*3+[1]*58") as a value for each layer."""
+    """Return the fields of `Model` of an entry of the data.
+
+    Patterns of layers ("[0]*3+[1]*58") become one value for each layer.
+    """
     fields = {field: value for field, value in entry.items() if field not in ("constants", "no_flags")}
     for kind in ("experts", "window"):
         if "layers" in fields.get(kind, {}):
@@ -35,9 +38,9 @@ def _with_layers(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 @functools.cache
 def preset_constants() -> Mapping[str, tuple[str, ...]]:
-    """Megatron's flags for what shapes leave open, of all presets by name; flags without a value are null.
+    """Return the words of Megatron's flags for constants that do not follow from shapes, by preset.
 
-    A preset that Megatron cannot train has none.
+    A preset that Megatron cannot train has no entry.
     """
     return {
         name: tuple(str(word) for pair in entry["constants"].items() for word in pair if word is not None)
@@ -48,5 +51,5 @@ def preset_constants() -> Mapping[str, tuple[str, ...]]:
 
 @functools.cache
 def preset_problems() -> Mapping[str, str]:
-    """Parts of a model that Megatron has no flags for, by name of the presets that have them."""
+    """Return the features for which Megatron has no flags, in words, by name of the preset."""
     return {name: entry["no_flags"] for name, entry in read_yaml(DATA).data.items() if "no_flags" in entry}

@@ -1,8 +1,8 @@
 """Seconds of transfers that cross shared links at the same time.
 
-A message takes as long as the busiest link on its route needs for all the bytes that cross it, its own and
-others', plus the latency of its route. A set of messages takes as long as its longest. Sharing is thus
-counted as if all were under way from the first byte to the last, which a fair network does not beat.
+A message takes as long as the busiest link on its route needs for all the bytes of all messages that cross
+it, plus the latency of its route. A set of messages takes as long as its longest. Sharing is thus counted as
+if all messages were under way from the first byte to the last; a fair network delivers a set no faster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_hexi.cost.arrays import Floats, Ints
 class LinkTable:
     """The links of a cluster as arrays: `Cluster.route` and `Cluster.capacity` for many messages at once.
 
-    Links are numbered from 1 on. 0 stands for none, which is never busy.
+    Links are numbered from 1 on. Number 0 stands for the absence of a link and is never busy.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -27,9 +27,9 @@ class LinkTable:
         self._local_latency = np.array([node.latency_s for node in cluster.nodes])
         #: Seconds that crossing each tier adds, by node, [tiers, nodes].
         self._tier_latency = np.array([tier.latencies_s for tier in cluster.tiers])
-        #: Bytes/s of each link, and how many GPUs use it.
+        #: Bytes/s of each link, and the number of GPUs that use it, [links].
         self._capacity, self._sharers = np.full(1, math.inf), np.ones(1)
-        #: The pair's link and latency, by sending and receiving node, where these are measured.
+        #: Link and latency of each pair of nodes, [sending node, receiving node], if they are measured.
         self._pairs: Ints | None = None
         self._pair_latency: Floats | None = None
         gpus, local = np.arange(len(self.nodes)), [cluster.nodes[node].bandwidth for node in self.nodes]
@@ -40,7 +40,7 @@ class LinkTable:
             ends.append(self._add(np.array(tier.link_of), np.array([tier.bandwidths, tier.bandwidths])))
         #: Links out of each GPU and into it: inside its node, of each tier, and none, [2, tiers + 2, GPUs].
         self._ends = np.stack([*ends, 0 * ends[0]], axis=1)
-        #: Places there of what a message crosses, by distance: its node's own, or one of each tier, [P, D].
+        #: Rows there of the links that a message crosses, by distance: its node's, or each tier's, [P, D].
         far = np.arange(1, max(2, len(ends)))[:, None]
         self._crossed = np.where(far <= np.arange(len(ends)), far, len(ends))
         self._crossed[0, 0] = 0
@@ -48,16 +48,16 @@ class LinkTable:
     def message_seconds(
         self, src: Ints, dst: Ints, size: Floats, sets: Ints | None = None, width: int = 1
     ) -> Floats:
-        """Seconds of each message.
+        """Return the seconds of each message, of the shape of `size`.
 
         Args:
-            src: sending GPU of each message, as the cluster's rank.
-            dst: receiving GPU, another one.
-            size: bytes, [M]; or [K, M]: of K sets of messages between the same ends.
-            sets: the set of each message, numbered from 0; only those of one set are under way together.
-                ``None``: all are.
-            width: the counterparts of a tensor-parallel unit that send the same beside each, from GPUs of
-                the same two nodes.
+            src: number in the cluster of each message's sending GPU, [M].
+            dst: number of the receiving GPU, which is another GPU, [M].
+            size: bytes of each message, [M]; or [K, M] for K independent sets between the same GPUs.
+            sets: the set of each message, numbered from 0, [M]; only messages of one set share links.
+                ``None``: all messages are one set.
+            width: tensor-parallel size: number of equal messages that each of these stands for, from
+                different GPUs of the same two nodes.
         """
         if not len(src):
             return np.zeros(size.shape)
@@ -66,7 +66,7 @@ class LinkTable:
         links = np.concatenate([self._ends[0, places, src], self._ends[1, places, dst]])
         if self._pairs is not None:
             links = np.concatenate([links, self._pairs[None, self.nodes[src], self.nodes[dst]]])
-        # A link's load in each set, and of each row of sizes, has a number of its own.
+        # Each pair of a link and a set, in each row of sizes, has a number, by which loads are added up.
         number = links if sets is None else links + sets * len(self._capacity)
         sizes = size.reshape(-1, 1, len(src))
         if len(sizes) > 1:
@@ -78,7 +78,10 @@ class LinkTable:
         return busy.reshape(size.shape) + self._latency(src, dst, distance)
 
     def set_seconds(self, src: Ints, dst: Ints, size: Floats, width: int = 1) -> float:
-        """Seconds until all of one set of messages have arrived; messages without bytes are not sent."""
+        """Return the seconds until all messages of one set have arrived.
+
+        Messages of 0 bytes are not sent. For the arguments see `message_seconds`.
+        """
         sent = size > 0
         seconds = self.message_seconds(src[sent], dst[sent], size[sent], width=width)
         return float(seconds.max(initial=0.0))
@@ -99,7 +102,7 @@ class LinkTable:
         return np.where(distance == 0, self._local_latency[a], far)
 
     def _far_latency(self, a: Ints, b: Ints, distance: Ints) -> Floats:
-        """Seconds that the tiers between nodes `a` and `b` add, in each the longer of the nodes' two."""
+        """Return the latency of the tiers between nodes `a` and `b`, s; in a tier the longer of the two."""
         if not len(self._tier_latency):
             return np.zeros(distance.shape)
         if (self._tier_latency == self._tier_latency[:, :1]).all():
@@ -109,7 +112,10 @@ class LinkTable:
         return (longer * crossed).sum(axis=0)
 
     def _add(self, owners: Ints, capacity: Floats) -> Ints:
-        """Links out of GPUs and into them, [2, GPUs], by owner; capacities are [2, owners]."""
+        """Add links and return the numbers of each GPU's links out of it and into it, [2, GPUs].
+
+        `capacity` is that of the links, bytes/s, [2, owners]; `owners` tells the owner of each GPU's links.
+        """
         first = len(self._capacity) + np.array([[0], [capacity.shape[1]]])
         self._capacity = np.concatenate([self._capacity, capacity.ravel()])
         users = np.bincount(owners, minlength=capacity.shape[1])
@@ -117,7 +123,10 @@ class LinkTable:
         return first + owners
 
     def _add_matrix(self, cluster: Cluster) -> Ints:
-        """Sender's way out, the measured pair, receiver's way in."""
+        """Add the links of measured pairs of nodes, and each node's links out and in; return the latter.
+
+        A message crosses the sending node's link out, the pair's link, and the receiving node's link in.
+        """
         count = len(cluster.nodes)
         self._pair_latency = np.zeros((count, count))
         self._pairs = np.zeros((count, count), dtype=np.int64)

@@ -1,9 +1,10 @@
-"""Hidden communication: the program of a pass (`plan.program`), read with a clock for each unit.
+"""The overlap of communication with computation: each unit's time through the program of a pass.
 
-All units go through one program, that of the replica with the most groups; others have nothing to send or to
-compute in the steps that they lack. A unit's transfers go over its wire one batch after the other, in the
-order posted; a transfer begins when both ends have posted it and have their wire free. All-to-alls have wires
-of their own, and members of a group wait for each other there: what shows of them is worked out in `layer`.
+All units run the same program (`plan.program`), that of the replica with the most groups; units of other
+replicas have nothing to send or compute in the steps that these do not have. A unit's transfers run one batch
+after the other, in the order in which they are posted; a transfer begins when both ends have posted it and
+have ended their transfers before. All-to-alls are no part of this queue, and members of a group wait for each
+other there: their exposed time is computed in `layer`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from megatron_hexi.plan.program import Batch, FarBlocks, OwnBlock, Wait, attenti
 
 
 class ExchangePart(NamedTuple):
-    """Some heads of a step.
+    """A part of a step of the exchange: its blocks and its messages.
 
     Args:
-        compute: seconds of its blocks, forward and backward, [2, U].
-        owner: unit that each message of keys comes from, [M].
-        user: unit that it goes to, [M].
-        there: seconds of each message, [M].
-        home: seconds of its gradients' way back, [M].
+        compute: seconds of each unit's blocks, forward and backward, [2, U].
+        owner: unit that sends each message of keys and values, [M].
+        user: unit that receives it, [M].
+        there: seconds of each message of keys and values, [M].
+        home: seconds of the message of their gradients back to the owner, [M].
     """
 
     compute: Floats
@@ -39,10 +40,10 @@ class EntryTimes(NamedTuple):
     """Times of each unit when it enters attention, s, [U].
 
     Args:
-        posted: when its group's first way in has arrived.
-        late: what it then waits for the second way in; counted before its own block.
-        first: seconds of its own group's block for the half of its heads that comes first.
-        rest: for the other half.
+        posted: time at which its group's first all-to-all has arrived.
+        late: seconds that it then waits for the second all-to-all; counted before its own group's block.
+        first: seconds of its own group's block for the first half of its heads.
+        rest: seconds of that block for the second half.
     """
 
     posted: Floats
@@ -52,20 +53,27 @@ class EntryTimes(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """When each unit is done with the pass, and with the half of the heads that leaves first, s, [U]."""
+    """Time at which each unit ends the pass, and ends the half of the heads that leaves first, s, [U]."""
 
     whole: Floats
     first_half: Floats
 
 
 class _Wire:
-    """One batch at a time on each unit's wire."""
+    """The queue of each unit's transfers, one batch at a time."""
 
     def __init__(self, units: int) -> None:
         self._free = np.zeros(units)
 
     def carry(self, posted: Floats, src: Ints, dst: Ints, seconds: Floats) -> Floats:
-        """When each unit has its messages of a batch; 0 for units without any."""
+        """Return the time at which each unit has its messages of a batch, s, [U]; 0 for units without any.
+
+        Args:
+            posted: time at which each unit posts the batch, s, [U].
+            src: sending unit of each message, [M].
+            dst: receiving unit of each message, [M].
+            seconds: seconds of each message, [M].
+        """
         arrived = np.zeros(len(self._free))
         if len(src):
             ready = np.maximum(posted, self._free)
@@ -84,15 +92,15 @@ def pass_ends(
     halves: int,
     last_rest: Floats,
 ) -> Ends:
-    """Read the clocks.
+    """Return the times at which each unit ends a pass of attention.
 
     Args:
-        backward: the direction.
-        steps: of the exchange, each in its parts.
-        start: before them.
-        window: steps under way ahead of the one in use.
-        halves: in how many all-to-alls query heads travel each way.
-        last_rest: seconds of each unit's last step that are the other half's, [U].
+        backward: whether it is the backward pass.
+        steps: the parts of each step of the exchange.
+        start: times of the units when they enter attention.
+        window: prefetch depth, in steps.
+        halves: number of all-to-alls before attention, and after it: 1, or 2 for halves of the heads.
+        last_rest: seconds of each unit's last step that belong to the second half of its heads, [U].
     """
     parts = tuple(map(len, steps))
     wire, arrived = _Wire(len(start.posted)), dict[Batch, Floats]()
@@ -101,7 +109,7 @@ def pass_ends(
         if isinstance(operation, FarBlocks):
             seconds = steps[operation.step][operation.part].compute[int(backward)]
             if operation.piece is not None:
-                # Taken to come after all the rest: what is before it cannot wait for a later part's keys.
+                # Counted after all other work: work before it cannot wait for the keys of a later part.
                 seconds = last_rest if operation.piece else seconds - last_rest
             now = now + seconds
         elif isinstance(operation, OwnBlock):

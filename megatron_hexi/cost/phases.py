@@ -1,4 +1,4 @@
-"""Phases of an iteration's time."""
+"""Seconds of an iteration by phase."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from operator import add
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds by phase, along the slowest way through; they add up to the whole.
+    """Seconds by phase along the critical path; they add up to the whole time.
 
     Args:
-        token: matrices and norms on tokens, vocabulary aside.
-        attention: attention on heads.
-        all_to_all: between the layouts of tokens and of heads; to routed experts and back, with the wait for
-            the slowest of them.
-        exchange: waiting for keys, values and their gradients of other groups; what overlap does not hide.
-        tensor_parallel: sums inside a unit.
+        token: matrices and norms on tokens, routed experts among them, without the vocabulary's.
+        attention: core attention.
+        all_to_all: all-to-alls between the layouts of tokens and of heads, and to routed experts and back,
+            with the wait for the slowest rank of an expert domain.
+        exchange: exposed exchange of keys, values and their gradients between groups.
+        tensor_parallel: collectives inside a unit.
         logits: output matrix and loss.
         pipeline: sends between stages.
-        bubble: a pipeline filling and draining.
-        gradients: gradients and weights between all ranks; what overlap does not hide.
-        offload: copies to and from host memory; what overlap does not hide.
+        bubble: filling and draining of a pipeline.
+        gradients: exposed collectives of gradients and weights.
+        offload: exposed copies to and from host memory.
         optimizer: the optimizer's step, wherever it is computed.
         spread: waiting for the slowest of GPUs of one kind (spread.py).
     """
@@ -41,12 +41,12 @@ class Phases:
 
     @property
     def total(self) -> float:
-        """All together."""
+        """Sum of all phases, s."""
         return sum(vars(self).values())
 
     @property
     def communication(self) -> float:
-        """Communication that nothing hides."""
+        """Sum of the phases in which ranks wait for a network or a copy, s."""
         return (
             self.all_to_all
             + self.exchange
@@ -62,7 +62,7 @@ class Phases:
 
     @property
     def by_name(self) -> dict[str, float]:
-        """The phases by name."""
+        """Seconds of each phase by name."""
         return dict(vars(self))
 
     def __add__(self, other: Phases) -> Phases:

@@ -1,12 +1,12 @@
-"""1F1B: what the stages of a replica do one after the other, and how long that takes at most.
+"""1F1B: the order of passes in the stages of a replica, and an upper bound of their seconds.
 
-Each stage runs as many passes forward as its place asks for (`passes_ahead`), then one forward and one
-backward in turn, then the backward passes that are left. A forward pass needs the activations of the stage
-before, a backward pass the gradients of the stage behind.
+Each stage first runs some passes forward, the more the earlier it stands (`passes_ahead`), then one forward
+and one backward in turn, then the remaining backward passes. A forward pass needs the activations of the
+stage before, a backward pass the gradients of the stage after.
 
 A stage's layers may be cut into chunks (Megatron's interleaved schedule; Narayanan et al., arXiv 2104.04473,
-section 2.2): the model goes through all stages once for each chunk, the last stage's output to the first. As
-many micro-batches as there are stages pass a chunk one after the other, then the next chunk.
+section 2.2): the model runs through all stages once for each chunk, and the last stage sends its output to
+the first. As many micro-batches as there are stages run through a chunk, then they run through the next one.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class PipelineStep(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """The stages of one replica.
+    """The p stages of one replica under 1F1B.
 
     Args:
-        stages: where the time of a micro-batch goes in each, forward and backward, sends that nothing hides
-            included.
-        there: seconds that activations are under way over each border while both sides go on, [p - 1]; with
-            chunks [p], the border from the last stage to the first comes last.
-        back: the same of gradients.
-        micro_batches: how many pass; with chunks a multiple of p.
-        chunks: of each stage's layers, which run in turn, each as long as the others.
+        stages: seconds of a micro-batch in each stage by phase, forward and backward, with its exposed sends,
+            [p].
+        there: seconds that activations are under way over each border while both stages compute, [p - 1];
+            with chunks [p], where the border from the last stage to the first comes last.
+        back: seconds that gradients are under way over each border, of the same shape.
+        micro_batches: number of micro-batches; with chunks a multiple of p.
+        chunks: number of chunks of each stage's layers, all of equal length.
     """
 
     stages: tuple[Phases, ...]
@@ -51,7 +51,7 @@ class Pipeline:
     chunks: int = 1
 
     def steps(self, stage: int) -> Iterator[PipelineStep]:
-        """Steps of a stage, in order."""
+        """Yield the passes of a stage, in order."""
         count = self.micro_batches * self.chunks
         ahead = min(passes_ahead(len(self.stages), stage, self.chunks), count)
         for number in range(ahead):
@@ -63,7 +63,10 @@ class Pipeline:
             yield self._step("backward", number)
 
     def _step(self, way: Literal["forward", "backward"], number: int) -> PipelineStep:
-        """The step of one way with this number: each group of p micro-batches passes chunk after chunk."""
+        """Return a stage's forward or backward pass with this number.
+
+        Each group of p micro-batches runs through one chunk after the other.
+        """
         stages = len(self.stages)
         group, place = divmod(number, stages * self.chunks)
         chunk, micro_batch = divmod(place, stages)
@@ -72,13 +75,13 @@ class Pipeline:
 
     @property
     def phases(self) -> Phases:
-        """Phases of the replica's time, in closed form.
+        """Seconds of the replica by phase, in closed form.
 
             sum of all stages and borders + (passes - 1) x period
 
-        The first pass goes through everything; the others follow a period apart (`period_s`). With chunks a
-        pass is one chunk's, and those that the last stage runs ahead of its first backward pass take longer,
-        as nothing hides what travels.
+        The first pass runs through all stages; each other pass follows a period later (`period_s`). With
+        chunks a pass is that of one chunk, and the passes that the last stage runs before 1F1B begins take
+        longer, because their sends are exposed.
         """
         totals = np.array([phases.total for phases in self.stages]) / self.chunks
         slowest = int(np.argmax(totals))
@@ -94,12 +97,13 @@ class Pipeline:
 
 
 def passes_ahead[N: (int, Ints, Ints | int)](stages: int, stage: N, chunks: int) -> N:
-    """Return how many passes a stage runs forward before its first backward pass, if there are as many.
+    """Return the number of passes that a stage runs forward before 1F1B begins, if there are enough.
 
     Args:
-        stages: in the pipeline.
-        stage: number of the stage.
-        chunks: of each stage's layers; with several, as `get_pp_rank_microbatches` of Megatron.
+        stages: number of stages in the pipeline.
+        stage: number of the stage, from 0.
+        chunks: number of chunks of each stage's layers; several are run as by Megatron's
+            `get_pp_rank_microbatches`.
     """
     behind = stages - 1 - stage
     return behind if chunks == 1 else 2 * behind + (chunks - 1) * stages
@@ -108,17 +112,17 @@ def passes_ahead[N: (int, Ints, Ints | int)](stages: int, stage: N, chunks: int)
 def period_s(stages: ArrayLike, there: ArrayLike, back: ArrayLike, passes: int, chunks: int = 1) -> float:
     """Return the seconds from one pass of a 1F1B pipeline to the next.
 
-    The slowest stage sets them, or a row of n neighbours with what travels between them: n passes are in
-    flight there (2 n - 1 of chunks), so one comes every n-th part of the way through and back; or a border
-    that is always busy.
+    They are the largest of: the seconds of the slowest stage; the seconds of a border that is always busy;
+    and for n neighbouring stages the seconds of a pass through them and back, sends included, divided by the
+    number of passes in flight there, n (2 n - 1 with chunks).
 
     Args:
         stages: seconds of a pass in each stage, forward and backward, [p].
-        there: seconds that activations are under way over each border while both sides go on, [p - 1], or [p]
-            with chunks.
-        back: the same of gradients.
-        passes: how many there are.
-        chunks: of each stage's layers.
+        there: seconds that activations are under way over each border while both stages compute, [p - 1], or
+            [p] with chunks.
+        back: seconds that gradients are under way over each border, of the same shape.
+        passes: number of passes.
+        chunks: number of chunks of each stage's layers.
     """
     totals, forth, return_ = (np.asarray(values, dtype=float) for values in (stages, there, back))
     period = float(totals.max())

@@ -27,9 +27,9 @@ class Placement:
     """The GPUs of a section's units.
 
     Args:
-        gpus: the cluster's GPU of each rank, [U, tensor_parallel].
-        stage: what the units run on.
-        usable: bytes that a GPU of each unit has, [U].
+        gpus: number in the cluster of each rank's GPU, [U, tensor_parallel].
+        stage: rates and links of the units' GPUs.
+        usable: bytes of memory that a job may use on a GPU of each unit, the least of its GPUs, [U].
     """
 
     gpus: Ints
@@ -41,8 +41,8 @@ class Placer:
     """Finds the GPUs of plans' units.
 
     Args:
-        job: of the plans.
-        cluster: that they run on.
+        job: the job of the plans.
+        cluster: the cluster that the job runs on.
     """
 
     def __init__(self, job: Job, cluster: Cluster) -> None:
@@ -53,28 +53,28 @@ class Placer:
         self._bandwidth = np.array([node.bandwidth for node in nodes])
         self._latency = np.array([node.latency_s for node in nodes])
         self._usable = np.array([rank.device.usable_gib * GIB for rank in cluster.ranks])
-        #: By identity: devices are the cluster's own, few, and long to compare.
+        #: The cluster's distinct devices, by identity, because comparing their values takes long.
         self._devices = list({id(rank.device): rank.device for rank in cluster.ranks}.values())
         number = {id(device): place for place, device in enumerate(self._devices)}
-        #: Of each GPU of the cluster, its place among these.
+        #: Index into these of each GPU of the cluster.
         self._device = np.array([number[id(rank.device)] for rank in cluster.ranks])
         self._speeds: dict[int, Speeds] = {}
         self._kept: dict[Hashable, list[Placement]] = {}
 
     def place(self, plan: Plan, ranks: Sequence[Ints], gpus: Sequence[int] | None) -> list[Placement]:
-        """The GPUs of a plan's units.
+        """Return the placement of the units of each section.
 
         Args:
             plan: the plan.
-            ranks: of the job, of the units of each section, [U, tensor_parallel] each.
-            gpus: the cluster's rank of each rank of the job; ``None``: those that the plan names, or else all
-                of the cluster in file order.
+            ranks: for each section, the ranks of its units in the job, [U, tensor_parallel].
+            gpus: number in the cluster of each rank's GPU; ``None``: the GPUs that the plan names, or else
+                all of the cluster in file order.
 
         Raises:
-            ClusterError: too many or too few GPUs, one given twice, a unit on two nodes, or a GPU that cannot
-                do the job.
+            ClusterError: there are too many or too few GPUs, one is given twice or does not exist, a unit is
+                on two nodes, or a GPU cannot do the job.
         """
-        # Units of other sizes may have the same ranks one after the other.
+        # Units of different sizes may have the same ranks in the same order.
         units = tuple((own.shape, own.tobytes()) for own in ranks)
         asked = units, plan.gpus if gpus is None else tuple(gpus)
         if asked not in self._kept:
@@ -96,7 +96,7 @@ class Placer:
         return Placement(gpus, stage, self._usable[gpus].min(axis=1))
 
     def _slowest(self, devices: Ints) -> Ints:
-        """The device that each unit waits for, of those of its GPUs, [U, TP]."""
+        """Return the slowest device of each unit, [U], from the devices of its GPUs, [U, tensor_parallel]."""
         if (devices == devices[:, :1]).all():
             return devices[:, 0]
         found = {one: ceiling_tokens_per_s(self._job, [self._devices[one]]) for one in set(devices.flat)}
@@ -112,7 +112,7 @@ class Placer:
 def _find_gpus(
     plan: Plan, job: Job, cluster: Cluster, ranks: Sequence[Ints], gpus: Sequence[int] | None
 ) -> list[Ints]:
-    """The cluster's GPU of each rank, by section; arguments and errors are those of `Placer.place`."""
+    """Return the cluster's GPU of each rank, by section; for arguments and errors see `Placer.place`."""
     are_chosen = gpus is not None or plan.gpus is not None
     chosen = np.asarray(rank_gpus(plan, len(cluster.ranks)) if gpus is None else gpus, dtype=np.int64)
     needed = sum(own.size for own in ranks)

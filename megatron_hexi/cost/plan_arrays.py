@@ -1,9 +1,9 @@
-"""A plan as arrays: what every unit holds, for terms that are counted for thousands of units at once.
+"""A plan as arrays: tokens, heads and groups of all units, for cost terms of thousands of units at once.
 
-Units are numbered by their ranks, groups through all replicas in the plan's order. Where stages have layers
-of their own, the arrays are those of some domains (sections.py), and each domain is a replica here. Shape
-letters: U units, N groups, J segments of a group (the most that any has; shorter ones are filled with empty
-ones).
+Units are numbered by their ranks, groups through all replicas in the plan's order. In a plan that gives
+stages their layers, the arrays are those of some domains (sections.py), and each counts as a replica here.
+Shape letters: U units, N groups, J segments of a group (the largest number of any group; groups with fewer
+have empty ones at the end).
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ from megatron_hexi.plan.model import Group, Range
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
-    """Groups and heads of all units: they stay when tokens move, and are worked out once.
+    """Groups and heads of all units, which are computed once for all plans that differ in tokens only.
 
     Args:
-        heads: query heads (of one tensor-parallel rank) of each unit.
-        heads_first: those of them whose own block the backward pass computes before the exchange; all of
-            them where there is no exchange and no half.
-        in_halves: whether the all-to-alls travel in two, these heads first.
-        kv: KV heads that these read.
-        part_heads: query heads of each unit in each part of the first exchange step, [F, U].
-        part_kv: KV heads that these read, [F, U].
-        group: group of each unit.
-        slots: units by group and position in it.
-        first_slot: where each group's units begin in `slots`, [N + 1].
-        replica: replica of each group.
-        unit_replica: replica of each unit.
-        first_group: first group of each group's replica.
-        groups_beside: groups of its replica, itself included.
-        head_class: groups with the same head ranges in the same order have the same number.
-        head_ranges: of each such class, the query heads of its members.
-        queries_per_kv: query heads that share a KV head.
-        all_to_all_pairs: units i and j of one group where i has tokens and j heads: j computes i's.
+        heads: number of query heads (of one tensor-parallel rank) of each unit, [U].
+        heads_first: number of query heads in the first half, whose block of the own group the backward pass
+            computes before the exchange, [U]; all heads if there are neither an exchange nor halves.
+        in_halves: whether all-to-alls are cut in two halves of the heads, of which these come first.
+        kv: number of KV heads that each unit's query heads read, [U].
+        part_heads: number of query heads of each unit in each of the F parts of the first exchange step,
+            [F, U].
+        part_kv: number of KV heads that these read, [F, U].
+        group: number of each unit's group, [U].
+        slots: numbers of the units, ordered by group and by position in it, [U].
+        first_slot: index in `slots` of each group's first unit, and at the end U, [N + 1].
+        replica: number of each group's replica, [N].
+        unit_replica: number of each unit's replica, [U].
+        first_group: number of the first group of each group's replica, [N].
+        groups_beside: number of groups in each group's replica, itself included, [N].
+        head_class: number of each group's head class, [N]: groups of a class have the same head ranges in the
+            same order.
+        head_ranges: query heads of each member of a group, for each head class.
+        queries_per_kv: number of query heads that share a KV head.
+        all_to_all_pairs: units i and j of all pairs of different units in a group where j computes heads for
+            tokens that i holds, two arrays, [pairs] each.
     """
 
     heads: Ints
@@ -67,21 +70,21 @@ class Grouping:
 
     @property
     def serving(self) -> Serving:
-        """Owners and users of keys between groups of two head classes."""
+        """Messages of keys between groups of any two head classes."""
         return serving(self.head_ranges, self.queries_per_kv)
 
 
 @dataclass(frozen=True, eq=False)
 class PlanArrays(Grouping):
-    """A plan as arrays.
+    """A plan as arrays: groups, heads, tokens and positions.
 
     Args:
-        grouping: that of all plans that differ in tokens only.
+        grouping: the groups and heads, one object for all plans that differ in tokens only.
         causal: whether a token sees earlier tokens only.
-        tokens: T of each unit.
-        group_tokens: G of each group.
+        tokens: number of tokens of each unit's shard (T), [U].
+        group_tokens: number of tokens of each group (G), [N].
         starts: first position of each segment, [N, J].
-        stops: position after the last, [N, J].
+        stops: position after the last of each segment, [N, J].
     """
 
     grouping: Grouping
@@ -93,12 +96,12 @@ class PlanArrays(Grouping):
 
 
 def domain_arrays(workload: Workload, domains: Sequence[Domain], parts: int) -> PlanArrays:
-    """The arrays of some domains, each a replica of them.
+    """Return the arrays of some domains, each of which counts as a replica.
 
     Args:
-        workload: theirs, with their tensor-parallel size.
+        workload: the plan's workload, with the tensor-parallel size of these domains.
         domains: the domains.
-        parts: of the first exchange step, at most.
+        parts: largest number of parts of the first exchange step.
     """
     groups = [group for domain in domains for group in domain.groups]
     held = tuple(tuple((m.lead, m.heads, m.tokens > 0) for m in group.members) for group in groups)
@@ -122,7 +125,10 @@ def domain_arrays(workload: Workload, domains: Sequence[Domain], parts: int) -> 
 def _grouping(
     groups: tuple[tuple[tuple[int, Range, bool], ...], ...], counts: tuple[int, ...], ratio: int, parts: int
 ) -> Grouping:
-    """Grouping of members given by first rank, query heads and whether they have tokens."""
+    """Return the grouping of members, each given by its first rank, query heads and whether it has tokens.
+
+    `counts` is the number of groups of each domain, `ratio` the number of query heads that share a KV head.
+    """
     leads = [lead for members in groups for lead, _, _ in members]
     number = {lead: place for place, lead in enumerate(sorted(leads))}
     slots = np.array([number[lead] for lead in leads])
@@ -134,7 +140,7 @@ def _grouping(
     replica, beside = np.repeat(np.arange(len(counts)), counts), np.repeat(counts, counts)
     has_tokens = np.zeros(len(slots), dtype=bool)
     has_tokens[slots] = [tokens for members in groups for *_, tokens in members]
-    # Without tokens or alone, nothing of a group travels in halves.
+    # A group of one member or without tokens has no all-to-all, hence no halves.
     moves = [len(members) > 1 and any(tokens for *_, tokens in members) for members in groups]
     classes: dict[tuple[Range, ...], int] = {}
     return Grouping(
@@ -161,7 +167,7 @@ def _grouping(
 
 
 def _pairs(heads: Ints, has_tokens: Bools, group: Ints, slots: Ints, sizes: Ints) -> tuple[Ints, Ints]:
-    """`Grouping.all_to_all_pairs`, of units in groups of these sizes."""
+    """Return `Grouping.all_to_all_pairs` for groups of these sizes."""
     takers = slots[heads[slots] > 0]
     counts = np.bincount(group[takers], minlength=len(sizes))
     # Each slot's unit with all takers of its group: first, first + 1, ...
@@ -177,7 +183,10 @@ def _pairs(heads: Ints, has_tokens: Bools, group: Ints, slots: Ints, sizes: Ints
 
 @lru_cache(maxsize=4096)  # a search asks for few ranges, over and over
 def _held(heads: Range, ratio: int, parts: int) -> tuple[int, ...]:
-    """Counts of a member: query heads, those that come first, KV heads; both by part."""
+    """Return a member's numbers of query heads, of those in the first half, and of KV heads.
+
+    Query heads in each part of the first exchange step follow, then KV heads in each part.
+    """
     some = head_parts(heads, ratio, parts)
     none = (0,) * (parts - len(some))
     queries, *each = (stop - start for start, stop in (heads, *some))

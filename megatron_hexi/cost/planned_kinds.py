@@ -1,4 +1,4 @@
-"""Models that are not planned, and terms of a job that a model does not have."""
+"""Refusals of models that the planner does not support, and of job terms that a model does not have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_hexi.plan.flags import spell_flag
 def refuse_unplanned(model: Model) -> None:
     """Refuse a model with a kind of layer that is not planned.
 
-    Counting its weights and printing Megatron's flags for it need neither.
+    Its weights can still be counted, and Megatron's flags for it printed.
 
     Raises:
         HexiError: the model has such layers; with the kind.
@@ -23,14 +23,14 @@ def refuse_unplanned(model: Model) -> None:
 
 
 def refuse_imbalance(imbalance: float | None, model: Model) -> None:
-    """Refuse an imbalance of experts' loads for a model that has none.
+    """Refuse an imbalance of experts' loads for a model without experts.
 
     Args:
-        imbalance: what the user gave; ``None``: nothing.
+        imbalance: the imbalance that the user gave; ``None``: the user gave none.
         model: the model.
 
     Raises:
-        HexiError: it is given; with its flag.
+        HexiError: an imbalance is given, and the model has no experts; with its flag.
     """
     if imbalance is not None and model.experts is None:
         flag = spell_flag("expert_imbalance", imbalance)

@@ -1,4 +1,4 @@
-"""Models, and jobs, by what ``--model`` takes: a preset, a recipe, a config.json, a file of arguments."""
+"""Models and jobs by the value of ``--model``: a preset, a recipe, a config.json or a file of arguments."""
 
 from __future__ import annotations
 
@@ -31,10 +31,14 @@ MAX_BYTES = 2**17
 
 
 def read_model(name_or_path: str | os.PathLike[str]) -> Model:
-    """A model: a preset, a recipe, a Hugging Face config.json or its folder, a file of Megatron's arguments.
+    """Return the model that a name or a path stands for.
+
+    Args:
+        name_or_path: name of a preset or of a recipe, or path of a Hugging Face config.json, of its folder,
+            of a file of Megatron's arguments or of a Megatron Bridge configuration.
 
     Raises:
-        HexiError: neither a preset, a recipe nor a file, or a file that does not tell all that is needed.
+        HexiError: there is no such preset, recipe or file, or the file lacks something or is not supported.
     """
     name = os.fspath(name_or_path)
     found = _read(name)
@@ -50,7 +54,7 @@ def read_terms(name_or_path: str | os.PathLike[str]) -> ArgumentTerms | None:
     """Return the job of a recipe or a file of Megatron's arguments; ``None`` for other kinds of models.
 
     Raises:
-        HexiError: as `read_model`.
+        HexiError: see `read_model`.
     """
     name = os.fspath(name_or_path)
     found = _read(name)
@@ -64,7 +68,7 @@ def argument_words(name_or_path: str | os.PathLike[str]) -> list[str] | None:
     """Return the words of a recipe, or of a file of Megatron's arguments; ``None`` for other kinds of models.
 
     Raises:
-        HexiError: as `read_model`.
+        HexiError: see `read_model`.
     """
     name = os.fspath(name_or_path)
     found = _read(name)
@@ -75,10 +79,10 @@ def argument_words(name_or_path: str | os.PathLike[str]) -> list[str] | None:
 
 
 def check_options(name_or_path: str | os.PathLike[str], plan: Plan) -> None:
-    """Hold the options of a file of Megatron's arguments against a plan; other kinds of models have none.
+    """Check the options of a file of Megatron's arguments against a plan; other kinds of models have none.
 
     Raises:
-        HexiError: as `read_model`, or an option that such a plan does not carry out.
+        HexiError: see `read_model`; also if the plan does not support an option.
     """
     found = _read(os.fspath(name_or_path))
     if found is not None and not _is_json(found[1], found[0]):
@@ -89,8 +93,8 @@ def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
     """Return Megatron's flags for the constants of a preset or config.json; none for a file of arguments.
 
     Raises:
-        HexiError: as `read_model`.
-        NoFlagError: a constant that Megatron has no flag for.
+        HexiError: see `read_model`.
+        NoFlagError: Megatron has no flag for a constant.
     """
     name = os.fspath(name_or_path)
     found = _read(name)
@@ -110,8 +114,10 @@ def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
 def unread_fields(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Return the sections and fields of a Megatron Bridge configuration that are not read.
 
+    The result is empty for other kinds of models.
+
     Raises:
-        HexiError: as `read_model`.
+        HexiError: see `read_model`.
     """
     found = _source(os.fspath(name_or_path))
     return bridge_arguments(found[1], found[0]).unread if found and is_bridge(found[1]) else ()

@@ -1,4 +1,4 @@
-"""Work and memory of each rank in an iteration, and the ranks that others wait for."""
+"""Work and memory of each rank in an iteration, and the slowest rank of each kind of work."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from megatron_hexi.cost.timing import Timing
 
 @dataclass(frozen=True)
 class RankCost:
-    """One rank's part of an iteration; times are seconds and add up to the iteration.
+    """A rank's time in an iteration, and its memory; times are seconds and add up to the iteration.
 
     Args:
-        rank: its number in the job.
-        gpu: its number in the cluster.
-        name: of the GPU, for people: ``h100-0/3``.
-        device: model of GPU.
-        stage: its pipeline stage.
-        unit: its member: its number in the stage, or in a plan whose stages have layers of their own.
-        token_s: matrices and norms on its tokens, recomputation included.
-        attention_s: attention on its heads, likewise.
+        rank: the rank's number in the job.
+        gpu: its GPU's number in the cluster.
+        name: name of its GPU, for people, such as ``h100-0/3``.
+        device: model of its GPU.
+        stage: number of its pipeline stage in the replica.
+        unit: number of its unit: in the stage for a plan with a repeated stage, else in the plan.
+        token_s: matrices, norms and routed experts on its tokens, recomputation included.
+        attention_s: core attention on its heads, recomputation included.
         logits_s: output matrix and loss.
-        optimizer_s: its optimizer step.
-        communication_s: its own communication, as far as nothing hides it.
+        optimizer_s: the optimizer's step.
+        communication_s: the rank's exposed communication.
         idle_s: waiting for slower ranks, and for a pipeline to fill and drain.
-        memory: its peak.
-        usable_gib: what the GPU has for it.
-        host_memory: of it, what waits in host memory.
+        memory: peak of its GPU's memory, by term.
+        usable_gib: memory of its GPU that a job may use, GiB.
+        host_memory: host memory that its stage takes for this GPU, by term.
     """
 
     rank: int
@@ -56,18 +56,18 @@ class RankCost:
 
     @property
     def compute_s(self) -> float:
-        """All its own work."""
+        """Seconds in which the rank computes."""
         return self.token_s + self.attention_s + self.logits_s + self.optimizer_s
 
     @property
     def memory_gib(self) -> float:
-        """Its peak memory, GiB."""
+        """Peak of the GPU's memory, GiB."""
         return self.memory.total / GIB
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The rank with the most of one kind of work."""
+    """The rank that computes longest in one phase, and its seconds."""
 
     phase: str
     rank: int
@@ -76,7 +76,7 @@ class Pace:
 
 
 def paces(ranks: Sequence[RankCost]) -> tuple[Pace, ...]:
-    """For each kind of work the rank that takes longest, the first of several."""
+    """Return the slowest rank of each kind of work; of equally slow ranks the first."""
     found = []
     for phase in ("token", "attention", "logits", "optimizer"):
         slowest = max(ranks, key=lambda rank: getattr(rank, f"{phase}_s"))
@@ -85,11 +85,11 @@ def paces(ranks: Sequence[RankCost]) -> tuple[Pace, ...]:
 
 
 def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
-    """One for each rank of the job.
+    """Return time and memory of each rank of the job, by rank.
 
     Args:
         cluster: the cluster.
-        timing: what an iteration takes.
+        timing: time and memory of an iteration, in arrays over units.
     """
     ranks: list[RankCost] = []
     waited = np.array(timing.synchronisation)
@@ -131,7 +131,10 @@ def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
 
 
 def _own_communication(plan: PlanArrays, one: Pass) -> Floats:
-    """Seconds of a layer; of waits in the exchange what the whole domain bears, the rest is idleness."""
+    """Return the seconds of each unit's exposed communication in a pass of a layer, [U].
+
+    A unit's wait in the exchange counts up to the exposed time of its whole domain; the rest is idle time.
+    """
     exchange = np.zeros(len(plan.tokens))
     for replica in np.unique(plan.unit_replica):
         units = np.flatnonzero(plan.unit_replica == replica)

@@ -1,6 +1,6 @@
-"""Jobs by name: a preset trained at a longer context, as a file of Megatron's arguments with sources.
+"""Recipes: named jobs that train a preset at a longer context, as files of Megatron's arguments.
 
-The data, and what each value is taken from, are in data/recipes.yaml.
+The values and their sources are in data/recipes.yaml.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Recipe:
     """A named training job: a preset, its sequence length and batch, and Megatron's flags with sources.
 
     Args:
-        name: of the recipe.
-        model: the preset.
+        name: name of the recipe.
+        model: name of the preset.
         seq_length: tokens of a sequence.
         global_batch_size: sequences of an iteration.
         lr: the highest learning rate.
-        iterations: of the whole training.
-        tokenizer: its name on Hugging Face.
-        flags: all of Megatron's; without a value ``None``.
-        sources: what the values are taken from.
+        iterations: number of iterations of the training.
+        tokenizer: name of the tokenizer on Hugging Face.
+        flags: values of all flags of the job, by flag; ``None``: the flag takes no value.
+        sources: sources of the values, one line each.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Recipe:
 
 @functools.cache
 def recipes() -> Mapping[str, Recipe]:
-    """All recipes by name: models in the order of the data, each at all lengths."""
+    """Return all recipes by name: models in the order of the data, each at all of its lengths."""
     data = read_yaml(_DATA).data
     found = [
         _recipe(model, entry, length, job, data["common"])
@@ -109,7 +109,7 @@ def _recipe(
 
 
 def _pairs(words: Iterable[str]) -> dict[str, str | None]:
-    """Flags with their values."""
+    """Return the values of flags by flag; ``None``: the flag takes no value."""
     found: dict[str, str | None] = {}
     flag = ""
     for word in words:

@@ -30,8 +30,8 @@ class WeightCollective(NamedTuple):
     """A collective of all gradients, or of all weights, over the ranks that hold the same, once an iteration.
 
     Args:
-        element_bytes: bytes of a weight's part in it.
-        hides_behind: the pass behind which it travels.
+        element_bytes: bytes of each weight in the collective.
+        hides_behind: the pass behind which it travels; ``None``: it is exposed.
     """
 
     element_bytes: int
@@ -41,9 +41,9 @@ class WeightCollective(NamedTuple):
 def weight_collectives(
     job: Job, *, has_ministages: bool = False
 ) -> tuple[WeightCollective, WeightCollective]:
-    """The reduce-scatter of gradients, and the all-gather of weights after the optimizer's step.
+    """Return the reduce-scatter of gradients, and the all-gather of weights after the optimizer's step.
 
-    With `overlap_gradients` both are hidden, weights not where ministages need them one after the other.
+    With `overlap_gradients` both are hidden, but not the weights if ministages need them one after the other.
     """
     hidden = job.overlap_gradients
     return (
@@ -57,8 +57,8 @@ class Turn:
     """A collective of all gradients, or of all weights, once an iteration.
 
     Args:
-        seconds: of each section's domains, [sections][domains]: of all sets of holders that its ranks are in.
-        hides_behind: the pass of a layer behind which it travels.
+        seconds: seconds of each domain, over all sets of holders that its ranks are in, [sections][domains].
+        hides_behind: the pass of a layer behind which it travels; ``None``: it is exposed.
     """
 
     seconds: list[Floats]
@@ -67,12 +67,13 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Reductions:
-    """Collectives of all ranks of the job, and where weights, gradients and state are.
+    """Collectives of all ranks of the job, and places of weights, gradients and state.
 
     Args:
         turns: the collectives of an iteration, in order.
-        owned: weights whose optimizer state each unit's GPUs keep, [sections], numbers or [U].
-        present: how many weights are where at the peak, [sections]; ``None``: all on the device.
+        owned: number of weights whose optimizer state a GPU of each unit keeps, [sections], numbers or [U].
+        present: numbers of weights on the device and in host memory at the peak, [sections]; ``None``: all
+            are on the device.
         passing: transfers of ministages, by replica and stage.
     """
 
@@ -89,7 +90,7 @@ def repeated_reductions(
     shards: int | None,
     experts: Sequence[ExpertsOnRanks | None],
 ) -> Reductions:
-    """Collectives of alike pipeline stages, each over all ranks of a stage, as Megatron's are.
+    """Return the collectives of a repeated stage, each over all ranks of a pipeline stage, as in Megatron.
 
     With the distributed optimizer gradients are reduce-scattered and weights all-gathered, without it
     gradients are all-reduced (twice their bytes).
@@ -97,9 +98,10 @@ def repeated_reductions(
     Args:
         job: the job.
         sections: its pipeline stages.
-        rings: of the cluster.
-        shards: units that share the optimizer's state; ``None``: those of the plan.
-        experts: of each section's units, whose state the expert domains share; ``None``: there are none.
+        rings: rings of the cluster.
+        shards: number of units that share the optimizer's state; ``None``: the units of the plan.
+        experts: experts of each section's units, whose state the expert domains share; ``None``: there are
+            none.
     """
     held = [
         (section.parts.of(np.int64(0)), section.placement.stage.gpus, len(section.replicas))
@@ -117,13 +119,13 @@ def repeated_reductions(
 
 
 def repeated_turns(job: Job, stages: Iterable[tuple[ModelPart, Ints, int]], rings: Rings) -> tuple[Turn, ...]:
-    """Collectives of alike pipeline stages, in the order in which they run.
+    """Return the collectives of a repeated stage, in the order in which they run.
 
     Args:
         job: the job.
         stages: its part of the model, the first GPU of each unit in rank order, and the number of domains,
-            for each stage.
-        rings: of the cluster.
+            for each pipeline stage.
+        rings: rings of the cluster.
     """
     collectives = weight_collectives(job)
     turns = tuple(Turn([], one.hides_behind) for one in collectives)
@@ -141,19 +143,19 @@ def repeated_turns(job: Job, stages: Iterable[tuple[ModelPart, Ints, int]], ring
 def uneven_reductions(
     mesh: Mesh, job: Job, sections: Sequence[Section], rings: Rings, hosts: Hosts
 ) -> Reductions:
-    """Collectives where stages differ: one for each set of ranks that hold the same weights (`mesh`).
+    """Return the collectives of stages that differ: one for each set of ranks that hold the same weights.
 
     Gradients are reduced to the owners of the optimizer's state, and weights come from there. All ranks take
-    the sets in one order, so a rank in several waits for the others of each. Gradients may hide behind the
-    backward pass and weights behind the next forward pass. What passes with ministages comes and goes beside
-    these (`ministage_pipeline`).
+    the sets in one order, so a rank in several sets waits for the others of each. Gradients may hide behind
+    the backward pass and weights behind the next forward pass. Weights and gradients that ministages fetch
+    and send travel at other times (`ministage_pipeline`).
 
     Args:
         mesh: the units of all ranks.
         job: the job.
-        sections: the plan's.
-        rings: of the cluster.
-        hosts: its nodes' memory.
+        sections: the sections of the plan.
+        rings: rings of the cluster.
+        hosts: host memory of the cluster.
     """
     plan = mesh.plan
     weights = HeldWeights(job, mesh)
@@ -197,18 +199,25 @@ def uneven_reductions(
 class _Travel:
     """Adds up the transfers of weights and gradients of each rank's ministages.
 
-    They go between ranks, and to and from host memory.
+    These are transfers between ranks, and to and from host memory.
     """
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
         self._element, self._gradient = job.element_bytes, GRADIENT_BYTES[job.precision]
         self._mesh = mesh
         most = max(len(unit.ministages or ()) for unit in mesh.units)
-        #: Seconds of gathers and sums, bytes from and to host memory, [ranks, ministages].
+        #: Seconds of gathers and sums, and bytes from and to host memory, [ranks, ministages] each.
         self._gathers, self._sums, self._inward, self._outward = np.zeros((4, len(mesh.units), most))
 
     def add(self, kept: Residence, rank: int, seconds: Sequence[float], count: float) -> None:
-        """Note a bucket: how it is kept, seconds of its gradients and weights, and weights that are kept."""
+        """Add the transfers of a bucket on one rank.
+
+        Args:
+            kept: residence of the bucket on the rank.
+            rank: the rank.
+            seconds: seconds of the collectives of the bucket's gradients and of its weights.
+            count: number of the bucket's weights that the rank keeps between the passes of its ministage.
+        """
         number = kept.ministage
         if number is None:
             return
@@ -219,11 +228,11 @@ class _Travel:
         self._outward[rank, number] += count * self._gradient * kept.gradients_on_host
 
     def passing(self, gpus: Ints, hosts: Hosts) -> dict[tuple[int, int], Passing]:
-        """The transfers of each stage, by replica and stage: those of its slowest rank.
+        """Return the transfers of each stage's slowest rank, by replica and stage.
 
         Args:
-            gpus: of the ranks.
-            hosts: their nodes' memory.
+            gpus: number in the cluster of each rank's GPU, [ranks].
+            hosts: host memory of the cluster.
         """
         if not self._gathers.size:
             return {}
@@ -246,7 +255,7 @@ class _Travel:
 
 
 class _Placing:
-    """Counts each rank's weights, gradients and state by where they are (`mesh.residence`)."""
+    """Counts each rank's weights, gradients and state on the device and in host memory (`mesh.residence`)."""
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
         self._element, self._gradient = job.element_bytes, GRADIENT_BYTES[job.precision]
@@ -257,7 +266,14 @@ class _Placing:
         self._most = cache(self._most_at_once)  # ranks of a stage are alike
 
     def add(self, bucket: Bucket, rank: int, whole: float, own: float) -> Residence:
-        """Note a bucket that a rank holds, all of it and what it owns."""
+        """Add a bucket to the counts of a rank, and return its residence there.
+
+        Args:
+            bucket: the bucket.
+            rank: a rank that holds it.
+            whole: number of weights of the bucket on the rank.
+            own: number of these whose optimizer state the rank keeps.
+        """
         kept, counts = bucket_residence(bucket, rank, self._offload[rank]), self._counts
         if kept.passes:
             assert kept.ministage is not None
@@ -274,7 +290,7 @@ class _Placing:
         return kept
 
     def at_peak(self) -> Present:
-        """The counts at the time when weights and gradients take most bytes on the device."""
+        """Return the counts at the time when weights and gradients take most bytes on the device."""
         here, added = self._counts["weights"].copy(), self._counts["gradients"].copy()
         for rank, sizes in enumerate(self._by_number):
             if sizes:
@@ -287,7 +303,10 @@ class _Placing:
     def _most_at_once(
         self, ministages: int, gives_loss: bool, sizes: tuple[tuple[int, float], ...]
     ) -> tuple[float, float]:
-        """Weights and gradients of the sweep with most bytes, of a stage's ministages by number."""
+        """Return the weights and the gradients on the device in the pass of a ministage with most bytes.
+
+        `sizes` are pairs of a ministage's number and its number of weights.
+        """
         of = defaultdict(float, sizes)
         sums = (
             (sum(of[number] for number in one.weights), sum(of[number] for number in one.gradients))
@@ -297,9 +316,10 @@ class _Placing:
 
 
 def _ring(mesh: Mesh, holders: Ints, width: Sequence[int], lead: Ints, gpu: Ints) -> tuple[Ints, int]:
-    """The GPUs of a set of holders, and how many such rings run beside each other on the same nodes.
+    """Return the GPUs of a set of holders, and the number of such rings that run at the same time.
 
-    Where units of one size hold the same, their other ranks form rings of their own, which take as long.
+    If units of one size hold the same weights, each of their tensor-parallel ranks has a ring, all equally
+    long.
     """
     places = {(width[rank], mesh.units[rank].ranks.index(rank)) for rank in holders.tolist()}
     if len(places) == 1:

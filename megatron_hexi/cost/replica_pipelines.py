@@ -1,4 +1,4 @@
-"""From what each domain of a stage takes to the pipelines of the replicas, in 1F1B or in ministages."""
+"""Builds the pipelines of all replicas, 1F1B or ministages, from the seconds of each domain of each stage."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ def replica_lanes(
     costs: Iterable[tuple[Sequence[Phases], Iterable[float]]],
     micro_batches: Ints,
 ) -> list[Lanes]:
-    """Lanes of each replica: of domains that share each micro-batch the slowest counts.
+    """Return the lanes of each stage of each replica, [replicas][stages].
+
+    Domains that share each micro-batch are one lane, with the time of the slowest.
 
     Args:
-        sections: the units.
-        costs: of each section's domains, where the time of a micro-batch goes, and seconds of that which are
-            one forward pass.
-        micro_batches: of each replica.
+        sections: the sections of the plan.
+        costs: for each section, seconds of a micro-batch by phase, and seconds of one forward pass in it,
+            both [domains].
+        micro_batches: number of micro-batches of each replica, [replicas].
     """
     found: list[dict[int, dict[tuple[int, ...], Lane]]] = [{} for _ in micro_batches]
     for section, (phases, forward) in zip(sections, costs, strict=True):
@@ -52,15 +54,16 @@ def replica_pipelines(
     chunks: int,
     predictions: int,
 ) -> tuple[Pipeline | MinistagePipeline, ...]:
-    """The stages of each replica.
+    """Return the pipeline of each replica.
 
     Args:
         plan: the plan.
-        lanes: of each replica.
-        borders: as of `border_seconds`; ``None``: nothing travels beside the stages' work.
-        passing: what comes and goes of a replica's stage that runs in ministages.
-        chunks: of each stage's layers, which run in turn.
-        predictions: layers of multi-token prediction behind those of the last ministage.
+        lanes: lanes of each replica's stages, [replicas][stages].
+        borders: seconds of activations and of gradients over borders (`border_seconds`); ``None``: sends are
+            counted in the stages' time.
+        passing: transfers of stages that run in ministages, by replica and stage.
+        chunks: number of chunks of each stage's layers.
+        predictions: number of layers of multi-token prediction, which the last ministage runs.
     """
     pipelines: list[Pipeline | MinistagePipeline] = []
     for number, (replica, own) in enumerate(zip(plan.replicas, lanes, strict=True)):

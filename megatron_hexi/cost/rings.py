@@ -1,11 +1,11 @@
-"""Gradients and weights: reduce-scatters and all-gathers as rings over all units.
+"""Seconds of reduce-scatters and all-gathers of gradients and weights, as rings over all units.
 
-NCCL makes as many rings as nodes have network cards, and each takes an equal part of the bytes and a card of
-its own ("creates 4 rings, each using a different NIC", https://github.com/NVIDIA/nccl/issues/601; rails stay
-apart unless NCCL_CROSS_NIC says otherwise). Every ring enters each node once, passes all of its GPUs, and
-leaves it. So the whole buffer crosses a node's border once, spread over the cards of the GPUs in use there,
-and the node with the fewest cards sets the pace; inside a node each of n GPUs hands on all but the n-th part
-that leaves the node from it.
+NCCL makes as many rings as nodes have network cards, and each ring takes an equal part of the bytes and its
+own card ("creates 4 rings, each using a different NIC", https://github.com/NVIDIA/nccl/issues/601; rails stay
+apart unless NCCL_CROSS_NIC is set). Every ring enters each node once, passes all of its GPUs, and leaves it.
+So the whole buffer crosses a node's border once, spread over the cards of the GPUs in use there, and the node
+with the fewest cards is the slowest. Inside a node each of n GPUs sends its neighbour all bytes but the n-th
+part, which leaves the node from it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.network import LinkTable
 
-#: Large beside any latency in bytes.
+#: Bytes that take far longer than any latency.
 _MUCH = 1e12
 
 
 class Rings:
-    """Rings over the units of a cluster; those over the same units are laid once.
+    """Rings over units of a cluster; rings over the same units are computed once.
 
     Args:
-        links: the cluster's.
+        links: the cluster's links.
     """
 
     def __init__(self, links: LinkTable) -> None:
@@ -34,18 +34,19 @@ class Rings:
         self._laid: dict[tuple[bytes, int], tuple[float, float]] = {}
 
     def seconds(self, gpus: Ints, size: float, width: int, least: float | None = None) -> float:
-        """One pass: a reduce-scatter or an all-gather.
+        """Return the seconds of a reduce-scatter or of an all-gather over some units.
 
         (U - 1) / U x size over the busiest link, and U - 1 latencies (Thakur et al., Optimization of
-        collective communication operations in MPICH, 2005). Rings of a unit's tensor-parallel ranks run
-        beside it, over their own cards or the node's. Of uneven shares each link carries all but one, and
-        the busiest all but the least.
+        collective communication operations in MPICH, 2005). The rings of a unit's other tensor-parallel ranks
+        run at the same time, over their own cards or the node's. If shares are uneven, each link carries all
+        shares but one, and the busiest link all but the smallest.
 
         Args:
-            gpus: the first GPU of each unit, in rank order, [U]; nodes follow each other as they do there.
+            gpus: the first GPU of each unit, in rank order, [U]; a ring passes nodes in this order.
             size: bytes of the whole buffer on one GPU.
             width: tensor-parallel size.
-            least: the least part of the buffer that a unit ends (or begins) with; ``None``: all are equal.
+            least: the smallest share of the buffer that a unit ends (or begins) with, a part of 1; ``None``:
+                all shares are equal.
         """
         units = len(gpus)
         if units == 1:
@@ -58,7 +59,7 @@ class Rings:
         return carried * size * each + (units - 1) * latency
 
     def _lay(self, gpus: Ints, width: int) -> tuple[float, float]:
-        """Seconds a byte, and latency of a step."""
+        """Return the seconds per byte and the seconds of latency per step of the rings over some units."""
         nodes: dict[int, list[int]] = {}
         for gpu in gpus.tolist():
             nodes.setdefault(int(self.links.nodes[gpu]), []).append(gpu)
@@ -70,7 +71,7 @@ class Rings:
 
 
 def _hops(nodes: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, float]]:
-    """Every pair of GPUs that hand something on, and what part of the bytes, over all rings together."""
+    """Yield sending GPU, receiving GPU and the part of all bytes that they carry, over all rings together."""
     for number, node in enumerate(nodes):
         count = len(node)
         if count > 1:

@@ -1,9 +1,9 @@
 """The sections of a plan: units that are timed together.
 
-A section is units that do the same kind of work at the same time: of all stages with one number in their
-replicas, the domains whose terms are alike (tensor-parallel size, samples of a micro-batch, recomputation,
-exchange). Its messages share links with each other, and with nothing of another section. Of a plan whose one
-stage the job repeats, each pipeline stage is a section.
+The units of a section do the same kind of work at the same time: they are those of all domains, in stages
+with the same number in any replica, that have the same terms (tensor-parallel size, samples of a micro-batch,
+recomputation, exchange). Messages of a section share links with each other, but not with messages of other
+sections. In a plan with a repeated stage, each pipeline stage is a section.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Section:
     """Units that are timed together.
 
     Args:
-        number: of their stages, in the replicas.
-        job: theirs: samples of a micro-batch, tensor-parallel size, recomputation.
-        window: exchange steps under way ahead of the one in use.
-        arrays: what they hold; what is a replica there is a domain of the section.
-        replicas: the plan's replica of each domain, [domains].
-        takes: the micro-batches of an iteration that each domain takes, [domains]; ``None``: all.
-        parts: what the domains have of the model, numbers or [domains].
-        ranks: of the job, [U, tensor_parallel].
-        units: their numbers, [U]: in their pipeline stage where the job repeats one, else in the plan.
-        placement: their GPUs.
+        number: number of the units' stages in their replicas.
+        job: the job with the section's samples of a micro-batch, tensor-parallel size and recomputation.
+        window: prefetch depth of the exchange, in steps.
+        arrays: tokens, heads and groups of the units; a replica there is a domain of the section.
+        replicas: number of each domain's replica in the plan, [domains].
+        takes: numbers of the micro-batches that each domain takes, [domains]; ``None``: all of its replica.
+        parts: the domains' parts of the model, numbers or arrays [domains].
+        ranks: the units' ranks in the job, [U, tensor_parallel].
+        units: number of each unit, [U]: in the stage for a plan with a repeated stage, else in the plan.
+        placement: the units' GPUs.
     """
 
     number: int
@@ -56,16 +56,16 @@ class Section:
 
     @property
     def replica(self) -> Ints:
-        """The plan's replica of each unit, [U]."""
+        """Number of each unit's replica in the plan, [U]."""
         return self.replicas[self.arrays.unit_replica]
 
     @cached_property
     def part(self) -> ModelPart:
-        """Part of the model that the units have, numbers or [U]."""
+        """The units' parts of the model, numbers or arrays [U]."""
         return self.parts.of(self.arrays.unit_replica)
 
     def turns(self, micro_batches: Ints) -> Ints:
-        """Number of micro-batches that each unit takes of its replica, [U]."""
+        """Return the number of micro-batches that each unit takes, [U], from those of each replica."""
         taken = [
             micro_batches[replica] if own is None else len(own)
             for replica, own in zip(self.replicas.tolist(), self.takes, strict=True)
@@ -73,7 +73,7 @@ class Section:
         return np.array(taken)[self.arrays.unit_replica]
 
     def by_domain[N: (int, float)](self, values: NDArray[Any] | N) -> list[N]:
-        """Numbers of `parts`, one a domain."""
+        """Return one number for each domain, from a number or an array [domains] as in `parts`."""
         return values.tolist() if isinstance(values, np.ndarray) else [values] * len(self.replicas)
 
 
@@ -94,13 +94,13 @@ def plan_sections(
     gpus: Sequence[int] | None = None,
     part: ModelPart | None = None,
 ) -> list[Section]:
-    """All sections of a plan that passed its checks, by stage number.
+    """Return all sections of a plan that passed its checks, by stage number.
 
     Args:
         plan: the plan.
-        job: the job, with the number of stages where they are alike.
+        job: the job, which gives the number of pipeline stages to a plan with a repeated stage.
         placer: finds the units' GPUs.
-        gpus: the cluster's GPU of each rank; ``None``: see `Placer.place`.
+        gpus: number in the cluster of each rank's GPU; ``None``: see `Placer.place`.
         part: what the one stage of a plan has of the model; ``None``: what the job says.
     """
     found: dict[_SectionTerms, list[DomainRow]] = {}
@@ -147,7 +147,7 @@ def plan_sections(
 
 
 def _ranks(rows: Sequence[DomainRow]) -> Ints:
-    """The ranks of the units of some domains of one stage, ascending, [U, tensor_parallel]."""
+    """Return the ranks of the units of some domains of one stage, ascending, [U, tensor_parallel]."""
     ranks = np.array([m.ranks for row in rows for group in row.domain.groups for m in group.members])
     return ranks[np.argsort(ranks[:, 0])] + rows[0].first_rank
 

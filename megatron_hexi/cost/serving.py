@@ -1,7 +1,7 @@
-"""Owners and users of keys and values, for all pairs of head classes: `plan.schedule.kv_owners` in arrays.
+"""Messages of keys and values between groups, by head class: `plan.schedule.kv_owners` in arrays.
 
-Groups whose members have the same head ranges are one class. A plan for a large mixed cluster may have
-hundreds of classes, so hundreds of thousands of pairs of them.
+Groups whose members have the same head ranges are one head class. A plan for a large mixed cluster may have
+hundreds of classes, hence hundreds of thousands of pairs of classes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from megatron_hexi.plan.schedule import kv_owners
 
 @dataclass(frozen=True, eq=False)
 class Serving:
-    """Messages between two groups, by their classes.
+    """Messages of keys and values from a group that owns them to a group that uses them, by head class.
+
+    The messages of all pairs of classes stand in one list, of E entries.
 
     Args:
-        first: where the entries of each pair (user's class, owner's class) begin, [classes, classes].
-        count: how many it has, [classes, classes].
-        user: position in the user's group, of each entry.
-        owner: position in the owner's group.
-        kv: KV heads that travel.
+        first: index of the first entry of each pair (user's class, owner's class), [classes, classes].
+        count: number of entries of each pair, [classes, classes].
+        user: position of the receiving member in the user's group, [E].
+        owner: position of the sending member in the owner's group, [E].
+        kv: number of KV heads in the message, [E].
     """
 
     first: Ints
@@ -39,14 +41,14 @@ class Serving:
 
 @lru_cache(maxsize=64)  # a search moves tokens more often than heads
 def serving(classes: tuple[tuple[Range, ...], ...], queries_per_kv: int) -> Serving:
-    """For each pair of classes what the members of the one are served by the other's.
+    """Return the messages between groups of any two head classes.
 
-    A KV head comes from the owner that shares the most of the user's query heads of it, the first of several;
-    neighbouring KV heads from one owner are one entry.
+    A user receives a KV head from the member of the other group that shares most of the user's query heads of
+    it, the first of several; neighbouring KV heads from the same member are one message.
 
     Args:
-        classes: for each class the query heads of its members.
-        queries_per_kv: query heads that share a KV head.
+        classes: query heads of each member of a group, for each head class.
+        queries_per_kv: number of query heads that share a KV head.
     """
     users = [
         [(place, piece) for place, heads in enumerate(members) for piece in kv_pieces(heads, queries_per_kv)]
@@ -77,10 +79,16 @@ def serving(classes: tuple[tuple[Range, ...], ...], queries_per_kv: int) -> Serv
 def serving_in_parts(
     users: tuple[Range, ...], owners: tuple[Range, ...], queries_per_kv: int, parts: int
 ) -> Ints:
-    """The same of one pair of classes, where each user's heads travel in parts.
+    """Return the messages from one group to another in a step whose keys travel in parts.
+
+    Args:
+        users: query heads of each member of the group that receives keys.
+        owners: query heads of each member of the group that sends them.
+        queries_per_kv: number of query heads that share a KV head.
+        parts: largest number of parts of a user's heads.
 
     Returns:
-        Positions of user and owner, KV heads that travel, and the part, of each message, [4, M].
+        Positions of user and owner, number of KV heads, and number of the part, of each message, [4, M].
     """
     found = [
         (user, owner, kv[1] - kv[0], part)
@@ -92,7 +100,10 @@ def serving_in_parts(
 
 
 def _owners(pieces: Sequence[Range], classes: Sequence[Sequence[Range]]) -> Ints:
-    """Position of the member that serves a piece, [pieces, classes]."""
+    """Return the position of the member that sends each piece of heads, in a group of each class.
+
+    It is the member that shares most heads with the piece, the first of several, [pieces, classes].
+    """
     low, high = (np.array([piece[end] for piece in pieces])[:, None] for end in range(2))
     best = np.zeros((len(pieces), len(classes)), dtype=np.int64)
     for number, members in enumerate(classes):

@@ -1,4 +1,4 @@
-"""The stages of one section: their layers, what stands at their ends, and their gradients."""
+"""Seconds of the stages of one section: their layers, logits, sends, gradients and optimizer's step."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class StageCost:
     """Seconds of one micro-batch in a section: units of a stage that are timed together.
 
     Args:
-        kinds: a layer of each kind.
-        counts: how many of each kind they have, numbers or [domains].
-        layers: how many in all, those of multi-token prediction among them, a number or [U].
-        passes: what they run of layers: forward, backward, and what recomputation repeats.
-        repeats: of how many layers they run each pass, numbers or [U].
-        logits: `logits_times` of each unit, s, [U]; 0 but on a last stage.
-        logits_sum: the sum inside each unit that they need, s, [U].
-        pipeline_s: sends to the next stage and of its gradients back that nothing hides; of chunks only the
-            sends, behind each chunk's forward pass.
-        replicas: where each domain's time goes; of a stage that the job repeats, each replica's.
-        forward_s: of that, one forward pass, s.
+        kinds: seconds of a layer of each kind.
+        counts: number of layers of each kind, numbers or [domains].
+        layers: number of all layers, those of multi-token prediction among them, a number or [U].
+        passes: passes of layers that the units run: forward, backward, and repeated by recomputation.
+        repeats: number of layers with which they run each pass, numbers or [U].
+        logits: seconds of each unit's output matrix and loss, [U]; 0 except on a last stage.
+        logits_sum: seconds of the collectives inside each unit that these need, [U].
+        pipeline_s: exposed seconds of sends to the next stage and of its gradients back; with chunks only of
+            the sends, after each chunk's forward pass.
+        replicas: seconds of a micro-batch by phase, of each domain; for a repeated stage these are replicas.
+        forward_s: seconds of one forward pass of each domain, which are part of these.
     """
 
     kinds: tuple[Layer, ...]
@@ -53,13 +53,13 @@ class StageCost:
 
     @property
     def layer(self) -> Layer:
-        """A layer, where all are of one kind."""
+        """Seconds of a layer, if all layers are of one kind."""
         (layer,) = self.kinds
         return layer
 
     @property
     def flights(self) -> Flights:
-        """The most that the exchange of any kind of layer has under way."""
+        """Most keys that the exchange of any kind of layer has under way."""
         first, *more = (layer.flights for layer in self.kinds)
         for flights in more:
             received, sent = (
@@ -70,7 +70,7 @@ class StageCost:
         return first
 
     def mean(self, value: Callable[[Layer], float], domain: int = 0) -> float:
-        """The mean of a number over the layers of a domain."""
+        """Return the mean of a number over the layers of a domain."""
         if len(self.kinds) == 1:
             return value(self.layer)
         counts = [float(held[domain]) if isinstance(held, np.ndarray) else held for held in self.counts]
@@ -80,14 +80,14 @@ class StageCost:
 def stage_cost(
     section: Section, links: LinkTable, following: Ints | None, experts: ExpertCycle | None = None
 ) -> StageCost:
-    """Time a section.
+    """Return the seconds of one micro-batch in a section.
 
     Args:
-        section: the units.
-        links: the cluster's.
-        following: first GPU of each unit of the next stage, [U], where sends are waited for; ``None``: there
-            are none, or they are left under way. With chunks the first stage is next to the last.
-        experts: the cycle of layers that have some; ``None``: the model has none.
+        section: the section.
+        links: the cluster's links.
+        following: first GPU of each unit of the next stage, [U], if sends are exposed; ``None``: there are no
+            sends, or they are hidden. With chunks the first stage follows the last.
+        experts: seconds of the experts in layers with experts; ``None``: the model has none.
     """
     plan, job, stage = section.arrays, section.job, section.placement.stage
     kinds = tuple(
@@ -148,9 +148,9 @@ def stage_cost(
 
 
 def _pass_phases(plan: PlanArrays, one: Pass, units: Ints) -> Phases:
-    """A layer's time along the group with the most to do; the rest of it is the exchange's.
+    """Return the seconds of a layer's pass by phase, in the group with most work; the rest is exchange.
 
-    Not along the group that is last: groups that wait for another's last gradients end with it.
+    Not in the group that ends last: groups that wait for another group's last gradients end with it.
     """
     busiest = units[np.argmax(one.undisturbed[units])]
     members = plan.slots[plan.first_slot[plan.group[busiest]] : plan.first_slot[plan.group[busiest] + 1]]
@@ -167,22 +167,22 @@ def _pass_phases(plan: PlanArrays, one: Pass, units: Ints) -> Phases:
 
 
 def exposed_seconds(seconds: Floats | float, layers: int, cover: Floats | float | None) -> Floats | float:
-    """Exposed time of a stage's gradients or weights, s: max(t / L, t - L x cover).
+    """Return the exposed time of a stage's gradients or weights, s: max(t / L, t - L x cover).
 
     Gradients may travel behind the backward pass of the last micro-batch and weights behind the forward pass
     of the first, in the time that attention leaves the network free; the part of the last layer (of the
-    first) always shows.
+    first) is always exposed.
 
     Args:
-        seconds: all that travels (t).
-        layers: of the stage (L).
-        cover: seconds of a layer's pass in which the network is free; ``None``: nothing hides it.
+        seconds: seconds of the collective (t).
+        layers: number of layers of the stage (L).
+        cover: seconds of a layer's pass in which the network is free; ``None``: nothing hides the collective.
     """
     return seconds if cover is None else np.maximum(seconds / layers, seconds - layers * cover)
 
 
 def free_network(way: Literal["forward", "backward"], units: Bools, layer: Layer) -> float:
-    """Seconds of a layer's pass on some units in which gradients or weights may travel."""
+    """Return the seconds of a layer's pass on some units in which the network is free."""
     one: Pass = getattr(layer, way)
     return max(0.0, float(one.finish[units].max()) - one.wire)
 
@@ -190,7 +190,7 @@ def free_network(way: Literal["forward", "backward"], units: Bools, layer: Layer
 def exposed_synchronisation(
     sections: Sequence[Section], costs: Sequence[StageCost], reductions: Reductions
 ) -> list[float]:
-    """Exposed time of gradients and weights in each replica, s: that of its slowest stage."""
+    """Return the exposed time of gradients and weights in each replica, s: that of its slowest stage."""
     waits = np.zeros(1 + max(int(section.replicas.max()) for section in sections))
     for number, (section, cost) in enumerate(zip(sections, costs, strict=True)):
         layers = section.by_domain(section.parts.layers)
@@ -206,12 +206,12 @@ def exposed_synchronisation(
 
 
 def optimizer_times(section: Section, params: Counts, owned: Floats | float) -> Floats:
-    """The optimizer's step of each unit, s, [U].
+    """Return the seconds of each unit's optimizer step, [U].
 
     Args:
-        section: the units.
-        params: weights on one GPU, a number or [U].
-        owned: those of them whose optimizer state it keeps, likewise.
+        section: the section.
+        params: number of weights on one GPU, or [U].
+        owned: number of weights whose optimizer state it keeps, or [U].
     """
     job, stage = section.job, section.placement.stage
     times = np.zeros(len(stage.gpus))

@@ -1,4 +1,4 @@
-"""Tokens/s in other units: of each GPU, as model FLOP/s, and as a part of the datasheet's rate."""
+"""Tokens/s per GPU, as model FLOP/s, and as a part of the datasheet's rate (MFU)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron_hexi.cost.model import Model
 
 
 def model_flops(model: Model, context: int, counting: Literal["full", "half"] = "half") -> float:
-    """Return the FLOPs of one token that the model itself needs, forward and backward.
+    """Return the model FLOPs of one token, forward and backward, without recomputation.
 
-    As Megatron counts them: three products of 2 FLOPs a weight, forward and twice backward, and nothing for
-    what is computed again. Of routed experts those count that a token goes to.
+    As Megatron counts them: three products of 2 FLOPs a weight, one forward and two backward. Only those
+    routed experts count that a token goes to.
 
         6 (layers x weights of a layer's matrices + hidden x vocabulary) + 12 x layers x heads x D x keys
 
@@ -25,13 +25,14 @@ def model_flops(model: Model, context: int, counting: Literal["full", "half"] = 
     Args:
         model: the model; its vocabulary counts without padding.
         context: tokens of a sequence.
-        counting: of attention. Half is Megatron's for causal attention since core 0.15.
+        counting: part of the pairs of query and key that counts: all (``full``), or those of causal attention
+            (``half``), which Megatron counts since core 0.15.
     """
     kinds = list(zip(model.kinds, model.layers_run, strict=True))
     matrices = model.hidden_size * model.vocab_size * (1 + model.mtp_layers)
     matrices += model.mtp_layers * model.projection_params()
     matrices += sum(layers * (kind.matrix_params() + _active_experts(kind)) for kind, layers in kinds)
-    # Of queries and keys, and of values: a product each. A window is as good as a shorter context.
+    # One product of queries and keys, and one with values. A window counts as a shorter context.
     columns = model.heads * (model.head_dim + model.value_dim) / 2
     seen = sum(layers * _seen(kind, context, counting) for kind, layers in kinds)
     return float(6 * matrices + 12 * seen * columns)
@@ -50,13 +51,14 @@ def _seen(model: Model, context: int, counting: Literal["full", "half"]) -> floa
 
 @dataclass(frozen=True)
 class Throughput:
-    """A speed of training, on GPUs that take part in it.
+    """The speed of a training, in several units.
 
     Args:
-        tokens_per_s: of all of them together.
-        gpus: how many.
-        flops_per_token: by `model_flops`.
-        peak_tflops: by datasheet, of all of them together; ``None`` where one has no rate for the precision.
+        tokens_per_s: tokens/s of all GPUs together.
+        gpus: number of GPUs.
+        flops_per_token: model FLOPs of a token (`model_flops`).
+        peak_tflops: TFLOP/s of all GPUs together by their datasheets; ``None``: a GPU has no rate for the
+            precision.
     """
 
     tokens_per_s: float
@@ -66,35 +68,35 @@ class Throughput:
 
     @classmethod
     def of(cls, job: Job, devices: Sequence[Device], tokens_per_s: float) -> Throughput:
-        """Return that of a job on some GPUs."""
+        """Return the throughput of a job that reaches these tokens/s on some GPUs."""
         rates = [getattr(device.nominal, job.precision) for device in devices]
         peak = None if None in rates else float(sum(rates))
         return cls(tokens_per_s, len(devices), model_flops(job.model, job.seq_length), peak)
 
     def at(self, tokens_per_s: float) -> Throughput:
-        """Return that of another speed of the same job on the same GPUs."""
+        """Return the throughput of the same job on the same GPUs at other tokens/s."""
         return replace(self, tokens_per_s=tokens_per_s)
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """Tokens/s of a GPU, in the mean."""
+        """Mean tokens/s of a GPU."""
         return self.tokens_per_s / self.gpus
 
     @property
     def model_tflops_per_gpu(self) -> float:
-        """TFLOP/s of a GPU, in the mean, of what the model itself needs."""
+        """Mean model TFLOP/s of a GPU, without recomputation."""
         return self.tokens_per_s * self.flops_per_token / self.gpus / 1e12
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s as a part of the datasheet's dense rate; ``None`` where this is not known."""
+        """Model FLOP/s as a part of the datasheet's dense rate; ``None``: the rate is not known."""
         if self.peak_tflops is None:
             return None
         return self.tokens_per_s * self.flops_per_token / 1e12 / self.peak_tflops
 
     @property
     def facts(self) -> dict[str, float | None]:
-        """For JSON, beside ``tokens_per_s``."""
+        """Figures by name, which JSON output has next to ``tokens_per_s``."""
         return {
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "model_tflops_per_gpu": self.model_tflops_per_gpu,

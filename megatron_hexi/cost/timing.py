@@ -21,21 +21,21 @@ from megatron_hexi.cost.stage import StageCost
 
 @dataclass(frozen=True, eq=False)
 class Timing:
-    """A plan's iteration in arrays over units, for a search that reads what bounds it.
+    """Time and memory of a plan's iteration in arrays over units, in which a search finds the bottleneck.
 
-    Lists run over sections; of a plan whose stage the job repeats these are the pipeline stages.
+    Lists have one entry for each section; in a plan with a repeated stage these are the pipeline stages.
 
     Args:
-        sections: the units, by what they are timed with.
-        stages: what the stages of each section do for one micro-batch.
-        pipelines: the stages of each replica.
-        reductions: what all ranks do together.
-        synchronisation: what each replica waits for gradients and weights, s.
-        optimizer: the optimizer's step of each section's units, s, [U].
-        micro_batches: of each replica.
+        sections: the sections of the plan: units that are timed together.
+        stages: seconds of one micro-batch in each section.
+        pipelines: the pipeline of each replica, [replicas].
+        reductions: collectives of gradients and weights, and places of weights, gradients and state.
+        synchronisation: exposed seconds of gradients and weights of each replica, [replicas].
+        optimizer: seconds of the optimizer's step of each unit of a section, [U].
+        micro_batches: number of micro-batches of each replica, [replicas].
         experts: routed experts of each section's units; ``None``: the model has none.
-        memory: bytes on one GPU of each unit by term, [U].
-        host_memory: bytes in host memory for one GPU of each unit by term, [U].
+        memory: bytes on one GPU of each unit, [U], by term.
+        host_memory: bytes in host memory for one GPU of each unit, [U], by term.
         host_loads: nodes in whose memory something lies.
         spread: part by which the slowest GPU's computation takes longer than its kind's.
     """
@@ -55,35 +55,35 @@ class Timing:
 
     @cached_property
     def replicas(self) -> tuple[Phases, ...]:
-        """Phases of each replica's time, the optimizer aside; worked out when it is asked for."""
+        """Seconds of each replica by phase, without the optimizer's step; computed when first read."""
         both = zip(self.pipelines, self.synchronisation, strict=True)
         return tuple(pipeline.phases + Phases(gradients=wait) for pipeline, wait in both)
 
     @cached_property
     def phases(self) -> Phases:
-        """Phases of the slowest replica, with the optimizer."""
+        """Seconds of the slowest replica by phase, with the optimizer's step of the slowest unit."""
         step = max(float(times.max()) for times in self.optimizer)
         slowest = max(self.replicas, key=lambda phases: phases.total)
         return (slowest + Phases(optimizer=step)).spread_by(self.spread)
 
     @property
     def arrays(self) -> PlanArrays:
-        """Holdings of the units of every stage, of a plan whose stage the job repeats."""
+        """Tokens, heads and groups of the units of each stage, for a plan with a repeated stage."""
         return self.sections[0].arrays
 
     @property
     def needed(self) -> list[Floats]:
-        """Bytes that a GPU of each unit needs, [U]."""
+        """Bytes of memory that a GPU of each unit needs, [U] for each section."""
         return [np.sum(list(terms.values()), axis=0) for terms in self.memory]
 
     @property
     def usable(self) -> list[Floats]:
-        """Bytes that it has, [U]."""
+        """Bytes of memory that a job may use on a GPU of each unit, [U] for each section."""
         return [section.placement.usable for section in self.sections]
 
     @property
     def fullness(self) -> float:
-        """The largest part of a GPU's memory that is needed, or of a node's."""
+        """Needed part of the usable memory of the fullest GPU or node; above 1: the plan does not fit."""
         gpus = [
             float((needed / usable).max()) for needed, usable in zip(self.needed, self.usable, strict=True)
         ]
@@ -91,7 +91,7 @@ class Timing:
 
     @property
     def stage_fullness(self) -> dict[tuple[int, int], float]:
-        """The part of its memory that a GPU needs, at most, by replica and stage."""
+        """Needed part of the usable memory of the fullest GPU of each stage, by replica and stage."""
         found: dict[tuple[int, int], float] = {}
         for section, needed, usable in zip(self.sections, self.needed, self.usable, strict=True):
             for replica, part in zip(section.replica.tolist(), (needed / usable).tolist(), strict=True):
@@ -101,5 +101,5 @@ class Timing:
 
     @property
     def fits(self) -> bool:
-        """Whether every GPU's memory suffices, and every node's."""
+        """Whether the memory of every GPU and the host memory of every node suffice."""
         return self.fullness <= 1

@@ -1,7 +1,7 @@
 """Rates of a plan's units, by which a job assigns the documents of each batch.
 
-Attention's curves rise with the size of a block, so a document of L tokens is taken to last
-`a L^2 / 2 + b L`, fitted to a long and to a short one; b counts to the row.
+Attention is faster in larger blocks, so a document of L tokens is taken to last `a L^2 / 2 + b L` seconds,
+fitted to a long and to a short document; b is added to the seconds of a row.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from megatron_hexi.plan import Plan
 from megatron_hexi.plan.terms import UnitRates
 from megatron_hexi.plan.units import rank_gpus
 
-#: Of the sequence's length, the short document that a fit takes beside the whole.
+#: Length of the short document of the fit, as a part of the sequence; the long one is the whole sequence.
 _SHORT = 1 / 64
-#: Of the most that a pair may take, the least.
+#: The least seconds of a pair, as a part of the most.
 _LEAST = 1e-6
 
 
 def unit_rates(plan: Plan, job: Job, cluster: Cluster) -> UnitRates:
-    """Rates and room of a plan's units, by unit in the order of ranks.
+    """Return speed and memory of each unit of a plan without pipeline stages, in rank order.
 
     Args:
-        plan: of one stage, which the job does not repeat.
-        job: of the plan.
-        cluster: where it runs.
+        plan: the plan.
+        job: the job of the plan.
+        cluster: the cluster that the plan runs on.
 
     Raises:
-        PlanError: the plan has several pipeline stages.
+        PlanError: the plan gives stages their layers, or the job has several pipeline stages.
     """
     if not plan.is_repeated or job.pipeline_parallel > 1:
         raise PlanError(
@@ -56,7 +56,10 @@ def unit_rates(plan: Plan, job: Job, cluster: Cluster) -> UnitRates:
 
 
 def _rates(device: Device, plan: Plan, job: Job) -> tuple[float, float]:
-    """Seconds of a row and of a pair in all heads of a rank; one layer of the mean, all passes."""
+    """Return the seconds of a row, and of a pair of query and key in all heads of a rank, on one device.
+
+    Both are for all passes of one layer, in the mean over the layers; a row's part of the logits is added.
+    """
     speeds = device_speeds(device, job)
     rows = np.array([max(1.0, job.micro_batch_size * job.seq_length / plan.units)])
     logits, again, passes = (

@@ -1,4 +1,4 @@
-"""Pairs, queries and keys of attention in a window, for all groups of all replicas at once.
+"""Numbers of pairs, queries and keys of attention with a window, for all groups of all replicas at once.
 
 A query at position q sees the keys at positions k with q - w < k <= q. Shape letters: C steps, N groups,
 J segments.
@@ -13,7 +13,12 @@ from megatron_hexi.cost.plan_arrays import PlanArrays
 
 
 def own_pairs(plan: PlanArrays, window: int) -> Floats:
-    """Pairs that the queries of each group see of its own keys, [N]."""
+    """Return the number of visible pairs of a query and a key of the same group, [N].
+
+    Args:
+        plan: the plan.
+        window: keys that a query sees, its own among them (w).
+    """
     pairs = np.zeros(len(plan.starts))
     for key in range(plan.starts.shape[1]):
         keys = plan.starts[:, key, None], plan.stops[:, key, None]
@@ -22,19 +27,19 @@ def own_pairs(plan: PlanArrays, window: int) -> Floats:
 
 
 def far_window(plan: PlanArrays, source: Ints, active: Bools, window: int) -> tuple[Ints, Floats, Ints]:
-    """Return queries that see other groups' keys, keys that each of them sees, and keys that are received.
+    """Return the queries that see keys of another group, the keys that they see, and the keys received.
 
     Args:
         plan: the plan.
         source: the group whose keys each group uses, [C, N].
-        active: whether its replica has such a step, [C, N].
+        active: whether the group's replica has the step, [C, N].
         window: keys that a query sees, its own among them (w).
 
     Returns:
-        queries: of each segment those that see any of the source's keys, [C, N, J].
-        keys: how many each of them sees, in the mean, [C, N, J].
-        received: keys that the group is sent: from the first that a query sees to the last of each segment of
-            the source, [C, N].
+        queries: number of queries of each segment that see any key of the source, [C, N, J].
+        keys: mean number of keys of the source that each of these queries sees, [C, N, J].
+        received: number of keys that the group receives: of each segment of the source those from the first
+            that a query sees to the last, [C, N].
     """
     shape = *source.shape, plan.starts.shape[1]
     pairs, queries = np.zeros(shape), np.zeros(shape, dtype=np.int64)
@@ -44,7 +49,7 @@ def far_window(plan: PlanArrays, source: Ints, active: Bools, window: int) -> tu
         start, stop = plan.starts[source, place][..., None], plan.stops[source, place][..., None]
         there = active[..., None] & (stop > start)
         pairs += np.where(there, _pairs(plan.starts, plan.stops, start, stop, window), 0.0)
-        # Segments lie apart: keys before a segment of queries are seen up to w - 1 behind its first one.
+        # Segments do not overlap: the first query of a segment sees the w - 1 latest keys before it.
         is_before = there & (stop <= plan.starts) & (size > 0)
         near = np.clip(stop - 1 + window - plan.starts, 0, size)
         queries += np.where(is_before, near, 0)
@@ -56,19 +61,19 @@ def far_window(plan: PlanArrays, source: Ints, active: Bools, window: int) -> tu
 
 
 def _pairs(first: Ints, last: Ints, start: Ints, stop: Ints, window: int) -> Floats:
-    """Visible pairs of queries in [first, last) and keys in [start, stop)."""
+    """Return the number of visible pairs of queries in [first, last) and keys in [start, stop)."""
     visible: Floats = _up_to(first, last, start, stop, 0) - _up_to(first, last, start, stop, window)
     return visible
 
 
 def _up_to(first: Ints, last: Ints, start: Ints, stop: Ints, behind: int) -> Floats:
-    """Pairs whose key is at least so many positions behind the query."""
+    """Return the number of pairs whose key is at least `behind` positions before the query."""
     size = np.maximum(stop - start, 0).astype(float)
     return _stairs(last - behind - start, size) - _stairs(first - behind - start, size)
 
 
 def _stairs(steps: Ints, size: Floats) -> Floats:
-    """The sum of min(x, size) over x = 1 to `steps`."""
+    """Return the sum of min(x, size) over x = 1 to `steps`."""
     rising = np.clip(steps, 0, size)
     level: Floats = rising * (rising + 1) / 2 + (np.maximum(steps, 0) - rising) * size
     return level

@@ -17,11 +17,11 @@ from megatron_hexi.kubernetes.pods import STORE, PodKind, Pods
 from megatron_hexi.kubernetes.products import PRODUCT_LABEL, product_labels
 from megatron_hexi.kubernetes.settings import FOLDER, SHARED_MEMORY, Settings
 
-#: What a ConfigMap may hold: https://kubernetes.io/docs/concepts/configuration/configmap/.
+#: Largest size of a ConfigMap: https://kubernetes.io/docs/concepts/configuration/configmap/.
 MAX_FILES_BYTES = 2**20
 #: The variable that `megatron_hexi.elastic` reads the job's secret from, and its key in a Secret.
 SECRET_VARIABLE, SECRET_KEY = "HEXI_SECRET", "secret"
-#: Wrong input, which another start does not mend (`errors.EXIT_USER_ERROR`).
+#: Exit code of wrong input, which another start would not mend (`errors.EXIT_USER_ERROR`).
 _WRONG_INPUT = 2
 #: An elastic job replaces a lost pod for as long as it runs; Kubernetes counts up to here.
 _ANY_NUMBER = 2**31 - 1
@@ -32,9 +32,9 @@ def manifests(pods: Pods, files: Mapping[str, str], settings: Settings) -> list[
     """Return all objects of a job, in the order to apply them.
 
     Args:
-        pods: of the job.
-        files: by name, what pods find in `FOLDER` besides their commands.
-        settings: of the job.
+        pods: the job's pods.
+        files: texts of the files that pods find in `FOLDER` besides their commands, by file name.
+        settings: the user's choices for the job.
 
     Raises:
         HexiError: nodes whose label is unknown, or files that are too large for a ConfigMap.
@@ -58,17 +58,17 @@ def manifests(pods: Pods, files: Mapping[str, str], settings: Settings) -> list[
 
 
 def secret_name(settings: Settings) -> str:
-    """Return the name of the Secret by which an elastic job's nodes know each other; the user makes it."""
+    """Return the name of the Secret by which an elastic job's nodes know each other; the user creates it."""
     return f"{settings.name}-secret"
 
 
 def manifests_text(objects: Sequence[Mapping[str, Any]]) -> str:
-    """The objects as YAML documents, which ``kubectl apply -f`` takes."""
+    """Return the objects as YAML documents, which ``kubectl apply -f`` takes."""
     return yaml.dump_all(objects, Dumper=_ManifestDumper, sort_keys=False, width=110, explicit_start=True)
 
 
 class _ManifestDumper(yaml.SafeDumper):
-    """Files as blocks of lines; nothing by reference."""
+    """Writes texts of several lines as block scalars, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -91,13 +91,13 @@ def _labels(settings: Settings) -> dict[str, str]:
 
 
 def _service(settings: Settings) -> dict[str, Any]:
-    """The headless Service that gives each pod a name of its own; ranks meet before pods count as ready."""
+    """Return the headless Service that gives each pod a host name, also before the pod counts as ready."""
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {_INSTANCE: settings.name}}
     return {"apiVersion": "v1", "kind": "Service", **_head(settings.name, settings), "spec": spec}
 
 
 def _jobset(specs: Mapping[str, Mapping[str, Any]], settings: Settings) -> dict[str, Any]:
-    """All jobs as one: where one fails, all start again, except by wrong input."""
+    """Return one JobSet of all jobs: when a job fails all start again, unless its input was wrong."""
     spec: dict[str, Any] = {
         "network": {"enableDNSHostnames": True, "subdomain": settings.name, "publishNotReadyAddresses": True},
         "failurePolicy": {
@@ -118,7 +118,7 @@ def _jobset(specs: Mapping[str, Mapping[str, Any]], settings: Settings) -> dict[
 
 
 def _job(kind: PodKind, settings: Settings) -> dict[str, Any]:
-    """A Job's spec: a pod for each node, by index."""
+    """Return the spec of an Indexed Job with one pod for each node of a kind."""
     count = len(kind.nodes)
     if settings.least is not None:
         failures = _ANY_NUMBER
@@ -190,7 +190,7 @@ def _pod(kind: PodKind, settings: Settings) -> dict[str, Any]:
     container["resources"] = {"limits": {"nvidia.com/gpu": str(kind.gpus), **resources}}
     if any("/" in name for name in resources):  # RDMA registers memory, which it must be allowed to lock
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
-    # Two pods on one node would share what the plan counts for each.
+    # Two pods on one node would share resources that the plan counts for each.
     others = {_INSTANCE: settings.name, _COMPONENT: _component(kind)}
     apart = {"labelSelector": {"matchLabels": others}, "topologyKey": "kubernetes.io/hostname"}
     return spec | {
@@ -207,10 +207,10 @@ def _pod(kind: PodKind, settings: Settings) -> dict[str, Any]:
 
 
 def _node_terms(kind: PodKind, settings: Settings) -> list[dict[str, Any]]:
-    """Return the nodes that a kind's pods may run on: by the user's labels, else hosts, else GPU product.
+    """Return the node selector terms of a kind's pods, by the user's labels, else host names, else GPU.
 
     Raises:
-        HexiError: none of these is known.
+        HexiError: there are no labels and no host names, and the GPU's product label is not known.
     """
     labels: dict[str, Sequence[str]] = {
         key: [value] for key, value in settings.labels_of(kind.entry or "").items()

@@ -1,4 +1,7 @@
-"""The pods of a job, one a node: those of a kind differ in their index only; and the commands of each."""
+"""The pods of a job, one for each node, and the commands of each.
+
+Pods of one kind differ in their index only.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ class Command:
     """A process that a pod starts.
 
     Args:
-        words: after ``python``.
-        trains: whether Megatron's arguments follow them.
-        gpus: that it sees, counted inside the pod; ``None``: all of the pod.
+        words: the words of its command line after ``python``.
+        trains: whether Megatron's arguments follow the words.
+        gpus: numbers of the pod's GPUs that the process sees; ``None``: all of them.
     """
 
     words: tuple[str, ...]
@@ -46,12 +49,12 @@ class PodKind:
     """Pods that differ in their index only.
 
     Args:
-        name: of the kind, a DNS label.
-        entry: of the cluster file; ``None``: it needs no GPU.
-        gpu: of each node, as the cluster file calls it.
-        gpus: that each pod asks for.
-        nodes: of each pod, its node's number in the cluster file, by index.
-        hosts: of these nodes, where the file names them.
+        name: name of the kind, a DNS label.
+        entry: entry of the cluster file that describes the nodes; ``None``: the pods need no GPU.
+        gpu: model of the nodes' GPUs, as the cluster file calls it.
+        gpus: number of GPUs that each pod asks for.
+        nodes: number of each pod's node in the cluster file, by the pod's index.
+        hosts: host names of these nodes, as far as the cluster file gives them.
     """
 
     name: str
@@ -67,15 +70,15 @@ class Pods:
     """A job's pods.
 
     Args:
-        kinds: in the order of their first nodes.
-        commands: by kind, for each index the processes of that pod.
+        kinds: the kinds of pods, in the order of their first nodes; an elastic job's store comes last.
+        commands: the processes of each pod, by name of its kind and by index.
     """
 
     kinds: tuple[PodKind, ...]
     commands: dict[str, list[list[Command]]]
 
     def table(self) -> dict[str, list[list[dict[str, Any]]]]:
-        """The commands as `start` reads them."""
+        """Return the commands of all pods as `start` reads them."""
         return {
             kind: [[command.as_dict() for command in pod] for pod in pods]
             for kind, pods in self.commands.items()
@@ -85,7 +88,7 @@ class Pods:
 def training_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
     """Return the pods of a training whose rank r runs on the plan's GPU of rank r.
 
-    A pod has one start of torchrun for each run of consecutive ranks on its node (`find_agents`).
+    A pod starts torchrun once for each run of consecutive ranks on its node (`find_agents`).
 
     Raises:
         HexiError: the plan was made for another cluster, or a name is too long for Kubernetes.
@@ -114,7 +117,8 @@ def elastic_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
     """Return the pods of a job that goes on without lost nodes, and the pod that keeps its store.
 
     Raises:
-        HexiError: as `training_pods`; a plan that leaves out GPUs of a node, or fewer nodes than suffice.
+        HexiError: see `training_pods`; the plan leaves out GPUs of a node; or `settings.least` is not from 1
+            to the plan's number of nodes.
     """
     used = Counter(cluster.ranks[gpu].node for gpu in find_gpus(plan, cluster))
     for node, count in used.items():
@@ -145,12 +149,15 @@ def elastic_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
 
 
 def probe_pods(cluster: Cluster, settings: Settings, words: Sequence[str]) -> Pods:
-    """Return the pods that measure all nodes of a cluster file, ranks in its order.
+    """Return the pods that measure all nodes of a cluster file, with ranks in the file's order.
 
     Args:
-        cluster: what is known of the machines: entries, counts and GPUs.
-        settings: of the job.
-        words: of ``hexi probe``.
+        cluster: the machines as far as they are known: entries, counts and GPUs.
+        settings: the user's choices for the job.
+        words: the arguments of ``hexi probe``.
+
+    Raises:
+        HexiError: a name is too long for Kubernetes.
     """
     used = {number: len(node.ranks) for number, node in enumerate(cluster.nodes)}
     kinds = _kinds(cluster, used, settings)
@@ -164,7 +171,7 @@ def probe_pods(cluster: Cluster, settings: Settings, words: Sequence[str]) -> Po
 
 
 def _torchrun(ranks: int, agents: int, number: int, main: str) -> tuple[str, ...]:
-    """Words that start ranks that know each other beforehand, so that their numbers are as written."""
+    """Return the words that start torchrun with a fixed node rank, so that ranks are numbered as planned."""
     return (
         *("-m", "megatron_hexi.torchrun"),
         *(f"--nproc-per-node={ranks}", f"--nnodes={agents}", f"--node-rank={number}"),
@@ -175,13 +182,16 @@ def _torchrun(ranks: int, agents: int, number: int, main: str) -> tuple[str, ...
 def _kinds(
     cluster: Cluster, used: Mapping[int, int], settings: Settings, others: Sequence[PodKind] = ()
 ) -> tuple[PodKind, ...]:
-    """Return the kinds of pods: the nodes of an entry of which as many GPUs are used.
+    """Return the kinds of pods: one for all nodes of an entry of which equally many GPUs are used.
 
     Args:
         cluster: the machines.
-        used: by number of a node, how many of its GPUs are used.
-        settings: of the job.
-        others: kinds that the job has besides.
+        used: number of GPUs that are used, by number of the node.
+        settings: the user's choices for the job.
+        others: further kinds of the job's pods, whose names are taken.
+
+    Raises:
+        HexiError: a name is too long for Kubernetes.
     """
     alike: dict[tuple[str, int], list[int]] = {}
     entries = [entry for entry in cluster.file.nodes for _ in range(entry.count)]
@@ -206,7 +216,7 @@ def _kinds(
 
 
 def _label(name: str) -> str:
-    """A name of the cluster file as a DNS label.
+    """Return a name of the cluster file as a DNS label.
 
     >>> _label("H100_rack.2")
     'h100-rack-2'
@@ -215,13 +225,16 @@ def _label(name: str) -> str:
 
 
 def _host(kind: PodKind, index: int, settings: Settings) -> str:
-    """The host name that Kubernetes gives a pod: job and index, in a JobSet also the job's replica."""
+    """Return the host name that Kubernetes gives a pod: job and index, in a JobSet also the job's replica."""
     replica = "-0" if settings.form == "jobset" else ""
     return f"{settings.name}-{kind.name}{replica}-{index}"
 
 
 def _addresses(kinds: Sequence[PodKind], settings: Settings) -> dict[int, str]:
-    """By number of a node, where other pods reach its pod: the job's Service is their domain."""
+    """Return the address at which other pods reach each node's pod, by number of the node.
+
+    The DNS domain of the addresses is the job's Service.
+    """
     return {
         node: f"{_host(kind, index, settings)}.{settings.name}"
         for kind in kinds

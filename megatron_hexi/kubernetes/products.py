@@ -39,7 +39,7 @@ _TESLA_NAMES = {
 
 
 def product_labels(gpu: str) -> tuple[str, ...]:
-    """Return the values of `PRODUCT_LABEL` that stand for a GPU of the catalogue; empty where none is known.
+    """Return the values of `PRODUCT_LABEL` that a GPU of the catalogue may have; empty: none is known.
 
     >>> product_labels("H100-SXM-80GB")
     ('NVIDIA-H100-80GB-HBM3', 'H100-80GB-HBM3')

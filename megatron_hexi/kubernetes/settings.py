@@ -1,4 +1,4 @@
-"""The user's choices for a job on Kubernetes, held against its rules for names before anything is written.
+"""The user's choices for a job on Kubernetes, checked against its rules for names before anything is written.
 
 The rules: https://kubernetes.io/docs/concepts/overview/working-with-objects/names/ and …/labels/.
 """
@@ -42,11 +42,11 @@ _IMAGE = re.compile(
 
 @dataclass(frozen=True)
 class Volume:
-    """A folder that every pod sees.
+    """A folder that is mounted in every pod.
 
     Args:
         source: a PersistentVolumeClaim's name, or an absolute path on the node.
-        path: where it is mounted.
+        path: absolute path in the pod at which the folder is mounted.
         read_only: whether pods may only read it.
     """
 
@@ -62,21 +62,23 @@ class Volume:
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices that no plan and no cluster file has.
+    """The user's choices for a job on Kubernetes that stand in no plan and in no cluster file.
 
     Args:
-        form: which objects are written.
-        image: of every pod.
-        name: of the job; all objects' names begin with it.
-        namespace: of all objects; ``None``: the one that kubectl is set to.
-        volumes: that every pod mounts.
-        labels: by entry of the cluster file, the labels of its nodes, in place of the GPU's product.
-        resources: that each pod asks for besides its GPUs, by entry; under ``""`` those of all entries.
-        restarts: how often the whole job may start again.
-        least: nodes that suffice for an elastic job; ``None``: all are needed.
+        form: kind of the objects that are written.
+        image: container image of every pod.
+        name: the job's name; the names of all objects begin with it.
+        namespace: namespace of all objects; ``None``: the one that kubectl is set to.
+        volumes: folders that every pod mounts.
+        labels: labels of the nodes of an entry of the cluster file, by entry; they replace the GPU's product
+            label.
+        resources: resources that each pod asks for besides its GPUs, by entry of the cluster file; those
+            under ``""`` are for all entries.
+        restarts: number of times that the whole job may start again.
+        least: smallest number of nodes with which an elastic job goes on; ``None``: the job is not elastic.
 
     Raises:
-        HexiError: Kubernetes would refuse one of them.
+        HexiError: Kubernetes would refuse a value, or two folders are mounted at the same path.
     """
 
     form: Form
@@ -117,11 +119,11 @@ class Settings:
             taken[volume.path] = "another --volume is mounted there"
 
     def labels_of(self, entry: str) -> Mapping[str, str]:
-        """The labels that a user gave for an entry's nodes."""
+        """Return the labels that the user gave for the nodes of an entry; empty if there are none."""
         return self.labels.get(entry, {})
 
     def resources_of(self, entry: str) -> Mapping[str, str]:
-        """Resources of an entry's pods besides GPUs; the entry's own replace those of all."""
+        """Return the resources of an entry's pods besides GPUs; those of the entry replace those of all."""
         return {**self.resources.get("", {}), **self.resources.get(entry, {})}
 
     def holds(self, path: str) -> bool:
@@ -131,10 +133,12 @@ class Settings:
 
 
 def read_volume(text: str) -> Volume:
-    """The volume that ``CLAIM:/PATH`` or ``/FOLDER:/PATH`` spells; ``:ro`` at the end makes it read-only.
+    """Return the volume that ``CLAIM:/PATH`` or ``/FOLDER:/PATH`` names.
+
+    An ending ``:ro`` makes it read-only.
 
     Raises:
-        HexiError: it spells none.
+        HexiError: the text has another form.
     """
     source, *rest = text.split(":")
     read_only = rest[1:] == ["ro"]
@@ -154,14 +158,14 @@ def _is_folder(text: str) -> bool:
 
 
 def read_labels(texts: Sequence[str], entries: Sequence[str]) -> dict[str, dict[str, str]]:
-    """The labels that ``ENTRY:LABEL=VALUE`` spell, by entry.
+    """Return the node labels that texts ``ENTRY:LABEL=VALUE`` name, by entry.
 
     Args:
-        texts: as typed.
-        entries: of the cluster file.
+        texts: the values of ``--node-label``, as typed.
+        entries: names of the cluster file's entries.
 
     Raises:
-        HexiError: an unknown entry, no label or no value of one, or a label given twice.
+        HexiError: an entry is unknown, a label or its value is malformed, or a label is given twice.
     """
     found: dict[str, dict[str, str]] = {}
     for text in texts:
@@ -177,10 +181,11 @@ def read_labels(texts: Sequence[str], entries: Sequence[str]) -> dict[str, dict[
 
 
 def read_resources(texts: Sequence[str], entries: Sequence[str]) -> dict[str, dict[str, str]]:
-    """The resources that ``[ENTRY:]NAME=COUNT`` spell, by entry, or under ``""``.
+    """Return the resources that texts ``[ENTRY:]NAME=COUNT`` name, by entry; without an entry under ``""``.
 
     Raises:
-        HexiError: an unknown entry, no resource or no number, a resource given twice, or GPUs.
+        HexiError: an entry is unknown, a resource or its count is malformed, a resource is given twice, or it
+            is the GPUs, whose number the plan gives.
     """
     found: dict[str, dict[str, str]] = {}
     for text in texts:

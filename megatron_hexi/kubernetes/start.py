@@ -1,7 +1,8 @@
 """``python -m megatron_hexi.kubernetes.start FOLDER KIND``: runs the commands of a pod.
 
 The folder is the job's ConfigMap: ``pods.json`` has the commands of each kind and index, ``job.args``
-Megatron's arguments, which follow those that train. The pod's index is Kubernetes' ``JOB_COMPLETION_INDEX``.
+Megatron's arguments, which are added to commands that train. The pod's index is Kubernetes'
+``JOB_COMPLETION_INDEX``.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ _LOOK_S = 0.2
 
 
 def find_commands(folder: Path, kind: str, index: str) -> list[tuple[list[str], dict[str, str]]]:
-    """Return the words after ``python`` and the variables of each process of a pod.
+    """Return the words after ``python`` and the environment variables of each process of a pod.
 
     Args:
-        folder: of the job's files.
-        kind: of the pod.
-        index: of the pod, as Kubernetes states it.
+        folder: folder of the job's files.
+        kind: name of the pod's kind.
+        index: the pod's index, as the text that Kubernetes gives.
 
     Raises:
-        HexiError: a file is missing or another one, or has no such pod.
+        HexiError: a file is missing or malformed, or has no commands for the pod.
     """
     path = folder / "pods.json"
     try:
@@ -54,10 +55,13 @@ def find_commands(folder: Path, kind: str, index: str) -> list[tuple[list[str], 
 
 
 def run_commands(commands: Sequence[tuple[Sequence[str], dict[str, str]]]) -> int:
-    """Run processes side by side until all have ended; the first that fails ends the others.
+    """Run processes at the same time until all have ended; the first that fails ends the others.
+
+    Args:
+        commands: the words after ``python`` and the environment variables of each process.
 
     Returns:
-        The exit code: 0, or that of the first to fail.
+        The exit code: 0, or that of the first process to fail.
     """
     running = [
         subprocess.Popen([sys.executable, *words], env={**os.environ, **variables})
@@ -85,7 +89,7 @@ def main() -> None:
     """Run this pod's commands.
 
     Raises:
-        SystemExit: with the exit code of the first to fail, 2 where the input is wrong, or 0.
+        SystemExit: always, with the exit code of the first command to fail, 2 for wrong input, or else 0.
     """
     with user_errors():
         if len(sys.argv) != 3 or "JOB_COMPLETION_INDEX" not in os.environ:
