@@ -18,7 +18,7 @@ ReplicaUnits = tuple[Order, ...]
 
 
 def orders(fleet: Fleet) -> dict[str, Order]:
-    """Orders of the machines by a printable name; the first, fast machines first, has an empty name."""
+    """Orders of all units, machine by machine, by name; that of the first, fast machines first, is empty."""
     sites = [sorted(site, key=lambda unit: fleet.units[unit].gpus) for site in fleet.sites]
     paths = _paths(fleet, sites)
     domains = sorted(range(len(sites)), key=lambda site: (*paths[site], site))
@@ -34,7 +34,7 @@ def orders(fleet: Fleet) -> dict[str, Order]:
 
 
 def equal_replicas(fleet: Fleet, count: int, order: Order) -> Iterator[ReplicaUnits]:
-    """Equal replicas: consecutive units; and, where every GPU model divides evenly, one mix for all."""
+    """Yield equal replicas: of consecutive units, and of one mix of models if all models divide evenly."""
     yield _runs(order, count)
     owned = fleet.models.values()
     if count > 1 and len(owned) > 1 and not any(len(units) % count for units in owned):
@@ -45,7 +45,7 @@ def equal_replicas(fleet: Fleet, count: int, order: Order) -> Iterator[ReplicaUn
 
 
 def groups(units: Order, degree: int, strided: bool) -> list[Order]:
-    """Groups of `degree` units: consecutive units, or such that neighbours in a ring are consecutive."""
+    """Groups of `degree` units: consecutive ones or, if strided, each with consecutive units in a ring."""
     if strided:
         return [units[first :: len(units) // degree] for first in range(len(units) // degree)]
     return [units[first : first + degree] for first in range(0, len(units), degree)]
