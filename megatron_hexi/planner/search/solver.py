@@ -29,13 +29,13 @@ from megatron_hexi.planner.layouts.measured import UnitTimes
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 
 SEED = 1
-#: CP-SAT's own unit, about seconds; the hardest groupings only take so long.
+#: Limit in CP-SAT's own unit, about seconds; only the hardest groupings take so long.
 _DETERMINISTIC_TIME = 0.02
-#: Heads more or less than at present that are looked at.
+#: The largest change of a member's heads that is tried.
 _HEADS_AROUND = 2
-#: Nothing that is less than this part better is sought.
+#: CP-SAT stops when nothing can be better by more than this part.
 _GAP = 2e-4
-#: Times are whole parts of the present one, memory of a GPU's: far finer than either is known.
+#: CP-SAT's integers are such parts of the present time, and of a GPU's memory: finer than either is known.
 _PARTS = 2**24
 
 
@@ -44,8 +44,8 @@ class CpSatResult:
     """The result of CP-SAT on a trial.
 
     Args:
-        trial: the better of what was given and what was found.
-        proven: whether nothing better exists on this grouping, as far as times are proportional.
+        trial: the better of the given trial and the one that CP-SAT found.
+        proven: whether it is proven that this grouping has nothing better, if times are proportional to work.
     """
 
     trial: Trial
@@ -53,7 +53,7 @@ class CpSatResult:
 
 
 def refine(judge: Judge, trial: Trial) -> CpSatResult:
-    """Find tokens and heads together, starting from a balanced trial."""
+    """Return a balanced trial improved by CP-SAT, which finds tokens and heads together."""
     build = _Build(trial)
     replicas = [build.add_replica(layout) for layout in trial.layouts]
     solver = cp_model.CpSolver()
@@ -117,7 +117,7 @@ class _Build:
             )
         classes, held = [], []
         for places in alike.values():
-            # All do as the smallest does: the hint is then within every limit.
+            # All groups get the hint of the smallest, which is then within every limit.
             part = min((layout.parts[place] for place in places), key=lambda part: part.total)
             group = self.model.new_int_var(0, self._sequence, "G")
             self.model.add_hint(group, part.total)
