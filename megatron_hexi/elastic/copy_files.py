@@ -30,7 +30,7 @@ def bare_name(name: str) -> str:
     """Return a name from the job's store if it is safe as a file name in a folder of copies.
 
     Raises:
-        OSError: it could lead elsewhere, or to what is hidden: no name of a round, or of a file of a copy.
+        OSError: it could lead to another folder or a hidden file, as names of rounds and copies never do.
     """
     # Of torch's checkpoints, the one file whose name begins with a dot.
     if name != ".metadata" and not re.fullmatch(r"\w[\w.-]{0,199}", name, re.ASCII):
@@ -94,7 +94,7 @@ class _Folder:
         os.close(self._descriptor)
 
     def names(self) -> list[str]:
-        """Return the bare names in it, sorted."""
+        """Return the bare names of files and folders in it, sorted."""
         found = []
         for name in sorted(os.listdir(self._descriptor)):
             with suppress(OSError):
@@ -105,7 +105,7 @@ class _Folder:
         """Open a regular file to read.
 
         Raises:
-            OSError: there is none of that name.
+            OSError: there is no regular file of that name.
         """
         file = os.fdopen(self._open(name, os.O_RDONLY | os.O_NONBLOCK), "rb")
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -114,10 +114,10 @@ class _Folder:
         return file
 
     def create(self, name: str) -> BufferedWriter:
-        """Open a file to write, in place of any other of that name.
+        """Open a new file to write, in place of any other of that name.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the file cannot be made.
         """
         self.remove(name)
         return os.fdopen(self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
@@ -182,7 +182,7 @@ def pull(
         secret: the job's secret.
 
     Raises:
-        OSError: its name is no bare one, no node has it, or there is no room.
+        OSError: a name is no bare name, no node has the file, or there is no room.
     """
     source = "/".join(["", *map(bare_name, path), bare_name(name)])
     part = f"{hashlib.sha256(name.encode()).hexdigest()[:16]}{_PART}"
@@ -203,7 +203,7 @@ def pull(
 
 
 def _download(url: str, source: str, target: _Folder, part: str, size: int, secret: bytes) -> tuple[int, str]:
-    """Write at most `size` bytes, and one more to tell a longer file; return their number and SHA-256."""
+    """Write at most `size` bytes, and one more to detect a longer file; return their number and SHA-256."""
     connection, digest, count = _SecretConnection(url, secret), hashlib.sha256(), 0
     try:
         connection.request("GET", source)

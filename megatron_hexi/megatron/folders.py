@@ -71,7 +71,7 @@ def tracked_iteration(folder: str) -> int | str | None:
 
 
 def iterations_hint(folder: Path, without: int | str | None = None) -> str:
-    """Return the remedy of errors: the other iterations in a folder, and how to load one."""
+    """Return a remedy for an error's message: the other iterations in a folder, and how to load one."""
     iterations = [iteration for iteration in saved_iterations(folder) if iteration != without]
     if not iterations:
         return "it holds no other; leave --load out to begin anew"

@@ -55,7 +55,7 @@ def _gathered(tensor: Tensor, session: Session) -> Tensor:
 
 
 def _of_the_micro_batch(count: Tensor, session: Session) -> Tensor:
-    """Return a count of tokens of a micro-batch, given that of its samples in this rank's domain."""
+    """Return the number of tokens that count in a micro-batch, given the number in this rank's domain."""
     stages = session.stages
     if stages is None or stages.micro_batch is None:
         return count

@@ -58,9 +58,9 @@ from megatron_hexi.elastic.store import (
 )
 from megatron_hexi.errors import HexiError
 
-#: Nodes that have not come so many seconds after the fewest that suffice are left out, and taken in later.
+#: Seconds for which more nodes are waited for once the fewest that suffice have come; others join later.
 _LAST_CALL_S = 1
-#: At the beginning of the job, all that can take part are waited for so long.
+#: Seconds for which all nodes are waited for at the beginning of the job.
 _FIRST_CALL_S = 60
 #: Seconds between two signs of life of an agent, and how many may be missed.
 _SIGN_S, _MISSED = 1, 4
@@ -80,19 +80,19 @@ class AgentSettings:
         port: port of the store's gate.
         secret: the job's secret.
         bind: an address of this node to listen at; ``None``: that of the host or of the node.
-        job: its name in the store.
+        job: name of the job in the store.
         node: name of this node in the cluster file.
         address: address at which other nodes reach this one.
         max_losses: restarts after which the job ends.
-        lost_after_s: silence of a rank that counts as its loss.
-        wait_s: seconds for which fewer nodes than suffice are waited for.
-        ended: file that says that the training has ended well.
+        lost_after_s: seconds of silence after which a rank counts as lost.
+        wait_s: seconds after which the job ends if fewer nodes than suffice are present.
+        ended: file that is made when the training has ended well.
         when_store_lost: a script for bash, run when the store is gone.
         copy_interval: iterations from copy to copy of the state in memory; ``None``: none.
-        copy_folder: a file system in memory.
-        log_dir: folder of the ranks' output; ``None``: it is the agent's.
+        copy_folder: folder of a file system in memory, for copies.
+        log_dir: folder for the ranks' output; ``None``: ranks write to the agent's output.
         start_method: start method of `multiprocessing`.
-        entry: `ranks.ENTRY`, or a training script.
+        entry: the module `ranks.ENTRY`, or a training script, which ranks run.
         words: the ranks' arguments.
     """
 
@@ -123,12 +123,12 @@ class PatientRendezvous(RendezvousHandler):
     """A rendezvous that tells the ranks of waiting nodes, where PyTorch's agent would end the ranks at once.
 
     Args:
-        inner: PyTorch's.
+        inner: PyTorch's rendezvous.
     """
 
     def __init__(self, inner: RendezvousHandler) -> None:
         self._inner = inner
-        #: That the ranks which run now share with their agents.
+        #: The store that the present round's ranks share with their agents; ``None``: no ranks run.
         self.round: dist.Store | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -137,8 +137,9 @@ class PatientRendezvous(RendezvousHandler):
         return self._inner.next_rendezvous()
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of waiting nodes; 0 while ranks train, which are told, and end after a
-        checkpoint.
+        """Return the number of waiting nodes; 0 while ranks train.
+
+        Training ranks are told of waiting nodes in the round's store, and end after a checkpoint.
         """
         waiting = self._inner.num_nodes_waiting()
         trains = waiting > 0 and self.round is not None and self.round.check([TRAINING])
@@ -329,7 +330,7 @@ def _reach_store(launch: AgentSettings) -> tuple[dist.TCPStore, int]:
 
     Raises:
         HexiError: the store has another secret, or this node cannot keep it.
-        OSError, dist.DistError: there is none.
+        OSError, dist.DistError: there is no store.
     """
     with contextlib.suppress(OSError):  # a process of this host keeps it already: the port is taken
         if is_here(launch.host):

@@ -58,7 +58,7 @@ def host_norm(gradients: Sequence[Tensor], group: Any, device: torch.device) -> 
 
     Args:
         gradients: gradients of this rank.
-        group: all ranks.
+        group: group of all ranks.
         device: device of collectives.
     """
     squares = sum(
