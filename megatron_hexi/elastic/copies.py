@@ -2,7 +2,7 @@
 
 A copy is a checkpoint in Megatron's torch_dist format of which each node has the files of its own ranks, in a
 file system in memory, and those of one other node. The agent of a node (`launcher.keeper`) serves its files
-and fetches its neighbour's; what each holds stands in the job's store (`CopyBoard`).
+and downloads its neighbour's; the files that each node holds are recorded in the job's store (`CopyBoard`).
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def copy_path(name: str, iteration: int) -> tuple[str, str]:
         iteration: number of the last iteration in it.
 
     Raises:
-        OSError: the name is none of a round.
+        OSError: `name` is not a name of a round.
     """
     return bare_name(name), f"iter_{int(iteration):07d}"
 
@@ -60,7 +60,7 @@ def copy_folder(copies: Path, name: str, iteration: int) -> Path:
         iteration: number of the last iteration in it.
 
     Raises:
-        OSError: the name is none of a round.
+        OSError: `name` is not a name of a round.
     """
     return copies.joinpath(*copy_path(name, iteration))
 

@@ -204,7 +204,7 @@ def _with_compact_inputs(original: Callable[..., Tensor]) -> Callable[..., Tenso
         self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         if active_session() is not None:
-            # Where latent columns travel, the value is a weight, which nobody copies.
+            # Where latent columns travel, the value is a weight, which must not be copied.
             moved = (query, key) if isinstance(value, torch.nn.Parameter) else (query, key, value)
             query, key, *rest = compact(moved)
             value = rest[0] if rest else value

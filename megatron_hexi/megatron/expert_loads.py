@@ -42,7 +42,7 @@ class ExpertLoads:
         self._present[layer] = self._present[layer] + rows if layer in self._present else rows
 
     def end_iteration(self) -> None:
-        """Keep the counts of an iteration until they are taken, and forget what was taken before it."""
+        """Keep the counts of an iteration until `take` is called, and reset `latest`."""
         self.latest = None
         self._ended.append(self._present)
         self._present = {}

@@ -22,13 +22,13 @@ from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.request import Request
 
 #: Limit of planning work: the most GPUs that other requests are planned for, all together, where each request
-#: counts as so many more: six requests for 8 GPUs, two for 1,024. The first is planned in any case.
+#: counts as this many more: six requests for 8 GPUs, two for 1,024. The first is planned in any case.
 _MOST_PLANNED, _EACH = 3500, 512
 #: Sequence lengths are proposed as multiples of this.
 _ROUND = 1024
-#: Multiples of an entry's nodes that are tried, on clusters of up to so many GPUs.
+#: Multiples of an entry's nodes that are tried, and the most GPUs of the clusters that result.
 _TIMES, _MOST_GPUS = (2, 4, 8), 1024
-#: Sizes that a request fixes beside the terms of its job.
+#: Sizes that a request may fix besides the terms of its job.
 _SIZES = ("context_parallel", "virtual_stages", "expert_parallel")
 #: Terms of a job that save memory: the value that costs memory, and the one that saves it.
 _SAVING = {

@@ -108,8 +108,8 @@ def _search_experts(
 ) -> tuple[_SearchResult, Request]:
     """Search with each placement of experts; return the best result, and the request with its placement.
 
-    For models with latent attention search once more, with that placement and the exchange of latent columns
-    in place of keys and values.
+    For models with latent attention search again, with that placement and the exchange of latent columns in
+    place of keys and values.
     """
     best: tuple[_SearchResult, Request] | None = None
     trials, fastest_s = 0, math.inf

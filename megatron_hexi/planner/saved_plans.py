@@ -16,7 +16,7 @@ from megatron_hexi.planner.savings import Savings, recomputes, spell_savings
 
 #: Multiples of the GPUs' memory to plan for where no layout fits, and the most layouts that are changed.
 _ROOMIER, _STARTS = (2.0, 4.0), 3
-#: On up to so many GPUs, plans for GPUs with more memory and of a single stage are tried even if a plan fits.
+#: On up to this many GPUs, plans for GPUs with more memory and of one stage are tried even if a plan fits.
 _FEW_GPUS = 128
 
 
@@ -88,7 +88,7 @@ class SavedPlans:
             best = min([*fitting, *([best] if best else [])], key=order_of, default=None)
         if best is not None:
             return best
-        return first_plan(self._searches, self._request, self._cluster)  # whatever the advice finds
+        return first_plan(self._searches, self._request, self._cluster)  # the planner of `advice`
 
     def _fitting(self, overdrawn: list[Candidate]) -> list[Candidate]:
         """Return a variant that fits of each plan that overdraws memory, if one is faster than the best."""
@@ -96,7 +96,7 @@ class SavedPlans:
         return [changed for changed in tried if changed is not None]
 
     def _roomier(self, times: float, request: Request, faster_than: float) -> list[Candidate]:
-        """Return the best plans for GPUs with so many times the memory, of those that may be faster."""
+        """Return the best plans for GPUs with `times` the memory that may beat `faster_than` seconds."""
         plans = self._searches.plans(request, self._cluster, times * self._memory, faster_than)
         return sorted(plans, key=order_of)[:_STARTS]
 

@@ -14,8 +14,8 @@ from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.notes import gpus_of
 from megatron_hexi.planner.request import Request
 
-#: The job is planned without a kind that has less than this share of the cluster's speed; for at most so many
-#: kinds, on up to so many GPUs, since each takes as long as the plan itself.
+#: The job is planned without a kind that has less than this share of the cluster's speed; the most such
+#: kinds, and the most GPUs of the cluster, since each takes as long as the plan itself.
 _SMALL, _MOST_KINDS, _MOST_GPUS = 0.08, 2, 128
 #: Kinds without which an iteration takes longer by less than this share are noted.
 _LITTLE = 0.06
@@ -69,7 +69,7 @@ def weak_kinds(
         nodes = [number for number, node in enumerate(cluster.nodes) if node.device.name == name]
         try:
             plan = search(cluster.without(nodes))
-        except HexiError:  # what is left has no units of a fixed size
+        except HexiError:  # the other nodes have no units of a fixed size
             continue
         if plan is not None:
             weak.append(WeakKind(name, used.count(name), _on_all(plan, cluster, set(nodes))))

@@ -1,9 +1,9 @@
 """The agent of one node: PyTorch's elastic agent, with the changes that a re-planned job needs.
 
-PyTorch finds the nodes that are there, numbers their ranks, starts these and, when one has ended or a node
-has come, all of them again. Ours differs in four things: ranks are forked from a process that has imported
-Megatron; what is wrong with the input (exit code 2) ends the job; a node that comes is taken in after a
-checkpoint, not at once; and each round of the ranks has a name of its own in the job's store.
+PyTorch's agent finds the nodes that are present, numbers their ranks, starts these and, when one has ended or
+a node has come, starts all of them again. Ours differs in four ways: ranks are forked from a process that has
+imported Megatron; wrong input (exit code 2) ends the job; a node that comes is taken in after a checkpoint,
+not at once; and each round of the ranks has a name of its own in the job's store.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _LAST_CALL_S = 1
 _FIRST_CALL_S = 60
 #: Seconds between two signs of life of an agent, and how many may be missed.
 _SIGN_S, _MISSED = 1, 4
-#: Seconds until ranks that do not end by SIGTERM are killed: what the watch takes to say who was lost.
+#: Seconds until ranks that do not end by SIGTERM are killed: the watch takes that long to report a lost rank.
 _SHUTDOWN_S = 6
 
 
@@ -120,7 +120,7 @@ class AgentSettings:
 
 
 class PatientRendezvous(RendezvousHandler):
-    """A rendezvous that tells the ranks of waiting nodes, where PyTorch's agent would end the ranks at once.
+    """A rendezvous that tells ranks of waiting nodes, for which PyTorch's agent would end the ranks at once.
 
     Args:
         inner: PyTorch's rendezvous.
@@ -239,7 +239,7 @@ class NodeAgent(LocalElasticAgent):
         return processes
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=_SHUTDOWN_S)  # torch's own takes 30 seconds, whatever it was given
+        self._shutdown(timeout=_SHUTDOWN_S)  # torch's method takes 30 seconds, even with another timeout
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)

@@ -60,7 +60,7 @@ def keep_store(host: str, port: int, secret: bytes, bind: str | None = None) -> 
         OSError: the port is taken.
         HexiError: this node may not listen there, or `bind` is no address of this node.
     """
-    tls_context(True)  # refuses here what could not be served later
+    tls_context(True)  # raises its error before the store exists
     try:
         listening = listen(host, port, bind)
     except OSError as problem:

@@ -76,7 +76,7 @@ def present_round() -> Round | None:
 
 
 def log_words() -> str:
-    """Return what an elastic job appends to Megatron's log line; empty in any other job."""
+    """Return the text that an elastic job appends to Megatron's log line; empty in any other job."""
     if _round is None or _steps is None:
         return ""
     absent = f" | without: {', '.join(_round.without)}" if _round.without else ""

@@ -101,7 +101,7 @@ def take_part(args: Namespace) -> Plan:
     Does not return on a rank that the plan leaves out, but ends the process when the training has ended.
 
     Args:
-        args: Megatron's arguments; rank, number of ranks and what to load are changed in place.
+        args: Megatron's arguments; `rank`, `world_size` and `load` are changed in place.
 
     Returns:
         The plan of this round.

@@ -95,7 +95,7 @@ class RankView:
         unit: its tensor-parallel ranks.
         domain: the ranks with which it exchanges keys.
         a2a: the ranks of its A2A group.
-        loss: one rank of each unit that computes the loss; the rank alone where it is none of them.
+        loss: one rank of each unit that computes the loss; this rank alone if it is not among them.
         before: groups of the border to the stage before; with ministages, the last stage is before the first.
             ``None``: there is no such border.
         behind: groups of the border to the stage behind, likewise.

@@ -73,7 +73,7 @@ def end_iteration(model: list[Any], stages: StagesSession) -> None:
 
     Args:
         model: this rank's model chunks.
-        stages: what this rank derived from the plan.
+        stages: the stages part of this rank's session.
     """
     from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
     from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias

@@ -1,8 +1,8 @@
 """Orders of machines, equal replicas, and groups of a replica, as baselines use them.
 
-Baselines cut consecutive ranks. A machine's GPUs stay together, in Megatron's order, but which machine comes
-first is the user's to say (a host file). So it is a part of laying a baseline out well, and what the cluster
-file lists first decides nothing.
+Baselines assign consecutive ranks. A machine's GPUs stay together, in Megatron's order, but users choose the
+order of machines (in a host file). So a baseline is tried with several orders, and the order in the cluster
+file does not matter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The best layout of Megatron's flags for a model with experts: GPUs taken as alike, experts in equal parts.
 
 Flags are tensor-, pipeline-, context- and expert-parallel size, and recomputation; experts are whole
-(--expert-tensor-parallel-size 1). Each layout is written out as a plan, which costs what Megatron's own
-would: expert-parallel ranks of several replicas are one replica there, whose domains take a sample each.
+(--expert-tensor-parallel-size 1). Each layout is written out as a plan that costs as much as Megatron's own
+layout: replicas that share expert-parallel ranks are one replica there, whose domains take a sample each.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _choices(request: Request, cluster: Cluster, floor: EqualFloor, most: Recomp
 def _expert_sizes(count: int, width: int, context: int, replicas: int) -> list[int]:
     """Expert-parallel sizes: the ranks of whole units of a replica, or of several replicas.
 
-    Fewer ranks than a unit's would hold copies of an expert in a unit, which takes memory and saves nothing.
+    If they were fewer than a unit's ranks, the unit would hold copies of experts, which saves nothing.
     """
     sizes = [width * n for n in range(1, context + 1) if context % n == 0]
     sizes += [width * context * n for n in range(2, replicas + 1) if replicas % n == 0]

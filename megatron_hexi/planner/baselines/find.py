@@ -51,7 +51,7 @@ EQUAL_EXPERTS = "expert-parallel"
 _ANY = "any"
 #: Numbers of stages of pipelines with equal stages.
 _DEPTHS = [1, 2, 4, 8, 16]
-#: On up to so many GPUs the published planners are always asked for a plan.
+#: On up to this many GPUs the published planners are always asked for a plan.
 _FEW_GPUS = 8
 
 

@@ -8,13 +8,13 @@
     iteration >= slowest replica + optimizer
 
 Computing, tensor-parallel sums, sends, gradients, weights and the optimizer are those of cost/ at the
-layout's own sizes, but for the keys' gradients. Keys of groups without a member on a node cross that node's
+layout's own sizes, except the keys' gradients. Keys of groups without a member on a node cross that node's
 links, in the backward pass their gradients too. Other messages, the smaller one of a pass's two all-to-alls,
 and waits inside the exchange are left out. Jobs are causal, and layouts take all units of a fleet.
 
 In a window a group's queries see as many keys as if its tokens were the sequence's first, or more, at the
-best rates of blocks up to the window's size; keys of other groups take no time. Layers of several kinds are
-counted each at its own times.
+best rates of blocks up to the window's size; keys of other groups take no time. If layers are of
+several kinds, each kind is counted with its times.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class Floor:
     def _from_other_nodes(self, arrays: _Arrays, kind: Job) -> Floats:
         """Lower bound of the seconds of all-to-all and key exchange between nodes, for each group.
 
-        A node's links carry what all of the group's members there send or receive, a GPU's what its own does.
+        A node's links carry what all of the group's members there send or receive, a GPU's what one does.
 
         Returns:
             [S, N, 2].

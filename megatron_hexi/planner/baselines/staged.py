@@ -30,8 +30,8 @@ from megatron_hexi.planner.request import Request
 
 #: The most times that layers are reassigned by the memory that the last assignment took.
 _ROUNDS = 3
-#: Number of drafts that are settled; drafts are sorted by seconds, to which a share of overdrawn memory adds
-#: so many times that share.
+#: Number of drafts that are settled, and the factor with which a share of overdrawn memory adds to a draft's
+#: seconds when drafts are compared.
 _SETTLED, _EXCESS = 4, 2
 
 
@@ -88,7 +88,7 @@ class StagedJudge:
         #: Usable GiB of each GPU.
         self.memory = [rank.device.usable_gib for rank in cluster.ranks]
         alone = replace(request.job, tensor_parallel=1, pipeline_parallel=1)
-        #: All GPUs in canonical order: what the cluster file lists first decides nothing.
+        #: All GPUs in canonical order, so that the order in the cluster file does not matter.
         self.order = [unit.gpus[0][0] for unit in find_units(alone, cluster).units]
         fixed = "recompute" in request.fixed
         self._modes: tuple[Recompute, ...] = (request.job.recompute,) if fixed else RECOMPUTES

@@ -275,7 +275,7 @@ class BoundProgram:
             self._used = np.union1d(self._used, self._name[option] * vertices + vertex)
             option, vertex = option[:0], vertex[:0]
             worths = np.zeros(columns.shape[1])
-            worths[:shares], worths[shares : shares + _ALL] = 1, -10  # what is missing: none can pay that
+            worths[:shares], worths[shares : shares + _ALL] = 1, -10  # artificial variables, at a high cost
             solved = solve(columns, worths, self._least)
             if solved is None or solved.worth >= 1:
                 break

@@ -152,7 +152,7 @@ _Stack = tuple[tuple[int, ...], ...]
 
 
 def _runs[T](things: Sequence[T], size: int) -> list[tuple[T, ...]]:
-    """Consecutive runs of `size` things; the remainder is dropped."""
+    """Consecutive runs of `size` items; the remainder is dropped."""
     return [tuple(things[first : first + size]) for first in range(0, len(things) - size + 1, size)]
 
 

@@ -17,7 +17,7 @@ from megatron_hexi.planner.search.groupings import set_partitions
 _DEEPEST_MIXED = 4
 #: The part of a block's GPUs that its equal stages may leave unused.
 _LEFT_OVER = 1 / 8
-#: Up to so many pools, all partitions are tried; of more pools, some.
+#: All partitions of up to this many pools are tried; of more pools, some.
 _FEW = 3
 
 

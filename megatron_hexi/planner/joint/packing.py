@@ -75,7 +75,7 @@ def pack(
         return Packed((fastest,), (micro_batches,), least, least) if least <= most_s else None
     top = min(*alone, most_s)
     best = _packed(columns, top, micro_batches, totals, replicas)
-    if best is None and top < most_s:  # so many replicas need more than the fastest of them alone
+    if best is None and top < most_s:  # `replicas` may need more time than the fastest one alone
         top = min(max(alone), most_s)
         best = _packed(columns, top, micro_batches, totals, replicas)
     if best is None:

@@ -26,7 +26,7 @@ _WITH_PIPELINES, _WITH_ONE_STAGE = (24, 16), (60, 150)
 _WITH_GRADIENTS, _KEPT = 4, (3, 1)
 #: Denominators of the parts of pools that replicas are made of.
 _PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
-#: All combinations of whole nodes of a set of pools are tried if there are at most so many.
+#: All combinations of whole nodes of a set of pools are tried if they are at most this many.
 _MOST_PRODUCTS = 300
 #: One of several replicas whose share of an iteration is less than this part of a micro-batch is left out.
 _LEAST_SHARE = 0.45

@@ -14,7 +14,7 @@ from megatron_hexi.planner.search.tried import TriedGroupings, grouping_of, prom
 
 #: Numbers of groups per site with which all classes begin.
 _DENSITIES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-#: Groupings of up to so many groups and units are rearranged, so often at most.
+#: The most groups and units of a grouping that is rearranged, and the most times that one is.
 _FEW_GROUPS = 12
 _FEW_UNITS = 64
 _REARRANGEMENTS = 3

@@ -21,9 +21,9 @@ from megatron_hexi.planner.layouts.orders import in_a_row
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 
 _WINDOWS = (1, 2, 3, 4, 6, 8)
-#: Up to so many groups, each is changed by itself.
+#: Up to this many groups, each is changed by itself.
 _FEW = 5
-#: Up to so many groups, all orders are tried; of more groups only the reverse.
+#: Up to this many groups, all orders are tried; of more groups only the reverse.
 _VERY_FEW = 3
 #: Steps by which shares are changed, the largest first.
 _STEPS = (1.0, 0.3, 0.1, 0.03, 0.01)

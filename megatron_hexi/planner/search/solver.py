@@ -29,7 +29,7 @@ from megatron_hexi.planner.layouts.measured import UnitTimes
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 
 SEED = 1
-#: Limit in CP-SAT's own unit, about seconds; only the hardest groupings take so long.
+#: Limit in CP-SAT's own unit, about seconds; only the hardest groupings reach it.
 _DETERMINISTIC_TIME = 0.02
 #: The largest change of a member's heads that is tried.
 _HEADS_AROUND = 2
@@ -61,7 +61,7 @@ def refine(judge: Judge, trial: Trial) -> CpSatResult:
     solver.parameters.random_seed = SEED
     solver.parameters.max_deterministic_time = _DETERMINISTIC_TIME
     solver.parameters.relative_gap_limit = _GAP
-    # Products are linear given their Boolean: the relaxation proves in 10 ms what takes search 100.
+    # Products are linear given their Boolean: the relaxation proves in 10 ms what takes the search 100 ms.
     solver.parameters.linearization_level = 2
     build.model.minimize(build.limit)
     status = solver.solve(build.model)
@@ -216,7 +216,7 @@ def _layout(layout: Layout, classes: Sequence[_Class], solver: cp_model.CpSolver
                 tokens[position], heads[position] = solver.value(kind.tokens), count
         for place in group_class.places:
             parts[place] = replace(parts[place], tokens=tuple(tokens), heads=tuple(heads))
-    if not any(part.total for part in parts):  # fewer tokens than groups that are alike
+    if not any(part.total for part in parts):  # there are fewer tokens than equal groups
         return layout
     sequence = sum(part.total for part in layout.parts)
     return replace(layout, parts=tuple(parts)).with_tokens(sequence, [float(part.total) for part in parts])

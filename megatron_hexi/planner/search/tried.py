@@ -12,7 +12,7 @@ from megatron_hexi.planner.layouts.trial import Judge, Trial
 from megatron_hexi.planner.search.balance import rebalanced
 from megatron_hexi.planner.search.guess import FirstGuess
 
-#: Up to so many units, all partitions are tried: 52 for five, fewer where units are alike.
+#: Up to this many units, all partitions are tried: 52 for five, fewer where units are alike.
 EXHAUSTIVE = 5
 #: Prefetch depth while groupings are compared: a step for the wire, one for groups that are out of step.
 WINDOW = 2
