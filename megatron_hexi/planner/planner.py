@@ -41,8 +41,8 @@ def find_plan(
     Args:
         request: the job, with the terms that are fixed; the planner chooses the others.
         cluster: the cluster that the job runs on.
-        with_baselines: time every baseline too. The plan is the same with and without them: never slower than
-            the best layout of Megatron's flags, nor on up to 8 GPUs than those of published planners.
+        with_baselines: whether to time every baseline, too. The plan is the same in both cases: never slower
+            than the best layout of Megatron's flags, nor on up to 8 GPUs than those of published planners.
         progress: callback, receives (phase, done, total).
 
     Raises:
@@ -144,8 +144,8 @@ def _search(
         cluster: the cluster that the job runs on.
         searches: the joint searches of this planning.
         tell: callback, receives (phase, done, total).
-        faster_than: seconds of an iteration of a plan found with another choice; if finite, layouts of
-            Megatron's flags have been tried and are not tried again.
+        faster_than: seconds of an iteration of a plan found with another placement or exchange; if finite,
+            layouts of Megatron's flags have been tried, and are not tried again.
     """
     trials = 0
     for memory in dict.fromkeys((1 - request.memory_margin, 1.0)):

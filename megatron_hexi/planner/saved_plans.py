@@ -50,7 +50,7 @@ class SavedPlans:
         return self._savings.trials
 
     def best(self, plan: Candidate, found: list[Candidate]) -> Candidate:
-        """Return the best of a plan, its variants, and variants of some others.
+        """Return the best of a plan, its variants that save memory, and such variants of other plans.
 
         Args:
             plan: the best plan found, which fits.
@@ -72,7 +72,7 @@ class SavedPlans:
         return plan if best.iteration_s >= plan.iteration_s else best
 
     def made_to_fit(self) -> Candidate | None:
-        """Return the best variant that fits of plans for GPUs with more memory; ``None``: none is found.
+        """Change plans for GPUs with more memory until they fit, and return the best; ``None``: none fits.
 
         Savings change which plan is fastest: with rows on the host, narrow tensor-parallel units
         may beat the wide ones that come closest to fitting without. So each size is searched by itself too.
@@ -91,7 +91,7 @@ class SavedPlans:
         return first_plan(self._searches, self._request, self._cluster)  # the planner of `advice`
 
     def _fitting(self, overdrawn: list[Candidate]) -> list[Candidate]:
-        """Return a variant that fits of each plan that overdraws memory, if one is faster than the best."""
+        """For plans that overdraw memory, return variants that fit and are faster than the best so far."""
         tried = map(self._savings.made_to_fit, overdrawn)
         return [changed for changed in tried if changed is not None]
 

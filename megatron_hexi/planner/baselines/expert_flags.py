@@ -23,7 +23,7 @@ from megatron_hexi.planner.request import Request
 
 @dataclass(frozen=True)
 class ExpertFlags:
-    """Sizes of Megatron's flags.
+    """Parallel sizes of an equal layout, as Megatron's flags give them.
 
     Args:
         tensor: --tensor-model-parallel-size.

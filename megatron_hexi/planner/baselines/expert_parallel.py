@@ -162,7 +162,7 @@ def _candidate(
 
 
 def spell_equal(found: Candidate) -> str:
-    """Megatron's flags of a layout of `best_equal`, for people."""
+    """Text of a layout of `best_equal`: its GPUs, Megatron's parallel sizes and recomputation."""
     plan, (stage, *_) = found.plan, found.plan.replicas[0].stages
     assert plan.workload.experts is not None
     members = stage.domains[0].members

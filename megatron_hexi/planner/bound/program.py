@@ -294,7 +294,7 @@ def _most_chunks(request: Request, places: Places) -> Ints:
 
 
 def _name_needs(prices: Floats) -> str:
-    """Text of the rows, besides time, that have a price."""
+    """Text that names the rows, besides time, that have a price; may be empty."""
     range_prices = prices[:-_ALL].reshape(-1, _OWN)
     besides = {
         "pipelines that fill and drain": range_prices[:, _FILL:_TURNS].max(),

@@ -163,7 +163,7 @@ class ReplicaColumns:
         return len(parts) == 1 and parts.pop().is_integer()
 
     def _share(self, counts: Counts) -> float:
-        """Share of all GPUs' speed."""
+        """The share of all GPUs' speed that these GPUs have."""
         return math.sumprod(counts, self._speeds) / math.sumprod(self.pools.totals, self._speeds)
 
     def _take(self, counts: Counts, replicas: int) -> int:

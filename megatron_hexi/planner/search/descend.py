@@ -55,7 +55,7 @@ def descend(tried: TriedGroupings, fleet: Fleet, heads: int) -> None:
 
 
 def _rearrange(tried: TriedGroupings, fleet: Fleet) -> None:
-    """Join two groups or cut one of the best grouping so far, for each pair of kinds."""
+    """Try the best grouping so far with two groups joined or one cut, as long as one of these is better."""
     for _ in range(_REARRANGEMENTS):
         [best] = tried.most_promising(1)
         grouping = grouping_of(best)

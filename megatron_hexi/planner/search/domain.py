@@ -47,7 +47,7 @@ class DomainSearch:
         self._finalists, self._budget = next(efforts)
 
     def run(self, polished: bool = True) -> Trial:
-        """Return the best layout on all units; without small changes if not `polished`."""
+        """Return the best layout on all units; `polished`: whether small changes of it are tried."""
         if self._few:
             for grouping in all_partitions(self._fleet):
                 self._tried.attempt(grouping)

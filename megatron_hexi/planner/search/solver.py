@@ -206,7 +206,7 @@ class _Build:
 
 
 def _layout(layout: Layout, classes: Sequence[_Class], solver: cp_model.CpSolver) -> Layout:
-    """Read the solution; remainders are assigned in proportion."""
+    """Return the layout of the solution; remainders are assigned in proportion."""
     parts = list(layout.parts)
     for group_class in classes:
         tokens, heads = ([0] * len(parts[group_class.places[0]].units) for _ in range(2))
