@@ -8,7 +8,7 @@ from megatron_hexi.planner.joint import Candidate
 
 #: The most layouts that are kept besides the chosen one.
 _MOST = 4
-#: What makes two layouts alike: replicas, pipeline depths, tensor-parallel sizes, GPUs in use.
+#: Properties that layouts of one kind share: replicas, pipeline depths, tensor-parallel sizes, GPUs in use.
 _Kind = tuple[int, tuple[int, ...], tuple[int, ...], int]
 
 

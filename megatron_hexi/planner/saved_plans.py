@@ -14,7 +14,7 @@ from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.savings import Savings, recomputes, spell_savings
 
-#: Multiples of the GPUs' memory to plan for where no layout fits, and the most layouts that are changed.
+#: Multiples of the GPUs' memory to plan for, and the most layouts of a search that are changed.
 _ROOMIER, _STARTS = (2.0, 4.0), 3
 #: On up to this many GPUs, plans for GPUs with more memory and of one stage are tried even if a plan fits.
 _FEW_GPUS = 128

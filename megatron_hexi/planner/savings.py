@@ -30,7 +30,7 @@ from megatron_hexi.planner.written_out import written_out
 
 #: Counts of ministages that are tried; the last is a layer each.
 _MINISTAGE_COUNTS: Final = (2, 4, 8, 16)
-#: Share of the optimizer's state of the unit with the most free memory; others have a whole part of it.
+#: Share of the optimizer's state of the unit with the most free memory; others get smaller whole numbers.
 _SHARES: Final = 16
 #: Samples of a micro-batch, as multiples of the least that gives one to each unit of the largest stage.
 _SAMPLES: Final = (1, 2, 4)

@@ -29,9 +29,9 @@ from megatron_hexi.planner.layouts.layout import with_experts
 from megatron_hexi.planner.layouts.trial import Progress, order_of
 from megatron_hexi.planner.request import Request
 
-#: Pipelines whose stages have as many layers each.
+#: Numbers of stages of pipelines with equal stages.
 _DEPTHS = (1, 2, 4, 8, 16)
-#: Exchange steps whose keys are under way.
+#: Prefetch depth of the exchange, in steps.
 _WINDOW = 1
 
 

@@ -199,7 +199,7 @@ class Floor:
         device, slots = self._device[:, arrays.units], np.arange(len(rows))
         inside = self._inside[:, self._nodes[:, arrays.units]]
         sums = tensor_parallel_seconds(job, rows, *inside)
-        # All by stage, then unit, group or replica, then pass.
+        # All arrays are [stages, units, groups or replicas, passes].
         part = ModelPart.of_job(job, np.arange(job.pipeline_parallel))
         mean = stages = np.zeros(1)
         for kind, held in zip(job.kinds, part.of_kinds(job.model), strict=True):

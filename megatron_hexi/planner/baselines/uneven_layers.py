@@ -29,7 +29,8 @@ from megatron_hexi.planner.layouts.layout import A2AGroup, Layout, build_domain
 from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.request import Request
 
-#: The most pipelines that are timed, best first by their GPUs' best rates: on up to 128 GPUs, and on more.
+#: The most pipelines that are timed, best first by their GPUs' best rates; the most GPUs of a small cluster,
+#: and the most pipelines on a larger one.
 _TIMED, _FEW_GPUS, _TIMED_OF_MANY = 8, 128, 2
 #: The most times that layers are assigned by the seconds of a timed plan.
 _ROUNDS = 2

@@ -155,7 +155,7 @@ class UnitOptions:
         scale = allocated_bytes(float(job.seq_length * job.tensor_parallel))
         #: Bytes of x in each mode, and of as much of tokens attended to with all heads, [P, modes].
         self.held_bytes, self.attended_bytes = np.zeros((2, len(turn), MODES))
-        # What an output takes, which a unit alone in its group has among its tokens' inputs.
+        # Bytes of an output, which a unit alone in its group has among its tokens' inputs.
         output = np.array([0, job.element_bytes * job.model.value_dim * local.local_heads])
         loss = float(logits_bytes(self._plain, np.ones(1), logit_bytes(job))[0])
         # Of multi-token prediction only weights are counted.

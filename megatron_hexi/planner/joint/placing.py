@@ -114,7 +114,7 @@ def number_ranks(cluster: Cluster, placed: StageGpus) -> list[int]:
 
     def turn(gpu: int) -> tuple[bool, bool, int, bool, bool, int]:
         node, place = node_of[gpu], place_of[gpu]
-        # Of the first node those at an end come first, of the last one those with the loss last.
+        # On the first node, ends of pipelines come first; on the last node, GPUs with the loss come last.
         late = place.is_last if node == end else not place.is_end
         return node == end, node != begin, node, late, not place.is_first, gpu
 

@@ -31,7 +31,7 @@ from megatron_hexi.planner.request import Request
 DEEPEST = 16
 #: Numbers of micro-batches under way that have a table; a number between two uses the larger one's.
 UNDER_WAY = (1, 2, 3, 4, 6, 8, 12, DEEPEST)
-#: The largest slowdown by memory that forces tokens from one kind of units to others; beyond, nothing fits.
+#: The largest slowdown by memory that forces tokens from one kind of units to others; beyond it, no fit.
 _MOST_STRETCH = 20.0
 #: Each kind of units must have memory for this part of its share of the tokens; else the stage does not fit.
 _LEAST_ROOM = 0.02

@@ -174,7 +174,7 @@ class _Build:
             model.add(int(scale * slowest / tokens) * held <= token_time)
         else:
             model.add(held == 0)
-        # Nothing is known of the attention of members that have none.
+        # The attention time of members without heads is unknown.
         lowest = max(0, min(part.heads[position] for position in positions) - _HEADS_AROUND)
         highest = min(self._all_heads, most_heads + _HEADS_AROUND) if most_heads else 0
         room = max(min(float(measured.free[part.units[position]]) for position in positions), 1.0)
