@@ -199,7 +199,7 @@ class Floor:
         device, slots = self._device[:, arrays.units], np.arange(len(rows))
         inside = self._inside[:, self._nodes[:, arrays.units]]
         sums = tensor_parallel_seconds(job, rows, *inside)
-        # All arrays are [stages, units, groups or replicas, passes].
+        # Axes: stage; unit, group or replica; pass.
         part = ModelPart.of_job(job, np.arange(job.pipeline_parallel))
         mean = stages = np.zeros(1)
         for kind, held in zip(job.kinds, part.of_kinds(job.model), strict=True):
