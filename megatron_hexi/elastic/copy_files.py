@@ -177,7 +177,7 @@ def pull(
         urls: HOST:PORT of nodes that may have it.
         path: folders of the copy there, as `copy_path` returns them.
         name: name of the file.
-        expected: its size, bytes, and SHA-256.
+        expected: size in bytes and SHA-256 of the file.
         folder: folder for the file.
         secret: the job's secret.
 
@@ -203,7 +203,7 @@ def pull(
 
 
 def _download(url: str, source: str, target: _Folder, part: str, size: int, secret: bytes) -> tuple[int, str]:
-    """Write at most `size` bytes, and one more to detect a longer file; return their number and SHA-256."""
+    """Download at most `size` + 1 bytes, which detects a longer file; return their number and SHA-256."""
     connection, digest, count = _SecretConnection(url, secret), hashlib.sha256(), 0
     try:
         connection.request("GET", source)
@@ -275,7 +275,7 @@ class _Server(ThreadingHTTPServer):
             _Handler(connection, client_address, self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing: `Entrance` has."""
+        """Log nothing: `Entrance` has logged it."""
 
 
 def serve_files(folder: Path, secret: bytes, name: str = "localhost", bind: str | None = None) -> int:

@@ -182,7 +182,7 @@ class NodeAgent(LocalElasticAgent):
         rendezvous: rendezvous with the agents of other nodes.
         store: store of the whole job.
         store_port: port of this node's loopback at which the store is reached.
-        keeper: keeper of this node's copies.
+        keeper: keeper of this node's copies; ``None``: no copies are made.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class UnitTimes:
         for number, stage in enumerate(timing.stages):
             logits = (stage.logits + stage.logits_sum) / stage.layers
             shares = [1.0] * len(stage.passes)
-            if len(stage.kinds) > 1:  # of a mean layer
+            if len(stage.kinds) > 1:  # shares of a mean layer
                 shares = [float(np.mean(repeat / stage.layers)) for repeat in stage.repeats]
             passes = list(zip(shares, stage.passes, strict=True))
             token = np.maximum(
