@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.layouts import (
@@ -30,8 +30,10 @@ from benchmarks.layouts import (
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job, read_model
 from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Plan
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.baselines.staged import spell_stages
+from megatron_hexi.planner.features import features_of
 from megatron_hexi.text_file import write_text_atomically
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "models.json"
@@ -54,10 +56,13 @@ class Row(Planned):
     Args:
         equal: the fastest equal layout in words, or why there is none.
         bound_s: seconds that no layout can beat by the cost model; ``None``: there is no plan.
+        even_experts_s: seconds of the best plan with equal numbers of experts on all ranks; ``None``: the
+            plan has these already.
     """
 
     equal: str = ""
     bound_s: float | None = None
+    even_experts_s: float | None = None
 
 
 def measure(cell: str, request: Request, machines: Cluster) -> Row:
@@ -73,6 +78,7 @@ def measure(cell: str, request: Request, machines: Cluster) -> Row:
             layout=str(problem),
             planning_s=time.process_time() - begun,
         )
+    planning_s = time.process_time() - begun
     equal = found.baselines[0]
     return Row(
         cell=cell,
@@ -80,9 +86,18 @@ def measure(cell: str, request: Request, machines: Cluster) -> Row:
         equal_s=equal.trial.iteration_s if equal.trial is not None else None,
         equal=equal.layout if equal.trial is not None else str(equal.why_not),
         bound_s=found.bound.iteration_s,
+        even_experts_s=_with_even_experts(request, machines, found.plan),
         layout=merge_stages(spell_stages(found.plan, machines)),
-        planning_s=time.process_time() - begun,
+        planning_s=planning_s,
     )
+
+
+def _with_even_experts(request: Request, machines: Cluster, plan: Plan) -> float | None:
+    """Return seconds of the best plan with equal numbers of experts on all ranks, if the plan's differ."""
+    if "unequal_experts" not in features_of(plan):
+        return None
+    rules = replace(request.rules, unequal_experts=False)
+    return find_plan(replace(request, rules=rules), machines).cost.iteration_s
 
 
 _PAGE = """\
@@ -96,12 +111,14 @@ The [planner](../planner.md)'s plan beside the fastest layout that gives every r
 all of Megatron's flags with expert parallelism: {least:.2f} to {most:.2f} times as fast in the {count} cells
 where any equal layout fits, {mean:.2f} times in the geometric mean.
 
-| cluster, model, context | plan, s | best equal, s | times as fast | over the bound | planning, s |
-|---|---:|---:|---:|---:|---:|
+| cell | plan, s | best equal, s | times as fast | even experts, s | over the bound | planning, s |
+|---|---:|---:|---:|---:|---:|---:|
 {rows}
 
-A batch is of 4 Mi tokens. -: nothing fits. Over the bound: how much longer than the cost model allows any
-layout to be. Planning: seconds of one core for the plan, the bound and the equal layouts.
+A cell is a cluster, a model and a context; a batch is of 4 Mi tokens. -: nothing fits. Even experts: the best
+plan that may be uneven in all but the number of experts a rank; -: the plan is that one. Over the bound: how
+much longer than the cost model allows any layout to be. Planning: seconds of one core for the plan, the bound
+and the equal layouts.
 
 ## Clusters
 
@@ -127,7 +144,13 @@ def page(rows: Sequence[Row]) -> str:
 
 def _line(row: Row) -> str:
     over = row.iteration_s / row.bound_s - 1 if row.iteration_s and row.bound_s else None
-    values = ((row.iteration_s, ".4g"), (row.equal_s, ".4g"), (row.gain, ".2f"), (over, ".0%"))
+    values = (
+        (row.iteration_s, ".4g"),
+        (row.equal_s, ".4g"),
+        (row.gain, ".2f"),
+        (row.even_experts_s, ".4g"),
+        (over, ".0%"),
+    )
     told = ["-" if value is None else format(value, form) for value, form in values]
     return f"| {row.cell} | {' | '.join(told)} | {row.planning_s:.0f} |"
 

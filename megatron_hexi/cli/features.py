@@ -12,7 +12,7 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.flags import spell_flag
 
 #: Fields of `PlannerRules`, each of them an option.
-FEATURES = ("ministages", "offload", "unequal_replicas", "unequal_stages")
+FEATURES = ("ministages", "offload", "unequal_replicas", "unequal_stages", "unequal_experts")
 
 
 def _feature(field: str, text: str) -> Any:
@@ -40,6 +40,9 @@ class PlanFeatures:
         _feature(
             "unequal_stages", "Pipeline stages with layers of their own, which ministages and offload need"
         ),
+    ] = None
+    unequal_experts: Annotated[
+        bool | None, _feature("unequal_experts", "More of a layer's experts on faster or larger GPUs")
     ] = None
 
     @property

@@ -14,19 +14,21 @@ Flag = Annotated[bool, Field(strict=True)] | None
 
 @dataclass(frozen=True)
 class PlannerRules:
-    """Whether plans may use each of four features; a feature that is not stated is allowed.
+    """Whether plans may use each of five features; a feature that is not stated is allowed.
 
     Args:
         ministages: stages that run in several parts, whose weights are fetched when they are needed.
         offload: weights, optimizer state or activations in host memory.
         unequal_replicas: data-parallel replicas with different GPUs, stages or numbers of micro-batches.
         unequal_stages: pipeline stages with different numbers of layers; ministages and offload need them.
+        unequal_experts: ranks that hold different numbers of a layer's experts.
     """
 
     ministages: Flag = None
     offload: Flag = None
     unequal_replicas: Flag = None
     unequal_stages: Flag = None
+    unequal_experts: Flag = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 

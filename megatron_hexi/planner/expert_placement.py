@@ -21,40 +21,48 @@ class ExpertRule:
 
     Args:
         ranks: approximate number of ranks of an expert domain; ``None``: all ranks of the stage.
-        by: whether ranks hold experts in proportion to their rates of matrix products, or to their memory.
+        by: whether ranks hold experts in proportion to their rates of matrix products, or to their memory;
+            ``equal``: ranks of an expert domain hold equal numbers, up to one where they do not divide.
     """
 
     ranks: int | None = None
-    by: Literal["speed", "memory"] = "speed"
+    by: Literal["speed", "memory", "equal"] = "speed"
 
 
 IN_WHOLE_STAGES = ExpertRule()
 
 
-def expert_rules(job: Job, cluster: Cluster, fixed: int | None = None) -> list[ExpertRule]:
+def expert_rules(
+    job: Job, cluster: Cluster, fixed: int | None = None, unequal: bool = True
+) -> list[ExpertRule]:
     """Return the rules that a search tries; a single one for models without experts.
 
     Expert domains are whole stages, with experts by speed and, if GPUs differ in memory per speed, by memory;
-    or they are as large as a node, or one rank, if a rank's experts of one layer fit on the largest GPU.
+    or they are as large as a node, or one rank, if a rank's experts of one layer fit on the largest GPU. If
+    not `unequal`, all have equal numbers of experts on their ranks.
 
     Args:
         job: the job.
         cluster: the cluster that the job runs on.
         fixed: ranks that each expert domain must have; ``None``: chosen.
+        unequal: whether ranks of an expert domain may hold different numbers of experts.
     """
     model, experts = job.model, job.model.experts
     if experts is None:
         return [IN_WHOLE_STAGES]
+    by: Literal["speed", "equal"] = "speed" if unequal else "equal"
     if fixed is not None:
-        return [ExpertRule(fixed)]
+        return [ExpertRule(fixed, by)]
     devices = [node.device for node in cluster.nodes]
-    rules = [IN_WHOLE_STAGES]
-    if len({device.usable_gib / max(device.layer_matmul.rates) for device in devices}) > 1:
+    rules = [ExpertRule(None, by)]
+    if unequal and len({device.usable_gib / max(device.layer_matmul.rates) for device in devices}) > 1:
         rules.append(ExpertRule(None, "memory"))
     layer = experts.count * model.expert_params() * (job.element_bytes + GRADIENT_BYTES[job.precision])
     room = max(device.usable_gib for device in devices) * GIB
     sizes = sorted({max(len(node.ranks) for node in cluster.nodes), 1}, reverse=True)
-    return rules + [ExpertRule(size) for size in sizes if layer / size < room and size < len(cluster.ranks)]
+    return rules + [
+        ExpertRule(size, by) for size in sizes if layer / size < room and size < len(cluster.ranks)
+    ]
 
 
 def spread_experts(

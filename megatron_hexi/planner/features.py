@@ -28,6 +28,16 @@ def _has_unequal_stages(plan: Plan) -> bool:
     return len({sum(stage.ministage_sizes) for stage in _stages(plan)}) > 1
 
 
+def _has_unequal_experts(plan: Plan) -> bool:
+    """Whether numbers of experts on the ranks of an expert domain differ by more than one."""
+    total = plan.workload.experts
+    if total is None:
+        return False
+    domains = [domain for stage in _stages(plan) for domain in expert_domains(stage, total)]
+    counts = [[held.count for held in domain] for domain in domains]
+    return any(max(one) - min(one) > 1 for one in counts)
+
+
 def _size(stage: Stage) -> tuple[object, ...]:
     """The properties that stages at the same position of equal replicas share."""
     widths = tuple(sorted(len(member.ranks) for member in stage.members))
@@ -44,6 +54,7 @@ USES: Final[dict[str, Callable[[Plan], bool]]] = {
     "offload": lambda plan: any(stage.offload for stage in _stages(plan)),
     "unequal_replicas": _has_unequal_replicas,
     "unequal_stages": _has_unequal_stages,
+    "unequal_experts": _has_unequal_experts,
 }
 
 

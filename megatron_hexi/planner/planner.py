@@ -113,7 +113,9 @@ def _search_experts(
     """
     best: tuple[_SearchResult, Request] | None = None
     trials, fastest_s = 0, math.inf
-    for rule in expert_rules(request.job, cluster, request.expert_parallel):
+    for rule in expert_rules(
+        request.job, cluster, request.expert_parallel, request.rules.allow("unequal_experts")
+    ):
         choice = replace(request, experts=rule)
         result = _search(choice, cluster, searches, tell, fastest_s)
         trials += result.trials

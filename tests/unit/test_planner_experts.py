@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from megatron_hexi.cluster import PlannerRules
 from megatron_hexi.cost import CostModel, Model, job_of_plan
 from megatron_hexi.cost.layer_kinds import Experts
 from megatron_hexi.errors import HexiError
@@ -15,6 +16,7 @@ from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.baselines.expert_flags import EqualFloor, ExpertFlags
 from megatron_hexi.planner.baselines.expert_parallel import best_equal, equal_plan, spell_equal
 from megatron_hexi.planner.expert_placement import ExpertRule, expert_rules, spread_experts
+from megatron_hexi.planner.features import USES
 from megatron_hexi.planner.request import Request
 from megatron_hexi.report.planned import expert_lines
 from tests.support.costs import cluster, tiny_job
@@ -82,6 +84,15 @@ def test_a_report_says_how_many_experts_each_gpu_holds(planned):
 def test_the_simulator_replays_the_plan(planned):
     simulated = simulate(planned.plan, job_of_plan(planned.plan, MODEL), MIXED)
     assert simulated.iteration_s == pytest.approx(planned.cost.iteration_s, rel=0.05)
+
+
+def test_equal_experts_can_be_asked_for(planned):
+    rules = PlannerRules(unequal_experts=False)
+    equal = find_plan(Request(JOB, rules=rules), MIXED)
+    for domain in itertools.chain.from_iterable(held(equal.plan)):
+        assert len({stop - start for start, stop in domain}) == 1
+    assert not USES["unequal_experts"](equal.plan)
+    assert equal.cost.iteration_s >= planned.cost.iteration_s * (1 - 0.002)
 
 
 def test_faster_gpus_hold_more_experts():

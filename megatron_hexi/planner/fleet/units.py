@@ -77,7 +77,13 @@ class Fleet:
     def expert_weight(self, gpu: int) -> float:
         """Return the weight of one of the cluster's GPUs, to which its number of experts is proportional."""
         device = self.cluster.ranks[gpu].device
-        return device.usable_gib if self.experts.by == "memory" else max(device.layer_matmul.rates)
+        match self.experts.by:
+            case "speed":
+                return max(device.layer_matmul.rates)
+            case "memory":
+                return device.usable_gib
+            case "equal":
+                return 1.0
 
     @cached_property
     def sites(self) -> tuple[tuple[int, ...], ...]:
