@@ -4,5 +4,5 @@
 - `training`: a rank's part in a round, from one start of the ranks to the next
 - `planning`: the planner, run as a process by rank 0, for the nodes that are present; no torch
 - `store`, `copies`: the keys, and the copies of the training's state, that outlive a round
-- `secret`, `channel`, `copy_files`: the job's secret, connections of its holders, files that they fetch
+- `secret`, `channel`, `copy_files`: the job's secret, connections between its holders, files sent over them
 """

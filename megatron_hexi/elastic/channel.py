@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 from megatron_hexi.errors import HexiError
 
-#: Seconds in which a peer must have proved the secret, and how many of one address may be about to.
+#: Seconds within which a peer must prove the secret, and the most connections of an address that have not.
 PROOF_S = 10.0
 _PENDING = 256
 _CIPHER = "AECDH-AES256-SHA:@SECLEVEL=0"  # level 0: without certificates; the proofs stand in for them
@@ -70,14 +70,14 @@ def _proof(secret: bytes, role: bytes, connection: ssl.SSLSocket | ssl.SSLObject
 
 
 def client_proof(secret: bytes, connection: ssl.SSLSocket | ssl.SSLObject) -> bytes:
-    """Return what a client sends first."""
+    """Return the proof that a client sends first."""
     return _proof(secret, _CLIENT, connection)
 
 
 def answer_client(
     secret: bytes, connection: ssl.SSLSocket | ssl.SSLObject, proof: bytes
 ) -> tuple[bytes, bool]:
-    """Return what the server answers to a client's proof, and whether it stays connected."""
+    """Return the server's answer to a client's proof, and whether the client stays connected."""
     if hmac.compare_digest(proof, client_proof(secret, connection)):
         return _proof(secret, _SERVER, connection), True
     return _REFUSED, False
@@ -130,7 +130,7 @@ def accept(plain: socket.socket, secret: bytes) -> ssl.SSLSocket:
 
     Raises:
         SecretRefusedError: the client has another secret.
-        OSError: it is no such client.
+        OSError: the connection ends before the client has proved the secret.
     """
     plain.settimeout(PROOF_S)
     connection = tls_context(True).wrap_socket(plain, server_side=True)
@@ -147,7 +147,7 @@ def accept(plain: socket.socket, secret: bytes) -> ssl.SSLSocket:
 
 
 def _exactly(connection: ssl.SSLSocket, count: int, seconds: float) -> bytes:
-    """Return so many bytes of a peer, within a time that single bytes do not prolong."""
+    """Return exactly `count` bytes of a peer, received within `seconds` in total."""
     received, end = b"", time.monotonic() + seconds
     while len(received) < count:
         connection.settimeout(max(1e-3, end - time.monotonic()))
@@ -161,7 +161,7 @@ def _exactly(connection: ssl.SSLSocket, count: int, seconds: float) -> bytes:
 async def connect_stream(
     address: tuple[str, int], secret: bytes
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Return asyncio's streams of a connection as `connect` makes.
+    """Return asyncio's streams of a connection to a server that has the secret, see `connect`.
 
     Raises:
         SecretRefusedError: the server has another secret.
@@ -187,7 +187,7 @@ async def accept_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
 
     Raises:
         SecretRefusedError: the client has another secret.
-        OSError, EOFError, TimeoutError: it is no such client.
+        OSError, EOFError, TimeoutError: the connection ends before the client has proved the secret.
     """
     async with asyncio.timeout(PROOF_S):
         await writer.start_tls(tls_context(True))
@@ -200,7 +200,7 @@ async def accept_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
 
 
 class Entrance:
-    """The strangers at a server: how many of an address have not proved the secret yet, and who was refused.
+    """Limits and logs connections to a server from peers that have not proved the secret yet.
 
     Args:
         server: a name of the server, for the log.
@@ -219,7 +219,7 @@ class Entrance:
             address: the peer's IP address.
 
         Raises:
-            SecretRefusedError: too many of that address are about to.
+            SecretRefusedError: too many connections of that address have not proved it yet.
         """
         with self._lock:
             self._pending[address] += 1
@@ -271,7 +271,7 @@ def listen(name: str, port: int, bind: str | None = None) -> socket.socket:
         bind: an address of this node to listen at instead.
 
     Raises:
-        OSError: the port is taken, or `bind` is none of this node's.
+        OSError: the port is taken, or `bind` is none of this node's addresses.
     """
     if bind is not None:
         return _listen_at(bind, port)

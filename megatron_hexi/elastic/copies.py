@@ -2,7 +2,7 @@
 
 A copy is a checkpoint in Megatron's torch_dist format of which each node has the files of its own ranks, in a
 file system in memory, and those of one other node. The agent of a node (`launcher.keeper`) serves its files
-and fetches its neighbour's; what each holds stands in the job's store (`CopyBoard`).
+and downloads its neighbour's; the files that each node holds are recorded in the job's store (`CopyBoard`).
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import torch.distributed as dist
 
 from megatron_hexi.elastic.copy_files import Files, copy_folder, copy_path, pull
 
-#: Of a rank's environment: iterations from copy to copy, this node's folder of them, and where it is served.
+#: Variables of a rank's environment: iterations from copy to copy, this node's folder of copies, and its URL.
 COPY_INTERVAL_VARIABLE, COPIES_VARIABLE, COPIES_URL_VARIABLE = (
     "HEXI_COPY_INTERVAL",
     "HEXI_COPIES",
     "HEXI_COPIES_URL",
 )
-#: How long the next round waits until agents have said what they hold of the newest copy.
+#: Seconds that the next round waits for agents to record the files of the newest copy that they hold.
 _SAID_S = 2.0
 
 
 @dataclass(frozen=True)
 class FoundCopy:
-    """A copy of the state, complete on the nodes that are present together.
+    """A copy of the state, all of whose files are on nodes that are present.
 
     Args:
         name: name of the round that made it.
         iteration: number of the last iteration in it.
-        files: size, SHA-256 and addresses of nodes of each file, by name.
+        files: size in bytes, SHA-256 and URLs of the nodes that hold it, of each file, by name.
     """
 
     name: str
@@ -70,7 +70,7 @@ class CopyBoard:
         return iteration, nodes
 
     def tell_own(self, iteration: int, number: int, url: str, files: Files) -> None:
-        """Record the files that a node has written, and where it serves them."""
+        """Record the files that node `number` of the round has written, and the URL that serves them."""
         self._store.set(f"{iteration}/own/{number}", json.dumps([url, files]))
         self.tell_held(iteration, url, files)
 
@@ -87,11 +87,11 @@ class CopyBoard:
         ]
 
     def tell_held(self, iteration: int, url: str, names: Iterable[str]) -> None:
-        """Record the files that a node holds."""
+        """Record the names of the files that the node at a URL holds."""
         self._store.set(f"{iteration}/held/{url}", json.dumps(list(names)))
 
     def tell_safe(self, iteration: int, number: int, nodes: int) -> None:
-        """Record that a node holds its neighbour's part; the copy is safe when all `nodes` do."""
+        """Record that node `number` holds its neighbour's part; the copy is safe when all `nodes` do."""
         self._store.set(f"{iteration}/safe/{number}", "")
         if self._store.check([f"{iteration}/safe/{node}" for node in range(nodes)]):
             self._store.set("safe", str(iteration))
@@ -116,7 +116,7 @@ class CopyBoard:
 
 
 def find_newest(job: dist.Store, urls: Sequence[str]) -> FoundCopy | None:
-    """Return the newest copy that the nodes that are present hold together.
+    """Return the newest copy that the present nodes hold together; ``None``: they hold none.
 
     Args:
         job: the store of the whole job.
@@ -147,7 +147,7 @@ def complete_copy(copy: FoundCopy, copies: Path, url: str, job: dist.Store, secr
         secret: the job's secret.
 
     Raises:
-        OSError: a file cannot be had, or there is no room.
+        OSError: a file cannot be downloaded, or there is no room for it.
     """
     folder = copy_folder(copies, copy.name, copy.iteration)
     folder.mkdir(parents=True, exist_ok=True)

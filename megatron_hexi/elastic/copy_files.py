@@ -30,7 +30,7 @@ def bare_name(name: str) -> str:
     """Return a name from the job's store if it is safe as a file name in a folder of copies.
 
     Raises:
-        OSError: it could lead elsewhere, or to what is hidden: no name of a round, or of a file of a copy.
+        OSError: it could lead to another folder or a hidden file, as names of rounds and copies never do.
     """
     # Of torch's checkpoints, the one file whose name begins with a dot.
     if name != ".metadata" and not re.fullmatch(r"\w[\w.-]{0,199}", name, re.ASCII):
@@ -46,7 +46,7 @@ def copy_path(name: str, iteration: int) -> tuple[str, str]:
         iteration: number of the last iteration in it.
 
     Raises:
-        OSError: the name is none of a round.
+        OSError: `name` is not a name of a round.
     """
     return bare_name(name), f"iter_{int(iteration):07d}"
 
@@ -60,7 +60,7 @@ def copy_folder(copies: Path, name: str, iteration: int) -> Path:
         iteration: number of the last iteration in it.
 
     Raises:
-        OSError: the name is none of a round.
+        OSError: `name` is not a name of a round.
     """
     return copies.joinpath(*copy_path(name, iteration))
 
@@ -94,7 +94,7 @@ class _Folder:
         os.close(self._descriptor)
 
     def names(self) -> list[str]:
-        """Return the bare names in it, sorted."""
+        """Return the bare names of files and folders in it, sorted."""
         found = []
         for name in sorted(os.listdir(self._descriptor)):
             with suppress(OSError):
@@ -105,7 +105,7 @@ class _Folder:
         """Open a regular file to read.
 
         Raises:
-            OSError: there is none of that name.
+            OSError: there is no regular file of that name.
         """
         file = os.fdopen(self._open(name, os.O_RDONLY | os.O_NONBLOCK), "rb")
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -114,10 +114,10 @@ class _Folder:
         return file
 
     def create(self, name: str) -> BufferedWriter:
-        """Open a file to write, in place of any other of that name.
+        """Open a new file to write, in place of any other of that name.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the file cannot be made.
         """
         self.remove(name)
         return os.fdopen(self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
@@ -177,12 +177,12 @@ def pull(
         urls: HOST:PORT of nodes that may have it.
         path: folders of the copy there, as `copy_path` returns them.
         name: name of the file.
-        expected: its size, bytes, and SHA-256.
+        expected: size in bytes and SHA-256 of the file.
         folder: folder for the file.
         secret: the job's secret.
 
     Raises:
-        OSError: its name is no bare one, no node has it, or there is no room.
+        OSError: a name is no bare name, no node has the file, or there is no room.
     """
     source = "/".join(["", *map(bare_name, path), bare_name(name)])
     part = f"{hashlib.sha256(name.encode()).hexdigest()[:16]}{_PART}"
@@ -203,7 +203,7 @@ def pull(
 
 
 def _download(url: str, source: str, target: _Folder, part: str, size: int, secret: bytes) -> tuple[int, str]:
-    """Write at most `size` bytes, and one more to tell a longer file; return their number and SHA-256."""
+    """Download at most `size` + 1 bytes, which detects a longer file; return their number and SHA-256."""
     connection, digest, count = _SecretConnection(url, secret), hashlib.sha256(), 0
     try:
         connection.request("GET", source)
@@ -275,7 +275,7 @@ class _Server(ThreadingHTTPServer):
             _Handler(connection, client_address, self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing: `Entrance` has."""
+        """Log nothing: `Entrance` has logged it."""
 
 
 def serve_files(folder: Path, secret: bytes, name: str = "localhost", bind: str | None = None) -> int:

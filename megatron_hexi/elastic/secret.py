@@ -1,4 +1,4 @@
-"""The secret that the nodes of an elastic job share; who does not have it is let in nowhere."""
+"""The secret that the nodes of an elastic job share, and without which nobody can connect to them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megatron_hexi.text_file import read_text
 
 #: The environment variable with the secret, of an agent and of its ranks.
 SECRET_VARIABLE = "HEXI_SECRET"
-#: Fewer characters could be guessed.
+#: The fewest characters of a secret; fewer could be guessed.
 _LEAST = 16
 _MAKE = "openssl rand -hex 32"
 
 
 def find_secret(path: str | None, alone: bool) -> bytes:
-    """Return the job's secret: of a file, else of the environment, else a new one for a job of one node.
+    """Return the job's secret: from a file, else the environment, else a new one for a job of one node.
 
     Args:
         path: file of ``--secret-file``, if any.
         alone: whether no other node takes part.
 
     Raises:
-        HexiError: there is none, it is too short, or others may read its file.
+        HexiError: there is no secret, it is too short, or others may read its file.
     """
     text = os.environ.get(SECRET_VARIABLE, "")
     if path is not None:

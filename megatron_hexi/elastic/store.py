@@ -1,7 +1,7 @@
 """The stores of an elastic job, hosted by its agents: one for the whole job, one for each round of ranks.
 
 A round is one start of the ranks, by the agents of `megatron_hexi.elastic`. Torch gives each round a store of
-its own, on one of the nodes; ours is on a node that the job cannot lose: who is lost can always be told.
+its own, on one of the nodes; ours is on a node that the job cannot lose, so that losses are always noticed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 GATE_VARIABLE = "HEXI_RENDEZVOUS"
 STORE_VARIABLE, JOB_VARIABLE, ROUND_VARIABLE = "HEXI_STORE", "HEXI_JOB", "HEXI_ROUND"
 NODE_VARIABLE, LOST_AFTER_VARIABLE = "HEXI_NODE", "HEXI_LOST_AFTER"
-#: Keys of a round: its ranks train, one of them has ended, and how many nodes wait to be taken in.
+#: Keys of a round: its ranks train, one of them has failed, and how many nodes wait to be taken in.
 TRAINING, BROKEN, WANTED = "training", "broken", "wanted"
 
 

@@ -24,7 +24,7 @@ def cut_batch(batch: Batch, session: Session) -> Batch:
     """Cut a batch of whole sequences down to this rank's rows; changed in place, as in Megatron.
 
     Args:
-        batch: tensors [B, S], ``None`` where absent. With ends of documents it is one sequence.
+        batch: tensors [B, S] by name, ``None`` where absent; with ends of documents, B is 1.
         session: this rank's session.
 
     Returns:

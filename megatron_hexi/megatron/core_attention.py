@@ -101,8 +101,8 @@ class HexiCoreAttention(MegatronModule):
         Args:
             query: [L, B, H, D], rows of the shard, padding last; [L, H, D] with documents.
             key: [L, B, K, D]; [L, K, D] with documents; [L, B, 1, C + R] where latent columns travel.
-            value: likewise; another head size under multi-latent attention; where latent columns travel, the
-                matrix [H (N + V), C] that makes keys and values of them.
+            value: as the key, with another head size under multi-latent attention; where latent columns
+                travel, the matrix [H (N + V), C] that makes keys and values of them.
             attention_mask: must be ``None``: the mask is the plan's.
             attn_mask_type: ``None``, or the type that the layer was built with.
             attention_bias: must be ``None``.
@@ -204,7 +204,7 @@ def _with_compact_inputs(original: Callable[..., Tensor]) -> Callable[..., Tenso
         self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         if active_session() is not None:
-            # Where latent columns travel, the value is a weight, which nobody copies.
+            # Where latent columns travel, the value is a weight, which must not be copied.
             moved = (query, key) if isinstance(value, torch.nn.Parameter) else (query, key, value)
             query, key, *rest = compact(moved)
             value = rest[0] if rest else value

@@ -142,7 +142,7 @@ def _one_ahead(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
             and not isinstance(self.iterable, _Prefetched)
         ):
             self.iterable = _Prefetched(self.iterable)
-        sample = original(self)  # one that is replayed, too
+        sample = original(self)  # or a sample that Megatron replays
         AHEAD.take(sample, session.seq_length)
         return sample
 

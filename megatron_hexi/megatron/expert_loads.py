@@ -23,7 +23,7 @@ class ExpertLoads:
     """Counts of the rows that this rank's routers sent to each expert.
 
     Attributes:
-        latest: what `take` returned in this iteration; ``None`` where Megatron does not log it.
+        latest: the imbalance that `take` returned in this iteration; ``None``: Megatron does not log it.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class ExpertLoads:
         self._present[layer] = self._present[layer] + rows if layer in self._present else rows
 
     def end_iteration(self) -> None:
-        """Keep the counts of an iteration until they are taken, and forget what was taken before it."""
+        """Keep the counts of an iteration until `take` is called, and reset `latest`."""
         self.latest = None
         self._ended.append(self._present)
         self._present = {}
@@ -55,7 +55,7 @@ class ExpertLoads:
             device: device of the sent counts.
 
         Returns:
-            As `load_variation`, of all ranks' rows; ``None`` where the model has no experts.
+            The `load_variation` of all ranks' rows; ``None`` where the model has no experts.
         """
         ended, self._ended = self._ended, []
         if not args.num_experts or not ended:
@@ -72,7 +72,7 @@ class ExpertLoads:
 def load_variation(table: Tensor) -> float | None:
     """Return the variation of experts' loads, a mean over iterations and layers.
 
-    It is the standard deviation over the mean of an iteration's rows of an expert: 0 where all have as many.
+    It is the standard deviation over the mean of an iteration's rows of an expert: 0 if all rows are equal.
 
     Args:
         table: rows of each expert, [iterations, layers, experts]; of layers without experts, zeros.
@@ -95,7 +95,7 @@ def _counted(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tu
     @functools.wraps(original)
     def routing(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         found = original(self, *args, **kwargs)
-        # Without gradients are evaluation, and the first pass of layers that are computed again. Routers of
+        # Passes without gradients are evaluation, or the first pass of recomputed layers. Routers of
         # multi-token prediction have other layers' numbers.
         counts = active_session() is not None and torch.is_grad_enabled()
         if counts and not getattr(self, "is_mtp_layer", False):

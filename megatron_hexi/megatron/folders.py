@@ -41,7 +41,7 @@ def check_folders(args: Namespace) -> None:
 
 
 def loaded_folder(args: Namespace) -> tuple[str, str] | None:
-    """Return the option and the folder that a job loads its weights from; ``None``: it begins anew."""
+    """Return the option and the folder that a job loads its weights from; ``None``: it loads none."""
     folders = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in _READ if getattr(args, name)]
     last = folders[-1] if folders else None
     return next((pair for pair in folders if tracked_iteration(pair[1]) is not None), last)
@@ -71,7 +71,7 @@ def tracked_iteration(folder: str) -> int | str | None:
 
 
 def iterations_hint(folder: Path, without: int | str | None = None) -> str:
-    """Return the remedy of errors: the other iterations in a folder, and how to load one."""
+    """Return a remedy for an error's message: the other iterations in a folder, and how to load one."""
     iterations = [iteration for iteration in saved_iterations(folder) if iteration != without]
     if not iterations:
         return "it holds no other; leave --load out to begin anew"

@@ -73,7 +73,7 @@ def group_patches(device: torch.device) -> tuple[Patch, ...]:
 
 
 def start_session(given: GivenPlan, device: torch.device, options: GroupOptions) -> Session:
-    """Make this rank's groups and split tables, after Megatron's own groups.
+    """Return this rank's session: its groups and split tables, made after Megatron's own groups.
 
     Args:
         given: the plan.
@@ -132,7 +132,7 @@ def _with_agreement(original: Callable[..., Any]) -> Callable[..., Any]:
         with user_errors():
             _agree(given_plan(), get_args(), call.arguments.get("store"))
         if in_round() and call.arguments.get("store") is None:
-            # Rank 0 would open one of torch's, to whoever reaches its node.
+            # Else rank 0 would open a store of torch's own, to whoever reaches its node.
             timeout = timedelta(minutes=get_args().distributed_timeout_minutes)
             call.arguments["store"] = dist.PrefixStore("torch", round_store(timeout))
         return original(*call.args, **call.kwargs)
@@ -168,7 +168,7 @@ def _agree(given: GivenPlan | None, args: Namespace, store: dist.Store | None) -
         return
     digest, path = (given.digest, given.path) if given else (NO_PLAN, "")
     agree_on_plan(meeting(_store), args.rank, args.world_size, digest, path, timeout)
-    if given is not None and not in_round():  # whose ranks are watched from the moment that they have numbers
+    if given is not None and not in_round():  # a round's ranks are watched since they got their numbers
         start_watch(meeting(_store), args.rank, args.world_size)
 
 

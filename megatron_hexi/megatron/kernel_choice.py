@@ -42,7 +42,7 @@ def choose_kernel(args: Namespace, plan: Plan, device: torch.device, dtype: torc
 
     Raises:
         PlanError: the command line has another kernel for this GPU than the plan; the message has both.
-        PlatformError: the kernel of the command line refuses.
+        PlatformError: the kernel of the command line refuses the device or the tensors.
     """
     widest = max(plan.workload.head_dim, plan.workload.value_size)
     by_kind = split_kernels(args.hexi_kernel)

@@ -45,7 +45,7 @@ def _with_columns(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _columns(up: Any, config: Any, tp_group: Any, columns: Tensor) -> tuple[Tensor, None]:
-    """Return the input of a projection, normed where it has a norm, of the rows of all ranks of the unit."""
+    """Return the input of a projection, normed if it has a norm, for the rows of all ranks of the unit."""
     weight = getattr(up, "layer_norm_weight", None)
     if weight is not None:  # Transformer Engine's norm and projection in one
         dtype, bias, size = columns.dtype, getattr(up, "layer_norm_bias", None), (columns.shape[-1],)

@@ -39,7 +39,7 @@ def check_metrics(args: Namespace) -> None:
     """Check that this rank's metrics file can be written.
 
     Raises:
-        HexiError: it cannot.
+        HexiError: the file cannot be written.
     """
     path = _own_path(args)
     if path is not None:
@@ -56,7 +56,7 @@ def record(path: Path, iteration: int, losses: dict[str, float], **values: float
         values: further numbers of the iteration.
 
     Raises:
-        HexiError: it cannot be written.
+        HexiError: the file cannot be written.
     """
     named = {_NAMES.get(name, name.replace(" ", "_")): value for name, value in losses.items()}
     append_line(path, json.dumps({"iteration": iteration, **named, **values}))

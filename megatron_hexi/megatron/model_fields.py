@@ -19,7 +19,7 @@ from megatron_hexi.text_file import write_text_atomically
 
 
 def installed_defaults() -> dict[str, Any]:
-    """Plain defaults of the installed Megatron's model fields without an argument; none that are ``None``."""
+    """Return plain defaults, except ``None``, of Megatron's model fields that no argument sets, by name."""
     arguments = {row.dest for row in installed_rows()}
     found = {
         field.name: _default(field)

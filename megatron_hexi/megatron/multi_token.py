@@ -36,7 +36,7 @@ def _over_borders(original: Callable[..., Any]) -> Callable[..., Any]:
         shard = session.shard
         assert dims in (-1, tensor.dim() - 1), "tokens are the last dimension"
         shifted, total = original(_gathered(tensor, session), shifts, dims)
-        if tensor.is_floating_point():  # a mask: nobody reads the sum of tokens or positions
+        if tensor.is_floating_point():  # a mask; the sum of tokens or positions is not used
             total = _of_the_micro_batch(total, session)
         rolled = shifted.index_select(-1, shard.positions)
         rolled[..., shard.tokens :] = 0
@@ -55,7 +55,7 @@ def _gathered(tensor: Tensor, session: Session) -> Tensor:
 
 
 def _of_the_micro_batch(count: Tensor, session: Session) -> Tensor:
-    """Return a count of tokens of a micro-batch, given that of its samples in this rank's domain."""
+    """Return the number of tokens that count in a micro-batch, given the number in this rank's domain."""
     stages = session.stages
     if stages is None or stages.micro_batch is None:
         return count
@@ -131,8 +131,8 @@ def _with_one_copy(original: Callable[..., None]) -> Callable[..., None]:
             self.output_layer.weight = None
         original(self)
         if has_copy:
-            # Beside what the output layer adds to `main_grad` itself, autograd brings the gradient of the
-            # embedding: DDP adds that too where what the layer returns is zero.
+            # The output layer adds its gradient to `main_grad` itself, and autograd brings the gradient of
+            # the embedding. With this mark the layer returns zeros to autograd, and DDP adds its gradient.
             self.shared_embedding_or_output_weight().zero_out_wgrad = True
 
     return setup_embeddings_and_output_layer

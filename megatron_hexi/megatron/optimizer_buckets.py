@@ -4,12 +4,10 @@ A bucket of gradients is padded to a multiple of the data-parallel size, context
 buckets with three ranks, few with a power of two. Megatron saves the buckets without their padding, but
 
 - in the fully reshardable format, with several buckets, looks up each parameter at its place with padding:
-all
-  parameters behind the first padding are saved shifted, and the last ones as zeros, with a warning in the
-  log;
+  all parameters behind the first padding are saved shifted, and the last ones as zeros, with a warning in
+  the log;
 - in the default format, fills the gap behind a rank's last parameter beyond the end of the saved data, and
-the
-  checkpoint is refused as inconsistent.
+  the checkpoint is refused as inconsistent.
 """
 
 from __future__ import annotations

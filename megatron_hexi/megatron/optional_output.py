@@ -29,9 +29,9 @@ class OptionalOutput:
         self._has_warned = False
 
     def attempt[**P](self, write: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Write, and go on if that fails in any way: a disk, a mount, a library's thread.
+        """Call `write`, and go on if it fails in any way: a disk, a mount, a library's thread.
 
-        It must not contain a collective: the other ranks would wait for it.
+        `write` must not contain a collective: the other ranks would wait for it.
         """
         try:
             write(*args, **kwargs)
@@ -39,7 +39,7 @@ class OptionalOutput:
             self.warn(problem)
 
     def warn(self, problem: Exception) -> None:
-        """Print what failed, the first time."""
+        """Print a warning about a failure, for the first failure only."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -59,8 +59,8 @@ class GuardedWriter:
 
     Args:
         writer: TensorBoard's `SummaryWriter`, or the module `wandb`.
-        output: prints that it failed.
-        methods: patterns of the methods that write, and whose results are not used.
+        output: the output that prints a warning when writing fails.
+        methods: patterns of the names of methods that write, whose results are not used.
     """
 
     def __init__(self, writer: Any, output: OptionalOutput, methods: tuple[str, ...]) -> None:

@@ -53,8 +53,8 @@ def gather_interval(
 
     Args:
         iterations: numbers of the iterations.
-        losses: their losses; ``None`` where this rank knows none.
-        steps: their times on this rank.
+        losses: loss of each iteration; ``None`` where this rank does not know it.
+        steps: times of each iteration on this rank.
         tokens: tokens of an iteration.
         session: this rank's session, for the device of its tensors.
         args: Megatron's arguments.
@@ -89,7 +89,7 @@ def gather_interval(
 
 
 def _waiting_shares(steps: Sequence[StepTimes]) -> list[float]:
-    """Return the part of a step spent waiting, by kind, of measured steps or else the last measured one."""
+    """Return the part of a step spent in each of `WAITS`, by the measured steps or else the last one."""
     global _last_measured
     measured = [step for step in steps if step.waited] or _last_measured
     _last_measured = measured[-1:]

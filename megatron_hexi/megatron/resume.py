@@ -88,10 +88,10 @@ def check_optimizer_state(folder: str, args: Namespace, saved: Namespace, shardi
         folder: the folder of ``--load``, for the message.
         args: this job's arguments.
         saved: the arguments in the checkpoint.
-        sharding: its ``distrib_optim_sharding_type``; ``None`` where it has none.
+        sharding: the checkpoint's ``distrib_optim_sharding_type``; ``None`` where it has none.
 
     Raises:
-        CheckpointError: it cannot; the message has the option, both values, and the remedy.
+        CheckpointError: Megatron cannot load it; the message has the option, both values, and the remedy.
     """
     here, there = args.use_distributed_optimizer, saved.use_distributed_optimizer
     if here != there:
@@ -199,7 +199,7 @@ def _why(problem: BaseException, args: Namespace) -> str | None:
 
 
 def _wanted(args: Namespace, saved: Namespace) -> bool:
-    """Whether the optimizer's state is in the checkpoint, and is to be loaded."""
+    """Whether the checkpoint has the optimizer's state, and this job loads it."""
     known = args.ckpt_format in ("torch", "torch_dist") and hasattr(saved, "use_distributed_optimizer")
     return known and not (args.finetune or args.no_load_optim or saved.no_save_optim)
 

@@ -127,7 +127,7 @@ ROTARY_PATCHES = (
     ),
     Patch(
         target=f"{_ROTARY}.rope_utils:_apply_rotary_pos_emb_thd",
-        only=">=0.19",  # before, packed sequences are refused beside a plan
+        only=">=0.19",  # before, packed sequences are refused under a plan
         why="takes the embeddings of the plan's positions in each document instead of two equal chunks",
         build=_at_positions_in_documents,
         parameters=(

@@ -126,12 +126,12 @@ def _share(session: Session) -> float:
 
 
 def _part(session: Session, name: str) -> float:
-    """Return the weight of a rank's loss in a micro-batch's, the sum over the ranks of its stage.
+    """Return the weight of this rank's loss in the micro-batch's loss, the sum over the ranks of its stage.
 
     Args:
         session: this rank's session.
-        name: name of the loss: a mean over the rank's rows or over its samples; else a part of the value
-            already.
+        name: Megatron's name of the loss. The z-loss is a mean over the rank's rows, the balancing loss of
+            sequences one over its samples; others are parts of the sum already.
     """
     assert session.stages is not None
     samples, stages = session.stages.view.place.samples, session.stages

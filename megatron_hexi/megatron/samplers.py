@@ -32,8 +32,8 @@ def batches_ahead(workers: int, share: Share) -> int:
     """Return the number of global batches that a loader may draw from before they are trained on.
 
     Args:
-        workers: workers of the loader; each has two micro-batches ahead.
-        share: share of the rank.
+        workers: number of the loader's workers; each has two micro-batches ahead.
+        share: the rank's share of the batch.
     """
     return -(-2 * workers // share.count) if workers else 0
 
@@ -45,7 +45,7 @@ def set_training(training: bool) -> None:
 
 
 class _DrawnBatches:
-    """The position of one sampler; kept with it, since an epoch may end inside a global batch."""
+    """The position of one sampler in its batches; kept with it, as an epoch may end inside a global batch."""
 
     def __init__(self, session: Session) -> None:
         from megatron.training import get_args

@@ -33,7 +33,7 @@ class GivenPlan:
         shares: micro-batches of each replica; ``None`` where replicas are equal, and Megatron assigns
             micro-batches.
         mesh: the units of all ranks, of a plan whose stages have layers of their own; else ``None``.
-        rates: rates of its units, if documents are assigned by them in each batch; else ``None``.
+        rates: rates of the plan's units, if documents are assigned by them in each batch; else ``None``.
         scales_mean: whether the loss scale is meant for the mean over a batch, as it is unless the user gives
             ``--calculate-per-token-loss``; the plan has losses summed over tokens all the same.
     """

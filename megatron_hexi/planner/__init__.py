@@ -1,11 +1,12 @@
 """Finds the plan: replicas, pipelines, domains, a lower bound, and baselines. No torch here.
 
-`request`: what is asked for. `fleet`: the units that a plan is made of, what each can do and has room for.
-`layouts`: domains as a search moves them, and how they are timed. `search`: one domain's best grouping,
-balanced and polished, and CP-SAT on it. `joint`: everything together. `baselines`: what else could be run.
-`bound`: a time that no layout can beat, which does not know the search.
+`request`: a planning request. `fleet`: the units that a plan is made of, their rates and their memory.
+`layouts`: domains in the form that a search changes, and their timing. `search`: the best grouping of one
+domain, balanced and polished, and CP-SAT on it. `joint`: the search over replicas, stages and domains.
+`baselines`: layouts that a user could run without the planner. `bound`: a lower bound of an iteration's
+seconds over all layouts, computed without the search.
 
-`planner` puts them together; `advice` says what to do where nothing fits.
+`planner` puts them together; `advice` proposes changes of a request that no plan fits.
 """
 
 from megatron_hexi.planner.baselines import Baseline

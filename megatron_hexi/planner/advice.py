@@ -20,16 +20,16 @@ from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.missing_memory import MissingMemory, missing_memory
 from megatron_hexi.planner.request import Request
 
-#: Of other requests so many GPUs are planned for, and each counts as so many more: six requests for 8 GPUs,
-#: two for 1,024. The first is planned in any case.
+#: Limit of planning work: the most GPUs that other requests are planned for, all together, where each request
+#: counts as this many more: six requests for 8 GPUs, two for 1,024. The first is planned in any case.
 _MOST_PLANNED, _EACH = 3500, 512
 #: Sequence lengths are proposed as multiples of this.
 _ROUND = 1024
-#: Times as many nodes of an entry; clusters of more GPUs are not tried.
+#: Multiples of an entry's nodes that are tried, and the most GPUs of the clusters that result.
 _TIMES, _MOST_GPUS = (2, 4, 8), 1024
-#: Sizes that a request fixes beside the terms of its job.
+#: Sizes that a request may fix besides the terms of its job.
 _SIZES = ("context_parallel", "virtual_stages", "expert_parallel")
-#: Terms that save memory: from which value to which.
+#: Terms of a job that save memory: the value that costs memory, and the one that saves it.
 _SAVING = {
     "sequence_parallel": (False, True),
     "distributed_optimizer": (False, True),
@@ -92,13 +92,13 @@ class _Trials:
 
 
 def nothing_fits(request: Request, cluster: Cluster, planner: Planner, *, proven: bool) -> NothingFitsError:
-    """Return the error for a job that has no plan.
+    """Return the error for a request that has no plan, with changes of it that have one.
 
     Args:
-        request: what was asked for.
-        cluster: where.
-        planner: plans other requests.
-        proven: whether no layout fits; else none was found.
+        request: the request without a plan.
+        cluster: the cluster that it was planned for.
+        planner: returns the plan of another request on a cluster, or ``None``.
+        proven: whether the bound proves that no layout fits; else the search found none.
     """
     what = "no plan fits on cluster" if proven else "no plan was found that fits on cluster"
     trials = _Trials(planner)
@@ -134,7 +134,8 @@ def _remedies(asked: _Variant, trials: _Trials) -> list[_Remedy]:
     eased = _switch_all(asked.without(sorted(asked.request.fixed)))
     if not any(first_remedies) and eased != asked:
         first_remedies.append(trials.first([eased]))
-    # With what eases alone there is nothing to give up: else both are offered, as each gives up something.
+    # If a change of the first kinds suffices, the other kinds change the request as it was asked. Else they
+    # also change the eased request, since either way the user gives something up.
     bases = [asked] if any(first_remedies) or eased == asked else [asked, eased]
     for kind in (_shortened, _enlarged, _thinned):
         first_remedies += [trials.first(kind(base)) for base in bases]
@@ -144,14 +145,14 @@ def _remedies(asked: _Variant, trials: _Trials) -> list[_Remedy]:
 
 
 def _freed(asked: _Variant) -> Iterator[_Variant]:
-    """Variants with some fixed terms left to the planner, as few as possible."""
+    """Yield variants that leave some of the fixed terms to the planner, the fewest terms first."""
     fixed = sorted(asked.request.fixed)
     for count in range(1, len(fixed) + 1):
         yield from map(asked.without, itertools.combinations(fixed, count))
 
 
 def _allowed(asked: _Variant) -> Iterator[_Variant]:
-    """Variants that allow refused features, one or all, or leave a size open."""
+    """Yield variants that leave one fixed size to the planner, or allow one or all refused features."""
     for name in _SIZES:
         size = getattr(asked.request, name)
         if size is not None:
@@ -167,7 +168,7 @@ def _allowed(asked: _Variant) -> Iterator[_Variant]:
 
 
 def _switched(asked: _Variant) -> Iterator[_Variant]:
-    """Variants with one of the switches that save memory turned on."""
+    """Yield variants with one of the terms in `_SAVING` at the value that saves memory."""
     for field, (costly, saving) in _SAVING.items():
         if getattr(asked.request.job, field) == costly:
             yield asked.with_term(field, saving)
@@ -180,7 +181,7 @@ def _switch_all(asked: _Variant) -> _Variant:
 
 
 def _shortened(asked: _Variant) -> Iterator[_Variant]:
-    """Variants with three quarters of the sequence, a half, three eighths and so on."""
+    """Yield variants with three quarters of the sequence length, a half, three eighths and so on."""
     length = asked.request.job.seq_length
     for power in itertools.count(1):
         for part in (3 * length >> (power + 1), length >> power):
@@ -190,7 +191,7 @@ def _shortened(asked: _Variant) -> Iterator[_Variant]:
 
 
 def _enlarged(asked: _Variant) -> Iterator[_Variant]:
-    """Variants with more nodes like those of an entry, where the file says how these are connected."""
+    """Yield variants with more nodes of one entry, if the cluster file says how these are connected."""
     file = asked.cluster.file
     if not file.networks or file.fabrics or file.levels or file.matrix:
         return
@@ -204,7 +205,7 @@ def _enlarged(asked: _Variant) -> Iterator[_Variant]:
 
 
 def _thinned(asked: _Variant) -> Iterator[_Variant]:
-    """Variants with half the batch, a quarter and so on: fewer micro-batches are under way in a pipeline."""
+    """Yield variants with half the global batch, a quarter and so on: pipelines keep fewer micro-batches."""
     job = asked.request.job
     least = job.micro_batch_size if "micro_batch_size" in asked.request.fixed else 1
     least *= job.data_parallel if "data_parallel" in asked.request.fixed else 1

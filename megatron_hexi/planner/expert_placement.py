@@ -1,4 +1,4 @@
-"""Experts of a stage's ranks: in expert domains of one size, in proportion to what each rank is good for."""
+"""Placement of experts on a stage's ranks: in expert domains of about one size, by speed or by memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_hexi.plan.model import Range
 
 @dataclass(frozen=True)
 class ExpertRule:
-    """A choice of where experts are.
+    """A rule that places experts on the ranks of a stage.
 
     Args:
-        ranks: of an expert domain, about; ``None``: all of a stage's.
-        by: what a rank's number of experts is in proportion to: its rate of matrix products, or its memory;
-            ``equal``: every rank of an expert domain holds as many, up to one where they do not divide.
+        ranks: approximate number of ranks of an expert domain; ``None``: all ranks of the stage.
+        by: whether ranks hold experts in proportion to their rates of matrix products, or to their memory;
+            ``equal``: ranks of an expert domain hold equal numbers, up to one where they do not divide.
     """
 
     ranks: int | None = None
@@ -35,14 +35,15 @@ IN_WHOLE_STAGES = ExpertRule()
 def expert_rules(
     job: Job, cluster: Cluster, fixed: int | None = None, unequal: bool = True
 ) -> list[ExpertRule]:
-    """The choices that a search tries: one for models without experts.
+    """Return the rules that a search tries; a single one for models without experts.
 
-    Expert domains of whole stages, by the speed of GPUs and where they differ in memory by that, of a node,
-    and of a GPU, as far as the largest GPU has memory for the experts of one layer.
+    Expert domains are whole stages, with experts by speed and, if GPUs differ in memory per speed, by memory;
+    or they are as large as a node, or one rank, if a rank's experts of one layer fit on the largest GPU. If
+    not `unequal`, all have equal numbers of experts on their ranks.
 
     Args:
         job: the job.
-        cluster: where.
+        cluster: the cluster that the job runs on.
         fixed: ranks that each expert domain must have; ``None``: chosen.
         unequal: whether ranks of an expert domain may hold different numbers of experts.
     """
@@ -67,15 +68,16 @@ def expert_rules(
 def spread_experts(
     domains: Sequence[Domain], total: int, domain_ranks: int | None, weight: Callable[[int], float]
 ) -> tuple[Domain, ...]:
-    """The domains of a stage with whole experts on their ranks.
+    """Return the domains of a stage with whole experts assigned to their ranks.
 
-    Units in the order of the plan are cut into runs of about as many ranks; each holds every expert.
+    Units, in the order of the plan, are cut into expert domains of about as many ranks; each holds every
+    expert once.
 
     Args:
-        domains: those that share the samples of a micro-batch.
-        total: experts of a layer.
-        domain_ranks: ranks of a run; ``None``: all of them.
-        weight: what a rank's number of experts is in proportion to.
+        domains: all domains of the stage, which share the samples of a micro-batch.
+        total: number of experts of a layer.
+        domain_ranks: approximate number of ranks of an expert domain; ``None``: all ranks of the stage.
+        weight: returns a rank's weight, to which its number of experts is proportional.
     """
     units = [member for domain in domains for group in domain.groups for member in group.members]
     ranks = sum(len(member.ranks) for member in units)
@@ -96,7 +98,7 @@ def spread_experts(
 def _shared(
     units: Sequence[Member], total: int, weight: Callable[[int], float]
 ) -> dict[int, tuple[Range, ...]]:
-    """The experts of the ranks of some units that hold each expert once, by the units' first ranks."""
+    """Return the range of experts of each rank in one expert domain, by the first rank of the rank's unit."""
     counts = apportion(total, [weight(rank) for unit in units for rank in unit.ranks])
     ends = [0, *itertools.accumulate(counts)]
     ranges = itertools.pairwise(ends)

@@ -12,7 +12,7 @@ from megatron_hexi.planner.request import Request
 
 
 def _has_unequal_replicas(plan: Plan) -> bool:
-    """Whether replicas differ in their stages or micro-batches; of Megatron's own pipelines also in ranks."""
+    """Whether replicas differ in stages or micro-batches; if their stage is repeated, also in rank order."""
     if plan.is_repeated:
         return not has_equal_replicas(plan)
     kinds = {
@@ -22,14 +22,14 @@ def _has_unequal_replicas(plan: Plan) -> bool:
 
 
 def _has_unequal_stages(plan: Plan) -> bool:
-    """Whether stages have layers of their own; equal ones are written out to say where experts are."""
+    """Whether stages have `layers`; with experts, which need that, whether they have unequal numbers."""
     if plan.workload.experts is None:
         return not plan.is_repeated
     return len({sum(stage.ministage_sizes) for stage in _stages(plan)}) > 1
 
 
 def _has_unequal_experts(plan: Plan) -> bool:
-    """Whether ranks of an expert domain hold numbers of experts that differ by more than division leaves."""
+    """Whether numbers of experts on the ranks of an expert domain differ by more than one."""
     total = plan.workload.experts
     if total is None:
         return False
@@ -64,7 +64,7 @@ def features_of(plan: Plan) -> tuple[str, ...]:
 
 
 def is_allowed(plan: Plan, job: Job, request: Request) -> bool:
-    """Whether a plan and its job use only what a request allows, with the sizes that it fixes."""
+    """Whether a plan and its job use only features that a request allows, and the sizes that it fixes."""
     size = request.context_parallel
     if size is not None and any(
         len(domain.members) != size for stage in _stages(plan) for domain in stage.domains

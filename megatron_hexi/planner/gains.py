@@ -18,7 +18,7 @@ class Gain:
 
     Args:
         feature: a field of `PlannerRules`.
-        without_tokens_per_s: of the best plan found that may not use it; ``None``: none fits.
+        without_tokens_per_s: tokens/s of the best plan found without the feature; ``None``: none fits.
     """
 
     feature: str
@@ -26,11 +26,11 @@ class Gain:
 
 
 def find_gains(request: Request, cluster: Cluster, plan: Plan) -> tuple[Gain, ...]:
-    """Plan once more for each feature that a plan uses, without that one.
+    """Return the gain of each feature that a plan uses, by planning once more without that feature.
 
     Args:
-        request: what the plan was made for.
-        cluster: likewise.
+        request: the request that the plan was made for.
+        cluster: the cluster that the plan was made for.
         plan: the plan.
     """
     gains = []

@@ -1,4 +1,4 @@
-"""Least memory of a plan's stages with options that save memory, to skip timing those that do not fit."""
+"""Lower bounds of the memory of a plan's stages, to skip timing options that cannot fit."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class MemoryOption(NamedTuple):
 
 
 class LeastMemory:
-    """Least memory of a plan's stages, without optimizer state and message buffers.
+    """Lower bounds of the memory of a plan's stages, without optimizer state and message buffers.
 
     Args:
-        base: the plan.
-        hosts: in whose memory rows wait.
+        base: the plan, with its timing.
+        hosts: the hosts in whose memory offloaded activations wait.
     """
 
     def __init__(self, base: Candidate, hosts: Hosts) -> None:
@@ -41,11 +41,13 @@ class LeastMemory:
         ]
 
     def may_fit(self, ministages: int, options: Sequence[MemoryOption]) -> list[set[tuple[int, int]]]:
-        """For each option the stages, by replica and number, that may fit; none if rows overfill a host.
+        """Return, for each option, the stages that may fit with it, as (replica, number of the stage).
+
+        All sets are empty if offloaded activations overfill a host.
 
         Args:
-            ministages: of each stage; 0: it runs whole.
-            options: what stages may do.
+            ministages: ministages of each stage; 0: stages run whole.
+            options: the options to check.
         """
         stages = {
             (replica, section.number) for section, _ in self._sections for replica in section.replica.tolist()
@@ -70,7 +72,7 @@ class LeastMemory:
         part = replace(section.part, again=again, ministages=ministages, rows_on_host=not with_rows)
         params = part_params(job, part, held.experts)
         present = _present(params, params)
-        if ministages:  # of two that follow one another, and both gradients where a third does
+        if ministages:  # weights of two in a row; gradients of two as well, if there are three
             ministage_params = part_params(
                 job, replace(part, layers=part.layers // ministages, is_first=False, is_last=False)
             )

@@ -14,7 +14,13 @@ from megatron_hexi.planner.savings import spell_savings
 
 
 def why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
-    """A note on how the plan saves memory, and how much faster this makes it."""
+    """A note on how the plan saves memory, and how much faster this makes it; empty if it is no faster.
+
+    Args:
+        plan: the chosen plan.
+        seconds: seconds of its iteration.
+        unsaved_s: seconds of the best layout's iteration without savings; infinite: none fits.
+    """
     what = spell_savings(plan)
     if seconds >= unsaved_s:
         return ()
@@ -25,7 +31,7 @@ def why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
 
 
 def margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:
-    """A warning where the margin is not kept."""
+    """A warning if the plan keeps less than `margin`, a share of usable memory, free; else empty."""
     fullest = max(cost.ranks, key=lambda rank: rank.memory_gib / rank.usable_gib)
     free = 1 - fullest.memory_gib / fullest.usable_gib
     if free >= margin - 1e-9:
@@ -38,11 +44,11 @@ def margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:
 
 
 def left_out(best: Candidate, cluster: Cluster, tried: Sequence[Candidate]) -> tuple[str, ...]:
-    """A note on the GPUs without work, with the time of plans that use more GPUs.
+    """A note on the GPUs without work, with the time of plans that use more GPUs; empty if all work.
 
     Args:
-        best: the chosen one.
-        cluster: all GPUs.
+        best: the chosen plan.
+        cluster: the cluster with all GPUs.
         tried: plans that were timed and fit.
     """
     used = gpus_of(best.plan, cluster)

@@ -39,16 +39,16 @@ def find_plan(
     """Return the best plan found, with a lower bound over all layouts.
 
     Args:
-        request: the job, and what of it is fixed; the rest is chosen.
-        cluster: where it runs.
-        with_baselines: time every baseline too. The plan is the same with and without them: never slower than
-            the best layout of Megatron's flags, nor on up to 8 GPUs than those of published planners.
+        request: the job, with the terms that are fixed; the planner chooses the others.
+        cluster: the cluster that the job runs on.
+        with_baselines: whether to time every baseline, too. The plan is the same in both cases: never slower
+            than the best layout of Megatron's flags, nor on up to 8 GPUs than those of published planners.
         progress: callback, receives (phase, done, total).
 
     Raises:
-        NothingFitsError: no plan fits in memory; says what would.
+        NothingFitsError: no plan fits in memory; the message proposes changes of the request.
         ClusterError: the GPUs of a node differ.
-        HexiError: the job cannot be cut as asked for.
+        HexiError: no layout on the cluster has the sizes that are fixed.
     """
     begun = time.perf_counter()
     request = replace(request, rules=request.rules.over(cluster.file.planner))
@@ -86,14 +86,14 @@ def find_plan(
 
 @dataclass(frozen=True)
 class _SearchResult:
-    """The result of a search.
+    """The result of the search for one request.
 
     Args:
         best: the fastest plan that fits; ``None``: none was found.
-        tried: plans that were timed and fit, before anything saves memory.
-        unsaved_s: seconds of the best of these; infinite: there is none.
+        tried: plans that were timed and fit, none of which saves memory but by recomputation.
+        unsaved_s: seconds of an iteration of the fastest of `tried`; infinite: there is none.
         memory: the part of each GPU's usable memory that plans may use.
-        trials: layouts that were timed, besides those of the joint searches.
+        trials: number of layouts that were timed, besides those of the joint searches.
     """
 
     best: Candidate | None
@@ -106,10 +106,10 @@ class _SearchResult:
 def _search_experts(
     request: Request, cluster: Cluster, searches: JointSearches, tell: Progress
 ) -> tuple[_SearchResult, Request]:
-    """Search with each choice of where experts are; the best of all, and the request with its choice.
+    """Search with each placement of experts; return the best result, and the request with its placement.
 
-    Of models with latent attention once more, with that choice: latent columns travel in place of keys and
-    values.
+    For models with latent attention search again, with that placement and the exchange of latent columns in
+    place of keys and values.
     """
     best: tuple[_SearchResult, Request] | None = None
     trials, fastest_s = 0, math.inf
@@ -142,11 +142,12 @@ def _search(
     """Search for the fastest plan that fits, at first with the margin of memory kept free.
 
     Args:
-        request: the job.
-        cluster: where it runs.
+        request: the request, with a placement of experts.
+        cluster: the cluster that the job runs on.
         searches: the joint searches of this planning.
         tell: callback, receives (phase, done, total).
-        faster_than: seconds of a plan by another choice; then Megatron's flags have been looked at.
+        faster_than: seconds of an iteration of a plan found with another placement or exchange; if finite,
+            layouts of Megatron's flags have been tried, and are not tried again.
     """
     trials = 0
     for memory in dict.fromkeys((1 - request.memory_margin, 1.0)):
@@ -156,7 +157,7 @@ def _search(
             break
         roomy = cluster.with_memory_margin(1 - memory)
         best = min(tried, key=order_of, default=None)
-        # What the search passes over may be all that fits. By Megatron's flags no latent columns travel.
+        # The search may pass over the only layouts that fit. Megatron's flags exchange no latent columns.
         plain = replace(request, job=replace(request.job, latent_exchange=False))
         faster, timed = find_faster(plain, roomy, math.inf if best is None else best.iteration_s)
         trials += timed
@@ -175,7 +176,7 @@ def _search(
 
 
 def _check_nodes(cluster: Cluster) -> None:
-    """Refuse nodes whose GPUs differ, which no cluster file has: pools and units are made of whole nodes."""
+    """Refuse nodes whose GPUs differ (no cluster file has any): pools and units are made of whole nodes."""
     for node in cluster.nodes:
         for rank in node.ranks:
             if cluster.ranks[rank].device is not node.device:
@@ -187,7 +188,7 @@ def _check_nodes(cluster: Cluster) -> None:
 
 
 def _check_fixed(request: Request, cluster: Cluster) -> None:
-    """Refuse fixed numbers that no layout has."""
+    """Refuse fixed sizes that no layout on the cluster can have."""
     job, gpus = request.job, len(cluster.ranks)
     if "pipeline_parallel" in request.fixed and job.pipeline_parallel > DEEPEST:
         raise HexiError(
@@ -225,7 +226,7 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
 
 
 def _check_expert_domains(request: Request, cluster: Cluster) -> None:
-    """Refuse a fixed size of expert domains that no stage has: whole units of one stage."""
+    """Refuse a fixed expert-parallel size that is not a number of whole units of one stage."""
     job, size = request.job, request.expert_parallel
     if size is None:
         return

@@ -16,8 +16,8 @@ from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES, ExpertRule
 CHOSEN: Final = ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "recompute")
 #: Sizes of tensor-parallel units that are tried.
 _WIDTHS = (1, 2, 4, 8)
-#: More sequences a micro-batch are tried while all of them together have no more tokens than this: from there
-#: on matrix products of a whole unit run at their best rate anyhow.
+#: More sequences a micro-batch are tried while all of them together have no more tokens than this: with more,
+#: matrix products of a whole unit run at their best rate anyway.
 _SHORT_TOKENS = 8192
 
 
@@ -26,18 +26,18 @@ class Request:
     """A job to plan, with the terms that are fixed.
 
     Args:
-        job: the job; what is not fixed becomes as `Job` has it by default.
-        fixed: those of `CHOSEN` that must stay as the job says.
-        memory_margin: share of usable memory that plans keep free, where some plan does; from 0 to below 1.
-        rules: what plans may use; what they leave open, the cluster file decides.
+        job: the job to plan; its terms in `CHOSEN` that are not fixed are reset to the defaults of `Job`.
+        fixed: names in `CHOSEN` whose values in `job` the planner must keep.
+        memory_margin: share of usable memory to keep free, from 0 to below 1; given up if no plan keeps it.
+        rules: the features that plans may use; the cluster file decides those that are left open.
         context_parallel: tensor-parallel units that share each sequence, in every stage; ``None``: chosen.
-        virtual_stages: chunks of each stage's layers (--num-virtual-stages-per-pipeline-rank); several leave
-            Megatron's own pipelines alone; ``None``: chosen.
+        virtual_stages: chunks of each stage's layers (--num-virtual-stages-per-pipeline-rank); with more
+            than one, stages cannot be unequal; ``None``: chosen.
         expert_parallel: ranks of an expert domain, in every stage; ``None``: chosen.
-        experts: where the experts of a stage are, if the model has some.
+        experts: how experts are placed on the ranks of a stage, if the model has experts.
 
     Raises:
-        HexiError: a name that is none of `CHOSEN`, or a size below 1.
+        HexiError: a name in `fixed` is not in `CHOSEN`, or a size is below 1 or not planned for this model.
     """
 
     job: Job
@@ -69,7 +69,7 @@ class Request:
         object.__setattr__(self, "job", replace(self.job, **free))
 
     def _refuse_beside_chunks(self, chunks: int) -> None:
-        """Refuse what has no pipeline that Megatron interleaves."""
+        """Refuse several chunks a stage for experts, multi-token prediction and unequal stages."""
         spelt = spell_flag("virtual_stages", chunks)
         if self.job.model.experts is not None:
             raise HexiError(
@@ -83,7 +83,7 @@ class Request:
             raise HexiError(f"{spelt} and {allowed}: chunks are of equal stages; leave one of them out")
 
     def chunk_counts(self, job: Job) -> list[int]:
-        """Chunks of a stage to try for a job with as many layers in all stages: divisors of its layers."""
+        """Numbers of chunks a stage to try: divisors of a stage's layers, or 1 where stages cannot be cut."""
         if job.pipeline_parallel == 1 or not job.has_equal_stages or job.model.mtp_layers:
             counts = [1]
         else:
@@ -94,7 +94,7 @@ class Request:
         """Tensor-parallel sizes to try, up to `most` GPUs, that divide the model."""
         if "tensor_parallel" in self.fixed:
             return [self.job.tensor_parallel]
-        experts = self.expert_parallel or math.lcm(*_WIDTHS)  # whole ones, on all ranks of a unit
+        experts = self.expert_parallel or math.lcm(*_WIDTHS)  # an expert domain consists of whole units
         return [
             width for width in _WIDTHS if width <= most and experts % width == 0 and self._can_be_cut(width)
         ]

@@ -17,16 +17,17 @@ class Planned:
     """A plan, its predicted cost, and its largest distance from the best.
 
     Args:
-        plan: with its estimate and provenance.
-        job: the job; its `data_parallel` is the plan's.
-        cost: what the cost model says of the plan.
-        bound: below which no plan can be.
-        baselines: what else could have been done; empty where they were not asked for.
-        trials: layouts that were timed.
-        planning_s: seconds that it took.
-        rivals: the next best layouts, the best of each other kind.
-        unsaved_s: seconds of the best layout that does nothing for memory but recompute; infinite: none fits.
-        notes: what a user should know, one sentence each: GPUs that are left out, and why.
+        plan: the plan, with its estimate and provenance.
+        job: the job with the terms that the planner chose.
+        cost: the cost of the plan, predicted by the cost model.
+        bound: the lower bound over all plans.
+        baselines: the baselines with their best layouts; empty if they were not asked for.
+        trials: number of layouts that were timed.
+        planning_s: seconds that planning took.
+        rivals: the best layouts of other kinds, fastest first, see `best_of_each_kind`.
+        unsaved_s: seconds of an iteration of the best layout that saves no memory but by recomputation;
+            infinite: none fits.
+        notes: sentences for the user: how memory is saved, which GPUs are left out, and why.
     """
 
     plan: Plan

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from megatron_hexi.planner.joint import Candidate
 
-#: Layouts that are kept beside the chosen one.
+#: The most layouts that are kept besides the chosen one.
 _MOST = 4
-#: What makes two layouts alike: replicas, pipeline depths, tensor-parallel sizes, GPUs in use.
+#: Properties that layouts of one kind share: replicas, pipeline depths, tensor-parallel sizes, GPUs in use.
 _Kind = tuple[int, tuple[int, ...], tuple[int, ...], int]
 
 
@@ -16,8 +16,8 @@ def best_of_each_kind(found: Iterable[Candidate], best: Candidate) -> tuple[Cand
     """Return the fastest plan of each kind except that of the chosen plan, fastest first.
 
     Args:
-        found: plans that fit.
-        best: the chosen one.
+        found: plans that fit, in any order.
+        best: the chosen plan.
     """
     seen = {_kind(best)}
     rivals: list[Candidate] = []

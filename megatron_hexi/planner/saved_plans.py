@@ -1,4 +1,4 @@
-"""Plans with what saves memory: from those that the joint search finds, or would if GPUs had more memory."""
+"""Variants of plans that save memory: of plans for these GPUs, and of plans for GPUs with more memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.savings import Savings, recomputes, spell_savings
 
-#: Layouts that are changed to save memory; where none fits, of those for GPUs with so many times the memory.
+#: Multiples of the GPUs' memory to plan for, and the most layouts of a search that are changed.
 _ROOMIER, _STARTS = (2.0, 4.0), 3
-#: On so many GPUs plans for roomier ones, and one stage of all layers, are looked at where some plan fits.
+#: On up to this many GPUs, plans for GPUs with more memory and of one stage are tried even if a plan fits.
 _FEW_GPUS = 128
 
 
@@ -24,11 +24,11 @@ class SavedPlans:
     """Searches for variants of plans that need less memory, for one request on one cluster.
 
     Args:
-        request: the job, and what of it is fixed.
-        cluster: where.
-        memory: of each GPU's, what may be used, from 0 to 1.
-        searches: for plans that need no savings.
-        faster_than: seconds of a plan that is known; slower ones are of no use.
+        request: the job, with the terms that are fixed.
+        cluster: the cluster that the job runs on.
+        memory: the part of each GPU's usable memory that plans may use, from 0 to 1.
+        searches: the joint searches, which find plans without savings.
+        faster_than: seconds of an iteration that a variant must beat.
     """
 
     def __init__(
@@ -50,7 +50,12 @@ class SavedPlans:
         return self._savings.trials
 
     def best(self, plan: Candidate, found: list[Candidate]) -> Candidate:
-        """The best of a plan and of what saves memory, from it and from others of those found."""
+        """Return the best of a plan, its variants that save memory, and such variants of other plans.
+
+        Args:
+            plan: the best plan found, which fits.
+            found: plans that fit.
+        """
         starts = [plan, *best_of_each_kind(found, plan)[: _STARTS - 1]]
         # Samples in place of tokens are worth most where all layers are on all GPUs.
         whole = (one for one in found if all(len(replica.stages) == 1 for replica in one.plan.replicas))
@@ -67,9 +72,9 @@ class SavedPlans:
         return plan if best.iteration_s >= plan.iteration_s else best
 
     def made_to_fit(self) -> Candidate | None:
-        """Return the best of what would fit if GPUs had more memory, made to fit; ``None``: nothing is found.
+        """Change plans for GPUs with more memory until they fit, and return the best; ``None``: none fits.
 
-        What saves memory turns the order of plans around: with rows on the host, narrow tensor-parallel units
+        Savings change which plan is fastest: with rows on the host, narrow tensor-parallel units
         may beat the wide ones that come closest to fitting without. So each size is searched by itself too.
         """
         best: Candidate | None = None
@@ -83,15 +88,15 @@ class SavedPlans:
             best = min([*fitting, *([best] if best else [])], key=order_of, default=None)
         if best is not None:
             return best
-        return first_plan(self._searches, self._request, self._cluster)  # whatever the advice finds
+        return first_plan(self._searches, self._request, self._cluster)  # the planner of `advice`
 
     def _fitting(self, overdrawn: list[Candidate]) -> list[Candidate]:
-        """Return what plans that overdraw memory become, of those that can be made to fit and are faster."""
+        """For plans that overdraw memory, return variants that fit and are faster than the best so far."""
         tried = map(self._savings.made_to_fit, overdrawn)
         return [changed for changed in tried if changed is not None]
 
     def _roomier(self, times: float, request: Request, faster_than: float) -> list[Candidate]:
-        """Return the best plans for GPUs with so many times the memory, of those that may be faster."""
+        """Return the best plans for GPUs with `times` the memory that may beat `faster_than` seconds."""
         plans = self._searches.plans(request, self._cluster, times * self._memory, faster_than)
         return sorted(plans, key=order_of)[:_STARTS]
 
@@ -104,7 +109,10 @@ class SavedPlans:
         return requests if len(widths) > 1 else []
 
     def _one_stage(self, faster_than: float) -> list[Candidate]:
-        """All layers on all GPUs, if these had more memory: such a stage's last ministage runs only once."""
+        """Return the best plan of a single stage for GPUs with more memory, or none.
+
+        The last ministage of such a stage runs only once.
+        """
         job, alone = self._request.job, frozenset({"pipeline_parallel", "data_parallel"})
         is_ruled_out = any(getattr(job, name) != 1 for name in alone & self._request.fixed)
         if is_ruled_out or len(self._cluster.ranks) > _FEW_GPUS:
@@ -118,7 +126,7 @@ class SavedPlans:
 def first_plan(searches: JointSearches, request: Request, cluster: Cluster) -> Candidate | None:
     """Return the first plan that fits, with as few replicas as possible; ``None``: there is none.
 
-    Where none fits as it is, one for GPUs with more memory may with what saves memory.
+    If none fits, a plan for GPUs with more memory is changed to save memory.
     """
     plan = searches.with_few_replicas(request, cluster, 1.0)
     if plan is None:

@@ -30,16 +30,16 @@ from megatron_hexi.planner.written_out import written_out
 
 #: Counts of ministages that are tried; the last is a layer each.
 _MINISTAGE_COUNTS: Final = (2, 4, 8, 16)
-#: Units of a stage get shares of the optimizer's state in so many parts of the one with most.
+#: Share of the optimizer's state of the unit with the most free memory; others get smaller whole numbers.
 _SHARES: Final = 16
-#: Samples of a micro-batch, as multiples of the least that gives each unit of the largest stage one.
+#: Samples of a micro-batch, as multiples of the least that gives one to each unit of the largest stage.
 _SAMPLES: Final = (1, 2, 4)
 #: Communication inside domains, and pipelines that fill and drain, are worth shortening from this part of an
 #: iteration on.
 _WORTH_IT: Final = 0.02
 
 
-#: Of a stage that runs whole, and of one in ministages: all on the device, or some in host memory.
+#: Options of a stage that runs whole, and of one in ministages without and with host memory.
 _WHOLE: Final = tuple(MemoryOption(mode, ("optimizer",)) for mode in RECOMPUTES)
 _MINISTAGES_ON_DEVICE: Final = tuple(MemoryOption(mode) for mode in RECOMPUTES)
 _MINISTAGES_OFFLOADED: Final = (
@@ -53,16 +53,16 @@ class Savings:
     """Changes plans of one request on one cluster; skips changes that cannot beat the best so far.
 
     Args:
-        request: the job, and what of it is fixed.
-        cluster: where.
-        faster_than: seconds of the best that is known to fit.
+        request: the job, with the terms that are fixed.
+        cluster: the cluster that the job runs on.
+        faster_than: seconds of an iteration of the fastest plan that is known to fit.
     """
 
     def __init__(self, request: Request, cluster: Cluster, faster_than: float = np.inf) -> None:
         self._request, self._cluster, self._rules = request, cluster, request.rules
         self._models: dict[Job, CostModel] = {}
         self._timed, self._hosts = cache(self._time), Hosts(cluster)
-        #: Seconds of the best that fits.
+        #: Seconds of an iteration of the fastest plan that fits.
         self._best_s = faster_than
         self.trials = 0
 
@@ -82,14 +82,14 @@ class Savings:
         return min([chosen, *self._by_samples(chosen)], key=order_of)
 
     def made_to_fit(self, candidate: Candidate) -> Candidate | None:
-        """Return the best changed version, that fits, of a plan that needs too much memory.
+        """Return the best variant that fits of a plan that needs too much memory.
 
-        ``None``: nothing fits, or nothing is faster than what was found before.
+        ``None``: no variant fits, or none is faster than the best so far.
         """
         base = self._written_out(candidate)
         if base is None:
             return None
-        least = LeastMemory(base, self._hosts)  # whatever shares of the state there are
+        least = LeastMemory(base, self._hosts)  # holds for all shares of the optimizer's state
         for start in (base, self._with_state(base)):
             fitting = [changed for changed in (start, *self._saving(start, least)) if changed.fits]
             if fitting:
@@ -119,7 +119,7 @@ class Savings:
     # Ministages, offload, recomputation
 
     def _saving(self, base: Candidate, least: LeastMemory) -> Iterator[Candidate]:
-        """Plans with offloaded state; with ministages; with ministages and more and more offload."""
+        """Yield the plan with offloaded state, with ministages, with ministages and increasing offload."""
         gpus = rank_gpus(base.plan, base.plan.ranks)
         on_host = self._rules.allow("offload") and all(
             self._cluster.ranks[gpu].device.host is not None for gpu in gpus
@@ -149,13 +149,13 @@ class Savings:
     def _with_options(
         self, base: Candidate, least: LeastMemory, ministages: int | None, options: Sequence[MemoryOption]
     ) -> Iterator[Candidate]:
-        """The plan with each stage on the first option that fits it; nothing where none fits a stage.
+        """Yield the plan with the first option that fits at each stage; nothing if a stage fits with none.
 
         Args:
             base: the plan.
-            least: what its stages need at least.
-            ministages: of each stage; ``None``: it runs whole, and may stay as it is.
-            options: in the order in which they are tried.
+            least: lower bounds of the memory of its stages.
+            ministages: ministages of each stage; ``None``: stages run whole, and those that fit are kept.
+            options: the options, in the order in which they are tried.
         """
         options = [option for option in options if self._allows(option)]
         fitting = least.may_fit(ministages or 0, options)
@@ -195,7 +195,7 @@ class Savings:
         )
 
     def _with_option(self, base: Candidate, ministages: int | None, option: MemoryOption) -> Candidate:
-        """The plan with all stages on one option."""
+        """The plan with one option for all stages."""
         options = dict.fromkeys(_places(base.plan), option)
         return self._timed(_with(base.plan, ministages, options), base.job)
 
@@ -204,7 +204,7 @@ class Savings:
         return "recompute" not in self._request.fixed or option.recompute == self._request.job.recompute
 
     def _with_equal_layers(self, base: Candidate) -> Iterator[Candidate]:
-        """The plan with equal layers in a replica's stages, which allows the most ministages."""
+        """Yield the plan with equal layers in a replica's stages, which allows the most ministages."""
 
         def equal(place: tuple[int, int], stage: Stage) -> Stage:
             counts = apportion(base.job.model.layers, [1.0] * len(base.plan.replicas[place[0]].stages))
@@ -236,7 +236,7 @@ class Savings:
     # Samples
 
     def _by_samples(self, base: Candidate) -> Iterator[Candidate]:
-        """Plans whose units take whole samples of each micro-batch, in proportion to their tokens."""
+        """Yield plans whose units have whole samples of each micro-batch, in proportion to their tokens."""
         plan, phases = base.plan, base.timing.phases
         stages = [stage for replica in plan.replicas for stage in replica.stages]
         most = max(sum(len(domain.members) for domain in stage.domains) for stage in stages)
@@ -282,7 +282,7 @@ def spell_savings(plan: Plan) -> str:
 
 
 def _places(plan: Plan) -> list[tuple[int, int]]:
-    """Replica and number of each stage."""
+    """Indices of each stage: (replica, number of the stage)."""
     return [(r, s) for r, replica in enumerate(plan.replicas) for s in range(len(replica.stages))]
 
 
@@ -318,7 +318,13 @@ def _with_members(plan: Plan, change: Callable[[Member], Member]) -> Plan:
 def _with_stages(
     plan: Plan, change: Callable[[tuple[int, int], Stage], Stage], counts: Sequence[int] | None = None
 ) -> Plan:
-    """The plan with every stage changed, by replica and number; and with other micro-batches of replicas."""
+    """Return the plan with every stage changed.
+
+    Args:
+        plan: the plan.
+        change: returns the new stage, given ((replica, number of the stage), stage).
+        counts: micro-batches of each replica; ``None``: as in the plan.
+    """
     replicas = (
         replace(
             replica,
@@ -331,7 +337,7 @@ def _with_stages(
 
 
 def _in_samples(plan: Plan, micro_batch_size: int, counts: Sequence[int]) -> Plan:
-    """The plan with each unit as a domain, with samples in proportion to its tokens."""
+    """The plan with each unit as a domain of its own, with samples in proportion to its tokens."""
 
     def dealt(_place: tuple[int, int], stage: Stage) -> Stage:
         members = stage.members

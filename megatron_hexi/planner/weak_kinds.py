@@ -14,10 +14,10 @@ from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.notes import gpus_of
 from megatron_hexi.planner.request import Request
 
-#: Kinds with less than this part of all GPUs' best rates are planned without, so many of them, on up to so
-#: many GPUs: that takes as long as the plan itself.
+#: The job is planned without a kind that has less than this share of the cluster's speed; the most such
+#: kinds, and the most GPUs of the cluster, since each takes as long as the plan itself.
 _SMALL, _MOST_KINDS, _MOST_GPUS = 0.08, 2, 128
-#: What brings less than this is named.
+#: Kinds without which an iteration takes longer by less than this share are noted.
 _LITTLE = 0.06
 
 
@@ -26,9 +26,9 @@ class WeakKind:
     """A kind of GPU that a plan uses, and the best plan without it.
 
     Args:
-        name: of the GPU.
-        gpus: how many of it the plan uses.
-        without: the best plan found that uses none.
+        name: name of the GPU's model.
+        gpus: number of such GPUs that the plan uses.
+        without: the best plan found that uses none of them.
     """
 
     name: str
@@ -39,13 +39,13 @@ class WeakKind:
 def weak_kinds(
     request: Request, cluster: Cluster, best: Candidate, search: Callable[[Cluster], Candidate | None]
 ) -> tuple[list[WeakKind], int]:
-    """Plan without each kind of GPU whose part of all speed is small.
+    """Plan without each kind of GPU that has a small share of the cluster's speed.
 
     Args:
         request: the job.
-        cluster: all GPUs.
-        best: the plan with them.
-        search: finds the best plan on some of the nodes.
+        cluster: the cluster with all GPUs.
+        best: the best plan on all GPUs.
+        search: returns the best plan on a cluster with some of the nodes; ``None``: none is found.
 
     Returns:
         The kinds that a plan was found without, the weakest first, and how many layouts were timed here.
@@ -69,7 +69,7 @@ def weak_kinds(
         nodes = [number for number, node in enumerate(cluster.nodes) if node.device.name == name]
         try:
             plan = search(cluster.without(nodes))
-        except HexiError:  # what is left has no units of a fixed size
+        except HexiError:  # the other nodes have no units of a fixed size
             continue
         if plan is not None:
             weak.append(WeakKind(name, used.count(name), _on_all(plan, cluster, set(nodes))))
@@ -85,10 +85,10 @@ def _on_all(plan: Candidate, cluster: Cluster, left_out: set[int]) -> Candidate:
 
 
 def spell_weak(kinds: Sequence[WeakKind], best: Candidate) -> tuple[str, ...]:
-    """Notes on the kinds of GPU that bring little.
+    """Notes on the kinds of GPU that shorten an iteration by little.
 
     Args:
-        kinds: that were planned without.
+        kinds: weak kinds of GPU, each with the best plan without it.
         best: the chosen plan.
     """
     notes = []

@@ -10,7 +10,7 @@ from megatron_hexi.plan.units import domain_rows
 
 
 def written_out(plan: Plan, job: Job) -> tuple[Plan, Job]:
-    """Return the same layout with `layers` and recomputation in each stage, and the job beside it.
+    """Return the same layout with `layers` and recomputation in each stage, and the job of that plan.
 
     Args:
         plan: a plan whose one stage the job repeats.
@@ -27,7 +27,7 @@ def written_out(plan: Plan, job: Job) -> tuple[Plan, Job]:
 
 
 def _from_rank(domain: Domain, first: int) -> Domain:
-    """Return the domain with its ranks counted from another first one."""
+    """Return the domain with `first` added to all of its ranks."""
     groups = (
         replace(
             group,

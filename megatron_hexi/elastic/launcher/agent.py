@@ -1,9 +1,9 @@
 """The agent of one node: PyTorch's elastic agent, with the changes that a re-planned job needs.
 
-PyTorch finds the nodes that are there, numbers their ranks, starts these and, when one has ended or a node
-has come, all of them again. Ours differs in four things: ranks are forked from a process that has imported
-Megatron; what is wrong with the input (exit code 2) ends the job; a node that comes is taken in after a
-checkpoint, not at once; and each round of the ranks has a name of its own in the job's store.
+PyTorch's agent finds the nodes that are present, numbers their ranks, starts these and, when one has ended or
+a node has come, starts all of them again. Ours differs in four ways: ranks are forked from a process that has
+imported Megatron; wrong input (exit code 2) ends the job; a node that comes is taken in after a checkpoint,
+not at once; and each round of the ranks has a name of its own in the job's store.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from megatron_hexi.elastic.store import (
 )
 from megatron_hexi.errors import HexiError
 
-#: Nodes that have not come so many seconds after the fewest that suffice are left out, and taken in later.
+#: Seconds for which more nodes are waited for once the fewest that suffice have come; others join later.
 _LAST_CALL_S = 1
-#: At the beginning of the job, all that can take part are waited for so long.
+#: Seconds for which all nodes are waited for at the beginning of the job.
 _FIRST_CALL_S = 60
 #: Seconds between two signs of life of an agent, and how many may be missed.
 _SIGN_S, _MISSED = 1, 4
-#: Seconds until ranks that do not end by SIGTERM are killed: what the watch takes to say who was lost.
+#: Seconds until ranks that do not end by SIGTERM are killed: the watch takes that long to report a lost rank.
 _SHUTDOWN_S = 6
 
 
@@ -80,19 +80,19 @@ class AgentSettings:
         port: port of the store's gate.
         secret: the job's secret.
         bind: an address of this node to listen at; ``None``: that of the host or of the node.
-        job: its name in the store.
+        job: name of the job in the store.
         node: name of this node in the cluster file.
         address: address at which other nodes reach this one.
         max_losses: restarts after which the job ends.
-        lost_after_s: silence of a rank that counts as its loss.
-        wait_s: seconds for which fewer nodes than suffice are waited for.
-        ended: file that says that the training has ended well.
+        lost_after_s: seconds of silence after which a rank counts as lost.
+        wait_s: seconds after which the job ends if fewer nodes than suffice are present.
+        ended: file that is made when the training has ended well.
         when_store_lost: a script for bash, run when the store is gone.
         copy_interval: iterations from copy to copy of the state in memory; ``None``: none.
-        copy_folder: a file system in memory.
-        log_dir: folder of the ranks' output; ``None``: it is the agent's.
+        copy_folder: folder of a file system in memory, for copies.
+        log_dir: folder for the ranks' output; ``None``: ranks write to the agent's output.
         start_method: start method of `multiprocessing`.
-        entry: `ranks.ENTRY`, or a training script.
+        entry: the module `ranks.ENTRY`, or a training script, which ranks run.
         words: the ranks' arguments.
     """
 
@@ -120,15 +120,15 @@ class AgentSettings:
 
 
 class PatientRendezvous(RendezvousHandler):
-    """A rendezvous that tells the ranks of waiting nodes, where PyTorch's agent would end the ranks at once.
+    """A rendezvous that tells ranks of waiting nodes, for which PyTorch's agent would end the ranks at once.
 
     Args:
-        inner: PyTorch's.
+        inner: PyTorch's rendezvous.
     """
 
     def __init__(self, inner: RendezvousHandler) -> None:
         self._inner = inner
-        #: That the ranks which run now share with their agents.
+        #: The store that the present round's ranks share with their agents; ``None``: no ranks run.
         self.round: dist.Store | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -137,8 +137,9 @@ class PatientRendezvous(RendezvousHandler):
         return self._inner.next_rendezvous()
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of waiting nodes; 0 while ranks train, which are told, and end after a
-        checkpoint.
+        """Return the number of waiting nodes; 0 while ranks train.
+
+        Training ranks are told of waiting nodes in the round's store, and end after a checkpoint.
         """
         waiting = self._inner.num_nodes_waiting()
         trains = waiting > 0 and self.round is not None and self.round.check([TRAINING])
@@ -181,7 +182,7 @@ class NodeAgent(LocalElasticAgent):
         rendezvous: rendezvous with the agents of other nodes.
         store: store of the whole job.
         store_port: port of this node's loopback at which the store is reached.
-        keeper: keeper of this node's copies.
+        keeper: keeper of this node's copies; ``None``: no copies are made.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class NodeAgent(LocalElasticAgent):
         return processes
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=_SHUTDOWN_S)  # torch's own takes 30 seconds, whatever it was given
+        self._shutdown(timeout=_SHUTDOWN_S)  # torch's method takes 30 seconds, even with another timeout
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -329,7 +330,7 @@ def _reach_store(launch: AgentSettings) -> tuple[dist.TCPStore, int]:
 
     Raises:
         HexiError: the store has another secret, or this node cannot keep it.
-        OSError, dist.DistError: there is none.
+        OSError, dist.DistError: there is no store.
     """
     with contextlib.suppress(OSError):  # a process of this host keeps it already: the port is taken
         if is_here(launch.host):

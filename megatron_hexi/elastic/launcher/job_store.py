@@ -1,6 +1,6 @@
 """The store of an elastic job, behind a gate that lets in holders of the job's secret only.
 
-PyTorch's TCPStore asks nobody who they are. It therefore listens at the loopback of one node alone; a gate
+PyTorch's TCPStore does not authenticate its clients. It listens at the loopback of one node alone; a gate
 there takes the connections of other nodes (`channel`), and each agent has a door, again at its loopback, that
 passes on its own and its ranks' connections to the gate:
 
@@ -60,7 +60,7 @@ def keep_store(host: str, port: int, secret: bytes, bind: str | None = None) -> 
         OSError: the port is taken.
         HexiError: this node may not listen there, or `bind` is no address of this node.
     """
-    tls_context(True)  # refuses here what could not be served later
+    tls_context(True)  # raises its error before the store exists
     try:
         listening = listen(host, port, bind)
     except OSError as problem:
@@ -102,7 +102,7 @@ def open_door(host: str, port: int, secret: bytes) -> int:
         secret: the job's secret.
 
     Raises:
-        HexiError: the gate has another secret, or what is there is none.
+        HexiError: the gate has another secret, or the server there is no gate.
         OSError: nothing is there.
     """
     place = f"--rdzv-endpoint {host}:{port}"
@@ -205,7 +205,7 @@ class SignedStore:
         """Return a key's value, as `torch.distributed.Store.get` does.
 
         Raises:
-            RuntimeError: it was not signed by a holder of the secret.
+            RuntimeError: the value was not signed by a holder of the secret.
         """
         return self._verified(key, self._store.get(key))
 

@@ -65,7 +65,7 @@ class Keeper:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def begin_round(self, name: str, number: int) -> None:
-        """Begin a round: ranks start.
+        """Begin a round, whose ranks are about to start.
 
         Args:
             name: name of the round.
@@ -102,7 +102,7 @@ class Keeper:
                 return
             time.sleep(_LOOK_S)
         before, files = owns[(number - 1) % nodes]
-        # Of each copy there is one description, on one of the nodes: all take it.
+        # A copy has one description, which one of the nodes has written: all nodes download it.
         needed = {file: (before, *files[file]) for file in files}
         for url, node_files in owns:
             needed |= {file: (url, *node_files[file]) for file in node_files if not file.endswith(".distcp")}

@@ -11,9 +11,9 @@ import json
 import os
 import sys
 
-#: Words of the command line, for the fork server: the platform is chosen by them.
+#: Variable with the command line's words, by which the fork server chooses the platform.
 WORDS_VARIABLE = "HEXI_ELASTIC_WORDS"
-#: What ranks run without ``--script``.
+#: The module that ranks run without ``--script``.
 ENTRY = "megatron_hexi.pretrain_gpt"
 
 
@@ -71,7 +71,7 @@ def _preload() -> None:
 
         from megatron_hexi.platform import requested_platform
 
-        # That of a GPU says which one: each rank chooses it. A CPU's must be there before Megatron.
+        # A GPU's platform is one GPU's, so each rank installs its own. A CPU's must precede Megatron.
         if requested_platform(sys.argv[1:]) == "cpu" or not torch.cuda.is_available():
             import megatron_hexi.adaptor
         import megatron_hexi.megatron.gpt  # noqa: F401

@@ -1,4 +1,4 @@
-"""Reads one JSON document and answers, for each set of nodes in it, with one: the plan, and its places.
+"""Reads a JSON document, and answers each set of nodes in it with another: the plan, and its places.
 
 A place is the node, and the GPU there, of one of the plan's ranks.
 """
@@ -18,7 +18,7 @@ from megatron_hexi.yaml_file import yaml_from_text
 
 
 def main() -> None:
-    """Answer the document on standard input, with a line for each of its sets of present nodes."""
+    """Read the document on standard input, and print a line of JSON for each of its sets of present nodes."""
     request = json.loads(sys.stdin.read())
     for present in request["present"]:
         print(json.dumps(_answer(request, [(node, local) for node, local in present])), flush=True)

@@ -1,4 +1,4 @@
-"""A job as it stays over losses: what the planner may choose anew, and what of the training must not change.
+"""A job as it stays over losses: terms that the planner may choose anew, and terms that must not change.
 
 The command line is the same in every round, so what it says is fixed, as in a file of arguments for ``hexi
 plan``. Where stages would contradict it, plans have none of their own.
@@ -23,20 +23,20 @@ from megatron_hexi.plan import Plan
 from megatron_hexi.planner import CHOSEN, Planned, Request
 
 COMMAND_LINE = Path("the job's command line")
-#: Terms of which a plan has its own.
+#: Terms that are a plan's own, whatever the command line says.
 _SIZES = ("seq_length", "tensor_parallel", "data_parallel")
-#: What plans of one job may say differently.
+#: Terms that may differ between plans of one job.
 _CHANGED = ("micro_batch_size", "pipeline_parallel", "virtual_stages", "recompute", "sequence_parallel")
 
 
 @dataclass(frozen=True)
 class LastingJob:
-    """A job that is planned anew.
+    """A job that is planned anew when its nodes change.
 
     Args:
-        first: the job's own plan.
+        first: the plan of the job's command line.
         request: the planner's request for the nodes that are left.
-        stages: pipeline stages of the job under its own plan, where that repeats one.
+        stages: number of pipeline stages of the job under `first`, if that plan has a repeated stage.
     """
 
     first: Plan
@@ -53,7 +53,7 @@ class LastingJob:
         if "recompute" in self.request.fixed:  # the command line says it, perhaps more exactly
             changed["recompute"] = self.first.job.recompute
             plan = _without_recompute(plan)
-        elif not plan.is_repeated:  # whose stages say it
+        elif not plan.is_repeated:  # its stages say it
             changed["recompute"] = None
         return replace(plan, job=replace(self.first.job, **changed))
 
@@ -64,10 +64,10 @@ def lasting_job(first: Plan, words: Sequence[str], cluster: Cluster) -> LastingJ
     Args:
         first: the job's own plan.
         words: Megatron's arguments.
-        cluster: where it runs while all nodes are there.
+        cluster: the cluster with all of the job's nodes.
 
     Raises:
-        HexiError: what the planner does not know, or what no other plan could go on with; by name.
+        HexiError: an option that the planner does not know, or that no other plan could continue with.
     """
     text = shlex.join(words)
     args, given = read_arguments(text, COMMAND_LINE)
@@ -82,7 +82,7 @@ def lasting_job(first: Plan, words: Sequence[str], cluster: Cluster) -> LastingJ
         stated["sequence_parallel"] = max(len(member.ranks) for member in first.members) == 1
     job = replace(job_of_plan(first, model, **stated), latent_exchange=False, virtual_stages=1)
     fixed = {name for name in CHOSEN if name in terms.fields}
-    if model.experts is not None:  # whose balancing losses are means over a micro-batch
+    if model.experts is not None:  # balancing losses of experts are means over a micro-batch
         fixed.add("micro_batch_size")
     rules = _rules(terms.restricting, _fixed_by(given, model) is not None)
     request = Request(job, frozenset(fixed), MEMORY_MARGIN, rules, virtual_stages=_chunks(args, given))

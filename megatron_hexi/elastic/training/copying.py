@@ -40,14 +40,14 @@ from megatron_hexi.elastic.store import ROUND_VARIABLE, round_store, whole_store
 from megatron_hexi.patching import Patch
 from megatron_hexi.text_file import write_text_atomically
 
-#: Megatron writes its name last into a folder of checkpoints.
+#: File with the newest checkpoint's iteration, which Megatron writes last into a folder of checkpoints.
 TRACKER = "latest_checkpointed_iteration.txt"
 _STORE = timedelta(seconds=60)
 _FETCH = timedelta(seconds=600)
 _OFF = "copies/off"
 #: A file system with less room than this is full.
 _FULL_BYTES = 1 << 20
-#: A copy that is on its way for longer is told of.
+#: Seconds after which the log says that a copy is not on two nodes yet.
 _SLOW_S = 10.0
 
 
@@ -56,7 +56,7 @@ class Copier:
 
     Args:
         args: Megatron's arguments.
-        copies: this node's folder of them.
+        copies: this node's folder of copies.
     """
 
     def __init__(self, args: Namespace, copies: Path) -> None:
@@ -98,7 +98,7 @@ class Copier:
             with _saved_elsewhere(self._args, self._copies / self._name):
                 save()
         except (OSError, RuntimeError):
-            if shutil.disk_usage(self._copies).free < _FULL_BYTES:  # the next round does without
+            if shutil.disk_usage(self._copies).free < _FULL_BYTES:  # the next round makes no copies
                 self._job.set(_OFF, f"{self._copies} on {os.uname().nodename} is full")
             raise
         if self._args.rank == 0:
@@ -149,12 +149,15 @@ def _saved_elsewhere(args: Namespace, folder: Path) -> Iterator[None]:
 
 
 def find_copy(job: dist.Store, present: list[str], checkpoint: int | None) -> dict[str, Any] | None:
-    """Return, on rank 0, the newest copy that the nodes hold, where it is newer than the checkpoint.
+    """Return the newest copy that the nodes hold, if it is newer than the checkpoint; called by rank 0.
 
     Args:
-        job: the store that rounds hand on.
+        job: the store that survives from one round to the next.
         present: URL of the copies of each started rank's node.
-        checkpoint: its iteration; ``None``: there is none.
+        checkpoint: iteration of the newest checkpoint; ``None``: there is none.
+
+    Returns:
+        The arguments of `FoundCopy`; ``None``: there is no such copy.
     """
     if job.check([_OFF]):
         _say(f"no copies any more: {job.get(_OFF).decode()}")
@@ -173,7 +176,7 @@ def fetch_copy(store: dist.Store, chosen: dict[str, Any]) -> Path | None:
         chosen: the copy that rank 0 chose, as `find_copy` returns it.
 
     Returns:
-        The folder to load from; ``None`` where a node could not: the checkpoint is loaded.
+        The folder to load from; ``None``: a node could not complete the copy, so the checkpoint is loaded.
     """
     copies = copies_folder()
     assert copies is not None, "agents of a job have the same options"

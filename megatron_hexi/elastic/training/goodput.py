@@ -1,7 +1,7 @@
 """Counts the iterations of an elastic job that are kept, and lets waiting nodes join between two of them.
 
-The count is in the store that rounds hand on. Goodput is the seconds of iterations that no loss undid, of all
-seconds since the job began.
+The count is in the store that survives from one round to the next. Goodput is the seconds of iterations that
+no loss undid, over all seconds since the job began.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_hexi.runtime import stop_watch
 #: Exit code of ranks that are to be started again, together with nodes that have come.
 _START_AGAIN = 75
 _STORE = timedelta(seconds=60)
-#: How long a node that has come waits for a copy to be on two nodes.
+#: Seconds that a node which has come waits for a copy to be on two nodes.
 _SAFE_S = 40.0
 
 
@@ -39,7 +39,7 @@ def begin_round(
     """Return the facts of a new round: where it resumes, and which iterations were lost.
 
     Args:
-        job: the store that rounds hand on.
+        job: the store that survives from one round to the next.
         number: number of the round, from 1.
         iteration: iteration of the loaded state; ``None`` if nothing is loaded.
         without: names of absent nodes.
@@ -76,7 +76,7 @@ def present_round() -> Round | None:
 
 
 def log_words() -> str:
-    """Return what an elastic job appends to Megatron's log line; empty in any other job."""
+    """Return the text that an elastic job appends to Megatron's log line; empty in any other job."""
     if _round is None or _steps is None:
         return ""
     absent = f" | without: {', '.join(_round.without)}" if _round.without else ""

@@ -1,8 +1,9 @@
 """A round of an elastic job: the nodes that are present, the plan for them, and the state to resume from.
 
-Ranks start as PyTorch's agents number them. Rank 0 hears from all where they are, has the planner
-(`megatron_hexi.elastic.planning`) plan for those nodes, and tells all; each rank then takes the number that
-the plan gives it. One on a GPU that the plan leaves out waits for the end. docs/surviving.md
+Ranks start as PyTorch's agents number them. Each records its node and GPU in the round's store; rank 0 has
+the planner (`megatron_hexi.elastic.planning`) plan for those nodes, and records the plan; each rank then
+takes the number that the plan gives it. A rank whose GPU the plan leaves out waits for the end.
+docs/surviving.md
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
     """Refuse a job that could not go on after a loss.
 
     Raises:
-        HexiError: with the flag and the remedy.
+        HexiError: the job cannot go on; the message has the flag and the remedy.
     """
     what = "megatron_hexi.elastic"
     if args.hexi_cluster is None:
@@ -100,13 +101,13 @@ def take_part(args: Namespace) -> Plan:
     Does not return on a rank that the plan leaves out, but ends the process when the training has ended.
 
     Args:
-        args: Megatron's arguments; rank, number of ranks and what to load are changed in place.
+        args: Megatron's arguments; `rank`, `world_size` and `load` are changed in place.
 
     Returns:
         The plan of this round.
 
     Raises:
-        HexiError: there is none for the nodes that are there; on every rank.
+        HexiError: there is no plan for the present nodes; raised on every rank.
         RuntimeError: a rank did not come.
     """
     store = round_store(_STORE)
@@ -204,7 +205,7 @@ def newest_checkpoint(folder: Path) -> int | None:
         folder: folder of ``--save``.
 
     Returns:
-        ``None`` where there is none.
+        The iteration; ``None``: there is no complete checkpoint.
 
     Raises:
         HexiError: the tracker cannot be written.

@@ -1,7 +1,7 @@
 """The plan of a round as rank 0 gets it: from the planner's process, or computed before the loss.
 
 While a round trains, the planner looks ahead, at a low priority: a plan for each set of nodes that the loss
-of one node would leave. Plans are in the store that rounds hand on.
+of one node would leave. Plans are in the store that survives from one round to the next.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STORE = timedelta(seconds=60)
 _COMMAND = (sys.executable, "-m", "megatron_hexi.elastic.planning")
 _LEAST_NICE = 19
 
-#: The node in the cluster file, and the number there, of ranks that were started.
+#: Node in the cluster file, and number there, of each started rank.
 Places = Sequence[tuple[str, int]]
 
 
@@ -36,13 +36,13 @@ def plan_for(job: dist.Store, request: dict[str, Any], present: Places) -> dict[
     """Return the plan for the nodes that are present.
 
     Args:
-        job: the store that rounds hand on.
+        job: the store that survives from one round to the next.
         request: request to `megatron_hexi.elastic.planning`, without ``present``.
         present: node and local number of each started rank.
 
     Returns:
-        ``plan``, ``left_out`` and, for each of its ranks, which of those that were started takes it
-        (``ranks``); or ``error``.
+        A dictionary with ``plan`` (YAML text), ``left_out`` (names of absent nodes) and ``ranks`` (for each
+        rank of the plan, the number that the rank was started with); or with ``error`` alone.
     """
     key = _key(request, present)
     if job.check([key]):
@@ -80,7 +80,7 @@ def plan_ahead(request: dict[str, Any], present: Places) -> None:
 
 
 def _plan_ahead(request: dict[str, Any], present: Places) -> None:
-    # What fails here, the next round's planner says.
+    # A failure here is reported by the next round's planner.
     with suppress(OSError, RuntimeError, ValueError):
         job, now = whole_store(_STORE), round_store(_STORE)
         while not now.check([TRAINING]):

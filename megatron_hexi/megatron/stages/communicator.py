@@ -30,7 +30,7 @@ _Domains = tuple[int | None, int | None]
 
 
 class _Direction:
-    """One direction over one border, on this rank.
+    """The rows that this rank sends or receives over one border in one direction.
 
     Args:
         mesh: the units of all ranks.
@@ -60,7 +60,7 @@ class _Direction:
         #: Number of the next micro-batch, where domains take whole micro-batches.
         self.micro_batch = 0
         self._channel = RowChannel(*self._now(None), group, device)
-        #: Micro-batches still to come.
+        #: Number of micro-batches that are still to be received.
         self.left = 0
 
     def _now(self, documents: Documents) -> tuple[tuple[RowMessage, ...], HeldRows]:
@@ -126,7 +126,7 @@ class BorderChannels:
         self._backward_documents: Documents = None
 
     def under(self, mesh: Mesh, view: RankView) -> BorderChannels:
-        """Return channels in the same groups with the rows of another plan, between two iterations."""
+        """Return channels in the same groups for the rows of another plan; called between two iterations."""
         return BorderChannels(mesh, view, self._device, self._is_packed)
 
     def begin(self, micro_batches: int, forward_only: bool, is_ministage: bool = False) -> None:
@@ -164,7 +164,7 @@ class BorderChannels:
                 direction.finish()
 
     def receive_activations(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return the rows of the stage before, or a tensor for them; ``None`` at the first stage."""
+        """Return the rows of the stage before (with documents, a tensor for them); ``None`` at the first."""
         if self._activations_in is None:
             return None
         if not self._is_packed:
@@ -181,13 +181,13 @@ class BorderChannels:
             unfilled.copy_(self._activations_in.receive(unfilled.shape, unfilled.dtype, documents))
 
     def send_activations(self, rows: Tensor) -> None:
-        """Send to the stage behind, if there is one."""
+        """Send a micro-batch's rows to the stage behind, if there is one."""
         if self._activations_out is not None:
             self._activations_out.send(rows, self._documents[-1] if self._is_packed else None)
             self._note_sent(self._activations_out)
 
     def receive_gradients(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return the gradients of the stage behind, ``None`` at the last; begins a backward pass."""
+        """Begin a backward pass, and return the gradients of the stage behind; ``None`` at the last stage."""
         self.begin_backward()
         if self._gradients_in is None:
             return None
@@ -198,7 +198,7 @@ class BorderChannels:
         self._backward_documents = self._documents.popleft() if self._is_packed else None
 
     def send_gradients(self, rows: Tensor) -> None:
-        """Send to the stage before, if there is one."""
+        """Send the gradients of a micro-batch's rows to the stage before, if there is one."""
         if self._gradients_out is not None:
             self._gradients_out.send(rows, self._backward_documents)
             self._note_sent(self._gradients_out)

@@ -1,4 +1,4 @@
-"""Tokens travel to uneven experts by Megatron's own all-to-all, over slots of which some are empty.
+"""Sends tokens to unevenly divided experts by Megatron's own all-to-all, over slots, some of them empty.
 
 Each rank of an expert domain has as many slots as the rank with the most experts. Megatron is told that slots
 are the experts: so all ranks have equally many, and an empty one gets no tokens.
@@ -17,7 +17,7 @@ from megatron_hexi.megatron.stages.experts import active_experts
 
 
 def _over_slots(original: type) -> type:
-    """A class that is Megatron's dispatcher, or where the plan says who holds which experts the one below."""
+    """Return a class that makes Megatron's dispatcher, or the one below if the plan places experts."""
 
     class MoEAlltoAllTokenDispatcher(original):
         __doc__ = original.__doc__
@@ -30,7 +30,7 @@ def _over_slots(original: type) -> type:
         """Megatron's dispatcher of the tokens to slots.
 
         A slice of an expert is a slot of its own: a token that goes to the expert goes to every slice, and
-        what comes back is added up, as it is over the token's top k.
+        the results are added up, as they are over the token's top k.
         """
 
         def __init__(
@@ -60,7 +60,7 @@ def _over_slots(original: type) -> type:
         def dispatch_preprocess(
             self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
         ) -> tuple[Tensor, Tensor]:
-            """Spread the map and the probabilities, [rows, experts], over slots first."""
+            """Call Megatron's method with map and probabilities, [rows, experts], spread over slots."""
             routing_map = routing_map[:, self.expert_of_slot] & self.is_used
             result: tuple[Tensor, Tensor] = super().dispatch_preprocess(
                 hidden_states, routing_map, probs[:, self.expert_of_slot]
@@ -68,7 +68,7 @@ def _over_slots(original: type) -> type:
             return result
 
         def preprocess(self, routing_map: Tensor) -> Tensor:
-            """Count rows; with slices a token has more than its top k, as where experts drop some."""
+            """Return the rows of each slot; with slices, a token has more of them than its top k."""
             per_slot: Tensor = super().preprocess(routing_map)
             if self.sends_copies:
                 self.num_out_tokens = routing_map.sum()
@@ -76,7 +76,7 @@ def _over_slots(original: type) -> type:
             return per_slot
 
         def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            """Leave out the empty slots of this rank, which are its last."""
+            """Return Megatron's result without this rank's empty slots, which are its last."""
             tokens, per_slot, probs = super().dispatch_postprocess(tokens, probs)
             return tokens, per_slot[: self.held.count], probs
 

@@ -26,11 +26,11 @@ class ExpertsView:
     """The experts of one rank, and the groups of its layers.
 
     Args:
-        held: its experts.
-        domain: the ranks that hold all of them.
-        dispatch: the group of these ranks.
-        micro_batch: the ranks of its stage that hold the tokens of one micro-batch together.
-        sequence: the ranks that hold the tokens of its sequences together.
+        held: the experts that the rank holds.
+        domain: its expert domain.
+        dispatch: the group of the ranks of its expert domain.
+        micro_batch: the group of the ranks of its stage that together hold the tokens of one micro-batch.
+        sequence: the group of the ranks that together hold the tokens of its sequences.
     """
 
     held: HeldExperts
@@ -41,12 +41,12 @@ class ExpertsView:
 
 
 def make_experts_view(mesh: Mesh, groups: MeshGroups, total: int) -> ExpertsView:
-    """Make the groups of all expert layers; to be called by all ranks of the job.
+    """Make the groups of all expert layers, and return this rank's; all ranks of the job must call it.
 
     Args:
         mesh: the units of all ranks.
         groups: makes the process groups.
-        total: experts of a layer.
+        total: number of experts of a layer.
     """
     by_rank = job_experts(mesh.plan, total)
     own: dict[str, dist.ProcessGroup] = {}
@@ -66,7 +66,7 @@ def make_experts_view(mesh: Mesh, groups: MeshGroups, total: int) -> ExpertsView
 
 
 def active_experts() -> ExpertsView | None:
-    """The experts of this rank; ``None`` where Megatron's own groups say them, or there are none."""
+    """Return this rank's experts; ``None`` if Megatron's own groups place them, or the model has none."""
     session = active_session()
     return None if session is None or session.stages is None else session.stages.experts
 
@@ -89,7 +89,7 @@ class NoExperts(torch.nn.Module):
         return states * probs.unsqueeze(-1).to(states.dtype), None
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty state: there are no weights."""
         return {}
 
     def backward_dw(self) -> None:
@@ -131,13 +131,13 @@ def _with_global_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _renumbered(tree: Any, axis: int, first: int, total: int) -> Any:
-    """Boxes of local experts, which Megatron numbers from 0 on, as those of all experts.
+    """Return boxes of local experts, which Megatron numbers from 0 on, as boxes among all experts.
 
     Args:
         tree: tensors, factories of tensors, and objects of a checkpoint.
-        axis: of the experts.
+        axis: axis of the experts.
         first: number of the first local expert.
-        total: experts of a layer.
+        total: number of experts of a layer.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 

@@ -99,11 +99,11 @@ def _with_pieces(original: type) -> type:
                 self.grad_accs.append(accumulator)
 
         def _settle(self, module: torch.nn.Module, _: Any) -> None:
-            """Have the new weights of a module here that is about to run."""
+            """Wait for the new weights of a module that is about to run."""
             self.pieces.settle_values(module.parameters(recurse=False))
 
         def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-            """Megatron's own, after rows have come whose positions depend on documents."""
+            """Call Megatron's method, after the rows are received whose positions depend on documents."""
             session = active_session()
             assert session is not None
             packed = kwargs.get("packed_seq_params")
@@ -166,7 +166,7 @@ def _piece_buffers(
 
 
 def _held_by_all(boxes: Sequence[Sequence[Box]]) -> set[tuple[str, Cell]]:
-    """Return weights and cells of the boxes that all of some ranks hold."""
+    """Return the weights and cells of the boxes that all of these ranks hold."""
     return set.intersection(*({(box.key, box.cell) for box in rank_boxes} for rank_boxes in boxes))
 
 

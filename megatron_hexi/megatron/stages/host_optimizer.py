@@ -36,7 +36,7 @@ def host_optimizer(groups: list[dict[str, Any]], config: Any, host: HostMemory) 
             weight_decay=config.weight_decay,
             betas=betas,
             eps=config.adam_eps,
-            fused=True,  # no copies beside the state
+            fused=True,  # no copies besides the state
         )
     else:
         made = torch.optim.SGD(
@@ -58,7 +58,7 @@ def host_norm(gradients: Sequence[Tensor], group: Any, device: torch.device) -> 
 
     Args:
         gradients: gradients of this rank.
-        group: all ranks.
+        group: group of all ranks.
         device: device of collectives.
     """
     squares = sum(

@@ -52,7 +52,7 @@ class MeshGroups:
 
     Args:
         rank: this rank.
-        options: of every group.
+        options: options of every group.
     """
 
     rank: int
@@ -95,10 +95,10 @@ class RankView:
         unit: its tensor-parallel ranks.
         domain: the ranks with which it exchanges keys.
         a2a: the ranks of its A2A group.
-        loss: one rank of each unit that computes the loss; the rank alone where it is none of them.
-        before: the border to the stage before; with ministages, the last stage is before the first. ``None``
-            without one.
-        behind: the border to the stage behind, likewise.
+        loss: one rank of each unit that computes the loss; this rank alone if it is not among them.
+        before: groups of the border to the stage before; with ministages, the last stage is before the first.
+            ``None``: there is no such border.
+        behind: groups of the border to the stage behind, likewise.
         world: all ranks of the job.
     """
 
@@ -114,7 +114,7 @@ class RankView:
 
 
 def make_view(mesh: Mesh, groups: MeshGroups) -> RankView:
-    """Make all groups of the plan; all ranks of the job must call it."""
+    """Make all groups of the plan, and return this rank's; all ranks of the job must call it."""
     world = groups.of(range(len(mesh.units)), "JOB")
     loss = groups.of(mesh.loss_ranks(), "LOSS")
     unit = domain = a2a = None

@@ -52,12 +52,12 @@ class _ReplayedBatches:
 
 
 class _Iteration:
-    """One iteration of one rank.
+    """One iteration of one rank, in ministages.
 
     Args:
         session: this rank's session.
         model: its only model chunk.
-        step: runs the model, given a ministage's number, a micro-batch's and its rows.
+        step: runs the model, given its slices, a ministage's number, a micro-batch's number and its rows.
         micro_batches: micro-batches of the replica.
         shape: shape of the rows between ministages, [L, b, hidden].
         batches: the batches, rewound before each pass.

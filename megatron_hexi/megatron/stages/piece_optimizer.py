@@ -52,7 +52,7 @@ class _OwnedSlab:
         slab: the part of a weight.
         values: its values in the bucket, in the precision of the model.
         gradients: its gradients in the bucket.
-        main: its values in fp32: the same memory where the model is fp32 and both are on the same side.
+        main: its values in fp32: the memory of `values` if the model is fp32 and both are on device or host.
     """
 
     slab: Slab

@@ -21,7 +21,7 @@ from megatron_hexi.megatron.stages.stages_session import StagesSession
 
 
 def _of_a_micro_batch(original: Callable[..., None]) -> Callable[..., None]:
-    """The balancing loss counts the tokens of a micro-batch."""
+    """Make the balancing loss count the tokens of a micro-batch."""
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, pg_collection: Any = None, is_mtp_layer: bool = False) -> None:
@@ -34,7 +34,7 @@ def _of_a_micro_batch(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _of_a_sequence(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The balancing loss of sequences counts the tokens of each."""
+    """Make the balancing loss of sequences count the tokens of each sequence."""
 
     @functools.wraps(original)
     def _apply_seq_aux_loss(self: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -69,11 +69,11 @@ def _over_the_job(original: Callable[..., None]) -> Callable[..., None]:
 def end_iteration(model: list[Any], stages: StagesSession) -> None:
     """Update the experts' biases by the tokens of all ranks, and reset the routers' counts.
 
-    Replicas may cut the layers otherwise, so the counts of all layers are summed in one table over the job.
+    Replicas may cut the layers differently, so the counts of all layers are summed in one table over the job.
 
     Args:
-        model: this rank's part.
-        stages: what this rank derived from the plan.
+        model: this rank's model chunks.
+        stages: the stages part of this rank's session.
     """
     from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
     from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias

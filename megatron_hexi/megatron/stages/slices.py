@@ -1,4 +1,4 @@
-"""A stage's model as ministages: Megatron's, built whole, of which a ministage runs some layers.
+"""A stage's model as ministages: Megatron's model is built whole, and a ministage runs some of its layers.
 
 Layers are numbered and named by their place in the model, as checkpoints and windows need it: the layers of a
 stage are then not consecutive.

@@ -64,7 +64,7 @@ def _walk(tree: Any, copy_of: Callable[[str], int]) -> Any:
 
 
 def _replica(replica_id: Any, copy: int) -> Any:
-    """Return the number of a copy, 0 for the written one. Megatron counts the ranks of its groups last."""
+    """Return a replica id with the number of the copy last, where Megatron has a rank; copy 0 is written."""
     return (*replica_id[:-1], copy) if isinstance(replica_id, tuple) else copy
 
 
@@ -174,7 +174,7 @@ def _of_whole_models(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy loaded parameters into their buckets, where they lie in several."""
+    """Copy loaded parameters into their buckets, if they lie in several."""
     chained = _as_chain(original)
 
     @functools.wraps(original)

@@ -28,8 +28,8 @@ class StagesSession:
         view: the groups of this rank.
         channels: channels to the neighbouring stages.
         experts: experts of this rank; ``None``: the model has none.
-        micro_batch: where further tokens are predicted and domains share the samples of a micro-batch, the
-            ranks of this stage; else ``None``.
+        micro_batch: the group of this stage's ranks, if further tokens are predicted and domains share the
+            samples of a micro-batch; else ``None``.
     """
 
     mesh: Mesh
@@ -49,7 +49,7 @@ def start_stages_session(
     experts: int | None = None,
     predicts_further: bool = False,
 ) -> Session:
-    """Make all groups, replace Megatron's by this rank's, and derive its tables.
+    """Make all groups, replace Megatron's by this rank's, derive its tables, and return its session.
 
     All ranks of the job must call it, in place of Megatron's own function.
 

@@ -19,7 +19,7 @@ type Batch = dict[str, Tensor | None]
 
 
 class Megatron(Protocol):
-    """The interface of these modules."""
+    """The interface of the module of each version."""
 
     def train(
         self,

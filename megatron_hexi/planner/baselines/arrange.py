@@ -1,8 +1,8 @@
 """Orders of machines, equal replicas, and groups of a replica, as baselines use them.
 
-Baselines cut consecutive ranks. A machine's GPUs stay together, in Megatron's order, but which machine comes
-first is the user's to say (a host file). So it is a part of laying a baseline out well, and what the cluster
-file lists first decides nothing.
+Baselines assign consecutive ranks. A machine's GPUs stay together, in Megatron's order, but users choose the
+order of machines (in a host file). So a baseline is tried with several orders, and the order in the cluster
+file does not matter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ ReplicaUnits = tuple[Order, ...]
 
 
 def orders(fleet: Fleet) -> dict[str, Order]:
-    """Orders of the machines by a printable name; the first, fast machines first, has an empty name."""
+    """Return orders of all units, machine by machine, by a printable name.
+
+    The first order has fast machines first, and an empty name.
+    """
     sites = [sorted(site, key=lambda unit: fleet.units[unit].gpus) for site in fleet.sites]
     paths = _paths(fleet, sites)
     domains = sorted(range(len(sites)), key=lambda site: (*paths[site], site))
@@ -34,7 +37,10 @@ def orders(fleet: Fleet) -> dict[str, Order]:
 
 
 def equal_replicas(fleet: Fleet, count: int, order: Order) -> Iterator[ReplicaUnits]:
-    """Equal replicas: consecutive units; and, where every GPU model divides evenly, one mix for all."""
+    """Yield the units divided into `count` equal replicas.
+
+    In the given order; and, if the units of every GPU model divide evenly, with the same mix in each replica.
+    """
     yield _runs(order, count)
     owned = fleet.models.values()
     if count > 1 and len(owned) > 1 and not any(len(units) % count for units in owned):
@@ -45,7 +51,7 @@ def equal_replicas(fleet: Fleet, count: int, order: Order) -> Iterator[ReplicaUn
 
 
 def groups(units: Order, degree: int, strided: bool) -> list[Order]:
-    """Groups of `degree` units: consecutive units, or such that neighbours in a ring are consecutive."""
+    """Groups of `degree` units: consecutive ones or, if `strided`, units at equal distances in the order."""
     if strided:
         return [units[first :: len(units) // degree] for first in range(len(units) // degree)]
     return [units[first : first + degree] for first in range(0, len(units), degree)]

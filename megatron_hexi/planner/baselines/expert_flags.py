@@ -23,7 +23,7 @@ from megatron_hexi.planner.request import Request
 
 @dataclass(frozen=True)
 class ExpertFlags:
-    """Sizes of Megatron's flags.
+    """Parallel sizes of an equal layout, as Megatron's flags give them.
 
     Args:
         tensor: --tensor-model-parallel-size.
@@ -41,7 +41,7 @@ class ExpertFlags:
 
     @property
     def merged(self) -> int:
-        """Replicas whose ranks hold the experts together."""
+        """Number of replicas whose ranks together are an expert domain."""
         return max(1, self.expert // (self.tensor * self.context))
 
     def __str__(self) -> str:
@@ -49,11 +49,11 @@ class ExpertFlags:
 
 
 class EqualFloor:
-    """The least that equal layouts on all GPUs of a cluster take.
+    """Lower bounds of time and memory of equal layouts on all GPUs of a cluster.
 
     Args:
         request: the job.
-        cluster: where.
+        cluster: the cluster that the job runs on.
     """
 
     def __init__(self, request: Request, cluster: Cluster) -> None:
@@ -64,10 +64,10 @@ class EqualFloor:
         self._exchange = cache(self._exchange_seconds)
 
     def seconds(self, flags: ExpertFlags, recompute: Recompute) -> float:
-        """Seconds of an iteration, at least: 1F1B's period on the slowest GPU, the rest on the fastest.
+        """Lower bound of an iteration's seconds: 1F1B's period on the slowest GPU, the rest on the fastest.
 
-        Matrix products take as long as at the rows that each GPU has, experts' all-to-alls as long as over
-        these links; attention runs at its best rate, and nothing else is sent.
+        Matrix products run at the rate of the rows that each GPU has, all-to-alls of experts over the
+        cluster's links, attention at its best rate; other communication is left out.
         """
         model = self._request.job.model
         stage = [
@@ -78,7 +78,7 @@ class EqualFloor:
         return micro_batches * max(stage) + (flags.pipeline - 1) * min(stage)
 
     def may_fit(self, flags: ExpertFlags, recompute: Recompute) -> bool:
-        """Whether the first stage's memory may suffice; where stages differ in their GPUs, on the largest."""
+        """Whether the first stage may fit in memory; if there are several, on GPUs with the most memory."""
         job = self._job(flags, recompute)
         model, layers = job.model, job.model.layers // flags.pipeline
         experts = model.experts
@@ -125,7 +125,7 @@ class EqualFloor:
         return self._request.job.global_batch_size // (replicas * self._request.micro_batch_sizes()[0])
 
     def _layer_seconds(self, device: Device, flags: ExpertFlags, recompute: Recompute) -> float:
-        """Seconds of a layer, of those of the lightest kind where a stage may have only such."""
+        """Seconds of a mean layer; if there are several stages, of the layer kind that takes least."""
         job = self._job(flags, recompute)
         speeds = device_speeds(device, job)
         units = flags.context * flags.tensor
@@ -149,7 +149,7 @@ class EqualFloor:
         return sum(layers * seconds for layers, seconds in kinds) / job.model.layers
 
     def _routed_rows(self, flags: ExpertFlags) -> Floats:
-        """Rows of a GPU's experts, where all units of an expert domain have as many tokens, [1]."""
+        """Rows of a GPU's experts, if all units of an expert domain have equal tokens, [1]."""
         job = self._request.job
         experts = job.model.experts
         assert experts is not None
@@ -158,7 +158,7 @@ class EqualFloor:
         return busiest_rows(job, np.array([experts.count // flags.expert]), rows)
 
     def _exchange_seconds(self, flags: ExpertFlags) -> float:
-        """Seconds of an all-to-all of a layer's experts in the stage where it takes least."""
+        """Seconds of one all-to-all of a layer's experts, in the stage where it takes least."""
         job, ranks = self._job(flags, "none"), self._gpus // flags.pipeline
         experts = job.model.experts
         assert experts is not None

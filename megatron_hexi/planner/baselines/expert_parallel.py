@@ -1,8 +1,8 @@
 """The best layout of Megatron's flags for a model with experts: GPUs taken as alike, experts in equal parts.
 
 Flags are tensor-, pipeline-, context- and expert-parallel size, and recomputation; experts are whole
-(--expert-tensor-parallel-size 1). Each layout is written out as a plan, which costs what Megatron's own
-would: expert-parallel ranks of several replicas are one replica there, whose domains take a sample each.
+(--expert-tensor-parallel-size 1). Each layout is written out as a plan that costs as much as Megatron's own
+layout: replicas that share expert-parallel ranks are one replica there, whose domains take a sample each.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from megatron_hexi.planner.layouts.layout import with_experts
 from megatron_hexi.planner.layouts.trial import Progress, order_of
 from megatron_hexi.planner.request import Request
 
-#: Pipelines whose stages have as many layers each.
+#: Numbers of stages of pipelines with equal stages.
 _DEPTHS = (1, 2, 4, 8, 16)
-#: Exchange steps whose keys are under way.
+#: Prefetch depth of the exchange, in steps.
 _WINDOW = 1
 
 
 def best_equal(
     request: Request, cluster: Cluster, faster_than: float = math.inf, progress: Progress | None = None
 ) -> tuple[Candidate | None, int]:
-    """The fastest equal layout that fits, and how many were timed; ``None``: none is fast enough and fits.
+    """Return the fastest equal layout that fits, and how many were timed; ``None``: none is fast enough.
 
     Args:
-        request: the job; what it fixes stays.
-        cluster: where: on all GPUs, and on those of each model alone.
-        faster_than: seconds of an iteration; layouts that take longer at least are left out.
+        request: the job, with the terms that are fixed.
+        cluster: the cluster, of which all GPUs are tried, and the GPUs of each model alone.
+        faster_than: seconds of an iteration; layouts whose lower bound is not below are not timed.
         progress: callback, receives (phase, done, total).
     """
     modes = [request.job.recompute] if "recompute" in request.fixed else RECOMPUTES
@@ -78,7 +78,7 @@ def best_equal(
 
 
 def _alike(cluster: Cluster) -> list[list[int]]:
-    """The nodes that equal layouts are tried on: all, and where GPUs differ those of each model."""
+    """Sets of nodes that equal layouts are tried on: all, and those of each GPU model if they differ."""
     of_model: dict[int, list[int]] = {}
     for number, node in enumerate(cluster.nodes):
         of_model.setdefault(id(node.device), []).append(number)
@@ -87,7 +87,7 @@ def _alike(cluster: Cluster) -> list[list[int]]:
 
 
 def _choices(request: Request, cluster: Cluster, floor: EqualFloor, most: Recompute) -> Iterator[ExpertFlags]:
-    """The flags that fill the cluster and whose memory may suffice with the most recomputation."""
+    """Yield flags that use all GPUs and may fit in memory with `most`, the mode that recomputes most."""
     job, gpus = request.job, len(cluster.ranks)
     experts = job.model.experts
     assert experts is not None
@@ -114,17 +114,17 @@ def _choices(request: Request, cluster: Cluster, floor: EqualFloor, most: Recomp
             ]
             fitting = [choice for choice in flags if floor.may_fit(choice, most)]
             of_node = [choice for choice in fitting if choice.expert <= smallest]
-            # The least two that may fit, the ranks of a node, and as many as there are: those between are
-            # more messages over the same links.
+            # The two smallest sizes that may fit, the largest inside a node, and the largest: sizes between
+            # these send more messages over the same links.
             for choice in dict.fromkeys([*fitting[:2], *of_node[-1:], *fitting[-1:]]):
                 for group in _groups(request.with_width(width), context):
                     yield replace(choice, group=group)
 
 
 def _expert_sizes(count: int, width: int, context: int, replicas: int) -> list[int]:
-    """Expert-parallel sizes: whole units of a replica, or the ranks of several replicas.
+    """Expert-parallel sizes: the ranks of whole units of a replica, or of several replicas.
 
-    Less than a unit's ranks would hold copies of an expert inside it, which takes memory and saves nothing.
+    If they were fewer than a unit's ranks, the unit would hold copies of experts, which saves nothing.
     """
     sizes = [width * n for n in range(1, context + 1) if context % n == 0]
     sizes += [width * context * n for n in range(2, replicas + 1) if replicas % n == 0]
@@ -132,7 +132,7 @@ def _expert_sizes(count: int, width: int, context: int, replicas: int) -> list[i
 
 
 def _groups(job: Job, context: int) -> list[int]:
-    """Sizes of all-to-all groups: a ring, and the largest that has a KV head for each unit."""
+    """Sizes of all-to-all groups: 1, which is a ring, and the largest with equal KV heads for all units."""
     heads = job.workload().local_kv_heads
     return sorted({1, max(n for n in range(1, context + 1) if context % n == 0 and heads % n == 0)})
 
@@ -144,7 +144,7 @@ def _candidate(
     gpus: tuple[int, ...],
     model: Callable[[Job], CostModel],
 ) -> Candidate | None:
-    """The layout on some of a cluster's GPUs; ``None``: the model cannot be cut so."""
+    """The layout of these flags on some GPUs of a cluster, timed; ``None``: the model cannot be cut so."""
     job = replace(
         request.with_width(flags.tensor),
         pipeline_parallel=1,
@@ -162,7 +162,7 @@ def _candidate(
 
 
 def spell_equal(found: Candidate) -> str:
-    """Megatron's flags of a layout of `best_equal`, for people."""
+    """Text of a layout of `best_equal`: its GPUs, Megatron's parallel sizes and recomputation."""
     plan, (stage, *_) = found.plan, found.plan.replicas[0].stages
     assert plan.workload.experts is not None
     members = stage.domains[0].members
@@ -179,12 +179,12 @@ def spell_equal(found: Candidate) -> str:
 
 
 def equal_plan(flags: ExpertFlags, job: Job, gpus: int) -> Plan:
-    """Megatron's layout of these flags, written out.
+    """Return Megatron's layout of these flags as a plan with `layers` in each stage.
 
     Args:
         flags: the sizes; they divide each other.
-        job: the job, with its recomputation; a micro-batch has a sample of each merged replica.
-        gpus: of the cluster, in whose order ranks are.
+        job: the job, with its recomputation; a micro-batch has the samples of all merged replicas.
+        gpus: number of GPUs, on which ranks are numbered stage by stage.
     """
     per_stage = gpus // flags.pipeline
     per_replica = flags.tensor * flags.context * flags.merged
@@ -208,7 +208,7 @@ def equal_plan(flags: ExpertFlags, job: Job, gpus: int) -> Plan:
 
 
 def _domains(flags: ExpertFlags, job: Job, first: int) -> tuple[Domain, ...]:
-    """The domains of a stage whose ranks begin at `first`: one for each sample."""
+    """The domains of a stage whose ranks begin at `first`: one for each merged replica."""
     domains = []
     for sample in range(flags.merged):
         ranks = [

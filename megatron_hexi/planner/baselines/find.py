@@ -41,17 +41,17 @@ from megatron_hexi.planner.layouts.trial import Progress, Trial, order_of
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.written_out import written_out
 
-#: Planners of others, by our reading of their papers.
+#: Published planners, by our reading of their papers.
 PUBLISHED = {"hexiscale": hexiscale, "zorse": zorse}
-#: Megatron's pipelines whose stages have other numbers of layers.
+#: Megatron's pipelines whose stages have different numbers of layers.
 UNEVEN = "uneven-layers"
 #: Megatron's flags with expert parallelism, for models with experts.
 EQUAL_EXPERTS = "expert-parallel"
-#: All equal layouts as one.
+#: Name under which all equal layouts are compared, whichever baseline may use them.
 _ANY = "any"
-#: Pipelines of stages that are alike.
+#: Numbers of stages of pipelines with equal stages.
 _DEPTHS = [1, 2, 4, 8, 16]
-#: On up to so many GPUs the published planners are asked for every plan.
+#: On up to this many GPUs the published planners are always asked for a plan.
 _FEW_GPUS = 8
 
 
@@ -62,10 +62,10 @@ class Baseline:
     Args:
         name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous``,
             ``uneven-layers``, ``hexiscale`` or ``zorse``; for models with experts ``expert-parallel``.
-        trial: the best layout that its rules allow; ``None`` where there is none, or none fits.
-        why_not: then the reason, one sentence with numbers.
-        layout: what the layout is (or the one that fits best), for people.
-        uniform: whether all of its GPUs get equal tokens and heads, whatever they are.
+        trial: the best layout that its rules allow; ``None``: there is none, or none fits.
+        why_not: if there is no `trial` the reason, one sentence with numbers.
+        layout: description of the best layout (or of the one that comes closest to fitting), for people.
+        uniform: whether all of its GPUs get equal tokens and heads, whatever their speed.
     """
 
     name: str
@@ -83,15 +83,15 @@ class Baseline:
 def find_baselines(
     request: Request, cluster: Cluster, *, progress: Progress | None = None
 ) -> tuple[tuple[Baseline, ...], int]:
-    """Return all baselines, each with its best layout; kernels and overlap are the plan's.
+    """Return all baselines, each with its best layout; kernels and overlap are those of plans.
 
-    Flags are tensor-parallel size, stages that are alike, their chunks, replicas that are alike, and
-    recomputation; those that the request fixes stay. ``usp`` is so the best equal layout that Megatron can
-    run.
+    Each is tried with all tensor-parallel sizes, numbers of equal stages, chunks of these, numbers of equal
+    replicas, and recomputation, except those that the request fixes. So ``usp`` is the best equal layout that
+    Megatron can run.
 
     Args:
-        request: the job.
-        cluster: where.
+        request: the job, with the terms that are fixed.
+        cluster: the cluster that the job runs on.
         progress: callback, receives (phase, done, total).
 
     Returns:
@@ -119,13 +119,13 @@ def find_baselines(
 def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple[Candidate | None, int]:
     """Return the fastest layout by Megatron's flags, if it is fast enough, and how many were timed.
 
-    GPUs whose work alone takes longer at their best rates are left out at once. On few GPUs, or where nothing
-    else is known to fit, planners of others are asked, too.
+    Fleets that take longer even at their GPUs' best rates are skipped. On few GPUs, or if no plan is known to
+    fit, the published planners are asked, too.
 
     Args:
-        request: the job.
-        cluster: where.
-        faster_than: seconds of an iteration; infinite: whatever fits.
+        request: the job, with the terms that are fixed.
+        cluster: the cluster that the job runs on.
+        faster_than: seconds of an iteration that the layout must beat; infinite: any that fits.
     """
     if request.job.model.experts is not None:
         best, trials = best_equal(request, cluster, faster_than)
@@ -176,7 +176,7 @@ def _fixed_replicas(request: Request) -> int | None:
 
 
 def _trainable(found: Candidate, cluster: Cluster) -> Candidate:
-    """Return a layout as multi-token prediction trains in it: several stages have layers of their own."""
+    """Return a layout in the form that multi-token prediction needs: several stages each have `layers`."""
     if not found.plan.is_repeated or found.job.pipeline_parallel == 1:
         return found
     plan, job = written_out(found.plan, found.job)
@@ -186,7 +186,7 @@ def _trainable(found: Candidate, cluster: Cluster) -> Candidate:
 def _layouts_by_fleet(
     fleets: Sequence[Fleet], request: Request, faster_than: float
 ) -> Iterator[tuple[Floor, list[BaselineLayouts]]]:
-    """Layouts of all baselines on each fleet, and on each GPU model alone, that may be faster."""
+    """Yield, for each fleet and each GPU model alone, its floor and all layouts that may be faster."""
     if not fleets:
         return
     replicas = _fixed_replicas(request)
@@ -197,20 +197,18 @@ def _layouts_by_fleet(
             floor = Floor(part, rings, request.chunk_counts(part.job))
             counts = replica_counts(part, replicas, request.context_parallel)
             counts = [count for count in counts if floor.least_s(count) < faster_than]
-            names = [
-                count for count in NAMES if (id(part) in alone if count == HOMOGENEOUS else part is fleet)
-            ]
+            names = [name for name in NAMES if (id(part) in alone if name == HOMOGENEOUS else part is fleet)]
             if counts:
                 yield floor, candidates(part, counts, names)
 
 
 def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
-    """The units of each choice of flags that some GPU has memory for, or else of the smallest choice.
+    """Return the fleet of each choice of flags that may fit on some GPU, else of the one that needs least.
 
-    None where the pipeline's stages cannot have as many layers each.
+    Empty if no choice divides the layers equally among the pipeline's stages.
 
     Raises:
-        HexiError: the cluster has units for none of them.
+        HexiError: the cluster has no units for any choice of flags.
     """
     job, fixed = request.job, request.fixed
     widest = max(len(node.ranks) for node in cluster.nodes)
@@ -244,7 +242,7 @@ def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
 
 
 def _least_bytes(fleet: Fleet) -> float:
-    """Bytes that a GPU of the smallest stage needs before activations, with the state fully sharded."""
+    """Bytes that a GPU of the smallest stage needs without activations, with the state fully sharded."""
     job = fleet.job
     params = float(np.min(part_params(job, ModelPart.of_job(job, np.arange(job.pipeline_parallel)))))
     owned = owned_params(job, params, len(fleet.units))
@@ -254,7 +252,7 @@ def _least_bytes(fleet: Fleet) -> float:
 
 
 def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:
-    """The units of each model of GPU; units that stack several models are left out."""
+    """The fleet of each model of GPU; units that stack several models are left out."""
     owned = [units for devices, units in fleet.models.items() if len(set(devices)) == 1]
     return [fleet if len(units) == len(fleet.units) else fleet.subset(units) for units in owned]
 

@@ -1,4 +1,4 @@
-"""Lower bounds of layouts' iteration time and memory, which spare timing most of them.
+"""Lower bounds of layouts' iteration time and memory, so that most layouts need not be timed.
 
     group     >= its longest token work + the longest of its members' attention work, of the way of keys from
                  other nodes, and of an all-to-all to them                   in each pass
@@ -8,13 +8,13 @@
     iteration >= slowest replica + optimizer
 
 Computing, tensor-parallel sums, sends, gradients, weights and the optimizer are those of cost/ at the
-layout's own sizes, but for the keys' gradients. Keys of groups without a member on a node cross that node's
+layout's own sizes, except the keys' gradients. Keys of groups without a member on a node cross that node's
 links, in the backward pass their gradients too. Other messages, the smaller one of a pass's two all-to-alls,
 and waits inside the exchange are left out. Jobs are causal, and layouts take all units of a fleet.
 
 In a window a group's queries see as many keys as if its tokens were the sequence's first, or more, at the
-best rates of blocks up to the window's size; keys of other groups take no time. Layers of several kinds are
-counted each at its own times.
+best rates of blocks up to the window's size; keys of other groups take no time. If layers are of
+several kinds, each kind is counted with its times.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class _Arrays(NamedTuple):
     """Layouts of several candidates, concatenated.
 
     Args:
-        units: of the fleet, [V].
-        tokens: of each, [V].
-        heads: of each, [V].
-        group: of each, [V].
-        first: the first of each group, [N].
+        units: each member's unit, numbered in the fleet, [V].
+        tokens: tokens of each member, [V].
+        heads: heads of each member, [V].
+        group: index of each member's group, [V].
+        first: index of each group's first member, [N].
         totals: tokens of each group, [N].
-        replica: of each group, [N].
-        begin: the first group of each replica, [R].
-        micro_batches: of each replica, [R].
-        candidate: of each replica, [R].
-        starts: the first replica of each candidate, [K].
+        replica: index of each group's replica, [N].
+        begin: index of each replica's first group, [R].
+        micro_batches: micro-batches of each replica, [R].
+        candidate: index of each replica's candidate, [R].
+        starts: index of each candidate's first replica, [K].
     """
 
     units: Ints
@@ -97,7 +97,7 @@ class _Arrays(NamedTuple):
         )
 
     def beside(self, values: Floats) -> tuple[Floats, Floats]:
-        """For each group, sums over its replica's outer groups and over its inner ones, [..., N, C]."""
+        """For each group, return sums over its replica's outer groups and its inner ones, [..., N, C]."""
         before = np.cumsum(values, axis=-2) - values
         outside = before - before[..., self.begin, :][..., self.replica, :]
         whole = np.add.reduceat(values, self.begin, axis=-2)[..., self.replica, :]
@@ -108,9 +108,9 @@ class Floor:
     """Lower bounds for layouts of one fleet, many candidates at once.
 
     Args:
-        fleet: the units that the layouts' numbers mean.
-        rings: of its cluster.
-        chunks: numbers of chunks of each stage's layers that are compared.
+        fleet: the fleet whose units the layouts number.
+        rings: the rings over units of the fleet's cluster.
+        chunks: numbers of chunks a stage to bound each layout with.
     """
 
     def __init__(self, fleet: Fleet, rings: Rings, chunks: Sequence[int] = (1,)) -> None:
@@ -130,7 +130,7 @@ class Floor:
         self._borders = list(zip(self._gpus, behind, strict=True))
         devices = {id(device): device for kind in fleet.kinds for device in kind.devices}
         kinds = [[list(devices).index(id(device)) for device in kind.devices] for kind in fleet.kinds]
-        #: Device of each unit on each stage, [S, units], among these.
+        #: Index of each unit's device on each stage, [S, units], in the lists below.
         self._device = np.array([kinds[unit.kind] for unit in fleet.units]).T
         self._speeds = [device_speeds(device, job) for device in devices.values()]
         self._usable = GIB * np.array([device.usable_gib for device in devices.values()])
@@ -148,10 +148,10 @@ class Floor:
         self._step = float(steps[self._device, stages[:, None]].max())
 
     def least_s(self, replicas: int) -> float:
-        """Least seconds of an iteration with this number of equal replicas, for any layout.
+        """Lower bound of an iteration's seconds with this number of equal replicas, for any layout.
 
-        All work at the best rates, while pipelines fill and drain; or, as gradients and weights hide behind
-        one micro-batch at most, the work of the others and these.
+        The larger of two bounds: all work at the best rates while pipelines fill and drain; and, since
+        gradients and weights hide behind one micro-batch at most, these plus the work of the others.
         """
         job, work = self._job, self._work
         micro_batches = job.global_batch_size / job.micro_batch_size
@@ -161,7 +161,7 @@ class Floor:
         return float(self._step + max(filled, others))
 
     def may_fit(self, candidates: Sequence[Sequence[Layout]]) -> Bools:
-        """Whether each candidate may fit in memory, which is checked without the keys under way.
+        """Whether each candidate may fit in memory, without counting the keys under way.
 
         Returns:
             [chunks, K].
@@ -199,7 +199,7 @@ class Floor:
         device, slots = self._device[:, arrays.units], np.arange(len(rows))
         inside = self._inside[:, self._nodes[:, arrays.units]]
         sums = tensor_parallel_seconds(job, rows, *inside)
-        # All by stage, then unit, group or replica, then pass.
+        # Axes: stage; unit, group or replica; pass.
         part = ModelPart.of_job(job, np.arange(job.pipeline_parallel))
         mean = stages = np.zeros(1)
         for kind, held in zip(job.kinds, part.of_kinds(job.model), strict=True):
@@ -228,12 +228,12 @@ class Floor:
         )
 
     def _through(self, chunks: int, stages: Floats, sends: Floats, arrays: _Arrays) -> Floats:
-        """Least seconds of each replica's micro-batches, [R].
+        """Lower bound of the seconds of each replica's micro-batches, [R].
 
         Args:
-            chunks: of each stage.
-            stages: seconds of a micro-batch in each, [S, R].
-            sends: of its activations to the stage behind, [S, R].
+            chunks: number of chunks of each stage.
+            stages: seconds of a micro-batch on each stage, [S, R].
+            sends: seconds of sending its activations to the next stage, [S, R].
             arrays: the layouts.
         """
         count = len(stages)
@@ -272,9 +272,9 @@ class Floor:
         return np.array([own_block_times(speeds, job, totals, True) for speeds in fastest])
 
     def _from_other_nodes(self, arrays: _Arrays, kind: Job) -> Floats:
-        """Least seconds of all-to-all and key exchange between nodes, for each group.
+        """Lower bound of the seconds of all-to-all and key exchange between nodes, for each group.
 
-        A node's links carry what all of the group's members there send or receive, a GPU's what its own does.
+        A node's links carry what all of the group's members there send or receive, a GPU's what one does.
 
         Returns:
             [S, N, 2].
@@ -313,7 +313,7 @@ class Floor:
         return np.array(seconds)[number][arrays.candidate].T
 
     def _shown(self, forward: Floats | float, backward: Floats | float) -> Floats:
-        """Exposed seconds of gradients and weights on each stage, given a layer's passes."""
+        """Exposed seconds of gradients and weights on each stage, given seconds of a layer's passes."""
         layers, shown = self._job.stage_layers, np.zeros(1)
         for turn in self._turns:
             cover = {"forward": forward, "backward": backward, None: None}[turn.hides_behind]
@@ -322,7 +322,7 @@ class Floor:
 
 
 def _best_up_to(size: float, speeds: Speeds) -> Passes:
-    """At every size the best rates of both kinds of blocks up to this one."""
+    """Rates that hold for every size: the best of causal and full blocks up to this size."""
     ways = ((speeds.causal.forward, speeds.full.forward), (speeds.causal.backward, speeds.full.backward))
     return Passes(
         *(
@@ -333,12 +333,12 @@ def _best_up_to(size: float, speeds: Speeds) -> Passes:
 
 
 def _numbered(counts: Sequence[int]) -> tuple[Ints, Ints]:
-    """Index of the run that each element belongs to, and where each run begins, for runs of these lengths."""
+    """Return, for runs of these lengths, the run of each element, and the index of each run's first one."""
     return np.repeat(np.arange(len(counts)), counts), np.cumsum(counts) - counts
 
 
 def _way_out(cluster: Cluster, node: int) -> float:
-    """Bytes/s of a node's cards to other nodes (or of each GPU's card), without links further up."""
+    """Bytes/s of a node's network cards (or of each GPU's card), whatever the links beyond them carry."""
     if len(cluster.nodes) == 1:
         return np.inf
     if cluster.tiers:

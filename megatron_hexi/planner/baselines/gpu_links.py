@@ -25,11 +25,11 @@ def bandwidths(cluster: Cluster) -> Floats:
 
 
 def thickest_path(groups: Sequence[list[int]], links: Floats) -> list[list[int]]:
-    """A path that starts at the first group and always follows the fastest link.
+    """Return the groups along a path that starts at the first and always follows the fastest link.
 
     Args:
-        groups: GPUs of each.
-        links: of all GPUs, [N, N].
+        groups: GPUs of each group.
+        links: bytes/s between all GPUs, [N, N].
     """
     path, left = [groups[0]], list(groups[1:])
     while left:

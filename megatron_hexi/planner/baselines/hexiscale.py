@@ -10,8 +10,8 @@ Two levels of graph partitioning; vertices are GPUs, weighed by their memory:
     layers      in proportion to a stage's memory, or to its speed
     batch       by the seconds that each pipeline takes
 
-Theirs is a random walk over the number of pipelines, with METIS for each partition. Here a few numbers of
-pipelines are tried, with the swaps of Kernighan and Lin (1970), so that the result is always the same; the
+Their search is a random walk over the number of pipelines, with METIS for each partition. Here a few numbers
+of pipelines are tried, with the swaps of Kernighan and Lin (1970), so that the result is always the same; the
 widest tensor-parallel group is one number for all machines. The cost model is ours, and chooses.
 """
 
@@ -28,9 +28,9 @@ from megatron_hexi.planner.joint import Candidate
 
 #: Numbers of pipelines that are tried.
 _PIPELINES = (1, 2, 4, 8)
-#: Swaps of two GPUs at most.
+#: The most swaps of two GPUs.
 _SWAPS = 200
-#: What rounding may do to a cut, as a part of an edge.
+#: Tolerance for rounding in a cut, as a part of the heaviest edge.
 _ROUNDING = 1e-9
 
 
@@ -41,15 +41,15 @@ def hexiscale(judge: StagedJudge) -> Candidate | None:
 
 
 def partition(edges: Floats, weights: Floats, parts: int) -> Ints:
-    """The part of each vertex, for parts of about equal weight with little cut between them, [N].
+    """Return the part of each vertex, for parts of about equal weight with little cut between them, [N].
 
     Starts from runs of the vertices, and swaps two of different parts as long as that makes the cut less and
     parts no more unequal: Kernighan and Lin's step, the best swap of all first.
 
     Args:
-        edges: symmetric, 0 on the diagonal, [N, N].
-        weights: of vertices, [N].
-        parts: how many.
+        edges: weight of the edge between two vertices; symmetric, 0 on the diagonal, [N, N].
+        weights: weight of each vertex, [N].
+        parts: number of parts.
     """
     count = len(weights)
     ends = np.cumsum(weights) - weights / 2
@@ -73,7 +73,7 @@ def partition(edges: Floats, weights: Floats, parts: int) -> Ints:
 
 
 def _choices(judge: StagedJudge) -> Iterator[tuple[Pipeline, ...]]:
-    """Sets of pipelines for the cost model to compare."""
+    """Yield sets of pipelines for the cost model to compare."""
     request, links = judge.request, bandwidths(judge.cluster)
     order = np.array(judge.order)
     weights, ordered = np.array(judge.memory)[order], links[np.ix_(order, order)]
@@ -108,12 +108,12 @@ def _pipeline(
     """A pipeline whose stages are tensor-parallel groups, machine by machine.
 
     Args:
-        judge: of the request.
-        gpus: of the pipeline.
-        links: bandwidths of all GPUs.
-        width: of groups at most.
-        of: what layers are in proportion to, by GPU.
-        only: whether narrower groups than `width` are not allowed.
+        judge: the judge for the request.
+        gpus: GPUs of the pipeline.
+        links: bytes/s between all GPUs, [N, N].
+        width: the most GPUs of a tensor-parallel group.
+        of: for each GPU, the number that layers are in proportion to.
+        only: whether groups must have exactly `width` GPUs.
     """
     machines: dict[int, list[int]] = {}
     for gpu in gpus:

@@ -12,15 +12,15 @@ from megatron_hexi.planner.baselines.rules import BaselineLayouts
 from megatron_hexi.planner.layouts.layout import Layout
 from megatron_hexi.planner.layouts.trial import Judge, Progress, Trial
 
-#: Steps of the exchange that the overlap may have under way.
+#: Prefetch depths of the exchange that are tried, in steps.
 WINDOWS = (1, 2, 4)
-#: What rounding may do to a lower bound.
+#: Tolerance for rounding in a lower bound, as a part of it.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
 class TimedLayouts:
-    """Layouts of a baseline that were timed."""
+    """Layouts of all replicas for some baselines, and their timed plan."""
 
     candidate: BaselineLayouts
     trial: Trial
@@ -40,13 +40,13 @@ class BaselineSearch:
     """
 
     def __init__(self, faster_than: float, progress: Progress | None) -> None:
-        #: One for each job that layouts are of.
+        #: The judge of each job, by the job's id.
         self._judges: dict[int, Judge] = {}
         self._faster_than = faster_than
         self._progress = progress or (lambda _what, _done, _of: None)
-        #: Seconds that layouts take at least, whatever is computed again.
+        #: Lower bounds of layouts' seconds with more recomputation than was timed.
         self._least: dict[tuple[object, ...], float] = {}
-        #: Of each baseline the best of its layouts, one that fits if any does.
+        #: The best layouts of each baseline, which fit if any do.
         self.best: dict[str, TimedLayouts] = {}
 
     @property
@@ -58,7 +58,7 @@ class BaselineSearch:
         """Find the best layout of each baseline over several fleets.
 
         Args:
-            layouts_by_fleet: each fleet's floor and layouts, those with less recomputation first.
+            layouts_by_fleet: each fleet's floor and layouts, fleets with less recomputation first.
         """
         entrants: list[tuple[float, bool, BaselineLayouts]] = []
         for floor, candidates in layouts_by_fleet:
@@ -81,13 +81,13 @@ class BaselineSearch:
             self._progress("baselines", done, len(entrants))
             key = layouts.fleet.units, layouts.layouts, layouts.fleet.job.virtual_stages
             least = max(least, self._least.get(key, 0.0))
-            # What does not fit is of interest where nothing does.
+            # A layout that does not fit is of interest only if none does.
             nothing_fits = any(self._limit(name) == inf for name in layouts.texts)
             if self._may_win(layouts, least) and (has_room or nothing_fits):
                 self._least[key] = self._time(layouts, least)
 
     def _time(self, candidate: BaselineLayouts, least_s: float) -> float:
-        """Time each promising window; return a lower bound for the layout with more recomputation."""
+        """Time each promising window; return a lower bound of the seconds with more recomputation."""
         fleet = candidate.fleet
         judge = self._judges.setdefault(id(fleet.job), Judge(fleet))
         for window in _windows(candidate.layouts):
@@ -118,7 +118,7 @@ class BaselineSearch:
 
 
 def _windows(layouts: Sequence[Layout]) -> Iterator[int]:
-    """Windows that differ: a window as large as the number of steps lets all begin at once."""
+    """Yield windows that make a difference: with as many steps as the exchange has, all begin at once."""
     steps = max(len(layout.parts) for layout in layouts) - 1
     reached = 0
     for window in WINDOWS:

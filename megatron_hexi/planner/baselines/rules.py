@@ -41,9 +41,9 @@ class BaselineLayouts:
     """Layouts of all replicas, and the baselines that may use them.
 
     Args:
-        fleet: the units that their numbers mean.
-        layouts: one a replica.
-        texts: for each baseline that may use them, what they are, for people.
+        fleet: the fleet whose units the layouts number.
+        layouts: the layout of each replica.
+        texts: description of the layouts for people, for each baseline that may use them.
     """
 
     fleet: Fleet
@@ -62,7 +62,7 @@ class BaselineLayouts:
 
 
 def replica_counts(fleet: Fleet, data_parallel: int | None, context_parallel: int | None = None) -> list[int]:
-    """Numbers of equal replicas with equal micro-batches, limited to the sizes that are given."""
+    """Numbers of equal replicas with equally many micro-batches, for the parallel sizes that are given."""
     units, together = len(fleet.units), _micro_batches(fleet)
     wanted = divisors(together) if data_parallel is None else [data_parallel]
     counts = [count for count in wanted if units % count == 0 and together % count == 0]
@@ -70,7 +70,7 @@ def replica_counts(fleet: Fleet, data_parallel: int | None, context_parallel: in
 
 
 def candidates(fleet: Fleet, counts: Iterable[int], names: Sequence[str] = NAMES) -> list[BaselineLayouts]:
-    """All layouts of these baselines with these numbers of replicas, each once."""
+    """Return all layouts of these baselines with these numbers of replicas, each once."""
     by_layouts: dict[tuple[Layout, ...], BaselineLayouts] = {}
     ways = orders(fleet)
     for count in counts:
@@ -106,7 +106,7 @@ def why_none(fleet: Fleet, data_parallel: int | None, name: str) -> str:
 def _layouts(
     fleet: Fleet, deal: ReplicaUnits, names: Sequence[str]
 ) -> Iterator[tuple[tuple[Layout, ...], str, list[str]]]:
-    """The layouts of equal replicas, with their text and the baselines that may use them."""
+    """Yield layouts of equal replicas, each with its description and the baselines that may use it."""
     workload = fleet.job.workload()
     size = len(deal[0])
     degrees = [degree for degree in divisors(size) if workload.local_heads % degree == 0]
@@ -173,7 +173,7 @@ def _tokens(fleet: Fleet, deal: ReplicaUnits, weights: Sequence[float]) -> list[
 
 
 def _same(heads: tuple[int, ...], units: tuple[int, ...]) -> tuple[int, ...]:
-    """Heads of each unit, which are the same in any order of the units."""
+    """The given heads of each unit, whichever units these are."""
     assert len(heads) == len(units)
     return heads
 

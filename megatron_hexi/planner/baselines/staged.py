@@ -1,8 +1,8 @@
 """Layouts of pipelines with different stages, as published planners choose them, timed by the cost model.
 
-A planner says which GPUs are a stage and how much of the model it should have; what memory then asks for is
-found here, the same way for all of them: layers beyond what a stage holds go to the others, and each stage
-computes again no more than it must.
+A planner says which GPUs are a stage and how much of the model it should have. Fitting that in memory is the
+same for all planners: layers beyond what a stage holds go to the other stages, and each stage recomputes no
+more than it must.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from megatron_hexi.planner.layouts.deal import assign_in_turn, assign_tokens
 from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.request import Request
 
-#: Times that layers are dealt anew by what memory held of them.
+#: The most times that layers are reassigned by the memory that the last assignment took.
 _ROUNDS = 3
-#: Layouts that are settled; until then, memory overdrawn by a part counts as so many times that part of time.
+#: Number of drafts that are settled, and the factor with which a share of overdrawn memory adds to a draft's
+#: seconds when drafts are compared.
 _SETTLED, _EXCESS = 4, 2
 
 
@@ -38,9 +39,9 @@ class StageChoice(NamedTuple):
     """A stage that a published planner chose.
 
     Args:
-        units: GPUs of the cluster of each tensor-parallel unit.
+        units: GPUs of each tensor-parallel unit, numbered in the cluster.
         weight: its part of the layers, relative to the pipeline's other stages.
-        samples: of a micro-batch, of each unit; of a stage of one unit: all.
+        samples: samples of a micro-batch that each unit processes; a single unit processes all.
     """
 
     units: tuple[tuple[int, ...], ...]
@@ -48,7 +49,7 @@ class StageChoice(NamedTuple):
     samples: tuple[int, ...]
 
 
-#: The first stage first.
+#: Stages of a pipeline, the first one first.
 Pipeline = tuple[StageChoice, ...]
 
 
@@ -74,8 +75,8 @@ class StagedJudge:
     """Assigns layers, recomputation and micro-batches to pipelines, and times them.
 
     Args:
-        request: the job, and what of it is fixed.
-        cluster: where.
+        request: the job, with the terms that are fixed.
+        cluster: the cluster that the job runs on.
     """
 
     def __init__(self, request: Request, cluster: Cluster) -> None:
@@ -84,10 +85,10 @@ class StagedJudge:
         rates = {key: ceiling_tokens_per_s(request.job, [device]) for key, device in devices.items()}
         #: Tokens/s of each GPU at its best rates.
         self.speeds = [rates[id(rank.device)] for rank in cluster.ranks]
-        #: GiB of each GPU.
+        #: Usable GiB of each GPU.
         self.memory = [rank.device.usable_gib for rank in cluster.ranks]
         alone = replace(request.job, tensor_parallel=1, pipeline_parallel=1)
-        #: All GPUs in canonical order: what the cluster file lists first decides nothing.
+        #: All GPUs in canonical order, so that the order in the cluster file does not matter.
         self.order = [unit.gpus[0][0] for unit in find_units(alone, cluster).units]
         fixed = "recompute" in request.fixed
         self._modes: tuple[Recompute, ...] = (request.job.recompute,) if fixed else RECOMPUTES
@@ -97,7 +98,8 @@ class StagedJudge:
     def best(self, choices: Iterable[tuple[tuple[Pipeline, ...], int]]) -> Candidate | None:
         """Return the best of some pipelines, each with its micro-batch size; ``None``: none is possible.
 
-        All are timed with everything computed again. What memory asks for is settled for the best of them.
+        All are timed with the most recomputation. Layers and recomputation are then fitted to memory for the
+        best of them.
         """
         first = [draft for draft in itertools.starmap(self._first, choices) if draft is not None]
         first.sort(key=lambda draft: (1 + _EXCESS * draft.candidate.order[0]) * draft.candidate.iteration_s)
@@ -105,7 +107,7 @@ class StagedJudge:
         return min(assignment, key=order_of, default=None)
 
     def _first(self, pipelines: tuple[Pipeline, ...], micro_batch_size: int) -> _Draft | None:
-        """Assign layers by weight and the batch by speed; ``None`` where that is impossible."""
+        """Assign layers by weight and micro-batches by speed; ``None`` where that is impossible."""
         job = self.request.job
         total = job.global_batch_size // micro_batch_size
         if max(map(len, pipelines)) > job.model.layers or len(pipelines) > total:
@@ -128,7 +130,7 @@ class StagedJudge:
         return _Draft(pipelines, assignment, self._candidate(pipelines, assignment, micro_batch_size, gpus))
 
     def _settle(self, draft: _Draft) -> Candidate:
-        """Reassign layers and micro-batches, then reduce recomputation to what memory forces."""
+        """Reassign layers and micro-batches, then reduce recomputation as far as memory allows."""
         pipelines, assignment, candidate = draft.pipelines, draft.assignment, draft.candidate
         size, gpus = candidate.job.micro_batch_size, self._gpus(candidate)
         best = assignment, candidate
@@ -152,11 +154,11 @@ class StagedJudge:
     def _reassigned(
         self, pipelines: Sequence[Pipeline], assignment: _Assignment, candidate: Candidate
     ) -> _Assignment:
-        """Assign the layers that memory holds, and micro-batches by the pipelines' timed seconds."""
+        """Reassign layers as far as memory holds them, and micro-batches by the pipelines' timed seconds."""
         layers = []
         for pipeline, assigned, full in zip(pipelines, assignment.layers, _fullness(candidate), strict=True):
             caps = np.maximum(1, np.floor(np.array(assigned) / np.maximum(full, 1e-9)))
-            # What fits as it is may keep it.
+            # A stage that fits may keep its layers, one that does not may get no more.
             caps = np.where(np.array(full) <= 1, np.maximum(caps, assigned), np.minimum(caps, assigned))
             layers.append(_assign_layers(sum(assigned), [stage.weight for stage in pipeline], caps))
         periods = [
@@ -267,8 +269,8 @@ def spell_stages(plan: Plan, cluster: Cluster) -> str:
     """Text of a plan, as ``40 x (8 H100, TP 4: 27 layers / 24 A100, TP 8: 37 layers)``.
 
     Args:
-        plan: any.
-        cluster: that it is for.
+        plan: a plan whose stages may differ.
+        cluster: the cluster that the plan is for.
     """
     gpus = rank_gpus(plan, len(cluster.ranks))
     replicas = []

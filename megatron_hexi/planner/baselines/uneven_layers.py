@@ -1,10 +1,10 @@
-"""Megatron's uneven pipelines: as many GPUs a stage, all with the same flags, and other numbers of layers.
+"""Megatron's uneven pipelines: stages of equal flags and GPU counts, with different numbers of layers.
 
 --pipeline-model-parallel-layout, or --decoder-first-pipeline-num-layers and
 --decoder-last-pipeline-num-layers, say how many layers each stage has; tensor-, context- and data-parallel
 size and recomputation are those of the job. Ranks follow each other stage by stage, so that the nodes' order
 decides which GPUs a stage has: fast nodes first, slow nodes first, or the nodes of one model of GPU alone.
-Layers are dealt by what a layer takes on each stage, as far as memory holds them.
+Layers are assigned by the seconds of a layer on each stage, as far as memory holds them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from megatron_hexi.planner.layouts.layout import A2AGroup, Layout, build_domain
 from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.request import Request
 
-#: Pipelines that are timed, the most promising by their GPUs' best rates; on up to so many GPUs, and on more.
+#: The most pipelines that are timed, best first by their GPUs' best rates; the most GPUs of a small cluster,
+#: and the most pipelines on a larger one.
 _TIMED, _FEW_GPUS, _TIMED_OF_MANY = 8, 128, 2
-#: Times that layers are dealt by what a plan takes.
+#: The most times that layers are assigned by the seconds of a timed plan.
 _ROUNDS = 2
 
 
@@ -41,11 +42,11 @@ class _Choice:
 
     Args:
         all_units: GPUs of each tensor-parallel unit, in the order of ranks; the first ones are used.
-        each: units of a stage.
-        depth: stages.
-        width: GPUs of a unit.
+        each: number of units of a stage, in all replicas.
+        depth: number of stages.
+        width: number of GPUs of a unit.
         replicas: data-parallel size.
-        least_s: seconds of an iteration at the GPUs' best rates.
+        least_s: lower bound of an iteration's seconds, at the GPUs' best rates.
     """
 
     all_units: Sequence[tuple[int, ...]]
@@ -62,11 +63,11 @@ class _Choice:
 
 
 class UnevenLayers:
-    """Finds the best pipeline of one request on one cluster.
+    """Finds the best uneven pipeline for one request on one cluster.
 
     Args:
-        request: the job, and what of it is fixed.
-        cluster: where.
+        request: the job, with the terms that are fixed.
+        cluster: the cluster that the job runs on.
     """
 
     def __init__(self, request: Request, cluster: Cluster) -> None:
@@ -133,7 +134,7 @@ class UnevenLayers:
         return [list(order) for order in dict.fromkeys(map(tuple, orders))]
 
     def _settled(self, choice: _Choice) -> Candidate | None:
-        """Return the choice with the least recomputation that fits; ``None``: none fits."""
+        """Return a choice's fastest layout with the least recomputation that fits; ``None``: none fits."""
         layouts = self._layouts(choice)
         for mode in self._modes:
             tried = [
@@ -154,16 +155,16 @@ class UnevenLayers:
         )
 
     def _layouts(self, choice: _Choice) -> list[list[tuple[int, ...]]]:
-        """Groups of a stage's units: the largest that heads allow, and groups inside nodes."""
+        """Groupings of a replica's units in a stage: by the most that heads allow, and inside nodes."""
         size = len(choice.units[0]) // choice.replicas
         heads = self._job(choice).workload().local_heads
         node = max(1, min(len(node.ranks) for node in self._cluster.nodes) // choice.width)
         degrees = [degree for degree in divisors(size) if heads % degree == 0]
-        inside = max((degree for degree in degrees if degree <= node), default=1)  # units wider than a node
+        inside = max((degree for degree in degrees if degree <= node), default=1)  # 1: none fits in a node
         return [groups(tuple(range(size)), degree, False) for degree in sorted({inside, degrees[-1]})]
 
     def _dealt(self, choice: _Choice, cut: list[tuple[int, ...]], job: Job) -> Candidate | None:
-        """Assign layers by their timed seconds on each stage, as far as memory holds them."""
+        """Return the layout with layers by their seconds on each stage; ``None``: more stages than layers."""
         layers, depth = job.model.layers, len(choice.units)
         if depth > layers:
             return None
@@ -214,7 +215,7 @@ class UnevenLayers:
 
 
 def _deal_again(candidate: Candidate, dealt: Sequence[int], layers: int) -> list[int] | None:
-    """Reassign layers by their seconds on the slowest replica's stage, within memory."""
+    """Return the layers of each stage by their seconds on its slowest replica; ``None``: memory is short."""
     counts, full = np.arange(1, layers + 1), candidate.timing.stage_fullness
     seconds = []
     for stage, assigned in enumerate(dealt):

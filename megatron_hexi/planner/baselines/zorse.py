@@ -2,7 +2,7 @@
 
     groups    a minimum k-cut of the machines by bandwidth, for each number k of groups: traffic inside a
               group, which is heavy, gets the fast links. A group is a stage, whatever kinds of GPU it has
-    layers    in proportion to what a group's GPUs do together
+    layers    in proportion to the speed of a group's GPUs together
     samples   each GPU of a stage takes samples of every micro-batch in proportion to its speed
     order     a path through the groups over the thickest links
 
@@ -28,7 +28,7 @@ from megatron_hexi.planner.baselines.gpu_links import bandwidths, thickest_path
 from megatron_hexi.planner.baselines.staged import Pipeline, StageChoice, StagedJudge
 from megatron_hexi.planner.joint import Candidate
 
-#: Groups at most.
+#: The most groups.
 _MOST_GROUPS = 16
 
 
@@ -46,7 +46,7 @@ def zorse(judge: StagedJudge) -> Candidate | None:
 
 
 def k_cuts(judge: StagedJudge) -> Iterator[list[list[int]]]:
-    """Groups of GPUs, for each number of groups in descending order."""
+    """Yield groups of GPUs along their path, for each number of groups in descending order."""
     cluster, links = judge.cluster, bandwidths(judge.cluster)
     machines: dict[int, list[int]] = {}
     for gpu in judge.order:
@@ -92,7 +92,7 @@ def _pipeline(judge: StagedJudge, groups: Sequence[list[int]], size: int) -> Pip
         chosen = sorted(fastest[:size], key=place.__getitem__)
         speeds = [judge.speeds[gpu] for gpu in chosen]
         more = apportion(size - len(chosen), speeds) if size > len(chosen) else [0] * len(chosen)
-        # Beside one for each, so that nobody has none.
+        # In addition to one sample for each GPU, so that none is without.
         ideal = apportion(size, speeds)
         samples = ideal if min(ideal) else [1 + count for count in more]
         stages.append(StageChoice(tuple((gpu,) for gpu in chosen), sum(speeds), tuple(samples)))

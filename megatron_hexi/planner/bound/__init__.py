@@ -1,4 +1,4 @@
-"""A time that no layout can beat, found independently of the search."""
+"""A lower bound of the iteration time over all layouts, computed independently of the search."""
 
 from megatron_hexi.planner.bound.bound import Bound, joint_bound, memory_fits
 

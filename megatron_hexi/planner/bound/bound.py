@@ -54,13 +54,14 @@ from megatron_hexi.planner.bound.options import ranges
 from megatron_hexi.planner.bound.program import MARGIN, SHARES_STEP, BoundProgram
 from megatron_hexi.planner.request import Request
 
-#: The bound is found to this part.
+#: Relative precision of the bound.
 _PRECISION = 2e-4
-#: The first time that is tried is so much longer than the least.
+#: The first time that is tried is longer than the ceiling's by this part.
 _RISE = 0.01
-#: How often a time is sought at which prices cease to refute, and what of the batch may be left there.
+#: The most steps towards the time at which prices cease to refute, and the part of the batch that may be
+#: missing there.
 _TRIES, _NEAR = 6, 5e-5
-#: So many times the least time: only memory decides.
+#: Multiple of the ceiling's time at which only memory decides.
 _LONG = 1e9
 
 
@@ -69,8 +70,8 @@ class Bound:
     """A lower bound of the iteration time over all layouts.
 
     Args:
-        iteration_s: seconds; infinite where none fits in memory.
-        reason: what bounds it, one sentence for people.
+        iteration_s: seconds of an iteration; infinite: no layout fits in memory.
+        reason: why no layout is faster, one sentence for people.
     """
 
     iteration_s: float
@@ -81,9 +82,9 @@ def joint_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -
     """Return the bound over all layouts with causal attention and the request's tensor-parallel sizes.
 
     Args:
-        request: the job; what it fixes is as it says.
-        cluster: all GPUs that there are.
-        found_s: an iteration that is known to be possible; the bound need not be higher.
+        request: the job, with the terms that are fixed.
+        cluster: the cluster with all GPUs.
+        found_s: seconds of an iteration that is known to be possible; the bound is at most that.
 
     Raises:
         ClusterError: a GPU cannot do the job.
@@ -137,7 +138,7 @@ def memory_fits(request: Request, cluster: Cluster) -> bool:
 
 
 def _is_beyond_program(model: Model) -> bool:
-    """Whether the program does not hold for a model: ceilings do.
+    """Whether the linear program does not hold for a model, which only the ceiling then bounds.
 
     Any rank may compute experts of other ranks' tokens; where layers differ, the program's rows would mix
     those of several kinds; and where latent columns travel, other ranks make a token's keys and values, and
@@ -147,7 +148,7 @@ def _is_beyond_program(model: Model) -> bool:
 
 
 def _sizes(request: Request) -> list[tuple[int, int]]:
-    """Ranges of micro-batch sizes, smallest and largest."""
+    """Ranges of micro-batch sizes to bound together, each as its smallest and largest size."""
     batch, size = request.job.global_batch_size, request.job.micro_batch_size
     if "micro_batch_size" in request.fixed:
         return [(size, size)]
@@ -160,7 +161,7 @@ def _sizes(request: Request) -> list[tuple[int, int]]:
 
 
 def _least_s(program: BoundProgram, most_s: float) -> float:
-    """The longest time up to `most_s`, to the precision, that a program refutes."""
+    """Return the longest time up to `most_s`, to the precision, that a program refutes."""
     low, high, step = program.ceiling_s * (1 - MARGIN), most_s, _RISE
     while high > low * (1 + _PRECISION):
         middle = min(low * (1 + step), math.sqrt(low * high))
@@ -173,7 +174,7 @@ def _least_s(program: BoundProgram, most_s: float) -> float:
 
 
 def _refuted_to(program: BoundProgram, low: float, high: float) -> float:
-    """A time up to `high` that the prices which refute `low` refute as well."""
+    """Return a time up to `high` that the prices which refute `low` refute as well."""
     done, time = program.done, low * (1 + _PRECISION)
     for _ in range(_TRIES):
         time = min(time, high)

@@ -11,26 +11,27 @@ from ortools.linear_solver.linear_solver_pb2 import MPSOLVER_OPTIMAL, MPModelReq
 
 from megatron_hexi.cost.arrays import Floats
 
-#: A smaller part of a column only makes it unstable.
+#: Smaller coefficients are dropped: they only make the program unstable.
 _SMALL = 1e-9
-#: How GLOP solves. It takes longer to prepare so few columns than to solve; where it gives up, prepared.
+#: GLOP's parameters, tried in turn. Preprocessing takes longer than solving so few columns, but helps where
+#: GLOP gives up.
 _WAYS = "use_preprocessing: false", "use_preprocessing: true"
 
 
 class Solved(NamedTuple):
-    """The largest worth of columns together, and the price of each row, at least 0."""
+    """The largest total worth of the columns, and the price (dual value) of each row, at least 0."""
 
     worth: float
     prices: Floats
 
 
 def solve(columns: Floats, worths: Floats, least: Floats) -> Solved | None:
-    """Maximise the worth of columns; ``None``: GLOP gave up.
+    """Maximise the total worth of columns, each used at least 0 times; ``None``: GLOP gave up.
 
     Args:
-        columns: what each gives to rows, [rows, columns].
-        worths: of one of each, [columns].
-        least: of the first rows; the others are 1 at most.
+        columns: coefficient of each column in each row, [rows, columns].
+        worths: worth of each column used once, [columns].
+        least: lower bounds of the first rows, [first rows]; the other rows are at most 1.
     """
     request = MPModelRequest(solver_type=MPModelRequest.GLOP_LINEAR_PROGRAMMING)
     request.model.maximize = True

@@ -32,11 +32,11 @@ from megatron_hexi.cost.model_part import ModelPart
 
 #: Modes of recomputation. A GPU's works are x of each mode, then z of each.
 MODES: Final = len(RECOMPUTES)
-#: Layers of an option, from the least to the most.
+#: Ratio of the most to the least layers of an option.
 _LAYERS_STEP = 1.2
-#: The same of stages in ministages, and of how many these are.
+#: The same ratio for stages in ministages, and for the number of ministages.
 _TURNS_STEP = 2.0
-#: Steps of an iteration from more rows to fewer; it may end at any.
+#: Steps of the iteration that lowers an upper bound of rows; each of them is a bound.
 _STEPS = 4
 
 
@@ -45,14 +45,14 @@ class Places:
     """Possible positions of a GPU in a replica, arrays over positions, [P].
 
     Args:
-        low: layers of its stage, at least.
-        high: at most.
+        low: the least layers of its stage.
+        high: the most layers of its stage.
         last: 1 on the last stage of its replica, else 0.
-        parts: ministages of the stage, at least; 0: it runs whole.
-        most_parts: at most.
-        fewest: sequences that the replica takes, at least.
-        most: at most.
-        share: the number of this range.
+        parts: the least ministages of the stage; 0: it runs whole.
+        most_parts: the most ministages of the stage.
+        fewest: the least sequences that the replica processes.
+        most: the most sequences that the replica processes.
+        share: the number of this range of sequences.
     """
 
     low: Ints
@@ -66,7 +66,13 @@ class Places:
 
     @classmethod
     def of(cls, layers: int, stages: int | None, shares: list[tuple[int, int]]) -> Places:
-        """All positions; `stages` of each replica, ``None``: any number. A single stage has all layers."""
+        """Return all positions, for ranges of layers and ministages, and the given ranges of sequences.
+
+        Args:
+            layers: layers of the model.
+            stages: stages of each replica; ``None``: any number. A single stage has all layers.
+            shares: ranges of sequences that a replica processes.
+        """
         most = 0 if stages == 1 else layers + 1 - (stages or 2)
         alone = [(layers, layers, 1)] if stages in (None, 1) else []
         whole = [(*span, last) for span in ranges(1, most, _LAYERS_STEP) for last in (0, 1)]
@@ -89,11 +95,11 @@ class UnitOptions:
     """GPUs of one kind in tensor-parallel units of one size, at all positions.
 
     Args:
-        job: with that size, of one sequence a micro-batch, without recomputation.
-        node: with such GPUs.
-        places: where they may be.
-        sizes: sequences of a micro-batch, the least and the most.
-        mixed: whether a stage may compute some of its layers again.
+        job: the job with that tensor-parallel size, one sequence a micro-batch and no recomputation.
+        node: a node with such GPUs.
+        places: the positions.
+        sizes: the least and the most sequences of a micro-batch.
+        mixed: whether a stage may recompute some of its layers.
 
     Raises:
         ClusterError: the GPU cannot do the job.
@@ -116,7 +122,7 @@ class UnitOptions:
         # A row forward, backward and through the logits: FLOPs at the rate of matrices, and seconds besides.
         flops, seconds = row_work(self._speeds, job)
         self._row_flops, self._row_s = flops[:, None], (seconds + np.array([2, 2, 1]) * sums[0])[:, None]
-        #: Without multi-token prediction, which is counted where it lies.
+        #: The job without multi-token prediction, which is counted on last stages.
         self._plain = replace(job, model=replace(job.model, mtp_layers=0))
         self._attention_s = [
             length * attention_seconds(self._speeds, replace(self._plain, recompute=mode), causal=True)
@@ -147,7 +153,7 @@ class UnitOptions:
         scale = allocated_bytes(float(job.seq_length * job.tensor_parallel))
         #: Bytes of x in each mode, and of as much of tokens attended to with all heads, [P, modes].
         self.held_bytes, self.attended_bytes = np.zeros((2, len(turn), MODES))
-        # What an output takes, which a unit alone in its group has among its tokens' inputs.
+        # Bytes of an output, which a unit alone in its group has among its tokens' inputs.
         output = np.array([0, job.element_bytes * job.model.value_dim * local.local_heads])
         loss = float(logits_bytes(self._plain, np.ones(1), logit_bytes(job))[0])
         # Of multi-token prediction only weights are counted.
@@ -171,10 +177,10 @@ class UnitOptions:
         self.room = usable - RESERVE_BYTES - each * params
 
     def seconds(self, iteration_s: float) -> Floats:
-        """Least seconds of each work in an iteration that takes no longer than this, [P, works].
+        """Lower bound of the seconds of each work in an iteration of at most `iteration_s`, [P, works].
 
-        A unit takes r rows m times through l layers in the time. At the rate of too many rows that says
-        they are fewer, at whose rate they are fewer still.
+        A unit takes r rows m times through l layers in that time. At the rate of an upper bound of r, that
+        gives a lower upper bound, and at its rate again a lower one.
         """
         job, places = self._job, self._places
         layers, width = job.model.layers, job.tensor_parallel

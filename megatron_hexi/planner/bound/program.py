@@ -18,20 +18,20 @@ from megatron_hexi.planner.bound.linear_solver import solve
 from megatron_hexi.planner.bound.options import MODES, Places, UnitOptions, ranges
 from megatron_hexi.planner.request import Request
 
-#: Rounding of floats adds up to much less.
+#: Tolerance for rounding of floats, which adds up to much less.
 MARGIN = 1e-9
-#: Sequences of a replica, from the least of a range to the most.
+#: Ratio of the most to the least sequences of a replica in a range.
 SHARES_STEP = 2.0
-#: Where tangents touch: square roots of depths.
+#: Values of a, where the fill rows' tangents touch: square roots of depths.
 _TANGENTS = (1.0, 1.4, 2.0, 3.0)
-#: Columns are added so often; what is not refuted then may be.
+#: The most rounds of adding columns; a time that is not refuted by then counts as possible.
 _ROUNDS = 60
 #: Rows of a range of shares: batch, spread, last stages and depth (no more and no less), fill by x and by z.
 _BATCH, _SPREAD, _LAST, _DEPTH, _FILL = 0, 1, 1 + MODES, 3 + MODES, 5 + MODES
-#: And the stages before the last in ministages.
+#: Row of the stages before the last in ministages.
 _TURNS = _FILL + 2 * len(_TANGENTS)
 _OWN = _TURNS + 1
-#: Rows of all: the room, no fewer and no more replicas.
+#: Number of rows common to all ranges: the room, no fewer and no more replicas.
 _ALL = 3
 
 
@@ -40,9 +40,10 @@ class _Ends(NamedTuple):
 
     Args:
         possible: whether there is time for anything, [options].
-        works: how much of both works of a vertex, [2, vertices, options].
-        idle: what fill rows have of a kind's GPUs without work, and for a work, [1 + works, options].
-        scale: of the fill rows.
+        works: amounts of the two works of each vertex, [2, vertices, options].
+        idle: values in the fill rows of a kind's GPUs without work, and of one of each work,
+            [1 + works, options].
+        scale: factor of the fill rows.
     """
 
     possible: Bools
@@ -54,14 +55,14 @@ class _Ends(NamedTuple):
 class BoundProgram:
     """The linear program, for some sizes of micro-batches.
 
-    Columns are vertices of what all GPUs of a kind can do in one option. Rows are in parts of the batch, and
-    of the optimizer's state.
+    Columns are vertices of the set of works that all GPUs of a kind can do in one option. Rows are in parts
+    of the batch, and of the optimizer's state.
 
     Args:
-        request: the job.
-        cluster: its GPUs.
-        sizes: sequences of a micro-batch, the least and the most.
-        alike: of other sizes, whose prices and columns may do.
+        request: the job, with the terms that are fixed.
+        cluster: the cluster with all GPUs.
+        sizes: the least and the most sequences of a micro-batch.
+        alike: a program for other sizes, with whose prices and columns this one starts.
 
     Raises:
         ClusterError: a GPU cannot do the job.
@@ -73,7 +74,7 @@ class BoundProgram:
         job, fixed = request.job, request.fixed
         stages = job.pipeline_parallel if "pipeline_parallel" in fixed else None
         self._batch, self._layers, self._least_size = job.global_batch_size, job.model.layers, sizes[0]
-        # From the most down, so that their numbers are alike in all programs.
+        # From the most down, so that equal ranges have the same number in all programs.
         shares = list(ranges(sizes[0], self._batch, SHARES_STEP))[::-1]
         places = Places.of(self._layers, stages, shares)
         nodes = {(id(node.device), len(node.ranks), node.bandwidth): node for node in cluster.nodes}
@@ -97,7 +98,7 @@ class BoundProgram:
         self._units, self._order = units, order[np.concatenate([unit.room for unit in units])[order] > 0]
         self._places = Places(*(np.tile(each, len(units))[self._order] for each in vars(places).values()))
         self._kind = np.repeat(np.array(kinds, dtype=np.int64), len(places.low))[self._order]
-        #: Alike in all programs, and rising.
+        #: Names of the options, the same in all programs, ascending.
         self._name = (share * len(share) // len(shares) + np.arange(len(share)) // len(shares))[self._order]
         self._room, self._step_s, held, attended = (
             np.concatenate([getattr(unit, name) for unit in units])[self._order].T
@@ -106,7 +107,7 @@ class BoundProgram:
         self._modes = np.flatnonzero(modes)
         self._works = np.concatenate([self._modes, MODES + self._modes])
         self._size = np.concatenate([held, attended / 2])[self._works]
-        #: The works of a vertex: none of one, one, two that fill time and memory.
+        #: The two works of each vertex: no work, one work, or two works that fill time and memory.
         works = range(len(self._works))
         pairs = [(0, 0), *zip(works, works, strict=True), *itertools.combinations(works, 2)]
         self._pairs = np.array(pairs).T
@@ -117,12 +118,12 @@ class BoundProgram:
         self._least[-_ALL] = 1 - Hosts(cluster).bytes / self._state
         self._set_gives(held + attended, has_depth=stages is not None)
         first = np.resize(np.eye(_OWN)[_BATCH], len(self._least)) if alike is None else alike._prices
-        #: Prices that last refuted a time, and what of the batch is done there at most.
+        #: Prices that last refuted a time, and the largest part of the batch that they allow in it.
         self._prices: Floats = np.append(first[: len(self._least) - _ALL], first[-_ALL:])
         self.done = 0.0
-        #: Vertices that programs had as columns, by name.
+        #: Vertices that this and earlier programs had as columns, by name.
         self._used: Ints = np.zeros(0, dtype=np.int64) if alike is None else alike._used
-        #: What the last proof needed besides the best rates, for people.
+        #: Text about what the last proof needed besides the best rates, for people.
         self.needs = ""
 
     def _set_worth(self) -> None:
@@ -137,7 +138,7 @@ class BoundProgram:
         parts = [first / (first + second) for first, second in best if first < np.inf]
         self._worth = worth(min(parts, key=lambda part: float(self._gpus @ worth(part)), default=0.5))
         together = float(self._gpus @ self._worth)
-        #: A sequence on all GPUs at their best, and an iteration's.
+        #: Seconds of a sequence on all GPUs at their best rates, and of an iteration.
         self._pass_s = 1 / together if together else 1.0
         self.ceiling_s = self._batch * self._pass_s
 
@@ -147,7 +148,7 @@ class BoundProgram:
         row_values[[_BATCH, _LAST, _LAST + 1]] = -1, 1, -1
         if stages:
             row_values[[_DEPTH, _DEPTH + 1]] = stages, -stages
-        #: What a range's part of the batch gives to all rows, [ranges, rows], and what these come to.
+        #: Values of a range's part of the batch in all rows, [ranges, rows]; the least of each row, [rows].
         self._shares = np.pad(np.kron(np.eye(len(shares)), row_values), ((0, 0), (0, _ALL)))
         self._least = np.zeros(self._shares.shape[1])
         if replicas:
@@ -182,7 +183,7 @@ class BoundProgram:
         gives /= self._batch
         gives[-1, 0] = self._room / self._state
         gives[-1, x] = -whole[self._modes] / self._state
-        #: Without work, and for a work, [options, 1 + works, rows].
+        #: Values in the rows: without work, and of one of each work, [options, 1 + works, rows].
         self._gives = np.ascontiguousarray((gives * self._gpus[self._kind]).T)
         spans = np.searchsorted(places.share, range(len(self._shares) + 1))
         self._spans = list(itertools.starmap(slice, itertools.pairwise(spans)))
@@ -206,10 +207,11 @@ class BoundProgram:
         return _Ends(left > 0, works, np.concatenate([time[None], -seconds]) * worth, scale)
 
     def _value(self, ends: _Ends, prices: Floats) -> tuple[Floats, Floats, float]:
-        """Evaluate prices.
+        """Evaluate the worth of options at these prices.
 
         Returns:
-            What an option is worth at most, and each vertex of it; what of the batch is done at most.
+            The largest worth of each option, [options]; the worth of each vertex, [vertices, options]; the
+            largest part of the batch that can be done.
         """
         range_prices = np.append(
             prices[:-_ALL].reshape(-1, _OWN), np.full((len(self._shares), 1), prices[-_ALL]), axis=1
@@ -233,7 +235,7 @@ class BoundProgram:
         return self._value(self._at(iteration_s), self._prices)[2]
 
     def _columns(self, ends: _Ends, option: Ints, vertex: Ints) -> Floats:
-        """Columns of some vertices: what all GPUs of their kind add to the rows, [rows, V]."""
+        """Columns of V vertices: the values that all GPUs of their kind add to the rows, [rows, V]."""
         gives, number, count = self._gives[option], np.arange(len(option)), len(self._least)
         gives[:, :, _FILL:_TURNS] *= ends.scale
         gives[:, :, _FILL:_TURNS] += ends.idle.T[option][:, :, None]
@@ -246,7 +248,7 @@ class BoundProgram:
         return columns
 
     def may_finish(self, iteration_s: float) -> bool:
-        """Whether the batch may finish in a time; if not, it cannot."""
+        """Whether the batch may finish in a time; ``False`` proves that it cannot."""
         ends, prices, vertices = self._at(iteration_s), self._prices, len(self._pairs[0])
         rows, shares, paid = len(self._least), len(self._shares), np.zeros(len(self._gpus))
         columns = np.zeros((rows + len(paid), shares + _ALL))
@@ -273,7 +275,7 @@ class BoundProgram:
             self._used = np.union1d(self._used, self._name[option] * vertices + vertex)
             option, vertex = option[:0], vertex[:0]
             worths = np.zeros(columns.shape[1])
-            worths[:shares], worths[shares : shares + _ALL] = 1, -10  # what is missing: none can pay that
+            worths[:shares], worths[shares : shares + _ALL] = 1, -10  # artificial variables, at a high cost
             solved = solve(columns, worths, self._least)
             if solved is None or solved.worth >= 1:
                 break
@@ -282,7 +284,7 @@ class BoundProgram:
 
 
 def _most_chunks(request: Request, places: Places) -> Ints:
-    """Return the chunks that stages may have at most, [P]: a layer each, in equal stages of Megatron's."""
+    """Return the most chunks that stages may have, [P]: a layer each, or as many as is fixed."""
     if request.virtual_stages is not None:
         return np.full(len(places.high), request.virtual_stages)
     job = request.job
@@ -292,7 +294,7 @@ def _most_chunks(request: Request, places: Places) -> Ints:
 
 
 def _name_needs(prices: Floats) -> str:
-    """Text of the rows, besides time, that have a price."""
+    """Text that names the rows, besides time, that have a price; may be empty."""
     range_prices = prices[:-_ALL].reshape(-1, _OWN)
     besides = {
         "pipelines that fill and drain": range_prices[:, _FILL:_TURNS].max(),

@@ -1,1 +1,1 @@
-"""The units that a plan is made of (`units`): their links, their memory, their rates, and which are used."""
+"""The units that a plan is made of (`units`), and their best rates and memory (`rates`)."""

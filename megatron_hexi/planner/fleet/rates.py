@@ -19,10 +19,10 @@ class Rates:
     seconds of all passes through all layers of a micro-batch.
 
     Args:
-        fleet: the units.
-        window: steps of the exchange whose keys are under way.
+        fleet: the fleet whose units are rated.
+        window: prefetch depth of the exchange, in steps.
         shards: units that share the optimizer's state; ``None``: the fleet's.
-        micro_batches: that pass; a pipeline keeps several at a time.
+        micro_batches: micro-batches of an iteration; a pipeline keeps several at a time.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Rates:
         self.local_heads = job.workload().local_heads
         speeds = [[device_speeds(device, job) for device in kind.devices] for kind in fleet.kinds]
         token = [[token_seconds(speed, job, with_experts=False) for speed in stages] for stages in speeds]
-        #: Tokens a second of everything but attention.
+        #: Tokens a second of all work but attention.
         self.token = (job.tensor_parallel / np.max(token, axis=1))[kinds]
         attention = [[attention_seconds(speed, job, causal=True) for speed in stages] for stages in speeds]
         #: Tokens x heads a second of attention, heads of one tensor-parallel rank.
@@ -47,7 +47,7 @@ class Rates:
 
 
 def _stage_bytes(fleet: Fleet, window: int, shards: int, micro_batches: int) -> Floats:
-    """Return bytes of each stage: without tokens, of a token held, of one attended to, [stages, 3]."""
+    """Bytes of memory of each stage: without tokens, per token held, per token attended to, [stages, 3]."""
     job = fleet.job
     parts = [fleet.part or ModelPart.of_job(job, stage) for stage in range(job.pipeline_parallel)]
     return np.array([token_bytes(job, part, window, shards, micro_batches) for part in parts])

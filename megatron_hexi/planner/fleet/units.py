@@ -25,9 +25,9 @@ class FleetUnit:
     """The GPUs of one member of a plan.
 
     Args:
-        gpus: the cluster's ranks, [stages][tensor_parallel].
-        kind: what it is, an index into `Fleet.kinds`.
-        site: where it is, a number shared by the units on the same nodes.
+        gpus: its GPUs, numbered in the cluster, [stages][tensor_parallel].
+        kind: its kind, an index into `Fleet.kinds`.
+        site: its site, a number shared by the units on the same nodes.
     """
 
     gpus: tuple[tuple[int, ...], ...]
@@ -41,7 +41,7 @@ class UnitKind:
 
     Args:
         devices: model of GPU on each stage.
-        tokens_per_s: of the job's work, on one such unit alone at its best rates.
+        tokens_per_s: tokens/s of one such unit alone, if all its GPUs work at the slowest one's best rates.
     """
 
     devices: tuple[Device, ...]
@@ -55,16 +55,16 @@ class UnitKind:
 
 @dataclass(frozen=True)
 class Fleet:
-    """The units to plan for.
+    """The units that a cluster has for a job.
 
     Args:
-        cluster: where they are.
-        job: what they are for.
-        kinds: the fastest first.
-        units: in canonical order: units of a site follow each other.
-        part: what units have of the model, where they are one stage of several that differ; ``None``: what
-            the job says.
-        experts: where the experts of a stage are, if the model has some.
+        cluster: the cluster.
+        job: the job.
+        kinds: kinds of units, the fastest first.
+        units: the units in canonical order: units of a site follow each other.
+        part: the part of the model that units hold, if they are one of several unequal stages; ``None``: the
+            part that the job gives each stage.
+        experts: how experts are placed on the ranks of a stage, if the model has experts.
     """
 
     cluster: Cluster
@@ -75,7 +75,7 @@ class Fleet:
     experts: ExpertRule = IN_WHOLE_STAGES
 
     def expert_weight(self, gpu: int) -> float:
-        """Return the weight of one of the cluster's GPUs when experts are shared out."""
+        """Return the weight of one of the cluster's GPUs, to which its number of experts is proportional."""
         device = self.cluster.ranks[gpu].device
         match self.experts.by:
             case "speed":
@@ -107,7 +107,7 @@ class Fleet:
         return tuple(sorted(self.units[unit].kind for unit in units))
 
     def subset(self, units: Iterable[int]) -> Fleet:
-        """The fleet with these units only."""
+        """Return the fleet with only these units, renumbered in their order."""
         return replace(self, units=tuple(self.units[number] for number in sorted(units)))
 
     def gpus(self, units: Sequence[int]) -> tuple[int, ...]:
@@ -128,8 +128,7 @@ def find_units(job: Job, cluster: Cluster, gpus: Collection[int] | None = None) 
     """Return all units that the cluster, or a subset of its GPUs, has for a job.
 
     Pipeline stages are put on different nodes of one kind where their number allows it, so that a stage keeps
-    whole nodes for its all-to-alls; else inside a node; else, where nothing else is left, on whatever
-    follows.
+    whole nodes for its all-to-alls; else inside a node; the GPUs that then remain are stacked in their order.
 
     Raises:
         ClusterError: too few GPUs for a single unit, or a GPU that cannot do the job.
@@ -159,7 +158,7 @@ _Stack = tuple[tuple[int, ...], ...]
 
 
 def _runs[T](things: Sequence[T], size: int) -> list[tuple[T, ...]]:
-    """Consecutive runs of `size` things; the remainder is dropped."""
+    """Consecutive runs of `size` items; the remainder is dropped."""
     return [tuple(things[first : first + size]) for first in range(0, len(things) - size + 1, size)]
 
 

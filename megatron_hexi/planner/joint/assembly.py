@@ -1,7 +1,7 @@
-"""From packed replicas to a timed plan: GPUs, each stage's domain, and layers reassigned.
+"""Builds a timed plan from packed replicas: GPUs, each stage's domain, and layers reassigned.
 
-Tables decide which stages there are. Here each gets its own layout, under the memory that its layers and its
-place in the pipeline leave. As it may be faster or slower than its table said, layers are dealt once more.
+Tables decide which stages there are. Here each stage gets a layout, in the memory that its layers and its
+position in the pipeline leave. As it may be faster or slower than its table, layers are then reassigned once.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ class Assembly:
     """Builds plans for one micro-batch size; equal stages are searched once.
 
     Args:
-        request: what is planned.
-        timer: of layers.
-        search: deals layers.
-        pools: what GPUs there are.
+        request: the request that is planned.
+        timer: the timer of layers, with the jobs of each tensor-parallel size.
+        search: the pipeline search, which assigns layers to stages.
+        pools: the pools of the cluster's GPUs.
     """
 
     def __init__(self, request: Request, timer: LayerTimer, search: PipelineSearch, pools: Pools) -> None:
         self._job, self._timer, self._search = request.job, timer, search
         self._pools, self._cluster = pools, pools.cluster
         self._found: dict[tuple[object, ...], Trial] = {}
-        #: The last one found for the same units and recomputation.
+        #: The last trial of equal units with the same recomputation.
         self._layouts: dict[tuple[object, ...], Trial] = {}
         self._polished = True
         self.trials = 0
 
     def run(self, packed: Packed, *, polished: bool) -> Candidate | None:
-        """Return the plan of packed replicas; ``None`` where their parts of nodes do not add up.
+        """Return the plan of packed replicas; ``None``: the nodes cannot be cut into their stages.
 
         Args:
             packed: the replicas.
-            polished: with the last small changes of every domain, and CP-SAT's; without, plans are compared.
+            polished: whether every domain is polished, and refined by CP-SAT; not while plans are compared.
         """
         self._polished = polished
         pipes = [column.pipe for column in packed.columns]
@@ -88,7 +88,7 @@ class Assembly:
         placed: StageGpus,
         fleets: dict[StagePlace, Fleet],
     ) -> tuple[Candidate, dict[StagePlace, Trial]]:
-        """Return a candidate, and the search's trial of each stage."""
+        """Return the plan with its timing, and the trial of each stage's domain."""
         trials = {}
         for place in sorted(placed):
             stage = pipes[place.replica].stages[place.stage]
@@ -167,7 +167,7 @@ class Assembly:
         placed: StageGpus,
         trials: dict[StagePlace, Trial],
     ) -> Candidate:
-        """Return the best candidate whose replicas are one stage each and differ in their domains only."""
+        """Return the best plan whose replicas are one stage each and differ only in their domains."""
         stage, count = pipes[0].stages[0], len(pipes)
         together = sum(micro_batches) * self._timer.micro_batch_size
         job = replace(
@@ -200,7 +200,7 @@ class Assembly:
         placed: StageGpus,
         trials: dict[StagePlace, Trial],
     ) -> Candidate:
-        """Build a plan whose stages have different layers."""
+        """Build a plan with `layers` in each stage, and time it."""
         gpus = number_ranks(self._cluster, placed)
         rank = {gpu: number for number, gpu in enumerate(gpus)}
         replicas = []
@@ -243,7 +243,7 @@ def _is_repeated(pipes: Sequence[Pipe]) -> bool:
 
 
 def _alike(fleet: Fleet) -> tuple[object, ...]:
-    """A key of equal fleets: units by kind, by shared nodes, and by links."""
+    """A key that is the same for equal fleets: units by kind, by shared nodes, and by links."""
     cluster = fleet.cluster
     order = {site: number for number, site in enumerate(dict.fromkeys(unit.site for unit in fleet.units))}
     units = []

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from megatron_hexi.planner.joint.pools import Counts, Pools, StageShape, pools_of
 from megatron_hexi.planner.search.groupings import set_partitions
 
-#: Stages of a block whose stages mix kinds of GPU, at most.
+#: The most stages of a block whose stages mix kinds of GPU.
 _DEEPEST_MIXED = 4
-#: Of a block's GPUs, so many may be left over when its stages are alike.
+#: The part of a block's GPUs that its equal stages may leave unused.
 _LEFT_OVER = 1 / 8
-#: Of so many pools every partition is tried; of more, some.
+#: All partitions of up to this many pools are tried; of more pools, some.
 _FEW = 3
 
 
@@ -32,10 +32,10 @@ class Blocks:
     """The blocks into which a replica's GPUs can be cut.
 
     Args:
-        pools: of the cluster.
-        widths: tensor-parallel sizes.
-        deepest: stages of a block at most.
-        size: tensor-parallel units of a stage; ``None``: any number.
+        pools: the pools of the cluster.
+        widths: tensor-parallel sizes that are tried.
+        deepest: the most stages of a block.
+        size: number of tensor-parallel units of a stage; ``None``: any number.
     """
 
     def __init__(self, pools: Pools, widths: Sequence[int], deepest: int, size: int | None = None) -> None:
@@ -43,7 +43,11 @@ class Blocks:
         self.options = cache(self._options)
 
     def orders(self, counts: Counts) -> Iterator[tuple[Counts, ...]]:
-        """Partitions of the pools into blocks, in a few orders: by speed both ways, and by memory."""
+        """Yield partitions of the pools into blocks, in a few orders: by speed both ways, and by memory.
+
+        Args:
+            counts: GPUs of each pool.
+        """
         kinds = pools_of(counts)
         for partition in _partitions(kinds):
             blocks = [
@@ -62,7 +66,12 @@ class Blocks:
         )
 
     def _options(self, counts: Counts, only: int | None) -> list[StageBlock]:
-        """Possible blocks on these GPUs: equal stages, aligned with nodes, few GPUs left over."""
+        """Possible blocks on these GPUs: equal stages, aligned with nodes, few GPUs left over.
+
+        Args:
+            counts: GPUs of each pool.
+            only: the tensor-parallel size; ``None``: all sizes are tried.
+        """
         blocks = []
         kinds = pools_of(counts)
         pools = self._pools.pools
@@ -95,13 +104,13 @@ class Blocks:
 
 
 def _trimmed(each: Counts, kinds: list[int], width: int, size: int) -> Counts | None:
-    """GPUs of a stage, reduced from the last pools to this number of units; ``None``: too few.
+    """Return a stage's GPUs reduced to `size` units, from the last pool first; ``None``: it has fewer.
 
     Args:
-        each: GPUs of each pool.
-        kinds: pools that a stage must have GPUs of.
+        each: the stage's GPUs of each pool.
+        kinds: pools that the stage must have at least one unit of.
         width: GPUs of a unit.
-        size: units that are to be left.
+        size: number of units of the reduced stage.
     """
     counts, surplus = list(each), sum(each) // width - size
     for pool in reversed(kinds):

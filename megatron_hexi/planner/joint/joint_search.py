@@ -16,20 +16,21 @@ from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.layouts.trial import Candidate, Progress
 from megatron_hexi.planner.request import Request
 
-#: Numbers of replicas that are told apart: one shares optimizer state, two or three do, four to seven, …
+#: Classes of numbers of replicas, by the least: one, two or three, four to seven, … The replicas of a class
+#: are timed as if the least number shared optimizer state.
 _CLASSES = (1, 2, 4, 8)
-#: Times that columns which are only roughly known are timed and packed again.
+#: The most times that columns with estimated times are timed, and all columns packed again.
 _ROUNDS = 12
-#: Columns take up to so much longer than the plans that are made of them; one replica of stages that do not
-#: mix kinds of GPU hardly.
+#: Factors by which columns may take longer than the plan that is made of them: in general, and for one
+#: replica whose stages do not mix kinds of GPU.
 _NEAR, _NEARLY_EXACT = 1.1, 1.03
-#: Sets of replicas that take longer than this factor of the best's time are left alone.
+#: Sets of replicas that take longer than this factor of the best's time are left out.
 _FAR = 1.5
-#: Plans that are put together; so many for pipelines and for one stage, of one replica and of several.
+#: The most plans that are built, and the most sets from one list of columns: of one replica, and of several.
 _FINALISTS, _RIVALS = 12, (4, 2)
-#: So many of the best get the last small changes, as long as they differ by less than this factor.
+#: The most plans that are polished, if they take less than this factor of the best's time.
 _POLISHED, _TIED = 2, 1.01
-#: Small changes make no plan with experts faster than a known one that is faster by this factor.
+#: A plan with experts is polished if it takes less than this factor of the time of a plan known before.
 _OUT_OF_REACH = 1.01
 
 
@@ -37,9 +38,9 @@ class JointSearch:
     """Searches the layouts of one micro-batch size.
 
     Args:
-        request: what is planned.
-        timer: of layers, on the GPUs that there are.
-        memory: times the memory that they have.
+        request: the request that is planned.
+        timer: the timer of layers on the cluster's GPUs.
+        memory: factor of the GPUs' memory that plans may use.
     """
 
     def __init__(self, request: Request, timer: LayerTimer, memory: float) -> None:
@@ -59,11 +60,11 @@ class JointSearch:
 
         Args:
             progress: callback, receives (phase, done, total).
-            faster_than: seconds of an iteration; slower plans are of no use.
-            fewest: only plans of the fewest replicas, which need least memory.
+            faster_than: seconds of an iteration that a plan should beat.
+            fewest: whether to search only plans of the fewest replicas, which need least memory.
         """
         worth_polishing_s = math.inf
-        if self._request.job.model.experts is not None:  # planned once for each choice of where they are
+        if self._request.job.model.experts is not None:  # planned once for each placement
             worth_polishing_s = _OUT_OF_REACH * faster_than
         whole = self._columns(1)
         sets = self._find(whole, 1, progress, faster_than, fewest=fewest)
@@ -92,9 +93,9 @@ class JointSearch:
                     yield polished
 
     def _repeated(self, progress: Progress, faster_than: float) -> list[Packed]:
-        """Replicas for one of several equal parts of the fleet and the batch, repeated for each part.
+        """Return sets of replicas that fill one of several equal parts of the fleet, repeated for each part.
 
-        Of a large fleet only some choices of GPUs are looked at; a part is small enough for more.
+        Of a large fleet only some choices of GPUs are tried; of a part, more or all of them are.
         """
         parts = math.gcd(self._micro_batches, *(len(pool.nodes) for pool in self._pools.pools))
         for copies in (number for number in range(parts, 1, -1) if parts % number == 0):
@@ -122,10 +123,10 @@ class JointSearch:
         *,
         fewest: bool = False,
     ) -> list[Packed]:
-        """The best sets of replicas of each class, for one of `copies` equal parts.
+        """Return the best sets of replicas of each class, for one of `copies` equal parts.
 
-        Between replicas of other tensor-parallel sizes gradients would have to be cut anew, which costs more
-        than other sizes bring: there all have the same.
+        Several replicas all have one tensor-parallel size: between different sizes gradients would have to be
+        cut anew, which costs more than different sizes gain.
         """
         classes = [some for some in (self._replicas(part, shards) for shards in _CLASSES) if len(some)]
         if fewest:
@@ -146,7 +147,7 @@ class JointSearch:
         return sets
 
     def _of_one_width(self, part: ReplicaColumns, shards: int, most_s: float) -> Iterator[Packed]:
-        """The best single replica of each tensor-parallel size, the same in all stages."""
+        """Yield the best single replica of each tensor-parallel size, the same in all stages."""
         for width in self._timer.widths:
             columns = part.find(1, shards, width, whole=False)
             yield from itertools.islice(_best(part, columns, range(1, 2), most_s), 1)
@@ -162,14 +163,14 @@ class JointSearch:
 
 
 def _error(packed: Packed) -> float:
-    """The factor by which a plan may be faster than its columns."""
+    """The factor by which the columns may overestimate their plan's seconds."""
     alone = len(packed.columns) == 1
     is_mixed = any(len(shape.kinds) > 1 for column in packed.columns for shape in column.pipe.shapes)
     return _NEARLY_EXACT if alone and not is_mixed else _NEAR
 
 
 def _least(seconds: float, sets: list[Packed]) -> float:
-    """The least seconds of an iteration, of a known time and of packed replicas."""
+    """The least of these seconds and of those of the packed replicas."""
     return min([seconds, *(packed.seconds for packed in sets)])
 
 
@@ -183,7 +184,7 @@ def _alike(columns: list[Column]) -> list[list[Column]]:
 
 
 def _best(part: ReplicaColumns, columns: list[Column], replicas: range, most_s: float) -> Iterator[Packed]:
-    """The best sets of columns within a time, each without the columns of the sets before."""
+    """Yield the best sets of columns within `most_s` seconds, each without columns of the sets before."""
     least = 0.0
     for _ in range(_RIVALS[replicas[-1] > 1]):
         packed = _packed(part, columns, replicas, least, most_s)
@@ -199,7 +200,7 @@ def _best(part: ReplicaColumns, columns: list[Column], replicas: range, most_s: 
 def _packed(
     part: ReplicaColumns, columns: list[Column], replicas: range, least: float, most: float
 ) -> Packed | None:
-    """The best set of timed columns that takes at most `most` seconds."""
+    """Return the best set of timed columns that takes at most `most` seconds; ``None``: there is none."""
     for _ in range(_ROUNDS):
         packed = pack(columns, part.micro_batches, part.pools.totals, replicas, least, most, equal=part.equal)
         if packed is None:

@@ -1,7 +1,7 @@
-"""Layers moved between neighbouring stages of a plan whose layers differ, by what each plan takes in full.
+"""Moves layers between neighbouring stages of a plan with layers of several kinds, and times each plan.
 
-Tables take a mean layer. Where layers are of several kinds a stage may have heavier or lighter ones than it
-was dealt for: too many for its memory, or for its time.
+Tables have the times of a mean layer. Where layers are of several kinds, a stage may get heavier or lighter
+ones than the mean: too many for its memory, or for its time.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from megatron_hexi.cost import CostModel
 from megatron_hexi.plan import Plan
 from megatron_hexi.planner.layouts.trial import Candidate
 
-#: Layers that move at once: one, or past the few of another kind that stand between those alike.
+#: Numbers of layers that move at once: more than one, to pass the few of another kind between equal ones.
 _STEPS = (1, 2, 3)
-#: Plans that are timed at most.
+#: The most plans that are timed.
 _MOST_TRIALS = 200
 
 
 def with_layers_moved(best: Candidate, cluster: Cluster) -> Candidate:
-    """The candidate with layers moved one boundary at a time, as long as that fits better or is faster.
+    """Return the candidate with layers moved, a boundary at a time, while that fits better or is faster.
 
     Args:
-        best: a plan of stages with layers of their own; one whose stage the job repeats stays as it is.
-        cluster: where it runs.
+        best: a plan with `layers` in each stage; a plan with a repeated stage is returned unchanged.
+        cluster: the cluster that it runs on.
     """
     if best.plan.is_repeated:
         return best
@@ -43,7 +43,7 @@ def with_layers_moved(best: Candidate, cluster: Cluster) -> Candidate:
 
 
 def _neighbours(plan: Plan) -> Iterator[Plan]:
-    """The plan with each boundary between two stages of one replica moved by a few layers either way."""
+    """Yield the plan with each boundary between two stages of a replica moved by a few layers either way."""
     for number, replica in enumerate(plan.replicas):
         bounds = [0, *(stage.layers[1] for stage in replica.stages if stage.layers)]
         for place in range(len(replica.stages) - 1):

@@ -1,8 +1,8 @@
 """Times and memory of one layer, by the cost model, on any GPUs that a stage could have.
 
-A domain is laid out for speed on the first GPUs of each pool, in the best of a few groupings, and timed. Of
-several pools the time is only known roughly at first: their own times, as if they worked side by side, longer
-by how long another stage of the same pools waits.
+A domain is laid out for speed on the first GPUs of each pool, in the best of a few groupings, and timed. For
+a stage on several pools the time is an estimate at first: the pools' own times, as if none waited for
+another, times the factor by which waiting slows a small stage on the same pools.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from megatron_hexi.planner.search.tried import WINDOW
 
 #: Rounds of balancing for stages of several pools.
 _ROUNDS = 2
-#: Units of the stages whose waiting stands for that of all others of the same pools.
+#: Units of the small stages from which the waiting of all stages on the same pools is estimated.
 _WAITING_UNITS = 8
-#: Times the memory that GPUs have: room for any layer.
+#: Factor of the GPUs' memory with which layers are timed, so that any layer fits.
 _ROOM = 2.0**10
-#: What is timed: a layer between the embedding and the loss.
+#: The part of the model that is timed: one layer, with the embedding and the loss.
 _ONE_LAYER = ModelPart(layers=1, again=1, is_first=True, is_last=True, ahead=1)
 
 
@@ -51,20 +51,20 @@ class LayerTimes:
     """Times and memory of one layer of a micro-batch on a stage; arrays over the stage's pools.
 
     Args:
-        forward: seconds.
-        backward: seconds.
-        free_forward: of the forward pass, seconds in which the network is free.
-        free_backward: of the backward pass.
-        again: seconds of core attention, forward once more.
-        logits: seconds of the loss, both ways, with those of multi-token prediction.
-        units: of each pool.
-        tokens: of each of them, at most.
-        kept: bytes a layer and micro-batch under way, by what is computed again, [modes, pools].
-        working: bytes of the layer at work, likewise.
-        logits_bytes: of the loss, and of what multi-token prediction keeps beside its layers.
-        border_bytes: of each border between stages.
-        experts: routed experts on a GPU of each pool, at most, in each layer that has some.
-        expert_copies: expert domains of the stage.
+        forward: seconds of the forward pass.
+        backward: seconds of the backward pass.
+        free_forward: seconds of the forward pass in which the network is free.
+        free_backward: seconds of the backward pass in which the network is free.
+        again: seconds that recomputing core attention takes.
+        logits: seconds of the loss in both passes, with those of multi-token prediction.
+        units: number of units of each pool.
+        tokens: the most tokens of a unit of each pool.
+        kept: bytes kept for a layer and micro-batch under way, by mode of recomputation, [modes, pools].
+        working: bytes of the layer that is computed, by mode of recomputation, [modes, pools].
+        logits_bytes: bytes of the loss, and those that multi-token prediction keeps besides its layers.
+        border_bytes: bytes of each border between stages.
+        experts: the most routed experts on a GPU of each pool, in each layer that has experts.
+        expert_copies: number of expert domains of the stage.
     """
 
     forward: float
@@ -83,7 +83,7 @@ class LayerTimes:
     expert_copies: int
 
     def slower(self, factor: float) -> LayerTimes:
-        """Return this layer with longer times."""
+        """Return this layer with its times multiplied by a factor."""
         times = ("forward", "backward", "free_forward", "free_backward", "again")
         return replace(self, **{name: getattr(self, name) * factor for name in times})
 
@@ -93,7 +93,7 @@ class LayerTimes:
         return self.forward + self.backward
 
     def cover(self, way: HidesBehind) -> float | None:
-        """Seconds of a layer in which gradients or weights may travel unseen; ``None``: none."""
+        """Seconds of a layer that hide the communication of gradients or weights; ``None``: not hidden."""
         return None if way is None else {"forward": self.free_forward, "backward": self.free_backward}[way]
 
     @property
@@ -106,11 +106,11 @@ class LayerTimer:
     """Predicts time and memory of layers by the cost model, each when it is first asked for.
 
     Args:
-        job: a job of one micro-batch, with core attention computed again.
-        cluster: GPUs of the stages. Layers are predicted as if the GPUs had memory for them; `StageTables`
-            checks whether they do.
-        widths: tensor-parallel sizes.
-        experts: where the experts of a stage are, if the model has some.
+        job: a job of one micro-batch, with core attention recomputed.
+        cluster: the cluster with the GPUs of the stages. Layers are predicted as if the GPUs had memory for
+            them; `StageTables` checks whether they do.
+        widths: tensor-parallel sizes that are tried.
+        experts: how experts are placed on the ranks of a stage, if the model has experts.
     """
 
     def __init__(self, job: Job, cluster: Cluster, widths: Sequence[int], experts: ExpertRule) -> None:
@@ -150,9 +150,9 @@ class LayerTimer:
         """Return a layer on a stage of this shape; ``None``: the shape is impossible.
 
         Args:
-            shape: what it runs on.
-            timed: by a trial; else, of several pools, from the pools' own times, and from how long others of
-                the same pools wait for each other.
+            shape: the GPUs of the stage.
+            timed: whether it is timed by a trial; else a layer on several pools is estimated from the pools'
+                own times, and from the waiting of a small stage on the same pools.
         """
         if timed or len(shape.kinds) == 1:
             return self._timed(shape)
@@ -169,7 +169,7 @@ class LayerTimer:
         """The factor by which waiting slows stages of these pools, timed with a few units.
 
         Args:
-            kinds: the pools.
+            kinds: the pools of the stages.
             width: tensor-parallel size.
         """
         pools = self.pools.pools
@@ -185,7 +185,7 @@ class LayerTimer:
         return 1.0 if beside is None or timed is None else timed.seconds / beside.seconds
 
     def _trial(self, shape: StageShape) -> LayerTimes | None:
-        """Predict a layer's time by the cost model, in the fastest of a few groupings."""
+        """Return a layer by the cost model, in the fastest of a few groupings; ``None``: it is impossible."""
         fleet = self._stage_fleet(shape)
         if fleet is None:
             return None
@@ -199,7 +199,7 @@ class LayerTimer:
         def timed(place: int) -> Trial:
             return judge.try_out(fleet, [guess.layout(groupings[place], 1)], WINDOW)
 
-        # From groups of a node on to larger ones as long as that is faster, or else to smaller ones.
+        # Start from groups of a node; go to larger ones as long as that is faster, or else to smaller ones.
         start = next(
             (place for place, grouping in enumerate(groupings) if len(grouping) >= len(fleet.sites)), 0
         )
@@ -278,7 +278,7 @@ def _only(shape: StageShape, pool: int) -> StageShape:
 
 
 def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
-    """Join pools' layers: tokens in proportion to the pools' speeds, without waiting."""
+    """Return the layer of a stage on several pools: tokens in proportion to the pools' speeds, no waiting."""
     speeds = np.array([1 / layer.seconds for layer in layers])
     share = speeds / speeds.sum()
 
@@ -293,7 +293,7 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
     return LayerTimes(
         forward=together([layer.forward for layer in layers]),
         backward=together([layer.backward for layer in layers]),
-        # The pool whose messages take longest of its own time: each has its share of the tokens.
+        # Of the pool whose messages leave least of its time; each pool has its share of the tokens.
         free_forward=float(min(share * [layer.free_forward for layer in layers])),
         free_backward=float(min(share * [layer.free_backward for layer in layers])),
         again=together([layer.again for layer in layers]),
@@ -310,7 +310,7 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
 
 
 def _without_prediction(job: Job) -> Job:
-    """The job of a model without multi-token prediction, whose layers tables count by themselves."""
+    """The job with a model without multi-token prediction, whose layers `StageTables` counts."""
     return job if not job.model.mtp_layers else replace(job, model=replace(job.model, mtp_layers=0))
 
 
@@ -335,8 +335,8 @@ def _groupings(fleet: Fleet, heads: int) -> list[Grouping]:
     """Groupings from one group of all units down to single units: nodes joined, whole, and cut.
 
     Args:
-        fleet: the units.
-        heads: a group has no more units than these.
+        fleet: the units of the stage.
+        heads: query heads of a tensor-parallel rank, the most units of a group.
     """
     sites, units = fleet.sites, tuple(range(len(fleet.units)))
     groupings: list[Grouping] = [(units,)]

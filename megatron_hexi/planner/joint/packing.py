@@ -1,7 +1,7 @@
 """Chooses the replicas of a plan: packs columns into the fleet for the shortest iteration.
 
-For a time of the iteration each column takes so many micro-batches; CP-SAT says whether some of the columns,
-each as often as there are GPUs for it, take the whole batch. The least time for which they do is found by
+In a given time each column processes a number of micro-batches. CP-SAT decides whether some columns, each as
+often as there are GPUs for it, process the whole batch in that time. The least such time is found by
 bisection.
 """
 
@@ -19,9 +19,9 @@ from megatron_hexi.planner.joint.pools import Counts
 from megatron_hexi.planner.joint.replica_columns import Column
 from megatron_hexi.planner.layouts.deal import assign_in_turn
 
-#: The bisection ends where the time is known to this factor.
+#: The bisection ends when the time is known to this factor.
 _CLOSE = 1.003
-#: Of the solver, in its own deterministic units: about seconds.
+#: Limit of CP-SAT's deterministic time, about seconds.
 _EFFORT = 0.5
 _SEED = 1
 
@@ -32,9 +32,9 @@ class Packed:
 
     Args:
         columns: a column for each replica.
-        micro_batches: of each.
-        seconds: of the iteration, by the columns.
-        least_s: that no set of columns takes less than.
+        micro_batches: micro-batches of each replica.
+        seconds: seconds of the iteration that the columns predict.
+        least_s: lower bound of the seconds of any set of the columns.
     """
 
     columns: tuple[Column, ...]
@@ -53,15 +53,15 @@ def pack(
     *,
     equal: bool = False,
 ) -> Packed | None:
-    """Return the best set of replicas; ``None`` where none finishes the batch in time.
+    """Return the best set of replicas; ``None``: none finishes the batch in time.
 
     Args:
-        columns: to choose from.
-        micro_batches: of an iteration.
+        columns: the candidate replicas.
+        micro_batches: micro-batches of an iteration.
         totals: GPUs of each pool.
-        replicas: how many there may be.
-        least_s: seconds that no set of them takes less than, as far as is known.
-        most_s: seconds that a set may take.
+        replicas: numbers of replicas that a set may have.
+        least_s: a known lower bound of the seconds of any set.
+        most_s: the most seconds that a set may take.
         equal: whether all replicas are of one column, with equal shares of the batch.
     """
     if not columns:
@@ -75,7 +75,7 @@ def pack(
         return Packed((fastest,), (micro_batches,), least, least) if least <= most_s else None
     top = min(*alone, most_s)
     best = _packed(columns, top, micro_batches, totals, replicas)
-    if best is None and top < most_s:  # so many replicas need more than the fastest of them alone
+    if best is None and top < most_s:  # `replicas` may need more time than the fastest one alone
         top = min(max(alone), most_s)
         best = _packed(columns, top, micro_batches, totals, replicas)
     if best is None:
@@ -98,7 +98,7 @@ def pack(
 def _equal(
     columns: Sequence[Column], micro_batches: int, totals: Counts, replicas: range, most_s: float
 ) -> Packed | None:
-    """Return the best column taken several times; ``None`` where equal shares do not finish in time."""
+    """Return the best column repeated for all replicas; ``None``: equal shares do not finish in time."""
     best: Packed | None = None
     for column in columns:
         room = min(total // count for count, total in zip(column.counts, totals, strict=True) if count)
@@ -142,12 +142,13 @@ def _packed(
 
 
 def _most(gpus: Ints, taking: Ints, totals: Ints) -> float:
-    """An upper bound on the micro-batches of any set of columns, by prices of GPUs.
+    """Upper bound of the micro-batches of any set of columns, by prices of GPUs.
 
-    Prices are those at which each pool alone is worth the same: what its own best columns make of it.
+    The lower of two bounds: with the same price for all GPUs, and with the most micro-batches a GPU that
+    columns on one pool alone reach as the price of that pool's GPUs.
 
     Args:
-        gpus: of each column by pool, [columns, pools].
+        gpus: GPUs of each column from each pool, [columns, pools].
         taking: micro-batches of each column.
         totals: GPUs of each pool.
     """
@@ -165,13 +166,13 @@ def _undominated(columns: Sequence[Column], seconds: float, micro_batches: int) 
         return []
     offers.sort(key=lambda offer: (-offer[1], sum(offer[0].counts)))
     counts = np.array([column.counts for column, _ in offers])
-    # Those before take as many at least.
+    # Earlier offers have at least as many micro-batches.
     fewer = np.tril((counts <= counts[:, None]).all(axis=2), -1).any(axis=1)
     return [offer for offer, dominated in zip(offers, fewer, strict=True) if not dominated]
 
 
 def _with_batch(columns: Sequence[Column], micro_batches: int) -> Packed | None:
-    """Replicas with at least one micro-batch each; ``None`` where there are too few."""
+    """Return these replicas with at least one micro-batch each; ``None``: too few micro-batches."""
     if len(columns) > micro_batches:
         return None
     counts = assign_in_turn(micro_batches, [column.seconds for column in columns], least=1)

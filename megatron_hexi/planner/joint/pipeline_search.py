@@ -1,10 +1,10 @@
 """Searches the best pipeline on a replica's GPUs: its stages, their order and their layers.
 
-Pools of GPUs are joined to blocks: a block's stages all have the same part of each of its pools. For a time
-that no stage may pass, a table says how many layers a stage carries. So, block by block from the last stage
-to the first, a dynamic program finds for each number of stages, and for each time of a geometric grid, the
-most layers that are carried; the first time at which the model is makes a candidate. The best candidates then
-get whole layers, exactly: the least time of the slowest stage, by bisection over the tables' own values.
+Pools of GPUs are joined to blocks: a block's stages all have the same part of each of its pools. For a limit
+of a stage's time, a table gives the most layers of the stage. So, block by block from the last stage to the
+first, a dynamic program finds for each number of stages, and for each time of a geometric grid, the most
+layers of these stages; the first time at which that is the whole model makes a candidate. The best candidates
+then get whole layers, exactly: the least time of the slowest stage, by bisection over the tables' values.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from megatron_hexi.planner.request import Request
 
 #: Steps of the grid of times: 3 %, refined by the exact layers afterwards.
 _STEP = 1.03
-#: Candidates that get whole layers.
+#: The most candidates that get whole layers.
 _FINALISTS = 10
-#: Times that a border's seconds count as its sender's and its receiver's own where layers are dealt; the best
-#: of these is taken.
+#: Factors of a border's seconds that are added to its sender's and to its receiver's time when layers are
+#: assigned; the best of these is taken.
 _CHARGED = ((2.0, 0.0), (0.0, 0.0), (0.0, 2.0), (1.0, 1.0), (0.5, 0.5))
-#: Layers that a stage which does not fit is counted as.
+#: Number of layers that stands for a stage which does not fit.
 _NEVER = -(10**6)
 
 
 class _CarriedLayers(NamedTuple):
-    """The most layers that the last blocks can have, for each time, and the first block of these.
+    """The most layers of the last blocks within each time of the grid, and the choices that reach it.
 
     Args:
-        layers: [times].
-        block: index of the block's option, [times]; one number: at all times.
-        behind: stages of the blocks after it, likewise.
+        layers: the most layers, [times].
+        block: index of the first of these blocks' option, [times]; one number: at all times.
+        behind: number of stages of the blocks after it, [times]; one number: at all times.
     """
 
     layers: Floats
@@ -52,8 +52,8 @@ class PipelineSearch:
     """Searches pipelines with the tables of one micro-batch size.
 
     Args:
-        request: what is planned.
-        tables: of stages.
+        request: the request that is planned.
+        tables: the tables of stages.
     """
 
     def __init__(self, request: Request, tables: StageTables) -> None:
@@ -62,12 +62,12 @@ class PipelineSearch:
         is_fixed = "pipeline_parallel" in request.fixed
         deepest = min(DEEPEST, tables.layers)
         self._depths = [job.pipeline_parallel] if is_fixed else list(range(1, deepest + 1))
-        if not request.rules.allow("unequal_stages"):  # several stages that are alike are Megatron's own
+        if not request.rules.allow("unequal_stages"):  # pipelines of equal stages are tried as baselines
             self._depths = [depth for depth in self._depths if depth == 1]
         depth = min(deepest, max(self._depths, default=0))
         self._blocks = Blocks(self._pools, tables.timer.widths, depth, request.context_parallel)
         tokens = tables.timer.micro_batch_size * job.seq_length
-        #: Of activations between stages, and of their gradients.
+        #: Bytes of activations between stages, and of their gradients.
         self._bytes = tokens * job.model.hidden_size * job.element_bytes
         self._grid = self._times()
         self._carry = cache(self._block_layers)
@@ -75,13 +75,13 @@ class PipelineSearch:
         self._between = cache(self._pools.seconds_between)
 
     def best(self, counts: Counts, micro_batches: int, shards: int, width: int | None) -> list[Pipe]:
-        """Return pipelines on these GPUs, the fastest first; empty where the model does not fit.
+        """Return pipelines on these GPUs, the fastest first; empty if the model does not fit.
 
         Args:
-            counts: of each pool.
-            micro_batches: that pass.
-            shards: replicas that share the optimizer's state.
-            width: tensor-parallel size of all stages; ``None``: each its own.
+            counts: GPUs of each pool.
+            micro_batches: micro-batches that the pipeline processes in an iteration.
+            shards: number of replicas that share the optimizer's state.
+            width: tensor-parallel size of all stages; ``None``: stages may differ.
         """
         candidates: list[tuple[float, list[StageShape]]] = []
         for blocks in self._blocks.orders(counts):
@@ -91,7 +91,7 @@ class PipelineSearch:
         return sorted((pipe for pipe in pipes if pipe is not None), key=lambda pipe: pipe.seconds)
 
     def alone(self, counts: Counts, micro_batches: int, shards: int, width: int | None) -> list[Pipe]:
-        """Return single stages, of each tensor-parallel size that fits; arguments as of `best`."""
+        """Return pipelines of one stage with each tensor-parallel size that fits; arguments as in `best`."""
         if 1 not in self._depths:
             return []
         blocks = (block for block in self._blocks.options(counts, width) if block.stages == 1)
@@ -107,15 +107,15 @@ class PipelineSearch:
         timed: bool = False,
         took: Sequence[tuple[int, float]] = (),
     ) -> Pipe | None:
-        """Return the pipeline with the layers that make its slowest stage as fast as possible.
+        """Return the pipeline with the layers that make its slowest stage as fast as possible, if it fits.
 
         Args:
-            shapes: of the stages.
-            micro_batches: that pass.
-            shards: replicas that share the optimizer's state.
-            timed: with every stage's own times; else those of several pools are roughly known.
-            took: layers that each stage had in a plan, and the seconds that they took: its table is scaled
-                to these. Empty: there is no plan yet.
+            shapes: shape of each stage.
+            micro_batches: micro-batches that the pipeline processes in an iteration.
+            shards: number of replicas that share the optimizer's state.
+            timed: whether all stages are timed; else the times of stages on several pools are estimates.
+            took: for each stage, its layers in a timed plan and the seconds that they took: its table is
+                scaled to these. Empty: there is no plan yet.
         """
         seconds, tables, ways, last = [], [], self._ways(shapes), len(shapes) - 1
         for place, shape in enumerate(shapes):
@@ -127,16 +127,16 @@ class PipelineSearch:
             if took:
                 layers, planned = took[place]
                 factor = planned / table.seconds[layers - 1]
-                if not factor:  # by its table it does not fit so
+                if not factor:  # the table says that so many layers do not fit
                     return None
             seconds.append(table.seconds * factor)
             tables.append(table)
         is_timed = timed or all(len(shape.kinds) == 1 for shape in shapes)
-        # Rows of neighbours wait for what travels between them, there and back: no row takes longer than the
-        # slowest stage together with its part of that. Which parts are best depends on the stages.
+        # Neighbouring stages wait for what travels between them, there and back: a run of them takes no
+        # longer than the slowest stage together with its part of that. Which parts are best depends on them.
         before, behind = np.array([0.0, *ways]), np.array([*ways, 0.0])
         best: Pipe | None = None
-        # Replicas sum their gradients sooner where their stages have the same layers: one way for all.
+        # Replicas sum their gradients sooner if their stages have the same layers: one choice for all.
         several = shards > 1 and not took
         for sender, receiver in _CHARGED if any(ways) and not several else _CHARGED[:1]:
             charged = sender * behind + receiver * before
@@ -154,7 +154,7 @@ class PipelineSearch:
         return best
 
     def _ways(self, shapes: Sequence[StageShape]) -> list[float]:
-        """Seconds of activations over each border, [p - 1]."""
+        """Seconds of activations over each of the borders between p stages, [p - 1]."""
         ways: list[float] = []
         for shape, run in itertools.groupby(shapes):
             alike = len(list(run))
@@ -181,9 +181,16 @@ class PipelineSearch:
         is_last: bool,
         shards: int,
     ) -> dict[int, _CarriedLayers]:
-        """The most layers that a block's stages have together, by their number.
+        """Return the most layers of a block's stages together, by the number of its stages.
 
-        With so many stages `behind` it, and so many micro-batches under way at `most`.
+        Args:
+            counts: the block's GPUs of each pool.
+            width: tensor-parallel size; ``None``: any.
+            behind: number of stages after the block.
+            most: the most micro-batches under way on a stage.
+            is_first: whether the block is the first of the pipeline.
+            is_last: whether the block is the last of the pipeline.
+            shards: number of replicas that share the optimizer's state.
         """
         by_depth: dict[int, _CarriedLayers] = {}
         for number, (shape, depth) in enumerate(self._blocks.options(counts, width)):
@@ -212,7 +219,7 @@ class PipelineSearch:
         table = self._tables.table(shape, under_way, is_first, is_last, shards, False)
         if table is None:
             return None
-        # To another block's stage the way is taken to be as long as to one of the same.
+        # Sends to another block's stage are taken to last as long as to one of the same block.
         crossings = self._pools.crossings(shape, alike) or [True]
         crossing = sum(crossings) / len(crossings)
         way = 0.0 if is_last else self._between(shape, shape, self._bytes, crossing)
@@ -222,7 +229,7 @@ class PipelineSearch:
     def _candidates(
         self, blocks: Sequence[Counts], micro_batches: int, shards: int, width: int | None
     ) -> Iterator[tuple[float, list[StageShape]]]:
-        """For each number of stages the fastest pipeline on the grid: seconds and shapes."""
+        """Yield, for each number of stages, the fastest pipeline on the grid: its seconds and shapes."""
         levels = [{0: _CarriedLayers(np.zeros(len(self._grid)), np.array(0), np.array(0))}]
         most = min(micro_batches, DEEPEST)
         for place in reversed(range(len(blocks))):

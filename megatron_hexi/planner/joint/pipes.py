@@ -16,7 +16,7 @@ from megatron_hexi.cost.pipeline import period_s
 from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.joint.pools import StageShape
 
-#: Times that every pair of stages is asked for a layer to move.
+#: The most rounds in which a layer may move between every pair of stages.
 _MOVES = 4
 
 
@@ -24,10 +24,10 @@ class PipeStage(NamedTuple):
     """A stage of a pipeline.
 
     Args:
-        shape: what it runs on.
-        layers: how many.
-        recompute: what it computes again.
-        seconds: of a micro-batch, forward and backward.
+        shape: the GPUs that it runs on.
+        layers: its number of layers.
+        recompute: its recomputation.
+        seconds: seconds of a micro-batch, forward and backward.
     """
 
     shape: StageShape
@@ -41,10 +41,10 @@ class Pipe:
     """A pipeline with its number of micro-batches.
 
     Args:
-        stages: the first stage first.
-        ways: seconds that activations are under way over each border, and gradients back, [p - 1].
-        micro_batches: that pass through it.
-        timed: whether every stage was timed.
+        stages: its p stages, the first one first.
+        ways: seconds of activations over each border, and of gradients back, [p - 1].
+        micro_batches: micro-batches that it processes in an iteration.
+        timed: whether every stage was timed; else some times are estimates.
     """
 
     stages: tuple[PipeStage, ...]
@@ -76,12 +76,12 @@ class Pipe:
 def least_longest(seconds: Sequence[Floats], layers: int) -> list[int] | None:
     """Return the layers of each stage, at least one, that make the slowest as fast as possible.
 
-    Exact, since more layers never take less. What is left to choose goes to where the last layer is dearest:
-    from there one is taken first.
+    Exact, since more layers never take less time. Surplus layers are taken from the stages whose last layer
+    adds most. ``None``: the layers do not fit on the stages.
 
     Args:
-        seconds: of each stage by its layers, 1 to L, [L] each; inf where they do not fit.
-        layers: to deal.
+        seconds: seconds of each stage with 1 to L layers, [L] each; inf: they do not fit.
+        layers: number of layers to assign.
     """
     values = np.unique(np.concatenate([times[np.isfinite(times)] for times in seconds]))
 
@@ -108,16 +108,16 @@ def least_longest(seconds: Sequence[Floats], layers: int) -> list[int] | None:
 def moved_layers(
     seconds: Sequence[Floats], dealt: Sequence[int], ways: Sequence[float], micro_batches: int
 ) -> list[int]:
-    """Return the layers after moves between stages, one at a time, that shorten the whole.
+    """Return the layers after moves of one layer between stages that shorten the pipeline's time.
 
-    The slowest stage counts for each micro-batch, but the first one passes them all: where there are few,
-    more layers on fast stages may be worth a longer period.
+    The slowest stage counts for each micro-batch, but the first micro-batch passes all stages: if there are
+    few micro-batches, more layers on fast stages may be worth a longer period.
 
     Args:
-        seconds: of each stage by its layers, 1 to L, [L] each; inf where they do not fit.
+        seconds: seconds of each stage with 1 to L layers, [L] each; inf: they do not fit.
         dealt: layers of each stage, to begin with.
-        ways: seconds that activations are under way over each border, and gradients back, [p - 1].
-        micro_batches: how many pass.
+        ways: seconds of activations over each border, and of gradients back, [p - 1].
+        micro_batches: micro-batches that the pipeline processes.
     """
 
     def total(layers: Sequence[int]) -> float:

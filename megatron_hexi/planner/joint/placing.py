@@ -10,7 +10,7 @@ from megatron_hexi.planner.joint.pools import Pools, StageShape
 
 
 class StagePlace(NamedTuple):
-    """The place of a stage in a plan: its replica's number, its own, and the replica's stages."""
+    """The position of a stage in a plan: its replica, its number there, and the replica's stage count."""
 
     replica: int
     stage: int
@@ -32,7 +32,7 @@ class StagePlace(NamedTuple):
         return self.is_first or self.is_last
 
 
-#: GPUs of the cluster by stage.
+#: GPUs of each stage, numbered in the cluster.
 StageGpus = dict[StagePlace, list[int]]
 
 
@@ -45,11 +45,11 @@ class _Demand(NamedTuple):
 
 
 def find_gpus(pools: Pools, replicas: Sequence[Sequence[StageShape]]) -> StageGpus | None:
-    """Return GPUs for every stage; ``None`` where parts of nodes do not add up or ranks have no order.
+    """Return GPUs for every stage; ``None``: nodes cannot be cut so, or the ranks cannot be ordered.
 
-    Whole nodes go first, in the stages' order. Then parts of nodes, the largest first, each to a node that
-    has room beside the neighbouring stage, or else beside any. So a tensor-parallel unit is on one node, and
-    neighbours are close.
+    Whole nodes go first, in the stages' order. Then parts of nodes, the largest first, each on a node with a
+    neighbouring stage if there is room, or else with any other stage. So a tensor-parallel unit is on one
+    node, and neighbours are close.
     """
     placed: StageGpus = {}
     for pool, node_pool in enumerate(pools.pools):
@@ -77,7 +77,7 @@ def find_gpus(pools: Pools, replicas: Sequence[Sequence[StageShape]]) -> StageGp
 
 
 def _share(demands: Sequence[_Demand], size: int, nodes: Sequence[int]) -> dict[int, list[_Demand]] | None:
-    """Assign demands for parts of nodes to nodes; ``None`` where there is no room."""
+    """Return the demands for parts of nodes by the node that each gets; ``None``: there is no room."""
     shared: dict[int, list[_Demand]] = {}
     for demand in sorted(demands, key=lambda demand: (-demand.gpus, demand.place)):
         rooms = [
@@ -99,7 +99,7 @@ def _are_neighbours(one: _Demand, other: _Demand) -> bool:
 
 
 def number_ranks(cluster: Cluster, placed: StageGpus) -> list[int]:
-    """Return the GPU of each rank; empty where one node alone has all ends of pipelines.
+    """Return the GPU of each rank; empty if one of several nodes alone has all ends of pipelines.
 
     A node's GPUs follow each other, and nodes do as in the cluster file, but for two rules of the runtime:
     the first rank stands at an end of a pipeline, where data is read, and the last one computes the loss.
@@ -114,7 +114,7 @@ def number_ranks(cluster: Cluster, placed: StageGpus) -> list[int]:
 
     def turn(gpu: int) -> tuple[bool, bool, int, bool, bool, int]:
         node, place = node_of[gpu], place_of[gpu]
-        # Of the first node those at an end come first, of the last one those with the loss last.
+        # On the first node, ends of pipelines come first; on the last node, GPUs with the loss come last.
         late = place.is_last if node == end else not place.is_end
         return node == end, node != begin, node, late, not place.is_first, gpu
 

@@ -1,6 +1,6 @@
 """Pools of equal nodes, and the shapes of stages: numbers of GPUs from each pool.
 
-What a stage takes is decided here in numbers of GPUs; `placing` finds the GPUs.
+Here a stage's GPUs are only numbers from each pool; `placing` chooses the GPUs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_hexi.cluster import Cards, Cluster, Device
 
 #: GPUs of each pool.
 Counts = tuple[int, ...]
-#: Of more pools, sites are not told apart: partitions of the pools are enumerated.
+#: With more pools, sites are not distinguished, since partitions of the pools are enumerated.
 _MOST_POOLS = 8
 
 
@@ -24,10 +24,10 @@ class Pool:
     """Equal nodes on one site.
 
     Args:
-        device: their GPU.
-        size: GPUs of each.
-        nodes: their numbers in the cluster.
-        site: the part of the outermost level that they are in.
+        device: the model of their GPUs.
+        size: number of GPUs of each node.
+        nodes: the nodes' numbers in the cluster.
+        site: number of the part of the outermost network level that they are in.
     """
 
     device: Device
@@ -46,7 +46,7 @@ class StageShape(NamedTuple):
 
     Args:
         counts: GPUs of each pool.
-        width: of these, so many share each weight.
+        width: number of GPUs of a tensor-parallel unit.
     """
 
     counts: Counts
@@ -73,7 +73,7 @@ class Pools:
 
     Args:
         cluster: the cluster.
-        pools: the fastest GPUs first.
+        pools: its pools, the fastest GPUs first.
     """
 
     def __init__(self, cluster: Cluster, pools: Sequence[Pool]) -> None:
@@ -85,7 +85,7 @@ class Pools:
 
         Args:
             cluster: the cluster.
-            speeds: what each node's GPU does of the job's work at its best, by node.
+            speeds: tokens/s of the job on one GPU of each node at its best rates.
         """
         levels = cluster.fast_domains()
         # The last partition is everything, unless there is no level above the node.
@@ -141,7 +141,7 @@ class Pools:
         return chosen
 
     def way_out(self, shape: StageShape) -> float:
-        """Bytes/s that a stage's GPUs together send to other nodes."""
+        """Bytes/s that a stage's GPUs together can send to other nodes."""
         if not self.cluster.tiers:
             return math.inf
         bandwidth = 0.0
@@ -165,9 +165,9 @@ class Pools:
 
         Args:
             first: the sender's shape.
-            second: the receiver's.
-            size: bytes.
-            crossing: how likely the stages are on different nodes, from 0 to 1, where one has room for both.
+            second: the receiver's shape.
+            size: bytes to send.
+            crossing: probability that the stages are on different nodes, if one node has room for both.
         """
         gpus, pool = sum(first.counts), self.pools[first.kinds[0]]
         together = gpus + sum(second.counts)
@@ -205,7 +205,7 @@ class Pools:
 
 
 def _alike(cluster: Cluster, site_of: dict[int, int]) -> list[Pool]:
-    """Pools of a cluster, given the site of GPUs."""
+    """Pools of a cluster, given the site of each GPU."""
     alike: dict[tuple[int, int, float, float, Cards | None, int], list[int]] = {}
     for number, node in enumerate(cluster.nodes):
         name = (id(node.device), len(node.ranks), node.bandwidth, node.latency_s, node.cards)

@@ -18,22 +18,23 @@ from megatron_hexi.planner.joint.pools import Counts, Pools, pools_of
 from megatron_hexi.planner.joint.synchronisation import Synchronisation
 from megatron_hexi.planner.request import Request
 
-#: Choices of GPUs that get pipelines, and that are tried as one stage: by one replica, by each of several.
+#: The most choices of GPUs that are tried with pipelines, and as one stage: for a single replica, for one of
+#: several.
 _WITH_PIPELINES, _WITH_ONE_STAGE = (24, 16), (60, 150)
-#: Pipelines whose gradients are looked at, the fastest, and of one replica the fastest of each depth and
-#: tensor-parallel size; of these so many are kept, of one replica and of each of several.
+#: The most pipelines whose gradients are timed: the fastest, and of one replica the fastest of each depth and
+#: tensor-parallel size. The most of these that are kept, for one replica and for one of several.
 _WITH_GRADIENTS, _KEPT = 4, (3, 1)
-#: Parts of everything that replicas are made of.
+#: Denominators of the parts of pools that replicas are made of.
 _PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
-#: Products of whole nodes are all tried up to so many for each set of pools.
+#: All combinations of whole nodes of a set of pools are tried if they are at most this many.
 _MOST_PRODUCTS = 300
-#: One of several replicas that is good for less than this part of a micro-batch an iteration is left out.
+#: One of several replicas whose share of an iteration is less than this part of a micro-batch is left out.
 _LEAST_SHARE = 0.45
-#: Kinds of GPU in a replica that is one of several, unless all are of one mix.
+#: The most pools of one of several replicas, unless all have the same mix.
 _MOST_KINDS = 2
-#: What of all speed a replica must have that is the only one, where there are more choices than are tried.
+#: The least share of all GPUs' speed of a single replica, if there are more choices than are tried.
 _LEAST_ALONE = 1 / 4
-#: Choices that have at least this part of all speed are single replicas, in any case kept.
+#: Choices with more than this share of all GPUs' speed are kept first.
 _NEARLY_ALL = 0.97
 
 
@@ -43,9 +44,9 @@ class Column:
 
     Args:
         counts: GPUs of each pool.
-        pipe: its pipeline, for about as many micro-batches as it will take.
-        shards: replicas that it shares optimizer state with.
-        sync_s: gradients, weights and optimizer.
+        pipe: its pipeline, for about as many micro-batches as it will process.
+        shards: number of replicas that share its optimizer state.
+        sync_s: exposed seconds of gradients, weights and the optimizer's step.
     """
 
     counts: Counts
@@ -67,11 +68,11 @@ class ReplicaColumns:
     """Candidate replicas for one micro-batch size.
 
     Args:
-        request: what is planned.
-        timer: of layers.
-        pools: what there is, all of the fleet or a part of it.
-        search: for pipelines.
-        micro_batches: of an iteration.
+        request: the request that is planned.
+        timer: the timer of layers.
+        pools: the pools of all of the fleet, or of a part of it.
+        search: the pipeline search.
+        micro_batches: micro-batches of an iteration on these pools.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class ReplicaColumns:
         self._sync = Synchronisation(timer)
         self._speeds = [1 / timer.seconds_alone(pool) for pool in range(len(pools.pools))]
         params = request.job.model.total_params
-        # A bound: without copies of matrices in fp8, and the optimizer's state, which other replicas share.
+        # A lower bound: without copies of matrices in fp8, nor the optimizer's state, which replicas share.
         nothing = ModelPart(layers=0, again=0, is_first=False, is_last=False, ahead=1)
         self._choices = self._find_choices(
             float(sum(static_memory(request.job, nothing, params, params, 0).values()))
@@ -98,15 +99,15 @@ class ReplicaColumns:
         """Return the candidate replicas.
 
         Args:
-            replicas: that a part has at least.
-            shards: replicas that share optimizer state, of all parts.
-            width: tensor-parallel size of all stages; ``None``: each its own.
-            whole: with replicas of one stage, for more choices of GPUs.
+            replicas: the least number of replicas on these pools.
+            shards: number of replicas on the whole fleet that share optimizer state.
+            width: tensor-parallel size of all stages; ``None``: stages may differ.
+            whole: whether to add replicas of one stage, for more choices of GPUs.
         """
         columns: list[Column] = []
         choices = [counts for counts in self._choices if self._take(counts, replicas)]
         several = replicas > 1
-        # Pipelines differ little by who shares their optimizer state: those of two replicas do for more.
+        # Pipelines depend little on how many share their optimizer state: those for two serve for more.
         sharing = min(shards, 2)
         few = [counts for counts in choices if not several or len(pools_of(counts)) <= _MOST_KINDS]
         for counts in self._some(few, _WITH_PIPELINES[several]):
@@ -118,7 +119,7 @@ class ReplicaColumns:
         return columns
 
     def _columns(self, counts: Counts, pipes: list[Pipe], shards: int, most: int) -> list[Column]:
-        """The best pipelines with the seconds of their gradients."""
+        """Return the best pipelines as columns, with the seconds of their gradients."""
         if shards == 1:
             kinds: dict[tuple[int, ...], Pipe] = {}
             for pipe in pipes:
@@ -129,7 +130,7 @@ class ReplicaColumns:
             for pipe in pipes[:_WITH_GRADIENTS]
         ]
         columns.sort(key=lambda column: column.seconds(column.pipe.micro_batches))
-        # What is only roughly known may turn out slower.
+        # Estimated pipelines may turn out slower.
         timed = [column for column in columns if column.pipe.timed]
         return list(dict.fromkeys([*columns[:most], *timed[:most]]))
 
@@ -139,7 +140,7 @@ class ReplicaColumns:
         return self._sync.unlike_seconds([pipe.stages for pipe in pipes], columns[0].shards)
 
     def timed(self, column: Column) -> Column | None:
-        """Return the column with every stage timed; ``None`` where it does not fit."""
+        """Return the column with every stage timed; ``None``: it does not fit."""
         pipe = self._search.layered(column.pipe.shapes, column.pipe.micro_batches, column.shards, timed=True)
         if pipe is None:
             return None
@@ -162,7 +163,7 @@ class ReplicaColumns:
         return len(parts) == 1 and parts.pop().is_integer()
 
     def _share(self, counts: Counts) -> float:
-        """Share of all GPUs' speed."""
+        """The share of all GPUs' speed that these GPUs have."""
         return math.sumprod(counts, self._speeds) / math.sumprod(self.pools.totals, self._speeds)
 
     def _take(self, counts: Counts, replicas: int) -> int:

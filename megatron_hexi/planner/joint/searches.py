@@ -1,6 +1,6 @@
 """The joint searches of one planning: over sizes of micro-batches, and for GPUs with more memory.
 
-How long a layer takes depends neither on memory nor on the batch. So searches of the same micro-batches on
+The time of a layer depends neither on memory nor on the batch. So searches of the same micro-batches on
 the same GPUs share the layers that were timed.
 """
 
@@ -21,7 +21,7 @@ from megatron_hexi.planner.request import Request
 
 
 class JointSearches:
-    """Searches for plans; `memory` is how many times the memory that they have GPUs are taken to have.
+    """Runs joint searches, which share their timed layers.
 
     Args:
         progress: callback, receives (phase, done, total).
@@ -40,11 +40,18 @@ class JointSearches:
     def plans(
         self, request: Request, cluster: Cluster, memory: float, faster_than: float = math.inf
     ) -> list[Candidate]:
-        """Return plans that fit, over all micro-batch sizes, without those that are far slower."""
+        """Return plans that fit, over all micro-batch sizes.
+
+        Args:
+            request: the request that is planned.
+            cluster: the cluster that the job runs on.
+            memory: factor of the GPUs' memory that plans may use.
+            faster_than: seconds of an iteration; plans that are predicted to be slower are left out.
+        """
         return list(self._fitting(request, cluster, memory, faster_than, fewest=False))
 
     def with_few_replicas(self, request: Request, cluster: Cluster, memory: float) -> Candidate | None:
-        """Return the first plan that fits, with as few replicas as possible; ``None``: none."""
+        """Return the first plan that fits, with as few replicas as possible, see `plans`; ``None``: none."""
         return next(self._fitting(request, cluster, memory, math.inf, fewest=True), None)
 
     def _fitting(
@@ -64,7 +71,7 @@ class JointSearches:
         job = replace(
             request.job,
             tensor_parallel=widths[0],
-            pipeline_parallel=1,  # stages are put together by the search
+            pipeline_parallel=1,  # the search joins stages to pipelines
             data_parallel=1,
             micro_batch_size=micro_batch_size,
             global_batch_size=micro_batch_size,

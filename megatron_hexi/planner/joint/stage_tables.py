@@ -1,10 +1,10 @@
 """Tables of a stage's time by its number of layers, for each shape of stage.
 
 A layer's time does not depend on how many layers its stage has, so one layer that was timed (layer_times.py)
-gives the time of them all. Memory then says how much each must compute again: its terms grow with layers and
-with micro-batches under way, and are the cost model's too. So a table holds what a domain that exists would
-take; the domain search makes finalists faster, and mends what memory forces on units of several kinds, whose
-price is all that a table knows.
+gives the time of all. Memory then decides how many of them must be recomputed: its terms are those of the
+cost model, and grow with layers and with micro-batches under way. So a table has the times of a layout that
+exists. Of units of several kinds it only has the slowdown that short memory causes; the domain search finds
+their shares, and makes the finalists faster.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megatron_hexi.planner.joint.layer_times import LayerTimer, LayerTimes
 from megatron_hexi.planner.joint.pools import Pools, StageShape
 from megatron_hexi.planner.request import Request
 
-#: Stages of a pipeline at most.
+#: The most stages of a pipeline.
 DEEPEST = 16
-#: Numbers of micro-batches under way that are told apart; of those between, the next.
+#: Numbers of micro-batches under way that have a table; a number between two uses the larger one's.
 UNDER_WAY = (1, 2, 3, 4, 6, 8, 12, DEEPEST)
-#: Memory that forces units of several kinds away from the balance by more than this is too little.
+#: The largest slowdown by memory that forces tokens from one kind of units to others; beyond it, no fit.
 _MOST_STRETCH = 20.0
-#: Each kind must have room for so much of its share of the tokens; else it is left out of a stage.
+#: Each kind of units must have memory for this part of its share of the tokens; else the stage does not fit.
 _LEAST_ROOM = 0.02
 
 
@@ -41,8 +41,8 @@ class Table(NamedTuple):
     """Seconds and recomputation of a stage with 1 to L layers.
 
     Args:
-        seconds: of a micro-batch, forward and backward, [L]; never less for more layers; inf: does not fit.
-        modes: what it computes again: an index into `RECOMPUTES`, or 3 + k for k whole layers, [L].
+        seconds: seconds of a micro-batch, forward and backward, [L]; never less for more layers; inf: no fit.
+        modes: recomputation: an index into `RECOMPUTES`, or 3 + k for k whole layers, [L].
     """
 
     seconds: Floats
@@ -58,9 +58,9 @@ class StageTables:
     """Tables of all stages for one job's micro-batches, each computed when it is first asked for.
 
     Args:
-        request: what is planned.
-        timer: of their layers.
-        pools: what GPUs there are.
+        request: the request that is planned.
+        timer: the timer of the stages' layers.
+        pools: the pools of GPUs, with the memory that plans may use.
     """
 
     def __init__(self, request: Request, timer: LayerTimer, pools: Pools) -> None:
@@ -74,12 +74,12 @@ class StageTables:
         """Return the table of a stage at its position in the pipeline; ``None``: it is impossible.
 
         Args:
-            shape: what it runs on.
-            under_way: micro-batches whose activations it keeps at a time.
+            shape: the GPUs of the stage.
+            under_way: number of micro-batches whose activations it keeps at a time.
             is_first: whether it has the embedding.
             is_last: whether it has the loss.
-            shards: replicas that share its optimizer's state.
-            timed: as of `LayerTimer.layer`.
+            shards: number of replicas that share its optimizer's state.
+            timed: whether its layer is timed; else that of a stage on several pools is an estimate.
         """
         stack = self._stack(shape, is_first, is_last, shards, timed)
         return None if stack is None else stack[bisect.bisect_left(UNDER_WAY, under_way)]
@@ -87,7 +87,7 @@ class StageTables:
     def _tables(
         self, shape: StageShape, is_first: bool, is_last: bool, shards: int, timed: bool
     ) -> list[Table] | None:
-        """Compute the tables for all of `UNDER_WAY`."""
+        """Return the table for each of `UNDER_WAY`; ``None``: the stage is impossible."""
         layer = self.timer.layer(shape, timed)
         if layer is None:
             return None
@@ -126,7 +126,10 @@ class StageTables:
     def _choices(
         self, layer: LayerTimes, room: Floats, count: Ints, under_way: Ints
     ) -> Iterator[tuple[int, Ints]]:
-        """Modes of recomputation, and the number of layers that each recomputes, [L] or [F, L]."""
+        """Yield modes of recomputation (indices), and how many layers each recomputes, [L] or [F, L].
+
+        L are the numbers of layers of a stage, F those of micro-batches under way.
+        """
         if self._fixed is not None:
             again = [layers_again(layers, self._fixed) for layers in count.tolist()]
             yield RECOMPUTES.index(recompute_mode(self._fixed)), np.array(again)
@@ -134,7 +137,7 @@ class StageTables:
         yield 0, 0 * count
         yield 1, count
         yield 2, count
-        # As many whole layers as free what is missing; the layer at work then is one of them.
+        # As many whole layers as free the memory that is missing; the layer at work then is one of them.
         freed = under_way * np.maximum(layer.kept[0] - layer.kept[2], 1e-9)[:, None, None]
         kept = count * under_way * layer.kept[0][:, None, None]
         missing = kept + layer.working[2][:, None, None] - room
@@ -143,22 +146,22 @@ class StageTables:
 
 
 def _stretch(layer: LayerTimes, room: Floats, taken: Floats) -> Floats:
-    """The slowdown of a stage where some units lack memory for their share of tokens; inf: no room.
+    """Return the slowdown of a stage whose units lack memory for their share of tokens; inf: no fit.
 
-    Tokens go by speed, up to what memory holds of them: x times its share of each kind, where x is the least
-    that has room for all. What is taken is in proportion to tokens.
+    Units get x times their share by speed, or what their memory holds if that is less, with the least x that
+    places all tokens. Bytes are taken to be in proportion to tokens.
 
     Args:
-        layer: of the stage.
-        room: bytes for activations, [pools, ...].
-        taken: bytes that they take, likewise.
+        layer: times and memory of the stage's layer.
+        room: bytes for activations on each pool's units, [pools, ...].
+        taken: bytes of activations if all units have their share of tokens, [pools, ...].
     """
     cap = np.maximum(room, 0.0) / taken
     if len(layer.units) == 1:
         return np.where(cap[0] >= 1, 1.0, np.inf)
     weight = layer.units * layer.tokens / (layer.units @ layer.tokens)
     least, held = cap.min(axis=0), np.tensordot(weight, cap, 1)
-    # Kinds that are full come first: what they lack is left for the others.
+    # The tokens that full kinds cannot hold are left for the others.
     factor = np.ones(least.shape)
     if not (least >= 1).all():
         for _ in range(len(weight) - 1):

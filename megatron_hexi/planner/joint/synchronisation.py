@@ -25,7 +25,7 @@ class Synchronisation:
     """Times the synchronisation of replicas, on the first GPUs that have a stage's shape.
 
     Args:
-        timer: of layers.
+        timer: the timer of layers, which knows the cluster and its pools.
     """
 
     def __init__(self, timer: LayerTimer) -> None:
@@ -40,11 +40,11 @@ class Synchronisation:
         """Exposed seconds of gradients, weights and the optimizer's step, on the slowest stage.
 
         Args:
-            stages: of a replica.
-            shards: replicas that hold the same.
+            stages: stages of a replica.
+            shards: number of replicas that hold the same weights.
         """
         last = len(stages) - 1
-        # Embeddings that both ends have are summed between them.
+        # Embeddings that both ends of a pipeline hold are summed between them.
         ends = {0: stages[last].shape, last: stages[0].shape} if last else {}
         return max(
             self._stage(stage.shape, stage.layers, place == 0, place == last, shards, ends.get(place))
@@ -54,13 +54,13 @@ class Synchronisation:
     def unlike_seconds(self, replicas: Sequence[Sequence[PipeStage]], shards: int) -> float:
         """Seconds that replicas wait because their stages do not have the same layers.
 
-        Stages that hold the same layers are summed together, and a stage is in as many sums as it shares
-        layers with different ones. So all between two borders that every replica has are summed one after
-        the other, and not beside each other.
+        Gradients of stages that hold the same layers are summed together, and a stage is in as many sums as
+        there are different stages that it shares layers with. So layers between two borders that all replicas
+        have are summed one after the other, and not at the same time.
 
         Args:
-            replicas: stages of each.
-            shards: replicas that hold the same.
+            replicas: stages of each replica.
+            shards: number of replicas that hold the same weights.
         """
         borders = [[0, *itertools.accumulate(stage.layers for stage in stages)] for stages in replicas]
         common = sorted(set.intersection(*map(set, borders)))
@@ -86,7 +86,7 @@ class Synchronisation:
         return [self._ring(shape, shards, params * one.element_bytes) for one in self._collectives]
 
     def _layer(self, shape: StageShape) -> LayerTimes:
-        """The layer of a stage of a pipeline that was found."""
+        """Times of a layer on a stage of a pipeline that was found."""
         layer = self._timer.layer(shape, False)
         assert layer is not None, "the stage is part of a pipeline that was found"
         return layer
@@ -100,15 +100,15 @@ class Synchronisation:
         shards: int,
         end: StageShape | None,
     ) -> float:
-        """Exposed time of a stage's gradients and weights, and the optimizer's step, s.
+        """Exposed seconds of a stage's gradients and weights, and of the optimizer's step.
 
         Args:
-            shape: what it runs on.
-            layers: how many it has.
+            shape: the GPUs of the stage.
+            layers: its number of layers.
             is_first: whether it has the embedding.
             is_last: whether it has the output matrix.
-            shards: replicas that hold the same.
-            end: of the first and last stage the other end of the pipeline, which may hold the embedding too.
+            shards: number of replicas that hold the same weights.
+            end: the other end of the pipeline, for the first and last stage; it may hold the embedding too.
         """
         job, part = self._timer.job(shape.width), ModelPart(layers, 0, is_first, is_last, 1)
         params = int(part_params(job, part))
@@ -146,7 +146,7 @@ class Synchronisation:
         return self._rings.seconds(np.array(gpus[:: shape.width]), size, shape.width, 1 / units)
 
     def _with_others(self, gpus: Sequence[int], shards: int) -> list[int]:
-        """GPUs together with those of replicas that hold the same weights."""
+        """Return a stage's GPUs with some of those of other replicas that hold the same weights."""
         cluster = self._pools.cluster
         own_node = cluster.nodes[cluster.ranks[gpus[0]].node]
         part = sum(gpu in own_node.ranks for gpu in gpus)

@@ -16,16 +16,16 @@ from megatron_hexi.plan.layout import apportion
 def assign_in_turn(
     count: int, times: Sequence[Callable[[int], float]], *, least: int = 0, caps: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Assign a count to members so that the last finishes as early as possible.
+    """Return how many of `count` items each member gets, so that the last finishes as early as possible.
 
-    One after another goes to the member that would be done with it first: exact, since a member's time only
-    grows with what it has. Caps give way where they leave some over.
+    Each item in turn goes to the member that would finish it first: exact, since a member's time only grows
+    with its items. Caps are exceeded if items are left when all members have reached theirs.
 
     Args:
-        count: to deal; as many at least as all members must have.
-        times: seconds that each member needs for so many.
-        least: that each must have.
-        caps: the most that each may have.
+        count: number of items; at least `least` for each member.
+        times: for each member, a function that returns its seconds for a number of items.
+        least: number of items that each member must have.
+        caps: the most items of each member.
     """
     dealt = [least] * len(times)
     queue = [
@@ -46,25 +46,25 @@ def assign_in_turn(
 
 
 def assign_heads(heads: int, seconds: Sequence[float], caps: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Assign heads so that the largest heads x seconds is least.
+    """Return the number of heads of each member such that the largest heads x seconds is least.
 
     Args:
-        heads: to deal.
-        seconds: that each member needs for one.
-        caps: the most that each may have; they give way where they leave heads over.
+        heads: number of heads to assign.
+        seconds: seconds that each member needs for one head.
+        caps: the most heads of each member; exceeded if heads are left when all have reached theirs.
     """
     return assign_in_turn(heads, [partial(operator.mul, each) for each in seconds], caps=caps)
 
 
 def assign_tokens(tokens: int, weights: Floats, caps: Floats | None = None) -> tuple[int, ...]:
-    """Assign tokens in proportion to weights; excess over caps goes to the others, in proportion.
+    """Return each member's tokens, in proportion to weights; excess over a cap goes to the other members.
 
-    Caps give way, all by the same factor, where together they hold less than there is.
+    Caps that together hold fewer than `tokens` are exceeded, all by the same factor.
 
     Args:
-        tokens: to deal.
-        weights: at least one above 0.
-        caps: the most that each may have.
+        tokens: number of tokens to assign.
+        weights: weight of each member, at least one above 0.
+        caps: the most tokens of each member.
     """
     if tokens == 0:
         return (0,) * len(weights)
@@ -74,7 +74,7 @@ def assign_tokens(tokens: int, weights: Floats, caps: Floats | None = None) -> t
         return tuple(apportion(tokens, list(caps if caps.sum() > 0 else weights)))
     shares = np.zeros(len(weights))
     free = weights > 0
-    if caps[free].sum() < tokens:  # the rest has to go to members that would rather have none
+    if caps[free].sum() < tokens:  # the rest goes to members of weight 0
         weights, free = np.where(free, weights, weights[free].min() * 1e-6), np.full(len(weights), True)
     while True:
         shares[free] = (tokens - shares[~free].sum()) * weights[free] / weights[free].sum()

@@ -28,8 +28,8 @@ class A2AGroup:
 
     Args:
         units: its members, as numbers in the fleet, in the order of their heads.
-        tokens: of each.
-        heads: query heads (of one tensor-parallel rank) of each.
+        tokens: tokens of each member.
+        heads: query heads (of one tensor-parallel rank) of each member.
     """
 
     units: tuple[int, ...]
@@ -54,14 +54,14 @@ class Layout:
 
     Args:
         parts: its groups, the outermost of the nested zigzag first.
-        micro_batches: that its replica takes of an iteration.
+        micro_batches: micro-batches that its replica processes in an iteration.
     """
 
     parts: tuple[A2AGroup, ...]
     micro_batches: int
 
     def with_tokens(self, tokens: int, weights: Sequence[float]) -> Layout:
-        """Return the layout with tokens assigned to groups by weights, to members in proportion."""
+        """Return the layout with tokens divided among groups by weight, and among members as they were."""
         parts = [
             replace(part, tokens=assign_tokens(total, np.array(part.tokens, dtype=float) + 1e-9))
             for part, total in zip(self.parts, assign_tokens(tokens, np.array(weights)), strict=True)
@@ -70,7 +70,7 @@ class Layout:
 
 
 def build_plan(fleet: Fleet, layouts: Sequence[Layout], window: int) -> Plan:
-    """Build a plan, given one layout a replica.
+    """Build a plan from one layout a replica; `window` is the prefetch depth of the exchange, in steps.
 
     Ranks are numbered by the cluster file, so a plan for all of a cluster needs no `Plan.gpus`.
     """
@@ -93,13 +93,13 @@ def build_plan(fleet: Fleet, layouts: Sequence[Layout], window: int) -> Plan:
 
 
 def units_by_rank(fleet: Fleet, layouts: Sequence[Layout]) -> list[int]:
-    """The unit of each of the plan's ranks, in the order of the cluster file."""
+    """The units that layouts use, in the order of the plan's ranks, which is that of the cluster file."""
     units = [unit for layout in layouts for part in layout.parts for unit in part.units]
     return sorted(units, key=lambda unit: fleet.units[unit].gpus[0][0])
 
 
 def with_experts(workload: Workload, job: Job) -> Workload:
-    """Return a plan's workload, whose units say which experts they hold where the model has some."""
+    """Return a plan's workload, with the number of experts of a layer if the job's model has experts."""
     experts = job.model.experts
     return workload if experts is None else replace(workload, experts=experts.count)
 
@@ -110,10 +110,10 @@ def build_domain(
     """Build the domain of a layout.
 
     Args:
-        fleet: the units that the layout's numbers mean.
+        fleet: the fleet whose units the layout numbers.
         layout: the layout.
-        ranks: of each unit.
-        gpu: the cluster's GPU of each rank.
+        ranks: the plan's ranks of each unit.
+        gpu: the cluster's GPU of each rank of the plan.
     """
     workload = fleet.job.workload()
     segments = (causal_segments if workload.causal else full_segments)([part.total for part in layout.parts])

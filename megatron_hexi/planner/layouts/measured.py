@@ -18,16 +18,18 @@ _FULL = 0.995
 
 @dataclass(frozen=True, eq=False)
 class UnitTimes:
-    """Times and memory by unit of the fleet, of the slowest pipeline stage; seconds of a layer's passes.
+    """Times and memory of each unit of a fleet, the largest of its pipeline stages, [units].
+
+    Times are seconds of all passes of a mean layer.
 
     Args:
-        token: token work, with its share of the vocabulary.
-        attention: attention work.
-        all_to_all: the group's all-to-alls.
-        group: what the unit's group takes by itself, without waiting for others.
-        inside: bytes that depend on heads and the group's tokens.
-        free: bytes for these and for tokens.
-        token_bytes: bytes of one token more.
+        token: seconds of token work, with the layer's share of the vocabulary's.
+        attention: seconds of attention.
+        all_to_all: seconds of the group's all-to-alls.
+        group: seconds of the unit's group by itself, without waiting for other groups.
+        inside: bytes of memory that depend on heads and the group's tokens.
+        free: bytes of memory for `inside` and for tokens, the least of the stages.
+        token_bytes: bytes of memory of one more token.
     """
 
     token: Floats
@@ -40,7 +42,7 @@ class UnitTimes:
 
     @classmethod
     def of(cls, trial: Trial) -> UnitTimes:
-        """Read them from a trial."""
+        """Return the times and memory of a trial's units."""
         timing, used = trial.timing, units_by_rank(trial.fleet, trial.layouts)
         size, group = len(used), timing.arrays.group
         token, attention, moves, busy = (np.zeros(size) for _ in range(4))
@@ -48,7 +50,7 @@ class UnitTimes:
         for number, stage in enumerate(timing.stages):
             logits = (stage.logits + stage.logits_sum) / stage.layers
             shares = [1.0] * len(stage.passes)
-            if len(stage.kinds) > 1:  # of a mean layer
+            if len(stage.kinds) > 1:  # shares of a mean layer
                 shares = [float(np.mean(repeat / stage.layers)) for repeat in stage.repeats]
             passes = list(zip(shares, stage.passes, strict=True))
             token = np.maximum(

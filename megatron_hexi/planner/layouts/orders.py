@@ -1,9 +1,9 @@
 """Orders of groups in the nested zigzag, and of a group's members along the heads.
 
-A step of the exchange takes as long as the partner is large, and as its busiest member sends or receives. So
-large groups alternate with small ones, or are all outside or inside; and where groups differ, the members of
-each kind are spread evenly over the heads. Four A100 beside four H100 would else all have neighbouring heads,
-and in a group of four H100 one would be sent all of their keys and values.
+A step of the exchange takes longer the larger the partner is, and the more its busiest member sends or
+receives. So large groups alternate with small ones, or are all outside or inside; and where groups differ,
+the members of each kind are spread evenly over the heads. Else four A100s in a group with four H100s would
+all have neighbouring heads, and in a group of four H100s one would receive all of their keys and values.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def in_a_row(parts: tuple[A2AGroup, ...]) -> tuple[A2AGroup, ...]:
 def other_orders(parts: tuple[A2AGroup, ...]) -> Iterator[tuple[A2AGroup, ...]]:
     """Other orders to try: members in a row; largest groups outside; largest groups inside.
 
-    The outermost group is sent all of the others' keys, and the innermost sends all of its own to each: those
-    with many links had better be there, where sending is what takes time.
+    The outermost group receives all keys of the others, and the innermost sends all of its keys to each of
+    them: if messages bound the time, groups with many links should be there.
     """
     yield in_a_row(parts)
     largest_first = tuple(sorted(parts, key=lambda part: -part.total))
@@ -55,7 +55,7 @@ def other_orders(parts: tuple[A2AGroup, ...]) -> Iterator[tuple[A2AGroup, ...]]:
 
 
 def _spread[T](things: Iterable[T], name: Callable[[T], Hashable]) -> tuple[T, ...]:
-    """Spread things of each name evenly; ties keep their order."""
+    """Return the items in an order that spreads those of each name evenly; ties keep their order."""
     things = tuple(things)
     counts, met = Counter(map(name, things)), Counter[Hashable]()
     places = []

@@ -11,7 +11,7 @@ from megatron_hexi.plan import Plan
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.layout import Layout, build_plan
 
-#: Told what a search is at, how many steps of it are done, and how many there are.
+#: A callback for the progress of a search, receives (phase, steps done, steps in total).
 Progress = Callable[[str, int, int], None]
 
 #: Memory overdrawn by less than this part can still be mended by moving a few tokens.
@@ -25,7 +25,7 @@ class Candidate:
     Args:
         plan: the plan.
         job: the job as the plan runs it.
-        timing: what the cost model says.
+        timing: the plan's timing by the cost model.
     """
 
     plan: Plan
@@ -68,9 +68,9 @@ class Trial(Candidate):
     """A candidate built from layouts.
 
     Args:
-        fleet: the units that the layouts' numbers mean.
-        layouts: one a replica.
-        window: of the exchange.
+        fleet: the fleet whose units the layouts number.
+        layouts: the layout of each replica.
+        window: prefetch depth of the exchange, in steps.
     """
 
     fleet: Fleet
@@ -87,8 +87,8 @@ class Judge:
     """Times layouts of any fleet of one job and cluster.
 
     Args:
-        fleet: any of them.
-        shards: units that share the optimizer's state; ``None``: those of the layouts.
+        fleet: a fleet of that job and cluster.
+        shards: number of units that share the optimizer's state; ``None``: all units of the layouts.
     """
 
     def __init__(self, fleet: Fleet, shards: int | None = None) -> None:
@@ -98,7 +98,7 @@ class Judge:
         self.trials = 0
 
     def try_out(self, fleet: Fleet, layouts: Sequence[Layout], window: int) -> Trial:
-        """Time one layout a replica."""
+        """Return the plan of one layout a replica, timed; `window` is the prefetch depth of the exchange."""
         self.trials += 1
         plan = build_plan(fleet, layouts, window)
         model = self._model(len(layouts))

@@ -3,9 +3,9 @@
 For a fixed grouping, token work is nearly proportional to a shard's tokens, and a group's attention to its
 tokens (the nested zigzag gives it the area tokens x S / 2) times a member's heads. So the balance is found by
 scaling: time the layout, then
-- give a member tokens in proportion to the rate at which it did its own: a group ends its token work at once;
-- deal heads so that the largest heads x seconds a head is least;
-- give a group tokens in proportion to the rate at which it did its own: all groups end a layer at once;
+- give members tokens in proportion to their timed tokens/s: all of a group end token work at the same time;
+- assign heads so that the largest heads x seconds a head is least;
+- give groups tokens in proportion to their timed tokens/s: all groups end a layer at the same time;
 each under the caps that memory sets. The cost model times the layout again after each round, so curves,
 latencies and shared links count as they do in the end. All of it is nearly linear: a few rounds suffice.
 """
@@ -27,10 +27,10 @@ def balance(judge: Judge, rates: Rates, trial: Trial, rounds: int) -> Trial:
     """Return the best of a trial and its rebalanced layouts.
 
     Args:
-        judge: times them.
-        rates: of the trial's fleet.
-        trial: of one domain.
-        rounds: layouts to time at most.
+        judge: the judge that times layouts.
+        rates: best rates of the trial's fleet.
+        trial: a trial of one domain.
+        rounds: the most layouts to time.
     """
     best = trial
     for _ in range(rounds):
@@ -83,7 +83,7 @@ def _token_scale(rates: Rates, trial: Trial, measured: UnitTimes) -> float:
 
 
 def _head_seconds(rates: Rates, units: list[int], dealt: Floats, attention: Floats) -> Floats:
-    """Seconds for each member's head; estimated for members without heads."""
+    """Seconds a head on each member; estimated for members without heads."""
     best = 1 / rates.attention[units]
     has = (dealt > 0) & (attention > 0)
     if not has.any():

@@ -12,9 +12,9 @@ from megatron_hexi.planner.search.groupings import (
 )
 from megatron_hexi.planner.search.tried import TriedGroupings, grouping_of, promise_of
 
-#: Groups a site with which all classes begin.
+#: Numbers of groups per site with which all classes begin.
 _DENSITIES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-#: Groupings of up to so many groups and units are rearranged, so often at most.
+#: The most groups and units of a grouping that is rearranged, and the most times that one is.
 _FEW_GROUPS = 12
 _FEW_UNITS = 64
 _REARRANGEMENTS = 3
@@ -24,9 +24,9 @@ def descend(tried: TriedGroupings, fleet: Fleet, heads: int) -> None:
     """Try uniform groupings; from the best, make one class after another a step coarser or finer.
 
     Args:
-        tried: where groupings are tried.
+        tried: the search's tried groupings, to which these are added.
         fleet: the units.
-        heads: of a unit.
+        heads: query heads of a unit's rank.
     """
     classes = site_classes(fleet)
     units = len(fleet.units)
@@ -55,7 +55,7 @@ def descend(tried: TriedGroupings, fleet: Fleet, heads: int) -> None:
 
 
 def _rearrange(tried: TriedGroupings, fleet: Fleet) -> None:
-    """Join two groups or cut one of the best grouping so far, for each pair of kinds."""
+    """Try the best grouping so far with two groups joined or one cut, as long as one of these is better."""
     for _ in range(_REARRANGEMENTS):
         [best] = tried.most_promising(1)
         grouping = grouping_of(best)

@@ -13,18 +13,19 @@ from megatron_hexi.planner.search.groupings import all_partitions
 from megatron_hexi.planner.search.polish import polish
 from megatron_hexi.planner.search.tried import EXHAUSTIVE, WINDOW, TriedGroupings
 
-#: Memory that is full enough to keep tokens from where they would be done fastest.
+#: Fullness of memory from which on it keeps tokens from the units that would process them fastest.
 _TIGHT = 0.97
-#: Finalists that take less than this factor of the best's time with fewer keys in flight are balanced so.
+#: Finalists that take less than this factor of the best's time with a window of 1 are balanced with it.
 _NARROW = 1.05
-#: Where memory is short by this factor, no small change makes the best layout fit.
+#: A layout that needs more than this factor of its memory is not made to fit by small changes.
 _HOPELESS = 2.0
 #: Rounds of balancing.
 _ROUNDS = 3
-#: Of a few units, so many finalists that take less than this factor of the best's time are polished too.
+#: For a few units, the most finalists that are polished besides the best, if they take less than this factor
+#: of its time.
 _RIVALS, _NEAR = 2, 1.3
-#: By units, up to so many: groupings that are balanced, and layouts that polishing each may time. Fewer where
-#: each takes longer.
+#: By the most units: the number of groupings that are balanced, and of layouts that polishing each may time.
+#: Fewer where each takes longer.
 _EFFORTS = {EXHAUSTIVE: (3, 120), 16: (3, 60), 64: (3, 30), math.inf: (2, 8)}
 
 
@@ -32,9 +33,9 @@ class DomainSearch:
     """The search for one domain on all units of a fleet.
 
     Args:
-        judge: times layouts.
-        fleet: the units.
-        micro_batches: of the domain's replica.
+        judge: the judge that times layouts.
+        fleet: the units of the domain.
+        micro_batches: micro-batches that the domain's replica processes in an iteration.
     """
 
     def __init__(self, judge: Judge, fleet: Fleet, micro_batches: int) -> None:
@@ -46,7 +47,7 @@ class DomainSearch:
         self._finalists, self._budget = next(efforts)
 
     def run(self, polished: bool = True) -> Trial:
-        """Return the best layout on all units; without small changes if not `polished`."""
+        """Return the best layout on all units; `polished`: whether small changes of it are tried."""
         if self._few:
             for grouping in all_partitions(self._fleet):
                 self._tried.attempt(grouping)
@@ -61,7 +62,7 @@ class DomainSearch:
         return min((polish(self._judge, trial, self._budget) for trial in finalists), key=order_of)
 
     def _balanced_finalists(self) -> list[Trial]:
-        """The most promising groupings, balanced, the best first."""
+        """Return trials of the most promising groupings, balanced, the best first."""
         balanced = [self._balanced(trial) for trial in self._tried.most_promising(self._finalists)]
         balanced.sort(key=order_of)
         # Where memory is full, fewer keys in flight leave room for another balance.

@@ -14,15 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.layout import Grouping
 
-#: Parts that a site is cut into at most in fleets of more units than the key: an exchange of very many groups
-#: costs more than any all-to-all inside a site.
+#: The most parts that a site is cut into, in fleets of more units than the key: an exchange of very many
+#: groups costs more than any all-to-all inside a site.
 _FINEST = {256: 1, 64: 4, 0: 16}
 
-#: Where no more numbers than this divide what is cut, these are tried too.
+#: If no more numbers than this divide the units evenly, these are tried too.
 _FEW_DIVISORS = 2
 _NEARLY = (2, 3, 4, 5, 6, 8, 10, 13, 16)
 
-#: Kind, and units of a site.
+#: Kind of a site's units, and their number.
 SiteClass = tuple[int, int]
 
 
@@ -38,9 +38,9 @@ def group_counts(size: int, sites: int, units: int, heads: int) -> list[int]:
     """Numbers of about equal groups that the sites of a class may form, ascending.
 
     Args:
-        size: units of each site.
-        sites: how many there are.
-        units: of the whole fleet.
+        size: number of units of each site.
+        sites: number of sites.
+        units: number of units of the whole fleet.
         heads: query heads of each group.
     """
     # Besides numbers that divide the sites, those with one head a unit, or two.
@@ -73,10 +73,10 @@ def group_by_counts(fleet: Fleet, counts: Mapping[SiteClass, int]) -> Grouping:
 
 
 def mixed_groupings(fleet: Fleet, heads: int) -> Iterator[Grouping]:
-    """Groupings over several classes: by fast domains, and equal mixes of all classes.
+    """Yield groupings over several classes: by fast domains, by number of heads, equal mixes of all classes.
 
-    And as many units as there are heads, or half as many, the fastest first, node by node or spread over
-    nodes; the last group has what is left.
+    Groups by number of heads have as many units as there are heads, or half as many, the fastest first, node
+    by node or spread over nodes; the last group has the remaining units.
 
     Args:
         fleet: the units.
@@ -120,7 +120,7 @@ def spread(fleet: Fleet, size: int) -> Grouping:
 
 
 def rearranged(fleet: Fleet, grouping: Grouping) -> Iterator[Grouping]:
-    """Groupings with two groups joined, or one cut in half, for each pair of kinds or kind of groups."""
+    """Yield the grouping with two groups joined or one cut in half, for each pair and each kind of groups."""
     alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for group in grouping:
         alike.setdefault(fleet.kinds_of(group), []).append(group)
@@ -138,7 +138,7 @@ def rearranged(fleet: Fleet, grouping: Grouping) -> Iterator[Grouping]:
 
 
 def all_partitions(fleet: Fleet) -> Iterator[Grouping]:
-    """Every partition of the units once, up to exchanging units of one kind on one site."""
+    """Yield every partition of the units once, up to exchanging units of one kind on one site."""
     seen = set()
     for partition in set_partitions(list(range(len(fleet.units)))):
         words = tuple(
@@ -157,7 +157,7 @@ def _run[T](things: Sequence[T], place: int, count: int) -> Sequence[T]:
 
 
 def set_partitions(things: list[int]) -> Iterator[list[list[int]]]:
-    """All partitions of a list into sets."""
+    """Yield all partitions of a list into sets."""
     if not things:
         yield []
         return

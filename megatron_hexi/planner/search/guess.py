@@ -18,12 +18,12 @@ class _GroupRates:
     """Rates and memory of a group of units, without other groups.
 
     Args:
-        heads: of each member.
-        speed: its tokens a second.
-        cap: the most tokens that its memory bears.
-        weights: of members' tokens, by which these are dealt.
-        free: bytes of each member's memory.
-        inside: of these, what a token of the group takes.
+        heads: heads of each member.
+        speed: tokens/s of the group.
+        cap: the most tokens that the group's memory holds.
+        weights: weight of each member, to which its tokens are proportional.
+        free: bytes of each member's memory for tokens.
+        inside: bytes of each member's memory that a token of the group takes inside attention.
     """
 
     heads: tuple[int, ...]
@@ -39,7 +39,7 @@ class FirstGuess:
 
     Args:
         fleet: the units.
-        rates: their best.
+        rates: their best rates.
     """
 
     def __init__(self, fleet: Fleet, rates: Rates) -> None:
@@ -47,7 +47,7 @@ class FirstGuess:
         self._alone: dict[tuple[int, ...], _GroupRates] = {}
 
     def layout(self, grouping: Grouping, micro_batches: int) -> Layout:
-        """Assign tokens by speed to groups and members, and heads such that none is slow."""
+        """Return the layout with tokens by speed, and with heads such that the slowest member is fastest."""
         units, seq_length = self._fleet.units, self._fleet.job.seq_length
         groups = [self._group(tuple(units[unit].kind for unit in part), part) for part in grouping]
         speeds, caps = np.array([group.speed for group in groups]), np.array([group.cap for group in groups])
@@ -83,13 +83,14 @@ class FirstGuess:
 def group_cap(total: int, inside: Floats, free: Floats, token_bytes: float) -> float:
     """The most tokens that fit in a group's memory.
 
-    x times as many tokens leave a member room for (free - x inside) / bytes a token, and all x total.
+    With x times as many tokens a member has room for (free - x inside) / token_bytes tokens, and all members
+    together need x total.
 
     Args:
-        total: its tokens.
-        inside: bytes inside attention of each member at so many.
-        free: bytes for these and for tokens.
-        token_bytes: of one token held.
+        total: the group's present tokens.
+        inside: bytes of each member inside attention, at the present tokens.
+        free: bytes of each member for `inside` and for tokens.
+        token_bytes: bytes of one token held.
     """
     room, taken = np.maximum(free, 0.0).sum() / token_bytes, inside.sum() / token_bytes
     most = total * room / (total + taken) if total else float("inf")

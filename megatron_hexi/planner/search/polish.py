@@ -1,7 +1,7 @@
 """Small changes of a layout, each kept if it is faster.
 
 Where links bound a plan, time is not proportional to work and scaling does not find the best. Then groups
-that are alike are given more or less together, by ever smaller steps; other windows and the
+that are alike are together given more or fewer tokens, by ever smaller steps; other windows and the
 reverse nesting are tried.
 """
 
@@ -21,13 +21,13 @@ from megatron_hexi.planner.layouts.orders import in_a_row
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 
 _WINDOWS = (1, 2, 3, 4, 6, 8)
-#: Up to so many groups each is changed by itself.
+#: Up to this many groups, each is changed by itself.
 _FEW = 5
-#: Of so many all orders are tried, of more the reverse only.
+#: Up to this many groups, all orders are tried; of more groups only the reverse.
 _VERY_FEW = 3
 #: Steps by which shares are changed, the largest first.
 _STEPS = (1.0, 0.3, 0.1, 0.03, 0.01)
-#: A step changes the time of the other groups by a part of it, this one at least.
+#: Steps are worth trying up to this multiple of communication's share of the iteration.
 _LEVERAGE = 5.0
 
 
@@ -35,9 +35,9 @@ def polish(judge: Judge, trial: Trial, budget: int) -> Trial:
     """Return the best layout found by at most `budget` more trials.
 
     Args:
-        judge: times them.
-        trial: of one domain.
-        budget: layouts.
+        judge: the judge that times layouts.
+        trial: a trial of one domain.
+        budget: the most layouts to time.
     """
     end = judge.trials + budget
 
@@ -95,9 +95,9 @@ _Change = Callable[[Layout, float], Layout]
 
 
 def _changes(fleet: Fleet, layout: Layout) -> Iterator[_Change]:
-    """Changes of the tokens of a class of groups, then of a kind of unit inside its groups.
+    """Yield changes of the tokens of a class of groups, then of a kind of unit inside its groups.
 
-    Of a few groups each is a class: what travels to an outer one and to an inner one differs.
+    Each of a few groups is a class, since an outer group receives other messages than an inner one.
     """
     classes = [fleet.kinds_of(part.units) for part in layout.parts]
     alone = len(classes) <= _FEW

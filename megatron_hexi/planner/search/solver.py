@@ -29,13 +29,13 @@ from megatron_hexi.planner.layouts.measured import UnitTimes
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 
 SEED = 1
-#: CP-SAT's own unit, about seconds; the hardest groupings only take so long.
+#: Limit in CP-SAT's own unit, about seconds; only the hardest groupings reach it.
 _DETERMINISTIC_TIME = 0.02
-#: Heads more or less than at present that are looked at.
+#: The largest change of a member's heads that is tried.
 _HEADS_AROUND = 2
-#: Nothing that is less than this part better is sought.
+#: CP-SAT stops when nothing can be better by more than this part.
 _GAP = 2e-4
-#: Times are whole parts of the present one, memory of a GPU's: far finer than either is known.
+#: CP-SAT's integers are such parts of the present time, and of a GPU's memory: finer than either is known.
 _PARTS = 2**24
 
 
@@ -44,8 +44,8 @@ class CpSatResult:
     """The result of CP-SAT on a trial.
 
     Args:
-        trial: the better of what was given and what was found.
-        proven: whether nothing better exists on this grouping, as far as times are proportional.
+        trial: the better of the given trial and the one that CP-SAT found.
+        proven: whether it is proven that this grouping has nothing better, if times are proportional to work.
     """
 
     trial: Trial
@@ -53,7 +53,7 @@ class CpSatResult:
 
 
 def refine(judge: Judge, trial: Trial) -> CpSatResult:
-    """Find tokens and heads together, starting from a balanced trial."""
+    """Return a balanced trial improved by CP-SAT, which finds tokens and heads together."""
     build = _Build(trial)
     replicas = [build.add_replica(layout) for layout in trial.layouts]
     solver = cp_model.CpSolver()
@@ -61,7 +61,7 @@ def refine(judge: Judge, trial: Trial) -> CpSatResult:
     solver.parameters.random_seed = SEED
     solver.parameters.max_deterministic_time = _DETERMINISTIC_TIME
     solver.parameters.relative_gap_limit = _GAP
-    # Products are linear given their Boolean: the relaxation proves in 10 ms what takes search 100.
+    # Products are linear given their Boolean: the relaxation proves in 10 ms what takes the search 100 ms.
     solver.parameters.linearization_level = 2
     build.model.minimize(build.limit)
     status = solver.solve(build.model)
@@ -117,7 +117,7 @@ class _Build:
             )
         classes, held = [], []
         for places in alike.values():
-            # All do as the smallest does: the hint is then within every limit.
+            # All groups get the hint of the smallest, which is then within every limit.
             part = min((layout.parts[place] for place in places), key=lambda part: part.total)
             group = self.model.new_int_var(0, self._sequence, "G")
             self.model.add_hint(group, part.total)
@@ -174,7 +174,7 @@ class _Build:
             model.add(int(scale * slowest / tokens) * held <= token_time)
         else:
             model.add(held == 0)
-        # Nothing is known of the attention of members that have none.
+        # The attention time of members without heads is unknown.
         lowest = max(0, min(part.heads[position] for position in positions) - _HEADS_AROUND)
         highest = min(self._all_heads, most_heads + _HEADS_AROUND) if most_heads else 0
         room = max(min(float(measured.free[part.units[position]]) for position in positions), 1.0)
@@ -206,7 +206,7 @@ class _Build:
 
 
 def _layout(layout: Layout, classes: Sequence[_Class], solver: cp_model.CpSolver) -> Layout:
-    """Read the solution; remainders are assigned in proportion."""
+    """Return the layout of the solution; remainders are assigned in proportion."""
     parts = list(layout.parts)
     for group_class in classes:
         tokens, heads = ([0] * len(parts[group_class.places[0]].units) for _ in range(2))
@@ -216,7 +216,7 @@ def _layout(layout: Layout, classes: Sequence[_Class], solver: cp_model.CpSolver
                 tokens[position], heads[position] = solver.value(kind.tokens), count
         for place in group_class.places:
             parts[place] = replace(parts[place], tokens=tuple(tokens), heads=tuple(heads))
-    if not any(part.total for part in parts):  # fewer tokens than groups that are alike
+    if not any(part.total for part in parts):  # there are fewer tokens than equal groups
         return layout
     sequence = sum(part.total for part in layout.parts)
     return replace(layout, parts=tuple(parts)).with_tokens(sequence, [float(part.total) for part in parts])

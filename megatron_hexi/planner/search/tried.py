@@ -12,17 +12,17 @@ from megatron_hexi.planner.layouts.trial import Judge, Trial
 from megatron_hexi.planner.search.balance import rebalanced
 from megatron_hexi.planner.search.guess import FirstGuess
 
-#: Of up to so many units, all partitions are tried: 52 for five, fewer where units are alike.
+#: Up to this many units, all partitions are tried: 52 for five, fewer where units are alike.
 EXHAUSTIVE = 5
-#: KV blocks in flight while groupings are compared: one for the wire, one for groups that are out of step.
+#: Prefetch depth while groupings are compared: a step for the wire, one for groups that are out of step.
 WINDOW = 2
-#: Memory overdrawn by so little is mended when finalists are balanced; more of it at once, in a few rounds,
-#: the later ones with fewer keys in flight, for these take memory too. Mending makes a layout slower: one
-#: that takes this factor of the best already is left alone.
+#: Memory overdrawn by less than this part is mended when finalists are balanced; more of it at once, by a few
+#: rounds of rebalancing, the later ones with smaller windows, since keys under way take memory too. Mending
+#: makes a layout slower: one that already takes this factor of the best's time is not mended.
 _SLIGHT = 0.01
 _BEHIND = 1.1
 _MENDS = (WINDOW, 1, 1)
-#: Waiting for keys that is worth another order, as a part of the time.
+#: Orders are tried where the wait for keys is more than this part of an iteration.
 _WAITING = 0.005
 
 
@@ -30,10 +30,10 @@ class TriedGroupings:
     """Tries groupings of one domain on all units of a fleet.
 
     Args:
-        judge: times layouts.
-        fleet: the units.
-        rates: at which units do their work at first.
-        micro_batches: of the domain's replica.
+        judge: the judge that times layouts.
+        fleet: the units of the domain.
+        rates: best rates of the units, for first layouts.
+        micro_batches: micro-batches that the domain's replica processes in an iteration.
     """
 
     def __init__(self, judge: Judge, fleet: Fleet, rates: Rates, micro_batches: int) -> None:
@@ -47,7 +47,7 @@ class TriedGroupings:
         return sorted(self._found.values(), key=promise_of)[:most]
 
     def attempt(self, grouping: Grouping) -> Trial:
-        """Time a grouping's first layout in its best order, balanced anew if memory is short."""
+        """Return the trial of a grouping's first layout in its best order, rebalanced if memory is short."""
         name = _unordered(grouping)
         if name not in self._found:
             layout = self._nested(grouping)
@@ -77,14 +77,14 @@ class TriedGroupings:
         return not short and trial.iteration_s > _BEHIND * seconds
 
     def _order_matters(self, trial: Trial) -> bool:
-        """Whether a trial waits for keys, and without that could be the best so far."""
+        """Whether a trial waits for keys, and could be the best so far without that wait."""
         phases, best = trial.timing.phases, self._best
         if phases.exchange <= _WAITING * phases.total or self._is_behind(trial):
             return False
         return best is None or best.promise[0] or phases.total - phases.exchange < best.iteration_s
 
     def _nested(self, grouping: Grouping) -> Layout:
-        """The first layout, with an order of groups and members that evens out the exchange."""
+        """The grouping's first layout, with an order of groups and members that evens out the exchange."""
         layout = self._guess.layout(grouping, self._micro_batches)
         parts = facing(self._fleet, alternating(self._fleet, layout.parts))
         return Layout(parts, layout.micro_batches)
