@@ -9,6 +9,7 @@ from megatron_hexi.megatron.batch import BATCH_PATCHES
 from megatron_hexi.megatron.checkpoints import CHECKPOINT_PATCHES
 from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
 from megatron_hexi.megatron.datasets import COMPILE_HELPERS, HELPERS_PATH
+from megatron_hexi.megatron.delta_net import DELTA_NET_PATCHES
 from megatron_hexi.megatron.document_datasets import DOCUMENT_DATASET_PATCHES
 from megatron_hexi.megatron.documents_ahead import DOCUMENTS_AHEAD_PATCHES
 from megatron_hexi.megatron.expert_loads import EXPERT_LOAD_PATCHES
@@ -62,6 +63,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *ATTENTION_PATCHES,
         *LATENT_PATCHES,
         *MAMBA_PATCHES,
+        *DELTA_NET_PATCHES,
         *PIPELINE_PATCHES,
         *STAGES_PATCHES,
         *EXPERT_PATCHES,

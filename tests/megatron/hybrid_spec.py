@@ -10,6 +10,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
@@ -21,6 +22,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 hybrid_block.TENorm = WrappedTorchNorm
 
 _layer = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+
+delta_net = ModuleSpec(
+    module=GatedDeltaNet,
+    submodules=GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+    ),
+)
 
 stack = ModuleSpec(
     module=HybridStack,
@@ -34,6 +42,14 @@ stack = ModuleSpec(
                     submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
                 ),
                 mamba_bda=get_bias_dropout_add,
+            ),
+        ),
+        gdn_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=_layer.input_layernorm,
+                self_attention=delta_net,
+                self_attn_bda=get_bias_dropout_add,
             ),
         ),
         attention_layer=ModuleSpec(
