@@ -15,6 +15,7 @@ from megatron_hexi.megatron.documents_ahead import DOCUMENTS_AHEAD_PATCHES
 from megatron_hexi.megatron.expert_loads import EXPERT_LOAD_PATCHES
 from megatron_hexi.megatron.groups import group_patches
 from megatron_hexi.megatron.latent import LATENT_PATCHES
+from megatron_hexi.megatron.local_layers import local_layer_patches
 from megatron_hexi.megatron.loss_scale import LOSS_SCALE_PATCHES
 from megatron_hexi.megatron.mamba import MAMBA_PATCHES
 from megatron_hexi.megatron.metrics import METRICS_PATCHES
@@ -40,6 +41,7 @@ def all_patches(platform: Platform) -> list[Patch]:
     return [
         *platform.megatron_patches,
         *argument_patches(platform),
+        *local_layer_patches(platform),
         HELPERS_PATH,
         COMPILE_HELPERS,
         *WRITER_PATCHES,

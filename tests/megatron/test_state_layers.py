@@ -28,22 +28,21 @@ from tests.megatron.test_checkpoints import RESHARDABLE
 from tests.megatron.test_option_training import steps
 from tests.megatron.test_uneven_training import SEQ_LENGTH, largest_difference
 
-SPEC = ("--spec", "tests.megatron.hybrid_spec", "stack")
 #: Ten heads of two groups: no plan here cuts them evenly, and most cut a group.
 MAMBA = (
     *("--hybrid-layer-pattern", "M*M-", "--mamba-num-heads", "10", "--mamba-head-dim", "12"),
-    *("--mamba-num-groups", "2", "--mamba-state-dim", "8", *SPEC),
+    *("--mamba-num-groups", "2", "--mamba-state-dim", "8"),
 )
 #: Ten value heads of two key heads.
 LINEAR = (
     *("--linear-num-key-heads", "2", "--linear-num-value-heads", "10"),
     *("--linear-key-head-dim", "8", "--linear-value-head-dim", "12"),
 )
-DELTA = ("--hybrid-layer-pattern", "G*G-", *LINEAR, *SPEC)
+DELTA = ("--hybrid-layer-pattern", "G*G-", *LINEAR)
 #: A GPT of which three layers in four are delta nets, as Qwen3-Next's.
 GPT = (
     *("--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "4"),
-    *(*DEEPER, *LINEAR, "--spec", "tests.megatron.delta_spec", "block"),
+    *(*DEEPER, *LINEAR),
 )
 #: Tokens and heads of attention of each member, by replica.
 LAYOUTS = {
