@@ -223,3 +223,8 @@ def layers_with_state(args: Namespace) -> str:
     """
     variant = "G" if getattr(args, "experimental_attention_variant", None) == "gated_delta_net" else ""
     return "".join(sorted(set(hybrid_layers(args) or variant) & STATE_LAYERS))
+
+
+def state_option(args: Namespace) -> str:
+    """Return the option that gives a model its layers with a state (`layers_with_state`)."""
+    return "--hybrid-layer-pattern" if hybrid_layers(args) else "--experimental-attention-variant"

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.options.job_terms import PARALLEL_SIZES, STAGE_FLAGS, set_job_terms
-from megatron_hexi.options.kinds import PlanKind, hybrid_layers, is_packed, layers_with_state
+from megatron_hexi.options.kinds import PlanKind, hybrid_layers, is_packed, layers_with_state, state_option
 from megatron_hexi.options.plan_experts import check_experts
 from megatron_hexi.options.refusals import refuse_unsupported
 from megatron_hexi.options.release import is_assumed
@@ -176,13 +176,13 @@ def _check_states(args: Namespace, plan: Plan) -> None:
         PlanError: a domain has several groups.
     """
     letters = layers_with_state(args)
-    option = "--hybrid-layer-pattern" if hybrid_layers(args) else "--experimental-attention-variant"
     for number, replica in enumerate(plan.replicas):
         groups = max(len(domain.groups) for stage in replica.stages for domain in stage.domains)
         if letters and groups > 1:
             raise PlanError(
-                f"{args.hexi_plan}: {option} has layers {letters}, whose state does not pass between groups "
-                f"yet, and replicas[{number}] has a domain of {groups} groups; put its members into one group"
+                f"{args.hexi_plan}: {state_option(args)} has layers {letters}, whose state does not pass "
+                f"between groups yet, and replicas[{number}] has a domain of {groups} groups; put its "
+                "members into one group"
             )
 
 

@@ -39,10 +39,11 @@ LINEAR = (
     *("--linear-key-head-dim", "8", "--linear-value-head-dim", "12"),
 )
 DELTA = ("--hybrid-layer-pattern", "G*G-", *LINEAR)
-#: A GPT of which three layers in four are delta nets, as Qwen3-Next's.
+#: A GPT of which three layers in four are delta nets, as Qwen3-Next's. It has no biases: gradients of keys'
+#: biases are nothing but rounding, which the optimizer makes as large as others.
 GPT = (
     *("--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "4"),
-    *(*DEEPER, *LINEAR),
+    *(*DEEPER, *LINEAR, "--disable-bias-linear"),
 )
 #: Tokens and heads of attention of each member, by replica.
 LAYOUTS = {
