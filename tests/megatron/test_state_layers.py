@@ -169,7 +169,8 @@ def test_each_gradient_is_that_of_one_rank(model: str, forks: Forks, references:
     assert shared.keys() == alone.keys()
     assert any("A_log" in key for key in alone)
     far = {key: float((shared[key] - m).abs().max() / m.abs().max()) for key, m in alone.items()}
-    assert max(far.values()) < 2e-5, far
+    # fp32 rounds more in delta nets; in fp64 their gradients agree to 1e-10 (test_delta_net_layer.py).
+    assert max(far.values()) < (2e-5 if model == "mamba" else 5e-4), far
 
 
 @pytest.mark.slow
