@@ -9,11 +9,13 @@ from megatron_hexi.megatron.batch import BATCH_PATCHES
 from megatron_hexi.megatron.checkpoints import CHECKPOINT_PATCHES
 from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
 from megatron_hexi.megatron.datasets import COMPILE_HELPERS, HELPERS_PATH
+from megatron_hexi.megatron.delta_net import DELTA_NET_PATCHES
 from megatron_hexi.megatron.document_datasets import DOCUMENT_DATASET_PATCHES
 from megatron_hexi.megatron.documents_ahead import DOCUMENTS_AHEAD_PATCHES
 from megatron_hexi.megatron.expert_loads import EXPERT_LOAD_PATCHES
 from megatron_hexi.megatron.groups import group_patches
 from megatron_hexi.megatron.latent import LATENT_PATCHES
+from megatron_hexi.megatron.local_layers import local_layer_patches
 from megatron_hexi.megatron.loss_scale import LOSS_SCALE_PATCHES
 from megatron_hexi.megatron.mamba import MAMBA_PATCHES
 from megatron_hexi.megatron.metrics import METRICS_PATCHES
@@ -39,6 +41,7 @@ def all_patches(platform: Platform) -> list[Patch]:
     return [
         *platform.megatron_patches,
         *argument_patches(platform),
+        *local_layer_patches(platform),
         HELPERS_PATH,
         COMPILE_HELPERS,
         *WRITER_PATCHES,
@@ -62,6 +65,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *ATTENTION_PATCHES,
         *LATENT_PATCHES,
         *MAMBA_PATCHES,
+        *DELTA_NET_PATCHES,
         *PIPELINE_PATCHES,
         *STAGES_PATCHES,
         *EXPERT_PATCHES,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.job import Job
 
@@ -35,7 +37,7 @@ _LAUNCH = 1 / 3
 
 
 def expert_calls(job: Job, count: Ints) -> Calls:
-    """The calls of routed experts, of GPUs with so many, [U]."""
+    """Return the calls of routed experts, for GPUs that hold `count` of them, [U]."""
     each = _EXPERT_FP8 if job.precision == "fp8" else _EXPERT
-    forward, backward = (routed + _LAUNCH * count * one for routed, one in zip(_ROUTED, each, strict=True))
-    return Calls(forward, backward)
+    launches: Floats = _LAUNCH * np.asarray(count, dtype=float)
+    return Calls(_ROUTED.forward + launches * each.forward, _ROUTED.backward + launches * each.backward)

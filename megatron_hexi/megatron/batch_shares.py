@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError
-from megatron_hexi.options.kinds import is_packed
+from megatron_hexi.options.kinds import is_packed, layers_with_state, state_option
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.check import refuse_stages
 
@@ -55,3 +55,9 @@ def check_batch_shares(args: Namespace, plan: Plan | None) -> None:
     for name, (flag, reason) in _REFUSED.items():
         if getattr(args, name, None):
             raise HexiError(f"{_FLAG}: does not work with {flag}: {reason}; leave one of them out")
+    letters = layers_with_state(args)
+    if letters:
+        raise HexiError(
+            f"{_FLAG}: does not work with {state_option(args)} of layers {letters}: they have the plan's "
+            "heads in every batch; leave one of them out"
+        )

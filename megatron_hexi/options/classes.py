@@ -139,8 +139,7 @@ FREE: Final = {
         --data-parallel-sharding-strategy --outer-dp-sharding-strategy --fsdp-* --megatron-fsdp-*
         --enable-full-sharding-in-hsdp --suggested-communication-unit-size
         --torch-fsdp2-no-reshard-after-forward --no-use-layer-wise-param-layout
-        --relative-attention-* --mrope-section --dsa-* --no-dsa-* --linear-attention-freq
-        --linear-conv-kernel-dim --linear-key-head-dim --linear-num-* --linear-value-head-dim
+        --relative-attention-* --mrope-section --dsa-* --no-dsa-*
         --ep-overlap-early-attn-memory-release --overlap-dispatch-backward-with-experts-wgrad
         --decoder-num-layers
     """,
@@ -166,6 +165,10 @@ RESTRICTING: Final = {
         --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --mla-*
     """,
     "hybrid models": "--is-hybrid-model --mamba-* --mtp-hybrid-override-pattern",
+    "gated delta nets": """
+        --linear-attention-freq --linear-conv-kernel-dim --linear-key-head-dim --linear-num-*
+        --linear-value-head-dim
+    """,
     "documents: domains of a stage share samples, and none takes whole micro-batches": (
         "--dataloader-inter-document-masking"
     ),

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.options.job_terms import PARALLEL_SIZES, STAGE_FLAGS, set_job_terms
-from megatron_hexi.options.kinds import PlanKind, is_packed, layers_with_state
+from megatron_hexi.options.kinds import PlanKind, hybrid_layers, is_packed, layers_with_state, state_option
 from megatron_hexi.options.plan_experts import check_experts
 from megatron_hexi.options.refusals import refuse_unsupported
 from megatron_hexi.options.release import is_assumed
@@ -180,7 +180,7 @@ def _check_states(args: Namespace, plan: Plan) -> None:
         groups = max(len(domain.groups) for stage in replica.stages for domain in stage.domains)
         if letters and groups > 1:
             raise PlanError(
-                f"{args.hexi_plan}: --hybrid-layer-pattern has layers {letters}, whose state does not pass "
+                f"{args.hexi_plan}: {state_option(args)} has layers {letters}, whose state does not pass "
                 f"between groups yet, and replicas[{number}] has a domain of {groups} groups; put its "
                 "members into one group"
             )
@@ -198,13 +198,14 @@ def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, s
     latent, path = workload.latent_exchange, args.hexi_plan
     if latent is None:
         return []
-    has_pattern = getattr(args, "hybrid_layer_pattern", None)
+    mixed = hybrid_layers(args) or getattr(args, "experimental_attention_variant", None)
     refusals = (
         (
-            not args.multi_latent_attention or bool(has_pattern),
+            not args.multi_latent_attention or bool(mixed),
             (
                 "latent columns travel, which the job's attention does not have; leave it out, or train with "
-                "--multi-latent-attention and without --hybrid-layer-pattern"
+                "--multi-latent-attention and without --hybrid-layer-pattern and "
+                "--experimental-attention-variant"
             ),
         ),
         (is_assumed("<0.19"), "latent columns travel with megatron-core 0.19 only; leave it out"),

@@ -43,7 +43,20 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "give --no-rope-fusion, and neither --dataloader-inter-document-masking nor --sft",
             "without --no-rope-fusion, or with --dataloader-inter-document-masking or --sft",
         ),
-        given("--experimental-attention-variant", "its layers are not sharded by a plan"),
+        Supported(
+            "--experimental-attention-variant gated_delta_net, --linear-*",
+            "tests/megatron/test_state_layers.py::test_training_is_that_of_one_rank[gpt-uneven-heads]",
+            "in domains of one group; each member scans as many of the value heads as it has of attention's",
+        ),
+        before_0_19(
+            "--experimental-attention-variant", lambda args: bool(args.experimental_attention_variant)
+        ),
+        one_of(
+            ("dsa",),
+            "--experimental-attention-variant",
+            "its layers are not sharded by a plan",
+            "train without it",
+        ),
         given("--qk-clip", "the largest logit is not tracked over blocks"),
         given("--log-max-attention-logit", "the largest logit is not tracked over blocks"),
         given("--use-kitchen-attention", "a plan brings its own kernels", "choose one with --hexi-kernel"),

@@ -14,6 +14,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         before_planning("--mtp-use-repeated-layer", "prediction layers are counted one by one", _BY_HAND),
         before_planning("--hybrid-layer-pattern", "a hybrid model is not supported", _BY_HAND),
         before_planning("--hybrid-override-pattern", "a hybrid model is not supported", _BY_HAND),
+        before_planning("--experimental-attention-variant", "its layers are not counted", _BY_HAND),
         Refused(
             "--spec",
             lambda args: args.spec is not None and list(args.spec) != ["local"],

@@ -81,6 +81,11 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "a pattern's layers are not split into stages yet",
         ),
         beside_stages(
+            "--experimental-attention-variant",
+            lambda args: bool(args.experimental_attention_variant),
+            "layers of several kinds of attention are not split into stages yet",
+        ),
+        beside_stages(
             "--optimizer",
             lambda args: args.optimizer not in ("adam", "sgd"),
             "it updates whole weights, which no rank owns",

@@ -12,6 +12,8 @@ from megatron_hexi.options.kinds import (
     given,
     hybrid_layers,
     is_packed,
+    layers_with_state,
+    one_of,
     other_than,
     shown,
 )
@@ -43,6 +45,12 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         shown("--recompute-method block", "recompute-block-groups"),
         shown("--recompute-granularity selective", "recompute-selective-groups"),
         shown("--recompute-modules core_attn|mlp|moe", "recompute-modules-groups"),
+        one_of(
+            ("gdn_norm_out",),
+            "--recompute-modules",
+            "the norm of delta nets is not recomputed under a plan yet",
+            "leave it out of the list, or give --recompute-granularity full",
+        ),
         shown("--distribute-saved-activations", "saved-activations-groups"),
         given("--fine-grained-activation-offloading", UNSHOWN),
         given("--cpu-offloading-num-layers", UNSHOWN),
@@ -67,11 +75,16 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Refused(
             "--mtp-num-layers",
             lambda args: (
-                bool(args.mtp_num_layers) and (args.pipeline_model_parallel_size > 1 or is_packed(args))
+                bool(args.mtp_num_layers)
+                and (
+                    args.pipeline_model_parallel_size > 1 or is_packed(args) or bool(layers_with_state(args))
+                )
             ),
-            "it is not tested within documents, or over pipeline stages without layers of their own",
-            "leave out --pipeline-model-parallel-size, --dataloader-inter-document-masking and --sft",
-            "with --pipeline-model-parallel-size above 1, --dataloader-inter-document-masking or --sft",
+            "it is not tested within documents, beside layers with a state, or over pipeline stages without "
+            "layers of their own",
+            "train without it",
+            "with --pipeline-model-parallel-size above 1, --dataloader-inter-document-masking, --sft, Mamba "
+            "layers or delta nets",
         ),
         given("--hidden-dropout", DRAWS, "give --hidden-dropout 0"),
         shown("--hybrid-layer-pattern of * and -", "hybrid-model-groups"),
@@ -79,6 +92,22 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "--hybrid-layer-pattern with M, --mamba-*",
             "tests/megatron/test_state_layers.py::test_training_is_that_of_one_rank[mamba-uneven-heads]",
             "in domains of one group; each member scans as many of the Mamba heads as it has of attention's",
+        ),
+        Supported(
+            "--hybrid-layer-pattern with G, --linear-*",
+            "tests/megatron/test_state_layers.py::test_training_is_that_of_one_rank[delta-uneven-heads]",
+            "in domains of one group; each member scans as many of the value heads as it has of attention's",
+        ),
+        Refused(
+            "--tensor-model-parallel-size",
+            lambda args: (
+                args.tensor_model_parallel_size > 1
+                and not args.sequence_parallel
+                and "G" in layers_with_state(args)
+            ),
+            "Megatron sums the gradient of a delta net's norm over ranks under sequence parallelism only",
+            "give --sequence-parallel too",
+            "above 1 without --sequence-parallel, with delta net layers",
         ),
         Refused(
             "--disable-mamba-mem-eff-path",
@@ -90,8 +119,8 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "--hybrid-layer-pattern",
             lambda args: not set(hybrid_layers(args)) <= {*"*-|", *STATE_LAYERS},
             "its layers are not sharded by a plan yet",
-            "use attention, MLP and Mamba layers only",
-            "with other layers than *, - and M",
+            "use attention, MLP, Mamba and delta net layers only",
+            "with other layers than *, -, M and G",
         ),
         # Megatron reads virtual stages from the pattern's segments, and refuses the flag beside it.
         Refused(
@@ -122,6 +151,13 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "--deterministic-mode",
             "tests/megatron/test_option_training.py::test_two_runs_in_deterministic_mode_are_the_same_bits",
             "by kernels whose gradients are the same in every run: flash-attn-2, aten-flash, aten-cpu, math",
+        ),
+        Refused(
+            "--deterministic-mode",
+            lambda args: args.deterministic_mode and is_packed(args) and "G" in layers_with_state(args),
+            "Megatron's deterministic scan of delta nets takes no documents",
+            "leave out one of them",
+            "with --dataloader-inter-document-masking or --sft, and delta net layers",
         ),
         Supported(
             "--bf16",

@@ -113,7 +113,7 @@ def nothing_fits(request: Request, cluster: Cluster, planner: Planner, *, proven
     count = f"{trials.count} other request{'' if trials.count == 1 else 's'} planned{ended}"
     advice = f"fits: {told}" if fits else "none fits: take GPUs with more memory, or a smaller model"
     missing = missing_memory(request, cluster)
-    is_known = any(remedy["change"].startswith("nodes ") for remedy in fits)
+    is_known = any(str(remedy["change"]).startswith("nodes ") for remedy in fits)
     estimate = "" if is_known else _spell_counts(missing)
     return NothingFitsError(
         f"{what} {cluster.name} at {request.job.seq_length} tokens{_spell_fixed(request)}: "

@@ -129,7 +129,12 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
     "mamba": {
         "domain": _STATES + "training_is_that_of_one_rank[mamba-uneven-heads]",
         "replicas": _STATES + "training_is_that_of_one_rank[mamba-unequal-replicas]",
-        "checkpoints": _STATES + "a_checkpoint_goes_on_under_another_plan",
+        "checkpoints": _STATES + "a_checkpoint_goes_on_under_another_plan[mamba]",
+    },
+    "delta": {
+        "domain": _STATES + "training_is_that_of_one_rank[delta-uneven-heads]",
+        "replicas": _STATES + "training_is_that_of_one_rank[delta-unequal-replicas]",
+        "checkpoints": _STATES + "a_checkpoint_goes_on_under_another_plan[delta]",
     },
 }
 
@@ -142,6 +147,7 @@ NOTES: Final[Mapping[tuple[str, str], str]] = {
     ("documents", "simulator"): "as whole sequences",
     ("documents", "re-planning"): "times are compared with the median rank's, batch by batch",
     ("mamba", "domain"): "of one group",
+    ("delta", "domain"): "of one group",
     ("experts", "replicas"): "with `layers` in each stage",
     ("experts", "elastic"): "with `layers` in each stage",
 }

@@ -85,6 +85,20 @@ KINDS: Final[Mapping[str, Kind]] = {
             *("--mamba-num-groups", "2", "--mamba-state-dim", "16"),
         ),
     ),
+    "delta": Kind(
+        "Gated delta nets",
+        (
+            *("--hybrid-layer-pattern", "G*G-", "--linear-num-key-heads", "2"),
+            *(
+                "--linear-num-value-heads",
+                "8",
+                "--linear-key-head-dim",
+                "16",
+                "--linear-value-head-dim",
+                "16",
+            ),
+        ),
+    ),
 }
 
 _TOKENS = """\

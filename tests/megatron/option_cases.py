@@ -162,7 +162,7 @@ LATENT_SPEC = ("--spec", "tests.megatron.latent_spec", "spec")
 NORMED_LATENT = (*LATENT, "--qk-layernorm", "--q-lora-rank", "24", "--no-rope-fusion")
 NORMED_LATENT_SPEC = ("--spec", "tests.megatron.latent_spec", "normed")
 #: Two attention layers and two MLPs.
-HYBRID = ("--hybrid-layer-pattern", "*-*-", "--spec", "tests.megatron.hybrid_spec", "stack")
+HYBRID = ("--hybrid-layer-pattern", "*-*-")
 
 CASES = {
     # Attention and positions

@@ -242,10 +242,41 @@ def _shared_groups_used_once() -> None:
     ColumnExchange._send_columns = send_columns  # type: ignore[method-assign]
 
 
-#: Of layers with a state.
-STATE_FAULTS: dict[str, Callable[[], None]] = {
+def _decay_of_the_first_value_heads() -> None:
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    original = GatedDeltaNet._compute_g_and_beta
+
+    def compute(self: Any, decays: Tensor, *args: Tensor) -> Any:
+        return original(self, self.A_log[: decays.numel()], *args)
+
+    GatedDeltaNet._compute_g_and_beta = compute
+
+
+def _state_not_passed() -> None:
+    """The state is 0 again in the middle of the sequence."""
+    from megatron.core.ssm.gated_delta_net import gdn
+
+    original = gdn.chunk_gated_delta_rule
+
+    def scan(*parts: Tensor, g: Tensor, beta: Tensor, **settings: Any) -> tuple[Tensor, None]:
+        halves = zip(*(part.chunk(2, 1) for part in (*parts, g, beta)), strict=True)
+        outputs = [original(q, k, v, g=g, beta=b, **settings)[0] for q, k, v, g, b in halves]
+        return torch.cat(outputs, 1), None
+
+    gdn.chunk_gated_delta_rule = scan
+
+
+#: Of Mamba layers.
+MAMBA_FAULTS: dict[str, Callable[[], None]] = {
     "decay-of-the-first-heads": _decay_of_the_first_heads,
     "tokens-in-another-order": _tokens_in_another_order,
+    "shared-groups-used-once": _shared_groups_used_once,
+}
+#: Of delta nets.
+DELTA_FAULTS: dict[str, Callable[[], None]] = {
+    "decay-of-the-first-value-heads": _decay_of_the_first_value_heads,
+    "state-not-passed": _state_not_passed,
     "shared-groups-used-once": _shared_groups_used_once,
 }
 
@@ -261,7 +292,8 @@ def main() -> None:
         **EXPERT_FAULTS,
         **MULTI_TOKEN_FAULTS,
         **FURTHER_EXPERT_FAULTS,
-        **STATE_FAULTS,
+        **MAMBA_FAULTS,
+        **DELTA_FAULTS,
     }
     faults[sys.argv[place + 1]]()
     del sys.argv[place : place + 2]

@@ -27,9 +27,16 @@ OPTION_WORDS = {
     "--dataloader-type-unequal": "--dataloader-type external",
     "--dataloader-inter-document-masking": "--dataloader-inter-document-masking --micro-batch-size 1",
     "--decoder-seq-length": "--decoder-seq-length 64",
+    "--deterministic-mode": (
+        "--deterministic-mode --hybrid-layer-pattern G* --dataloader-inter-document-masking "
+        "--micro-batch-size 1 --no-rope-fusion"
+    ),
     "--eval-global-batch-size-unequal": "--eval-global-batch-size 8",
     "--eval-micro-batch-size-unequal": "--eval-micro-batch-size 1",
     "--experimental-attention-variant": "--experimental-attention-variant dsa",
+    "--experimental-attention-variant<0.19": "--experimental-attention-variant gated_delta_net",
+    "--experimental-attention-variant-stages": "--experimental-attention-variant gated_delta_net",
+    "--experimental-attention-variant-planned": "--experimental-attention-variant gated_delta_net",
     "--expert-tensor-parallel-num-weight-shards": "--expert-tensor-parallel-num-weight-shards 2",
     "--fp4-format": "--fp4-format e2m1",
     "--fp8-format": "--fp8-format hybrid",
@@ -66,6 +73,7 @@ OPTION_WORDS = {
     "--sft": "--sft --micro-batch-size 1 --eval-iters 0",
     "--sft<0.19": "--sft --micro-batch-size 1 --eval-iters 0",
     "--sft-unequal": "--sft --no-rope-fusion --micro-batch-size 1 --eval-iters 0",
+    "--tensor-model-parallel-size": "--tensor-model-parallel-size 2 --hybrid-layer-pattern G*",
     "--tensor-parallel-num-weight-shards": "--tensor-parallel-num-weight-shards 2",
     "--use-tp-pp-dp-mapping": "--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2",
     "--window-size": "--window-size 128,128",
@@ -87,6 +95,7 @@ OPTION_WORDS = {
     "--hybrid-layer-pattern-planned": "--hybrid-layer-pattern *-",
     "--hybrid-override-pattern-planned": "--hybrid-override-pattern *-",
     "--spec-planned": "--spec my.layers spec",
+    "--recompute-modules": "--recompute-granularity selective --recompute-modules gdn_norm_out",
     "--recompute-modules-planned": "--recompute-modules mlp core_attn",
     "--step-batch-size-schedule-planned": "--step-batch-size-schedule 0:4",
     "--yaml-cfg": "--yaml-cfg job.yaml",

@@ -39,6 +39,16 @@ def test_documents_under_a_plan_with_rates_pass():
         ({"num_experts": 4}, RATED, "does not work with --num-experts"),
         ({"mtp_num_layers": 1}, RATED, "does not work with --mtp-num-layers"),
         ({"hexi_replan_interval": 10}, RATED, "does not work with --hexi-replan-interval"),
+        (
+            {"hybrid_layer_pattern": "M*"},
+            RATED,
+            "does not work with --hybrid-layer-pattern of layers M: they have the plan's heads",
+        ),
+        (
+            {"experimental_attention_variant": "gated_delta_net"},
+            RATED,
+            "does not work with --experimental-attention-variant of layers G: they have the plan's heads",
+        ),
     ],
 )
 def test_a_job_that_cannot_have_them_is_refused(given, plan, message):

@@ -117,6 +117,7 @@ def test_flops_have_the_active_experts_of_a_block(name):
     model = read_model(name)
     plain = dataclasses.replace(model, mtp_layers=0)
     last = model.kinds[model.kind_of_layers[-1]]
+    assert last.experts is not None
     matrices = last.matrix_params() + last.experts.active * last.expert_params()
     matrices += 2 * model.hidden_size**2 + model.hidden_size * model.vocab_size
     attention = 6 * model.heads * (model.head_dim + model.value_dim) * 4096 / 2
@@ -127,6 +128,7 @@ def test_flops_have_the_active_experts_of_a_block(name):
 @pytest.mark.parametrize("fixed", [{}, {"pipeline_parallel": 2}])
 def test_a_plan_is_never_slower_than_megatrons_flags_nor_faster_than_the_bound(fixed):
     nodes = cluster([("a", "PLAIN", 2), ("b", "DOUBLE", 2)])
+    assert MIXED.experts is not None
     experts = dataclasses.replace(MIXED.experts, layers=(False, True, True, True))
     model = dataclasses.replace(FURTHER, layers=4, experts=experts)
     job = tiny_job(model=model, global_batch_size=8, **fixed)

@@ -1,0 +1,67 @@
+"""On a CPU, layers that Megatron specifies with Transformer Engine only are specified in PyTorch.
+
+They are those of hybrid models, and the delta nets of a GPT.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from megatron_hexi.patching import Patch
+from megatron_hexi.platform import Platform
+
+
+def local_layer_patches(platform: Platform) -> tuple[Patch, ...]:
+    """Return the patches that a platform needs."""
+    return _PATCHES if platform.name == "cpu" and not HAVE_TE else ()
+
+
+def _local_stack(original: Any) -> Any:
+    from megatron_hexi.megatron.local_specs import hybrid_stack  # Megatron has these layers since 0.19
+
+    return hybrid_stack(original)
+
+
+def _local_norm(original: type) -> type:
+    return WrappedTorchNorm
+
+
+def _local_block(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def build(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> Any:
+        if config.experimental_attention_variant != "gated_delta_net":
+            return original(config, vp_stage, pp_rank)
+        from megatron_hexi.megatron.local_specs import delta_net_block  # as above
+
+        return delta_net_block(config, vp_stage, pp_rank)
+
+    return build
+
+
+_PATCHES = (
+    Patch(
+        target="megatron.core.models.hybrid.hybrid_layer_specs:hybrid_stack_spec",
+        only=">=0.19",
+        why="a hybrid model's layers are specified with Transformer Engine only",
+        build=_local_stack,
+    ),
+    Patch(
+        target="megatron.core.models.hybrid.hybrid_block:TENorm",
+        only=">=0.19",
+        why="the norm at the end of a hybrid model is Transformer Engine's, whatever is specified",
+        build=_local_norm,
+    ),
+    Patch(
+        target="megatron.core.models.gpt.experimental_attention_variant_module_specs:"
+        "get_transformer_block_with_experimental_attention_variant_spec",
+        only=">=0.19",
+        why="a GPT's delta nets are specified with Transformer Engine only",
+        build=_local_block,
+        parameters=("config", "vp_stage", "pp_rank"),
+    ),
+)
