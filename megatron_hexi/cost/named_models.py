@@ -26,7 +26,7 @@ def presets() -> Mapping[str, Model]:
 def _with_layers(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The model's fields of an entry, with patterns of layers ("[0]*3+[1]*58") as a value for each layer."""
     fields = {field: value for field, value in entry.items() if field not in ("constants", "no_flags")}
-    for kind in ("experts", "window"):
+    for kind in ("experts", "window", "state"):
         if "layers" in fields.get(kind, {}):
             pattern = layer_pattern(f"{kind}.layers", fields[kind]["layers"], fields["layers"], name)
             fields[kind] = fields[kind] | {"layers": tuple(pattern)}

@@ -82,10 +82,8 @@ OPTION_WORDS = {
     "--check-weight-hash-across-dp-replicas-interval-stages": (
         "--check-weight-hash-across-dp-replicas-interval 2"
     ),
-    "--moe-shared-expert-gate-planned": "--num-experts 4 --moe-shared-expert-gate",
     "--moe-latent-size-planned": "--moe-latent-size 32",
     "--mtp-use-repeated-layer-planned": "--mtp-num-layers 1 --mtp-use-repeated-layer",
-    "--hybrid-layer-pattern-planned": "--hybrid-layer-pattern *-",
     "--hybrid-override-pattern-planned": "--hybrid-override-pattern *-",
     "--spec-planned": "--spec my.layers spec",
     "--recompute-modules-planned": "--recompute-modules mlp core_attn",
