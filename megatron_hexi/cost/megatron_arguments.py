@@ -212,7 +212,7 @@ def model_flags(model: Model, seq_length: int) -> list[str]:
         if has:
             raise NoFlagError(f"model {model.name}: Megatron has no flags for {what}; give another model")
     sizes = {
-        **({} if model.pattern else {"--num-layers": model.layers}),
+        "--num-layers": model.layers,
         "--hidden-size": model.hidden_size,
         "--ffn-hidden-size": model.ffn_hidden_size,
         "--num-attention-heads": model.heads,

@@ -163,7 +163,7 @@ class Model:
                 f"{said}: {short(unknown)}: use {', '.join(sorted(allowed))}, or describe its part"
             )
         for part, letter in (("state", state), ("experts", EXPERTS)):
-            if getattr(self, part) is not None and letter not in self.pattern:
+            if getattr(self, part) is not None and letter and letter not in self.pattern:
                 raise HexiError(f"{said} has no {letter}; leave {part} out")
         of_layers = [part for part in (self.experts, self.state) if part is not None and part.layers]
         if self.window or self.latent or self.mtp_layers or self.post_norms or of_layers:

@@ -19,7 +19,6 @@ def refuse_unplanned(model: Model) -> None:
     """
     kinds = {
         "attention in chunks": (model.window is not None and model.window.in_chunks, _NOT_MODELLED),
-        "layers with a state, or with one part": (bool(model.state or model.pattern), _NOT_MODELLED),
         "multi-token prediction beside experts": (
             model.mtp_layers > 0 and model.experts is not None,
             "training refuses it in stages; leave --mtp-num-layers out",

@@ -122,12 +122,12 @@ def test_what_a_config_cannot_say_is_refused_by_name(path, changes, said):
     ("fields", "said"),
     [
         ({"state": MAMBA, "pattern": "M*-"}, "has 3 letters, the model has 4 layers; give one for each"),
-        ({"state": MAMBA, "pattern": "M*-G"}, '"G": use *, -, M, or describe its part'),
-        ({"pattern": "M*-*"}, '"M": use *, -, or describe its part'),
+        ({"state": MAMBA, "pattern": "M*-G"}, "'G': use *, -, M, or describe its part"),
+        ({"pattern": "M*-*"}, "'M': use *, -, or describe its part"),
         ({"state": DELTA, "pattern": "*-*-"}, "has no G; leave state out"),
         ({"experts": Experts(4, 2, 8), "pattern": "*-*-"}, "has no E; leave experts out"),
         ({"window": Window(8), "pattern": "*-*-"}, "with windows, latent attention"),
-        ({"state": {**vars(MAMBA), "kind": "rwkv"}}, 'state: kind = "rwkv"; write mamba or delta'),
+        ({"state": {**vars(MAMBA), "kind": "rwkv"}}, "state: kind = 'rwkv'; write mamba or delta"),
         ({"state": replace(DELTA, layers=(True,))}, "state: layers has 1 entries, the model has 4 layers"),
     ],
 )

@@ -47,7 +47,9 @@ class DomainSearch:
 
     def run(self, polished: bool = True) -> Trial:
         """Return the best layout on all units; without small changes if not `polished`."""
-        if self._few:
+        if self._fleet.job.model.state is not None:  # it passes between no groups
+            self._tried.attempt((tuple(range(len(self._fleet.units))),))
+        elif self._few:
             for grouping in all_partitions(self._fleet):
                 self._tried.attempt(grouping)
         else:
