@@ -8,13 +8,16 @@ own block and exchange, all-to-all out. Assumed:
 - groups enter the exchange when their own members are ready, and wait for each other inside it as far as
   keys and values make them (`overlap`);
 - the groups of a replica wait for each other once a layer, after the all-to-all out.
+The scan of a layer with a state is in place of attention, and nothing hides its all-to-alls; a layer of an
+MLP alone is token work, at whose end members meet too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -218,13 +221,18 @@ def layer_times(
 
     again = None
     if job.mode == "selective":  # core attention, which other layers lack
-        again = assemble(0, whole=False) if job.model.has_attention else Pass(*np.zeros((11, len(rows))), 0.0)
+        again = assemble(0, whole=False) if job.model.has_attention else _no_pass(len(rows))
     return Layer(
         assemble(0),
         assemble(1),
         again,
         Flights(received, sent),
     )
+
+
+def _no_pass(units: int) -> Pass:
+    nothing: dict[str, Any] = {field.name: np.zeros(units) for field in fields(Pass)}
+    return Pass(**(nothing | {"wire": 0.0}))
 
 
 def first_share(plan: PlanArrays, job: Job) -> tuple[Floats, bool]:
@@ -291,7 +299,7 @@ def _scan(plan: PlanArrays, job: Job, speeds: Speeds, tokens: Floats, units: Int
     """Seconds of the scans of some units' heads over their groups' tokens, [2, units]."""
     if job.model.state is None:
         return np.zeros((2, len(tokens)))
-    heads, groups = (held[units] for held in state_shares(plan, job))
+    heads, groups = (held[units].astype(float) for held in state_shares(plan, job))
     head, group = scan_times(speeds, job, tokens)
     return heads * np.array(head) + groups * np.array(group)
 

@@ -18,6 +18,7 @@ _REFUSED = {
     "mtp_num_layers": "--mtp-num-layers",
     "hybrid_layer_pattern": "--hybrid-layer-pattern",
     "hybrid_override_pattern": "--hybrid-override-pattern",
+    "experimental_attention_variant": "--experimental-attention-variant",
     "fp8": "--fp8-format",
 }
 
