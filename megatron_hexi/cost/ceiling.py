@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -42,7 +43,8 @@ def ceiling_tokens_per_s(job: Job, devices: Sequence[Device], causal: bool = Tru
     for device, count in counts.values():
         speeds = device_speeds(device, job)
         token += count / token_seconds(speeds, job)
-        attention += count / attention_seconds(speeds, job, causal)
+        seconds = attention_seconds(speeds, job, causal)
+        attention += count / seconds if seconds else math.inf  # a pattern may have an MLP in each layer
     return 1 / (1 / token + 1 / attention)
 
 

@@ -116,7 +116,9 @@ def all_to_alls(plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints) -> tup
     sets = np.repeat([0, 1], len(holder))
     sizes = [[move.size for move in moves if move.inward is way] for way in (True, False)]
     both = np.concatenate(sizes, axis=1)
-    seconds = links.message_seconds(gpus[src], gpus[dst], both, sets, job.tensor_parallel) * (both > 0)
+    seconds = links.message_seconds(gpus[src], gpus[dst], both, sets, job.tensor_parallel)
+    if not job.model.has_attention:  # a unit may have heads of attention and none with a state
+        seconds = seconds * (both > 0)
     longest = np.zeros((len(both), 2 * units))
     for row, times in zip(longest, seconds, strict=True):
         np.maximum.at(row, sets * units + src, times)

@@ -160,7 +160,8 @@ def _all_to_alls(plan: PlanArrays, job: Job) -> dict[tuple[str, bool], dict[Batc
     holder, taker = plan.all_to_all_pairs
     messages: dict[tuple[str, bool], dict[Batch, Messages]] = {}
     for move in all_to_all_bytes(plan, job):
-        there = move.size > 0  # a unit may have heads of attention and none with a state
+        # A unit may have heads of attention and none with a state.
+        there = (move.size > 0) | job.model.has_attention
         ends = (holder[there], taker[there]) if move.inward else (taker[there], holder[there])
         batch = Batch("in" if move.inward else "out", move.half)
         messages.setdefault((move.way, move.inward), {})[batch] = Messages(*ends, move.size[there])
