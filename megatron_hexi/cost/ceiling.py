@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from megatron_hexi.cost.compute import (
 )
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.model import Model
+from megatron_hexi.cost.scan import whole_scan_times
 
 #: Rows at which a phase that reads the best rate anyhow is timed: what is read and written once counts
 #: nothing.
@@ -42,7 +44,8 @@ def ceiling_tokens_per_s(job: Job, devices: Sequence[Device], causal: bool = Tru
     for device, count in counts.values():
         speeds = device_speeds(device, job)
         token += count / token_seconds(speeds, job)
-        attention += count / attention_seconds(speeds, job, causal)
+        seconds = attention_seconds(speeds, job, causal)
+        attention += count / seconds if seconds else math.inf  # a pattern may have an MLP in each layer
     return 1 / (1 / token + 1 / attention)
 
 
@@ -70,19 +73,32 @@ def token_seconds(speeds: Speeds, job: Job, with_experts: bool = True) -> float:
 
 
 def attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
-    """Attention of one token through the whole model, on one GPU: 2 (D + V) H S / 2 FLOPs a layer forward."""
-    kinds = zip(job.model.kinds, job.model.layers_run, strict=True)
-    seen = sum(layers * _keys_seen(kind, job.seq_length, causal) for kind, layers in kinds)
+    """Attention of one token through the whole model, on one GPU: 2 (D + V) H S / 2 FLOPs a layer forward.
+
+    The scans of layers with a state are among it.
+    """
+    kinds = list(zip(job.kinds, job.model.layers_run, strict=True))
+    seen = sum(layers * _keys_seen(kind.model, job.seq_length, causal) for kind, layers in kinds)
+    scans = sum(layers * _scan_seconds(speeds, kind) for kind, layers in kinds if kind.model.state)
     flops = 2 * (job.model.head_dim + job.model.value_dim) * job.model.heads * seen
     forward, backward = (
         max(max(getattr(passes, way).rates) for passes in (speeds.causal, speeds.full)) * 1e12
         for way in ("forward", "backward")
     )
     passes = 1 if job.mode == "none" else 2
-    return flops * (passes / forward + ATTENTION_BACKWARD / backward)
+    return flops * (passes / forward + ATTENTION_BACKWARD / backward) + scans
+
+
+def _scan_seconds(speeds: Speeds, job: Job) -> float:
+    """Scan of one token in a layer, all its heads on one GPU; computed again with whole layers only."""
+    forward, backward = whole_scan_times(speeds, job, np.ones(1))
+    once = float(forward[0]) * (1 + (job.mode == "full")) + float(backward[0])
+    return once * job.tensor_parallel / job.micro_batch_size
 
 
 def _keys_seen(model: Model, context: int, causal: bool) -> float:
+    if not model.has_attention:
+        return 0.0
     if not causal:
         return context
     return context / 2 if model.window is None else model.window.keys_seen(context)

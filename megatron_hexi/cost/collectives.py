@@ -10,6 +10,7 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.cost.scan import state_shares
 
 
 class AllToAll(NamedTuple):
@@ -41,8 +42,13 @@ def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
     head of C + R in place of D + V.
 
     In halves, query heads travel in two; keys and values with the first, their gradients with the last.
+
+    Heads with a state: in the columns of a member's heads and of the groups that these read, out the heads'
+    outputs, whole; backward likewise. Layers with neither send nothing.
     """
     holder, taker = plan.all_to_all_pairs
+    if not job.model.has_attention:
+        return _column_bytes(plan, job)
     tokens = plan.tokens[holder].astype(float) * (job.micro_batch_size * job.element_bytes)
     keys = tokens * job.exchanged_columns * plan.kv[taker]
     halves = [plan.heads_first, plan.heads - plan.heads_first] if plan.in_halves else [plan.heads]
@@ -55,6 +61,24 @@ def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
         AllToAll(way, inward, half, size + keys if half == with_keys else size)
         for way, inward, with_keys in ways
         for half, size in enumerate(outputs if with_keys is None else queries)
+    ]
+
+
+def _column_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
+    """All all-to-alls of a layer without attention."""
+    holder, taker = plan.all_to_all_pairs
+    state, tokens = job.model.state, plan.tokens[holder].astype(float)
+    columns = outputs = np.zeros(len(holder))
+    if state is not None:
+        heads, groups = state_shares(plan, job)
+        unit = tokens * (job.micro_batch_size * job.element_bytes)
+        columns = unit * (heads * state.head_columns + groups * state.group_columns)[taker]
+        outputs = unit * (heads * state.head_dim)[taker]
+    return [
+        AllToAll("forward", True, 0, columns),
+        AllToAll("forward", False, 0, outputs),
+        AllToAll("backward", True, 0, outputs),
+        AllToAll("backward", False, 0, columns),
     ]
 
 
@@ -84,7 +108,7 @@ def all_to_alls(plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints) -> tup
     """
     holder, taker = plan.all_to_all_pairs
     units, nothing = len(plan.tokens), np.zeros((2, len(plan.tokens)))
-    if not len(holder):
+    if not len(holder) or not (job.model.has_attention or job.model.state):
         return (Halves(nothing, nothing),) * 2
     moves = all_to_all_bytes(plan, job)
     # Both directions in one call, as separate sets of messages: that is faster.
@@ -93,13 +117,15 @@ def all_to_alls(plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints) -> tup
     sizes = [[move.size for move in moves if move.inward is way] for way in (True, False)]
     both = np.concatenate(sizes, axis=1)
     seconds = links.message_seconds(gpus[src], gpus[dst], both, sets, job.tensor_parallel)
+    if not job.model.has_attention:  # a unit may have heads of attention and none with a state
+        seconds = seconds * (both > 0)
     longest = np.zeros((len(both), 2 * units))
     for row, times in zip(longest, seconds, strict=True):
         np.maximum.at(row, sets * units + src, times)
         np.maximum.at(row, sets * units + dst, times)
     # By half, both passes of each.
     inward, outward = np.split(longest.reshape(2, -1, 2 * units).swapaxes(0, 1), 2, axis=2)
-    if not plan.in_halves:
+    if not (plan.in_halves and job.model.has_attention):
         return Halves(inward[0], nothing), Halves(outward[0], nothing)
     return Halves(*inward), Halves(*outward[::-1])
 
@@ -108,7 +134,7 @@ def tensor_parallel_seconds(job: Job, rows: Floats, bandwidth: Floats, latency: 
     """Return the seconds of one all-reduce of rows x hidden inside each unit, [U].
 
     2 (t - 1) / t x rows h e / bandwidth + 2 (t - 1) latency, t ranks (Thakur et al., Optimization of
-    collective communication operations in MPICH, 2005). A layer has two of them in each direction.
+    collective communication operations in MPICH, 2005). Each part of a layer has one in each direction.
 
     Args:
         job: the job.

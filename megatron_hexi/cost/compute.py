@@ -132,6 +132,8 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     backward: norms 6 h, gradients of residuals 6 h, activation 3 f (gated 5 f), rotary 2 (H + K) D
     a gate of attention's output: 3 H D forward, 5 H D backward, as that of the activation
     norms behind attention and MLP: 4 h more forward, 6 h backward
+    layers of one part: of norms and residual additions half; without attention nothing of H and K
+    Mamba: a norm of what the heads put out, I elements, 2 I forward, 3 I backward
     norms of queries and keys: 2 (H + K) D more forward, 3 (H + K) D backward
     latent attention, of r rotary columns, in place of the rotary: norms of latent columns c, 2 c forward, 3 c
     backward; 12 (H + 1) r each way, in no fused kernel, which a plan refuses; queries, keys and values, whose
@@ -149,8 +151,13 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     hidden, mlp = model.hidden_size / job.row_parts, model.mlp_width / tp
     heads, kv = model.head_dim * model.heads / tp, model.head_dim * max(1, model.kv_heads / tp)
     gate, output, values = heads * model.output_gate, model.value_dim * model.heads / tp, kv
-    norms, around = 2 * (1 + model.post_norms) * hidden, 2 * (heads + kv)
-    if model.qk_norm:
+    norms, around = model.parts * (1 + model.post_norms) * hidden, 2 * (heads + kv)
+    if not model.has_attention:
+        heads = kv = values = around = gate = output = 0.0
+    if model.state is not None:
+        output, values = model.state.inner / tp, model.state.columns / tp
+        norms += output * (model.state.kind == "mamba")
+    elif model.qk_norm and model.has_attention:
         norms += heads + kv
     if model.latent is not None:
         latent = model.latent
@@ -158,12 +165,15 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
         keys = job.exchanged_columns if job.latent_exchange else kv + values
         around = 12 * (model.heads / tp + 1) * latent.rotary_dim + 2 * (heads + keys)
         norms += (latent.kv_rank + (latent.query_rank or 0)) / job.row_parts
-    forward = 2 * norms + 6 * hidden + (3 if model.gated else 2) * mlp + around + 3 * gate
-    backward = 3 * norms + 6 * hidden + (5 if model.gated else 3) * mlp + around + 5 * gate
+    residual = 3 * model.parts * hidden
+    forward = 2 * norms + residual + (3 if model.gated else 2) * mlp + around + 3 * gate
+    backward = 3 * norms + residual + (5 if model.gated else 3) * mlp + around + 5 * gate
     if job.precision == "fp8":
         cast = CAST_BYTES / job.element_bytes
         first = (1 + model.gated) * mlp
-        return forward + cast * (output + mlp), backward + cast * (heads + kv + values + first + 2 * hidden)
+        return forward + cast * (output + mlp), backward + cast * (
+            heads + kv + values + first + model.parts * hidden
+        )
     return forward, backward
 
 

@@ -8,7 +8,12 @@ from typing import Any
 
 from megatron_hexi.cost.hugging_face_config import Config, read_config
 from megatron_hexi.cost.hugging_face_constants import NoFlagError, constants_of
-from megatron_hexi.cost.hugging_face_layers import expert_fields, window_fields
+from megatron_hexi.cost.hugging_face_layers import (
+    expert_fields,
+    hybrid_pattern,
+    state_fields,
+    window_fields,
+)
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 
@@ -30,7 +35,7 @@ def model_from_config(text: str, path: Path) -> Model:
     config = read_config(text, path)
     with contextlib.suppress(NoFlagError):  # `constant_flags` says so where flags are printed
         constants_of(config)
-    fields = _gpt(config) if config.model_type == "gpt2" else _decoder(config)
+    fields = {"gpt2": _gpt, "nemotron_h": _hybrid}.get(config.model_type, _decoder)(config)
     source = f"{path}: text_config; vision is left out" if config.is_part else str(path)
     vocab_size, tied = config.size("vocab_size"), config.flag("tie_word_embeddings")
     try:
@@ -53,16 +58,38 @@ def _decoder(config: Config) -> dict[str, Any]:
         "qkv_bias": config.model_type == "qwen2"
         or (config.model_type == "glm4_moe" and config.flag("attention_bias")),
         "norm_biases": False,
-        "qk_norm": config.model_type in ("qwen3", "qwen3_moe", "gemma3_text")
+        "qk_norm": config.model_type in ("qwen3", "qwen3_moe", "qwen3_next", "gemma3_text")
         or (config.model_type == "glm4_moe" and config.flag("use_qk_norm")),
+        "output_gate": config.model_type == "qwen3_next",
         "sinks": config.model_type == "gpt_oss",
         "post_norms": config.model_type == "gemma3_text",
         "experts": expert_fields(config),
         "window": window_fields(config),
+        "state": state_fields(config),
         "mtp_layers": config.count("num_nextn_predict_layers")
         if config.has("num_nextn_predict_layers")
         else 0,
         **(_latent(config, heads) if config.has("kv_lora_rank") else _heads(config, hidden, heads)),
+    }
+
+
+def _hybrid(config: Config) -> dict[str, Any]:
+    """Fields of a hybrid without positions, with RMSNorm, and an MLP of squared ReLUs without a gate."""
+    hidden, heads, pattern = (
+        config.size("hidden_size"),
+        config.size("num_attention_heads"),
+        hybrid_pattern(config),
+    )
+    return {
+        "layers": len(pattern),
+        "pattern": pattern,
+        "hidden_size": hidden,
+        "heads": heads,
+        "ffn_hidden_size": config.size("intermediate_size"),
+        "gated": False,
+        "experts": expert_fields(config),
+        "state": state_fields(config),
+        **_heads(config, hidden, heads),
     }
 
 

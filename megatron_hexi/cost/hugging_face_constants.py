@@ -7,6 +7,7 @@ import json
 from typing import NoReturn
 
 from megatron_hexi.cost.hugging_face_config import Config
+from megatron_hexi.cost.hugging_face_layers import hybrid_pattern
 from megatron_hexi.cost.hugging_face_rotary import NoFlagError, check_rotary_by_kind, rotary_flags
 from megatron_hexi.cost.hugging_face_routers import router_flags
 
@@ -33,12 +34,16 @@ def constants_of(config: Config) -> list[tuple[str, str]]:
         HexiError: a value is not usable.
         NoFlagError: Megatron has no flag for a value; with file, field and remedy.
     """
-    gpt = config.model_type == "gpt2"
-    flags = [("--norm-epsilon", str(config.number("layer_norm_epsilon" if gpt else "rms_norm_eps")))]
+    epsilon = "layer_norm_epsilon" if config.has("layer_norm_epsilon") else "rms_norm_eps"
+    flags = [("--norm-epsilon", str(config.number(epsilon)))]
     std = config.number("initializer_range")
     if std != _INIT_STD:
         flags.append(("--init-method-std", str(std)))
-    if gpt:
+    if config.model_type == "nemotron_h":
+        has_experts = "E" in hybrid_pattern(config)
+        routers = router_flags(config) if has_experts else []
+        return [*flags, ("--squared-relu", ""), ("--position-embedding-type", "none"), *routers]
+    if config.model_type == "gpt2":
         activation = config.get("activation_function")
         if not isinstance(activation, str) or activation not in _ACTIVATIONS:
             config.refuse("activation_function", activation, f"give a model with {' or '.join(_ACTIVATIONS)}")
@@ -48,6 +53,8 @@ def constants_of(config: Config) -> list[tuple[str, str]]:
         _lack_gemma(config)
     if config.model_type == "llama4_text":
         _lack_llama4(config)
+    if config.model_type == "qwen3_next":
+        flags.append(("--apply-layernorm-1p", ""))  # weights of its norms are stored less 1
     flags += router_flags(config)
     if config.model_type == "gpt_oss":
         flags += _clamped_activation(config)

@@ -1,4 +1,4 @@
-"""Layers of a Hugging Face model that have experts, and those that see a window of keys.
+"""Layers of a Hugging Face model that have experts, a window of keys, or a state.
 
 The rules are those of transformers' configuration_*.py and modeling_*.py.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_hexi.cost.hugging_face_config import Config
+from megatron_hexi.errors import HexiError
 
 Fields = dict[str, Any]
 
@@ -22,6 +23,8 @@ def expert_fields(config: Config) -> Fields | None:
         "mixtral": _plain_experts,
         "gpt_oss": _plain_experts,
         "qwen3_moe": _qwen_experts,
+        "qwen3_next": _gated_experts,
+        "nemotron_h": _hybrid_experts,
         "deepseek_v3": _scored_experts,
         "kimi_k2": _scored_experts,
         "glm4_moe": _scored_experts,
@@ -29,8 +32,10 @@ def expert_fields(config: Config) -> Fields | None:
     }.get(config.model_type)
     if read is None:
         return None
-    fields = {"active": config.size("num_experts_per_tok"), **read(config)}
-    return fields if any(fields.get("layers", (True,))) else None
+    found = read(config)
+    if found is None or not any(found.get("layers", (True,))):
+        return None
+    return {"active": config.size("num_experts_per_tok"), **found}
 
 
 def window_fields(config: Config) -> Fields | None:
@@ -49,6 +54,80 @@ def window_fields(config: Config) -> Fields | None:
     return {"size": config.size("sliding_window"), "layers": layers} if any(layers) else None
 
 
+def state_fields(config: Config) -> Fields | None:
+    """Fields of `State`; ``None``: the type has no layers with a state, or no layer is one.
+
+    Raises:
+        HexiError: a value that is not usable.
+    """
+    if config.model_type == "nemotron_h":
+        if "M" not in hybrid_pattern(config):
+            return None
+        return {
+            "kind": "mamba",
+            "heads": config.size("mamba_num_heads"),
+            "head_dim": config.size("mamba_head_dim"),
+            "groups": config.size("n_groups"),
+            "key_dim": config.size("ssm_state_size"),
+            "conv_width": config.size("conv_kernel"),
+        }
+    if config.model_type != "qwen3_next":
+        return None
+    layers = _named(config, "linear_attention")
+    if layers is None:
+        interval = config.size("full_attention_interval")
+        layers = tuple((i + 1) % interval != 0 for i in _layers(config))
+    fields = {
+        "kind": "delta",
+        "heads": config.size("linear_num_value_heads"),
+        "head_dim": config.size("linear_value_head_dim"),
+        "groups": config.size("linear_num_key_heads"),
+        "key_dim": config.size("linear_key_head_dim"),
+        "conv_width": config.size("linear_conv_kernel_dim"),
+        "layers": layers,
+    }
+    return fields if any(layers) else None
+
+
+#: Letters of Megatron's patterns for the names of Nemotron-H's layers; the last two are older.
+_LETTERS = {
+    "linear_attention": "M",
+    "full_attention": "*",
+    "mlp": "-",
+    "moe": "E",
+    "mamba": "M",
+    "attention": "*",
+}
+
+
+def hybrid_pattern(config: Config) -> str:
+    """Return the pattern of Nemotron-H's layers, a letter a layer as in Megatron's.
+
+    Raises:
+        HexiError: neither field says it, or both do and differ, or num_hidden_layers is another number.
+    """
+    named, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
+    if pattern is not None and (not isinstance(pattern, str) or not set(pattern) <= set(_LETTERS.values())):
+        config.refuse("hybrid_override_pattern", pattern, "write a letter a layer: M, *, - or E")
+    if named is not None:
+        if not isinstance(named, list) or any(name not in _LETTERS for name in named):
+            config.refuse("layers_block_type", named, f"write a list of {', '.join(list(_LETTERS)[:4])}")
+        letters = "".join(_LETTERS[name] for name in named)
+        if pattern not in (None, letters):
+            config.refuse("hybrid_override_pattern", pattern, "remove it", "differs from layers_block_type")
+        pattern = letters
+    if not pattern:
+        raise HexiError(f"{config.path}: hybrid_override_pattern is missing; add it, a letter a layer")
+    if config.get("num_hidden_layers") not in (None, len(pattern)):
+        config.refuse(
+            "num_hidden_layers",
+            config.get("num_hidden_layers"),
+            f"write {len(pattern)}",
+            "differs from the pattern's number of layers",
+        )
+    return pattern
+
+
 def _plain_experts(config: Config) -> Fields:
     """Return the fields for experts in every layer whose width is intermediate_size."""
     return {
@@ -57,10 +136,28 @@ def _plain_experts(config: Config) -> Fields:
     }
 
 
+def _gated_experts(config: Config) -> Fields:
+    """Experts of Qwen3-Next, with a shared one behind a gate."""
+    shared = config.size("shared_expert_intermediate_size")
+    return {**_qwen_experts(config), "shared_ffn_hidden_size": shared, "shared_gate": True}
+
+
+def _hybrid_experts(config: Config) -> Fields | None:
+    """Experts of the layers that the pattern says."""
+    if "E" not in hybrid_pattern(config):
+        return None
+    return {
+        "count": config.size("n_routed_experts"),
+        "ffn_hidden_size": config.size("moe_intermediate_size"),
+        "shared_ffn_hidden_size": config.size("moe_shared_expert_intermediate_size"),
+        "score_bias": True,
+    }
+
+
 def _qwen_experts(config: Config) -> Fields:
     step, dense = config.size("decoder_sparse_step"), _indices(config, "mlp_only_layers") or []
     return {
-        "count": config.size("num_local_experts"),
+        "count": config.size("num_experts" if config.has("num_experts") else "num_local_experts"),
         "ffn_hidden_size": config.size("moe_intermediate_size"),
         "layers": tuple(i not in dense and (i + 1) % step == 0 for i in _layers(config)),
     }

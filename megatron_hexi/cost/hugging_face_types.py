@@ -5,42 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_hexi.cost.hugging_face_decoders import DECODER, NO_BIAS, NO_BIASES, SILU
 from megatron_hexi.cost.hugging_face_fields import NEEDED, ModelType, Only, Wrapper
+from megatron_hexi.cost.hugging_face_hybrids import HYBRIDS
 
-_ROTARY: Mapping[str, Any] = {
-    "max_position_embeddings": 2048,
-    "original_max_position_embeddings": None,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "rope_parameters": None,
-}
-_DECODER: Mapping[str, Any] = {
-    "architectures": None,
-    "num_hidden_layers": NEEDED,
-    "hidden_size": NEEDED,
-    "intermediate_size": NEEDED,
-    "num_attention_heads": NEEDED,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "vocab_size": NEEDED,
-    "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.02,
-    **_ROTARY,
-}
 _WINDOWS: Mapping[str, Any] = {
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
     "layer_types": None,
 }
-_SILU = Only(("silu", "swish"), "another activation in a gated MLP", "give a model with silu")
-_NO_BIAS = Only(
-    (False,),
-    "biases in some linear layers only, of which Megatron has those of queries, keys and values,",
-    "give a model without",
-)
-_NO_BIASES = {"attention_bias": _NO_BIAS, "mlp_bias": _NO_BIAS}
 _NO_NOISE = Only((0,), "noise in what routers see", "set it to 0")
 
 #: Fields of models whose routers have sigmoid scores and a load-balancing bias (DeepSeek-V3, GLM-4.5).
@@ -56,7 +30,7 @@ _SCORED_EXPERTS: Mapping[str, Any] = {
     "seq_aux": True,
 }
 _SCORED_ONLY = {
-    "hidden_act": _SILU,
+    "hidden_act": SILU,
     "scoring_func": Only(("sigmoid",), "another score of experts", "give a model with sigmoid"),
     "topk_method": Only(("noaux_tc",), "another choice of experts", "give a model with noaux_tc"),
     "moe_layer_freq": Only((1,), "layers without experts among those that follow", "give a model with 1"),
@@ -66,7 +40,7 @@ _SCORED_ALIASES = {
     "num_mtp_layers": "num_nextn_predict_layers",
 }
 _LATENT: Mapping[str, Any] = {
-    **_DECODER,
+    **DECODER,
     **_SCORED_EXPERTS,
     "num_key_value_heads": 128,
     "n_group": 8,
@@ -86,7 +60,7 @@ _LATENT_TYPE: Mapping[str, Any] = {
     "used": _LATENT,
     "only": {
         **_SCORED_ONLY,
-        "attention_bias": _NO_BIAS,
+        "attention_bias": NO_BIAS,
         "rope_interleave": Only((True,), "rotating halves instead of neighbours", "give a model with true"),
     },
     "aliases": _SCORED_ALIASES,
@@ -99,18 +73,18 @@ _LATENT_TYPE: Mapping[str, Any] = {
 TYPES: Mapping[str, ModelType] = {
     "llama": ModelType(
         "LlamaForCausalLM",
-        {**_DECODER, "attention_bias": False, "mlp_bias": False},
-        {"hidden_act": _SILU, "sliding_window": Only((), "attention in a window", "give a mistral")},
+        {**DECODER, "attention_bias": False, "mlp_bias": False},
+        {"hidden_act": SILU, "sliding_window": Only((), "attention in a window", "give a mistral")},
     ),
     "mistral": ModelType(
         "MistralForCausalLM",
-        {**_DECODER, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-        {"hidden_act": _SILU, **_NO_BIASES},
+        {**DECODER, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        {"hidden_act": SILU, **NO_BIASES},
     ),
     "mixtral": ModelType(
         "MixtralForCausalLM",
         {
-            **_DECODER,
+            **DECODER,
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
@@ -120,36 +94,36 @@ TYPES: Mapping[str, ModelType] = {
             "num_experts_per_tok": 2,
             "router_aux_loss_coef": 0.001,
         },
-        {"hidden_act": _SILU, **_NO_BIASES, "router_jitter_noise": _NO_NOISE},
+        {"hidden_act": SILU, **NO_BIASES, "router_jitter_noise": _NO_NOISE},
         {"num_experts": "num_local_experts"},
     ),
     "qwen2": ModelType(
         "Qwen2ForCausalLM",
-        {**_DECODER, **_WINDOWS, "num_key_value_heads": 32, "max_position_embeddings": 32768},
+        {**DECODER, **_WINDOWS, "num_key_value_heads": 32, "max_position_embeddings": 32768},
         {
-            "hidden_act": _SILU,
+            "hidden_act": SILU,
             # transformers does not read it: queries, keys and values have biases, other layers none.
             "attention_bias": Only(
                 (True,), "Qwen2 without biases of queries, keys and values", "give a llama"
             ),
-            "mlp_bias": _NO_BIAS,
+            "mlp_bias": NO_BIAS,
         },
     ),
     "qwen3": ModelType(
         "Qwen3ForCausalLM",
         {
-            **_DECODER,
+            **DECODER,
             **_WINDOWS,
             "num_key_value_heads": 32,
             "head_dim": 128,
             "max_position_embeddings": 32768,
         },
-        {"hidden_act": _SILU, **_NO_BIASES},
+        {"hidden_act": SILU, **NO_BIASES},
     ),
     "qwen3_moe": ModelType(
         "Qwen3MoeForCausalLM",
         {
-            **_DECODER,
+            **DECODER,
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
             "use_sliding_window": False,
@@ -163,9 +137,9 @@ TYPES: Mapping[str, ModelType] = {
             "router_aux_loss_coef": 0.001,
         },
         {
-            "hidden_act": _SILU,
-            **_NO_BIASES,
-            "qkv_bias": _NO_BIAS,
+            "hidden_act": SILU,
+            **NO_BIASES,
+            "qkv_bias": NO_BIAS,
             "use_qk_norm": Only((True,), "Qwen3 without norms of queries and keys", "give a mixtral"),
             "shared_expert_intermediate_size": Only((0,), "shared experts", "give a model without"),
         },
@@ -173,12 +147,13 @@ TYPES: Mapping[str, ModelType] = {
         # transformers gives every layer the window.
         frozenset({"max_window_layers"}),
     ),
+    **HYBRIDS,
     "deepseek_v3": ModelType(**_LATENT_TYPE),
     "kimi_k2": ModelType(**_LATENT_TYPE),
     "glm4_moe": ModelType(
         "Glm4MoeForCausalLM",
         {
-            **_DECODER,
+            **DECODER,
             **_SCORED_EXPERTS,
             "num_key_value_heads": 8,
             "attention_bias": False,
@@ -191,13 +166,13 @@ TYPES: Mapping[str, ModelType] = {
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.0,
         },
-        {**_SCORED_ONLY, "mlp_bias": _NO_BIAS},
+        {**_SCORED_ONLY, "mlp_bias": NO_BIAS},
         _SCORED_ALIASES,
     ),
     "gpt_oss": ModelType(
         "GptOssForCausalLM",
         {
-            **_DECODER,
+            **DECODER,
             "num_key_value_heads": 8,
             "head_dim": 64,
             "rms_norm_eps": 1e-5,
@@ -212,7 +187,7 @@ TYPES: Mapping[str, ModelType] = {
             "swiglu_limit": 7.0,
         },
         {
-            "hidden_act": _SILU,
+            "hidden_act": SILU,
             "attention_bias": Only((True,), "experts with biases beside attention without", "set it to true"),
         },
         {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
@@ -222,7 +197,7 @@ TYPES: Mapping[str, ModelType] = {
     "gemma3_text": ModelType(
         "Gemma3ForCausalLM",
         {
-            **_DECODER,
+            **DECODER,
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "head_dim": 256,
@@ -240,7 +215,7 @@ TYPES: Mapping[str, ModelType] = {
             "hidden_activation": Only(
                 ("gelu_pytorch_tanh",), "another activation in a gated MLP", "give a model with its GELU"
             ),
-            "attention_bias": _NO_BIAS,
+            "attention_bias": NO_BIAS,
             "use_bidirectional_attention": Only((False,), "attention to later tokens", "set it to false"),
             "final_logit_softcapping": Only((), "capped logits", "give a model without"),
             "attn_logit_softcapping": Only((), "capped scores of attention", "give a model without"),
@@ -250,7 +225,7 @@ TYPES: Mapping[str, ModelType] = {
     "llama4_text": ModelType(
         "Llama4ForCausalLM",
         {
-            **_DECODER,
+            **DECODER,
             "num_key_value_heads": 8,
             "head_dim": 128,
             "intermediate_size_mlp": NEEDED,
@@ -272,8 +247,8 @@ TYPES: Mapping[str, ModelType] = {
             "router_aux_loss_coef": 0.001,
         },
         {
-            "hidden_act": _SILU,
-            **_NO_BIASES,
+            "hidden_act": SILU,
+            **NO_BIASES,
             "router_jitter_noise": _NO_NOISE,
             "for_llm_compression": Only((False,), "a model to compress", "set it to false"),
         },
@@ -281,7 +256,7 @@ TYPES: Mapping[str, ModelType] = {
     "phi3": ModelType(
         "Phi3ForCausalLM",
         {
-            **_DECODER,
+            **DECODER,
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 4096,
             "original_max_position_embeddings": 4096,
@@ -289,8 +264,8 @@ TYPES: Mapping[str, ModelType] = {
             "sliding_window": None,
         },
         {
-            "hidden_act": _SILU,
-            **_NO_BIASES,
+            "hidden_act": SILU,
+            **NO_BIASES,
             "lm_head_bias": Only((False,), "a bias of the output layer", "give a model without"),
             # Fields of Microsoft's code.
             "full_attn_mod": Only((1,), "full attention in some layers only", "give a model with 1"),

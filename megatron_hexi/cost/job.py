@@ -110,7 +110,13 @@ class Job:
 
     def _check_division(self) -> None:
         model, tp, pp = self.model, self.tensor_parallel, self.pipeline_parallel
-        for what, size in (("heads", model.heads), ("MLP width", model.ffn_hidden_size)):
+        sizes = [("heads", model.heads), ("MLP width", model.ffn_hidden_size)]
+        if model.state is not None:  # Megatron's MambaMixer and GatedDeltaNet cut both
+            sizes += [
+                ("heads with a state", model.state.heads),
+                ("groups of these heads", model.state.groups),
+            ]
+        for what, size in sizes:
             if size % tp:
                 _refuse("tensor_parallel", tp, f"give a number that divides the {what}, {size}")
         if model.kv_heads % tp and tp % model.kv_heads:

@@ -8,13 +8,16 @@ block of the own group's keys ("own block") and exchange, all-to-all out. Assume
 - groups enter the exchange when their own members are ready, and wait for each other inside it as far as
   keys and values make them (`overlap`);
 - the groups of a replica wait for each other once a layer, after the all-to-all out.
+The scan of a layer with a state is in place of attention, and nothing hides its all-to-alls; a layer of an
+MLP alone is token work, at whose end members meet too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +39,7 @@ from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.overlap import EntryTimes, ExchangePart, pass_ends
 from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.cost.scan import scan_times, state_shares
 from megatron_hexi.cost.windows import own_pairs
 
 
@@ -168,9 +172,9 @@ def layer_times(
     token, own = unit_times(plan, job, stage)
     if experts is None:
         experts = ExpertCycle(*np.zeros((3, *token.shape)))
-    sums = 2 * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
+    sums = job.model.parts * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
     inward, outward = all_to_alls(plan, job, links, stage.gpus)
-    share = plan.heads_first / np.maximum(plan.heads, 1)
+    share, in_halves = first_share(plan, job)
     first = own * share
     shown, hidden, ready = by_group(
         plan, np.stack([inward.shown, inward.hidden, token + sums + experts.total])
@@ -182,7 +186,7 @@ def layer_times(
     attention = own
     received, sent, wire = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(2)
     steps: list[list[ExchangePart]] = []
-    for chunk in exchange_chunks(plan, None if job.model.window is None else job.model.window.size):
+    for chunk in layer_chunks(plan, job):
         work = chunk_times(plan, job, stage, chunk)
         there, home = _message_seconds(job, stage, links, chunk)
         steps += _parts(chunk, work, there, home)
@@ -191,7 +195,7 @@ def layer_times(
         attention = attention + work.sum(axis=1)
         received = np.maximum(received, chunk.received.max(axis=0)[plan.group] * plan.kv)
         sent = np.maximum(sent, _most_sent(chunk, len(rows)))
-    last_rest = (_last_step(plan, own[0], steps) if plan.in_halves else own[0]) * (1 - share)
+    last_rest = (_last_step(plan, own[0], steps) if in_halves else own[0]) * (1 - share)
     leaving = by_group(plan, np.stack(outward))
     for halves in (inward, outward):
         wire += (halves.shown + halves.hidden).max(axis=1)
@@ -200,7 +204,7 @@ def layer_times(
     def assemble(way: int, whole: bool = True) -> Pass:
         start, (out, out_first) = begin[way] if whole else enter[way], leaving[:, way]
         entry = EntryTimes(start - late[way], late[way], first[way], own[way] - first[way])
-        ends = pass_ends(way > 0, steps, entry, window, 1 + plan.in_halves, last_rest)
+        ends = pass_ends(way > 0, steps, entry, window, 1 + in_halves, last_rest)
         end, first_end = by_group(plan, np.stack(ends))
         leave = np.maximum(first_end + out_first - end, 0.0) + out
         nothing = np.zeros(len(rows))
@@ -219,12 +223,34 @@ def layer_times(
             wire=float(wire[way]),
         )
 
+    again = None
+    if job.mode == "selective":  # core attention, which other layers lack
+        again = assemble(0, whole=False) if job.model.has_attention else _no_pass(len(rows))
     return Layer(
         assemble(0),
         assemble(1),
-        assemble(0, whole=False) if job.mode == "selective" else None,
+        again,
         Flights(received, sent),
     )
+
+
+def _no_pass(units: int) -> Pass:
+    nothing: dict[str, Any] = {field.name: np.zeros(units) for field in fields(Pass)}
+    return Pass(**(nothing | {"wire": 0.0}))
+
+
+def first_share(plan: PlanArrays, job: Job) -> tuple[Floats, bool]:
+    """Return the part of each unit's heads that come first, [U], and whether all-to-alls travel in halves."""
+    if not job.model.has_attention:
+        return np.ones(len(plan.tokens)), False
+    return plan.heads_first / np.maximum(plan.heads, 1), plan.in_halves
+
+
+def layer_chunks(plan: PlanArrays, job: Job) -> Iterator[Chunk]:
+    """Steps of the exchange of keys and values; layers without attention have none."""
+    if job.model.has_attention:
+        window = job.model.window
+        yield from exchange_chunks(plan, None if window is None else window.size)
 
 
 def _parts(chunk: Chunk, work: Floats, there: Floats, home: Floats) -> Iterator[list[ExchangePart]]:
@@ -252,23 +278,40 @@ def by_group(plan: PlanArrays, values: Floats) -> Floats:
 
 
 def unit_times(plan: PlanArrays, job: Job, stage: UnitGpus) -> Floats:
-    """Seconds of each unit's token work and of its own group's block, each in both directions, [2, 2, U]."""
+    """Seconds of each unit's token work and of its own group's block, each in both directions, [2, 2, U].
+
+    In layers with a state the scan of its heads is in place of the block; others without attention have none.
+    """
     rows, group_tokens = job.micro_batch_size * plan.tokens.astype(float), plan.group_tokens[plan.group]
     found, window = np.empty((2, 2, len(rows))), job.model.window
     pairs = None if window is None else own_pairs(plan, window.size)[plan.group]
     for speeds, units in stage.by_kind:
         found[0][:, units] = token_times(speeds, job, rows[units])
         sizes, own = group_tokens[units].astype(float), None if pairs is None else pairs[units]
+        if not job.model.has_attention:
+            found[1][:, units] = _scan(plan, job, speeds, sizes, units)
+            continue
         found[1][:, units] = own_block_times(speeds, job, sizes, plan.causal, own)
         if job.latent_exchange:
             found[1][:, units] += expansion_times(speeds, job, sizes)
-    found[1] *= plan.heads
+    if job.model.has_attention:
+        found[1] *= plan.heads
     for speeds, units in stage.by_kind:
         for way, calls in enumerate(LAYER_CALLS):
             # Kernels of a pass that are shorter than what calls them wait for the host.
-            late = speeds.call_s * calls * (rows[units] > 0) - found[1, way, units]
+            called = speeds.call_s * calls * job.model.parts / 2
+            late = called * (rows[units] > 0) - found[1, way, units]
             found[0, way, units] = np.maximum(found[0, way, units], late)
     return found
+
+
+def _scan(plan: PlanArrays, job: Job, speeds: Speeds, tokens: Floats, units: Ints | slice) -> Floats:
+    """Seconds of the scans of some units' heads over their groups' tokens, [2, units]."""
+    if job.model.state is None:
+        return np.zeros((2, len(tokens)))
+    heads, groups = (held[units].astype(float) for held in state_shares(plan, job))
+    head, group = scan_times(speeds, job, tokens)
+    return heads * np.array(head) + groups * np.array(group)
 
 
 def chunk_times(plan: PlanArrays, job: Job, stage: UnitGpus, chunk: Chunk) -> Floats:

@@ -35,19 +35,24 @@ def token_activation_bytes(job: Job) -> float:
     less query, key and value 6 h, which are counted inside attention here. fp8 keeps in one byte what goes
     into matrices: all but the norms' inputs and the MLP's first output.
 
-    Norms behind attention and MLP keep their inputs 2 h, norms of queries and keys (H + K) D. Latent
+    Layers of one part keep half of the norms', and nothing of the other part. Heads with a state have
+    outputs in place of H D; Mamba's norm of these keeps as much. Norms behind attention and MLP keep their
+    inputs 2 h, norms of queries and keys (H + K) D. Latent
     attention keeps its latent columns, and all but the rotary ones once more behind their norm (Megatron's
     MLASelfAttention); the heads that are made of them are counted inside attention.
     """
     model, tp = job.model, job.tensor_parallel
-    hidden, width = 2 * model.hidden_size / job.row_parts, model.mlp_width / tp
-    heads = model.heads * model.value_dim / tp
+    hidden, width = model.parts * model.hidden_size / job.row_parts, model.mlp_width / tp
+    heads = model.heads * model.value_dim / tp if model.has_attention else 0.0
     # A gate of attention's output: the gate, and the output before it.
     whole = hidden + (2 if model.gated else 1) * width + 2 * heads * model.output_gate
+    if model.state is not None:
+        heads = model.state.inner / tp
+        whole += heads * (model.state.kind == "mamba")
     inputs = hidden + heads + width
     if model.post_norms:
         whole += hidden
-    if model.qk_norm:
+    if model.qk_norm and model.has_attention:
         whole += model.head_dim * (model.heads / tp + max(1, model.kv_heads / tp))
     if model.latent is not None:
         columns = (model.latent.kv_rank + (model.latent.query_rank or 0)) / job.row_parts

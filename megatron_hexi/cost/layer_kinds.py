@@ -1,10 +1,10 @@
-"""Shapes of layers that are not plain: routed experts, attention in a window, latent attention."""
+"""Shapes of layers that are not plain: routed experts, windows, latent attention, layers with a state."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.yaml_schema import short
@@ -25,6 +25,8 @@ class Experts:
             (--moe-shared-expert-intermediate-size).
         score_bias: whether the router adds a bias to each expert's score that evens their loads
             (--moe-router-enable-expert-bias).
+        shared_gate: whether a gate of one column weighs what the experts add that see every token
+            (--moe-shared-expert-gate).
         layers: whether each layer has experts (--moe-layer-freq); empty: every layer has.
 
     Raises:
@@ -36,11 +38,14 @@ class Experts:
     ffn_hidden_size: int
     shared_ffn_hidden_size: int = 0
     score_bias: bool = False
+    shared_gate: bool = False
     layers: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         _check_sizes("experts", self, {"shared_ffn_hidden_size": 0})
         _freeze_layers("experts", self)
+        if self.shared_gate and not self.shared_ffn_hidden_size:
+            raise HexiError("experts: shared_gate without shared experts; leave it out")
         if self.active > self.count:
             raise HexiError(
                 f"experts: active = {self.active} of {self.count} experts; give a number up to {self.count}"
@@ -102,6 +107,75 @@ class Latent:
         _check_sizes("latent", self, {})
 
 
+@dataclass(frozen=True)
+class State:
+    """Heads that pass a state along the sequence in place of attention: Mamba-2, or a gated delta net.
+
+    A token's projection has gates and inputs of all heads, keys and queries of all groups (in Mamba B and C),
+    and of each head its step, or its decay and rate. Inputs, keys and queries go through a convolution.
+
+    Args:
+        kind: ``mamba`` or ``delta``.
+        heads: of a layer (--mamba-num-heads, --linear-num-value-heads).
+        head_dim: inputs and outputs of a head (--mamba-head-dim, --linear-value-head-dim).
+        groups: of consecutive heads that share keys and queries (--mamba-num-groups,
+            --linear-num-key-heads); divides `heads`.
+        key_dim: size of a key; a head's state is this by `head_dim` (--mamba-state-dim,
+            --linear-key-head-dim).
+        conv_width: taps of the convolution (--linear-conv-kernel-dim; Megatron's Mamba has 4).
+        layers: whether each layer has such heads (--linear-attention-freq); empty: every layer has. Of a
+            model with a `pattern` its letters say it.
+
+    Raises:
+        HexiError: another kind, a size that is no whole number above 0, or groups that do not divide the
+            heads.
+    """
+
+    kind: Literal["mamba", "delta"]
+    heads: int
+    head_dim: int
+    groups: int
+    key_dim: int
+    conv_width: int = 4
+    layers: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("mamba", "delta"):
+            raise HexiError(f"state: kind = {short(self.kind)}; write mamba or delta")
+        _check_sizes("state", self, {})
+        _freeze_layers("state", self)
+        if self.heads % self.groups:
+            raise HexiError(
+                f"state: groups = {self.groups} does not divide the {self.heads} heads; give a "
+                "number that does"
+            )
+
+    @property
+    def inner(self) -> int:
+        """Inputs of all heads, which are as many as outputs and gates."""
+        return self.heads * self.head_dim
+
+    @property
+    def head_columns(self) -> int:
+        """Columns of a head in the projection: gates, inputs, and its step, or its decay and rate."""
+        return 2 * self.head_dim + (1 if self.kind == "mamba" else 2)
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of a group in the projection: keys and queries."""
+        return 2 * self.key_dim
+
+    @property
+    def columns(self) -> int:
+        """Columns of the projection, of all heads and groups."""
+        return self.heads * self.head_columns + self.groups * self.group_columns
+
+    @property
+    def channels(self) -> int:
+        """Columns that go through the convolution."""
+        return self.inner + self.groups * self.group_columns
+
+
 def built[T](kind: type[T], value: T | Mapping[str, Any] | None) -> T | None:
     """Return an object of a class, from the object or from its fields, as the presets' file gives them."""
     return kind(**value) if isinstance(value, Mapping) else value
@@ -118,7 +192,7 @@ def _check_sizes(name: str, kind: Any, least: Mapping[str, int]) -> None:
             )
 
 
-def _freeze_layers(name: str, kind: Experts | Window) -> None:
+def _freeze_layers(name: str, kind: Experts | Window | State) -> None:
     layers = tuple(kind.layers)
     if any(type(has) is not bool for has in layers):
         raise HexiError(f"{name}: layers = {short(list(layers))}; write true or false for each layer")

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_hexi.argument_file import located_words
 from megatron_hexi.cost.hugging_face_rotary import NoFlagError
+from megatron_hexi.cost.layer_kinds import State
 from megatron_hexi.cost.model import VOCAB_MULTIPLE, Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.job_terms import CHUNK_FLAGS
@@ -240,6 +241,7 @@ def model_flags(model: Model, seq_length: int) -> list[str]:
         "--qk-layernorm": model.qk_norm or model.latent is not None,
         "--attention-output-gate": model.output_gate,
         "--moe-router-enable-expert-bias": model.experts is not None and model.experts.score_bias,
+        "--moe-shared-expert-gate": model.experts is not None and model.experts.shared_gate,
         "--multi-latent-attention": model.latent is not None,
         # Beside a plan the fused kernel does not rotate latent keys (`megatron_hexi.options.attention`).
         "--no-rope-fusion": model.latent is not None,
@@ -273,4 +275,40 @@ def kind_flags(model: Model) -> dict[str, int | str]:
             found["--q-lora-rank"] = model.latent.query_rank
     if model.mtp_layers:
         found["--mtp-num-layers"] = model.mtp_layers
-    return found
+    return found | state_flags(model)
+
+
+def state_flags(model: Model) -> dict[str, int | str]:
+    """Flags of a pattern and of layers with a state, with their values.
+
+    Raises:
+        NoFlagError: Megatron has no flag for the convolution of Mamba layers.
+    """
+    found: dict[str, int | str] = {}
+    if model.pattern:
+        found["--hybrid-layer-pattern"] = model.pattern
+    state = model.state
+    if state is None:
+        return found
+    if state.kind == "mamba":
+        if state.conv_width != State.conv_width:
+            raise NoFlagError(
+                f"model {model.name}: Megatron's Mamba has a convolution of {State.conv_width} taps, and "
+                f"no flag for {state.conv_width}; give another model"
+            )
+        return found | {
+            "--mamba-num-heads": state.heads,
+            "--mamba-head-dim": state.head_dim,
+            "--mamba-num-groups": state.groups,
+            "--mamba-state-dim": state.key_dim,
+        }
+    if not model.pattern:
+        found["--experimental-attention-variant"] = "gated_delta_net"
+        found["--linear-attention-freq"] = pattern_text(state.layers or (True,) * model.layers)
+    return found | {
+        "--linear-num-value-heads": state.heads,
+        "--linear-value-head-dim": state.head_dim,
+        "--linear-num-key-heads": state.groups,
+        "--linear-key-head-dim": state.key_dim,
+        "--linear-conv-kernel-dim": state.conv_width,
+    }

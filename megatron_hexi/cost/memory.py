@@ -28,6 +28,7 @@ from megatron_hexi.cost.library_bytes import workspace_bytes
 from megatron_hexi.cost.memory_terms import HostMemoryTerms, Memory
 from megatron_hexi.cost.model_part import ModelPart, Present
 from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.cost.state_bytes import scan_bytes, scan_working_bytes
 from megatron_hexi.mesh import ROWS_ON_DEVICE
 
 GIB = 2.0**30
@@ -266,6 +267,13 @@ def _layer_memory(job: Job, held: Holdings, window: int) -> _LayerMemory:
     outside = rows * token_activation_bytes(job)
     if job.model.experts is not None:
         outside = outside + held.routed_rows * routed_row_bytes(job)
+    if not job.model.has_attention:
+        inside = scan_bytes(job, held.group_tokens, held.heads)
+        working = scan_working_bytes(job, held.tokens, held.group_tokens, held.heads)
+        if job.mode == "full":
+            inputs, nothing = input_bytes(job, held.tokens), np.zeros(np.shape(inside))
+            return _LayerMemory(outside, inside, inputs, nothing, working)
+        return _LayerMemory(outside, inside, outside, inside, working)
     inside = attention_bytes(job, held.tokens, held.group_tokens, held.heads, held.kv)
     working = working_set_bytes(
         job, held.tokens, held.group_tokens, held.heads, held.kv, held.flights, window

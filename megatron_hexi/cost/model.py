@@ -6,8 +6,10 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
-from megatron_hexi.cost.layer_kinds import LARGEST, Experts, Latent, Window, built
+from megatron_hexi.cost.layer_kinds import LARGEST, Experts, Latent, State, Window, built
+from megatron_hexi.cost.layer_weights import layer_matrices, layer_vectors
 from megatron_hexi.errors import HexiError
 from megatron_hexi.yaml_schema import short
 
@@ -20,13 +22,26 @@ _SIZES = (
     *("learned_positions", "vocab_multiple", "mtp_layers"),
 )
 _MAY_BE_NONE = ("learned_positions", "mtp_layers")
+#: Letters of a pattern of layers, as in Megatron's hybrid_layer_allocation.py; of a state by its kind.
+ATTENTION, DENSE, EXPERTS = "*-E"
+STATE_LETTERS = {"mamba": "M", "delta": "G"}
+
+
+class _Kind(NamedTuple):
+    """What tells a layer from others: its letter in a pattern, or none, and what it has."""
+
+    letter: str
+    has_experts: bool
+    has_window: bool
+    has_state: bool
 
 
 @dataclass(frozen=True)
 class Model:
     """A decoder.
 
-    Its layers are of one kind, or of a few (`kinds`): with experts or a dense MLP, with a window or without.
+    Its layers are of one kind, or of a few (`kinds`): with experts or a dense MLP, with a window or without,
+    with a state in place of attention. In a hybrid a layer is either of the two alone, as `pattern` says.
 
     Args:
         name: name of the model, for messages.
@@ -54,6 +69,9 @@ class Model:
             a head's query and key, rotary columns included.
         post_norms: whether attention and MLP have norms behind them too (Gemma).
         mtp_layers: blocks of multi-token prediction behind the last layer: --mtp-num-layers.
+        state: in place of attention, in all layers or some.
+        pattern: of a hybrid, whose layers each have one part only, a letter a layer as in Megatron's
+            --hybrid-layer-pattern: M or G for heads with a state, * attention, - a dense MLP, E experts.
 
     Raises:
         HexiError: a size that is no whole number above 0, heads that KV heads do not divide, or kinds
@@ -84,6 +102,8 @@ class Model:
     latent: Latent | None = None
     post_norms: bool = False
     mtp_layers: int = 0
+    state: State | None = None
+    pattern: str = ""
 
     def __post_init__(self) -> None:
         for field in _SIZES:
@@ -102,9 +122,10 @@ class Model:
         self._check_kinds()
 
     def _check_kinds(self) -> None:
-        for field, kind in (("experts", Experts), ("window", Window), ("latent", Latent)):
+        kinds = (("experts", Experts), ("window", Window), ("latent", Latent), ("state", State))
+        for field, kind in kinds:
             object.__setattr__(self, field, built(kind, getattr(self, field)))
-        for field, of_layers in (("experts", self.experts), ("window", self.window)):
+        for field, of_layers in (("experts", self.experts), ("window", self.window), ("state", self.state)):
             given = len(of_layers.layers) if of_layers is not None else 0
             if given not in (0, self.layers):
                 raise HexiError(
@@ -121,12 +142,41 @@ class Model:
                 f"model {self.name}: head_dim = {self.head_dim} with {self.latent.rotary_dim} rotary "
                 "columns; give the size of a whole query, rotary columns included"
             )
+        if self.state is not None and self.latent is not None:
+            raise HexiError(f"model {self.name}: state beside latent attention is not known; leave it out")
+        if self.pattern:
+            self._check_pattern()
+
+    def _check_pattern(self) -> None:
+        """Refuse a pattern that does not say what each layer is, or parts that a pattern does not have."""
+        state = None if self.state is None else STATE_LETTERS[self.state.kind]
+        allowed = {ATTENTION, DENSE, EXPERTS if self.experts else DENSE, state or ATTENTION}
+        said = f"model {self.name}: pattern {short(self.pattern)}"
+        if len(self.pattern) != self.layers:
+            raise HexiError(
+                f"{said} has {len(self.pattern)} letters, the model has {self.layers} layers; give one "
+                "for each"
+            )
+        if not set(self.pattern) <= allowed:
+            unknown = sorted(set(self.pattern) - allowed)[0]
+            raise HexiError(
+                f"{said}: {short(unknown)}: use {', '.join(sorted(allowed))}, or describe its part"
+            )
+        for part, letter in (("state", state), ("experts", EXPERTS)):
+            if getattr(self, part) is not None and letter and letter not in self.pattern:
+                raise HexiError(f"{said} has no {letter}; leave {part} out")
+        of_layers = [part for part in (self.experts, self.state) if part is not None and part.layers]
+        if self.window or self.latent or self.mtp_layers or self.post_norms or of_layers:
+            raise HexiError(
+                f"{said}: with windows, latent attention, multi-token prediction, norms behind parts or a "
+                "list of layers it is not known; leave these out"
+            )
 
     @cached_property
     def kinds(self) -> tuple[Model, ...]:
         """For each kind of layer a model of its layers only, in order of the kinds' first layers."""
         return tuple(
-            self._of_kind(*kind, layers=self._kind_of_layers.count(kind))
+            self._of_kind(kind, layers=self._kind_of_layers.count(kind))
             for kind in dict.fromkeys(self._kind_of_layers)
         )
 
@@ -157,24 +207,48 @@ class Model:
         return len(set(self._kind_of_layers)) == 1
 
     @cached_property
-    def _kind_of_layers(self) -> list[tuple[bool, bool]]:
-        """Whether each layer has experts, and a window."""
-        has_experts, has_window = (
+    def _kind_of_layers(self) -> list[_Kind]:
+        """The kind of each layer."""
+        if self.pattern:
+            state = STATE_LETTERS.values()
+            return [_Kind(letter, letter == EXPERTS, False, letter in state) for letter in self.pattern]
+        parts = (
             (False,) * self.layers if of_layers is None else of_layers.layers or (True,) * self.layers
-            for of_layers in (self.experts, self.window)
+            for of_layers in (self.experts, self.window, self.state)
         )
-        return list(zip(has_experts, has_window, strict=True))
+        # A window is of attention, which layers with a state lack.
+        return [
+            _Kind("", has_experts, has_window and not has_state, has_state)
+            for has_experts, has_window, has_state in zip(*parts, strict=True)
+        ]
 
-    def _of_kind(self, has_experts: bool, has_window: bool, layers: int) -> Model:
+    def _of_kind(self, kind: _Kind, layers: int) -> Model:
         if layers == self.layers and not self.mtp_layers:
             return self
         return replace(
             self,
             layers=layers,
-            experts=replace(self.experts, layers=()) if has_experts and self.experts else None,
-            window=replace(self.window, layers=()) if has_window and self.window else None,
+            experts=replace(self.experts, layers=()) if kind.has_experts and self.experts else None,
+            window=replace(self.window, layers=()) if kind.has_window and self.window else None,
+            state=replace(self.state, layers=()) if kind.has_state and self.state else None,
+            pattern=kind.letter * layers,
             mtp_layers=0,
         )
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether the layers, which are of one kind, have attention."""
+        return self.state is None and self.pattern[:1] in ("", ATTENTION)
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether the layers, which are of one kind, have an MLP, dense or of experts."""
+        return self.pattern[:1] in ("", DENSE, EXPERTS)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of a layer, each with a norm before it and a residual addition behind it."""
+        return 1 if self.pattern else 2
 
     @property
     def value_dim(self) -> int:
@@ -201,17 +275,9 @@ class Model:
         Raises:
             ValueError: the layers are of several kinds; see `kinds`.
         """
-        self._require_uniform()
-        return self._attention_matrices(tensor_parallel) + self._mlp_matrices(tensor_parallel)
-
-    def _attention_matrices(self, tensor_parallel: int) -> int:
-        heads, kv_heads = self.heads // tensor_parallel, max(1, self.kv_heads // tensor_parallel)
-        if self.latent is None:
-            return self.hidden_size * self.head_dim * ((2 + self.output_gate) * heads + 2 * kv_heads)
-        # Of the matrices up from the latent columns a rank has the part of its heads.
-        latent = self.latent
-        up = heads * ((latent.query_rank or self.hidden_size) * self.head_dim + self.expansion_params)
-        return self.down_params + self.hidden_size * heads * latent.value_dim + up
+        if not self.is_uniform:
+            raise ValueError(f"the layers of {self.name} are of {len(self.kinds)} kinds; ask each of `kinds`")
+        return layer_matrices(self, tensor_parallel)
 
     @property
     def expansion_params(self) -> int:
@@ -232,38 +298,12 @@ class Model:
             return 0
         return self.hidden_size * (latent.kv_rank + latent.rotary_dim + (latent.query_rank or 0))
 
-    def _mlp_matrices(self, tensor_parallel: int) -> int:
-        matrices = 3 if self.gated else 2
-        if self.experts is None:
-            return matrices * self.hidden_size * self.ffn_hidden_size // tensor_parallel
-        shared = matrices * self.hidden_size * self.experts.shared_ffn_hidden_size // tensor_parallel
-        return shared + self.hidden_size * self.experts.count
-
     def vector_params(self, tensor_parallel: int = 1) -> int:
         """Return the weights of one layer's norms and biases on one rank, without routed experts.
 
         Norms and the biases of row-parallel layers (projection, second of the MLP) are on every rank.
         """
-        vectors = (4 if self.post_norms else 2) * self.norm_params(self.hidden_size)
-        if self.latent is not None:
-            vectors += self.norm_params(self.latent.kv_rank) + self.norm_params(self.latent.query_rank or 0)
-        if self.qk_norm:
-            vectors += 2 * self.norm_params(self.head_dim)
-        heads, kv_heads = self.heads // tensor_parallel, max(1, self.kv_heads // tensor_parallel)
-        if self.biases or self.qkv_bias:
-            vectors += self.head_dim * ((1 + self.output_gate) * heads + 2 * kv_heads)
-        if self.biases:
-            vectors += self.hidden_size + self._mlp_biases(tensor_parallel)
-        if self.experts is not None and self.experts.score_bias:
-            vectors += self.experts.count
-        return vectors + (heads if self.sinks else 0)
-
-    def _mlp_biases(self, tensor_parallel: int) -> int:
-        first = 2 if self.gated else 1
-        if self.experts is None:
-            return first * self.ffn_hidden_size // tensor_parallel + self.hidden_size
-        width = self.experts.shared_ffn_hidden_size
-        return self.experts.count + (first * width // tensor_parallel + self.hidden_size if width else 0)
+        return layer_vectors(self, tensor_parallel)
 
     def expert_params(self, parts: int = 1) -> int:
         """Return the weights of one routed expert, or of one of `parts` slices of it; 0 without experts."""
@@ -276,6 +316,8 @@ class Model:
     @property
     def mlp_width(self) -> int:
         """Width inside the MLP that every token goes through: the dense one, or that of shared experts."""
+        if not self.has_mlp:
+            return 0
         return self.ffn_hidden_size if self.experts is None else self.experts.shared_ffn_hidden_size
 
     @property
@@ -327,7 +369,7 @@ class Model:
         """Number of weights of all blocks of multi-token prediction."""
         if not self.mtp_layers:
             return 0
-        last = self._of_kind(*self._kind_of_layers[-1], layers=1)
+        last = self._of_kind(self._kind_of_layers[-1], layers=1)
         routed = last.experts.count * last.expert_params() if last.experts else 0
         return self.mtp_layers * (last.layer_params() + routed + self.prediction_params())
 
@@ -341,7 +383,3 @@ class Model:
     def projection_params(self, tensor_parallel: int = 1) -> int:
         """Return the weights of the projection before a layer of multi-token prediction, on one rank."""
         return 2 * self.hidden_size**2 // tensor_parallel
-
-    def _require_uniform(self) -> None:
-        if not self.is_uniform:
-            raise ValueError(f"the layers of {self.name} are of {len(self.kinds)} kinds; ask each of `kinds`")

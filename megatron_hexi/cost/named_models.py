@@ -29,7 +29,7 @@ def _with_layers(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
     Patterns of layers ("[0]*3+[1]*58") become one value for each layer.
     """
     fields = {field: value for field, value in entry.items() if field not in ("constants", "no_flags")}
-    for kind in ("experts", "window"):
+    for kind in ("experts", "window", "state"):
         if "layers" in fields.get(kind, {}):
             pattern = layer_pattern(f"{kind}.layers", fields[kind]["layers"], fields["layers"], name)
             fields[kind] = fields[kind] | {"layers": tuple(pattern)}

@@ -160,6 +160,22 @@ def layer_products(job: Job) -> Products:
 
 @lru_cache(maxsize=1024)
 def _layer_products(model: Model, tp: int, row_parts: int, latent_exchange: bool) -> Products:
+    hidden = model.hidden_size
+    if model.has_attention:
+        found = _attention_products(model, tp, row_parts, latent_exchange)
+    elif model.state is not None:
+        found = Products.of(hidden, model.state.columns / tp) + Products.of(model.state.inner / tp, hidden)
+    else:
+        found = Products()
+    if model.experts is not None:
+        found += Products.of(hidden, model.experts.count)
+    if model.mlp_width:
+        width = model.mlp_width / tp
+        found += Products.of(hidden, (1 + model.gated) * width) + Products.of(width, hidden)
+    return found
+
+
+def _attention_products(model: Model, tp: int, row_parts: int, latent_exchange: bool) -> Products:
     hidden, heads, kv_heads = model.hidden_size, model.heads // tp, max(1, model.kv_heads // tp)
     found = Products.of(heads * model.value_dim, hidden)
     if model.latent is None:
@@ -171,9 +187,4 @@ def _layer_products(model: Model, tp: int, row_parts: int, latent_exchange: bool
         found += Products.of(latent.query_rank or hidden, heads * model.head_dim)
         if not latent_exchange:
             found += Products.of(latent.kv_rank, heads * model.expansion_params // latent.kv_rank)
-    if model.experts is not None:
-        found += Products.of(hidden, model.experts.count)
-    if model.mlp_width:
-        width = model.mlp_width / tp
-        found += Products.of(hidden, (1 + model.gated) * width) + Products.of(width, hidden)
     return found

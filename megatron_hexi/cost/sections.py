@@ -22,7 +22,9 @@ from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.pipeline import passes_ahead
 from megatron_hexi.cost.placement import Placement, Placer
 from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
+from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Exchange, Plan
+from megatron_hexi.plan.state_heads import divided_domain
 from megatron_hexi.plan.units import DomainRow, domain_rows
 
 
@@ -102,7 +104,16 @@ def plan_sections(
         placer: finds the units' GPUs.
         gpus: number in the cluster of each rank's GPU; ``None``: see `Placer.place`.
         part: what the one stage of a plan has of the model; ``None``: what the job says.
+
+    Raises:
+        PlanError: a domain has several groups, and the model layers with a state.
     """
+    divided = divided_domain(plan) if job.model.state is not None else None
+    if divided is not None:
+        raise PlanError(
+            f"model {job.model.name} has layers whose state does not pass between groups yet, and "
+            f"replicas[{divided[0]}] has a domain of {divided[1]} groups; put its members into one group"
+        )
     found: dict[_SectionTerms, list[DomainRow]] = {}
     for row in domain_rows(plan, job.micro_batch_size, job.pipeline_parallel, job.model.layers):
         terms = _SectionTerms(

@@ -8,6 +8,7 @@ from typing import Literal
 
 from megatron_hexi.cluster import Device
 from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.layer_kinds import State
 from megatron_hexi.cost.model import Model
 
 
@@ -20,7 +21,8 @@ def model_flops(model: Model, context: int, counting: Literal["full", "half"] = 
         6 (layers x weights of a layer's matrices + hidden x vocabulary) + 12 x layers x heads x D x keys
 
     where `keys` is how many a token sees: the context, or half of it, or the window. A block of multi-token
-    prediction is a layer more, a projection of 2 x hidden to hidden, and the vocabulary once more.
+    prediction is a layer more, a projection of 2 x hidden to hidden, and the vocabulary once more. Scans of a
+    layer with a state: `_scan_flops`.
 
     Args:
         model: the model; its vocabulary counts without padding.
@@ -29,13 +31,25 @@ def model_flops(model: Model, context: int, counting: Literal["full", "half"] = 
             (``half``), which Megatron counts since core 0.15.
     """
     kinds = list(zip(model.kinds, model.layers_run, strict=True))
+    scans = sum(layers * _scan_flops(kind.state) for kind, layers in kinds if kind.state)
     matrices = model.hidden_size * model.vocab_size * (1 + model.mtp_layers)
     matrices += model.mtp_layers * model.projection_params()
     matrices += sum(layers * (kind.matrix_params() + _active_experts(kind)) for kind, layers in kinds)
     # One product of queries and keys, and one with values. A window counts as a shorter context.
     columns = model.heads * (model.head_dim + model.value_dim) / 2
     seen = sum(layers * _seen(kind, context, counting) for kind, layers in kinds)
-    return float(6 * matrices + 12 * seen * columns)
+    return float(6 * matrices + 12 * seen * columns + 3 * scans)
+
+
+def _scan_flops(state: State) -> int:
+    """FLOPs of a layer with a state forward, as Megatron counts a token.
+
+    Mamba 7 x inputs x key size; delta nets the convolution, and 4 products of a head's key and value size
+    (`mamba_layer_flops`, `gdn_layer_flops` in megatron/training/training.py).
+    """
+    if state.kind == "mamba":
+        return 7 * state.inner * state.key_dim
+    return 2 * (state.conv_width * state.channels + 4 * state.inner * state.key_dim)
 
 
 def _active_experts(model: Model) -> int:
@@ -43,7 +57,9 @@ def _active_experts(model: Model) -> int:
 
 
 def _seen(model: Model, context: int, counting: Literal["full", "half"]) -> float:
-    """Keys of a token, in the mean over a sequence."""
+    """Keys of a token, in the mean over a sequence; none without attention."""
+    if not model.has_attention:
+        return 0.0
     if counting == "full":
         return context if model.window is None else min(context, model.window.size)
     return context / 2 if model.window is None else model.window.keys_seen(context)

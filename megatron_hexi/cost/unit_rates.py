@@ -13,6 +13,7 @@ from megatron_hexi.cost.compute import device_speeds, logits_times, own_block_ti
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.memory import GIB, token_bytes
 from megatron_hexi.cost.model_part import ModelPart
+from megatron_hexi.cost.scan import whole_scan_times
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.terms import UnitRates
@@ -73,6 +74,11 @@ def _rates(device: Device, plan: Plan, job: Job) -> tuple[float, float]:
     for kind, count in zip(job.kinds, job.model.layers_run, strict=True):
         share, layer = count / job.model.layers, token_times(speeds, kind, rows)
         row += share * float(again * layer.forward[0] + layer.backward[0]) / rows[0]
+        if kind.model.state is not None:
+            scan = whole_scan_times(speeds, kind, rows / job.micro_batch_size)
+            row += share * float(again * scan.forward[0] + scan.backward[0]) / rows[0]
+        if not kind.model.has_attention:
+            continue
         block = own_block_times(speeds, kind, lengths, causal=True)
         seconds += share * (passes * block.forward + block.backward) * plan.workload.local_heads
     # a L^2 / 2 + b L, with b not below 0

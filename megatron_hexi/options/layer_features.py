@@ -1,4 +1,4 @@
-"""Read the experts, sliding windows and latent attention of each layer from Megatron's arguments."""
+"""Read the experts, windows, latent attention and states of each layer from Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.kinds import hybrid_layers
 
 #: Largest number of layers, far more than any model has; a longer pattern is a mistake and would need memory.
 _MOST_LAYERS = 2**14
 
 
 def layer_features(args: Namespace, source: str) -> dict[str, Any]:
-    """Return the fields of `megatron_hexi.cost.Model` that describe experts, windows and latent attention.
+    """Return the fields of `megatron_hexi.cost.Model` that describe the kinds of a model's layers.
 
     Args:
         args: Megatron's arguments, after `resolve`.
@@ -25,8 +26,11 @@ def layer_features(args: Namespace, source: str) -> dict[str, Any]:
         HexiError: a pattern does not fit the model's number of layers, or latent attention has weights that
             the cost model does not count.
     """
+    if hybrid_layers(args):
+        return hybrid_features(args, source)
     found = {
         "experts": _experts(args, source),
+        "state": _delta_layers(args, source),
         "window": _window(args, source),
         "latent": _latent(args, source),
         "mtp_layers": getattr(args, "mtp_num_layers", None) or 0,
@@ -51,14 +55,93 @@ def _experts(args: Namespace, source: str) -> dict[str, Any] | None:
         layers = layer_pattern("--moe-layer-freq", frequency, args.num_layers, source)
     if not any(layers):
         raise HexiError(f"{source}: --moe-layer-freq leaves no layer with experts; leave --num-experts out")
+    return {**_expert_sizes(args), "layers": tuple(layers)}
+
+
+def _expert_sizes(args: Namespace) -> dict[str, Any]:
     return {
         "count": args.num_experts,
         "active": args.moe_router_topk,
         "ffn_hidden_size": args.moe_ffn_hidden_size or args.ffn_hidden_size,
         "shared_ffn_hidden_size": args.moe_shared_expert_intermediate_size or 0,
         "score_bias": bool(args.moe_router_enable_expert_bias),
-        "layers": tuple(layers),
+        "shared_gate": bool(args.moe_shared_expert_gate),
     }
+
+
+def hybrid_features(args: Namespace, source: str) -> dict[str, Any]:
+    """Return the fields of `megatron_hexi.cost.Model` that a pattern of layers says.
+
+    Raises:
+        HexiError: the pattern has layers that are not described, or other options describe layers too.
+    """
+    pattern, flag = hybrid_layers(args), "--hybrid-layer-pattern"
+    if "/" in pattern or args.mtp_num_layers:
+        raise HexiError(f"{source}: {flag} with multi-token prediction is not read; leave that out")
+    letters = pattern.replace("|", "")
+    beside = {
+        "--window-size": bool(args.window_size),
+        "--multi-latent-attention": args.multi_latent_attention,
+    }
+    for other, is_given in beside.items():
+        if is_given:
+            raise HexiError(f"{source}: {flag} with {other} is not read; leave {other} out")
+    has_state = set(letters) & {"M", "G"}
+    if len(has_state) > 1:
+        raise HexiError(f"{source}: {flag} with M and G is not read: states of one kind are; use one of them")
+    found: dict[str, Any] = {"pattern": letters}
+    if has_state:
+        found["state"] = _mamba(args, source) if "M" in has_state else _delta(args)
+    if "E" in letters:
+        if not args.num_experts:
+            raise HexiError(f"{source}: {flag} with E needs --num-experts; add it")
+        found["experts"] = _expert_sizes(args)
+    return found
+
+
+def _mamba(args: Namespace, source: str) -> dict[str, Any]:
+    """Fields of `State`; without a number of heads they are twice as wide as the model (MambaMixer)."""
+    heads, size = args.mamba_num_heads, args.mamba_head_dim
+    if heads is None:
+        if 2 * args.hidden_size % size:
+            raise HexiError(
+                f"{source}: --mamba-head-dim {size} does not divide twice the hidden size "
+                f"{args.hidden_size}; add --mamba-num-heads"
+            )
+        heads = 2 * args.hidden_size // size
+    return {
+        "kind": "mamba",
+        "heads": heads,
+        "head_dim": size,
+        "groups": args.mamba_num_groups,
+        "key_dim": args.mamba_state_dim,
+    }
+
+
+def _delta(args: Namespace) -> dict[str, Any]:
+    return {
+        "kind": "delta",
+        "heads": args.linear_num_value_heads,
+        "head_dim": args.linear_value_head_dim,
+        "groups": args.linear_num_key_heads,
+        "key_dim": args.linear_key_head_dim,
+        "conv_width": args.linear_conv_kernel_dim,
+    }
+
+
+def _delta_layers(args: Namespace, source: str) -> dict[str, Any] | None:
+    """Gated delta nets in place of attention in some layers of a GPT."""
+    if getattr(args, "experimental_attention_variant", None) != "gated_delta_net":
+        return None
+    flag, frequency = "--linear-attention-freq", args.linear_attention_freq
+    if frequency is None:
+        raise HexiError(f"{source}: {flag} is missing: it says which layers are delta nets; add it")
+    if isinstance(frequency, int):  # `get_linear_attention_pattern` in Megatron's attention variants
+        step = _above_0(flag, frequency, source)
+        layers = [(layer + 1) % step != 0 for layer in _layers(args)]
+    else:
+        layers = layer_pattern(flag, frequency, args.num_layers, source)
+    return {**_delta(args), "layers": tuple(layers)} if any(layers) else None
 
 
 def _window(args: Namespace, source: str) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.kinds import hybrid_layers
 from megatron_hexi.options.layer_features import layer_features
 
 
@@ -24,6 +25,9 @@ def resolve(args: Namespace, source: str) -> None:
     """
     for name in ("num_layers", "seq_length"):
         _resolve_pair(args, name, f"encoder_{name}", source)
+    pattern = hybrid_layers(args)
+    if pattern:  # Megatron's `get_hybrid_total_layer_count`, whatever --num-layers says
+        args.num_layers = len(pattern.partition("/")[0].replace("|", ""))
     if args.recompute_activations:
         args.recompute_granularity = "selective"
     _resolve_positions(args, source)

@@ -18,6 +18,7 @@ from megatron_hexi.plan import (
     has_equal_replicas,
     require_repeated,
 )
+from megatron_hexi.plan.state_heads import divided_domain
 
 PER_TOKEN = "--calculate-per-token-loss"
 
@@ -175,15 +176,14 @@ def _check_states(args: Namespace, plan: Plan) -> None:
     Raises:
         PlanError: a domain has several groups.
     """
-    letters = layers_with_state(args)
-    for number, replica in enumerate(plan.replicas):
-        groups = max(len(domain.groups) for stage in replica.stages for domain in stage.domains)
-        if letters and groups > 1:
-            raise PlanError(
-                f"{args.hexi_plan}: {state_option(args)} has layers {letters}, whose state does not pass "
-                f"between groups yet, and replicas[{number}] has a domain of {groups} groups; put its "
-                "members into one group"
-            )
+    letters, divided = layers_with_state(args), divided_domain(plan)
+    if letters and divided is not None:
+        number, groups = divided
+        raise PlanError(
+            f"{args.hexi_plan}: {state_option(args)} has layers {letters}, whose state does not pass "
+            f"between groups yet, and replicas[{number}] has a domain of {groups} groups; put its "
+            "members into one group"
+        )
 
 
 def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, str, int | None]]:

@@ -9,12 +9,11 @@ _LEAVE = "leave it out"
 
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
     "Planning": (
-        before_planning("--moe-shared-expert-gate", "the weights of that gate are not counted", _BY_HAND),
         before_planning("--moe-latent-size", "the weights around latent experts are not counted", _BY_HAND),
         before_planning("--mtp-use-repeated-layer", "prediction layers are counted one by one", _BY_HAND),
-        before_planning("--hybrid-layer-pattern", "a hybrid model is not supported", _BY_HAND),
-        before_planning("--hybrid-override-pattern", "a hybrid model is not supported", _BY_HAND),
-        before_planning("--experimental-attention-variant", "its layers are not counted", _BY_HAND),
+        before_planning(
+            "--hybrid-override-pattern", "it is an older name", "give --hybrid-layer-pattern in its place"
+        ),
         Refused(
             "--spec",
             lambda args: args.spec is not None and list(args.spec) != ["local"],

@@ -11,7 +11,7 @@ import functools
 import math
 
 from megatron_hexi.plan.layout import apportion, consecutive
-from megatron_hexi.plan.model import Range
+from megatron_hexi.plan.model import Plan, Range
 
 
 @functools.cache  # asked for by every layer
@@ -25,6 +25,18 @@ def state_heads(attention: tuple[Range, ...], heads: int) -> tuple[Range, ...]:
         heads: heads of the layer, over all members.
     """
     return tuple(consecutive(apportion(heads, [stop - start for start, stop in attention])))
+
+
+def divided_domain(plan: Plan) -> tuple[int, int] | None:
+    """Return the first replica with a domain of several groups, and how many; ``None``: there is none.
+
+    A state does not pass between groups: a member scans all tokens of its group, the whole sequence.
+    """
+    for number, replica in enumerate(plan.replicas):
+        groups = max(len(domain.groups) for stage in replica.stages for domain in stage.domains)
+        if groups > 1:
+            return number, groups
+    return None
 
 
 def even_groups(heads: Range, shared_by: int) -> tuple[int, ...]:

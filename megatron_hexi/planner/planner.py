@@ -26,6 +26,7 @@ from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.saved_plans import SavedPlans, first_plan
 from megatron_hexi.planner.search.solver import SEED
+from megatron_hexi.planner.trainable import trained_request
 from megatron_hexi.planner.weak_kinds import spell_weak, weak_kinds
 
 
@@ -48,10 +49,11 @@ def find_plan(
     Raises:
         NothingFitsError: no plan fits in memory; the message proposes changes of the request.
         ClusterError: the GPUs of a node differ.
-        HexiError: no layout on the cluster has the sizes that are fixed.
+        HexiError: no layout on the cluster has the sizes that are fixed, or training has no plan for the
+            model's layers.
     """
     begun = time.perf_counter()
-    request = replace(request, rules=request.rules.over(cluster.file.planner))
+    request = trained_request(replace(request, rules=request.rules.over(cluster.file.planner)))
     tell: Progress = progress or (lambda _what, _done, _of: None)
     searches = JointSearches(tell)
     _check_nodes(cluster)

@@ -26,6 +26,10 @@ _OFFLOADED = _KINDS + "stages_that_offload_have_each_gradient_of_one_rank[{}]"
 _UNEQUAL = _KINDS + "unequal_replicas_train_as_one_rank[{}]"
 _RESUMED = _KINDS + "a_checkpoint_goes_on_under_another_plan[{}]"
 _STATES = f"{_M}state_layers.py::test_"
+_STATES_PLANNED = (
+    f"{_U}planner_states.py::test_a_plan_is_one_that_trains_and_no_slower_than_megatrons_flags[{{}}]"
+)
+_STATES_REPLAYED = f"{_U}cost_states.py::test_the_simulator_takes_as_long_between_two_units"
 _DOCUMENTS = f"{_M}stages_jobs.py::test_documents_{{}}"
 
 
@@ -124,16 +128,21 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
     "hybrid": {
         "domain": _OPTIONS.format("hybrid-model-groups"),
         "replicas": _UNEQUAL.format("hybrid"),
+        "planner": _STATES_PLANNED.format("hybrid"),
+        "simulator": _STATES_REPLAYED,
         "checkpoints": _RESUMED.format("hybrid"),
     },
     "mamba": {
         "domain": _STATES + "training_is_that_of_one_rank[mamba-uneven-heads]",
         "replicas": _STATES + "training_is_that_of_one_rank[mamba-unequal-replicas]",
+        "planner": _STATES_PLANNED.format("mamba"),
+        "simulator": _STATES_REPLAYED,
         "checkpoints": _STATES + "a_checkpoint_goes_on_under_another_plan[mamba]",
     },
     "delta": {
         "domain": _STATES + "training_is_that_of_one_rank[delta-uneven-heads]",
         "replicas": _STATES + "training_is_that_of_one_rank[delta-unequal-replicas]",
+        "planner": _STATES_PLANNED.format("delta"),
         "checkpoints": _STATES + "a_checkpoint_goes_on_under_another_plan[delta]",
     },
 }

@@ -36,7 +36,6 @@ OPTION_WORDS = {
     "--experimental-attention-variant": "--experimental-attention-variant dsa",
     "--experimental-attention-variant<0.19": "--experimental-attention-variant gated_delta_net",
     "--experimental-attention-variant-stages": "--experimental-attention-variant gated_delta_net",
-    "--experimental-attention-variant-planned": "--experimental-attention-variant gated_delta_net",
     "--expert-tensor-parallel-num-weight-shards": "--expert-tensor-parallel-num-weight-shards 2",
     "--fp4-format": "--fp4-format e2m1",
     "--fp8-format": "--fp8-format hybrid",
@@ -89,10 +88,8 @@ OPTION_WORDS = {
     "--check-weight-hash-across-dp-replicas-interval-stages": (
         "--check-weight-hash-across-dp-replicas-interval 2"
     ),
-    "--moe-shared-expert-gate-planned": "--num-experts 4 --moe-shared-expert-gate",
     "--moe-latent-size-planned": "--moe-latent-size 32",
     "--mtp-use-repeated-layer-planned": "--mtp-num-layers 1 --mtp-use-repeated-layer",
-    "--hybrid-layer-pattern-planned": "--hybrid-layer-pattern *-",
     "--hybrid-override-pattern-planned": "--hybrid-override-pattern *-",
     "--spec-planned": "--spec my.layers spec",
     "--recompute-modules": "--recompute-granularity selective --recompute-modules gdn_norm_out",

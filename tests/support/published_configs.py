@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.support.published_experts import EXPERTS, WINDOWED
+from tests.support.published_hybrids import HYBRIDS
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16", "use_cache": True}
 _LLAMA3_ROPE = {
@@ -170,4 +171,5 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "distilgpt2": _gpt2(768, 6, 12, _num_labels=1, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0}),
     **EXPERTS,
     **WINDOWED,
+    **HYBRIDS,
 }

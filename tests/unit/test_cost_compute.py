@@ -121,7 +121,9 @@ def test_products_by_size_are_those_of_a_sweep_on_an_h100():
             times = product_seconds(
                 rates(speeds.matmul, rows), speeds.memory, rows, Products.of(inner, outer), plain
             )
-            errors.append(6 * count * inner * outer / float(times.forward[0] + times.backward[0]) / 1e12 / measured - 1)
+            errors.append(
+                6 * count * inner * outer / float(times.forward[0] + times.backward[0]) / 1e12 / measured - 1
+            )
     assert abs(np.median(errors)) < 0.05
     assert max(map(abs, errors)) < 0.15
 

@@ -167,8 +167,8 @@ def test_a_window_that_is_not_used_is_harmless(tmp_path):
     ("text", "said"),
     [
         (
-            LLAMA3_8B_ARGUMENTS + "--num-experts 8 --moe-shared-expert-gate",
-            "line 7: --moe-shared-expert-gate does not work with hexi plan: the weights of that gate are not",
+            LLAMA3_8B_ARGUMENTS + "--num-experts 8 --moe-latent-size 32",
+            "line 7: --moe-latent-size does not work with hexi plan: the weights around latent experts are",
         ),
         (
             LLAMA3_8B_ARGUMENTS + "--num-experts 8 --moe-layer-freq [0]*32",

@@ -65,6 +65,7 @@ def test_weights_are_those_of_transformers(write, name):
 EXTRA_ALIASES = {
     "gpt_oss": {"experts_per_token"},
     "gemma3_text": {"_sliding_window_pattern"},
+    "nemotron_h": {"attention_head_dim", "rms_norm_eps"},
 }
 
 

@@ -61,10 +61,11 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
             f"{what}: --non-persistent-save-interval leaves a lost node's part on it; leave it out, and "
             "give a smaller --save-interval"
         )
-    if getattr(args, "mtp_num_layers", None):
-        raise HexiError(
-            f"{what}: --mtp-num-layers: a job with it is not tested to go on after a loss; leave it out"
-        )
+    for flag in ("--mtp-num-layers", "--hybrid-layer-pattern", "--experimental-attention-variant"):
+        if getattr(args, flag.removeprefix("--").replace("-", "_"), None):
+            raise HexiError(
+                f"{what}: {flag}: a job with it is not tested to go on after a loss; leave it out"
+            )
     order = getattr(args, "dataloader_type", None)
     if order not in (None, "single"):
         reason = (

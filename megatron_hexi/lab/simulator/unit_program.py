@@ -203,9 +203,10 @@ class _Builder:
         from_experts: _Batches,
     ) -> None:
         work, way = section.layer, int(lap.way == "backward")
+        mixes = lap.whole or work.attends
         sets = {
             batch: self._attention_batches(number, batch, sent, section, first)
-            for batch, sent in work.sent[way].items()
+            for batch, sent in (work.sent[way].items() if mixes else ())
         }
         for unit, program in enumerate(self.units[first : first + len(section.gpus)]):
             if lap.whole:
@@ -217,7 +218,10 @@ class _Builder:
                 program += _if_any(Compute("experts", "experts", float(work.experts[way][unit])))
                 program += _post_and_wait(from_experts.get(first + unit))
             program.append(Mark(number, READY))
-            program += self._attention(section, first, unit, number, way, sets)
+            if mixes:
+                program += self._attention(section, first, unit, number, way, sets)
+            else:
+                program += [Mark(number, ENTER), Mark(number, LEAVE)]
             program.append(Mark(number, FINISH))
 
     def _attention(

@@ -9,10 +9,17 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import all_to_all_bytes
-from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.experts import ExpertsOnRanks, expert_messages
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer import Layer, UnitGpus, chunk_times, message_bytes, unit_times
+from megatron_hexi.cost.layer import (
+    Layer,
+    UnitGpus,
+    chunk_times,
+    first_share,
+    layer_chunks,
+    message_bytes,
+    unit_times,
+)
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.products import Times
 from megatron_hexi.cost.sections import Section
@@ -84,6 +91,7 @@ class LayerWork:
         turn: part of the last step in which the first half of the heads ends.
         early: part of that part's work in the first half.
         halves: number of all-to-alls in which query heads travel each way.
+        attends: whether it has core attention, which alone is computed again where layers are not.
         sent: messages of the forward and of the backward pass.
     """
 
@@ -97,6 +105,7 @@ class LayerWork:
     turn: Ints
     early: Floats
     halves: int
+    attends: bool
     sent: tuple[dict[Batch, Messages], dict[Batch, Messages]]
 
     def messages(self, again: bool) -> int:
@@ -115,7 +124,9 @@ def layer_work(plan: PlanArrays, job: Job, stage: UnitGpus, layer: Layer) -> Lay
         layer: the cost model's layer, from which all-reduces inside units and experts are taken.
     """
     token, own = (Times(*seconds) for seconds in unit_times(plan, job, stage))
-    unit_steps = plan.groups_beside[plan.group] - 1
+    attends = job.model.has_attention
+    unit_steps = (plan.groups_beside[plan.group] - 1) * attends
+    share, in_halves = first_share(plan, job)
     first = plan.heads_first
     units = np.arange(len(first))
     # Only the first step may have several parts.
@@ -133,12 +144,13 @@ def layer_work(plan: PlanArrays, job: Job, stage: UnitGpus, layer: Layer) -> Lay
         sums=layer.forward.tensor_parallel,
         experts=Times(layer.forward.experts, layer.backward.experts),
         own=own,
-        share=first / np.maximum(plan.heads, 1),
+        share=share,
         blocks=blocks,
         unit_steps=unit_steps,
         turn=turn,
         early=(first - before) / np.maximum(part_heads, 1),
-        halves=1 + plan.in_halves,
+        halves=1 + in_halves,
+        attends=attends,
         sent=(there_in | keys | there_out, back_in | keys | home | back_out),
     )
 
@@ -148,9 +160,11 @@ def _all_to_alls(plan: PlanArrays, job: Job) -> dict[tuple[str, bool], dict[Batc
     holder, taker = plan.all_to_all_pairs
     messages: dict[tuple[str, bool], dict[Batch, Messages]] = {}
     for move in all_to_all_bytes(plan, job):
-        ends = (holder, taker) if move.inward else (taker, holder)
+        # A unit may have heads of attention and none with a state.
+        there = (move.size > 0) | job.model.has_attention
+        ends = (holder[there], taker[there]) if move.inward else (taker[there], holder[there])
         batch = Batch("in" if move.inward else "out", move.half)
-        messages.setdefault((move.way, move.inward), {})[batch] = Messages(*ends, move.size)
+        messages.setdefault((move.way, move.inward), {})[batch] = Messages(*ends, move.size[there])
     return messages
 
 
@@ -160,7 +174,7 @@ def _exchange(
     """Return seconds of the blocks of each step in its parts, and the keys that travel for them."""
     blocks: list[tuple[Times, ...]] = []
     keys: dict[Batch, Messages] = {}
-    for chunk in exchange_chunks(plan, None if job.model.window is None else job.model.window.size):
+    for chunk in layer_chunks(plan, job):
         work, size = chunk_times(plan, job, stage, chunk), message_bytes(job, chunk)
         for numbers in chunk.steps:
             for part, number in enumerate(numbers):

@@ -132,7 +132,12 @@ def _expert_sizes(count: int, width: int, context: int, replicas: int) -> list[i
 
 
 def _groups(job: Job, context: int) -> list[int]:
-    """Sizes of all-to-all groups: 1, which is a ring, and the largest with equal KV heads for all units."""
+    """Return sizes of all-to-all groups: 1, a ring, and the largest with equal KV heads for all units.
+
+    If the model has layers with a state, all units are one group, as far as they divide the heads.
+    """
+    if job.model.state is not None:
+        return [context] if job.workload().local_heads % context == 0 else []
     heads = job.workload().local_kv_heads
     return sorted({1, max(n for n in range(1, context + 1) if context % n == 0 and heads % n == 0)})
 

@@ -14,7 +14,8 @@ and waits inside the exchange are left out. Jobs are causal, and layouts take al
 
 In a window a group's queries see as many keys as if its tokens were the sequence's first, or more, at the
 best rates of blocks up to the window's size; keys of other groups take no time. If layers are of
-several kinds, each kind is counted with its times.
+several kinds, each kind is counted with its times. The exchange of columns before and behind
+a scan, and the part of a scan that its groups of heads share, are left out.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from megatron_hexi.cost.memory import GIB, Holdings, owned_params, part_memory, 
 from megatron_hexi.cost.model_part import KindLayers, ModelPart
 from megatron_hexi.cost.reductions import repeated_turns
 from megatron_hexi.cost.rings import Rings
+from megatron_hexi.cost.scan import scan_times
 from megatron_hexi.cost.stage import exposed_seconds
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.layout import Layout
@@ -205,13 +207,14 @@ class Floor:
         for kind, held in zip(job.kinds, part.of_kinds(job.model), strict=True):
             token = np.array([token_times(speeds, kind, rows) for speeds in self._speeds])[device, :, slots]
             heads = arrays.heads[:, None] * self._attention(arrays, kind)[device, :, arrays.group]
-            token = np.maximum.reduceat(token + 2 * sums[..., None], arrays.first, axis=1)
+            token = np.maximum.reduceat(token + kind.model.parts * sums[..., None], arrays.first, axis=1)
             attention = np.maximum.reduceat(heads, arrays.first, axis=1)
-            attention = np.maximum(attention, self._from_other_nodes(arrays, kind))
+            if kind.model.has_attention:
+                attention = np.maximum(attention, self._from_other_nodes(arrays, kind))
             passes = np.maximum.reduceat(token + attention, arrays.begin, axis=1)
             again = passes
             if job.mode == "selective":
-                again = np.maximum.reduceat(attention, arrays.begin, axis=1)
+                again = np.maximum.reduceat(attention, arrays.begin, axis=1) * kind.model.has_attention
             count = KindLayers(*(np.reshape(layers, (-1, 1)) for layers in held))
             stages = stages + count.seconds(passes.sum(axis=2), again[..., 0])
             mean = mean + np.reshape(count.layers, (-1, 1, 1)) / job.stage_layers * passes
@@ -247,7 +250,12 @@ class Floor:
         return np.where((arrays.micro_batches % count == 0) | (chunks == 1), seconds, np.inf)
 
     def _attention(self, arrays: _Arrays, job: Job) -> Floats:
-        """Seconds of one head in each group on each device, [D, 2, N], in layers of one kind."""
+        """Seconds of one head in each group on each device, [D, 2, N], in layers of one kind.
+
+        In place of attention as many heads with a state as each unit has for one of attention at least.
+        """
+        if not job.model.has_attention:
+            return self._scan(arrays, job)
         if job.model.window is not None:
             return self._in_window(arrays, job, job.model.window.size)
         totals, number = np.unique(arrays.totals, return_inverse=True)
@@ -264,6 +272,14 @@ class Floor:
                 seconds += (counts * blocks[:, number]).sum(axis=2)
             seconds_by_device.append(seconds)
         return np.array(seconds_by_device)
+
+    def _scan(self, arrays: _Arrays, job: Job) -> Floats:
+        """Seconds of the scan beside one head of attention, likewise; none of an MLP alone."""
+        state, totals = job.model.state, arrays.totals.astype(float)
+        if state is None:
+            return np.zeros((len(self._speeds), 2, len(totals)))
+        each = state.heads // job.model.heads
+        return each * np.array([scan_times(speeds, job, totals)[0] for speeds in self._speeds])
 
     def _in_window(self, arrays: _Arrays, job: Job, window: int) -> Floats:
         """Seconds of one head's attention in a window, in each group on each device, [D, 2, N]."""

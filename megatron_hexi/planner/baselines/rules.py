@@ -98,6 +98,8 @@ def why_none(fleet: Fleet, data_parallel: int | None, name: str) -> str:
         return f"{together} micro-batches cannot be shared equally by {data_parallel} replicas"
     sizes = [str(units // count) for count in counts]
     text = sizes[0] if len(sizes) == 1 else f"{', '.join(sizes[:-1])} or {sizes[-1]}"
+    if fleet.job.model.state is not None:
+        return f"a state passes between no groups, and one group of {text} {_ranks(fleet)} is not its rule's"
     if name == TE:
         return f"{workload.seq_length} tokens cannot be cut into 2 x {text} equal parts"
     return f"{workload.local_heads} heads cannot be cut over {text} {_ranks(fleet)}"
@@ -110,6 +112,10 @@ def _layouts(
     workload = fleet.job.workload()
     size = len(deal[0])
     degrees = [degree for degree in divisors(size) if workload.local_heads % degree == 0]
+    state = fleet.job.model.state
+    if state is not None:  # one group, as Megatron's scans need it: it divides their heads, too
+        local = state.heads // fleet.job.tensor_parallel
+        degrees = [degree for degree in degrees if degree == size and local % degree == 0]
     tokens = _tokens(fleet, deal, [1.0] * len(fleet.units))
     for degree in degrees:
         heads = (workload.local_heads // degree,) * degree
@@ -147,7 +153,9 @@ def _proportional(
     speed = [fleet.kinds[unit.kind].tokens_per_s for unit in fleet.units]
     tokens = _tokens(fleet, deal, speed)
     cuts = [([groups(replica, degree, False) for replica in deal], "") for degree in degrees]
-    cuts.append(([_by_site(fleet, replica) for replica in deal], "one group a machine"))
+    by_site = [_by_site(fleet, replica) for replica in deal]
+    if fleet.job.model.state is None or all(len(groups) == 1 for groups in by_site):
+        cuts.append((by_site, "one group a machine"))
 
     @cache
     def shares(weights: tuple[float, ...]) -> tuple[int, ...]:

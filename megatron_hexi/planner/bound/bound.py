@@ -141,10 +141,11 @@ def _is_beyond_program(model: Model) -> bool:
     """Whether the linear program does not hold for a model, which only the ceiling then bounds.
 
     Any rank may compute experts of other ranks' tokens; where layers differ, the program's rows would mix
-    those of several kinds; and where latent columns travel, other ranks make a token's keys and values, and
-    keep less of them.
+    those of several kinds; where latent columns travel, other ranks make a token's keys and values, and
+    keep less of them; and a scan's work goes by heads and tokens, not by pairs.
     """
-    return model.experts is not None or model.latent is not None or not model.is_uniform
+    special = (model.experts, model.latent, model.state)
+    return any(part is not None for part in special) or not model.is_uniform
 
 
 def _sizes(request: Request) -> list[tuple[int, int]]:

@@ -327,6 +327,8 @@ def _attention_again(layer: Layer) -> float:
 
 def _spread_sizes(fleet: Fleet, best: Trial, heads: int) -> list[int]:
     """Group sizes that may be faster across nodes: the present size, and a unit for each head."""
+    if fleet.job.model.state is not None:
+        return []
     sizes = {max(len(part.units) for part in best.layouts[0].parts), heads}
     return sorted(size for size in sizes if 1 < size < len(fleet.units)) if len(fleet.sites) > 1 else []
 
@@ -335,10 +337,12 @@ def _groupings(fleet: Fleet, heads: int) -> list[Grouping]:
     """Groupings from one group of all units down to single units: nodes joined, whole, and cut.
 
     Args:
-        fleet: the units of the stage.
+        fleet: the units of the stage; if the model has layers with a state, they are one group.
         heads: query heads of a tensor-parallel rank, the most units of a group.
     """
     sites, units = fleet.sites, tuple(range(len(fleet.units)))
+    if fleet.job.model.state is not None:
+        return [(units,)] if len(units) <= heads else []
     groupings: list[Grouping] = [(units,)]
     joined = 2 ** max(0, (len(sites) - 1).bit_length() - 1)
     while joined > 1:

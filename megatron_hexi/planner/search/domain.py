@@ -48,7 +48,9 @@ class DomainSearch:
 
     def run(self, polished: bool = True) -> Trial:
         """Return the best layout on all units; `polished`: whether small changes of it are tried."""
-        if self._few:
+        if self._fleet.job.model.state is not None:  # which does not pass between groups
+            self._tried.attempt((tuple(range(len(self._fleet.units))),))
+        elif self._few:
             for grouping in all_partitions(self._fleet):
                 self._tried.attempt(grouping)
         else:

@@ -1,0 +1,77 @@
+"""Bytes on one GPU of layers without attention: of heads with a state, or of an MLP alone.
+
+Shape letters: B micro-batch, T tokens of the unit, G of its group, P inputs of a head, N size of a key, Q
+tokens of a chunk, h heads with a state, g groups of these, e bytes an element.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.layer_kinds import State
+from megatron_hexi.cost.scan import CHUNKS
+
+
+def scan_bytes(job: Job, group_tokens: Floats, heads: Floats) -> Floats:
+    """Bytes that a layer keeps of a scan, B G e (h x + g y); other layers without attention keep nothing.
+
+    Mamba (mamba_ssm's mamba_split_conv1d_scan_combined): the columns that arrived, and the outputs before the
+    gate: x = its columns and P. Delta nets (Megatron's GatedDeltaNet, flash-linear-attention): the columns
+    that arrived; keys and queries behind the convolution; of each head keys and queries repeated, values, the
+    matrix of pairs, and outputs before the norm: x = its columns and 2 N + 3 P + Q, y = its columns twice.
+
+    Args:
+        job: with layers of one kind, without attention.
+        group_tokens: G.
+        heads: of attention, in whose proportion a unit has heads with a state.
+    """
+    state = job.model.state
+    if state is None:
+        return np.zeros(np.shape(heads * group_tokens))
+    own, read = _own_heads(job, state, heads)
+    if state.kind == "mamba":
+        columns = own * (state.head_columns + state.head_dim) + read * state.group_columns
+    else:
+        more = 2 * state.key_dim + 3 * state.head_dim + CHUNKS[state.kind]
+        columns = own * (state.head_columns + more) + read * 2 * state.group_columns
+    return job.micro_batch_size * job.element_bytes * group_tokens * columns
+
+
+def scan_working_bytes(job: Job, tokens: Floats, group_tokens: Floats, heads: Floats) -> Floats:
+    """Bytes that a layer without attention needs at its peak, the backward pass.
+
+    Columns and their gradients as they travel 2 T C e, all columns C of the rank's layer; of the own heads
+    and groups, of c columns, their gradients, what the convolution put out and its gradient 3 G c e; states
+    and their gradients in fp32 8 G h N P / Q, outputs and their gradients 2 G h P e. Of an MLP gradients of
+    its first output and its activation. Sequence parallelism: as of `working_set_bytes`.
+
+    Args:
+        job: with layers of one kind, without attention.
+        tokens: T.
+        group_tokens: G.
+        heads: of attention, as of `scan_bytes`.
+    """
+    model, element = job.model, job.element_bytes
+    whole = 2 * (job.row_parts > 1) * tokens * model.hidden_size * element
+    inside = tokens * (3 if model.gated else 2) * model.mlp_width / job.tensor_parallel * element
+    if model.state is not None:
+        state = model.state
+        own, read = _own_heads(job, state, heads)
+        columns = own * state.head_columns + read * state.group_columns
+        states = 8 * own * state.key_dim * state.head_dim / CHUNKS[state.kind]
+        scan = group_tokens * (element * (3 * columns + 2 * own * state.head_dim) + states)
+        inside = np.maximum(inside, 2 * tokens * state.columns / job.tensor_parallel * element + scan)
+    return job.micro_batch_size * (whole + inside)
+
+
+def _own_heads(job: Job, state: State, heads: Floats) -> tuple[Floats, Floats]:
+    """Heads with a state, and the groups that they read, of a unit with so many heads of attention.
+
+    A range of heads may begin and end inside groups.
+    """
+    own = heads * state.heads / job.model.heads
+    shared_by = state.heads / state.groups
+    read = np.ceil(own / shared_by) + (own % shared_by > 0)
+    return own, np.minimum(read, state.groups / job.tensor_parallel)
