@@ -133,7 +133,7 @@ def test_what_a_killed_agent_has_left_goes_at_the_next_start(tmp_path):
 
 def test_an_agent_that_starts_sweeps_no_folder_that_another_is_making(tmp_path, monkeypatch):
     """Another agent starts at the worst moments: before each lock, and after it."""
-    lock_file = keeping.fcntl.flock
+    lock_file = fcntl.flock
 
     def flock(lock, kind):
         if kind == fcntl.LOCK_EX:
@@ -142,7 +142,7 @@ def test_an_agent_that_starts_sweeps_no_folder_that_another_is_making(tmp_path, 
         if kind == fcntl.LOCK_EX:
             keeping._sweep(tmp_path)
 
-    monkeypatch.setattr(keeping.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with Keeper(tmp_path, ("localhost", 1), "job", "localhost", SECRET) as one:
         keeping._sweep(tmp_path)
         assert (one.folder / "lock").exists()

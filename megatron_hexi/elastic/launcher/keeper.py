@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,8 @@ from megatron_hexi.elastic.speech import say
 _PREFIX = "hexi-copies-"
 _LOOK_S = 0.2
 _STORE_S = 10.0
+#: A reason is said when so many looks have failed by it.
+_FAILURES = 5
 
 
 class Keeper:
@@ -50,7 +53,7 @@ class Keeper:
         self._store, self._job, self._secret = store, job, secret
         self._round: tuple[str, int] | None = None
         self._done: tuple[str, int] | None = None
-        self._said: tuple[str, str] | None = None
+        self._failures: Counter[tuple[str, str]] = Counter()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="hexi-keeper", daemon=True)
 
@@ -71,6 +74,7 @@ class Keeper:
             name: name of the round.
             number: number of this node in it.
         """
+        self._failures.clear()
         self._round = name, number
 
     def _keep(self) -> None:
@@ -87,12 +91,13 @@ class Keeper:
                     self._try_to_take_care(job, *self._round)
 
     def _try_to_take_care(self, job: dist.Store, name: str, number: int) -> None:
-        """Take care of the newest copy; say why it could not be done, each reason once in a row and round."""
+        """Take care of the newest copy; say once in a round why that fails again and again."""
         try:
             self._take_care(job, name, number)
         except OSError as problem:
-            if self._said != (name, str(problem)):
-                self._said = name, str(problem)
+            self._failures[name, str(problem)] += 1
+            # Where the job ends, or goes on without a node, a few fail that nobody needs.
+            if self._failures[name, str(problem)] == _FAILURES:
                 say(f"the newest copy is not on two nodes yet: {problem}; tries again")
 
     def _take_care(self, job: dist.Store, name: str, number: int) -> None:
