@@ -16,12 +16,12 @@ import hashlib
 import hmac
 import socket
 import ssl
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 
+from megatron_hexi.elastic.speech import say
 from megatron_hexi.errors import HexiError
 
 #: Seconds within which a peer must prove the secret, and the most connections of an address that have not.
@@ -241,11 +241,7 @@ class Entrance:
             return
         self._said_at = time.monotonic()
         reason = str(problem)[:100] or type(problem).__name__
-        print(
-            f"hexi: elastic: {self._server} refused {address} ({reason})",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{self._server} refused {address} ({reason})")
 
 
 def is_here(name: str) -> bool:

@@ -15,7 +15,6 @@ import logging
 import multiprocessing
 import os
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -45,6 +44,7 @@ from megatron_hexi.elastic.launcher.job_store import SignedStore, keep_store, op
 from megatron_hexi.elastic.launcher.keeper import Keeper
 from megatron_hexi.elastic.launcher.ranks import WORDS_VARIABLE, run_rank
 from megatron_hexi.elastic.secret import SECRET_VARIABLE
+from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import (
     BROKEN,
     GATE_VARIABLE,
@@ -294,7 +294,7 @@ def run_agent(launch: AgentSettings) -> int:
     try:
         store, store_port = _reach_store(launch)
     except (OSError, dist.DistError):
-        return _say(f"no store at {launch.host}:{launch.port}; is a node or --keep-store running there?", 1)
+        return _end(f"no store at {launch.host}:{launch.port}; is a node or --keep-store running there?", 1)
     try:
         # It asks a backend's store for two methods only.
         backend = C10dRendezvousBackend(cast(Any, SignedStore(store, launch.secret)), launch.job)
@@ -308,14 +308,14 @@ def run_agent(launch: AgentSettings) -> int:
     except SignalException:  # this node is to end, the others go on
         return 143
     except RendezvousClosedError:
-        return _say("the job has ended", 0)
+        return _end("the job has ended", 0)
     except RendezvousTimeoutError:
-        return _say(f"fewer than {launch.least} nodes have come within {launch.wait_s:g} s", 1)
+        return _end(f"fewer than {launch.least} nodes have come within {launch.wait_s:g} s", 1)
     except (RendezvousConnectionError, dist.DistError) as problem:
         if launch.when_store_lost is not None:
             subprocess.run(["bash", launch.when_store_lost], check=False)
         reason = str(problem.__cause__ or problem)[:200]
-        return _say(f"the store at {launch.host}:{launch.port} is gone ({reason})", 1)
+        return _end(f"the store at {launch.host}:{launch.port} is gone ({reason})", 1)
     handler.shutdown()
     code = exit_code(result)
     if code == 0 and launch.ended is not None:
@@ -361,6 +361,7 @@ def _wait_for_all(launch: AgentSettings, job: dist.Store) -> None:
         came = job.add("came", 0)
 
 
-def _say(message: str, code: int) -> int:
-    print(f"hexi: elastic: {message}", file=sys.stderr, flush=True)
+def _end(message: str, code: int) -> int:
+    """Say why the agent ends; return its exit code."""
+    say(message)
     return code

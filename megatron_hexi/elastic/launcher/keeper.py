@@ -7,19 +7,23 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Self
+from typing import Self, TextIO
 
 import torch.distributed as dist
 
 from megatron_hexi.elastic.copies import CopyBoard, drop_older
 from megatron_hexi.elastic.copy_files import copy_folder, copy_path, list_files, pull, serve_files
+from megatron_hexi.elastic.speech import say
 
 _PREFIX = "hexi-copies-"
 _LOOK_S = 0.2
 _STORE_S = 10.0
+#: A reason is said when so many looks have failed by it.
+_FAILURES = 5
 
 
 class Keeper:
@@ -44,13 +48,12 @@ class Keeper:
         bind: str | None = None,
     ) -> None:
         _sweep(parent)
-        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        self._lock = (self.folder / "lock").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.folder, self._lock = _locked_folder(parent)
         self.url = f"{address}:{serve_files(self.folder, secret, address, bind)}"
         self._store, self._job, self._secret = store, job, secret
         self._round: tuple[str, int] | None = None
         self._done: tuple[str, int] | None = None
+        self._failures: Counter[tuple[str, str]] = Counter()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="hexi-keeper", daemon=True)
 
@@ -71,20 +74,31 @@ class Keeper:
             name: name of the round.
             number: number of this node in it.
         """
+        self._failures.clear()
         self._round = name, number
 
     def _keep(self) -> None:
         job: dist.Store | None = None
         while not self._stopped.wait(_LOOK_S):
-            # The next look tries again; where the store is gone for good, the agent ends the node.
-            with suppress(OSError, RuntimeError):
+            # Where the store is gone for good, the agent says so and ends the node.
+            with suppress(RuntimeError):
                 if job is None:
                     host, port = self._store
                     limit = timedelta(seconds=_STORE_S)
                     store = dist.TCPStore(host, port, wait_for_workers=False, timeout=limit)
                     job = dist.PrefixStore(self._job, store)
                 if self._round is not None:
-                    self._take_care(job, *self._round)
+                    self._try_to_take_care(job, *self._round)
+
+    def _try_to_take_care(self, job: dist.Store, name: str, number: int) -> None:
+        """Take care of the newest copy; say once in a round why that fails again and again."""
+        try:
+            self._take_care(job, name, number)
+        except OSError as problem:
+            self._failures[name, str(problem)] += 1
+            # Where the job ends, or goes on without a node, a few fail that nobody needs.
+            if self._failures[name, str(problem)] == _FAILURES:
+                say(f"the newest copy is not on two nodes yet: {problem}; tries again")
 
     def _take_care(self, job: dist.Store, name: str, number: int) -> None:
         """Record the newest copy of this node's ranks, and download that of the node before it."""
@@ -117,6 +131,18 @@ class Keeper:
             time.sleep(_LOOK_S)
         drop_older(self.folder, folder)
         self._done = name, iteration
+
+
+def _locked_folder(parent: Path) -> tuple[Path, TextIO]:
+    """Make a folder for copies; return it with its lock, which is held.
+
+    It gets the name that `_sweep` looks for once it is locked, so that no agent that starts meanwhile takes
+    it for one that was left.
+    """
+    made = Path(tempfile.mkdtemp(prefix=".hexi-", dir=parent))
+    lock = (made / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return made.rename(parent / f"{_PREFIX}{made.name.removeprefix('.hexi-')}"), lock
 
 
 def _sweep(parent: Path) -> None:

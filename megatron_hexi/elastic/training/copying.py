@@ -15,7 +15,6 @@ import math
 import os
 import queue
 import shutil
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from megatron_hexi.elastic.copies import (
 )
 from megatron_hexi.elastic.copy_files import bare_name, copy_folder
 from megatron_hexi.elastic.secret import secret_of_rank
+from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import ROUND_VARIABLE, round_store, whole_store
 from megatron_hexi.patching import Patch
 from megatron_hexi.text_file import write_text_atomically
@@ -81,7 +81,7 @@ class Copier:
             last = self._board.last()
             ready = last is None or self._board.safe() == last[0]
             if last is not None and not ready and time.monotonic() - self._written_at > _SLOW_S:
-                _say(f"iteration {iteration}: no copy, for that of iteration {last[0]} is still on its way")
+                say(f"iteration {iteration}: no copy, for that of iteration {last[0]} is still on its way")
                 self._written_at = math.inf  # once
             self._round.set(key, "1" if ready else "")
         return bool(self._round.get(key))
@@ -160,7 +160,7 @@ def find_copy(job: dist.Store, present: list[str], checkpoint: int | None) -> di
         The arguments of `FoundCopy`; ``None``: there is no such copy.
     """
     if job.check([_OFF]):
-        _say(f"no copies any more: {job.get(_OFF).decode()}")
+        say(f"no copies any more: {job.get(_OFF).decode()}")
         return None
     newest = find_newest(job, list(dict.fromkeys(url for url in present if url)))
     if newest is None or newest.iteration <= (checkpoint or 0):
@@ -190,17 +190,11 @@ def fetch_copy(store: dist.Store, chosen: dict[str, Any]) -> Path | None:
             write_text_atomically(copies / chosen["name"] / TRACKER, str(chosen["iteration"]))
         except (OSError, RuntimeError) as caught:
             problem = str(caught)
-            _say(
-                f"the copy of iteration {chosen['iteration']} cannot be had: {problem}; takes the checkpoint"
-            )
+            say(f"the copy of iteration {chosen['iteration']} cannot be had: {problem}; takes the checkpoint")
         store.set(f"fetched/{node}", problem)
     keys = [f"fetched/{number}" for number in range(nodes)]
     store.wait(keys, _FETCH)
     return None if any(store.multi_get(keys)) else copies / bare_name(chosen["name"])
-
-
-def _say(message: str) -> None:
-    print(f"hexi: elastic: {message}", file=sys.stderr, flush=True)
 
 
 _copier: Copier | None = None

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import TRAINING, WANTED, in_round, round_store, whole_store
 from megatron_hexi.elastic.training.copying import copied_last, is_safe
 from megatron_hexi.errors import HexiError, user_errors
@@ -121,7 +122,7 @@ class RoundSteps:
                 f"{before} up to there, so that some would come twice or never; give --save a folder that no "
                 "other job writes to, and this job a new --rdzv-id"
             )
-        self._say(f"iteration {iteration + 1} begins with sample {seen} of the one order of all plans")
+        say(f"iteration {iteration + 1} begins with sample {seen} of the one order of all plans")
 
     def before_step(self, iteration: int) -> None:
         """End the round if nodes wait and the state was just saved or copied; rank 0 decides."""
@@ -135,7 +136,7 @@ class RoundSteps:
             self._round.set(f"waits/{iteration}", "1" if waits else "")
         if self._round.get(f"waits/{iteration}"):
             if self._leads:
-                self._say(f"iteration {iteration}: saved; starts again with a node that has come")
+                say(f"iteration {iteration}: saved; starts again with a node that has come")
             stop_watch()
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
@@ -154,19 +155,13 @@ class RoundSteps:
         if iteration == self._first + 1:
             if self._job.check(["done"]):
                 away = time.time() - json.loads(self._job.get("done"))["at"]
-                self._say(
-                    f"iteration {iteration} has ended, {away:.1f} s after the last one before the restart"
-                )
+                say(f"iteration {iteration} has ended, {away:.1f} s after the last one before the restart")
             self._round.set(TRAINING, "")
         self._job.set("done", json.dumps({"iteration": iteration, "at": time.time()}))
 
     def goodput(self) -> float:
         """Return the goodput: seconds of iterations that no loss undid, over seconds since the job began."""
         return min(1.0, self._kept_s / max(1e-9, time.time() - self._begun))
-
-    @staticmethod
-    def _say(message: str) -> None:
-        print(f"hexi: elastic: {message}", file=sys.stderr, flush=True)
 
 
 _steps: RoundSteps | None = None

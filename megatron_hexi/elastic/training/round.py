@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE
+from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import NODE_VARIABLE, in_round, round_store, whole_store
 from megatron_hexi.elastic.training.copying import TRACKER, fetch_copy, find_copy
 from megatron_hexi.elastic.training.goodput import begin_round, round_words, set_round
@@ -145,7 +146,7 @@ def leave() -> None:
 
 def _take_number(args: Namespace, store: dist.Store, ranks: list[int], started: int) -> None:
     if started not in ranks:
-        print(f"hexi: elastic: a GPU of {os.environ[NODE_VARIABLE]} has no part in the plan", file=sys.stderr)
+        say(f"a GPU of {os.environ[NODE_VARIABLE]} has no part in the plan")
         while not store.check([_FINISHED]):
             time.sleep(1)
         sys.stdout.flush()
@@ -188,11 +189,9 @@ def _tell(answer: dict[str, Any], in_memory: bool) -> Round:
     iteration = answer["copy"]["iteration"] if in_memory else answer["resumes"]
     now = begin_round(job, job.add(_ROUNDS, 1), iteration, tuple(answer["left_out"]), in_memory)
     absent = f"; without {', '.join(now.without)}" if now.without else ""
-    print(
-        f"hexi: elastic: round {now.number}: {len(answer['ranks'])} ranks on {', '.join(answer['nodes'])}"
-        f"{absent}; planned in {answer['took']:.1f} s; {round_words(now)}",
-        file=sys.stderr,
-        flush=True,
+    say(
+        f"round {now.number}: {len(answer['ranks'])} ranks on {', '.join(answer['nodes'])}{absent}; "
+        f"planned in {answer['took']:.1f} s; {round_words(now)}"
     )
     return now
 

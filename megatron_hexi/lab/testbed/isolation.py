@@ -54,12 +54,20 @@ def command_prefix(isolation: Isolation) -> list[str]:
 
 
 def go_first(lab: Lab) -> None:
-    """Raise the scheduling priority of this process and its children; needs root.
+    """Raise the scheduling priority of this process and its children, in a lab of root's."""
+    if lab.isolation == "root":
+        raise_priority()
+
+
+def raise_priority(process: int | None = None) -> None:
+    """Raise the scheduling priority of a process and its later children; without effect unless run by root.
 
     Linux may share the cores among sessions first, each with a weight of its own; torchrun gives every rank
     a session.
+
+    Args:
+        process: id of the process; ``None``: this one.
     """
-    if lab.isolation == "root":
-        with suppress(OSError):  # root in a user namespace only, or a kernel that does not group by session
-            os.setpriority(os.PRIO_PROCESS, 0, _NICE)
-            Path("/proc/self/autogroup").write_text(str(_NICE))
+    with suppress(OSError):  # not root, root in a user namespace only, or no grouping by session
+        os.setpriority(os.PRIO_PROCESS, process or 0, _NICE)
+        Path(f"/proc/{process or 'self'}/autogroup").write_text(str(_NICE))
