@@ -169,7 +169,7 @@ def test_so_are_those_of_experts_that_predict_further_tokens(name: str, predicti
         latent=latent,
         mtp_layers=predictions,
     )
-    words = model_flags(small, 32)
+    words = [*model_flags(small, 32), "--moe-router-score-function", "sigmoid"]
     assert small.mtp_params > experts.count * small.expert_params()
     assert weigh([*JOB.split(), *words]) == small.total_params + small.mtp_params == counted(words)
 
