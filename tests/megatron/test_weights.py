@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_hexi.cost import read_model
-from megatron_hexi.cost.megatron_arguments import model_flags, model_from_arguments
+from megatron_hexi.cost.megatron_arguments import model_from_arguments
 from megatron_hexi.errors import HexiError
 from tests.megatron.forked import Forks
 from tests.megatron.launch import REPOSITORY, environment
@@ -139,39 +137,6 @@ def test_so_are_these(flags: str, weigh: Weigh):
     job = JOB.replace("--seq-length 16 ", "") if "--encoder-seq-length" in flags else JOB
     words = [*SMALL.split(), *flags.split()]
     assert weigh([*job.split(), *words]) == counted(words)
-
-
-@pytest.mark.parametrize("predictions", [1, 2])
-@pytest.mark.parametrize("name", ["deepseek-v3", "glm-4.5"])
-def test_so_are_those_of_experts_that_predict_further_tokens(name: str, predictions: int, weigh: Weigh):
-    """With the layers of the model: dense ones first, experts in its multi-token prediction."""
-    model = read_model(name)
-    assert model.experts is not None
-    experts = replace(
-        model.experts,
-        count=8,
-        active=2,
-        ffn_hidden_size=48,
-        shared_ffn_hidden_size=48,
-        layers=(False, True, True, True),
-    )
-    latent = model.latent and replace(model.latent, query_rank=24, kv_rank=32, rotary_dim=8, value_dim=20)
-    small = replace(
-        model,
-        layers=4,
-        hidden_size=96,
-        heads=6,
-        kv_heads=6 if latent else 2,
-        head_dim=20,
-        ffn_hidden_size=160,
-        vocab_size=300,
-        experts=experts,
-        latent=latent,
-        mtp_layers=predictions,
-    )
-    words = model_flags(small, 32)
-    assert small.mtp_params > experts.count * small.expert_params()
-    assert weigh([*JOB.split(), *words]) == small.total_params + small.mtp_params == counted(words)
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,7 @@ import megatron_hexi.adaptor  # noqa: F401  (before Megatron: torch.cuda on a CP
 
 
 def weigh(words: list[str]) -> int:
-    """Return the number of weights of the model that Megatron builds from its arguments.
-
-    Biases of experts are among them, though no gradients change them.
-    """
+    """Return the number of weights of the model that Megatron builds from its arguments."""
     sys.argv = ["weighing.py", *words]
     args = parse_args()
     validate_args(args)
@@ -46,8 +43,7 @@ def weigh(words: list[str]) -> int:
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
     )
-    biases = (buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias"))
-    return sum(weight.numel() for weight in (*model.parameters(), *biases))
+    return sum(weight.numel() for weight in model.parameters())
 
 
 def main() -> None:
