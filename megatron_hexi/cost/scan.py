@@ -18,15 +18,11 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.compute import Speeds, rates
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer_kinds import State
+from megatron_hexi.cost.layer_kinds import CHUNKS, State
 from megatron_hexi.cost.plan_arrays import Grouping
 from megatron_hexi.cost.products import Times
 from megatron_hexi.plan.heads import kv_range
 from megatron_hexi.plan.state_heads import state_heads
-
-#: Tokens of a chunk: chunk_size of Megatron's MambaMixer, and of flash-linear-attention's
-#: chunk_gated_delta_rule (fla/ops/gated_delta_rule/chunk.py).
-CHUNKS = {"mamba": 128, "delta": 64}
 
 
 class TokenWork(NamedTuple):

@@ -10,8 +10,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer_kinds import State
-from megatron_hexi.cost.scan import CHUNKS
+from megatron_hexi.cost.layer_kinds import CHUNKS, State
 
 
 def scan_bytes(job: Job, group_tokens: Floats, heads: Floats) -> Floats:

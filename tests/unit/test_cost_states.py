@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_hexi.cost import CostModel, Job, ceiling_tokens_per_s, estimate, model_flops
 from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.compute import device_speeds
-from megatron_hexi.cost.layer_kinds import State
+from megatron_hexi.cost.layer_kinds import CHUNKS, State
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
-from megatron_hexi.cost.scan import CHUNKS, group_work, head_work, scan_times, state_shares
+from megatron_hexi.cost.scan import group_work, head_work, scan_times, state_shares
 from megatron_hexi.cost.unit_rates import unit_rates
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.lab.simulator import simulate
