@@ -43,7 +43,7 @@ RENAMED: Final = {
     ("ddp", "check_for_nan_in_grad"): "check_for_nan_in_loss_and_grad",
     ("dataset", "path_to_cache"): "data_cache_path",
 }
-#: Fields that other fields of the file say better, or that `bridge_words` reads together.
+#: Fields that `cost/bridge.py` reads together with others, or that other fields of the file imply.
 ELSEWHERE: Final = frozenset(
     (
         *((section, name) for section in READ for name in ("bf16", "fp16", "params_dtype")),

@@ -1,10 +1,10 @@
 """Messages and blocks of each step of the exchange, for all groups of all replicas at once.
 
-The split tables (`plan.schedule`) of a plan without windows and documents, in arrays, because a search
-computes them thousands of times. In step s a group uses the keys of the group s places before it in its
-replica, and each user gets each KV head from one owner. The keys of the first step may travel in several
-parts. Steps are computed in chunks, small enough that a chunk's arrays stay in the cache and large enough
-that Python's overhead does not matter.
+The split tables (`plan.schedule`) of a plan without documents, in arrays, because a search computes them
+thousands of times. In step s a group uses the keys of the group s places before it in its replica, and each
+user gets each KV head from one owner; with a window only those that its queries see (`cost/windows.py`). The
+keys of the first step may travel in several parts. Steps are computed in chunks, small enough that a chunk's
+arrays stay in the cache and large enough that Python's overhead does not matter.
 
 Shape letters: C parts of all steps of a chunk, N groups, J segments, M messages, U units.
 """

@@ -11,8 +11,8 @@ from megatron_hexi.yaml_schema import short
 
 #: Far above any model, and small enough that weights can be counted.
 LARGEST = 2**32
-#: Tokens that a scan computes at once, by kind of state: chunk_size of Megatron's MambaMixer, and of flash-linear-attention's
-#: chunk_gated_delta_rule (fla/ops/gated_delta_rule/chunk.py).
+#: Tokens that a scan computes at once, by kind of state: chunk_size of Megatron's MambaMixer, and of
+#: flash-linear-attention's chunk_gated_delta_rule (fla/ops/gated_delta_rule/chunk.py).
 CHUNKS = {"mamba": 128, "delta": 64}
 
 

@@ -167,8 +167,10 @@ def _with_any_heads(original: Callable[..., None]) -> Callable[..., None]:
         size = self.context_parallel_size
         if given_plan() is not None and self.experimental_attention_variant == "gated_delta_net":
             self.context_parallel_size = 1
-        original(self)
-        self.context_parallel_size = size
+        try:
+            original(self)
+        finally:
+            self.context_parallel_size = size
 
     return __post_init__
 

@@ -103,7 +103,7 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "domain": _OPTIONS.format("experts-groups"),
         "replicas": _EXPERTS.format("replicas-all"),
         "stages": _EXPERTS.format("slices-all-moe"),
-        "samples": _EXPERTS.format("samples-all"),
+        "samples": _EXPERTS.format("samples-all-long"),
         "ministages": _EXPERTS.format("ministages-all-long"),
         "offload": _EXPERTS.format("offload-all-long"),
         "interleaving": _OPTIONS.format("experts-interleaved-groups"),
@@ -143,6 +143,7 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "domain": _STATES + "training_is_that_of_one_rank[delta-uneven-heads]",
         "replicas": _STATES + "training_is_that_of_one_rank[delta-unequal-replicas]",
         "planner": _STATES_PLANNED.format("delta"),
+        "simulator": _STATES_REPLAYED,
         "checkpoints": _STATES + "a_checkpoint_goes_on_under_another_plan[delta]",
     },
 }

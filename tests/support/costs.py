@@ -62,6 +62,10 @@ def tiny_job(**changes):
     return Job(**{"model": TINY, "seq_length": 4096, "global_batch_size": 1, **changes})
 
 
+#: Sizes of the products in a layer of TINY: queries, keys and values; projection; both of the MLP.
+TINY_PRODUCTS = ((512, 1536), (512, 512), (512, 2048), (2048, 512))
+
+
 def rate_alone(rate, element=2):
     """What products reach on such a device apart from what they write, FLOP/s.
 

@@ -23,12 +23,10 @@ from megatron_hexi.cost.compute import (
 )
 from megatron_hexi.cost.products import Elements, Products, product_seconds
 from megatron_hexi.errors import ClusterError
-from tests.support.costs import TINY, cluster, products_by_hand, rate_alone, tiny_job
+from tests.support.costs import TINY, TINY_PRODUCTS, cluster, products_by_hand, rate_alone, tiny_job
 
 PLAIN = cluster([("a", "PLAIN", 1)]).ranks[0].device
 MEMORY = 0.9e12
-#: Of a layer of TINY: queries, keys and values; projection; both of the MLP.
-TINY_PRODUCTS = ((512, 1536), (512, 512), (512, 2048), (2048, 512))
 
 
 def at(*values):

@@ -19,7 +19,7 @@ from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.bound import joint_bound
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.written_out import written_out
-from tests.support.costs import TINY, cluster, tiny_job
+from tests.support.costs import TINY, cluster, products_by_hand, tiny_job
 from tests.support.plans import examples
 from tests.unit.test_cost_kinds import LAYERS, MODES, NODES, one_stage, staged, with_window
 
@@ -112,7 +112,7 @@ def test_it_takes_as_long_as_layers_and_losses_more(layers, recompute, predictio
     job = tiny_job(model=dataclasses.replace(model, mtp_layers=predictions))
     speeds = device_speeds(PLAIN, job)
     both, one = (float(np.sum(logits_times(speeds, of, rows))) for of in (job, tiny_job(model=model)))
-    projection = 6 * 1000 * 2 * model.hidden_size**2 / (speeds.output.rate(1000) * 1e12)
+    projection = sum(products_by_hand(1000, (2 * model.hidden_size, model.hidden_size)))
     assert both == pytest.approx((1 + predictions) * one + predictions * projection)
     assert np.all(found.logits > (1 + predictions) * plain.logits)
     losses = (found.logits - more.logits).max() if len(set(found.logits)) == 1 else None

@@ -346,7 +346,8 @@ def test_domains_share_samples():
     plan = plan_of(job, (1, [((0, 2), [whole(0, samples=3), whole(1, samples=1)])]), terms=terms)
     known = cluster([("a", "PLAIN", 2)])
     three, one = estimate(plan, job, known).ranks
-    assert three.token_s == pytest.approx(3 * one.token_s)
+    # Gradients of weights are added up once, however many rows make them.
+    assert 2.9 * one.token_s < three.token_s < 3 * one.token_s
     assert three.attention_s == pytest.approx(3 * one.attention_s)
     assert three.memory.activations == 3 * one.memory.activations
     assert one.idle_s > 0 == three.idle_s

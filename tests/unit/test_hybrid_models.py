@@ -128,7 +128,10 @@ def test_what_a_config_cannot_say_is_refused_by_name(path, changes, said):
         ({"experts": Experts(4, 2, 8), "pattern": "*-*-"}, "has no E; leave experts out"),
         ({"window": Window(8), "pattern": "*-*-"}, "with windows, latent attention"),
         ({"state": {**vars(MAMBA), "kind": "rwkv"}}, "state: kind = 'rwkv'; write mamba or delta"),
-        ({"state": replace(DELTA, layers=(True,))}, "state: layers has 1 entries, the model has 4 layers"),
+        (
+            {"state": replace(DELTA, layers=(True, False))},
+            "state: layers has 2 entries, the model has 4 layers",
+        ),
     ],
 )
 def test_layers_that_contradict_each_other_are_refused_by_name(fields, said):

@@ -31,7 +31,7 @@ from megatron_hexi.planner.baselines.rules import candidates as candidates_of
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.layouts.layout import build_plan
 from megatron_hexi.planner.layouts.trial import Judge
-from tests.support.costs import TINY, cluster, tiny_job
+from tests.support.costs import TINY, TINY_PRODUCTS, cluster, products_by_hand, tiny_job
 from tests.support.fleets import random_case, random_layouts, random_parallel_case, reproduce
 from tests.support.plans import examples
 
@@ -124,7 +124,7 @@ def test_a_ring_over_a_fast_and_a_slow_gpu_is_paced_by_the_slow_one():
     assert ring.uniform
     # Half the tokens each; two layers of PLAIN's token work, forward and backward.
     moved = (10 + 12) * 512 + (2 + 3) * 2048 + 2 * 2048
-    token = 2 * (6 * 2048 * 3145728 / 1e14 + 2 * 2048 * moved / 9e11)
+    token = 2 * (sum(products_by_hand(2048, *TINY_PRODUCTS)) + 2 * 2048 * moved / 9e11)
     assert ring.trial.timing.phases.token == pytest.approx(token)
     # Of two slow ones, one stands inside and has more to add up.
     assert 0.96 < ring.trial.iteration_s / found(slow)["ring"].trial.iteration_s < 1
@@ -135,15 +135,18 @@ def test_a_ring_over_a_fast_and_a_slow_gpu_is_paced_by_the_slow_one():
 def test_the_lower_bound_of_that_ring_by_hand():
     # 2048 tokens at 100 TFLOP/s and 900 GB/s; the slow GPU stands outside, so half its queries see the rest.
     fleet = fleet_of([("a", "DOUBLE", 1), ("b", "PLAIN", 1)], bandwidth=1e5)
-    flops = 2 * 2048 * 3145728 + 4 * (4 * 128 * (2048**2 / 2 + 1024 * 2048))
-    flops_back = 4 * 2048 * 3145728 + 2.5 * 4 * (4 * 128 * (2048**2 / 2 + 1024 * 2048))
+    flops = 4 * (4 * 128 * (2048**2 / 2 + 1024 * 2048))
+    flops_back = 2.5 * flops
     rotary, merged = 2 * 128 * (4 + 4), 4 * 128 * 1024
     moved = 2 * 2048 * (10 * 512 + 2 * 2048 + rotary) + 18 * merged
     moved_back = 2 * 2048 * (12 * 512 + 3 * 2048 + rotary) + 10 * merged
-    logits = (
-        6 * 2048 * 512 * TINY.vocab_params(1) / 512 / 1e14 + 52 * 2048 * TINY.vocab_params(1) / 512 / 9e11
+    vocabulary = TINY.vocab_params(1) // 512
+    logits = sum(products_by_hand(2048, (512, vocabulary))) + 52 * 2048 * vocabulary / 9e11
+    layer = (
+        sum(products_by_hand(2048, *TINY_PRODUCTS))
+        + (flops + flops_back) / 1e14
+        + (moved + moved_back) / 9e11
     )
-    layer = (flops + flops_back) / 1e14 + (moved + moved_back) / 9e11
     slow_first = next(
         one for one in candidates(fleet, 1) if one.texts.get("ring") == "2 groups of one, slow first"
     )
