@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-_M, _U = "tests/megatron/test_", "tests/unit/test_"
+_M, _U = "tests/megatron/test_", "tests/unit"
 _OPTIONS = f"{_M}option_training.py::test_losses_and_gradient_norms_are_those_without_a_plan[{{}}]"
 _REPLICAS = f"{_M}unequal_replicas.py::test_training_is_that_of_one_rank[{{}}]"
 _STAGES = f"{_M}stages_training.py::test_training_is_that_of_one_rank[{{}}]"
@@ -13,13 +13,11 @@ _MINISTAGES = f"{_M}ministages.py::test_training_is_that_of_one_rank[{{}}]"
 _HEADS = f"{_M}stages_multi_token.py::test_training_is_that_of_one_rank[{{}}]"
 _EXPERTS = f"{_M}stages_experts.py::test_experts_train_as_on_one_rank[{{}}]"
 _PLANNED = f"{_M}planned_training.py::test_what_is_planned_trains_as_one_rank[{{}}]"
-_SIMULATED = f"{_U}simulator.py::test_agrees_with_the_model_where_nothing_contends"
-_REPLAYED = f"{_U}planner_kinds.py::test_the_simulator_times_sinks_and_latent_attention[{{}}]"
-_KINDS_REPLAYED = (
-    f"{_U}simulator_kinds.py::test_layers_of_several_kinds_take_as_long_as_the_cost_model_says[none-{{}}]"
-)
+_SIMULATED = f"{_U}/lab/test_simulator.py::test_agrees_with_the_model_where_nothing_contends"
+_REPLAYED = f"{_U}/planner/test_kinds.py::test_the_simulator_times_sinks_and_latent_attention[{{}}]"
+_KINDS_REPLAYED = f"{_U}/lab/test_simulator_kinds.py::test_layers_of_several_kinds_take_as_long_as_the_cost_model_says[none-{{}}]"
 _SWAPPED = f"{_M}replanning.py::test_kinds_of_models_keep_their_losses_over_swaps[{{}}]"
-_SURVIVED = f"{_U}survivors.py::test_kinds_of_models_are_planned_anew[network-{{}}]"
+_SURVIVED = f"{_U}/elastic/test_survivors.py::test_kinds_of_models_are_planned_anew[network-{{}}]"
 _LASTING = f"{_M}elastic_stages.py::test_six_losses_in_a_row_in_stages[{{}}]"
 _KINDS = f"{_M}combinations.py::test_"
 _OFFLOADED = _KINDS + "stages_that_offload_have_each_gradient_of_one_rank[{}]"
@@ -27,9 +25,9 @@ _UNEQUAL = _KINDS + "unequal_replicas_train_as_one_rank[{}]"
 _RESUMED = _KINDS + "a_checkpoint_goes_on_under_another_plan[{}]"
 _STATES = f"{_M}state_layers.py::test_"
 _STATES_PLANNED = (
-    f"{_U}planner_states.py::test_a_plan_is_one_that_trains_and_no_slower_than_megatrons_flags[{{}}]"
+    f"{_U}/planner/test_states.py::test_a_plan_is_one_that_trains_and_no_slower_than_megatrons_flags[{{}}]"
 )
-_STATES_REPLAYED = f"{_U}cost_states.py::test_the_simulator_takes_as_long_between_two_units"
+_STATES_REPLAYED = f"{_U}/cost/test_states.py::test_the_simulator_takes_as_long_between_two_units"
 _DOCUMENTS = f"{_M}stages_jobs.py::test_documents_{{}}"
 
 
@@ -80,7 +78,7 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "offload": _DOCUMENTS.format("pass_ministages[offload1]"),
         "interleaving": _OPTIONS.format("documents-pipeline-groups"),
         "planner": (
-            f"{_U}cli_planning.py::test_an_option_that_leaves_some_plans_restricts_the_search"
+            f"{_U}/cli/test_planning.py::test_an_option_that_leaves_some_plans_restricts_the_search"
             "[--dataloader-inter-document-masking --no-rope-fusion --micro-batch-size 1-refused2]"
         ),
         "simulator": _SIMULATED,
@@ -107,7 +105,7 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "ministages": _EXPERTS.format("ministages-all-long"),
         "offload": _EXPERTS.format("offload-all-long"),
         "interleaving": _OPTIONS.format("experts-interleaved-groups"),
-        "planner": f"{_U}planner_experts.py::test_faster_gpus_hold_more_experts",
+        "planner": f"{_U}/planner/test_experts.py::test_faster_gpus_hold_more_experts",
         "simulator": _KINDS_REPLAYED.format("experts"),
         "elastic": _LASTING.format("experts"),
         "checkpoints": (
@@ -122,7 +120,7 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "ministages": _HEADS.format("ministages"),
         "offload": _HEADS.format("dealt"),
         "planner": _PLANNED.format("1+1-pipeline_parallel=2-further"),
-        "simulator": f"{_U}cost_prediction.py::test_the_simulator_takes_as_long_as_the_cost_model",
+        "simulator": f"{_U}/cost/test_prediction.py::test_the_simulator_takes_as_long_as_the_cost_model",
         "checkpoints": _RESUMED.format("prediction"),
     },
     "hybrid": {

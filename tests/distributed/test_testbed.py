@@ -135,7 +135,7 @@ def test_killed_in_the_middle_it_leaves_nothing(start, how):
 @pytest.mark.parametrize(
     ("fail", "code", "said"),
     [
-        pytest.param(  # its message: tests/unit/test_testbed.py
+        pytest.param(  # its message: tests/unit/lab/test_testbed.py
             *("sys.exit(7)", 7, "rank 1 (slow-0/0) ended with exit code 7"), marks=pytest.mark.slow
         ),
         ("bytearray(2**31)", 1, "rank 1 (slow-0/0) is out of memory: core has 1 GiB (RLIMIT_DATA"),

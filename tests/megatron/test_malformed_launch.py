@@ -13,7 +13,7 @@ import pytest
 
 from tests.megatron.launch import environment
 from tests.megatron.test_job_mismatch import DATA
-from tests.unit.test_malformed_plans import MISTAKES, error_of
+from tests.unit.plan.test_malformed_plans import MISTAKES, error_of
 
 
 @pytest.mark.slow

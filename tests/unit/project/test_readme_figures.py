@@ -1,0 +1,36 @@
+"""The README's figures are those of the pages that it links to: the good and the bad half of them."""
+
+import re
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[3]
+README = " ".join((REPOSITORY / "README.md").read_text().split())
+RESULTS = REPOSITORY / "docs" / "results"
+
+
+def test_published_times_are_told_with_median_and_worst():
+    page = (RESULTS / "published.md").read_text()
+    found = re.search(r"^- time, \d+ rows: median ([\d.]+)%, worst ([\d.]+)%$", page, re.MULTILINE)
+    assert found is not None
+    assert f"within {found[1]} % in the median" in README
+    assert f"within {found[2]} % at worst" in README
+    longer = re.search(r"takes ([\d.]+)% longer than the fastest published in the median, ([\d.]+)% at", page)
+    assert longer is not None
+    assert f"{longer[1]} % longer than the fastest in the median, {longer[2]} % at worst" in README
+
+
+def test_one_h200_is_told_by_the_catalogue_and_by_the_probe_s_file():
+    """The worst row of each table, from 16K tokens on and below; all predictions are too fast."""
+    page = (RESULTS / "one-gpu.md").read_text()
+    worst = {}
+    for title, key in (("H200, by the catalogue:", "catalogue"), ("H200, by [what", "probe")):
+        table = page[page.index(title) :].split("\n\n")[1]
+        rows = re.findall(r"^\| .*?, (\d+)K.*? \| [\d.]+ \| [\d.]+ \| -(\d+)%", table, re.MULTILINE)
+        assert len(rows) == 5
+        worst[key] = [
+            max(int(error) for length, error in rows if (int(length) >= 16) == is_long)
+            for is_long in (True, False)
+        ]
+    assert f"{worst['catalogue'][0]} % from 16K tokens on by the catalogue" in README
+    assert f"{worst['probe'][0]} % by `hexi probe`'s file" in README
+    assert f"by up to {max(worst['catalogue'][1], worst['probe'][1])} % below" in README

@@ -1,0 +1,79 @@
+"""What cannot have other rows in every batch is refused by name."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+
+from megatron_hexi.cluster import read_cluster
+from megatron_hexi.cost import Job, read_model, unit_rates
+from megatron_hexi.errors import HexiError, PlanError
+from megatron_hexi.megatron.batch_shares import check_batch_shares
+from megatron_hexi.plan import UnitRates, proportional_plan, validate_plan
+from tests.unit.replan.test_arguments import STAGES, TWO
+
+RATES = UnitRates((1e-6, 2e-6), (1e-9, 2e-9), (8, 8))
+RATED = replace(TWO, rates=RATES)
+
+
+def arguments(**given: object) -> Namespace:
+    defaults = {"hexi_plan": "plan.yaml", "hexi_batch_shares": True, "pipeline_model_parallel_size": 1}
+    return Namespace(**(defaults | {"dataloader_inter_document_masking": True, "sft": False} | given))
+
+
+def test_documents_under_a_plan_with_rates_pass():
+    check_batch_shares(arguments(), RATED)
+    check_batch_shares(arguments(hexi_batch_shares=False), None)
+
+
+@pytest.mark.parametrize(
+    ("given", "plan", "message"),
+    [
+        ({}, None, "give --hexi-plan too"),
+        ({"dataloader_inter_document_masking": False}, RATED, "give --dataloader-inter-document-masking"),
+        ({"pipeline_model_parallel_size": 2}, RATED, "pipeline stages send the same rows"),
+        ({}, STAGES, "stages with layers of their own, which send the same rows"),
+        ({}, TWO, "make it with hexi plan --batch-shares"),
+        ({"num_experts": 4}, RATED, "does not work with --num-experts"),
+        ({"mtp_num_layers": 1}, RATED, "does not work with --mtp-num-layers"),
+        ({"hexi_replan_interval": 10}, RATED, "does not work with --hexi-replan-interval"),
+        (
+            {"hybrid_layer_pattern": "M*"},
+            RATED,
+            "does not work with --hybrid-layer-pattern of layers M: they have the plan's heads",
+        ),
+        (
+            {"experimental_attention_variant": "gated_delta_net"},
+            RATED,
+            "does not work with --experimental-attention-variant of layers G: they have the plan's heads",
+        ),
+    ],
+)
+def test_a_job_that_cannot_have_them_is_refused(given, plan, message):
+    with pytest.raises(HexiError, match=message):
+        check_batch_shares(arguments(**given), plan)
+
+
+def test_rates_have_a_figure_for_each_unit():
+    with pytest.raises(PlanError, match=r"rates.room has 1 figures, the plan 2 members; give one each"):
+        validate_plan(replace(TWO, rates=replace(RATES, room=(8,))))
+
+
+def test_rates_are_those_of_the_gpus_that_the_plan_names():
+    """A100 are slower than H100 at both; what a plan already holds there is room for."""
+    cluster = read_cluster("examples/clusters/mixed-16.yaml")  # eight H100, then eight A100
+    job = Job(read_model("gpt-7b"), seq_length=65536, recompute="full")
+    plan = proportional_plan(job.workload(), [[[2.0] * 2, [1.0] * 2]])
+    rates = unit_rates(replace(plan, gpus=(0, 1, 8, 9)), job, cluster)
+    for seconds in (rates.row_s, rates.pair_s):
+        assert seconds[0] == seconds[1] < seconds[2] == seconds[3]
+        assert 2 < seconds[2] / seconds[0] < 4
+    # One layer of 4096 x 12 x 4096 weights, four passes of 2 FLOPs, with the vocabulary's share
+    assert 1.6e-6 < rates.row_s[0] < 4e-6
+    # Five and a half passes of two products of 2 x 4096 FLOPs a pair
+    assert 4.5 * 4 * 4096 / 1e15 < rates.pair_s[0] < 4.5 * 4 * 4096 / 3e14
+    assert all(room > 16384 for room in rates.room)
+    with pytest.raises(PlanError, match="give --pipeline-model-parallel-size 1"):
+        unit_rates(plan, replace(job, pipeline_parallel=2), cluster)
