@@ -36,7 +36,10 @@ def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:
 
 
 def _fields(kind: type[Any]) -> list[inspect.Parameter]:
-    """Return a dataclass's fields as parameters: those without a default first, inherited ones last."""
+    """Return a dataclass's fields as parameters.
+
+    Those without a default come first, and among either kind the class's own before inherited ones.
+    """
     hints = get_type_hints(kind, include_extras=True)
     order = sorted(
         dataclasses.fields(kind),

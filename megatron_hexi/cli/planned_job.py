@@ -83,10 +83,11 @@ class PlannedJob(Training):
 
         Args:
             plan: the plan.
-            path: its file, for errors.
+            path: the plan's file, which errors name.
 
         Raises:
-            HexiError: no model or an unknown one, sizes that cannot be divided, or unknown words.
+            HexiError: neither the plan nor the command line names a model, the model is unknown, its heads or
+                layers are not the plan's, or an option's value is unknown.
         """
         model = self._name(plan)
         if model is None:

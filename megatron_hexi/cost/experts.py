@@ -309,12 +309,15 @@ def _rank_rows(section: Section) -> Floats:
 
 
 def busiest_rows(job: Job, count: Ints, domain_rows: Floats) -> Floats:
-    """Return the rows that the experts of a GPU compute, if they are the busiest of their domain, [U].
+    """Return the rows that a GPU's experts compute if they are the busiest of their expert domain, [U].
+
+    The mean, and above it a few standard deviations of the loads that the job's `expert_imbalance` states.
 
     Args:
         job: the job.
-        count: number of experts, or slices, on each GPU, [U].
-        domain_rows: number of rows of a micro-batch in its expert domain, [U].
+        count: number of experts, or slices of experts (expert tensor parallelism), on each GPU, [U].
+        domain_rows: number of rows of a micro-batch in its expert domain, before they go to the `active`
+            experts of each, [U].
     """
     experts = job.model.experts
     assert experts is not None

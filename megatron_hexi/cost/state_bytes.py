@@ -66,9 +66,14 @@ def scan_working_bytes(job: Job, tokens: Floats, group_tokens: Floats, heads: Fl
 
 
 def _own_heads(job: Job, state: State, heads: Floats) -> tuple[Floats, Floats]:
-    """Heads with a state, and the groups that they read, of a unit with so many heads of attention.
+    """Return a unit's heads with a state, and the state-space groups (`State.groups`) that these heads read.
 
-    A range of heads may begin and end inside groups.
+    The most groups are counted: a range of heads may begin and end inside a group.
+
+    Args:
+        job: the job.
+        state: the state of its layers.
+        heads: heads of attention of each unit, to which heads with a state are in proportion, [U].
     """
     own = heads * state.heads / job.model.heads
     shared_by = state.heads / state.groups

@@ -98,7 +98,7 @@ def _waiting_shares(steps: Sequence[StepTimes]) -> list[float]:
 
 
 def log_words(interval: Interval) -> str:
-    """Return the end of Megatron's log line for an interval."""
+    """Return the words that we append to Megatron's log line: tokens/s, idle share, busy ms of each rank."""
     busy = [seconds * _MILLI for seconds in interval.ranks.busy_s]
     ranks, title = list(range(len(busy))), "busy"
     if len(busy) > _NAMED_RANKS:

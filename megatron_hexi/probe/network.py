@@ -25,8 +25,8 @@ def network_entry(
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
     """Return the keys of the cluster file about the network, and ``network`` of each node by its number.
 
-    One network where all pairs agree; cards by node, and fabrics, where these tell of every pair; else a
-    matrix. Nothing for a single node.
+    One network where all pairs of nodes agree; network cards and fabrics of each node where the bandwidths of
+    all pairs follow from these; else a matrix of all pairs. Nothing for a single node.
     """
     if not between:
         return {}, {}

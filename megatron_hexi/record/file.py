@@ -137,7 +137,7 @@ def _check_lengths(path: Path, number: int, interval: Interval, ranks: int) -> N
 
 
 def _rounded(value: Any) -> Any:
-    """Round seconds; losses are kept as they are."""
+    """Return a value of the record with its floats rounded to `_DIGITS` digits, but losses as they are."""
     if isinstance(value, dict):
         return {key: item if key == "losses" else _rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -75,7 +75,7 @@ class DomainAttention:
     )
 
     def connect(self, device: torch.device) -> None:
-        """Create the communicators of both groups, while no other communication is under way.
+        """Create the communicators of `domain_group` and `a2a_group`, while no communication is under way.
 
         All ranks of the domain must call this method before any of them computes attention.
 

@@ -37,15 +37,15 @@ class DeviceRows:
         self._kept: dict[Where, Tensor] = {}
 
     def put(self, where: Where, rows: Tensor) -> None:
-        """See `RowStore.put`."""
+        """Store rows under a key. See `RowStore.put`."""
         self._kept[where] = rows.detach()
 
     def get(self, where: Where, following: Where | None) -> Tensor:
-        """See `RowStore.get`."""
+        """Return stored rows, which stay in the store. See `RowStore.get`."""
         return self._kept[where]
 
     def pop(self, where: Where, following: Where | None) -> Tensor:
-        """See `RowStore.pop`."""
+        """Return stored rows and remove them from the store. See `RowStore.pop`."""
         return self._kept.pop(where)
 
 
@@ -62,7 +62,7 @@ class HostRows:
         self._coming: dict[Where, tuple[Tensor, Arrival]] = {}
 
     def put(self, where: Where, rows: Tensor) -> None:
-        """See `RowStore.put`."""
+        """Store rows under a key. See `RowStore.put`."""
         rows = rows.detach()
         kept = self._memory.get(where)
         if kept is None or kept.shape != rows.shape or kept.dtype != rows.dtype:
@@ -71,7 +71,7 @@ class HostRows:
         self._device = rows.device
 
     def get(self, where: Where, following: Where | None) -> Tensor:
-        """See `RowStore.get`."""
+        """Return stored rows, which stay in the store. See `RowStore.get`."""
         rows, arrival = self._coming.pop(where) if where in self._coming else self._bring(where)
         if following is not None:
             self._coming[following] = self._bring(following)
@@ -79,7 +79,7 @@ class HostRows:
         return rows
 
     def pop(self, where: Where, following: Where | None) -> Tensor:
-        """See `RowStore.pop`."""
+        """Return stored rows and remove them from the store. See `RowStore.pop`."""
         return self.get(where, following)
 
     def _bring(self, where: Where) -> tuple[Tensor, Arrival]:

@@ -15,7 +15,10 @@ _EXPERTS = f"{_M}stages_experts.py::test_experts_train_as_on_one_rank[{{}}]"
 _PLANNED = f"{_M}planned_training.py::test_what_is_planned_trains_as_one_rank[{{}}]"
 _SIMULATED = f"{_U}/lab/test_simulator.py::test_agrees_with_the_model_where_nothing_contends"
 _REPLAYED = f"{_U}/planner/test_kinds.py::test_the_simulator_times_sinks_and_latent_attention[{{}}]"
-_KINDS_REPLAYED = f"{_U}/lab/test_simulator_kinds.py::test_layers_of_several_kinds_take_as_long_as_the_cost_model_says[none-{{}}]"
+_KINDS_REPLAYED = (
+    f"{_U}/lab/test_simulator_kinds.py::"
+    "test_layers_of_several_kinds_take_as_long_as_the_cost_model_says[none-{}]"
+)
 _SWAPPED = f"{_M}replanning.py::test_kinds_of_models_keep_their_losses_over_swaps[{{}}]"
 _SURVIVED = f"{_U}/elastic/test_survivors.py::test_kinds_of_models_are_planned_anew[network-{{}}]"
 _LASTING = f"{_M}elastic_stages.py::test_six_losses_in_a_row_in_stages[{{}}]"

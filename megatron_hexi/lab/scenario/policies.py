@@ -111,7 +111,7 @@ class ReplanningRunner(Runner):
             self._steady = 0
 
     def _swap(self, advisor: Advisor, placed: PlacedPlan) -> None:
-        """Continue with another cut of the plan."""
+        """Swap plans: continue with tokens and heads cut otherwise between the same units."""
         advisor.swapped(placed.plan)
         self.placed = placed
         self.swaps += 1

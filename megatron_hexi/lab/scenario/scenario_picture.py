@@ -52,7 +52,11 @@ def _draw_course(axes: Axes, course: Course, played: PlayedScenario, unit_s: flo
 
 
 def _means(course: Course, lasts_s: float) -> tuple[Floats, Floats]:
-    """Return mean tokens/s between equidistant points in time."""
+    """Return points in time, and the mean tokens/s between neighbouring ones.
+
+    Returns:
+        seconds since the start, [n + 1], equidistant from 0 to `lasts_s`; tokens/s, [n].
+    """
     edges = np.linspace(0, lasts_s, _POINTS + 1)
     ends = np.array([0.0, *(piece.end_s for piece in course.pieces)])
     spans = np.diff(ends)

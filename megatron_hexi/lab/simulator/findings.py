@@ -60,7 +60,10 @@ def _scatterings(replays: Sequence[Replay]) -> tuple[Scattering, ...]:
 
 
 def _spread(replay: SectionReplay, point: int, inside: bool) -> float:
-    """Return the largest distance of groups of a replica, or members of a group, at a point of a layer."""
+    """Return how far apart units pass a point of a layer (`Mark`), as a part of the layer pass's duration.
+
+    The largest over layer passes: between members of a group if `inside`, else between groups of a replica.
+    """
     plan, durations = replay.plan, replay.durations()
     parts: dict[int, list[Ints]] = defaultdict(list)
     for group in np.flatnonzero(plan.group_tokens).tolist():

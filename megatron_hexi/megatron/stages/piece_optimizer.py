@@ -80,7 +80,7 @@ def _owned(buffer: BucketBuffer, slab: Slab, host: HostMemory) -> _OwnedSlab:
 
 
 class PieceOptimizer(MixedPrecisionOptimizer):
-    """Megatron's mixed-precision optimizer over the slabs that this rank owns.
+    """Megatron's mixed-precision optimizer over the slabs (`mesh.shares.Slab`) that this rank owns.
 
     Args:
         optimizer: torch's or apex's optimizer over the slabs' fp32 parameters.
@@ -88,7 +88,7 @@ class PieceOptimizer(MixedPrecisionOptimizer):
         grad_scaler: Megatron's loss scaler; ``None`` where losses are not scaled.
         init_state_fn: initializes the state of parameters that have none.
         buffers: the weights and gradients of this rank.
-        owned: its slabs.
+        owned: the slabs whose optimizer state this rank keeps.
         is_on_host: whether the slabs, their state and their gradients are in host memory.
     """
 
@@ -282,7 +282,17 @@ def _for_pieces(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_optimizer(config: Any, chunk: Any, overrides: Any, world: Any) -> PieceOptimizer:
-    """Return Megatron's optimizer with its parameter groups, over the owned slabs; a collective of all."""
+    """Return Megatron's optimizer over this rank's slabs, with Megatron's parameter groups.
+
+    A collective call of all ranks of the job.
+
+    Args:
+        config: Megatron's optimizer configuration.
+        chunk: the model chunk.
+        overrides: settings of some parameters, as Megatron's `get_megatron_optimizer` takes them; ``None``:
+            Megatron's standard ones.
+        world: the process group of all ranks, over which gradients are clipped.
+    """
     from megatron.core import optimizer as megatron_optimizer
 
     if overrides is None:

@@ -174,7 +174,7 @@ def _of_whole_models(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy loaded parameters into their buckets, if they lie in several."""
+    """Return `load_checkpoint` that also copies loaded parameters into the buckets that hold their pieces."""
     chained = _as_chain(original)
 
     @functools.wraps(original)

@@ -250,9 +250,12 @@ class Floor:
         return np.where((arrays.micro_batches % count == 0) | (chunks == 1), seconds, np.inf)
 
     def _attention(self, arrays: _Arrays, job: Job) -> Floats:
-        """Seconds of one head in each group on each device, [D, 2, N], in layers of one kind.
+        """Return the seconds of one head's attention in each group on each device, in layers of one kind.
 
-        In place of attention as many heads with a state as each unit has for one of attention at least.
+        In layers with a state: of the scan of the heads that a unit has for each head of attention, at least.
+
+        Returns:
+            [devices, forward and backward, groups].
         """
         if not job.model.has_attention:
             return self._scan(arrays, job)
@@ -288,12 +291,13 @@ class Floor:
         return np.array([own_block_times(speeds, job, totals, True) for speeds in fastest])
 
     def _from_other_nodes(self, arrays: _Arrays, kind: Job) -> Floats:
-        """Lower bound of the seconds of all-to-all and key exchange between nodes, for each group.
+        """Return a lower bound of the seconds of all-to-alls and key exchange between nodes, for each group.
 
-        A node's links carry what all of the group's members there send or receive, a GPU's what one does.
+        A node's links carry what all of the group's members on the node send or receive, a GPU's links what
+        one member does.
 
         Returns:
-            [S, N, 2].
+            [layouts, groups, forward and backward].
         """
         job, workload = self._job, self._job.workload()
         place = np.arange(len(self._nodes))[:, None], arrays.group, self._nodes[:, arrays.units]

@@ -163,7 +163,7 @@ class JointSearch:
 
 
 def _error(packed: Packed) -> float:
-    """The factor by which the columns may overestimate their plan's seconds."""
+    """Return by what factor, 1 or more, packed replicas may overestimate the seconds of their plan."""
     alone = len(packed.columns) == 1
     is_mixed = any(len(shape.kinds) > 1 for column in packed.columns for shape in column.pipe.shapes)
     return _NEARLY_EXACT if alone and not is_mixed else _NEAR

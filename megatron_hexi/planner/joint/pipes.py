@@ -42,7 +42,7 @@ class Pipe:
 
     Args:
         stages: its p stages, the first one first.
-        ways: seconds of activations over each border, and of gradients back, [p - 1].
+        ways: seconds that a micro-batch travels over each border, activations and gradients added, [p - 1].
         micro_batches: micro-batches that it processes in an iteration.
         timed: whether every stage was timed; else some times are estimates.
     """
@@ -116,7 +116,7 @@ def moved_layers(
     Args:
         seconds: seconds of each stage with 1 to L layers, [L] each; inf: they do not fit.
         dealt: layers of each stage, to begin with.
-        ways: seconds of activations over each border, and of gradients back, [p - 1].
+        ways: seconds that a micro-batch travels over each border, activations and gradients added, [p - 1].
         micro_batches: micro-batches that the pipeline processes.
     """
 

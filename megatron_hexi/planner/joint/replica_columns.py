@@ -184,7 +184,7 @@ class ReplicaColumns:
 
 
 def _choices(pools: Pools) -> Iterator[Counts]:
-    """Choices of GPUs from each pool: from a single pool, equal parts of several, and whole nodes."""
+    """Yield numbers of GPUs of each pool: of a single pool, the same fraction of several, and whole nodes."""
     number, totals = len(pools.pools), pools.totals
     grids = [_sizes(pool.size, len(pool.nodes)) for pool in pools.pools]
     for kind, grid in enumerate(grids):

@@ -84,7 +84,7 @@ class Trial(Candidate):
 
 
 class Judge:
-    """Times layouts of any fleet of one job and cluster.
+    """Times layouts of any fleet (units to plan, `planner.fleet.Fleet`) of one job and cluster.
 
     Args:
         fleet: a fleet of that job and cluster.

@@ -77,7 +77,10 @@ class TriedGroupings:
         return not short and trial.iteration_s > _BEHIND * seconds
 
     def _order_matters(self, trial: Trial) -> bool:
-        """Whether a trial waits for keys, and could be the best so far without that wait."""
+        """Whether another order of groups and members may pay.
+
+        It may where a trial waits for keys, and could be the best so far without that wait.
+        """
         phases, best = trial.timing.phases, self._best
         if phases.exchange <= _WAITING * phases.total or self._is_behind(trial):
             return False
