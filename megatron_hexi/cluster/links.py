@@ -61,7 +61,7 @@ class Cards:
         return gpu * self.count // gpus
 
     def way_out(self, used: int, gpus: int) -> float:
-        """Return the bandwidth from the first `used` of a node's `gpus` GPUs to other nodes together, bytes/s."""
+        """Return the bandwidth from the first `used` of a node's `gpus` GPUs to other nodes, bytes/s."""
         return self.bandwidth * (1 + self.card_of(used - 1, gpus)) if used else 0.0
 
 
