@@ -1,4 +1,4 @@
-"""`python -m benchmarks.goodput`: what failures cost a whole job, and writes docs/results/goodput.md.
+"""`python -m benchmarks.goodput` measures what failures cost a job, and writes docs/results/goodput.md.
 
 One job of Megatron is trained three times, on three nodes of this machine whose GPUs are emulated (paced
 CPUs): undisturbed under torchrun; under `megatron_hexi.elastic`, with a failure of a random kind at a random
@@ -51,26 +51,26 @@ def main(words: list[str] | None = None) -> int:
         0, or 1 where a job failed, a loss differs, or a sample was not consumed once.
     """
     options = _parser().parse_args(words)
-    if options.page:
-        _write(read_result(options.output / "goodput.json", Goodput), options.output)
-        return 0
-    raise_priority()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # agents are ended on the way
-    folder = options.logs or Path(tempfile.mkdtemp(prefix="hexi-goodput-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    _say(f"logs in {folder}")
     try:
+        if options.page:
+            _write(read_result(options.output / "goodput.json", Goodput), options.output)
+            return 0
+        raise_priority()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # agents are ended on the way
+        folder = options.logs or Path(tempfile.mkdtemp(prefix="hexi-goodput-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        _say(f"logs in {folder}")
         measuring = _Measuring(options, folder)
         if options.seeds is not None:
             return _survive(measuring, range(options.seed, options.seed + options.seeds))
         goodput = _compare(measuring, options.seed)
-    except (TrialFailedError, subprocess.CalledProcessError) as problem:
+        if options.json:
+            print(result_text(goodput), end="")
+        else:
+            _write(goodput, options.output)
+    except (TrialFailedError, subprocess.CalledProcessError, OSError, ValueError) as problem:
         _say(str(problem))
         return 1
-    if options.json:
-        print(result_text(goodput), end="")
-    else:
-        _write(goodput, options.output)
     wrong = goodput.problems()
     for line in wrong:
         _say(line)
@@ -185,6 +185,17 @@ def _machine() -> dict[str, str]:
     return {"cores": str(os.cpu_count()), "cpu": cpu, "python": platform.python_version(), **versions}
 
 
+def _above_0(text: str) -> int:
+    """Parse a whole number above 0.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0; give for example 30")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.goodput",
@@ -204,7 +215,11 @@ def _parser() -> argparse.ArgumentParser:
         "that it outlives",
     )
     parser.add_argument(
-        "--every", type=int, default=30, metavar="N", help="iterations between failures (default %(default)s)"
+        "--every",
+        type=_above_0,
+        default=30,
+        metavar="N",
+        help="iterations between failures (default %(default)s)",
     )
     parser.add_argument(
         "--repair",

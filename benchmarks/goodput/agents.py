@@ -124,7 +124,9 @@ class Agents:
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process((agent or self.running[node]).pid).children()
             servers = [child for child in children if "forkserver" in " ".join(child.cmdline())]
-            return [rank for server in servers for rank in server.children()] if servers else children
+            trackers = [child for child in children if "resource_tracker" in " ".join(child.cmdline())]
+            alone = [child for child in children if child not in trackers]
+            return [rank for server in servers for rank in server.children()] if servers else alone
         return []
 
     def said(self, pattern: str = "*.log") -> str:

@@ -72,7 +72,8 @@ class Trial:
     def regained_s(self) -> list[float]:
         """Return, of each failure, the seconds until an iteration ended that had not ended before it."""
         return [
-            next(seconds for seconds, iteration in self.done if iteration > blow.iteration) - blow.at_s
+            next((seconds for seconds, iteration in self.done if iteration > blow.iteration), self.wall_s)
+            - blow.at_s
             for blow in self.blows
         ]
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -100,7 +101,8 @@ def run_trial(
             for _, node in [entry for entry in returns if entry[0] <= now]:
                 agents.start(node)
             returns = [entry for entry in returns if entry[0] > now]
-            if coming and reached >= coming[0].iteration and not returns:
+            is_due = bool(coming) and reached >= coming[0].iteration and not returns
+            if is_due and all(agents.ranks(node) for node in NODES):  # a failure that hits no rank is none
                 failure = coming.pop(0)
                 time.sleep(failure.part * course.iteration_s)
                 blow = Blow(failure.kind, failure.nodes, course.look(), time.monotonic() - begun, _load())
@@ -110,7 +112,10 @@ def run_trial(
                 blows.append(blow)
                 say(f"{blow.at_s:.0f} s, iteration {blow.iteration}: {blow.kind} {', '.join(blow.nodes)}")
             time.sleep(_LOOK_S)
-        codes = {node: agent.wait(_END_S) for node, agent in agents.running.items()}
+        try:
+            codes = {node: agent.wait(_END_S) for node, agent in agents.running.items()}
+        except subprocess.TimeoutExpired as problem:
+            raise TrialFailedError(f"{problem}:\n{agents.said()[-6000:]}") from None
         if any(codes.values()):
             raise TrialFailedError(f"exit codes {codes}:\n{agents.said()[-6000:]}")
         begins = [(int(iteration), int(sample)) for iteration, sample in _BEGINS.findall(agents.said())]

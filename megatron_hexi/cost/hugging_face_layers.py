@@ -110,7 +110,9 @@ def hybrid_pattern(config: Config) -> str:
     if pattern is not None and (not isinstance(pattern, str) or not set(pattern) <= set(_LETTERS.values())):
         config.refuse("hybrid_override_pattern", pattern, "write a letter a layer: M, *, - or E")
     if named is not None:
-        if not isinstance(named, list) or any(name not in _LETTERS for name in named):
+        if not isinstance(named, list) or not all(
+            isinstance(name, str) and name in _LETTERS for name in named
+        ):
             config.refuse("layers_block_type", named, f"write a list of {', '.join(list(_LETTERS)[:4])}")
         letters = "".join(_LETTERS[name] for name in named)
         if pattern not in (None, letters):

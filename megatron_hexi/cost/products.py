@@ -5,7 +5,7 @@ A kernel reads both factors while it computes, and writes a tile of the result o
     product = max(2 m in out / rate(m), bytes of both factors / memory) + bytes of the result / memory
 
 Products of few rows are bound by reading the weights. Products of few columns lose by writing: a result in 16
-bits takes as long as R / B more columns would (R FLOP/s, B bytes/s: 260 on an H100). Writing is added and not
+bits takes as long as R / B more columns would (R FLOP/s, B bytes/s: 235 on an H100). Writing is added and not
 overlapped because a tile of 128 x 256, the most efficient size, has a multiprocessor to itself (NVIDIA,
 Matrix Multiplication Background User's Guide,
 https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/). A sweep of ten

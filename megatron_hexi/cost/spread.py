@@ -11,13 +11,12 @@ VARIATION = 0.08 / 5.4
 
 
 def spread(count: int) -> float:
-    """The part by which computation takes longer on the slowest GPU: c sqrt(2 ln N).
+    """Return the part by which computation takes longer on the slowest GPU: c sqrt(2 ln N).
 
     That is by how much the largest of many normal numbers exceeds their mean.
 
     Args:
-        count: GPUs that wait for each other and whose rates are the catalogue's, measured on single cards;
-        what a
-            cluster file says of its own is of its slowest.
+        count: GPUs that wait for each other and whose rates are the catalogue's, measured on single cards; 0:
+            the cluster file's rates are of its slowest GPUs already, and nothing is added.
     """
     return VARIATION * math.sqrt(2 * math.log(count)) if count else 0.0

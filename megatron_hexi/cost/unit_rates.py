@@ -13,7 +13,6 @@ from megatron_hexi.cost.compute import device_speeds, logits_times, own_block_ti
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.memory import GIB, token_bytes
 from megatron_hexi.cost.model_part import ModelPart
-from megatron_hexi.cost.scan import whole_scan_times
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.terms import UnitRates
@@ -34,8 +33,14 @@ def unit_rates(plan: Plan, job: Job, cluster: Cluster) -> UnitRates:
         cluster: the cluster that the plan runs on.
 
     Raises:
-        PlanError: the plan gives stages their layers, or the job has several pipeline stages.
+        PlanError: the plan gives stages their layers, the job has several pipeline stages, or layers have a
+            state, whose heads are the plan's in every batch.
     """
+    if any(kind.state is not None for kind in job.model.kinds):
+        raise PlanError(
+            f"--batch-shares: {job.model.name} has layers with a state, whose heads are the plan's in every "
+            "batch; leave it out"
+        )
     if not plan.is_repeated or job.pipeline_parallel > 1:
         raise PlanError(
             "--batch-shares: the plan has pipeline stages, between which all batches have the same rows; "
@@ -74,9 +79,6 @@ def _rates(device: Device, plan: Plan, job: Job) -> tuple[float, float]:
     for kind, count in zip(job.kinds, job.model.layers_run, strict=True):
         share, layer = count / job.model.layers, token_times(speeds, kind, rows)
         row += share * float(again * layer.forward[0] + layer.backward[0]) / rows[0]
-        if kind.model.state is not None:
-            scan = whole_scan_times(speeds, kind, rows / job.micro_batch_size)
-            row += share * float(again * scan.forward[0] + scan.backward[0]) / rows[0]
         if not kind.model.has_attention:
             continue
         block = own_block_times(speeds, kind, lengths, causal=True)

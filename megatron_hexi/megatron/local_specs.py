@@ -48,15 +48,19 @@ def hybrid_stack(original: ModuleSpec) -> ModuleSpec:
         norm=WrappedTorchNorm,
         mixer=ModuleSpec(module=MambaMixer, submodules=mixer),
         mamba_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
     )
     mlp = TransformerLayerSubmodules(
-        pre_mlp_layernorm=WrappedTorchNorm, mlp=layer.mlp, mlp_bda=get_bias_dropout_add
+        pre_mlp_layernorm=WrappedTorchNorm,
+        mlp=layer.mlp,
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     )
     submodules = replace(
         original.submodules,
         mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
-        gdn_layer=_attention_layer(DELTA_NET),
-        attention_layer=_attention_layer(layer.self_attention),
+        gdn_layer=_attention_layer(DELTA_NET, "in_proj"),
+        attention_layer=_attention_layer(layer.self_attention, "linear_qkv"),
         mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
     )
     return replace(original, submodules=submodules)
@@ -89,12 +93,22 @@ def delta_net_block(
     return TransformerBlockSubmodules(layer_specs=chosen, layer_norm=WrappedTorchNorm)
 
 
-def _attention_layer(attention: Any) -> ModuleSpec:
+def _attention_layer(attention: Any, projection: str) -> ModuleSpec:
     submodules = TransformerLayerSubmodules(
-        input_layernorm=WrappedTorchNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+        input_layernorm=WrappedTorchNorm,
+        self_attention=attention,
+        self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=_fused_norm(projection),
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
 def _with_delta_net(layer: ModuleSpec) -> ModuleSpec:
-    return replace(layer, submodules=replace(layer.submodules, self_attention=DELTA_NET))
+    keys = layer.submodules.sharded_state_dict_keys_map | _fused_norm("in_proj")
+    submodules = replace(layer.submodules, self_attention=DELTA_NET, sharded_state_dict_keys_map=keys)
+    return replace(layer, submodules=submodules)
+
+
+def _fused_norm(projection: str) -> dict[str, str]:
+    """Return the name that a norm before a projection has in checkpoints: Transformer Engine fuses both."""
+    return {"input_layernorm.": f"self_attention.{projection}.layer_norm_"}

@@ -103,6 +103,8 @@ def _mamba(args: Namespace, source: str) -> dict[str, Any]:
     """Fields of `State`; without a number of heads they are twice as wide as the model (MambaMixer)."""
     heads, size = args.mamba_num_heads, args.mamba_head_dim
     if heads is None:
+        if size < 1:
+            raise HexiError(f"{source}: --mamba-head-dim {size}: give a number above 0")
         if 2 * args.hidden_size % size:
             raise HexiError(
                 f"{source}: --mamba-head-dim {size} does not divide twice the hidden size "

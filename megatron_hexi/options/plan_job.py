@@ -174,7 +174,7 @@ def _check_states(args: Namespace, plan: Plan) -> None:
     """Check that the layers of the job that pass a state along the sequence find all of it in one group.
 
     Raises:
-        PlanError: a domain has several groups.
+        PlanError: a domain has several groups, or heads of delta nets cannot be shared out.
     """
     letters, divided = layers_with_state(args), divided_domain(plan)
     if letters and divided is not None:
@@ -183,6 +183,23 @@ def _check_states(args: Namespace, plan: Plan) -> None:
             f"{args.hexi_plan}: {state_option(args)} has layers {letters}, whose state does not pass "
             f"between groups yet, and replicas[{number}] has a domain of {groups} groups; put its "
             "members into one group"
+        )
+    if "G" in letters:
+        _check_delta_heads(args)
+
+
+def _check_delta_heads(args: Namespace) -> None:
+    """Check what Megatron checks for delta nets of a GPT, and not for those of a pattern."""
+    keys, values = args.linear_num_key_heads, args.linear_num_value_heads
+    if values % keys:
+        raise PlanError(
+            f"--linear-num-key-heads {keys} does not divide --linear-num-value-heads {values}; give numbers "
+            "of which one divides the other"
+        )
+    if keys % args.tensor_model_parallel_size:
+        raise PlanError(
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} does not divide "
+            f"--linear-num-key-heads {keys}; plan with a size that does"
         )
 
 

@@ -10,6 +10,7 @@ from megatron_hexi.options.kinds import (
     given,
     is_packed,
     one_of,
+    other_than,
     shown,
     with_fused_rotary,
 )
@@ -51,11 +52,8 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         before_0_19(
             "--experimental-attention-variant", lambda args: bool(args.experimental_attention_variant)
         ),
-        one_of(
-            ("dsa",),
-            "--experimental-attention-variant",
-            "its layers are not sharded by a plan",
-            "train without it",
+        other_than(
+            "gated_delta_net", "--experimental-attention-variant", "its layers are not sharded by a plan"
         ),
         given("--qk-clip", "the largest logit is not tracked over blocks"),
         given("--log-max-attention-logit", "the largest logit is not tracked over blocks"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_hexi.options.kinds import UNSHOWN, Refused, Supported, beside_stages
+from megatron_hexi.options.kinds import UNSHOWN, Refused, Supported, beside_stages, hybrid_layers
 
 _JOBS = "tests/megatron/test_stages_jobs.py::"
 _CHECKPOINTS = _JOBS + "test_any_layout_goes_on_from_any_other[{}]"
@@ -77,7 +77,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         ),
         beside_stages(
             "--hybrid-layer-pattern",
-            lambda args: bool(args.hybrid_layer_pattern),
+            lambda args: bool(hybrid_layers(args)),
             "a pattern's layers are not split into stages yet",
         ),
         beside_stages(

@@ -49,7 +49,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             ("gdn_norm_out",),
             "--recompute-modules",
             "the norm of delta nets is not recomputed under a plan yet",
-            "leave it out of the list, or give --recompute-granularity full",
+            "leave it out of the list",
         ),
         shown("--distribute-saved-activations", "saved-activations-groups"),
         given("--fine-grained-activation-offloading", UNSHOWN),

@@ -54,7 +54,7 @@ def missing_memory(request: Request, cluster: Cluster) -> MissingMemory:
         micro_batch_size=1,
         recompute=recompute,
     )
-    part, params = ModelPart.of_job(job, 0), job.model.total_params
+    part, params = ModelPart.of_job(job, 0), job.model.total_params + job.model.mtp_params
     static = float(sum(static_memory(job, part, params, params, params).values())) / GIB
     _, held, attended = token_bytes(job, part, 1, 1)
     sequence = job.seq_length * (held + attended) / GIB

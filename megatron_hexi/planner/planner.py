@@ -53,18 +53,19 @@ def find_plan(
             model's layers.
     """
     begun = time.perf_counter()
-    request = trained_request(replace(request, rules=request.rules.over(cluster.file.planner)))
+    wanted = replace(request, rules=request.rules.over(cluster.file.planner))
+    request = trained_request(wanted)
     tell: Progress = progress or (lambda _what, _done, _of: None)
     searches = JointSearches(tell)
     _check_nodes(cluster)
     _check_fixed(request, cluster)
     if not memory_fits(request, cluster):
-        raise nothing_fits(request, cluster, partial(first_plan, searches), proven=True)
+        raise nothing_fits(wanted, cluster, partial(_first_trained, searches), proven=True)
     asked = request
     result, request = _search_experts(request, cluster, searches, tell)
     best = result.best
     if best is None:
-        raise nothing_fits(request, cluster, partial(first_plan, searches), proven=False)
+        raise nothing_fits(wanted, cluster, partial(_first_trained, searches), proven=False)
     weak, timed = weak_kinds(request, cluster, best, lambda part: _search(request, part, searches, tell).best)
     best = min([best, *(kind.without for kind in weak)], key=order_of)
     trials = searches.trials + result.trials + timed
@@ -103,6 +104,14 @@ class _SearchResult:
     unsaved_s: float
     memory: float
     trials: int
+
+
+def _first_trained(searches: JointSearches, request: Request, cluster: Cluster) -> Candidate | None:
+    """Return the first plan that fits and that training accepts; ``None``: there is none."""
+    try:
+        return first_plan(searches, trained_request(request), cluster)
+    except HexiError:  # of what training refuses in every plan
+        return None
 
 
 def _search_experts(

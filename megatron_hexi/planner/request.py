@@ -117,6 +117,9 @@ class Request:
         return replace(self.job, tensor_parallel=width)
 
     def _can_be_cut(self, width: int) -> bool:
+        state = self.job.model.state
+        if width > 1 and state is not None and state.kind == "delta" and not self.job.sequence_parallel:
+            return False  # training has delta nets under tensor parallelism with sequence parallelism only
         try:
             self.with_width(width)
         except HexiError:

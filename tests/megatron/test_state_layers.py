@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, Workload, unit_ranks
 from tests.megatron.checkpoint_contents import tensors_of
@@ -185,6 +186,11 @@ def test_a_checkpoint_goes_on_under_another_plan(model: str, forks: Forks, tmp_p
     assert log.iterations == [3, 4]
     assert log.losses == pytest.approx(whole.losses[2:], rel=1e-5)
     assert log.grad_norms == pytest.approx(whole.grad_norms[2:], rel=1e-5)
+    # Norms have the names of Transformer Engine's layers, which have them in the projections behind.
+    names = FileSystemReader(tmp_path / "weights" / "iter_0000002").read_metadata().state_dict_metadata
+    assert not [name for name in names if "_layernorm." in name and "final" not in name]
+    projection = "mixer.in_proj" if model == "mamba" else "self_attention.in_proj"
+    assert any(name.endswith(f"{projection}.layer_norm_weight") for name in names)
 
 
 @pytest.mark.parametrize(("pattern", "sizes"), [("M-M-", MAMBA[2:]), ("G-G-", DELTA[2:])])

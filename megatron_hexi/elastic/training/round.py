@@ -28,6 +28,7 @@ from megatron_hexi.elastic.training.copying import TRACKER, fetch_copy, find_cop
 from megatron_hexi.elastic.training.goodput import begin_round, round_words, set_round
 from megatron_hexi.elastic.training.round_plan import PLANNER_TIMEOUT, plan_ahead, plan_for
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.kinds import hybrid_layers
 from megatron_hexi.plan import Plan, plan_from_yaml
 from megatron_hexi.record import Round
 from megatron_hexi.runtime import meeting, start_watch, stop_watch
@@ -62,8 +63,13 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
             f"{what}: --non-persistent-save-interval leaves a lost node's part on it; leave it out, and "
             "give a smaller --save-interval"
         )
-    for flag in ("--mtp-num-layers", "--hybrid-layer-pattern", "--experimental-attention-variant"):
-        if getattr(args, flag.removeprefix("--").replace("-", "_"), None):
+    untested = {
+        "--mtp-num-layers": args.mtp_num_layers,
+        "--hybrid-layer-pattern": hybrid_layers(args),
+        "--experimental-attention-variant": args.experimental_attention_variant,
+    }
+    for flag, value in untested.items():
+        if value:
             raise HexiError(
                 f"{what}: {flag}: a job with it is not tested to go on after a loss; leave it out"
             )

@@ -142,10 +142,11 @@ def _is_beyond_program(model: Model) -> bool:
 
     Any rank may compute experts of other ranks' tokens; where layers differ, the program's rows would mix
     those of several kinds; where latent columns travel, other ranks make a token's keys and values, and
-    keep less of them; and a scan's work goes by heads and tokens, not by pairs.
+    keep less of them; a scan's work goes by heads and tokens, not by pairs; and a layer of a hybrid has one
+    part and one sum over tensor-parallel ranks, not two.
     """
     special = (model.experts, model.latent, model.state)
-    return any(part is not None for part in special) or not model.is_uniform
+    return any(part is not None for part in special) or not model.is_uniform or bool(model.pattern)
 
 
 def _sizes(request: Request) -> list[tuple[int, int]]:

@@ -36,7 +36,8 @@ class Rates:
         self.token = (job.tensor_parallel / np.max(token, axis=1))[kinds]
         attention = [[attention_seconds(speed, job, causal=True) for speed in stages] for stages in speeds]
         #: Tokens x heads a second of attention, heads of one tensor-parallel rank.
-        self.attention = (job.model.heads / np.max(attention, axis=1))[kinds]
+        with np.errstate(divide="ignore"):  # a pattern may have an MLP in each layer: no attention, no time
+            self.attention = (job.model.heads / np.max(attention, axis=1))[kinds]
         taken = _stage_bytes(fleet, window, shards or len(fleet.units), micro_batches)
         usable = np.array([[device.usable_gib * GIB for device in kind.devices] for kind in fleet.kinds])
         #: Bytes of memory for tokens, on the stage that has least.

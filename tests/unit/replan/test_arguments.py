@@ -78,6 +78,7 @@ def test_what_can_be_replanned_passes():
         ),
         ({"mtp_num_layers": 1}, TWO, "--mtp-num-layers"),
         ({"hybrid_layer_pattern": "*-"}, TWO, "--hybrid-layer-pattern"),
+        ({"hybrid_override_pattern": "*-"}, TWO, "--hybrid-layer-pattern"),
         ({"fp8": "hybrid"}, TWO, "--fp8-format"),
         ({"cuda_graph_impl": "local"}, TWO, "--cuda-graph-impl"),
     ],
