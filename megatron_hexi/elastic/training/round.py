@@ -64,9 +64,9 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
             "give a smaller --save-interval"
         )
     untested = {
-        "--mtp-num-layers": args.mtp_num_layers,
+        "--mtp-num-layers": getattr(args, "mtp_num_layers", None),
         "--hybrid-layer-pattern": hybrid_layers(args),
-        "--experimental-attention-variant": args.experimental_attention_variant,
+        "--experimental-attention-variant": getattr(args, "experimental_attention_variant", None),
     }
     for flag, value in untested.items():
         if value:
