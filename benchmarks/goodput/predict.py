@@ -1,4 +1,4 @@
-"""What the scenario simulator (`hexi simulate --scenario`) says of the trials, and of a week on 64 GPUs."""
+"""Predictions by the scenario simulator: of the trials, and of a week on 64 GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trials of a job gave, and the figures that follow from it; kept as JSON beside the page."""
+"""Results of the trials of a job, and the figures that follow from them; kept as JSON beside the page."""
 
 from __future__ import annotations
 

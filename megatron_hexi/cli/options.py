@@ -310,7 +310,7 @@ class NewJob(PlanFeatures, Training):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of a term that was not given and decides most figures; with what to type.
+        """Notes on terms that were not given although most figures depend on them, each with what to type.
 
         Raises:
             HexiError: as `request`.

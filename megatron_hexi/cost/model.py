@@ -28,7 +28,7 @@ STATE_LETTERS = {"mamba": "M", "delta": "G"}
 
 
 class _Kind(NamedTuple):
-    """What tells a layer from others: its letter in a pattern, or none, and what it has."""
+    """A kind of layer: its letter in a pattern, empty without a pattern, and the parts that it has."""
 
     letter: str
     has_experts: bool

@@ -61,7 +61,7 @@ class Products:
 
     @classmethod
     def of(cls, inputs: float, outputs: float, part: float = 1.0) -> Products:
-        """One product, of a part of the rows."""
+        """Return one product, which sees a part of the rows."""
         weights = inputs * outputs
         return cls(part * weights, weights, part * inputs, part * outputs)
 
@@ -87,20 +87,20 @@ class Elements:
 
     @classmethod
     def of(cls, job: Job, *, in_fp8: bool = False) -> Elements:
-        """Bytes in a job's precision; `in_fp8`: of matrices that are in fp8 where the job is."""
+        """Return the bytes in a job's precision; `in_fp8`: of matrices that are in fp8 where the job is."""
         factor = 1 if in_fp8 and job.precision == "fp8" else job.element_bytes
         return cls(factor, job.element_bytes, 2 * GRADIENT_BYTES[job.precision])
 
 
 def product_seconds(rate: Floats, memory: float, rows: Floats, sizes: Products, elements: Elements) -> Times:
-    """Seconds of products, of each number of rows; no rows take none.
+    """Return the seconds of products, for each number of rows; no rows take no time.
 
     Args:
-        rate: FLOP/s that a product reaches apart from what it writes.
-        memory: bytes/s.
-        rows: m.
-        sizes: of the products.
-        elements: their bytes.
+        rate: FLOP/s of a product without the time in which it writes its result, for each number of rows.
+        memory: the memory's bandwidth, bytes/s.
+        rows: numbers of rows m.
+        sizes: the products' sizes.
+        elements: bytes of the products' elements.
     """
     work = 2 * rows * sizes.weights / rate
     factor, result = elements.factor / memory, elements.result / memory
@@ -114,7 +114,10 @@ def product_seconds(rate: Floats, memory: float, rows: Floats, sizes: Products, 
 
 
 def row_seconds(memory: float, sizes: Products, elements: Elements) -> tuple[float, float]:
-    """Seconds in which a row's results are written: a lower bound of what it takes beside its FLOPs."""
+    """Return the seconds, forward and backward, in which a row's results are written.
+
+    With the row's FLOPs they are a lower bound of what it takes.
+    """
     result = elements.result / memory
     return float(sizes.outputs * result), float(sizes.inputs * result)
 
@@ -150,9 +153,10 @@ def written(rate: float, memory: float, element: float) -> Curve:
 
 
 def layer_products(job: Job) -> Products:
-    """The products of a layer's matrices on one GPU, without routed experts, layers of one kind.
+    """Return the products of a layer's matrices on one GPU, without routed experts; layers are of one kind.
 
-    Matrices that every tensor-parallel rank has see the rows that norms do. Where latent columns travel, the
+    Matrices that every tensor-parallel rank holds whole (the router, latent attention's matrices down) see
+    the rows that norms do. Where latent columns travel, the
     matrix that makes keys and values of them is counted inside attention.
     """
     return _layer_products(job.model, job.tensor_parallel, job.row_parts, job.latent_exchange)
@@ -168,7 +172,7 @@ def _layer_products(model: Model, tp: int, row_parts: int, latent_exchange: bool
     else:
         found = Products()
     if model.experts is not None:
-        found += Products.of(hidden, model.experts.count)
+        found += Products.of(hidden, model.experts.count, 1 / row_parts)
     if model.mlp_width:
         width = model.mlp_width / tp
         found += Products.of(hidden, (1 + model.gated) * width) + Products.of(width, hidden)

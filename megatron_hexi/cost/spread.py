@@ -1,4 +1,4 @@
-"""How much longer the slowest of many GPUs takes that are sold as the same."""
+"""The spread of speeds among GPUs of one model: the slowest of many sets the pace."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.options.kinds import hybrid_layers
+from megatron_hexi.options.kinds import STATE_LAYERS, hybrid_layers
 
 #: Largest number of layers, far more than any model has; a longer pattern is a mistake and would need memory.
 _MOST_LAYERS = 2**14
@@ -27,7 +27,7 @@ def layer_features(args: Namespace, source: str) -> dict[str, Any]:
             the cost model does not count.
     """
     if hybrid_layers(args):
-        return hybrid_features(args, source)
+        return _hybrid(args, source)
     found = {
         "experts": _experts(args, source),
         "state": _delta_layers(args, source),
@@ -55,47 +55,38 @@ def _experts(args: Namespace, source: str) -> dict[str, Any] | None:
         layers = layer_pattern("--moe-layer-freq", frequency, args.num_layers, source)
     if not any(layers):
         raise HexiError(f"{source}: --moe-layer-freq leaves no layer with experts; leave --num-experts out")
-    return {**_expert_sizes(args), "layers": tuple(layers)}
-
-
-def _expert_sizes(args: Namespace) -> dict[str, Any]:
     return {
         "count": args.num_experts,
         "active": args.moe_router_topk,
         "ffn_hidden_size": args.moe_ffn_hidden_size or args.ffn_hidden_size,
         "shared_ffn_hidden_size": args.moe_shared_expert_intermediate_size or 0,
+        "layers": tuple(layers),
         "score_bias": bool(args.moe_router_enable_expert_bias),
         "shared_gate": bool(args.moe_shared_expert_gate),
     }
 
 
-def hybrid_features(args: Namespace, source: str) -> dict[str, Any]:
-    """Return the fields of `megatron_hexi.cost.Model` that a pattern of layers says.
+def _hybrid(args: Namespace, source: str) -> dict[str, Any]:
+    """Return the fields that a pattern of layers gives; its letters have passed the rules of options.
 
     Raises:
-        HexiError: the pattern has layers that are not described, or other options describe layers too.
+        HexiError: the pattern has states of two kinds, or other options describe layers too.
     """
-    pattern, flag = hybrid_layers(args), "--hybrid-layer-pattern"
-    if "/" in pattern or args.mtp_num_layers:
-        raise HexiError(f"{source}: {flag} with multi-token prediction is not read; leave that out")
-    letters = pattern.replace("|", "")
+    flag, letters = "--hybrid-layer-pattern", hybrid_layers(args).replace("|", "")
     beside = {
+        "--mtp-num-layers": bool(args.mtp_num_layers),
         "--window-size": bool(args.window_size),
         "--multi-latent-attention": args.multi_latent_attention,
     }
     for other, is_given in beside.items():
         if is_given:
             raise HexiError(f"{source}: {flag} with {other} is not read; leave {other} out")
-    has_state = set(letters) & {"M", "G"}
+    has_state = set(letters) & STATE_LAYERS
     if len(has_state) > 1:
         raise HexiError(f"{source}: {flag} with M and G is not read: states of one kind are; use one of them")
     found: dict[str, Any] = {"pattern": letters}
     if has_state:
         found["state"] = _mamba(args, source) if "M" in has_state else _delta(args)
-    if "E" in letters:
-        if not args.num_experts:
-            raise HexiError(f"{source}: {flag} with E needs --num-experts; add it")
-        found["experts"] = _expert_sizes(args)
     return found
 
 

@@ -108,6 +108,11 @@ class Request:
             sizes.append(2 * sizes[-1])
         return sizes
 
+    def lacks_sequence_parallel(self, width: int) -> bool:
+        """Whether training refuses a tensor-parallel size: delta nets need sequence parallelism with it."""
+        state = self.job.model.state
+        return width > 1 and state is not None and state.kind == "delta" and not self.job.sequence_parallel
+
     def with_width(self, width: int) -> Job:
         """Return the job with this tensor-parallel size.
 
@@ -117,9 +122,8 @@ class Request:
         return replace(self.job, tensor_parallel=width)
 
     def _can_be_cut(self, width: int) -> bool:
-        state = self.job.model.state
-        if width > 1 and state is not None and state.kind == "delta" and not self.job.sequence_parallel:
-            return False  # training has delta nets under tensor parallelism with sequence parallelism only
+        if self.lacks_sequence_parallel(width):
+            return False
         try:
             self.with_width(width)
         except HexiError:

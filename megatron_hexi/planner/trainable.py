@@ -42,14 +42,8 @@ def trained_request(request: Request) -> Request:
     why = always or (stages if model.experts is not None else "")
     if why:  # a plan says where experts are in stages with layers only
         raise HexiError(f"model {model.name}: {why}")
-    width = request.job.tensor_parallel
-    if (
-        width > 1
-        and model.state is not None
-        and model.state.kind == "delta"
-        and not request.job.sequence_parallel
-    ):
-        asked = spell_flag("tensor_parallel", width)
+    if request.lacks_sequence_parallel(request.job.tensor_parallel):
+        asked = spell_flag("tensor_parallel", request.job.tensor_parallel)
         raise HexiError(f"{asked}: model {model.name} has delta nets; give --sequence-parallel too")
     rules = request.rules
     if refusal("unequal"):

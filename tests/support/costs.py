@@ -67,7 +67,7 @@ TINY_PRODUCTS = ((512, 1536), (512, 512), (512, 2048), (2048, 512))
 
 
 def rate_alone(rate, element=2):
-    """What products reach on such a device apart from what they write, FLOP/s.
+    """Return the rate of products on such a device without the time in which they write, FLOP/s.
 
     The curve is of three products of 4096 to 16384 columns and many rows, which write 4096 and 16384 columns.
     """

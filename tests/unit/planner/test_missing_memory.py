@@ -1,4 +1,4 @@
-"""What the error says where nothing fits: the memory that is missing, and nodes that would hold the sum."""
+"""The error where nothing fits names the memory that is missing, and nodes that would hold the sum."""
 
 from dataclasses import replace
 
