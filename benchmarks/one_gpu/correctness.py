@@ -57,6 +57,8 @@ def run(setting: Setting, deadline: Deadline) -> Iterator[Row]:
     if not report.exists():
         raise RuntimeError(said[-3000:])
     for case in ElementTree.parse(report).iter("testcase"):
+        if case.get("name") is None:  # it was interrupted
+            continue
         problems = [child for child in case if child.tag in ("failure", "error", "skipped")]
         outcome = problems[0].tag if problems else "passed"
         row: Row = {"test": case.get("name"), "outcome": outcome, "seconds": float(case.get("time") or 0)}

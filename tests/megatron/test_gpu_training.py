@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.megatron.option_cases import balanced
 from tests.megatron.test_option_training import check_case, steps
 from tests.megatron.test_replanning import OTHERS, swapping
 from tests.megatron.test_stages_training import SMALL_BUCKETS, check_training
+from tests.megatron.test_state_layers import LAYOUTS, plan_of
 from tests.megatron.test_uneven_training import THREE_AND_ONE, largest_difference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -43,10 +45,27 @@ EXPERTS = balanced("aux_loss")
 #: What only Transformer Engine computes.
 TE_OPTIONS = {
     "random-numbers": ("--te-rng-tracker",),
-    "rotary-of-qkv": ("--fused-single-qkv-rope",),
     "grouped-experts": (*EXPERTS, "--moe-grouped-gemm"),
     "no-fused-accumulation": ("--no-gradient-accumulation-fusion",),
 }
+#: Layers with a state, by sizes that the libraries' kernels take; heads that no plan here cuts evenly.
+_DELTA = (
+    *("--linear-num-key-heads", "2", "--linear-num-value-heads", "10"),
+    *("--linear-key-head-dim", "32", "--linear-value-head-dim", "32"),
+)
+STATES = {
+    "mamba": (
+        *("--hybrid-layer-pattern", "M*M-", "--mamba-num-heads", "10", "--mamba-head-dim", "32"),
+        *("--mamba-num-groups", "2", "--mamba-state-dim", "32"),
+    ),
+    "delta": ("--hybrid-layer-pattern", "G*G-", *_DELTA),
+    "delta-gpt": (
+        *("--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "4"),
+        *("--num-layers", "4", *_DELTA, "--disable-bias-linear"),
+    ),
+}
+#: The library whose kernels each needs.
+_LIBRARIES = {"mamba": "causal_conv1d", "delta": "fla", "delta-gpt": "fla"}
 
 
 def _has_te() -> bool:
@@ -88,6 +107,23 @@ def test_what_transformer_engine_computes_is_that_of_one_rank(name: str, tmp_pat
     words += ["--load", str(tmp_path / "weights"), "--finetune"]
     reference = te.train(tmp_path / "one", ranks=1, args=words)
     log = te.train(tmp_path / "four", ranks=4, args=words, plan=THREE_AND_ONE)
+    assert largest_difference(log, reference) < 1e-5
+
+
+@with_te
+@pytest.mark.parametrize("layout", ["uneven-heads", "no-heads"])
+@pytest.mark.parametrize("name", STATES)
+def test_layers_with_a_state_are_those_of_one_rank(name: str, layout: str, tmp_path: Path):
+    """By the libraries' kernels on both sides: they multiply in TF32, each head by itself."""
+    if find_spec(_LIBRARIES[name]) is None:
+        pytest.skip(f"needs {_LIBRARIES[name]}")
+    te, words = OneCardWithTe(), [*job(STATES[name]), *steps(4)]
+    save = ("--save", tmp_path / "weights", "--save-interval", "1", "--no-save-optim")
+    te.train(tmp_path / "first", ranks=1, args=[*job(STATES[name]), *steps(1), *save])
+    words += ["--load", str(tmp_path / "weights"), "--finetune"]
+    reference = te.train(tmp_path / "one", ranks=1, args=words)
+    plan = plan_of(LAYOUTS[layout])
+    log = te.train(tmp_path / "ours", ranks=plan.units, args=words, plan=plan)
     assert largest_difference(log, reference) < 1e-5
 
 

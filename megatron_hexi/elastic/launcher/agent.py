@@ -14,6 +14,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import time
 import uuid
@@ -203,7 +204,7 @@ class NodeAgent(LocalElasticAgent):
         )
         std = Std.ALL if launch.log_dir else Std.NONE
         logs = DefaultLogsSpecs(log_dir=launch.log_dir, redirects=std, tee=std)
-        super().__init__(spec, logs, start_method=launch.start_method, shutdown_timeout=_SHUTDOWN_S)
+        super().__init__(spec, logs, start_method=launch.start_method)
         self._launch, self._meeting, self._store_of_job = launch, rendezvous, store
         self._store_port, self._keeper = store_port, keeper
 
@@ -232,14 +233,13 @@ class NodeAgent(LocalElasticAgent):
             }
         worker_group.spec.args = (launch.entry, launch.words, variables)
         processes = super()._start_workers(worker_group)
-        # When a rank has failed, torch gives the others of the node 30 seconds to end by SIGTERM. One that is
+        # torch gives ranks 30 seconds to end by SIGTERM, and before 2.12 takes no other number. One that is
         # stopped would use them all.
-        ranks = cast(Any, self._pcontext)._pc
+        context = cast(Any, self._pcontext)
+        context._close = functools.partial(_close_soon, context._close)
+        ranks = context._pc
         ranks._join_procs_with_timeout = functools.partial(_join_soon, ranks._join_procs_with_timeout)
         return processes
-
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=_SHUTDOWN_S)  # torch's method takes 30 seconds, even with another timeout
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -249,6 +249,10 @@ class NodeAgent(LocalElasticAgent):
             if exit_code(result) == 2:
                 self._remaining_restarts = 0
         return result
+
+
+def _close_soon(close: Callable[..., None], death_sig: signal.Signals, timeout: int) -> None:
+    close(death_sig, min(timeout, _SHUTDOWN_S))
 
 
 def _join_soon(join: Callable[[float], None], timeout: float) -> None:
