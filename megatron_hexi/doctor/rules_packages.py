@@ -18,7 +18,13 @@ _REBUILD = f"{_REINSTALL} --no-build-isolation --no-cache-dir"
 _BUILT_HERE = {
     "transformer-engine": "'transformer-engine[pytorch]'",
     "flash-attn": "flash-attn",
+    "mamba-ssm": "mamba-ssm",
+    "causal-conv1d": "causal-conv1d",
 }
+
+#: Versions of Triton with which flash-linear-attention refuses the gradients of delta nets on Hopper: they
+#: would be wrong (its issue 640, and `chunk_bwd_dqkwg` in fla/ops/common/chunk_o.py of 0.6.0).
+_WRONG_ON_HOPPER = SpecifierSet(">=3.4.0,<3.7.1")
 
 
 def _ourselves(facts: Facts) -> Iterator[Problem]:
@@ -83,6 +89,20 @@ def _optional(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def _delta_nets(facts: Facts) -> Iterator[Problem]:
+    """Report that gated delta nets will stop at their first backward pass."""
+    fla, triton = facts.package("flash-linear-attention"), facts.package("triton")
+    if fla.version is None or triton.version is None or facts.package("tilelang").version is not None:
+        return
+    hopper = any(gpu.capability[0] == 9 for gpu in facts.gpus)
+    if hopper and _WRONG_ON_HOPPER.contains(triton.version, prereleases=True):
+        yield Problem(
+            "warning",
+            f"flash-linear-attention does not train gated delta nets on Hopper with Triton {triton.version}",
+            "pip install tilelang, or a torch with Triton 3.7.1 or newer",
+        )
+
+
 def _cudnn(facts: Facts) -> Iterator[Problem]:
     """Report a cuDNN older than torch's, which Transformer Engine loads and torch refuses."""
     if facts.torch is not None and facts.torch.cudnn_folder:
@@ -113,4 +133,4 @@ def _in_range(package: Package) -> bool:
         return package.broken is not None  # only its distribution's name is known
 
 
-PACKAGE_RULES = (_ourselves, _needed, _broken, _optional, _cudnn, _patches)
+PACKAGE_RULES = (_ourselves, _needed, _broken, _optional, _delta_nets, _cudnn, _patches)

@@ -27,6 +27,11 @@ _IMPORTED: dict[str, tuple[tuple[str, ...], str]] = {
     "apex": (("apex",), "apex"),
     "flash-attn": (("flash-attn",), "flash_attn.flash_attn_interface"),
     "flash-attn-3": (("flash-attn-3", "flash-attn-interface"), "flash_attn_interface"),
+    "triton": (("triton",), "triton"),
+    "flash-linear-attention": (("flash-linear-attention", "fla-core"), "fla"),
+    "tilelang": (("tilelang",), "tilelang"),
+    "mamba-ssm": (("mamba-ssm",), "mamba_ssm.ops.triton.ssd_combined"),
+    "causal-conv1d": (("causal-conv1d",), "causal_conv1d"),
     "ortools": (("ortools",), "ortools.sat.python.cp_model"),
 }
 

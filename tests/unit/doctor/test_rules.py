@@ -128,6 +128,16 @@ def test_without_transformer_engine_there_are_two_ways_on() -> None:
     assert "--no-gradient-accumulation-fusion" in notes[1].remedy
 
 
+@pytest.mark.parametrize(("triton", "count"), [("3.3.1", 0), ("3.6.0", 1), ("3.7.1", 0)])
+def test_delta_nets_on_hopper_need_another_triton(triton: str, count: int) -> None:
+    facts = with_package(a_node(), Package("flash-linear-attention", "0.6.0"))
+    facts = with_package(facts, Package("triton", triton))
+    assert len(find_problems(facts)) == count
+    assert all("pip install tilelang" in problem.remedy for problem in find_problems(facts))
+    assert not find_problems(with_package(facts, Package("tilelang", "0.1.9")))
+    assert not find_problems(replace(facts, gpus=(A100,) * 8, kernels=()))
+
+
 def test_with_transformer_engine_megatron_still_asks_for_apex() -> None:
     problem = the_problem(with_package(a_node(), Package("apex", None)))
     assert problem.severity == "note"
