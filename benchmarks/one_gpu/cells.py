@@ -15,8 +15,14 @@ from benchmarks.one_gpu.parts import Deadline, Row, Setting
 from benchmarks.one_gpu.ranks import PLAIN, Ranks, in_turn
 from benchmarks.one_gpu.standby import PEAK
 from megatron_hexi.cost import Job, Model, job_terms, model_flags, read_model
+from megatron_hexi.cost.job import Fusible
 from megatron_hexi.plan import proportional_plan, write_plan
 
+#: Operations in several kernels (`Job.unfused`) by the layers' implementation; `PLAIN` is without apex.
+UNFUSED: dict[str, tuple[Fusible, ...]] = {
+    "local": ("norms", "rotary", "loss", "gradients", "optimizer"),
+    "transformer_engine": Job.unfused,
+}
 #: Iterations that warm up.
 _WARM_UP = 2
 #: A training that takes longer hangs.
@@ -170,6 +176,7 @@ def job_of(cell: Cell, setting: Setting | None = None) -> Job:
         precision="bf16",
         recompute=cell.recompute,
         kernel=_KERNELS.get(cell.kernel, cell.kernel),
+        unfused=UNFUSED[cell.implementation],
     )
 
 
