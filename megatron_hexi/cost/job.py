@@ -72,7 +72,7 @@ class Job:
         unfused: operations that are several kernels each in place of one: norms of torch, rotary embedding
             (--no-rope-fusion), activation with its gate (--no-bias-swiglu-fusion), loss (without
             --cross-entropy-loss-fusion), addition of gradients (--no-gradient-accumulation-fusion), torch's
-            optimizer. Norms and optimizer are of Transformer Engine or apex where one of them is there.
+            optimizer. Norms and optimizer are of Transformer Engine, or of apex where that is there.
 
     Raises:
         HexiError: sizes that Megatron cannot divide, values that it does not know, or a model with layers
