@@ -171,9 +171,7 @@ def job_of(cell: Cell, setting: Setting | None = None) -> Job:
     if setting is not None and setting.is_dry:
         model = replace(model, hidden_size=64, heads=4, kv_heads=2, head_dim=16)
         model = replace(model, ffn_hidden_size=128, vocab_size=128)
-    unfused = [
-        one for one in UNFUSED[cell.implementation] if one != "optimizer" or not cell.fused_optimizer
-    ]
+    unfused = [one for one in UNFUSED[cell.implementation] if one != "optimizer" or not cell.fused_optimizer]
     return Job(
         model=model,
         seq_length=cell.tokens,
