@@ -15,8 +15,14 @@ from benchmarks.one_gpu.parts import Deadline, Row, Setting
 from benchmarks.one_gpu.ranks import PLAIN, Ranks, in_turn
 from benchmarks.one_gpu.standby import PEAK
 from megatron_hexi.cost import Job, Model, job_terms, model_flags, read_model
+from megatron_hexi.cost.job import Fusible
 from megatron_hexi.plan import proportional_plan, write_plan
 
+#: Operations in several kernels (`Job.unfused`) by the layers' implementation; `PLAIN` is without apex.
+UNFUSED: dict[str, tuple[Fusible, ...]] = {
+    "local": ("norms", "rotary", "loss", "gradients", "optimizer"),
+    "transformer_engine": Job.unfused,
+}
 #: Iterations that warm up.
 _WARM_UP = 2
 #: A training that takes longer hangs.
@@ -44,6 +50,7 @@ class Cell:
         implementation: of the layers: Megatron's ``--transformer-impl``.
         side: under a plan of one rank, or ``stock``: without one, by Transformer Engine's attention.
         timed: iterations that are timed.
+        fused_optimizer: whether local layers are beside Transformer Engine's Adam, and not torch's.
     """
 
     model: str
@@ -54,6 +61,7 @@ class Cell:
     implementation: Literal["local", "transformer_engine"] = "local"
     side: Literal["plan", "stock"] = "plan"
     timed: int = 3
+    fused_optimizer: bool = False
 
     @property
     def name(self) -> str:
@@ -61,7 +69,8 @@ class Cell:
         recompute = "" if self.recompute == "none" else f", recompute {self.recompute}"
         kernel = "" if self.kernel == "auto" else f", {self.kernel}"
         length = f"{self.tokens // 1024}K" if self.tokens >= 1024 else str(self.tokens)
-        return f"{self.layers} layers of {self.model}, {length}{recompute}{kernel}"
+        adam = ", fused Adam" if self.fused_optimizer else ""
+        return f"{self.layers} layers of {self.model}, {length}{recompute}{kernel}{adam}"
 
     @property
     def shapes(self) -> Model:
@@ -162,6 +171,7 @@ def job_of(cell: Cell, setting: Setting | None = None) -> Job:
     if setting is not None and setting.is_dry:
         model = replace(model, hidden_size=64, heads=4, kv_heads=2, head_dim=16)
         model = replace(model, ffn_hidden_size=128, vocab_size=128)
+    unfused = [one for one in UNFUSED[cell.implementation] if one != "optimizer" or not cell.fused_optimizer]
     return Job(
         model=model,
         seq_length=cell.tokens,
@@ -170,6 +180,7 @@ def job_of(cell: Cell, setting: Setting | None = None) -> Job:
         precision="bf16",
         recompute=cell.recompute,
         kernel=_KERNELS.get(cell.kernel, cell.kernel),
+        unfused=tuple(unfused),
     )
 
 

@@ -15,7 +15,8 @@ from dataclasses import replace
 from benchmarks.published.tables import Row, model
 from megatron_hexi.cluster import Curve, Device
 from megatron_hexi.cluster.device import Attention, Passes
-from megatron_hexi.cost.compute import ATTENTION_BACKWARD, HBM_SHARE, head_size_factor
+from megatron_hexi.cost.compute import ATTENTION_BACKWARD, head_size_factor
+from megatron_hexi.cost.moved_bytes import HBM_SHARE
 
 #: Of FlashAttention-2's rate.
 _TRITON = 1 / 1.8

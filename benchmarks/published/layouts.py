@@ -53,6 +53,7 @@ def job(row: Row) -> Job:
         overlap_gradients=not own,
         sequence_parallel=row.sequence_parallel,
         kernel=row.kernel,
+        unfused=row.unfused,
     )
 
 

@@ -18,12 +18,12 @@ from megatron_hexi.cluster.device import Attention, Link, Passes
 from megatron_hexi.cost import Job, Model
 from megatron_hexi.cost.compute import (
     ATTENTION_BACKWARD,
-    HBM_SHARE,
     device_speeds,
     head_size_factor,
     logits_times,
     token_times,
 )
+from megatron_hexi.cost.moved_bytes import HBM_SHARE
 from megatron_hexi.cost.products import written
 
 CONTEXT = 2048
@@ -79,6 +79,7 @@ def _device(
         attentions=(Attention(KERNEL, passes, passes),),
         link=Link("profiled", link_gb_s, known.link.latency_us, "Sailor's profiles"),
         layer_share=1.0,
+        of_single_cards=False,
     )
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron_hexi.cost import Model, presets
+from megatron_hexi.cost import Job, Model, presets
+from megatron_hexi.cost.job import Fusible
 from megatron_hexi.yaml_file import read_yaml
 
 #: Files of rows, and what their rows are of.
@@ -46,6 +47,7 @@ class Row:
         chunks: of a stage, in an interleaved schedule.
         hidden_sums: whether the sums inside units hide behind matrix products.
         blocking: of stages with layers of their own: whether sends are in both stages' time.
+        unfused: as `Job`'s.
         layer_share: what a layer's matrices reach of the catalogue's, in place of what that says.
         counting: how attention is counted in FLOPs: see convert.py.
         method: of attention alone.
@@ -79,6 +81,7 @@ class Row:
     chunks: int = 1
     hidden_sums: bool = False
     blocking: bool = True
+    unfused: tuple[Fusible, ...] = Job.unfused
     layer_share: float | None = None
     counting: Literal["full", "half"] = "half"
     method: str = ""
@@ -242,7 +245,8 @@ def _table(entry: dict[str, Any]) -> Table:
 
 def _rows(fields: dict[str, Any], gpus: list[int]) -> Iterator[Row]:
     """One; or one for each number of GPUs."""
-    fields["layers"] = tuple(fields.get("layers", ()))
+    for name in {"layers", "unfused"} & fields.keys():
+        fields[name] = tuple(fields[name])
     if gpus == [0]:
         yield Row(**fields)
         return

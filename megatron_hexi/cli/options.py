@@ -212,6 +212,12 @@ class Training(Bundle):
         return stated
 
 
+def unfused_terms(model: str) -> dict[str, Any]:
+    """Return `Job.unfused`, by its name, where a file of arguments states it: no plan or option does."""
+    terms = read_terms(model)
+    return {name: value for name, value in (terms.fields if terms else {}).items() if name == "unfused"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class NewJob(PlanFeatures, Training):
     """Options of a job to plan for; the planner chooses those of the layout that are not given."""
@@ -292,7 +298,8 @@ class NewJob(PlanFeatures, Training):
         fixed = frozenset(stated.keys() & set(CHOSEN))
         terms = read_terms(self.model)
         chunks = stated.pop("virtual_stages", None)
-        job, margin = Job(model=model, **stated), self.memory_margin / 100
+        job = Job(model=model, **stated, **unfused_terms(self.model))
+        margin = self.memory_margin / 100
         if terms and terms.context_parallel is not None and self.context_parallel is None:
             flag = spell_flag("context_parallel", terms.context_parallel)
             say(f"note: {self.model}: {flag} is chosen anew; give it on the command line to keep it")

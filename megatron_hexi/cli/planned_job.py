@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from megatron_hexi.cli.options import MODEL_OF_PLAN, Training, count_option, job_option
+from megatron_hexi.cli.options import MODEL_OF_PLAN, Training, count_option, job_option, unfused_terms
 from megatron_hexi.cost import (
     PRECISIONS,
     RECOMPUTES,
@@ -100,7 +100,7 @@ class PlannedJob(Training):
         check_options(model, plan)
         shapes = read_model(model)
         refuse_imbalance(self.expert_imbalance, shapes)
-        return job_of_plan(plan, shapes, **stated)
+        return job_of_plan(plan, shapes, **stated, **unfused_terms(model))
 
     def _check_terms(self, plan: Plan, path: Path, stated: Mapping[str, Any]) -> None:
         """Refuse options that contradict the plan, with both values.

@@ -77,7 +77,7 @@ def catalog_with(entries: Mapping[str, DeviceEntry], source: YamlFile) -> Mappin
     if not entries:
         return catalog()
     file, devices = _load()
-    builder = Builder(source, devices, file.attention_half, {}, 1.0, 0.0)
+    builder = Builder(source, devices, file.attention_half, {}, 1.0, False, 0.0)
     return dict(devices) | {name: builder.device(name, entry) for name, entry in entries.items()}
 
 
@@ -86,7 +86,9 @@ def _load() -> tuple[CatalogFile, Mapping[str, Device]]:
     source = read_yaml(DATA)
     file = parse_file(TypeAdapter(CatalogFile), source, "a catalogue is a mapping with sources and devices")
     devices: dict[str, Device] = {}
-    builder = Builder(source, devices, file.attention_half, file.sources, file.layer_share, file.call_us)
+    builder = Builder(
+        source, devices, file.attention_half, file.sources, file.layer_share, True, file.call_us
+    )
     for name, entry in file.devices.items():  # in order: an entry may be like an earlier one
         devices[name] = builder.device(name, entry)
     return file, MappingProxyType(devices)

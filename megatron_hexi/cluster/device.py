@@ -184,6 +184,7 @@ class Device:
         matmul_fp8: achieved rate of matrix products in fp8; ``None`` if not known.
         layer_share: fraction of `matmul` and `matmul_fp8` that the matrix products of a training layer reach;
             1 if the curves were measured in a layer.
+        of_single_cards: whether `matmul` was measured on single cards, and not on all those of a cluster.
         host: host memory of the node; ``None``: unknown, so plans do not offload to it.
         call_us: what the host takes to call an operation on the GPU, µs; 0: not counted.
     """
@@ -201,6 +202,7 @@ class Device:
     note: str = ""
     matmul_fp8: Curve | None = None
     layer_share: float = 1.0
+    of_single_cards: bool = False
     host: Host | None = None
     call_us: float = 0.0
 

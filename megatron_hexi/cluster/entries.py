@@ -197,6 +197,7 @@ class Builder:
         halves: number of tokens at which attention reaches half its rate, by mask and pass.
         citations: full citation for each one-word `source`.
         layer_share: `Device.layer_share` of devices whose `matmul` is in the document.
+        of_single_cards: `Device.of_single_cards` of these.
         call_us: `Device.call_us` of devices that are not known before.
     """
 
@@ -205,6 +206,7 @@ class Builder:
     halves: Mapping[Mask, Mapping[Pass, float]]
     citations: Mapping[str, str]
     layer_share: float
+    of_single_cards: bool
     call_us: float
 
     def device(self, name: str, entry: DeviceEntry) -> Device:
@@ -260,6 +262,7 @@ class Builder:
             note=entry.note or (base.note if base else ""),
             matmul_fp8=in_fp8 or (base.matmul_fp8 if base else None),
             layer_share=base.layer_share if base and not matmul else self.layer_share,
+            of_single_cards=base.of_single_cards if base and not matmul else self.of_single_cards,
             host=host or (base.host if base else None),
             call_us=base.call_us if base else self.call_us,
         )

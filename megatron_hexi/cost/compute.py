@@ -14,6 +14,7 @@ import numpy as np
 from megatron_hexi.cluster import Curve, Device, Passes
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.moved_bytes import HBM_SHARE, layer_elements, loss_bytes, step_bytes, vocabulary
 from megatron_hexi.cost.products import (
     Elements,
     Products,
@@ -26,15 +27,8 @@ from megatron_hexi.cost.products import (
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan.kernels import WIDEST_HEADS, kernel_on
 
-#: Part of a memory's nominal bandwidth that streaming kernels reach. An estimate: BabelStream's triad reaches
-#: about 90 % on A100 and H100 (https://github.com/UoB-HPC/BabelStream).
-HBM_SHARE = 0.9
 #: Attention curves count the backward pass as this many forward passes (cluster/device.py).
 ATTENTION_BACKWARD = 2.5
-#: Bytes of a cast to fp8 by rows and by columns, counted as those that stream: 2 read and 2 written, in 52.3
-#: us for 8192 x 8192 on a B200 (https://github.com/ROCm/TransformerEngine/pull/598), 0.64 of its nominal
-#: bandwidth.
-CAST_BYTES = 4 * HBM_SHARE / 0.64
 #: Heads below 128 lose (D / 128) ** this. Forward, full, 16k tokens, H100: head size 64 over 128 is 324 / 370
 #: (FlashAttention-2), 413 / 595 (cuDNN), 497 / 648 (FlashAttention-3); mean 0.779 = 0.5 ** 0.36. Above 128
 #: nothing is gained: 642 / 648 at 256 (all: FlashAttention-3 paper, arXiv 2407.08608, figure 5).
@@ -120,61 +114,9 @@ def token_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
     products = product_seconds(
         rates(speeds.matmul, rows), speeds.memory, rows, layer_products(job), Elements.of(job, in_fp8=True)
     )
-    forward, backward = elementwise_elements(job)
+    forward, backward = layer_elements(job)
     memory = rows * job.element_bytes / speeds.memory
     return Times(products.forward + forward * memory, products.backward + backward * memory)
-
-
-def elementwise_elements(job: Job) -> tuple[float, float]:
-    """Return the elements that a row of one layer reads and writes outside matrices and attention, each way.
-
-    forward:  two norms 4 h, two residual additions 6 h, activation 2 f (gated 3 f), rotary 2 (H + K) D
-    backward: norms 6 h, gradients of residuals 6 h, activation 3 f (gated 5 f), rotary 2 (H + K) D
-    a gate of attention's output: 3 H D forward, 5 H D backward, as that of the activation
-    norms behind attention and MLP: 4 h more forward, 6 h backward
-    layers of one part: of norms and residual additions half; without attention nothing of H and K
-    Mamba: a norm of what the heads put out, I elements, 2 I forward, 3 I backward
-    norms of queries and keys: 2 (H + K) D more forward, 3 (H + K) D backward
-    latent attention, of r rotary columns, in place of the rotary: norms of latent columns c, 2 c forward, 3 c
-    backward; 12 (H + 1) r each way, in no fused kernel, which a plan refuses; queries, keys and values, whose
-    columns are put together, 2 H (2 D + V); where latent columns travel queries 2 H D and these columns
-    2 (c + r) alone
-    (h hidden, f MLP width; kernels fused as in Megatron, no dropout). Tensor-parallel ranks share f, H
-    and K, and with sequence parallelism h.
-
-    fp8 casts (`CAST_BYTES`) by rows and by columns what no kernel before it casts on its way: the inputs of
-    projection and second MLP matrix, H D and f, forward; the gradients of query, key and value (H + 2 K) D,
-    of the first MLP matrix f (gated 2 f) and of both residual additions 2 h backward. Transformer Engine's
-    norms cast their own output; the activation is Megatron's (fusions/fused_bias_swiglu.py), in 16 bits.
-    """
-    model, tp = job.model, job.tensor_parallel
-    hidden, mlp = model.hidden_size / job.row_parts, model.mlp_width / tp
-    heads, kv = model.head_dim * model.heads / tp, model.head_dim * max(1, model.kv_heads / tp)
-    gate, output, values = heads * model.output_gate, model.value_dim * model.heads / tp, kv
-    norms, around = model.parts * (1 + model.post_norms) * hidden, 2 * (heads + kv)
-    if not model.has_attention:
-        heads = kv = values = around = gate = output = 0.0
-    if model.state is not None:
-        output, values = model.state.inner / tp, model.state.columns / tp
-        norms += output * (model.state.kind == "mamba")
-    elif model.qk_norm and model.has_attention:
-        norms += heads + kv
-    if model.latent is not None:
-        latent = model.latent
-        values = output
-        keys = job.exchanged_columns if job.latent_exchange else kv + values
-        around = 12 * (model.heads / tp + 1) * latent.rotary_dim + 2 * (heads + keys)
-        norms += (latent.kv_rank + (latent.query_rank or 0)) / job.row_parts
-    residual = 3 * model.parts * hidden
-    forward = 2 * norms + residual + (3 if model.gated else 2) * mlp + around + 3 * gate
-    backward = 3 * norms + residual + (5 if model.gated else 3) * mlp + around + 5 * gate
-    if job.precision == "fp8":
-        cast = CAST_BYTES / job.element_bytes
-        first = (1 + model.gated) * mlp
-        return forward + cast * (output + mlp), backward + cast * (
-            heads + kv + values + first + model.parts * hidden
-        )
-    return forward, backward
 
 
 def own_block_times(
@@ -317,25 +259,11 @@ def logits_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
     return Times(forward, backward)
 
 
-def loss_bytes(job: Job) -> tuple[float, float]:
-    """Bytes of the cross entropy of a row, forward and backward, as Megatron's vocab_parallel_cross_entropy.
-
-    A logit of e bytes: cast e + 4, max 4, subtract 8, exp 8, sum 4, divide 8 forward; scale 8, cast 4 + e
-    backward.
-    """
-    logits = (1 + job.model.mtp_layers) * _vocab(job)
-    return (36 + job.element_bytes) * logits, (12 + job.element_bytes) * logits
-
-
-def _vocab(job: Job) -> float:
-    return job.model.vocab_params(job.tensor_parallel) / job.model.hidden_size
-
-
 def _output_products(job: Job) -> tuple[Products, Products]:
     """The output matrix, once for each loss; and the projections of multi-token prediction."""
     hidden, blocks = job.model.hidden_size, job.model.mtp_layers
     return (
-        (1 + blocks) * Products.of(hidden, _vocab(job)),
+        (1 + blocks) * Products.of(hidden, vocabulary(job)),
         blocks * Products.of(2 * hidden, hidden / job.tensor_parallel),
     )
 
@@ -345,7 +273,7 @@ def row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
 
     Together no more than `token_times` and `logits_times` of any number of rows, at its rate.
     """
-    layer, (forward, backward) = layer_products(job), elementwise_elements(job)
+    layer, (forward, backward) = layer_products(job), layer_elements(job)
     element, loss = job.element_bytes / speeds.memory, loss_bytes(job)
     written = row_seconds(speeds.memory, layer, Elements.of(job, in_fp8=True))
     matrix, inner = _output_products(job)
@@ -364,11 +292,7 @@ def row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
 
 
 def optimizer_seconds[N: (float, Floats)](speeds: Speeds, job: Job, params: N, shard: N) -> N:
-    """Return the seconds of clearing gradients, of their norm and of Adam, which memory bandwidth limits.
-
-    Bytes: 4 (fp16: 2) a weight to clear its gradient; a weight of the rank's shard: gradient read for the
-    norm 4 and for the step 4, master weight, first and second moment read and written 8 each, the
-    16-bit weight written. fp8: a weight's two copies made of it, 4.
+    """Return the seconds of a training step on gradients and weights (`step_bytes`), bound by memory.
 
     Args:
         speeds: the GPU's rates.
@@ -376,9 +300,8 @@ def optimizer_seconds[N: (float, Floats)](speeds: Speeds, job: Job, params: N, s
         params: number of weights on this GPU.
         shard: number of weights whose optimizer state it holds.
     """
-    clear = params * {"fp16": 2, "fp8": 8}.get(job.precision, 4)
-    step = shard * (32 + (0 if job.precision == "fp32" else job.element_bytes))
-    return (clear + step) / speeds.memory
+    each, of_shard = step_bytes(job)
+    return (each * params + of_shard * shard) / speeds.memory
 
 
 def _logs(sizes: Floats) -> Floats:

@@ -18,11 +18,12 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.calls import expert_calls
-from megatron_hexi.cost.compute import CAST_BYTES, Speeds, rates
+from megatron_hexi.cost.compute import Speeds, rates
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import ExpertCycle
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.memory import Holdings
+from megatron_hexi.cost.moved_bytes import CAST_BYTES
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.products import Elements, Products, Times, product_seconds
 from megatron_hexi.cost.sections import Section

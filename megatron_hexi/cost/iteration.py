@@ -115,7 +115,7 @@ class CostModel:
         self.rings = Rings(self.links)
         self.hosts = Hosts(cluster)
         self._placer = Placer(job, cluster)
-        self._of_catalogue = np.array([rank.device.layer_share < 1 for rank in cluster.ranks])
+        self._single_cards = np.array([rank.device.of_single_cards for rank in cluster.ranks])
         self._channels = np.array([message_channels(rank.device) for rank in cluster.ranks])
 
     def estimate(self, plan: Plan, gpus: Sequence[int] | None = None) -> IterationCost:
@@ -218,7 +218,7 @@ class CostModel:
                 [section.placement.gpus for section in sections],
                 [np.sum(list(terms.values()), axis=0) for terms in host_memory],
             ),
-            spread=spread(int(sum(self._of_catalogue[section.placement.gpus].sum() for section in sections))),
+            spread=spread(int(sum(self._single_cards[section.placement.gpus].sum() for section in sections))),
         )
 
     def _with_rows(

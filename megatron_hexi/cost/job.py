@@ -19,6 +19,8 @@ from megatron_hexi.plan.terms import Precision, Recompute
 #: Part of a layer that the backward pass computes again.
 RecomputeMode = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
+#: Operations of which Megatron knows one kernel and several.
+Fusible = Literal["norms", "rotary", "activation", "loss", "gradients", "optimizer"]
 #: Precisions in which the runtime trains.
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 #: Default variation of experts' loads: an estimate for a trained router with a balancing loss.
@@ -67,6 +69,10 @@ class Job:
             with `workload.latent_exchange`; only for models with latent attention.
         expert_imbalance: variation of the loads of experts: standard deviation over mean of the rows of an
             expert, as ``hexi report`` measures it.
+        unfused: operations that are several kernels each in place of one: norms of torch, rotary embedding
+            (--no-rope-fusion), activation with its gate (--no-bias-swiglu-fusion), loss (without
+            --cross-entropy-loss-fusion), addition of gradients (--no-gradient-accumulation-fusion), torch's
+            optimizer. Norms and optimizer are of Transformer Engine, or of apex where that is there.
 
     Raises:
         HexiError: sizes that Megatron cannot divide, values that it does not know, or a model with layers
@@ -89,6 +95,7 @@ class Job:
     kernel: str | None = None
     latent_exchange: bool = False
     expert_imbalance: float = EXPERT_IMBALANCE
+    unfused: tuple[Fusible, ...] = ("loss",)
 
     def __post_init__(self) -> None:
         refuse_unplanned(self.model)
@@ -100,6 +107,9 @@ class Job:
                 _refuse(field, value, "write a whole number above 0")
         if self.recompute not in RECOMPUTES and not (type(self.recompute) is int and self.recompute > 0):
             _refuse("recompute", self.recompute, f"use {', '.join(RECOMPUTES)}")
+        for operation in self.unfused:
+            if operation not in get_args(Fusible):
+                _refuse("unfused", operation, f"use {', '.join(get_args(Fusible))}")
         if self.precision not in (*PRECISIONS, "fp8"):
             _refuse("precision", self.precision, f"use {', '.join(PRECISIONS)}")
         if self.kernel is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_hexi.argument_file import located_words
 from megatron_hexi.cost.hugging_face_rotary import NoFlagError
+from megatron_hexi.cost.job import Fusible, Job
 from megatron_hexi.cost.layer_kinds import State
 from megatron_hexi.cost.model import VOCAB_MULTIPLE, Model
 from megatron_hexi.errors import HexiError
@@ -140,6 +141,8 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
         "overlap_gradients": hidden or None,
         "sequence_parallel": args.sequence_parallel or None,
     }
+    unfused = _unfused(args)
+    terms["unfused"] = None if unfused == Job.unfused else unfused
     stated = {name: value for name, value in terms.items() if value is not None}
     if args.seq_length is not None:
         stated = _MEGATRON_DEFAULTS | stated
@@ -152,6 +155,24 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
         if flag in given
     ]
     return ArgumentTerms(stated, free, _restricting(args, path), size, experts, " ".join(chunks))
+
+
+def _unfused(args: Namespace) -> tuple[Fusible, ...]:
+    """Return the operations that Megatron carries out in several kernels, in the order of `Fusible`.
+
+    Megatron takes norms and optimizer from Transformer Engine or apex if it finds them. Layers of Transformer
+    Engine need that package, and the addition of gradients in matrix products one of both.
+    """
+    lacks = args.transformer_impl != "transformer_engine" and not args.gradient_accumulation_fusion
+    apart: dict[Fusible, bool] = {
+        "norms": lacks,
+        "rotary": not args.apply_rope_fusion,
+        "activation": args.swiglu and (args.disable_jit_fuser or not args.bias_swiglu_fusion),
+        "loss": not args.cross_entropy_loss_fusion,
+        "gradients": not args.gradient_accumulation_fusion,
+        "optimizer": lacks,
+    }
+    return tuple(operation for operation, is_apart in apart.items() if is_apart)
 
 
 def _restricting(args: Namespace, path: Path) -> dict[str, tuple[str, ...]]:

@@ -27,8 +27,8 @@ import numpy as np
 from megatron_hexi.cluster import Curve
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.memory import GRADIENT_BYTES
 from megatron_hexi.cost.model import Model
+from megatron_hexi.cost.moved_bytes import gradient_bytes
 
 #: The linear layer whose products curves are of: what `hexi probe` measures on a GPU (probe/sizes.py).
 CURVE_IN, CURVE_OUT = 4096, 16384
@@ -89,7 +89,7 @@ class Elements:
     def of(cls, job: Job, *, in_fp8: bool = False) -> Elements:
         """Return the bytes in a job's precision; `in_fp8`: of matrices that are in fp8 where the job is."""
         factor = 1 if in_fp8 and job.precision == "fp8" else job.element_bytes
-        return cls(factor, job.element_bytes, 2 * GRADIENT_BYTES[job.precision])
+        return cls(factor, job.element_bytes, gradient_bytes(job))
 
 
 def product_seconds(rate: Floats, memory: float, rows: Floats, sizes: Products, elements: Elements) -> Times:

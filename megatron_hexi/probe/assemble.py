@@ -7,7 +7,8 @@ from statistics import median, median_high
 from typing import Any
 
 from megatron_hexi.cluster import catalog
-from megatron_hexi.cost.compute import CURVE_HEAD_DIM, HBM_SHARE, head_size_factor
+from megatron_hexi.cost.compute import CURVE_HEAD_DIM, head_size_factor
+from megatron_hexi.cost.moved_bytes import HBM_SHARE
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.kernels import KERNEL_ALIASES
 from megatron_hexi.probe.document import Measurement

@@ -10,7 +10,6 @@ from megatron_hexi.cluster import Curve, device
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.compute import (
     device_speeds,
-    elementwise_elements,
     head_size_factor,
     keys_merge_times,
     logits_times,
@@ -21,8 +20,9 @@ from megatron_hexi.cost.compute import (
     rectangle_times,
     token_times,
 )
+from megatron_hexi.cost.moved_bytes import gradient_bytes, layer_elements, loss_bytes, step_bytes
 from megatron_hexi.cost.products import Elements, Products, product_seconds
-from megatron_hexi.errors import ClusterError
+from megatron_hexi.errors import ClusterError, HexiError
 from tests.support.costs import TINY, TINY_PRODUCTS, cluster, products_by_hand, rate_alone, tiny_job
 
 PLAIN = cluster([("a", "PLAIN", 1)]).ranks[0].device
@@ -54,7 +54,8 @@ def test_token_work_by_hand():
     times = token_times(device_speeds(PLAIN, job), job, at(0, 1000))
     # Elements a row: norms 4 x 512, residuals 6 x 512, activation 2 x 2048, rotary 2 x 128 x 8.
     forward = 10 * 512 + 2 * 2048 + 2048
-    backward = 12 * 512 + 3 * 2048 + 2048
+    # Gradients of queries, keys and values are put together besides: 2 x 1536.
+    backward = 12 * 512 + 3 * 2048 + 2048 + 2 * 1536
     there, back = products_by_hand(1000, *TINY_PRODUCTS)
     assert times.forward == pytest.approx([0, there + 1000 * 2 * forward / MEMORY])
     assert times.backward == pytest.approx([0, back + 1000 * 2 * backward / MEMORY])
@@ -73,7 +74,7 @@ def test_token_work_with_tensor_parallelism_is_shared():
 
 def test_few_rows_take_as_long_as_reading_weights_and_adding_up_their_gradients():
     times = token_times(device_speeds(PLAIN, tiny_job()), tiny_job(), at(1))
-    forward, backward = elementwise_elements(tiny_job())
+    forward, backward = layer_elements(tiny_job())
     into, out = 3 * 512 + 2048, 1536 + 512 + 2048 + 512
     read = 2 * (into + 3145728) + 2 * out + 2 * forward
     assert times.forward == pytest.approx(read / MEMORY)
@@ -163,9 +164,39 @@ def test_logits_by_hand():
 
 def test_optimizer_by_hand():
     speeds = device_speeds(PLAIN, tiny_job())
-    assert optimizer_seconds(speeds, tiny_job(), 1000, 250.0) == pytest.approx((4000 + 34 * 250) / MEMORY)
+    # Gradients: cleared 4, scaled 8, searched for NaN 4; norm 4, clipped 8, Adam 28, the weight in 16 bits 6.
+    assert optimizer_seconds(speeds, tiny_job(), 1000, 250.0) == pytest.approx((16000 + 46 * 250) / MEMORY)
     full = tiny_job(precision="fp32")
-    assert optimizer_seconds(speeds, full, 1000, 1000.0) == pytest.approx(36000 / MEMORY)
+    assert optimizer_seconds(speeds, full, 1000, 1000.0) == pytest.approx(56000 / MEMORY)
+    assert step_bytes(tiny_job(precision="fp16")) == (8, 60)
+    # torch's: clipped 16, and Adam in eight kernels.
+    assert step_bytes(tiny_job(unfused=("optimizer",))) == (16, 106)
+
+
+def test_operations_in_several_kernels_by_hand():
+    gated = dataclasses.replace(TINY, gated=True, kv_heads=2)
+    fused, apart = (
+        tiny_job(model=gated, unfused=unfused) for unfused in ((), ("norms", "rotary", "activation"))
+    )
+    more = [many - one for many, one in zip(layer_elements(apart), layer_elements(fused), strict=True)]
+    # Six heads turn: ten and twelve times more; norms twice more backward; of the gate 2 and 8 of 2048.
+    assert more == [10 * 6 * 128 + 2 * 2048, 12 * 6 * 128 + 4 * 512 + 8 * 2048]
+    # Queries of grouped heads are copied, and gradients put together of 4 + 2 x 2 heads.
+    grouped = dataclasses.replace(TINY, kv_heads=2)
+    for way, copied in enumerate((2 * 512 - 2 * 256, -2 * 256 - 2 * 512)):
+        found = [layer_elements(tiny_job(model=model))[way] for model in (grouped, TINY)]
+        assert found[0] - found[1] == copied
+    # Learned positions do not turn.
+    learned = tiny_job(model=dataclasses.replace(TINY, learned_positions=4096))
+    rotary = [
+        more - less for more, less in zip(layer_elements(tiny_job()), layer_elements(learned), strict=True)
+    ]
+    assert rotary == [2 * 1024, 2 * 1024]
+    assert [sum(loss_bytes(job)) for job in (tiny_job(), fused)] == [52 * 1024, 28 * 1024]
+    # Written and read in 16 bits before they are added.
+    assert [gradient_bytes(tiny_job(unfused=unfused)) for unfused in ((), ("gradients",))] == [8, 12]
+    with pytest.raises(HexiError, match="unfused"):
+        tiny_job(unfused=("everything",))
 
 
 def test_head_sizes():
@@ -206,9 +237,9 @@ def test_fp8_is_of_the_layers_matrices():
     assert (speeds.output, speeds.causal, speeds.full) == (usual.matmul, usual.causal, usual.full)
     # Casts: of the inputs of projection and second MLP matrix; of gradients of three of 512, of the MLP's
     # 2048 and of two residuals of 512.
-    forward, backward = elementwise_elements(tiny_job())
+    forward, backward = layer_elements(tiny_job())
     cast = 4 * 0.9 / 0.64 / 2
-    assert elementwise_elements(job) == pytest.approx(
+    assert layer_elements(job) == pytest.approx(
         (forward + cast * (512 + 2048), backward + cast * (3 * 512 + 2048 + 2 * 512))
     )
     # The optimizer makes two copies of the weights in fp8.
@@ -222,7 +253,7 @@ def test_fp8_is_of_the_layers_matrices():
 
 def test_ceiling_by_hand():
     job = tiny_job()
-    elements = 2 * (10 * 512 + 4096 + 2048 + 12 * 512 + 3 * 2048 + 2048)
+    elements = 2 * (10 * 512 + 4096 + 2048 + 12 * 512 + 3 * 2048 + 2048 + 2 * 1536)
     # Of very many rows, whose gradients of weights count nothing.
     layer = sum(products_by_hand(1, *TINY_PRODUCTS, gradient=0)) + elements / MEMORY
     token = 2 * layer + sum(products_by_hand(1, (512, 1024), gradient=0)) + 52 * 1024 / MEMORY

@@ -11,7 +11,6 @@ from megatron_hexi.cost import estimate
 from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.compute import (
     device_speeds,
-    elementwise_elements,
     expansion_times,
     keys_merge_times,
     merge_times,
@@ -29,6 +28,7 @@ from megatron_hexi.cost.layer_bytes import (
 )
 from megatron_hexi.cost.layer_kinds import Latent
 from megatron_hexi.cost.library_bytes import workspace_bytes
+from megatron_hexi.cost.moved_bytes import layer_elements
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan import (
     LatentColumns,
@@ -112,7 +112,7 @@ def test_activations_by_hand():
 def test_norms_behind_attention_and_mlp_by_hand():
     plain, more = tiny_job(), tiny_job(model=dataclasses.replace(TINY, post_norms=True))
     assert token_activation_bytes(more) - token_activation_bytes(plain) == 2 * 2 * 512
-    both = zip(elementwise_elements(more), elementwise_elements(plain), strict=True)
+    both = zip(layer_elements(more), layer_elements(plain), strict=True)
     assert [one - other for one, other in both] == [4 * 512, 6 * 512]
 
 
@@ -154,15 +154,15 @@ def test_matrices_by_hand():
         forward = max(matrices, (100 * into + held) * element) + 100 * out * element
         inputs = max(matrices, (100 * out + held) * element) + 100 * into * element
         weights = max(matrices, 100 * (into + out) * element) + held * 8 / 900e9
-        assert times.forward == pytest.approx(forward + elementwise_elements(job)[0] * memory_s)
-        assert times.backward == pytest.approx(inputs + weights + elementwise_elements(job)[1] * memory_s)
+        assert times.forward == pytest.approx(forward + layer_elements(job)[0] * memory_s)
+        assert times.backward == pytest.approx(inputs + weights + layer_elements(job)[1] * memory_s)
 
 
 def test_elements_by_hand():
-    around = 12 * (4 + 1) * 32 + 2 * 4 * (2 * 128 + 96)
-    assert elementwise_elements(JOB) == (
-        2 * (2 * 512 + 144) + 6 * 512 + 2 * 2048 + around,
-        3 * (2 * 512 + 144) + 6 * 512 + 3 * 2048 + around,
+    turned, copied = (4 + 1) * 32, 2 * 4 * (2 * 128 + 96)
+    assert layer_elements(JOB) == (
+        2 * (2 * 512 + 144) + 6 * 512 + 2 * 2048 + 12 * turned + copied,
+        3 * (2 * 512 + 144) + 6 * 512 + 3 * 2048 + 14 * turned + copied,
     )
 
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.cost import Shortage, estimate, find_shortage
-from megatron_hexi.cost.compute import elementwise_elements
 from megatron_hexi.cost.layer_bytes import (
     Flights,
     attention_bytes,
@@ -33,6 +32,7 @@ from megatron_hexi.cost.memory import (
 )
 from megatron_hexi.cost.memory_terms import TAGS, Memory, sum_terms
 from megatron_hexi.cost.model_part import ModelPart
+from megatron_hexi.cost.moved_bytes import layer_elements
 from megatron_hexi.plan import Group, Member, proportional_plan
 from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
 from tests.support.plans import examples, one_replica
@@ -280,5 +280,5 @@ def test_norms_of_queries_and_keys_keep_what_they_normalise():
     grouped = dataclasses.replace(TINY, kv_heads=2)
     plain, normed = (tiny_job(model=dataclasses.replace(grouped, qk_norm=has)) for has in (False, True))
     assert token_activation_bytes(normed) - token_activation_bytes(plain) == 2 * 6 * 128
-    both = zip(elementwise_elements(normed), elementwise_elements(plain), strict=True)
+    both = zip(layer_elements(normed), layer_elements(plain), strict=True)
     assert [more - less for more, less in both] == [2 * 6 * 128, 3 * 6 * 128]

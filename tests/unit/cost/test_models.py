@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.one_gpu.cells import UNFUSED
+from benchmarks.one_gpu.ranks import PLAIN
 from megatron_hexi.cost import (
     Job,
     Model,
@@ -355,6 +357,21 @@ def test_what_a_model_leaves_out_stays_open(tmp_path):
 def test_terms_in_megatron_s_spellings(tmp_path, flags, field, value):
     text = LLAMA3_8B_ARGUMENTS.replace("--bf16", "") + f"--seq-length 8192 {flags}"
     assert terms_of(tmp_path, text).fields[field] == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "unfused"),
+    [
+        ((), None),
+        (PLAIN, UNFUSED["local"]),
+        (("--transformer-impl", "local"), None),  # apex adds gradients, and has norms and an optimizer
+        (("--no-gradient-accumulation-fusion",), ("loss", "gradients")),
+        (("--no-rope-fusion", "--no-bias-swiglu-fusion"), ("rotary", "activation", "loss")),
+        (("--disable-jit-fuser", "--cross-entropy-loss-fusion"), ("activation",)),
+    ],
+)
+def test_flags_say_what_is_not_fused(tmp_path, flags, unfused):
+    assert terms_of(tmp_path, f"{LLAMA3_8B_ARGUMENTS} {' '.join(flags)}").fields.get("unfused") == unfused
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,164 @@
+"""Bytes that the kernels beside matrix products and attention read and write: they are bound by memory.
+
+Each kernel reads its inputs once and writes its outputs once. Counted are Megatron-core 0.19's operations
+with Transformer Engine, or where the job leaves them unfused (`Job.unfused`) those of Megatron's own modules,
+as torch's dispatcher sees them. Small operations (masks, sums of a row, positions) count nothing, nor do
+dropout, the embedding's look-up and its gradients.
+
+Shape letters: h hidden size, f MLP width, H heads and K KV heads of D columns, V logits, e bytes an element.
+Tensor-parallel ranks share f, H, K and V, and with sequence parallelism h.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.memory import GRADIENT_BYTES
+
+#: Part of a memory's nominal bandwidth that streaming kernels reach. An estimate: BabelStream's triad reaches
+#: about 90 % on A100 and H100 (https://github.com/UoB-HPC/BabelStream).
+HBM_SHARE = 0.9
+#: Bytes of a cast to fp8 by rows and by columns, counted as those that stream: 2 read and 2 written, in 52.3
+#: us for 8192 x 8192 on a B200 (https://github.com/ROCm/TransformerEngine/pull/598), 0.64 of its nominal
+#: bandwidth.
+CAST_BYTES = 4 * HBM_SHARE / 0.64
+
+
+class Ways(NamedTuple):
+    """Elements or bytes of the two directions."""
+
+    forward: float
+    backward: float
+
+
+#: Elements a column that rotary embeddings read and write in one kernel, and in torch's: negated half 1, put
+#: together 2, times cosine 2 and sine 2, added 3, put together with columns that do not turn 2; backward
+#: likewise, with zeros 1 and an addition 3 for these in place of the last 2 (rope_utils.py).
+_ROTARY, ROTARY_UNFUSED = Ways(2, 2), Ways(12, 14)
+#: Elements a column of a norm. torch's takes gradients of inputs and of weights in kernels of their own
+#: (layer_norm_kernel.cu), each of which reads the input and the output's gradient.
+_NORM, _NORM_UNFUSED = Ways(2, 3), Ways(2, 5)
+#: Elements a column of an activation, and of one with a gate. Apart: a gate's are the activation 2, its
+#: product 3; backward two products 6, the activation 3, both put together 4.
+_ACTIVATION, _GATED, _GATED_UNFUSED = Ways(2, 3), Ways(3, 5), Ways(5, 13)
+
+
+def layer_elements(job: Job) -> Ways:
+    """Return the elements that a row of one layer reads and writes outside matrices and attention.
+
+    forward:  two norms 4 h, two residual additions 6 h, activation 2 f (gated 3 f), rotary 2 (H + K) D, and
+              queries of grouped heads copied 2 H D
+    backward: norms 6 h, gradients of residuals 6 h, activation 3 f (gated 5 f), rotary 2 (H + K) D, and
+              gradients of queries, keys and values put together 2 (H + 2 K) D
+    a gate of attention's output: 3 H D forward, 5 H D backward, as that of the activation
+    norms behind attention and MLP: 4 h more forward, 6 h backward
+    layers of one part: of norms and residual additions half; without attention nothing of H and K
+    learned positions: no rotary
+    Mamba: a norm of what the heads put out, I elements, 2 I forward, 3 I backward
+    norms of queries and keys: 2 (H + K) D more forward, 3 (H + K) D backward
+    latent attention, of r rotary columns, in place of rotary and copies: norms of latent columns c, 2 c
+    forward, 3 c backward; 12 (H + 1) r forward, 14 backward, in no fused kernel, which a plan refuses;
+    queries, keys and values, whose columns are put together, 2 H (2 D + V); where latent columns travel
+    queries 2 H D and these columns 2 (c + r) alone
+
+    fp8 casts (`CAST_BYTES`) by rows and by columns what no kernel before it casts on its way: the inputs of
+    projection and second MLP matrix, H D and f, forward; the gradients of query, key and value (H + 2 K) D,
+    of the first MLP matrix f (gated 2 f) and of both residual additions 2 h backward. Transformer Engine's
+    norms cast their own output; the activation is Megatron's (fusions/fused_bias_swiglu.py), in 16 bits.
+    """
+    model, tp = job.model, job.tensor_parallel
+    hidden, mlp = model.hidden_size / job.row_parts, model.mlp_width / tp
+    heads, kv = model.head_dim * model.heads / tp, model.head_dim * max(1, model.kv_heads / tp)
+    gate, output, values = heads * model.output_gate, model.value_dim * model.heads / tp, kv
+    normed = model.parts * (1 + model.post_norms) * hidden
+    rotary = _apart(job, "rotary", _ROTARY, ROTARY_UNFUSED)
+    turned = 0.0 if model.learned_positions else heads + kv
+    copied = Ways(2 * heads * (model.kv_heads < model.heads), 2 * (heads + 2 * kv))
+    if not model.has_attention:
+        heads = kv = values = turned = gate = output = 0.0
+        copied = Ways(0, 0)
+    if model.state is not None:
+        output, values = model.state.inner / tp, model.state.columns / tp
+        normed += output * (model.state.kind == "mamba")
+    elif model.qk_norm and model.has_attention:
+        normed += heads + kv
+    if model.latent is not None:
+        latent = model.latent
+        values, rotary = output, ROTARY_UNFUSED
+        turned = (model.heads / tp + 1) * latent.rotary_dim
+        keys = job.exchanged_columns if job.latent_exchange else kv + values
+        copied = Ways(2 * (heads + keys), 2 * (heads + keys))
+        normed += (latent.kv_rank + (latent.query_rank or 0)) / job.row_parts
+    norm = _apart(job, "norms", _NORM, _NORM_UNFUSED)
+    activation = _apart(job, "activation", _GATED, _GATED_UNFUSED) if model.gated else _ACTIVATION
+    forward, backward = (
+        norm[way] * normed
+        + 3 * model.parts * hidden
+        + activation[way] * mlp
+        + rotary[way] * turned
+        + copied[way]
+        + _GATED[way] * gate
+        for way in range(2)
+    )
+    if job.precision == "fp8":
+        cast = CAST_BYTES / job.element_bytes
+        first = (1 + model.gated) * mlp
+        forward += cast * (output + mlp)
+        backward += cast * (heads + kv + values + first + model.parts * hidden)
+    return Ways(forward, backward)
+
+
+def loss_bytes(job: Job) -> Ways:
+    """Return the bytes of the cross entropy of a row, as Megatron's vocab_parallel_cross_entropy.
+
+    A logit of e bytes: cast e + 4, max 4, subtract 8, exp 8, sum 4, divide 8 forward; scale 8, cast 4 + e
+    backward. Fused (fused_cross_entropy.py): cast with max e + 4, subtract, exp and sum 8, divide 8; scale
+    and cast 4 + e.
+    """
+    logits = (1 + job.model.mtp_layers) * vocabulary(job)
+    apart, fused = (
+        Ways(36 + job.element_bytes, 12 + job.element_bytes),
+        Ways(20 + job.element_bytes, 4 + job.element_bytes),
+    )
+    each = _apart(job, "loss", fused, apart)
+    return Ways(each.forward * logits, each.backward * logits)
+
+
+def vocabulary(job: Job) -> float:
+    """Return the logits of a row on one GPU."""
+    return job.model.vocab_params(job.tensor_parallel) / job.model.hidden_size
+
+
+def gradient_bytes(job: Job) -> float:
+    """Return the bytes of adding a weight's gradient of a micro-batch to the optimizer's.
+
+    That one is read and written in the matrix product's own kernel; apart, the gradient is written and read
+    in the weight's type too (distributed_data_parallel.py).
+    """
+    return 2 * GRADIENT_BYTES[job.precision] + 2 * job.element_bytes * ("gradients" in job.unfused)
+
+
+def step_bytes(job: Job) -> tuple[float, float]:
+    """Return the bytes of a training step for each weight on a GPU, and for each of the optimizer's shard.
+
+    Of a gradient of g bytes: cleared g, scaled by tokens or replicas 2 g and searched for NaN g
+    (param_and_grad_buffer.py). fp8: a weight's two copies made of it, 4.
+    Of the shard, in fp32: gradient read for its norm 4 and clipped 8; Adam reads gradient, master weight and
+    both moments and writes these three, 28; the 16-bit weight made of it 4 + e. fp16: the gradient cast to
+    fp32 and unscaled 14.
+    By torch's Adam (optim/adam.py, `_multi_tensor_adam`): gradients clipped 16 (src * scale, and copied);
+    decay 8, first moment 12, second scaled 8 and added to 12, its root 8, divided 8 and epsilon added 8,
+    and the weight 16.
+    """
+    gradient = GRADIENT_BYTES[job.precision]
+    shard = 4 + (16 + 80 if "optimizer" in job.unfused else 8 + 28)
+    if job.precision != "fp32":
+        shard += 4 + job.element_bytes
+    if job.precision == "fp16":
+        shard += 14
+    return 4 * gradient + (4 if job.precision == "fp8" else 0), shard
+
+
+def _apart(job: Job, operation: str, fused: Ways, apart: Ways) -> Ways:
+    return apart if operation in job.unfused else fused
