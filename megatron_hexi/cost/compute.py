@@ -46,8 +46,13 @@ CURVE_HEAD_DIM = 128
 class Speeds:
     """A GPU's rates for a job: curves in its precision and head size, and memory bandwidth (bytes/s).
 
-    `matmul` and `output` are rates without writing (`unwritten`); `output` is of the vocabulary's matrix,
-    which stays in 16 bits where the layers' are in fp8. `call_s` is what the host takes to call an operation.
+    Args:
+        matmul: FLOP/s of the layers' matrix products, without the time to write results (`unwritten`).
+        output: likewise for the vocabulary's matrix, which stays in 16 bits where layers are in fp8.
+        causal: FLOP/s of causal attention.
+        full: FLOP/s of attention without a mask.
+        memory: bandwidth of the GPU's memory that kernels reach, bytes/s.
+        call_s: seconds that the host takes to call an operation.
     """
 
     matmul: Curve
@@ -116,7 +121,7 @@ def rates(curve: Curve, sizes: Floats) -> Floats:
 
 
 def token_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
-    """One layer outside attention, on `rows` = B x T rows: its products, and bytes / memory."""
+    """Return the seconds of one layer outside attention, for `rows` = B x T rows: products and memory."""
     products = product_seconds(
         rates(speeds.matmul, rows), speeds.memory, rows, layer_products(job), Elements.of(job, in_fp8=True)
     )
@@ -299,10 +304,10 @@ def keys_merge_times(speeds: Speeds, job: Job, keys: Floats) -> Floats:
 
 
 def logits_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
-    """Output matrix and cross entropy over the vocabulary, V of it on this GPU.
+    """Return the seconds of the output matrix and of cross entropy, with V words of the vocabulary on a GPU.
 
-    Matrix: a product of h to V, and `loss_bytes`. Each block of multi-token prediction has the same once
-    more, and before its layer a projection of 2 h to h.
+    These are a product of h to V, and `loss_bytes`. Each block of multi-token prediction repeats both, and
+    has a projection of 2 h to h before its layer.
     """
     matrix, inner = _output_products(job)
     output = product_seconds(rates(speeds.output, rows), speeds.memory, rows, matrix, Elements.of(job))
@@ -318,9 +323,9 @@ def logits_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
 
 
 def loss_bytes(job: Job) -> tuple[float, float]:
-    """Bytes of the cross entropy of a row, forward and backward, as Megatron's vocab_parallel_cross_entropy.
+    """Return the bytes of a row's cross entropy, forward and backward (vocab_parallel_cross_entropy).
 
-    A logit of e bytes: cast e + 4, max 4, subtract 8, exp 8, sum 4, divide 8 forward; scale 8, cast 4 + e
+    For a logit of e bytes: cast e + 4, max 4, subtract 8, exp 8, sum 4, divide 8 forward; scale 8, cast 4 + e
     backward.
     """
     logits = (1 + job.model.mtp_layers) * _vocab(job)
@@ -332,7 +337,7 @@ def _vocab(job: Job) -> float:
 
 
 def _output_products(job: Job) -> tuple[Products, Products]:
-    """The output matrix, once for each loss; and the projections of multi-token prediction."""
+    """Return the products of the output matrix, one a loss, and of multi-token prediction's projections."""
     hidden, blocks = job.model.hidden_size, job.model.mtp_layers
     return (
         (1 + blocks) * Products.of(hidden, _vocab(job)),
@@ -341,9 +346,13 @@ def _output_products(job: Job) -> tuple[Products, Products]:
 
 
 def row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
-    """FLOPs of a row: of a layer forward, backward, and of the loss both ways; and seconds besides.
+    """Return lower bounds of the work of a row in a layer forward, in a layer backward, and in the loss.
 
-    Together no more than `token_times` and `logits_times` of any number of rows, at its rate.
+    FLOPs at the rate of any number of rows, and the seconds added, are no more than the `token_times` and
+    `logits_times` of these rows.
+
+    Returns:
+        FLOPs of matrix products, [3], and seconds of memory traffic, [3].
     """
     layer, (forward, backward) = layer_products(job), elementwise_elements(job)
     element, loss = job.element_bytes / speeds.memory, loss_bytes(job)
