@@ -162,6 +162,16 @@ def _settings(plan: Plan) -> Iterator[_Setting]:
             yield _Setting("job.recompute", job.recompute, flag, value)
 
 
+def stage_terms(plan: Plan) -> frozenset[str]:
+    """Return the fields of `job` that a plan does not record because its stages say them."""
+    return frozenset() if plan.is_repeated else frozenset(("pipeline_parallel", "virtual_stages"))
+
+
+def tensor_parallel_flag(plan: Plan) -> int:
+    """Return --tensor-model-parallel-size under a plan: 1 if each unit of its stages has its own size."""
+    return plan.workload.tensor_parallel if plan.is_repeated else 1
+
+
 def replaced_flags(plan: Plan) -> frozenset[str]:
     """Return the flags that printed command lines leave out because the plan sets them."""
     terms = {term: _TERMS.get(term, (flag,)) for term, flag in FLAGS.items()} | _TERMS

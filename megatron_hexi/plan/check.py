@@ -110,13 +110,13 @@ def _check_layers(plan: Plan, replica: Replica, place: Place, where: Where) -> N
     total, reached = plan.workload.layers, 0
     if total is None:
         refuse(where, ("workload", "layers"), "is missing, stages have layers of their own", "give it")
-    if plan.job.pipeline_parallel is not None:
-        refuse(
-            where,
-            ("job", "pipeline_parallel"),
-            f"is {plan.job.pipeline_parallel}, the plan has stages of its own",
-            "leave it out",
-        )
+    for term, stated in (
+        ("pipeline_parallel", plan.job.pipeline_parallel is not None),
+        ("virtual_stages", plan.job.virtual_stages not in (None, 1)),
+    ):
+        if stated:
+            value = getattr(plan.job, term)
+            refuse(where, ("job", term), f"is {value}, the plan has stages of its own", "leave it out")
     for s, stage in enumerate(stages):
         here = (*place, s, "layers")
         if stage.layers is None:

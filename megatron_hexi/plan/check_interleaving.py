@@ -23,8 +23,6 @@ def check_interleaving(plan: Plan, where: Where) -> None:
     place = ("job", "virtual_stages")
     if chunks is None or chunks == 1:
         return
-    if not plan.is_repeated:
-        refuse(where, place, f"is {chunks}, the plan has stages of its own", "leave it out")
     if stages is None:
         return
     fault = interleaving_fault(chunks, stages, plan.workload.layers, _micro_batches(plan))

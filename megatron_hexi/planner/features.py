@@ -6,15 +6,16 @@ from collections.abc import Callable
 from typing import Final
 
 from megatron_hexi.cost import Job
-from megatron_hexi.plan import Plan, Stage, has_equal_replicas
+from megatron_hexi.options.plan_job import kind_of
+from megatron_hexi.plan import Plan, Stage
 from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.planner.request import Request
 
 
 def _has_unequal_replicas(plan: Plan) -> bool:
     """Whether replicas differ in stages or micro-batches; if their stage is repeated, also in rank order."""
-    if plan.is_repeated:
-        return not has_equal_replicas(plan)
+    if kind_of(plan) != "stages":
+        return kind_of(plan) == "unequal"
     kinds = {
         (replica.micro_batches, *(_size(stage) for stage in replica.stages)) for replica in plan.replicas
     }
@@ -24,7 +25,7 @@ def _has_unequal_replicas(plan: Plan) -> bool:
 def _has_unequal_stages(plan: Plan) -> bool:
     """Whether stages have `layers`; with experts, which need that, whether they have unequal numbers."""
     if plan.workload.experts is None:
-        return not plan.is_repeated
+        return kind_of(plan) == "stages"
     return len({sum(stage.ministage_sizes) for stage in _stages(plan)}) > 1
 
 

@@ -99,16 +99,10 @@ class Savings:
 
     def _written_out(self, candidate: Candidate) -> Candidate | None:
         """Return the plan with explicit layers for each stage; ``None``: that is impossible."""
-        plan, job = candidate.plan, candidate.job
-        if not self._rules.allow("unequal_stages"):
+        if not self._rules.allow("unequal_stages") or candidate.job.pipeline_parallel > 1:
             return None
-        if not plan.is_repeated:
-            return self._timed(plan, job)
-        if job.pipeline_parallel > 1:
-            return None
-        written, alone = written_out(plan, job)
         counts = candidate.timing.micro_batches.tolist()
-        return self._timed(_with_stages(written, lambda _place, stage: stage, counts), alone)
+        return self._timed(*written_out(candidate.plan, candidate.job, counts))
 
     def _time(self, plan: Plan, job: Job) -> Candidate:
         if job not in self._models:

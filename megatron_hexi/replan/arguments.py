@@ -75,5 +75,5 @@ def can_move(plan: Plan) -> bool:
     """
     rows = domain_rows(plan)
     shares = any(row.domain.samples is not None for row in rows)
-    replicas = len(plan.replicas) > 1 and not plan.is_repeated and not plan.takes_micro_batches
+    replicas = len(plan.replicas) > 1 and rows[0].layers is not None and not plan.takes_micro_batches
     return shares or replicas or any(len(row.domain.members) > 1 for row in rows)

@@ -177,7 +177,7 @@ def _fixed_replicas(request: Request) -> int | None:
 
 def _trainable(found: Candidate, cluster: Cluster) -> Candidate:
     """Return a layout in the form that multi-token prediction needs: several stages each have `layers`."""
-    if not found.plan.is_repeated or found.job.pipeline_parallel == 1:
+    if found.job.pipeline_parallel == 1:
         return found
     plan, job = written_out(found.plan, found.job)
     return Candidate(plan, job, CostModel(job, cluster).timing(plan))
