@@ -88,8 +88,7 @@ def _check_stages(plan: Plan, job: Job) -> None:
             f"{spell_flag('pipeline_parallel', job.pipeline_parallel)}: the plan has stages with layers of "
             "their own; leave it out"
         )
-    stages = [stage for replica in plan.replicas for stage in replica.stages]
-    shared = any(len(stage.domains) > 1 and not stage.takes_micro_batches for stage in stages)
+    shared = any(len(stage.domains) > 1 and not stage.takes_micro_batches for stage in plan.stages)
     if shared and job.micro_batch_size != plan.job.micro_batch_size:
         raise PlanError(
             f"{spell_flag('micro_batch_size', job.micro_batch_size)}: domains of the plan share "

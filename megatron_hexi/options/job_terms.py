@@ -123,7 +123,7 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
                 f"{args.hexi_plan}: job.virtual_stages is {chunks}, the command line has {flag}; leave one "
                 "of them out"
             )
-    if any(stage.recompute is not None for replica in plan.replicas for stage in replica.stages):
+    if any(stage.recompute is not None for stage in plan.stages):
         for flag in RECOMPUTE_FLAGS:
             if flag in given:
                 raise PlanError(
@@ -183,6 +183,6 @@ def replaced_flags(plan: Plan) -> frozenset[str]:
         stated.add("--tensor-model-parallel-size")
     if not plan.is_repeated:
         stated |= {*PARALLEL_SIZES, *STAGE_FLAGS}
-        if any(stage.recompute is not None for replica in plan.replicas for stage in replica.stages):
+        if any(stage.recompute is not None for stage in plan.stages):
             stated |= set(_TERMS["recompute"])
     return frozenset(stated)

@@ -66,11 +66,11 @@ def require_repeated(plan: Plan, action: str) -> None:
     feature = ""
     if not plan.is_repeated:
         feature = "stages with layers of their own"
-    elif any(len(stage.domains) > 1 for replica in plan.replicas for stage in replica.stages):
+    elif any(len(stage.domains) > 1 for stage in plan.stages):
         feature = "domains that share samples"
     elif any(member.state != 1 for member in plan.members):
         feature = "uneven shares of the optimizer's state"
-    elif any(s.recompute is not None or s.exchange is not None for r in plan.replicas for s in r.stages):
+    elif any(s.recompute is not None or s.exchange is not None for s in plan.stages):
         feature = "recomputation or an exchange of a stage of its own"
     if feature:
         raise PlanError(

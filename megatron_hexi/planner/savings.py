@@ -232,9 +232,8 @@ class Savings:
     def _by_samples(self, base: Candidate) -> Iterator[Candidate]:
         """Yield plans whose units have whole samples of each micro-batch, in proportion to their tokens."""
         plan, phases = base.plan, base.timing.phases
-        stages = [stage for replica in plan.replicas for stage in replica.stages]
-        most = max(sum(len(domain.members) for domain in stage.domains) for stage in stages)
-        if most < 2 or any(len(stage.domains) > 1 for stage in stages):
+        most = max(sum(len(domain.members) for domain in stage.domains) for stage in plan.stages)
+        if most < 2 or any(len(stage.domains) > 1 for stage in plan.stages):
             return
         if self._request.context_parallel is not None:
             return
@@ -258,7 +257,7 @@ class Savings:
 
 def spell_savings(plan: Plan) -> str:
     """Return how a plan saves memory and divides micro-batches by sample, in words; may be empty."""
-    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    stages = plan.stages
     words = []
     counts = sorted({stage.ministages for stage in stages if stage.ministages is not None})
     if counts:
