@@ -185,7 +185,7 @@ class Device:
         layer_share: fraction of `matmul` and `matmul_fp8` that the matrix products of a training layer reach;
             1 if the curves were measured in a layer.
         host: host memory of the node; ``None``: unknown, so plans do not offload to it.
-        call_us: what the host takes to call an operation on the GPU, µs; 0: not counted.
+        call_us: time that the host takes to call an operation on the GPU, µs; 0: not counted.
     """
 
     name: str

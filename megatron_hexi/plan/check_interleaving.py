@@ -39,9 +39,9 @@ def interleaving_fault(
     Args:
         chunks: virtual stages of each pipeline stage; 1: its layers run in one go, as 1F1B does.
         stages: pipeline stages.
-        layers: of the model; ``None``: not known.
-        micro_batches: of each replica, as far as they are known. Megatron runs as many at a time as there
-            are stages, and needs all of these in the last group.
+        layers: number of layers of the model; ``None``: not known.
+        micro_batches: micro-batches of each replica, as far as they are known. Megatron runs as many at a
+            time as there are stages, and the last group must be complete.
     """
     if chunks == 1:
         return None

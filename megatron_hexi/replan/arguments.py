@@ -30,7 +30,7 @@ def check_replanning(args: Namespace, plan: Plan | None) -> None:
         plan: the job's; ``None`` without one.
 
     Raises:
-        HexiError: with the flag, its value and the remedy.
+        HexiError: an option does not work with re-planning; the message has flag, value and remedy.
     """
     interval, cluster = args.hexi_replan_interval, args.hexi_cluster
     if interval is None:

@@ -63,7 +63,7 @@ class Baseline:
         name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous``,
             ``uneven-layers``, ``hexiscale`` or ``zorse``; for models with experts ``expert-parallel``.
         trial: the best layout that its rules allow; ``None``: there is none, or none fits.
-        why_not: if there is no `trial` the reason, one sentence with numbers.
+        why_not: reason why there is no `trial`, one sentence with numbers.
         layout: description of the best layout (or of the one that comes closest to fitting), for people.
         uniform: whether all of its GPUs get equal tokens and heads, whatever their speed.
     """
