@@ -214,6 +214,7 @@ def test_bf16_is_as_near_to_fp32_as_one_rank_is(run, checkpoint, reference, tmp_
         assert found <= 2 * allowed
 
 
+@pytest.mark.slow  # through our own entry point, test_checkpoints.py does it always
 def test_a_checkpoint_is_continued_under_any_plan_and_none(run, checkpoint, tmp_path):
     """Saved under one plan after some iterations, continued under others as if nothing had changed."""
     optimizer = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 
-def covering(first: Iterable[str], second: Iterable[str]) -> list[Any]:
-    """Every pair of two lists of names; each name is in a pair that is not slow.
+def covering(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """Every pair of two lists of values; each value is in a pair that is not slow.
 
     Where all pairs go through the same code, the others repeat what these show.
     """
