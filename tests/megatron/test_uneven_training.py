@@ -186,6 +186,7 @@ def test_losses_and_gradient_norms_are_those_of_one_rank(
     assert difference < 1e-5
 
 
+@pytest.mark.slow  # beside documents, test_option_training.py does it always
 def test_learned_positions_are_taken_at_the_true_positions(run, tmp_path):
     args = ("--position-embedding-type", "learned_absolute")
     run(tmp_path, 1, *args, "--save", str(tmp_path / "weights"), "--save-interval", "1", iterations=1)
