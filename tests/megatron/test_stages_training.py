@@ -122,7 +122,7 @@ CASES = {
 """,
         slow=False,
     ),
-    "tensor-parallel-domain": Case(TENSOR_DOMAIN, job=SEQUENCE, slow=False),
+    "tensor-parallel-domain": Case(TENSOR_DOMAIN, job=SEQUENCE),
     "options": Case(TENSOR_FIRST, (*WINDOW, *SINKS, *QK_NORM, *UNTIED), SEQUENCE, slow=False),
     "windows-sinks": Case(TENSOR_DOMAIN, (*WINDOW, *SINKS), SMALL_BUCKETS),
     # Megatron's own tensor parallelism, without a plan, is off by 1.3e-5 here after 20 iterations.
