@@ -24,10 +24,8 @@ def written_out(plan: Plan, job: Job, counts: Sequence[int] | None = None) -> tu
     for row in domain_rows(plan, job.micro_batch_size, job.pipeline_parallel, job.model.layers):
         domain = _from_rank(row.domain, row.first_rank)
         stages[row.replica].append(Stage((domain,), row.layers, job.recompute, row.exchange))
-    replicas = tuple(
-        Replica(tuple(own), count)
-        for own, count in zip(stages, counts or [own.micro_batches for own in plan.replicas], strict=True)
-    )
+    taken = [replica.micro_batches for replica in plan.replicas] if counts is None else counts
+    replicas = tuple(Replica(tuple(own), count) for own, count in zip(stages, taken, strict=True))
     return replace(plan, replicas=replicas), replace(job, pipeline_parallel=1, recompute="none")
 
 
