@@ -97,8 +97,8 @@ class Manifests(Bundle):
         """The choices, checked.
 
         Args:
-            cluster: that entries are of.
-            name: of the job where none is given.
+            cluster: the cluster of the settings' entries.
+            name: name of the job where the settings give none.
             more: fields of `Settings` that other commands lack.
 
         Raises:
@@ -138,9 +138,9 @@ class TrainingManifests(Manifests):
 
         Args:
             plan: the plan.
-            cluster: that it was made for.
+            cluster: the cluster that the plan was made for.
             path: the cluster's file.
-            flags: all of Megatron's.
+            flags: all of Megatron's flags.
 
         Raises:
             HexiError: a choice is missing or wrong, or the plan is for another cluster.

@@ -186,7 +186,7 @@ class Device:
             1 if the curves were measured in a layer.
         of_single_cards: whether `matmul` was measured on single cards, and not on all those of a cluster.
         host: host memory of the node; ``None``: unknown, so plans do not offload to it.
-        call_us: what the host takes to call an operation on the GPU, µs; 0: not counted.
+        call_us: time that the host takes to call an operation on the GPU, µs; 0: not counted.
     """
 
     name: str

@@ -24,7 +24,7 @@ class CheckpointLayer:
             key: Megatron's name.
             parts: Hugging Face's names, and shapes.
             same_as: Megatron's other name, if there is one.
-            form: of `Weight`: how the parts lie in it.
+            form: way in which the parts lie in the matrix (see `Weight`).
         """
         prefix = "decoder.layers." + (f"{self.number}." if self.has_own_keys else "")
         return Weight(

@@ -86,7 +86,7 @@ def interleaved_borders(
 
     Args:
         job: the job.
-        sections: its pipeline stages.
+        sections: the pipeline stages.
         links: the cluster's links.
         micro_batches: micro-batches of each replica, [replicas].
 

@@ -64,7 +64,7 @@ def bridge_arguments(text: str, path: Path) -> BridgeArguments:
 
     Args:
         text: the YAML, for which `is_bridge` holds.
-        path: its file, for errors.
+        path: path of its file, for errors.
 
     Raises:
         HexiError: a field whose value no argument of Megatron expresses; with line, field, value and remedy.

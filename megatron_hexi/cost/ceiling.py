@@ -20,8 +20,7 @@ from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.scan import whole_scan_times
 
-#: Rows at which a phase that reads the best rate anyhow is timed: what is read and written once counts
-#: nothing.
+#: Number of rows so large that bytes which are read or written once, such as weights, count nothing.
 _ROWS = 2.0**40
 
 
@@ -73,9 +72,14 @@ def token_seconds(speeds: Speeds, job: Job, with_experts: bool = True) -> float:
 
 
 def attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
-    """Attention of one token through the whole model, on one GPU: 2 (D + V) H S / 2 FLOPs a layer forward.
+    """Return the seconds of one token's attention and scans through the whole model, on one GPU.
 
-    The scans of layers with a state are among it.
+    Causal attention is 2 (D + V) H S / 2 FLOPs a layer forward.
+
+    Args:
+        speeds: the GPU's rates.
+        job: the job.
+        causal: whether a token sees earlier tokens only.
     """
     kinds = list(zip(job.kinds, job.model.layers_run, strict=True))
     seen = sum(layers * _keys_seen(kind.model, job.seq_length, causal) for kind, layers in kinds)
@@ -90,7 +94,10 @@ def attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
 
 
 def _scan_seconds(speeds: Speeds, job: Job) -> float:
-    """Scan of one token in a layer, all its heads on one GPU; computed again with whole layers only."""
+    """Return the seconds of one token's scan in a layer, with all heads on one GPU.
+
+    Only full recomputation repeats scans.
+    """
     forward, backward = whole_scan_times(speeds, job, np.ones(1))
     once = float(forward[0]) * (1 + (job.mode == "full")) + float(backward[0])
     return once * job.tensor_parallel / job.micro_batch_size

@@ -31,7 +31,7 @@ class AllToAll(NamedTuple):
 
 
 def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
-    """Return all all-to-alls of a layer with the bytes of their messages.
+    """Return the all-to-alls of a layer, with the bytes of their messages.
 
     forward in:    T_i (h_j D + k_j (D + V)) B e    query, key and value
     forward out:   T_i h_j V B e                    output
@@ -41,10 +41,12 @@ def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
     D is the size of a head's query and key, V that of its value; where latent columns travel, they are one KV
     head of C + R in place of D + V.
 
-    In halves, query heads travel in two; keys and values with the first, their gradients with the last.
+    Where all-to-alls are cut into halves, each carries half of the query heads. Keys and values travel with
+    the first half, their gradients with the last.
 
-    Heads with a state: in the columns of a member's heads and of the groups that these read, out the heads'
-    outputs, whole; backward likewise. Layers with neither send nothing.
+    Layers with a state send the columns of a member's heads and of the groups that these heads read inward,
+    and the heads' outputs outward, uncut; the backward pass sends the gradients of both. Layers without
+    attention and without a state send nothing.
     """
     holder, taker = plan.all_to_all_pairs
     if not job.model.has_attention:
@@ -65,7 +67,7 @@ def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
 
 
 def _column_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
-    """All all-to-alls of a layer without attention."""
+    """Return the all-to-alls of a layer without attention, as `all_to_all_bytes` does."""
     holder, taker = plan.all_to_all_pairs
     state, tokens = job.model.state, plan.tokens[holder].astype(float)
     columns = outputs = np.zeros(len(holder))

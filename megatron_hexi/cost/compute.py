@@ -40,8 +40,13 @@ CURVE_HEAD_DIM = 128
 class Speeds:
     """A GPU's rates for a job: curves in its precision and head size, and memory bandwidth (bytes/s).
 
-    `matmul` and `output` are rates without writing (`unwritten`); `output` is of the vocabulary's matrix,
-    which stays in 16 bits where the layers' are in fp8. `call_s` is what the host takes to call an operation.
+    Args:
+        matmul: FLOP/s of the layers' matrix products, without the time to write results (`unwritten`).
+        output: likewise for the vocabulary's matrix, which stays in 16 bits where layers are in fp8.
+        causal: FLOP/s of causal attention.
+        full: FLOP/s of attention without a mask.
+        memory: bandwidth of the GPU's memory that kernels reach, bytes/s.
+        call_s: seconds that the host takes to call an operation.
     """
 
     matmul: Curve
@@ -110,7 +115,7 @@ def rates(curve: Curve, sizes: Floats) -> Floats:
 
 
 def token_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
-    """One layer outside attention, on `rows` = B x T rows: its products, and bytes / memory."""
+    """Return the seconds of one layer outside attention, for `rows` = B x T rows: products and memory."""
     products = product_seconds(
         rates(speeds.matmul, rows), speeds.memory, rows, layer_products(job), Elements.of(job, in_fp8=True)
     )
@@ -241,10 +246,10 @@ def keys_merge_times(speeds: Speeds, job: Job, keys: Floats) -> Floats:
 
 
 def logits_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
-    """Output matrix and cross entropy over the vocabulary, V of it on this GPU.
+    """Return the seconds of the output matrix and of cross entropy, with V words of the vocabulary on a GPU.
 
-    Matrix: a product of h to V, and `loss_bytes`. Each block of multi-token prediction has the same once
-    more, and before its layer a projection of 2 h to h.
+    These are a product of h to V, and `loss_bytes`. Each block of multi-token prediction repeats both, and
+    has a projection of 2 h to h before its layer.
     """
     matrix, inner = _output_products(job)
     output = product_seconds(rates(speeds.output, rows), speeds.memory, rows, matrix, Elements.of(job))
@@ -260,7 +265,7 @@ def logits_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
 
 
 def _output_products(job: Job) -> tuple[Products, Products]:
-    """The output matrix, once for each loss; and the projections of multi-token prediction."""
+    """Return the products of the output matrix, one a loss, and of multi-token prediction's projections."""
     hidden, blocks = job.model.hidden_size, job.model.mtp_layers
     return (
         (1 + blocks) * Products.of(hidden, vocabulary(job)),
@@ -269,9 +274,13 @@ def _output_products(job: Job) -> tuple[Products, Products]:
 
 
 def row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
-    """FLOPs of a row: of a layer forward, backward, and of the loss both ways; and seconds besides.
+    """Return lower bounds of the work of a row in a layer forward, in a layer backward, and in the loss.
 
-    Together no more than `token_times` and `logits_times` of any number of rows, at its rate.
+    FLOPs at the rate of any number of rows, and the seconds added, are no more than the `token_times` and
+    `logits_times` of these rows.
+
+    Returns:
+        FLOPs of matrix products, [3], and seconds of memory traffic, [3].
     """
     layer, (forward, backward) = layer_products(job), layer_elements(job)
     element, loss = job.element_bytes / speeds.memory, loss_bytes(job)

@@ -74,7 +74,7 @@ def _decoder(config: Config) -> dict[str, Any]:
 
 
 def _hybrid(config: Config) -> dict[str, Any]:
-    """Fields of a hybrid without positions, with RMSNorm, and an MLP of squared ReLUs without a gate."""
+    """Return the fields of a hybrid without positions, with RMSNorm and an ungated MLP of squared ReLUs."""
     hidden, heads, pattern = (
         config.size("hidden_size"),
         config.size("num_attention_heads"),

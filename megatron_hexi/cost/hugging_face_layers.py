@@ -1,4 +1,4 @@
-"""Layers of a Hugging Face model that have experts, a window of keys, or a state.
+"""Fields of a Hugging Face model's experts, attention window and layers with a state.
 
 The rules are those of transformers' configuration_*.py and modeling_*.py.
 """
@@ -55,7 +55,7 @@ def window_fields(config: Config) -> Fields | None:
 
 
 def state_fields(config: Config) -> Fields | None:
-    """Fields of `State`; ``None``: the type has no layers with a state, or no layer is one.
+    """Return the fields of `State`; ``None``: the model has no layer with a state.
 
     Raises:
         HexiError: a value that is not usable.
@@ -139,13 +139,13 @@ def _plain_experts(config: Config) -> Fields:
 
 
 def _gated_experts(config: Config) -> Fields:
-    """Experts of Qwen3-Next, with a shared one behind a gate."""
+    """Return the fields of Qwen3-Next's experts, with a gated shared expert."""
     shared = config.size("shared_expert_intermediate_size")
     return {**_qwen_experts(config), "shared_ffn_hidden_size": shared, "shared_gate": True}
 
 
 def _hybrid_experts(config: Config) -> Fields | None:
-    """Experts of the layers that the pattern says."""
+    """Return the fields of the experts of a hybrid, whose pattern says which layers have them."""
     if "E" not in hybrid_pattern(config):
         return None
     return {

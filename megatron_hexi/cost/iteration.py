@@ -155,7 +155,8 @@ class CostModel:
         sections = plan_sections(plan, job, self._placer, gpus, self.part)
         experts = place_experts(plan, job, sections)
         cycles = expert_cycles(sections, experts, self.links)
-        if plan.is_repeated:
+        mesh = Mesh.of(plan, job.micro_batch_size, job.sequence_parallel)
+        if mesh is None:
             gpus_of_stages = [section.placement.stage.gpus for section in sections]
             first = gpus_of_stages[0] if job.virtual_stages > 1 else None
             costs = [
@@ -171,7 +172,6 @@ class CostModel:
                 stage_cost(section, self.links, None, cycle)
                 for section, cycle in zip(sections, cycles, strict=True)
             ]
-            mesh = Mesh(plan, job.micro_batch_size, job.sequence_parallel)
             borders = border_seconds(mesh, job, sections, self.links, micro_batches)
             reductions = uneven_reductions(mesh, job, sections, self.rings, self.hosts)
         passing = self._with_rows(sections, reductions.passing)

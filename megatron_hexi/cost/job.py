@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, NoReturn, get_args
 from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.planned_kinds import refuse_unplanned
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.job_terms import stage_terms
 from megatron_hexi.plan import JobTerms, LatentColumns, Plan, Workload
 from megatron_hexi.plan.check_interleaving import interleaving_fault
 from megatron_hexi.plan.flags import spell_flag
@@ -235,12 +236,9 @@ def job_terms(stated: Mapping[str, Any], plan: Plan) -> JobTerms:
         stated: values of the fields of `Job` that the user stated, by name; all other fields stay open.
         plan: the plan.
     """
-    left_out = set()
-    if not plan.is_repeated:
-        left_out |= {"pipeline_parallel", "virtual_stages"}
+    fields = JobTerms.__dataclass_fields__.keys() - stage_terms(plan)
     if plan.workload.tensor_parallel == 1:
-        left_out.add("sequence_parallel")
-    fields = JobTerms.__dataclass_fields__.keys() - left_out
+        fields -= {"sequence_parallel"}
     return JobTerms(**{field: value for field, value in stated.items() if field in fields})
 
 

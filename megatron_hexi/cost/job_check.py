@@ -12,6 +12,7 @@ from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan, assign_micro_batches, require_repeated
 from megatron_hexi.plan.check_interleaving import interleaving_fault
 from megatron_hexi.plan.flags import spell_flag
+from megatron_hexi.plan.units import domain_rows
 
 
 def check_job(plan: Plan, job: Job) -> Ints:
@@ -23,13 +24,9 @@ def check_job(plan: Plan, job: Job) -> Ints:
     _check_experts(plan, job)
     wanted = job.workload()
     fields = ["seq_length", "heads", "kv_heads", "head_dim", "layers", "hidden_size"]
-    if plan.is_repeated:
+    if domain_rows(plan)[0].layers is None:
+        _check_repeated(plan, job)
         fields.append("tensor_parallel")
-        if not job.has_equal_stages:
-            raise PlanError(
-                f"pipeline_parallel = {job.pipeline_parallel}: the plan leaves stages to the job, whose "
-                f"{job.model.layers} layers they cannot share equally; give a number that divides these"
-            )
     else:
         _check_stages(plan, job)
     pairs = [(field, getattr(plan.workload, field), getattr(wanted, field)) for field in fields]
@@ -53,8 +50,6 @@ def check_job(plan: Plan, job: Job) -> Ints:
             f"replicas: the plan has {replicas}, the job {spell_flag('data_parallel', job.data_parallel)}; "
             "make them equal"
         )
-    if plan.is_repeated:
-        require_repeated(plan, "time")
     shares = assign_micro_batches(plan, job.global_batch_size, job.micro_batch_size)
     counts = [share.count for share in shares]
     fault = interleaving_fault(job.virtual_stages, job.pipeline_parallel, job.model.layers, counts)
@@ -70,11 +65,21 @@ def _check_experts(plan: Plan, job: Job) -> None:
             f"workload.experts: the plan is for {planned}, the job has {there} (model {job.model.name}); "
             "give the job that the plan was made for, or make a plan for this one"
         )
-    if there and planned is None and plan.is_repeated:
+
+
+def _check_repeated(plan: Plan, job: Job) -> None:
+    if job.model.experts is not None and plan.workload.experts is None:
         raise PlanError(
-            f"the {there} experts of {job.model.name} lie where --expert-model-parallel-size puts them, "
-            "which the plan does not say; give its stages layers, and its units experts"
+            f"the {job.model.experts.count} experts of {job.model.name} lie where "
+            "--expert-model-parallel-size puts them, which the plan does not say; give its stages layers, "
+            "and its units experts"
         )
+    if not job.has_equal_stages:
+        raise PlanError(
+            f"pipeline_parallel = {job.pipeline_parallel}: the plan leaves stages to the job, whose "
+            f"{job.model.layers} layers they cannot share equally; give a number that divides these"
+        )
+    require_repeated(plan, "time")
 
 
 def _check_stages(plan: Plan, job: Job) -> None:
@@ -83,8 +88,7 @@ def _check_stages(plan: Plan, job: Job) -> None:
             f"{spell_flag('pipeline_parallel', job.pipeline_parallel)}: the plan has stages with layers of "
             "their own; leave it out"
         )
-    stages = [stage for replica in plan.replicas for stage in replica.stages]
-    shared = any(len(stage.domains) > 1 and not stage.takes_micro_batches for stage in stages)
+    shared = any(len(stage.domains) > 1 and not stage.takes_micro_batches for stage in plan.stages)
     if shared and job.micro_batch_size != plan.job.micro_batch_size:
         raise PlanError(
             f"{spell_flag('micro_batch_size', job.micro_batch_size)}: domains of the plan share "

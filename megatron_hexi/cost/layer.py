@@ -247,7 +247,7 @@ def first_share(plan: PlanArrays, job: Job) -> tuple[Floats, bool]:
 
 
 def layer_chunks(plan: PlanArrays, job: Job) -> Iterator[Chunk]:
-    """Steps of the exchange of keys and values; layers without attention have none."""
+    """Yield the steps of the exchange of keys and values; layers without attention have none."""
     if job.model.has_attention:
         window = job.model.window
         yield from exchange_chunks(plan, None if window is None else window.size)
@@ -278,9 +278,15 @@ def by_group(plan: PlanArrays, values: Floats) -> Floats:
 
 
 def unit_times(plan: PlanArrays, job: Job, stage: UnitGpus) -> Floats:
-    """Seconds of each unit's token work and of its own group's block, each in both directions, [2, 2, U].
+    """Return the seconds of each unit's token work and own group's block, forward and backward, [2, 2, U].
 
-    In layers with a state the scan of its heads is in place of the block; others without attention have none.
+    In a layer with a state, the scan of the unit's heads takes the place of the block; a layer of an MLP
+    alone has neither.
+
+    Args:
+        plan: the units' tokens, heads and groups.
+        job: the job, with layers of one kind.
+        stage: GPUs of the units.
     """
     rows, group_tokens = job.micro_batch_size * plan.tokens.astype(float), plan.group_tokens[plan.group]
     found, window = np.empty((2, 2, len(rows))), job.model.window
@@ -306,7 +312,7 @@ def unit_times(plan: PlanArrays, job: Job, stage: UnitGpus) -> Floats:
 
 
 def _scan(plan: PlanArrays, job: Job, speeds: Speeds, tokens: Floats, units: Ints | slice) -> Floats:
-    """Seconds of the scans of some units' heads over their groups' tokens, [2, units]."""
+    """Return the seconds of the scans of some units' heads over their groups' tokens, [2, units]."""
     if job.model.state is None:
         return np.zeros((2, len(tokens)))
     heads, groups = (held[units].astype(float) for held in state_shares(plan, job))

@@ -1,4 +1,4 @@
-"""Shapes of layers that are not plain: routed experts, windows, latent attention, layers with a state."""
+"""Shapes of routed experts, attention windows, multi-latent attention and layers with a state."""
 
 from __future__ import annotations
 
@@ -119,15 +119,15 @@ class State:
 
     Args:
         kind: ``mamba`` or ``delta``.
-        heads: of a layer (--mamba-num-heads, --linear-num-value-heads).
-        head_dim: inputs and outputs of a head (--mamba-head-dim, --linear-value-head-dim).
-        groups: of consecutive heads that share keys and queries (--mamba-num-groups,
-            --linear-num-key-heads); divides `heads`.
+        heads: number of heads of a layer (--mamba-num-heads, --linear-num-value-heads).
+        head_dim: number of inputs, and of outputs, of a head (--mamba-head-dim, --linear-value-head-dim).
+        groups: number of groups, which divides `heads`; consecutive heads of a group share keys and queries
+            (--mamba-num-groups, --linear-num-key-heads).
         key_dim: size of a key; a head's state is this by `head_dim` (--mamba-state-dim,
             --linear-key-head-dim).
         conv_width: taps of the convolution (--linear-conv-kernel-dim; Megatron's Mamba has 4).
-        layers: whether each layer has such heads (--linear-attention-freq); empty: every layer has. Of a
-            model with a `pattern` its letters say it.
+        layers: whether each layer has such heads (--linear-attention-freq); empty: every layer has. The
+            letters of a model's `pattern` say it where it has one.
 
     Raises:
         HexiError: another kind, a size that is no whole number above 0, or groups that do not divide the
@@ -155,7 +155,7 @@ class State:
 
     @property
     def inner(self) -> int:
-        """Inputs of all heads, which are as many as outputs and gates."""
+        """Number of inputs of all heads, and as many outputs and gates."""
         return self.heads * self.head_dim
 
     @property

@@ -22,7 +22,7 @@ def layer_matrices(model: Model, tensor_parallel: int) -> int:
     Heads with a state: hidden x the columns of their projection, and their outputs x hidden.
 
     Args:
-        model: with layers of one kind.
+        model: the model, with layers of one kind.
         tensor_parallel: ranks that share the layer.
     """
     if model.state is not None:
@@ -80,7 +80,7 @@ def _attention_vectors(model: Model, tensor_parallel: int) -> int:
 
 
 def _state_vectors(model: Model, state: State, tensor_parallel: int) -> int:
-    """Weights of heads with a state, as Megatron's MambaMixer and GatedDeltaNet have them.
+    """Return the number of weights of heads with a state (Megatron's MambaMixer and GatedDeltaNet).
 
     Of each channel the taps of the convolution. Mamba: a bias of it, of each head a decay, a step and a skip,
     and a norm of all outputs. Delta nets: of each head a decay and a step, and on every rank one norm of a

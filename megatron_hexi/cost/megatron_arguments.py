@@ -300,7 +300,7 @@ def kind_flags(model: Model) -> dict[str, int | str]:
 
 
 def state_flags(model: Model) -> dict[str, int | str]:
-    """Flags of a pattern and of layers with a state, with their values.
+    """Return the flags of a pattern and of layers with a state, with their values.
 
     Raises:
         NoFlagError: Megatron has no flag for the convolution of Mamba layers.

@@ -69,8 +69,8 @@ class Model:
             a head's query and key, rotary columns included.
         post_norms: whether attention and MLP have norms behind them too (Gemma).
         mtp_layers: blocks of multi-token prediction behind the last layer: --mtp-num-layers.
-        state: in place of attention, in all layers or some.
-        pattern: of a hybrid, whose layers each have one part only, a letter a layer as in Megatron's
+        state: heads with a state, which take the place of attention in all layers or some.
+        pattern: a letter for each layer of a hybrid, whose layers each have one part only, as in Megatron's
             --hybrid-layer-pattern: M or G for heads with a state, * attention, - a dense MLP, E experts.
 
     Raises:

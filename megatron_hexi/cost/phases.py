@@ -57,7 +57,7 @@ class Phases:
         )
 
     def spread_by(self, part: float) -> Phases:
-        """With that part of computation, filling and draining among it, as spread."""
+        """Return the phases with this part of computation, including filling and draining, as spread."""
         return self + Phases(spread=part * (self.token + self.attention + self.logits + self.bubble))
 
     @property

@@ -130,7 +130,7 @@ def _find_gpus(
         nodes = node_of[on]
         split = np.flatnonzero(nodes.min(axis=1) != nodes.max(axis=1))
         if len(split):
-            _refuse_split(plan, cluster, own[split[0]], on[split[0]])
+            _refuse_split(cluster, own[split[0]], on[split[0]])
     return placed
 
 
@@ -140,14 +140,12 @@ def _spell_size(plan: Plan, job: Job, ranks: int) -> str:
     return f"{plan.units} ranks x {job.tensor_parallel} tensor x {job.pipeline_parallel} pipeline"
 
 
-def _refuse_split(plan: Plan, cluster: Cluster, ranks: Ints, gpus: Ints) -> None:
+def _refuse_split(cluster: Cluster, ranks: Ints, gpus: Ints) -> None:
     ends = f"{cluster.rank_name(int(gpus[0]))} to {cluster.rank_name(int(gpus[-1]))}"
-    if plan.is_repeated:
-        who, remedy = "would be", "give a tensor_parallel that divides every node's GPUs"
-    else:
-        who, remedy = f"has ranks {ranks.tolist()}, which are", "give it ranks of one node"
     raise ClusterError(
-        f"cluster {cluster.name}: a tensor-parallel unit of {len(gpus)} {who} {ends}, on two nodes; {remedy}"
+        f"cluster {cluster.name}: a tensor-parallel unit of {len(gpus)} has ranks {ranks.tolist()}, which "
+        f"are {ends}, on two nodes; give it ranks of one node, or a tensor_parallel that divides each node's "
+        "GPUs"
     )
 
 

@@ -135,7 +135,7 @@ def _read(name: str) -> tuple[Path, str] | None:
 
 
 def _source(name: str) -> tuple[Path, str] | None:
-    """Return the file and its text as it stands there; ``None`` for a preset."""
+    """Return the path and the untranslated text of a model's file or recipe; ``None`` for a preset."""
     path = model_file(name)
     if path is None:
         recipe = recipes().get(name.lower())

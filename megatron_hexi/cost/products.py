@@ -37,7 +37,7 @@ _MOST = 2.0
 
 
 class Times(NamedTuple):
-    """Seconds of the two directions."""
+    """Seconds of the forward and of the backward pass."""
 
     forward: Floats
     backward: Floats
@@ -48,10 +48,10 @@ class Products:
     """Sums over products that run one after the other.
 
     Args:
-        weights: in x out, times the part of the rows that the product sees.
-        held: in x out: weights that are read.
-        inputs: columns in, times that part.
-        outputs: columns out, times that part.
+        weights: number of weights (in x out) times the part of the rows that the product sees.
+        held: number of weights that are read (in x out).
+        inputs: number of columns in, times that part.
+        outputs: number of columns out, times that part.
     """
 
     weights: Floats | float = 0.0

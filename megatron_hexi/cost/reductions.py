@@ -97,7 +97,7 @@ def repeated_reductions(
 
     Args:
         job: the job.
-        sections: its pipeline stages.
+        sections: the pipeline stages.
         rings: rings of the cluster.
         shards: number of units that share the optimizer's state; ``None``: the units of the plan.
         experts: experts of each section's units, whose state the expert domains share; ``None``: there are
@@ -123,8 +123,8 @@ def repeated_turns(job: Job, stages: Iterable[tuple[ModelPart, Ints, int]], ring
 
     Args:
         job: the job.
-        stages: its part of the model, the first GPU of each unit in rank order, and the number of domains,
-            for each pipeline stage.
+        stages: for each pipeline stage, its part of the model, the first GPU of each unit in rank order, and
+            the number of domains.
         rings: rings of the cluster.
     """
     collectives = weight_collectives(job)

@@ -103,7 +103,7 @@ def plan_sections(
         job: the job, which gives the number of pipeline stages to a plan with a repeated stage.
         placer: finds the units' GPUs.
         gpus: number in the cluster of each rank's GPU; ``None``: see `Placer.place`.
-        part: what the one stage of a plan has of the model; ``None``: what the job says.
+        part: the part of the model in the plan's only stage; ``None``: the part that the job assigns to it.
 
     Raises:
         PlanError: a domain has several groups, and the model layers with a state.

@@ -1,7 +1,7 @@
-"""Bytes on one GPU of layers without attention: of heads with a state, or of an MLP alone.
+"""Bytes on one GPU of layers without attention: heads with a state, or an MLP alone.
 
-Shape letters: B micro-batch, T tokens of the unit, G of its group, P inputs of a head, N size of a key, Q
-tokens of a chunk, h heads with a state, g groups of these, e bytes an element.
+Shape letters: B micro-batch, T tokens of the unit, G tokens of its group, P inputs of a head, N size of a
+key, Q tokens of a chunk, h heads with a state, g groups of these heads, e bytes an element.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_hexi.cost.layer_kinds import CHUNKS, State
 
 
 def scan_bytes(job: Job, group_tokens: Floats, heads: Floats) -> Floats:
-    """Bytes that a layer keeps of a scan, B G e (h x + g y); other layers without attention keep nothing.
+    """Return the bytes that a layer keeps of a scan, B G e (h x + g y); a layer of an MLP alone keeps none.
 
     Mamba (mamba_ssm's mamba_split_conv1d_scan_combined): the columns that arrived, and the outputs before the
     gate: x = its columns and P. Delta nets (Megatron's GatedDeltaNet, flash-linear-attention): the columns
@@ -22,9 +22,9 @@ def scan_bytes(job: Job, group_tokens: Floats, heads: Floats) -> Floats:
     matrix of pairs, and outputs before the norm: x = its columns and 2 N + 3 P + Q, y = its columns twice.
 
     Args:
-        job: with layers of one kind, without attention.
+        job: the job, with layers of one kind, without attention.
         group_tokens: G.
-        heads: of attention, in whose proportion a unit has heads with a state.
+        heads: number of the unit's heads of attention, in whose proportion it has heads with a state.
     """
     state = job.model.state
     if state is None:
@@ -39,18 +39,19 @@ def scan_bytes(job: Job, group_tokens: Floats, heads: Floats) -> Floats:
 
 
 def scan_working_bytes(job: Job, tokens: Floats, group_tokens: Floats, heads: Floats) -> Floats:
-    """Bytes that a layer without attention needs at its peak, the backward pass.
+    """Return the bytes that a layer without attention needs at its peak, in the backward pass.
 
     Columns and their gradients as they travel 2 T C e, all columns C of the rank's layer; of the own heads
     and groups, of c columns, their gradients, what the convolution put out and its gradient 3 G c e; states
     and their gradients in fp32 8 G h N P / Q, outputs and their gradients 2 G h P e. Of an MLP gradients of
-    its first output and its activation. Sequence parallelism: as of `working_set_bytes`.
+    its first output and its activation. Sequence parallelism: see
+    `working_set_bytes`.
 
     Args:
-        job: with layers of one kind, without attention.
+        job: the job, with layers of one kind, without attention.
         tokens: T.
         group_tokens: G.
-        heads: of attention, as of `scan_bytes`.
+        heads: see `scan_bytes`.
     """
     model, element = job.model, job.element_bytes
     whole = 2 * (job.row_parts > 1) * tokens * model.hidden_size * element

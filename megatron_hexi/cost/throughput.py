@@ -20,9 +20,9 @@ def model_flops(model: Model, context: int, counting: Literal["full", "half"] = 
 
         6 (layers x weights of a layer's matrices + hidden x vocabulary) + 12 x layers x heads x D x keys
 
-    where `keys` is how many a token sees: the context, or half of it, or the window. A block of multi-token
-    prediction is a layer more, a projection of 2 x hidden to hidden, and the vocabulary once more. Scans of a
-    layer with a state: `_scan_flops`.
+    where `keys` is the number of keys that a token sees: the context, half of it, or the window. A block of
+    multi-token prediction is a layer more, a projection of 2 x hidden to hidden, and the vocabulary once
+    more. Scans of a layer with a state: `_scan_flops`.
 
     Args:
         model: the model; its vocabulary counts without padding.
@@ -37,12 +37,12 @@ def model_flops(model: Model, context: int, counting: Literal["full", "half"] = 
     matrices += sum(layers * (kind.matrix_params() + _active_experts(kind)) for kind, layers in kinds)
     # One product of queries and keys, and one with values. A window counts as a shorter context.
     columns = model.heads * (model.head_dim + model.value_dim) / 2
-    seen = sum(layers * _seen(kind, context, counting) for kind, layers in kinds)
+    seen = sum(layers * _keys_counted(kind, context, counting) for kind, layers in kinds)
     return float(6 * matrices + 12 * seen * columns + 3 * scans)
 
 
 def _scan_flops(state: State) -> int:
-    """FLOPs of a layer with a state forward, as Megatron counts a token.
+    """Return the FLOPs of a token's scan in one layer forward, as Megatron counts them.
 
     Mamba 7 x inputs x key size; delta nets the convolution, and 4 products of a head's key and value size
     (`mamba_layer_flops`, `gdn_layer_flops` in megatron/training/training.py).
@@ -56,8 +56,8 @@ def _active_experts(model: Model) -> int:
     return model.experts.active * model.expert_params() if model.experts else 0
 
 
-def _seen(model: Model, context: int, counting: Literal["full", "half"]) -> float:
-    """Keys of a token, in the mean over a sequence; none without attention."""
+def _keys_counted(model: Model, context: int, counting: Literal["full", "half"]) -> float:
+    """Return the mean number of keys that a token's attention counts; 0 without attention."""
     if not model.has_attention:
         return 0.0
     if counting == "full":

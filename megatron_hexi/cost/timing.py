@@ -36,7 +36,7 @@ class Timing:
         experts: routed experts of each section's units; ``None``: the model has none.
         memory: bytes on one GPU of each unit, [U], by term.
         host_memory: bytes in host memory for one GPU of each unit, [U], by term.
-        host_loads: nodes in whose memory something lies.
+        host_loads: loads of the nodes whose host memory is used.
         spread: part by which the slowest GPU's computation takes longer than its kind's.
     """
 

@@ -16,7 +16,7 @@ from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.terms import UnitRates
-from megatron_hexi.plan.units import rank_gpus
+from megatron_hexi.plan.units import domain_rows, rank_gpus
 
 #: Length of the short document of the fit, as a part of the sequence; the long one is the whole sequence.
 _SHORT = 1 / 64
@@ -41,7 +41,7 @@ def unit_rates(plan: Plan, job: Job, cluster: Cluster) -> UnitRates:
             f"--batch-shares: {job.model.name} has layers with a state, whose heads are the plan's in every "
             "batch; leave it out"
         )
-    if not plan.is_repeated or job.pipeline_parallel > 1:
+    if domain_rows(plan)[0].layers is not None or job.pipeline_parallel > 1:
         raise PlanError(
             "--batch-shares: the plan has pipeline stages, between which all batches have the same rows; "
             "give --pipeline-model-parallel-size 1, or leave it out"

@@ -73,7 +73,7 @@ class _Folder:
         names: the names of folders on the way from there.
 
     Raises:
-        OSError: one of them is no bare name, or no folder.
+        OSError: an argument is no bare name, or no folder.
     """
 
     def __init__(self, root: Path, *names: str) -> None:

@@ -101,8 +101,8 @@ class HexiCoreAttention(MegatronModule):
         Args:
             query: [L, B, H, D], rows of the shard, padding last; [L, H, D] with documents.
             key: [L, B, K, D]; [L, K, D] with documents; [L, B, 1, C + R] where latent columns travel.
-            value: as the key, with another head size under multi-latent attention; where latent columns
-                travel, the matrix [H (N + V), C] that makes keys and values of them.
+            value: values, shaped as the key but with another head size under multi-latent attention; where
+                latent columns travel, the matrix [H (N + V), C] that makes keys and values of them.
             attention_mask: must be ``None``: the mask is the plan's.
             attn_mask_type: ``None``, or the type that the layer was built with.
             attention_bias: must be ``None``.

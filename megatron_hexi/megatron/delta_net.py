@@ -145,8 +145,8 @@ def _of_heads(layer: Any, columns: Tensor, groups: Tensor) -> Tensor:
 
     Args:
         layer: Megatron's layer.
-        columns: those of the groups that own heads read, [B, S, groups x key size].
-        groups: the group of each head, counted from the first of these.
+        columns: columns of the groups that own heads read, [B, S, groups x key size].
+        groups: group of each head, counted from the first of these groups.
     """
     of_groups = columns.unflatten(-1, (-1, layer.key_head_dim))
     if layer.use_qk_l2norm:

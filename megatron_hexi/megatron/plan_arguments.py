@@ -69,7 +69,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
         # Megatron does so when it checks its arguments, which is later; the choice of a kernel depends on it.
         torch.use_deterministic_algorithms(True)
     kernel = choose_kernel(args, plan, device, _dtype(args))
-    mesh = None if plan.is_repeated else Mesh(plan, args.micro_batch_size, args.sequence_parallel)
+    mesh = Mesh.of(plan, args.micro_batch_size, args.sequence_parallel)
     width = mesh.units[args.rank].width if mesh else args.tensor_model_parallel_size
     row_multiple = width if args.sequence_parallel else 1
     if args.hexi_record is not None and args.rank == 0:

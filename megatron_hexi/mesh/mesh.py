@@ -24,6 +24,11 @@ class Mesh:
         #: The unit of each rank, by rank.
         self.units: tuple[Unit, ...] = tuple(unit_of[rank] for rank in range(len(unit_of)))
 
+    @classmethod
+    def of(cls, plan: Plan, micro_batch_size: int, sequence_parallel: bool) -> Mesh | None:
+        """Return the mesh of a plan; ``None``: its stage is repeated, so Megatron's own groups suffice."""
+        return None if plan.is_repeated else cls(plan, micro_batch_size, sequence_parallel)
+
     def wraps_around(self, replica: int) -> bool:
         """Whether a replica's last stage sends its output to the first stage, for the next ministage."""
         stages = self.plan.replicas[replica].stages

@@ -123,7 +123,7 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
                 f"{args.hexi_plan}: job.virtual_stages is {chunks}, the command line has {flag}; leave one "
                 "of them out"
             )
-    if any(stage.recompute is not None for replica in plan.replicas for stage in replica.stages):
+    if any(stage.recompute is not None for stage in plan.stages):
         for flag in RECOMPUTE_FLAGS:
             if flag in given:
                 raise PlanError(
@@ -162,6 +162,16 @@ def _settings(plan: Plan) -> Iterator[_Setting]:
             yield _Setting("job.recompute", job.recompute, flag, value)
 
 
+def stage_terms(plan: Plan) -> frozenset[str]:
+    """Return the fields of `job` that a plan does not record because its stages say them."""
+    return frozenset() if plan.is_repeated else frozenset(("pipeline_parallel", "virtual_stages"))
+
+
+def tensor_parallel_flag(plan: Plan) -> int:
+    """Return --tensor-model-parallel-size under a plan: 1 if each unit of its stages has its own size."""
+    return plan.workload.tensor_parallel if plan.is_repeated else 1
+
+
 def replaced_flags(plan: Plan) -> frozenset[str]:
     """Return the flags that printed command lines leave out because the plan sets them."""
     terms = {term: _TERMS.get(term, (flag,)) for term, flag in FLAGS.items()} | _TERMS
@@ -173,6 +183,6 @@ def replaced_flags(plan: Plan) -> frozenset[str]:
         stated.add("--tensor-model-parallel-size")
     if not plan.is_repeated:
         stated |= {*PARALLEL_SIZES, *STAGE_FLAGS}
-        if any(stage.recompute is not None for replica in plan.replicas for stage in replica.stages):
+        if any(stage.recompute is not None for stage in plan.stages):
             stated |= set(_TERMS["recompute"])
     return frozenset(stated)

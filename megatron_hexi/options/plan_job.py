@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.options.job_terms import PARALLEL_SIZES, STAGE_FLAGS, set_job_terms
+from megatron_hexi.options.job_terms import PARALLEL_SIZES, STAGE_FLAGS, set_job_terms, tensor_parallel_flag
 from megatron_hexi.options.kinds import PlanKind, hybrid_layers, is_packed, layers_with_state, state_option
 from megatron_hexi.options.plan_experts import check_experts
 from megatron_hexi.options.refusals import refuse_unsupported
@@ -152,7 +152,7 @@ def check_workload(args: Namespace, plan: Plan) -> None:
         ("experts", workload.experts, "--num-experts", args.num_experts),
         (
             "tensor_parallel",
-            workload.tensor_parallel if plan.is_repeated else None,
+            tensor_parallel_flag(plan),
             "--tensor-model-parallel-size",
             args.tensor_model_parallel_size,
         ),

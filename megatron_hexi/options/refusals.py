@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.options.kinds import PlanKind, Refused, Supported
+from megatron_hexi.options.kinds import PlanKind, Refused
 from megatron_hexi.options.release import is_assumed
 from megatron_hexi.options.rule_table import OPTIONS
 
@@ -19,11 +19,6 @@ _KINDS: dict[PlanKind, tuple[PlanKind, ...]] = {
     "planned": ("any", "planned", "script"),
     "script": ("script",),
 }
-
-
-def supported() -> list[Supported]:
-    """Return all rules for supported options."""
-    return [option for options in OPTIONS.values() for option in options if isinstance(option, Supported)]
 
 
 def refused() -> list[Refused]:

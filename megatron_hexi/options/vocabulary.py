@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 
+from megatron_hexi.options.job_terms import tensor_parallel_flag
 from megatron_hexi.plan import Plan
 
 
@@ -15,11 +16,9 @@ def vocabulary_step(plan: Plan, divisor: int) -> int:
         plan: the plan.
         divisor: ``--make-vocab-size-divisible-by``, of a tensor-parallel rank as Megatron counts.
     """
-    if plan.is_repeated:
-        return divisor * plan.workload.tensor_parallel
     if plan.workload.padded_vocabulary is not None:
         return plan.workload.padded_vocabulary
-    return math.lcm(divisor, *(len(member.ranks) for member in plan.members))
+    return math.lcm(divisor * tensor_parallel_flag(plan), *(len(member.ranks) for member in plan.members))
 
 
 def keep_vocabulary(args: Namespace, first: Plan, plan: Plan) -> None:
@@ -31,5 +30,4 @@ def keep_vocabulary(args: Namespace, first: Plan, plan: Plan) -> None:
         plan: a plan whose tensor-parallel sizes divide the rows.
     """
     step = vocabulary_step(first, args.make_vocab_size_divisible_by)
-    width = plan.workload.tensor_parallel if plan.is_repeated else 1
-    args.make_vocab_size_divisible_by = step // width
+    args.make_vocab_size_divisible_by = step // tensor_parallel_flag(plan)

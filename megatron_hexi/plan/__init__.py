@@ -22,13 +22,13 @@ from megatron_hexi.plan.model import (
     Replica,
     Stage,
     Workload,
-    unit_ranks,
 )
 from megatron_hexi.plan.proportion import proportional_domain, proportional_plan
 from megatron_hexi.plan.schedule import Schedule, Schedules, Step, Transfer, build_schedule
 from megatron_hexi.plan.shares import Share, assign_micro_batches, has_equal_replicas
 from megatron_hexi.plan.terms import Estimate, JobTerms, Provenance, UnitRates
 from megatron_hexi.plan.traffic import LayerTraffic, Traffic, attention_traffic
+from megatron_hexi.plan.units import unit_ranks
 
 __all__ = [
     "Block",

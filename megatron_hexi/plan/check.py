@@ -66,11 +66,11 @@ def require_repeated(plan: Plan, action: str) -> None:
     feature = ""
     if not plan.is_repeated:
         feature = "stages with layers of their own"
-    elif any(len(stage.domains) > 1 for replica in plan.replicas for stage in replica.stages):
+    elif any(len(stage.domains) > 1 for stage in plan.stages):
         feature = "domains that share samples"
     elif any(member.state != 1 for member in plan.members):
         feature = "uneven shares of the optimizer's state"
-    elif any(s.recompute is not None or s.exchange is not None for r in plan.replicas for s in r.stages):
+    elif any(s.recompute is not None or s.exchange is not None for s in plan.stages):
         feature = "recomputation or an exchange of a stage of its own"
     if feature:
         raise PlanError(
@@ -110,13 +110,13 @@ def _check_layers(plan: Plan, replica: Replica, place: Place, where: Where) -> N
     total, reached = plan.workload.layers, 0
     if total is None:
         refuse(where, ("workload", "layers"), "is missing, stages have layers of their own", "give it")
-    if plan.job.pipeline_parallel is not None:
-        refuse(
-            where,
-            ("job", "pipeline_parallel"),
-            f"is {plan.job.pipeline_parallel}, the plan has stages of its own",
-            "leave it out",
-        )
+    for term, stated in (
+        ("pipeline_parallel", plan.job.pipeline_parallel is not None),
+        ("virtual_stages", plan.job.virtual_stages not in (None, 1)),
+    ):
+        if stated:
+            value = getattr(plan.job, term)
+            refuse(where, ("job", term), f"is {value}, the plan has stages of its own", "leave it out")
     for s, stage in enumerate(stages):
         here = (*place, s, "layers")
         if stage.layers is None:

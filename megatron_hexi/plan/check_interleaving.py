@@ -23,8 +23,6 @@ def check_interleaving(plan: Plan, where: Where) -> None:
     place = ("job", "virtual_stages")
     if chunks is None or chunks == 1:
         return
-    if not plan.is_repeated:
-        refuse(where, place, f"is {chunks}, the plan has stages of its own", "leave it out")
     if stages is None:
         return
     fault = interleaving_fault(chunks, stages, plan.workload.layers, _micro_batches(plan))
@@ -41,9 +39,9 @@ def interleaving_fault(
     Args:
         chunks: virtual stages of each pipeline stage; 1: its layers run in one go, as 1F1B does.
         stages: pipeline stages.
-        layers: of the model; ``None``: not known.
-        micro_batches: of each replica, as far as they are known. Megatron runs as many at a time as there
-            are stages, and needs all of these in the last group.
+        layers: number of layers of the model; ``None``: not known.
+        micro_batches: micro-batches of each replica, as far as they are known. Megatron runs as many at a
+            time as there are stages, and the last group must be complete.
     """
     if chunks == 1:
         return None

@@ -171,12 +171,6 @@ class Member:
         return self.ranks[0] // len(self.ranks)
 
 
-def unit_ranks(workload: Workload, number: int) -> tuple[int, ...]:
-    """Return the ranks, in Megatron's numbering, of the unit with a given number in a repeated stage."""
-    width = workload.tensor_parallel
-    return tuple(range(number * width, (number + 1) * width))
-
-
 @dataclass(frozen=True)
 class Group:
     """An A2A group: units that exchange tokens for heads by all-to-all.
@@ -360,16 +354,19 @@ class Plan:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of all replicas, in order."""
+        return tuple(stage for replica in self.replicas for stage in replica.stages)
+
+    @property
     def members(self) -> tuple[Member, ...]:
         """All members in the order of their ranks."""
-        stages = (stage for replica in self.replicas for stage in replica.stages)
-        return tuple(sorted((m for stage in stages for m in stage.members), key=lambda m: m.lead))
+        return tuple(sorted((m for stage in self.stages for m in stage.members), key=lambda m: m.lead))
 
     @property
     def units(self) -> int:
         """Number of units over all replicas and stages."""
-        stages = (stage for replica in self.replicas for stage in replica.stages)
-        return sum(len(group.members) for stage in stages for d in stage.domains for group in d.groups)
+        return sum(len(group.members) for stage in self.stages for d in stage.domains for group in d.groups)
 
     @property
     def ranks(self) -> int:
@@ -379,22 +376,22 @@ class Plan:
     @property
     def has_ministages(self) -> bool:
         """Whether any stage runs in ministages."""
-        return any(stage.ministages is not None for replica in self.replicas for stage in replica.stages)
+        return any(stage.ministages is not None for stage in self.stages)
 
     @property
     def takes_micro_batches(self) -> bool:
         """Whether the domains of any stage divide whole micro-batches."""
-        return any(stage.takes_micro_batches for replica in self.replicas for stage in replica.stages)
+        return any(stage.takes_micro_batches for stage in self.stages)
 
     @property
     def has_offload(self) -> bool:
         """Whether any stage offloads to host memory."""
-        return any(stage.offload is not None for replica in self.replicas for stage in replica.stages)
+        return any(stage.offload is not None for stage in self.stages)
 
     @property
     def is_repeated(self) -> bool:
         """Whether each replica has a single stage without `layers`, repeated by every pipeline stage."""
-        return all(stage.layers is None for replica in self.replicas for stage in replica.stages)
+        return all(stage.layers is None for stage in self.stages)
 
     def workload_of(self, domain: Domain) -> Workload:
         """Return the workload with `tensor_parallel` set to the tensor-parallel size of a domain's units."""

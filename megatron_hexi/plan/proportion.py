@@ -18,9 +18,9 @@ from megatron_hexi.plan.model import (
     Replica,
     Stage,
     Workload,
-    unit_ranks,
 )
 from megatron_hexi.plan.parts import worthwhile_parts
+from megatron_hexi.plan.units import unit_ranks
 
 _FASTEST = 1e100
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_hexi.plan.model import Domain, Exchange, Member, Plan, Range, Replica
+from megatron_hexi.plan.model import Domain, Exchange, Member, Plan, Range, Replica, Workload
 from megatron_hexi.plan.shares import domain_micro_batches
 from megatron_hexi.plan.terms import Offload, Recompute
 
@@ -159,6 +159,12 @@ def _members(domain: Domain) -> list[tuple[int, Member]]:
     """Return the members of a domain in rank order, each with the number of the member's group."""
     members = [(number, member) for number, group in enumerate(domain.groups) for member in group.members]
     return sorted(members, key=lambda pair: pair[1].lead)
+
+
+def unit_ranks(workload: Workload, number: int) -> tuple[int, ...]:
+    """Return the ranks, in Megatron's numbering, of the unit with a given number in a repeated stage."""
+    width = workload.tensor_parallel
+    return tuple(range(number * width, (number + 1) * width))
 
 
 def job_ranks(plan: Plan, stages: int) -> int:

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from typing import Final
 
 from megatron_hexi.cost import Job
-from megatron_hexi.plan import Plan, Stage, has_equal_replicas
+from megatron_hexi.options.plan_job import kind_of
+from megatron_hexi.plan import Plan, Stage
 from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.planner.request import Request
 
 
 def _has_unequal_replicas(plan: Plan) -> bool:
     """Whether replicas differ in stages or micro-batches; if their stage is repeated, also in rank order."""
-    if plan.is_repeated:
-        return not has_equal_replicas(plan)
+    if kind_of(plan) != "stages":
+        return kind_of(plan) == "unequal"
     kinds = {
         (replica.micro_batches, *(_size(stage) for stage in replica.stages)) for replica in plan.replicas
     }
@@ -24,8 +25,8 @@ def _has_unequal_replicas(plan: Plan) -> bool:
 def _has_unequal_stages(plan: Plan) -> bool:
     """Whether stages have `layers`; with experts, which need that, whether they have unequal numbers."""
     if plan.workload.experts is None:
-        return not plan.is_repeated
-    return len({sum(stage.ministage_sizes) for stage in _stages(plan)}) > 1
+        return kind_of(plan) == "stages"
+    return len({sum(stage.ministage_sizes) for stage in plan.stages}) > 1
 
 
 def _has_unequal_experts(plan: Plan) -> bool:
@@ -33,7 +34,7 @@ def _has_unequal_experts(plan: Plan) -> bool:
     total = plan.workload.experts
     if total is None:
         return False
-    domains = [domain for stage in _stages(plan) for domain in expert_domains(stage, total)]
+    domains = [domain for stage in plan.stages for domain in expert_domains(stage, total)]
     counts = [[held.count for held in domain] for domain in domains]
     return any(max(one) - min(one) > 1 for one in counts)
 
@@ -44,14 +45,10 @@ def _size(stage: Stage) -> tuple[object, ...]:
     return stage.layers, widths, stage.recompute, stage.ministages, stage.offload
 
 
-def _stages(plan: Plan) -> list[Stage]:
-    return [stage for replica in plan.replicas for stage in replica.stages]
-
-
 #: Whether a plan uses each feature, by the fields of `PlannerRules`.
 USES: Final[dict[str, Callable[[Plan], bool]]] = {
-    "ministages": lambda plan: any(stage.ministages is not None for stage in _stages(plan)),
-    "offload": lambda plan: any(stage.offload for stage in _stages(plan)),
+    "ministages": lambda plan: any(stage.ministages is not None for stage in plan.stages),
+    "offload": lambda plan: any(stage.offload for stage in plan.stages),
     "unequal_replicas": _has_unequal_replicas,
     "unequal_stages": _has_unequal_stages,
     "unequal_experts": _has_unequal_experts,
@@ -67,7 +64,7 @@ def is_allowed(plan: Plan, job: Job, request: Request) -> bool:
     """Whether a plan and its job use only features that a request allows, and the sizes that it fixes."""
     size = request.context_parallel
     if size is not None and any(
-        len(domain.members) != size for stage in _stages(plan) for domain in stage.domains
+        len(domain.members) != size for stage in plan.stages for domain in stage.domains
     ):
         return False
     if (request.virtual_stages or 1) > 1 and job.virtual_stages != request.virtual_stages:
@@ -75,7 +72,7 @@ def is_allowed(plan: Plan, job: Job, request: Request) -> bool:
     size = request.expert_parallel
     if size is not None and any(
         len(domain) != size
-        for stage in _stages(plan)
+        for stage in plan.stages
         for domain in expert_domains(stage, plan.workload.experts or 0)
     ):
         return False

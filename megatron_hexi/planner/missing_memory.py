@@ -16,12 +16,12 @@ class MissingMemory:
     """The memory that a job needs at least once, beside the memory of a cluster's GPUs, GiB.
 
     Args:
-        static: of weights, gradients and optimizer state, each once.
-        sequence: of one sequence's activations, with all layers computed again where recomputation is not
-            fixed, and of the layer and the loss that are being computed.
-        there: of all GPUs, without what libraries take.
-        counts: for each entry of the cluster file, the number of its nodes with which all of it would be
-            there; empty if nothing is missing, or if nodes of the file are lost.
+        static: memory of weights, gradients and optimizer state, each once.
+        sequence: memory of one sequence's activations, with all layers computed again where recomputation is
+            not fixed, and of the layer and the loss that are being computed.
+        there: memory of all GPUs, without what libraries take.
+        counts: number of nodes of each entry of the cluster file with which no memory would be missing; empty
+            if none is missing, or if nodes of the file are lost.
     """
 
     static: float
@@ -42,7 +42,7 @@ def missing_memory(request: Request, cluster: Cluster) -> MissingMemory:
 
     Args:
         request: the job, and what of it is fixed.
-        cluster: where it is to run.
+        cluster: the cluster that the job is to run on.
     """
     recompute = request.job.recompute if "recompute" in request.fixed else "full"
     job = replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_hexi.plan.units import domain_rows, job_ranks
 from megatron_hexi.planner.joint import Candidate
 
 #: The most layouts that are kept besides the chosen one.
@@ -29,11 +30,8 @@ def best_of_each_kind(found: Iterable[Candidate], best: Candidate) -> tuple[Cand
 
 
 def _kind(candidate: Candidate) -> _Kind:
-    plan = candidate.plan
-    depths = (
-        (candidate.job.pipeline_parallel,)
-        if plan.is_repeated
-        else tuple(sorted(len(replica.stages) for replica in plan.replicas))
-    )
-    widths = tuple(sorted({len(member.ranks) for member in plan.members}))
-    return len(plan.replicas), depths, widths, plan.ranks
+    plan, stages = candidate.plan, candidate.job.pipeline_parallel
+    rows = domain_rows(plan, stages=stages)
+    depths = tuple(sorted({row.replica: row.depth for row in rows}.values()))
+    widths = tuple(sorted({row.width for row in rows}))
+    return len(plan.replicas), depths, widths, job_ranks(plan, stages)

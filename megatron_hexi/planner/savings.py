@@ -99,16 +99,10 @@ class Savings:
 
     def _written_out(self, candidate: Candidate) -> Candidate | None:
         """Return the plan with explicit layers for each stage; ``None``: that is impossible."""
-        plan, job = candidate.plan, candidate.job
-        if not self._rules.allow("unequal_stages"):
+        if not self._rules.allow("unequal_stages") or candidate.job.pipeline_parallel > 1:
             return None
-        if not plan.is_repeated:
-            return self._timed(plan, job)
-        if job.pipeline_parallel > 1:
-            return None
-        written, alone = written_out(plan, job)
         counts = candidate.timing.micro_batches.tolist()
-        return self._timed(_with_stages(written, lambda _place, stage: stage, counts), alone)
+        return self._timed(*written_out(candidate.plan, candidate.job, counts))
 
     def _time(self, plan: Plan, job: Job) -> Candidate:
         if job not in self._models:
@@ -238,9 +232,8 @@ class Savings:
     def _by_samples(self, base: Candidate) -> Iterator[Candidate]:
         """Yield plans whose units have whole samples of each micro-batch, in proportion to their tokens."""
         plan, phases = base.plan, base.timing.phases
-        stages = [stage for replica in plan.replicas for stage in replica.stages]
-        most = max(sum(len(domain.members) for domain in stage.domains) for stage in stages)
-        if most < 2 or any(len(stage.domains) > 1 for stage in stages):
+        most = max(sum(len(domain.members) for domain in stage.domains) for stage in plan.stages)
+        if most < 2 or any(len(stage.domains) > 1 for stage in plan.stages):
             return
         if self._request.context_parallel is not None:
             return
@@ -264,7 +257,7 @@ class Savings:
 
 def spell_savings(plan: Plan) -> str:
     """Return how a plan saves memory and divides micro-batches by sample, in words; may be empty."""
-    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    stages = plan.stages
     words = []
     counts = sorted({stage.ministages for stage in stages if stage.ministages is not None})
     if counts:

@@ -211,7 +211,7 @@ def chunk_gated_delta_rule(
         v: [B, S, H, P].
         g: logarithm of the decay, [B, S, H].
         beta: [B, S, H].
-        scale: of queries; ``None``: 1 / sqrt(N).
+        scale: factor on queries; ``None``: 1 / sqrt(N).
         initial_state: must be ``None``.
         output_final_state: must be false.
         use_qk_l2norm_in_kernel: must be false.

@@ -50,7 +50,7 @@ def probe(world: World, options: Options, partial: Path, *, restart: bool, progr
     Raises:
         HexiError: a device that cannot do what was asked, ranks that are not numbered node by node, or a kept
             measurement of something else; on the rank that found it.
-        ElsewhereError: on all other ranks then.
+        ElsewhereError: raised on all other ranks then.
         LostRankError: a rank died.
     """
     with world.all_or_none():

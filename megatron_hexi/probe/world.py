@@ -34,7 +34,7 @@ class World:
     """The process group of a probe, and this rank's place in it.
 
     Args:
-        rank: this one's number.
+        rank: number of this rank.
         size: number of ranks.
         store: the job's; ``None`` for a world of one.
     """

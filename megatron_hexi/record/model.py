@@ -173,7 +173,7 @@ class Record:
 
     Args:
         path: the file that it was read from.
-        legs: one for each start, in the order of time.
+        legs: part of the record of each start, in the order of time.
     """
 
     path: Path

@@ -30,7 +30,7 @@ def check_replanning(args: Namespace, plan: Plan | None) -> None:
         plan: the job's; ``None`` without one.
 
     Raises:
-        HexiError: with the flag, its value and the remedy.
+        HexiError: an option does not work with re-planning; the message has flag, value and remedy.
     """
     interval, cluster = args.hexi_replan_interval, args.hexi_cluster
     if interval is None:
@@ -75,5 +75,5 @@ def can_move(plan: Plan) -> bool:
     """
     rows = domain_rows(plan)
     shares = any(row.domain.samples is not None for row in rows)
-    replicas = len(plan.replicas) > 1 and not plan.is_repeated and not plan.takes_micro_batches
+    replicas = len(plan.replicas) > 1 and rows[0].layers is not None and not plan.takes_micro_batches
     return shares or replicas or any(len(row.domain.members) > 1 for row in rows)

@@ -133,7 +133,7 @@ def check_flags(flags: Sequence[str], plan: Plan) -> None:
         plan: the plan.
 
     Raises:
-        HexiError: as `megatron_flags`.
+        HexiError: see `megatron_flags`.
     """
     args = _parse(flags)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
@@ -239,7 +239,7 @@ def launch_text(lines: LaunchLines, *, most: int | None = None, more: str = "") 
     Args:
         lines: the commands.
         most: number of torchrun commands to show; ``None``: all.
-        more: where to find the others.
+        more: sentence that says where to find the other nodes' lines.
     """
     data = " Synthetic data until you give your own." if "--mock-data" in lines.flags else ""
     text = [f"# Megatron's flags; the plan sets the others.{data}"]

@@ -57,7 +57,7 @@ def run_page(
         title: title of the page.
         cost: the cost model's prediction, if any.
         timeline: picture of a simulated iteration; ``None`` without a simulation.
-        simulated_s: its seconds.
+        simulated_s: seconds of the simulated iteration.
     """
     rows = unit_summaries(plan)
     gpus = [rank.device for rank in cost.ranks] if cost else []

@@ -112,7 +112,7 @@ class Run:
         notes: notes for the reader.
         expert_imbalance: measured standard deviation over mean of the rows of an expert; ``None`` without
             experts.
-        assumed_imbalance: what the plan was made for; ``None`` without experts.
+        assumed_imbalance: imbalance of experts' loads that the plan was made for; ``None`` without experts.
     """
 
     plan_digest: str

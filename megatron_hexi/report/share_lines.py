@@ -32,7 +32,7 @@ class ShareLine:
         layers: layers of each of these; ``None``: as the job says.
         ministages: ministages of each of these; ``None``: they run whole.
         offload: data of each of these that waits in host memory; ``None``: nothing.
-        recompute: what they recompute; ``None``: as the job says.
+        recompute: recomputation of the stages; ``None``: the job's setting.
         tensor_parallel: tensor-parallel size of a member.
         groups: number of groups in each stage.
         members: members on this kind of GPU, in each group.

@@ -9,9 +9,9 @@ class TimeUnit(NamedTuple):
     """A unit of time.
 
     Args:
-        seconds: its seconds.
-        name: its name after a number.
-        word: its name below an axis.
+        seconds: seconds of one such unit.
+        name: name of the unit behind a number.
+        word: name of the unit below an axis.
     """
 
     seconds: float

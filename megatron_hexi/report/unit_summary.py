@@ -26,7 +26,7 @@ class UnitSummary:
         layers: the layers of the stage; ``None``: all, and the job's pipeline repeats it.
         ministages: the layers of each of its ministages; ``None``: it runs whole.
         offload: data of the stage that waits in host memory; ``None``: nothing.
-        recompute: what the stage recomputes; ``None``: as the job says.
+        recompute: recomputation of the stage; ``None``: the job's setting.
         domain: index of its domain in the stage.
         samples: samples of each micro-batch that the domain takes; ``None``: all.
         micro_batches: whole micro-batches of an iteration that the domain takes; ``None``: all.

@@ -48,7 +48,7 @@ def place(plan: Plan, cluster: Cluster, slurm_nodes: Mapping[str, SlurmNode], ho
         plan: the plan.
         cluster: the cluster that it was made for.
         slurm_nodes: all of Slurm's nodes, by name.
-        hosts: those of the job, in Slurm's order, which does not matter.
+        hosts: hosts of the job, in Slurm's order, which does not matter.
 
     Raises:
         PlanError: the plan was made for another cluster.

@@ -13,6 +13,7 @@ import pytest
 from megatron_hexi.lab.testbed.isolation import find_isolation
 from tests.megatron.forked import Forks
 from tests.megatron.launch import environment
+from tests.support.covering import covering
 from tests.support.testbed import pair
 
 RANKS = 3
@@ -52,8 +53,7 @@ def ranks_with(forks: Forks, who: int, how: str, folder: Path) -> dict[int, Ende
     return {rank: Ended(code, (folder / f"rank-{rank}.log").read_text()) for rank, code in ended}
 
 
-@pytest.mark.parametrize("who", [0, 1], ids=["keeps-the-store", "another"])
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize(("who", "how"), covering([0, 1], ["killed", "stopped"]))
 def test_a_rank_that_is_gone_is_named_by_every_survivor(who, how, forks, tmp_path):
     ended = ranks_with(forks, who, how, tmp_path)
     survivors = {rank: end for rank, end in ended.items() if rank != who}

@@ -35,7 +35,17 @@ def saved(forks, references, tmp_path_factory):
     return folder / "weights", log
 
 
-@pytest.mark.parametrize(("case", "name"), LOADED_UNDER.values(), ids=LOADED_UNDER)
+#: A pipeline is another parallelism, too.
+ON_REQUEST = ("tensor-parallel",)
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(*loaded, id=name, marks=pytest.mark.slow if name in ON_REQUEST else ())
+        for name, loaded in LOADED_UNDER.items()
+    ],
+)
 def test_training_goes_on_under_any_plan_and_parallelism(case: Case, name, saved, forks, tmp_path):
     weights, whole = saved
     plan = case.plans()[name] if name else None

@@ -46,7 +46,13 @@ def test_bf16_stays_near(forks: Forks, tmp_path: Path, one_rank: TrainingLog) ->
     assert_same_training(found, one_rank, relative=2e-3)
 
 
-@pytest.mark.parametrize("recompute", [("--recompute-activations",), ("--recompute-granularity", "full")])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        pytest.param(("--recompute-activations",), marks=pytest.mark.slow),
+        ("--recompute-granularity", "full"),
+    ],
+)
 def test_recomputation_changes_nothing(forks: Forks, tmp_path: Path, recompute: tuple[str, ...]) -> None:
     """With dropout, so that the random state has to be restored for the second forward pass."""
     if "full" in recompute:
@@ -68,8 +74,8 @@ def checkpoint(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (1, ()),
-        (2, ("--tensor-model-parallel-size", "2")),
+        pytest.param(1, (), marks=pytest.mark.slow),
+        pytest.param(2, ("--tensor-model-parallel-size", "2"), marks=pytest.mark.slow),
         (2, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
         (2, ("--pipeline-model-parallel-size", "2")),
     ],

@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, bool, tuple[str, ...]]] = {
     "unequal-tensor-pipeline": ("two-and-one", True, (*SEQUENCE, *PIPELINE, *DISTRIBUTED)),
     "experts": ("replicas", False, (*balanced("aux_loss"), "--expert-model-parallel-size", "2")),
 }
-QUICK = ("sequence-parallel", "pipeline", "distributed-optimizer", "unequal-replicas")
+QUICK = ("sequence-parallel", "pipeline", "unequal-replicas")
 
 
 def run(forks, folder, plan: Plan, model_parallel: int, *words: str) -> list[list[Call]]:

@@ -9,6 +9,7 @@ import pytest
 from megatron_hexi.plan import write_plan
 from tests.megatron.launch import launch
 from tests.megatron.test_uneven_training import MODEL, THREE_AND_ONE
+from tests.support.covering import covering
 
 RANKS = 4
 DATA = (*MODEL, "--train-iters", "1", "--hexi-platform", "cpu", "--hexi-plan", "plan.yaml")
@@ -58,21 +59,21 @@ def test_a_path_that_one_rank_cannot_write_ends_all(name, forks, folder):
     check(outcome.output, who, said)
 
 
-@pytest.mark.parametrize("who", [0, 2])
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("plan", "elsewhere.yaml: cannot be read (No such file or directory)"),
-        ("kernel", "nothing of the kind is here; give another"),
-        ("session", "nothing of the kind is here; give another"),
-    ],
-)
-def test_what_one_rank_lacks_ends_all(who, what, said, forks, folder):
+#: What a rank says that has none.
+LACKED = {
+    "plan": "elsewhere.yaml: cannot be read (No such file or directory)",
+    "kernel": "nothing of the kind is here; give another",
+    "session": "nothing of the kind is here; give another",
+}
+
+
+@pytest.mark.parametrize(("who", "what"), covering([0, 2], LACKED))
+def test_what_one_rank_lacks_ends_all(who, what, forks, folder):
     outcome = forks.launch(
         folder, ranks=RANKS, args=[str(who), what, *DATA], entry="tests.megatron.odd_rank", timeout=90
     )
     assert outcome.codes == [2] * RANKS
-    check(outcome.output, who, said)
+    check(outcome.output, who, LACKED[what])
 
 
 def test_what_all_ranks_find_wrong_is_said_once_by_each(forks, folder):

@@ -66,7 +66,7 @@ WANTED = [
     Wanted(2, 2, {"pipeline_parallel": 2}, 2),
     Wanted(2, 2, {"data_parallel": 2}, 2),
     Wanted(3, 1, {"pipeline_parallel": 2, "data_parallel": 1}, 2),
-    Wanted(2, 4, {"pipeline_parallel": 3}, 3, slow_test=False),
+    Wanted(2, 4, {"pipeline_parallel": 3}, 3),
     Wanted(4, 2, {"tensor_parallel": 2, "pipeline_parallel": 2}, 2),
     Wanted(2, 4, {"tensor_parallel": 2, "data_parallel": 2}, 2),
     Wanted(2, 2, {"pipeline_parallel": 2, "recompute": "full"}, 2),

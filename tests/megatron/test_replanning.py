@@ -79,6 +79,7 @@ def milliseconds(output: str) -> list[float]:
             (one_domain((100, (0, 1)), (27, (1, 6))), one_domain((1, (0, 5)), (126, (5, 6)))),
             ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
             id="distributed-optimizer",
+            marks=pytest.mark.slow,  # what is swapped is the same
         ),
     ],
 )

@@ -181,14 +181,10 @@ def go_on(forks, folder, holder, kind, words):
 
 
 IN_CI = {
-    ("one-rank", "units", "fp32"),
     ("depths", "tp-pp", "bf16-distributed"),
     ("offload", "one-rank", "distributed"),
 }
-LOADS_IN_CI = {
-    ("one-rank", "ministages", "bf16"),
-    ("samples", "offload", "fp16"),
-}
+LOADS_IN_CI = {("samples", "offload", "fp16")}
 PAIRS = [
     pytest.param(
         *pair, id="-to-".join(pair[:2]) + f"-{pair[2]}", marks=[] if pair in IN_CI else pytest.mark.slow

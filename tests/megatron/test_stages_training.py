@@ -122,7 +122,7 @@ CASES = {
 """,
         slow=False,
     ),
-    "tensor-parallel-domain": Case(TENSOR_DOMAIN, job=SEQUENCE, slow=False),
+    "tensor-parallel-domain": Case(TENSOR_DOMAIN, job=SEQUENCE),
     "options": Case(TENSOR_FIRST, (*WINDOW, *SINKS, *QK_NORM, *UNTIED), SEQUENCE, slow=False),
     "windows-sinks": Case(TENSOR_DOMAIN, (*WINDOW, *SINKS), SMALL_BUCKETS),
     # Megatron's own tensor parallelism, without a plan, is off by 1.3e-5 here after 20 iterations.
@@ -299,8 +299,8 @@ def random_job(seed: int, ranks: tuple[int, int]) -> tuple[Plan, tuple[str, ...]
 @pytest.mark.parametrize(
     ("seed", "ranks"),
     [
-        *(pytest.param(seed, (2, 3), id=str(seed)) for seed in range(4)),
-        *(pytest.param(seed, (2, 3), id=str(seed), marks=pytest.mark.slow) for seed in range(4, 10)),
+        *(pytest.param(seed, (2, 3), id=str(seed)) for seed in range(2)),
+        *(pytest.param(seed, (2, 3), id=str(seed), marks=pytest.mark.slow) for seed in range(2, 10)),
         *(pytest.param(seed, (2, 8), id=str(seed), marks=pytest.mark.slow) for seed in range(10, 210)),
     ],
 )

@@ -119,7 +119,7 @@ CASES = {
     "gpt-pipeline": Case(GPT, "uneven-heads", PIPELINE),
     "gpt-experts": Case((*GPT, *balanced("aux_loss")), "uneven-heads"),
 }
-FAST = {"mamba-uneven-heads", "mamba-no-heads", "delta-uneven-heads", "delta-no-heads", "gpt-uneven-heads"}
+FAST = {"mamba-uneven-heads", "mamba-no-heads", "delta-uneven-heads", "gpt-uneven-heads"}
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,10 @@ def te() -> Iterator[EmulatedTe]:
         yield started
 
 
-@pytest.mark.parametrize("fusion", [(), ("--no-gradient-accumulation-fusion", "--no-rope-fusion")])
+@pytest.mark.parametrize(
+    "fusion",
+    [(), pytest.param(("--no-gradient-accumulation-fusion", "--no-rope-fusion"), marks=pytest.mark.slow)],
+)
 def test_groups_train_as_one_rank(
     fusion: tuple[str, ...], te: EmulatedTe, references: References, tmp_path: Path
 ):

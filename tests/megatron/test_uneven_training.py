@@ -186,6 +186,7 @@ def test_losses_and_gradient_norms_are_those_of_one_rank(
     assert difference < 1e-5
 
 
+@pytest.mark.slow  # beside documents, test_option_training.py does it always
 def test_learned_positions_are_taken_at_the_true_positions(run, tmp_path):
     args = ("--position-embedding-type", "learned_absolute")
     run(tmp_path, 1, *args, "--save", str(tmp_path / "weights"), "--save-interval", "1", iterations=1)
@@ -214,6 +215,7 @@ def test_bf16_is_as_near_to_fp32_as_one_rank_is(run, checkpoint, reference, tmp_
         assert found <= 2 * allowed
 
 
+@pytest.mark.slow  # through our own entry point, test_checkpoints.py does it always
 def test_a_checkpoint_is_continued_under_any_plan_and_none(run, checkpoint, tmp_path):
     """Saved under one plan after some iterations, continued under others as if nothing had changed."""
     optimizer = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")

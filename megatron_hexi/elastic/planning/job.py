@@ -20,6 +20,7 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.options.job_terms import CHUNK_FLAGS, PARALLEL_SIZES, STAGE_FLAGS
 from megatron_hexi.options.vocabulary import vocabulary_step
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.units import domain_rows
 from megatron_hexi.planner import CHOSEN, Planned, Request
 
 COMMAND_LINE = Path("the job's command line")
@@ -53,7 +54,7 @@ class LastingJob:
         if "recompute" in self.request.fixed:  # the command line says it, perhaps more exactly
             changed["recompute"] = self.first.job.recompute
             plan = _without_recompute(plan)
-        elif not plan.is_repeated:  # its stages say it
+        elif any(row.recompute is not None for row in domain_rows(plan)):  # its stages say it
             changed["recompute"] = None
         return replace(plan, job=replace(self.first.job, **changed))
 
@@ -116,11 +117,11 @@ def _fixed_by(given: frozenset[str], model: Model) -> str | None:
     return flag
 
 
-def _rules(restricting: Mapping[str, tuple[str, ...]], is_repeated: bool) -> PlannerRules:
+def _rules(restricting: Mapping[str, tuple[str, ...]], has_sizes: bool) -> PlannerRules:
     rules = ANYTHING
     for feature in {feature for features in restricting.values() for feature in features}:
         rules = replace(rules, **{feature: False})
-    return replace(rules, unequal_stages=False) if is_repeated else rules
+    return replace(rules, unequal_stages=False) if has_sizes else rules
 
 
 def _check_vocabulary(request: Request, step: int, padded: int | None, cluster: Cluster) -> None:

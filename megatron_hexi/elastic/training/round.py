@@ -29,6 +29,7 @@ from megatron_hexi.elastic.training.goodput import begin_round, round_words, set
 from megatron_hexi.elastic.training.round_plan import PLANNER_TIMEOUT, plan_ahead, plan_for
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.kinds import hybrid_layers
+from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.plan import Plan, plan_from_yaml
 from megatron_hexi.record import Round
 from megatron_hexi.runtime import meeting, start_watch, stop_watch
@@ -92,7 +93,7 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
             f"{what}: --load {args.load} is not --save {args.save}; to begin with other weights give "
             "--pretrained-checkpoint FOLDER and no --load"
         )
-    if plan.is_repeated and args.num_experts:
+    if kind_of(plan) != "stages" and args.num_experts:
         raise HexiError(
             f"{what}: {args.hexi_plan} leaves experts to --expert-model-parallel-size, which no plan for the "
             "nodes that are left does; give its stages layers, and its units experts, as hexi plan does"

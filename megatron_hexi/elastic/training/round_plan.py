@@ -73,8 +73,8 @@ def plan_ahead(request: dict[str, Any], present: Places) -> None:
     """Plan for the loss of each node, in the background of the training; returns at once.
 
     Args:
-        request: as in `plan_for`.
-        present: as in `plan_for`.
+        request: see `plan_for`.
+        present: see `plan_for`.
     """
     threading.Thread(target=_plan_ahead, args=(request, present), name="hexi-ahead", daemon=True).start()
 

@@ -48,8 +48,8 @@ class Throttled:
         gpus: one GPU (``h100-0/3``), those of nodes (``h100-0``, ``h100-0..3``, ``h100``), or of a kind
             (``H100-SXM-80GB``).
         speed: factor on their curves, at most 1.
-        at: when it begins.
-        until: when it ends; by default with the scenario.
+        at: time at which it begins.
+        until: time at which it ends; left out: the end of the scenario.
     """
 
     gpus: Text
@@ -65,11 +65,11 @@ class Congested:
     """Links with reduced bandwidth for a time, both ways.
 
     Args:
-        link: from nodes to the network (``h100-0``, ``h100``), inside a node (``h100-0 inside``), or out of a
-            group of a level (``rack 0``; ``rack h100-0`` where each node or GPU has its own).
+        link: link from nodes to the network (``h100-0``, ``h100``), inside a node (``h100-0 inside``), or out
+            of a group of a level (``rack 0``; ``rack h100-0`` where each node or GPU has its own).
         bandwidth: factor on bandwidth, at most 1.
-        at: when it begins.
-        until: when it ends; by default with the scenario.
+        at: time at which it begins.
+        until: time at which it ends; left out: the end of the scenario.
     """
 
     link: Text
@@ -86,8 +86,8 @@ class Lost:
 
     Args:
         nodes: ``h100-0``, ``h100-0..3`` or ``h100``.
-        at: when they fail.
-        until: when they are back; by default never.
+        at: time at which the nodes fail.
+        until: time at which they are back; left out: never.
     """
 
     nodes: Text

@@ -35,7 +35,7 @@ class KindTimes:
         forward: seconds of each domain's forward pass, without recomputation and logits, [domains].
         token: seconds of token work of each unit, [U].
         attention: likewise.
-        experts: likewise, of routed experts.
+        experts: work on routed experts, likewise.
         communication: waiting while its own messages are under way, likewise.
         times: number of layers for which each layer pass counts, [passes, U].
         layer: the cost model's, with simulated times.
@@ -60,10 +60,11 @@ class StageTimes:
         forward: seconds of each domain's forward pass, without recomputation and logits, [domains].
         token: seconds of token work of each unit, [U].
         attention: likewise.
-        experts: likewise, of routed experts.
+        experts: work on routed experts, likewise.
         communication: waiting while its own messages are under way, likewise, exposed sends included.
-        times: for each replay the number of layers for which each layer pass counts, [passes, U].
-        cost: the cost model's, with simulated times of a layer, for communication that they hide.
+        times: number of layers for which each layer pass counts, [passes, U] for each replay.
+        cost: cost of the stage by the cost model, with simulated times of a layer, for communication that
+            layers hide.
     """
 
     replicas: tuple[Phases, ...]
@@ -81,8 +82,8 @@ def extend_stage(section: Section, replays: Sequence[SectionReplay], cost: Stage
 
     Args:
         section: the units.
-        replays: for each kind of layers that they have, the replay of some of these.
-        cost: the cost model's, for work and sends.
+        replays: a replay of some layers, for each kind of layer in the stage.
+        cost: cost of the stage by the cost model, for work and sends.
     """
     kinds = [_extend_kind(section, replay, cost) for replay in replays]
     layers = list(cost.kinds)

@@ -40,7 +40,7 @@ class PipelineRow:
     Args:
         replicas: numbers of the replicas.
         stage: number of the stage.
-        lane: as in `PipelineSpan`.
+        lane: see `PipelineSpan`.
         spans: spans of the first of these replicas, in order.
     """
 

@@ -99,7 +99,7 @@ def pipeline_phases(pipeline: Pipeline, forward: Sequence[float], spans: Sequenc
 
     Args:
         pipeline: the stages.
-        forward: as in `replay_pipeline`.
+        forward: see `replay_pipeline`.
         spans: the replay.
     """
     slowest = max(pipeline.stages, key=lambda phases: phases.total) * pipeline.micro_batches

@@ -21,7 +21,7 @@ class RankTimeline:
         name: name of the GPU: ``h100-0/3``.
         device: model of GPU.
         stage: its pipeline stage.
-        unit: its member: its number in the stage, or in a plan whose stages have layers of their own.
+        unit: number of its unit: in the stage if the plan repeats one, else in the plan.
         section: number of the units that were replayed together; their spans have a common start.
         busy: work by kind: ``token``, ``attention``, ``experts`` where the model has some, ``logits``,
             ``optimizer``; recomputation included.
@@ -54,7 +54,7 @@ class Span:
     """A replayed activity; times of each section of units begin at 0.
 
     Args:
-        rank: its rank; of a tensor-parallel unit the first.
+        rank: first rank of the tensor-parallel unit.
         lane: ``compute`` or ``network``; spans on a lane of a rank do not overlap.
         kind: ``token``, ``attention``, ``experts``, ``logits``; ``all_to_all``, ``exchange``,
             ``expert_all_to_all``, ``tensor_parallel``.
@@ -159,7 +159,7 @@ class Findings:
 
     Args:
         meetings: shared links, the longest time first.
-        scatterings: for each kind the scattering that spares most.
+        scatterings: the scattering that spares most, for each kind.
         lead: time between the first and the last group of a replica at the end of a layer, as a part of the
             layer.
         unready: time between the first and the last member of a group that is ready for an all-to-all,

@@ -40,7 +40,7 @@ class ExpertTraffic:
     """Messages to routed experts in one layer, from rank to rank; those back are the same, reversed.
 
     Args:
-        messages: between units; two ranks of one unit may send to each other.
+        messages: messages between units; two ranks of one unit may send to each other.
         src_gpu: GPU of each message's sender, [M].
         dst_gpu: GPU of its receiver, [M].
     """

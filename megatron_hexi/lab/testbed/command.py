@@ -44,7 +44,7 @@ def run_testbed(
         path: the cluster file.
         folder: the run folder, new or empty; ``None``: one with a name of the time.
         speeds: ``paced``, ``quota`` or ``none``.
-        links: ``on`` or ``off``.
+        links: whether links are emulated, ``on`` or ``off``.
         gpus: GPUs of the file that the job's ranks are, as ``0,1``; ``None``: all.
         program: the program for torchrun; empty: only measure.
         throttles: GPUs that are slower for a while, as `parse_throttle` reads them; paced jobs only.

@@ -19,7 +19,7 @@ def check_emulable(cluster: Cluster, source: YamlFile, speeds: Speeds, *, links:
 
     Args:
         cluster: the cluster to emulate.
-        source: its file, for lines.
+        source: the cluster file, which gives line numbers for errors.
         speeds: method that makes ranks slow.
         links: whether the file's links are wanted.
 

@@ -52,7 +52,7 @@ class Lab:
         folder: the run folder, absolute; its `cluster` is the file that is emulated.
         speeds: method that makes ranks slow.
         links: whether each node and rank has a network namespace with the file's links.
-        isolation: how the lab gets namespaces of its own.
+        isolation: way in which the lab gets namespaces of its own.
         gpus: the GPUs of the file that the job's ranks are, in rank order.
         quotas: quota of each GPU of the file, with ``speeds = quota``.
         program: the program for torchrun, with its arguments; empty: only measure.

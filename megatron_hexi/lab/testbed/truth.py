@@ -41,8 +41,8 @@ class PaceMeasured:
 
     Args:
         gpu: its number in the file.
-        operations: paced ones.
-        asked_s: their modelled time.
+        operations: number of paced operations.
+        asked_s: modelled seconds of these operations.
         measured_s: seconds that they took: modelled, and lost.
         overrun: share of the modelled time by which operations computed longer than modelled.
         paced_share: share of the time from the first operation to the last in paced operations.

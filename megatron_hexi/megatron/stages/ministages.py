@@ -210,7 +210,7 @@ def forward_backward_by_ministages(
         num_microbatches: micro-batches of this replica.
         seq_length: rows of this rank times its context-parallel size.
         micro_batch_size: samples of this rank.
-        decoder_seq_length: as `seq_length`.
+        decoder_seq_length: see `seq_length`.
         forward_only: whether it is an evaluation.
         collect_non_loss_data: passed on.
         first_val_step: passed on.

@@ -63,7 +63,7 @@ class Baseline:
         name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous``,
             ``uneven-layers``, ``hexiscale`` or ``zorse``; for models with experts ``expert-parallel``.
         trial: the best layout that its rules allow; ``None``: there is none, or none fits.
-        why_not: if there is no `trial` the reason, one sentence with numbers.
+        why_not: reason why there is no `trial`, one sentence with numbers.
         layout: description of the best layout (or of the one that comes closest to fitting), for people.
         uniform: whether all of its GPUs get equal tokens and heads, whatever their speed.
     """
@@ -177,7 +177,7 @@ def _fixed_replicas(request: Request) -> int | None:
 
 def _trainable(found: Candidate, cluster: Cluster) -> Candidate:
     """Return a layout in the form that multi-token prediction needs: several stages each have `layers`."""
-    if not found.plan.is_repeated or found.job.pipeline_parallel == 1:
+    if found.job.pipeline_parallel == 1:
         return found
     plan, job = written_out(found.plan, found.job)
     return Candidate(plan, job, CostModel(job, cluster).timing(plan))

@@ -112,7 +112,7 @@ def _pipeline(
         gpus: GPUs of the pipeline.
         links: bytes/s between all GPUs, [N, N].
         width: the most GPUs of a tensor-parallel group.
-        of: for each GPU, the number that layers are in proportion to.
+        of: number to which layers are in proportion, for each GPU.
         only: whether groups must have exactly `width` GPUs.
     """
     machines: dict[int, list[int]] = {}

@@ -99,8 +99,8 @@ class Assembly:
                 fleets[place], place, stage, first, micro_batches[place.replica], len(pipes)
             )
         # Megatron's flags put experts elsewhere than a plan does.
-        is_repeated = _is_repeated(pipes) and self._job.model.experts is None
-        build = self._repeated if is_repeated else self._staged
+        by_flags = _fit_flags(pipes) and self._job.model.experts is None
+        build = self._repeated if by_flags else self._staged
         return build(pipes, micro_batches, placed, trials), trials
 
     def _domain(
@@ -236,7 +236,7 @@ class Assembly:
         return Candidate(plan, job, CostModel(job, self._cluster).timing(plan))
 
 
-def _is_repeated(pipes: Sequence[Pipe]) -> bool:
+def _fit_flags(pipes: Sequence[Pipe]) -> bool:
     """Whether all replicas have a single stage that Megatron's flags describe."""
     kinds = {(len(pipe.stages), pipe.stages[0].shape.width, pipe.stages[0].recompute) for pipe in pipes}
     return len(kinds) == 1 and len(pipes[0].stages) == 1

@@ -24,11 +24,9 @@ def with_layers_moved(best: Candidate, cluster: Cluster) -> Candidate:
     """Return the candidate with layers moved, a boundary at a time, while that fits better or is faster.
 
     Args:
-        best: a plan with `layers` in each stage; a plan with a repeated stage is returned unchanged.
+        best: a plan; one with a repeated stage has no layers to move, and is returned unchanged.
         cluster: the cluster that it runs on.
     """
-    if best.plan.is_repeated:
-        return best
     model, left = CostModel(best.job, cluster), _MOST_TRIALS
     while True:
         before = best

@@ -144,7 +144,7 @@ class Advisor:
         assert self._cut is not None
         speeds, plan = self._cut
         depth = max(len(replica.stages) for replica in plan.replicas)
-        if plan.is_repeated or plan.has_ministages or depth == 1:
+        if plan.has_ministages or depth == 1:
             return None, 0.0
         if self._moved is None or self._moved[0] != speeds:
             start = Candidate(plan, self._job, model.timing(plan))

@@ -33,9 +33,7 @@ def recut(plan: Plan, job: Job, cluster: Cluster, shares: bool = False) -> Plan:
         timing = model.timing(candidate)
         return max(0.0, timing.fullness - 1), timing.phases.total
 
-    best = _cut(plan, job, cluster)
-    if not plan.is_repeated:  # whose stages are cut each for itself
-        best = min(plan, best, key=order)
+    best = min(plan, _cut(plan, job, cluster), key=order)
     for changed in _dealt_again(best, job, model, shares):
         best = min(best, _cut(changed, job, cluster), key=order)
     return best

@@ -31,7 +31,7 @@ def cut_domain(row: DomainRow, plan: Plan, micro_batches: int, job: Job, cluster
     Args:
         row: the domain, and the stage that it is in.
         plan: the plan.
-        micro_batches: those that its replica takes of an iteration.
+        micro_batches: number of micro-batches that its replica takes in an iteration.
         job: the plan's job.
         cluster: the cluster at its present speeds.
     """

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hexi.lab.testbed import command
+from tests.support.covering import covering
 from tests.support.refusals import refused, snapshot, write_good_files
 from tests.support.shell import call_hexi
 
@@ -157,8 +158,7 @@ def words_with(words, path):
     return [path if word == "PATH" else word for word in words]
 
 
-@pytest.mark.parametrize("kind", UNREADABLE)
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(("reader", "kind"), covering(READERS, UNREADABLE))
 def test_what_cannot_be_read(folder, monkeypatch, capsys, reader, kind):
     path, said = UNREADABLE[kind]
     error = refused(monkeypatch, capsys, folder, words_with(READERS[reader], path))
@@ -166,16 +166,14 @@ def test_what_cannot_be_read(folder, monkeypatch, capsys, reader, kind):
     assert said in error
 
 
-@pytest.mark.parametrize("kind", UNREADABLE)
-@pytest.mark.parametrize("reader", MODELS)
+@pytest.mark.parametrize(("reader", "kind"), covering(MODELS, UNREADABLE))
 def test_what_is_no_model(folder, monkeypatch, capsys, reader, kind):
     path, said = UNREADABLE[kind]
     said = "is no preset, recipe or file" if path in _NO_MODEL else said
     assert said in refused(monkeypatch, capsys, folder, words_with(MODELS[reader], path))
 
 
-@pytest.mark.parametrize("kind", UNREADABLE)
-@pytest.mark.parametrize("verb", ["patch", "unpatch"])
+@pytest.mark.parametrize(("verb", "kind"), covering(["patch", "unpatch"], UNREADABLE))
 def test_what_is_no_checkout(folder, monkeypatch, capsys, verb, kind):
     said = refused(monkeypatch, capsys, folder, words_with((verb, "PATH"), UNREADABLE[kind][0]))
     assert "pretrain_gpt.py: not there; give the folder of a Megatron-LM checkout" in said
@@ -190,8 +188,7 @@ def test_what_is_no_script_of_a_checkout(folder, monkeypatch, capsys, kind):
     assert ": not there;" in error or "no regular file" in error or "that nobody writes to" in error
 
 
-@pytest.mark.parametrize("kind", UNWRITABLE)
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(("writer", "kind"), covering(WRITERS, UNWRITABLE))
 def test_what_cannot_be_written(folder, monkeypatch, capsys, writer, kind):
     words, read = WRITERS[writer]
     path, said = UNWRITABLE[kind]

@@ -144,11 +144,11 @@ def test_a_survivor_s_plan_says_what_the_command_line_leaves_to_it(cluster, plan
     found = survive(terms, cluster, TWO_LEFT, free).plan
     assert (found.job.precision, found.job.overlap_gradients) == ("fp32", False)
     assert found.job.micro_batch_size == 2
-    said = [found.job.recompute, *(stage.recompute for replica in found.replicas for stage in replica.stages)]
+    said = [found.job.recompute, *(stage.recompute for stage in found.stages)]
     assert said.count(None) < len(said)
     found = survive(replace(plan, job=JobTerms()), cluster, TWO_LEFT, [*WORDS, *FULL]).plan
     assert found.job.recompute is None
-    assert all(stage.recompute is None for replica in found.replicas for stage in replica.stages)
+    assert all(stage.recompute is None for stage in found.stages)
 
 
 @pytest.mark.parametrize("cluster", ["network"], indirect=True)

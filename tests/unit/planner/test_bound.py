@@ -112,7 +112,7 @@ def just_enough(plan, job, nodes, network):
 
 def request_of(random, plan, job):
     """A request that the plan answers, with some of its terms fixed."""
-    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    stages = plan.stages
     terms = {"data_parallel": len(plan.replicas), "micro_batch_size": job.micro_batch_size}
     widths = {len(member.ranks) for member in plan.members}
     depths = {len(replica.stages) for replica in plan.replicas}

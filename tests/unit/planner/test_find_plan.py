@@ -109,7 +109,7 @@ def test_what_is_fixed_is_kept(plans):
     kept = set()
     for text, _, planned, request in plans:
         plan, job, case = planned.plan, request.job, reproduce(text, request)
-        stages = [stage for replica in plan.replicas for stage in replica.stages]
+        stages = plan.stages
         # A plan for Megatron's own pipelines and recomputation leaves both to the job.
         again = {planned.job.recompute if stage.recompute is None else stage.recompute for stage in stages}
         made = {

@@ -311,7 +311,7 @@ def test_what_is_fixed_is_kept(terms):
     plans = JointSearches(lambda *_: None).plans(Request(job, frozenset(terms)), known, 1.0)
     assert plans
     for candidate in plans:
-        stages = [stage for replica in candidate.plan.replicas for stage in replica.stages]
+        stages = candidate.plan.stages
         modes = {candidate.job.recompute if stage.recompute is None else stage.recompute for stage in stages}
         made = {
             "tensor_parallel": {len(member.ranks) for member in candidate.plan.members},

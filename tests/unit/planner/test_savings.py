@@ -36,7 +36,7 @@ def request_for(**terms):
 
 def options(plan):
     """All that saves memory in a plan."""
-    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    stages = plan.stages
     return {
         "ministages": any(stage.ministages for stage in stages),
         "offload": any(stage.offload for stage in stages),

@@ -33,7 +33,7 @@ class Charge(NamedTuple):
 
     Args:
         kind: ``matmul`` or ``attention``.
-        seconds: its time on the device.
+        seconds: seconds of the operation on the device.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Charger:
         """Return the charge of a call.
 
         Args:
-            operation: one that it `knows`.
+            operation: an operation that the charge `knows`.
             arguments: positional arguments of the call.
             result: result of the call.
         """

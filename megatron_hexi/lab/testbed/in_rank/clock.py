@@ -73,7 +73,7 @@ class PacedClock:
         Args:
             begin: result of `begin`.
             kind: kind of operation.
-            seconds: its modelled time.
+            seconds: modelled seconds of the operation.
         """
         pace, due, now = self.pace, begin + seconds - self._late, time.perf_counter()
         pace.operations += 1
