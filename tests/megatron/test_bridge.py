@@ -74,11 +74,8 @@ def _scaled(name: str, folder: Path) -> Path:
     config["train"] |= {"global_batch_size": 4, "micro_batch_size": 1, "train_iters": 10}
     config["validation"]["eval_iters"] = 0
     config["scheduler"]["lr_warmup_iters"] = 2
-    config["optimizer"] |= {
-        "use_precision_aware_optimizer": False,
-        "exp_avg_dtype": None,
-        "exp_avg_sq_dtype": None,
-    }
+    config["optimizer"]["use_precision_aware_optimizer"] = False  # Transformer Engine's
+    config["optimizer"] |= dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype"))
     path = folder / "run_config.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path
