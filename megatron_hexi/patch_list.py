@@ -8,7 +8,7 @@ from megatron_hexi.megatron.arguments import argument_patches
 from megatron_hexi.megatron.batch import BATCH_PATCHES
 from megatron_hexi.megatron.checkpoints import CHECKPOINT_PATCHES
 from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
-from megatron_hexi.megatron.datasets import COMPILE_HELPERS, HELPERS_PATH
+from megatron_hexi.megatron.datasets import COMPILE_HELPERS, EMPTY_PARTS, HELPERS_PATH
 from megatron_hexi.megatron.delta_net import DELTA_NET_PATCHES
 from megatron_hexi.megatron.document_datasets import DOCUMENT_DATASET_PATCHES
 from megatron_hexi.megatron.documents_ahead import DOCUMENTS_AHEAD_PATCHES
@@ -44,6 +44,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *local_layer_patches(platform),
         HELPERS_PATH,
         COMPILE_HELPERS,
+        EMPTY_PARTS,
         *WRITER_PATCHES,
         *METRICS_PATCHES,
         *STEP_TIME_PATCHES,

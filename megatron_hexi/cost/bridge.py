@@ -30,6 +30,7 @@ from megatron_hexi.cost.bridge_fields import (
     OBJECTS,
     READ,
     RENAMED,
+    SCRIPT_VALUES,
 )
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.model_defaults import model_defaults
@@ -123,7 +124,7 @@ class _Translation:
             elif section != "model":
                 if value:
                     self._unread.append(".".join(place))
-            elif value != model_defaults().get(field, False):
+            elif value != SCRIPT_VALUES.get(field, model_defaults().get(field, False)):
                 self._refuse(
                     place, "Megatron's command line cannot say it", "remove it, or give another model"
                 )
@@ -144,7 +145,7 @@ class _Translation:
         row = rows[0]
         if row.kind != "store" and isinstance(value, int):
             value = bool(value)
-        if value == row.default:
+        if value == row.default or (value is False and row.default is None):
             return
         if isinstance(value, bool):
             flag = next((_switch(row, value) for row in rows if _switch(row, value)), None)

@@ -40,6 +40,7 @@ RENAMED: Final = {
     ("model", "num_moe_experts"): "num_experts",
     ("model", "rope_scaling"): "use_rope_scaling",
     ("model", "yarn_rotary_scaling_factor"): "rotary_scaling_factor",
+    ("model", "use_te_rng_tracker"): "te_rng_tracker",
     ("ddp", "check_for_nan_in_grad"): "check_for_nan_in_loss_and_grad",
     ("dataset", "path_to_cache"): "data_cache_path",
 }
@@ -69,72 +70,37 @@ ELSEWHERE: Final = frozenset(
         ("scheduler", "end_weight_decay"),
     )
 )
-#: Fields of the model that are reported as not read: they do not change its results, or a plan chooses them.
-LEFT_FIELDS: Final = frozenset(
-    [
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-        "activation_func_fp8_input_store",
-        "async_tensor_model_parallel_allreduce",
-        "attention_backend",
-        "attention_softmax_in_fp32",
-        "autocast_dtype",
-        "barrier_with_L1_time",
-        "batch_p2p_comm",
-        "batch_p2p_sync",
-        "bias_activation_fusion",
-        "cp_comm_type",
-        "cross_entropy_fusion_impl",
-        "cross_entropy_loss_fusion",
-        "cuda_graph_impl",
-        "cuda_graph_modules",
-        "cuda_graph_retain_backward_graph",
-        "cuda_graph_scope",
-        "cuda_graph_use_single_mempool",
-        "cuda_graph_warmup_steps",
-        "deallocate_pipeline_outputs",
-        "distribute_saved_activations",
-        "enable_autocast",
-        "fine_grained_activation_offloading",
-        "gradient_accumulation_fusion",
-        "hf_model_id",
-        "hf_model_revision",
-        "inference_sampling_seed",
-        "masked_softmax_fusion",
-        "memory_efficient_layer_norm",
-        "moe_deepep_num_sms",
-        "moe_hybridep_num_sms",
-        "moe_permute_fusion",
-        "moe_flex_dispatcher_backend",
-        "moe_shared_expert_overlap",
-        "moe_token_dispatcher_type",
-        "moe_router_fusion",
-        "moe_pad_experts_for_cuda_graph_inference",
-        "mtp_enabled",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "num_microbatches_with_partial_activation_checkpoints",
-        "overlap_p2p_comm",
-        "overlap_p2p_comm_warmup_flush",
-        "parallel_output",
-        "perform_initialization",
-        "persist_layer_norm",
-        "pipeline_dtype",
-        "pipeline_model_parallel_comm_backend",
-        "pipeline_model_parallel_layout",
-        "recompute_modules",
-        "scatter_embedding_sequence_parallel",
-        "tp_comm_overlap_cfg",
-        "tp_only_amax_red",
-        "transformer_impl",
-        "use_cpu_initialization",
-        "use_te_rng_tracker",
-        "use_transformer_engine_full_layer_spec",
-        "use_transformer_engine_op_fuser",
-        "variable_seq_lengths",
-        "virtual_pipeline_model_parallel_size",
-    ]
-)
+#: Fields of the model that are reported as not read, by reason; none changes what the model computes. A field
+#: whose argument has no influence on plans (class "free" of `options.registry`) becomes its flag and is not
+#: here.
+_LEFT: Final = {
+    "the plan chooses it": """
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split attention_backend
+        cp_comm_type distribute_saved_activations fine_grained_activation_offloading moe_deepep_num_sms
+        moe_flex_dispatcher_backend moe_hybridep_num_sms moe_shared_expert_overlap moe_token_dispatcher_type
+        num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+        num_microbatches_with_partial_activation_checkpoints pipeline_model_parallel_layout recompute_modules
+        virtual_pipeline_model_parallel_size
+    """,
+    "CUDA graphs, which a plan's layers do not use": """
+        cuda_graph_impl cuda_graph_modules cuda_graph_retain_backward_graph cuda_graph_scope
+        cuda_graph_use_single_mempool cuda_graph_warmup_steps moe_pad_experts_for_cuda_graph_inference
+    """,
+    "Megatron's script sets it": """
+        autocast_dtype batch_p2p_comm batch_p2p_sync deallocate_pipeline_outputs enable_autocast
+        pipeline_dtype variable_seq_lengths
+    """,
+    "another kernel for the same layer": """
+        bias_activation_fusion memory_efficient_layer_norm persist_layer_norm
+        use_transformer_engine_full_layer_spec
+    """,
+    "without effect on a training in 16 or 32 bits": """
+        hf_model_id hf_model_revision inference_sampling_seed mtp_enabled tp_only_amax_red
+    """,
+}
+LEFT_FIELDS: Final = frozenset(" ".join(_LEFT.values()).split())
+#: Arguments of Megatron's GPTModel that its script gives always; no other value is read.
+SCRIPT_VALUES: Final = {"parallel_output": True, "scatter_embedding_sequence_parallel": True}
 #: Fields of the model whose functions and objects Megatron's script makes for itself, with the beginnings of
 #: their names: hooks of the training loop, and initial weights by --init-method-std.
 OBJECTS: Final[dict[str, tuple[str, ...]]] = {

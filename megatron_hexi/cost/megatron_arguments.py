@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_hexi.argument_file import located_words
+from megatron_hexi.argument_file import Word, located_words
 from megatron_hexi.cost.hugging_face_rotary import NoFlagError
 from megatron_hexi.cost.job import Fusible, Job
 from megatron_hexi.cost.layer_kinds import State
@@ -76,10 +76,9 @@ def read_arguments(text: str, path: Path) -> Parsed:
     for flag, value in ADDED.items():
         if flag not in parsed.given:  # the printed lines say it
             setattr(args, flag.removeprefix("--").replace("-", "_"), int(value))
-    option = find_refused(args, "planned")
+    option = find_refused(_in_own_stages(args), "planned")
     if option is not None:
-        lines = [word.line for word in words if word.text.partition("=")[0] == option.option]
-        raise HexiError(f"{path}{f', line {lines[0]}' if lines else ''}: {option.message}")
+        raise HexiError(f"{_place(option.option, words, path)}: {option.message}")
     resolve(args, str(path))
     return parsed
 
@@ -90,9 +89,24 @@ def check_arguments(text: str, path: Path, plan: Plan) -> None:
     Raises:
         HexiError: see `read_arguments`; also if the plan does not support an option.
     """
-    option = find_refused(read_arguments(text, path).args, kind_of(plan))
+    args = read_arguments(text, path).args
+    option = find_refused(args if plan.is_repeated else _in_own_stages(args), kind_of(plan))
     if option is not None:
-        raise HexiError(f"{path}: {option.message}")
+        raise HexiError(f"{_place(option.option, located_words(text, path), path)}: {option.message}")
+
+
+def _place(flag: str, words: Sequence[Word], path: Path) -> str:
+    """Return the file, and the line of a flag's first mention, if it is in the file."""
+    lines = [word.line for word in words if word.text.partition("=")[0] == flag]
+    return f"{path}, line {lines[0]}" if lines else str(path)
+
+
+def _in_own_stages(args: Namespace) -> Namespace:
+    """Return the arguments without Megatron's pipeline, as of a training in stages that state their layers.
+
+    The planner takes such stages where a model needs them.
+    """
+    return Namespace(**vars(args) | {"pipeline_model_parallel_size": 1})
 
 
 def model_from_arguments(text: str, path: Path) -> Model:
@@ -154,7 +168,7 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
         for flag in CHUNK_FLAGS
         if flag in given
     ]
-    return ArgumentTerms(stated, free, _restricting(args, path), size, experts, " ".join(chunks))
+    return ArgumentTerms(stated, free, _restricting(args, text, path), size, experts, " ".join(chunks))
 
 
 def _unfused(args: Namespace) -> tuple[Fusible, ...]:
@@ -175,13 +189,14 @@ def _unfused(args: Namespace) -> tuple[Fusible, ...]:
     return tuple(operation for operation, is_apart in apart.items() if is_apart)
 
 
-def _restricting(args: Namespace, path: Path) -> dict[str, tuple[str, ...]]:
+def _restricting(args: Namespace, text: str, path: Path) -> dict[str, tuple[str, ...]]:
     """Return the options that plans with unequal replicas or unequal stages refuse, with these features."""
     found: dict[str, tuple[str, ...]] = {}
+    args = _in_own_stages(args)
     if args.num_experts:  # a plan says where experts are in stages with layers only
         option = find_refused(args, "stages")
         if option is not None:
-            raise HexiError(f"{path}: {option.message}")
+            raise HexiError(f"{_place(option.option, located_words(text, path), path)}: {option.message}")
         return found
     for feature, kind in _FEATURES.items():
         option = find_refused(args, kind)

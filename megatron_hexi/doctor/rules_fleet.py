@@ -49,7 +49,7 @@ def _cpu_vendors(facts: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def _architectures(facts: Sequence[Facts]) -> Iterator[Problem]:
-    """NVIDIA/nccl#1184, notes of 2.24.3 and 2.26.2: ranks of other generations choose differently too."""
+    """NVIDIA/nccl#1184 and #1366, notes of 2.24.3 and 2.26.2: generations choose differently too."""
     gpus = [", ".join(dict.fromkeys(gpu.name for gpu in rank_facts.gpus)) for rank_facts in facts]
     generations = {gpu.capability for rank_facts in facts for gpu in rank_facts.gpus}
     machines = {rank_facts.cpu.machine for rank_facts in facts} - {""}

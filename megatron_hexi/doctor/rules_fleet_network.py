@@ -117,13 +117,22 @@ def _cards(facts: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def _vendors(facts: Sequence[Facts]) -> Iterator[Problem]:
+    """NVIDIA/nccl#1526: cards of two vendors fail over RoCE until all use one index of addresses."""
     hosts = [host for host in _hosts(facts) if _up(host)]
     vendors = [", ".join(sorted({port.vendor for port in _fastest(_up(host))} - {""})) for host in hosts]
     if len(set(vendors) - {""}) > 1:
+        index = (
+            "export NCCL_IB_GID_INDEX=3 on every node (RoCE v2, as show_gids says); then "
+            if "Ethernet" in set().union(*(_layers(_fastest(_up(host))) for host in hosts))
+            and not all("NCCL_IB_GID_INDEX" in host.environment for host in hosts)
+            else ""
+        )
         yield Problem(
             "warning",
-            f"vendors of network cards differ: {values_by_rank(hosts, vendors)} (PCI numbers)",
-            "test with nccl-tests between the kinds; if that hangs, export NCCL_IB_DISABLE=1 on every node",
+            f"vendors of network cards differ: {values_by_rank(hosts, vendors)} (PCI numbers; "
+            "NVIDIA/nccl#1526)",
+            f"{index}test with nccl-tests between the kinds; if that hangs, export NCCL_IB_DISABLE=1 on "
+            "every node",
         )
 
 

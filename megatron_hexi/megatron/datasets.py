@@ -1,4 +1,4 @@
-"""The compiled helpers of Megatron's data sets.
+"""Megatron's data sets: their compiled helpers, and parts of a split that hold no document.
 
 The wheel ships compiled helpers without a Makefile, a checkout a Makefile without compiled helpers (and make
 needs pybind11 and a compiler). Megatron runs make in both cases and exits where that fails.
@@ -11,7 +11,10 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.session import active_session
 from megatron_hexi.patching import Patch
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
@@ -34,6 +37,23 @@ def _compile_if_missing(original: Callable[[], None]) -> Callable[[], None]:
     return compile_helpers
 
 
+def _refuse_empty_parts(original: Callable[[Any, int], int]) -> Callable[[Any, int], int]:
+    @functools.wraps(original)
+    def _get_num_epochs(self: Any, num_tokens_per_epoch: int) -> int:
+        if active_session() is not None and num_tokens_per_epoch == 0 and self.num_samples:
+            part = {"train": "training", "valid": "validation"}.get(self.index_split.name, "test")
+            documents = len(self.dataset.document_indices) - 1
+            raise HexiError(
+                f"--split: of the {documents} documents of {self.dataset.path_prefix} none is in the {part} "
+                f"part, of which {self.num_samples} samples are wanted; give that part a larger share, or "
+                "other files with --train-data-path and --valid-data-path"
+                + ("" if part == "training" else ", or --eval-iters 0")
+            )
+        return original(self, num_tokens_per_epoch)
+
+    return _get_num_epochs
+
+
 HELPERS_PATH = Patch(
     target="megatron.core.datasets:__path__",
     why="a checkout whose dataset helpers were not compiled takes those of the installed wheel",
@@ -45,4 +65,11 @@ COMPILE_HELPERS = Patch(
     why="the dataset helpers are compiled only where they are missing: the wheel has them, and no Makefile",
     build=_compile_if_missing,
     parameters=(),
+)
+
+EMPTY_PARTS = Patch(
+    target="megatron.core.datasets.gpt_dataset:GPTDataset._get_num_epochs",
+    why="epochs over a part of a split without documents are counted for ever, for none has a token",
+    build=_refuse_empty_parts,
+    parameters=("self", "num_tokens_per_epoch"),
 )

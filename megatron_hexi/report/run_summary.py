@@ -154,7 +154,7 @@ def last_start(record: Record, plan: Plan) -> Start:
     return starts[-1]
 
 
-def describe_run(record: Record, plan: Plan, cost: IterationCost | None) -> Run:
+def describe_run(record: Record, plan: Plan, cost: IterationCost | None = None) -> Run:
     """Return the measurements of a recorded run, and the prediction for its plan.
 
     Args:

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from megatron_hexi.plan import write_plan
+from tests.megatron.conftest import job
 from tests.megatron.launch import launch
 from tests.megatron.test_uneven_training import MODEL, THREE_AND_ONE
 from tests.support.covering import covering
@@ -105,3 +106,12 @@ def test_under_torchrun_the_rank_that_finds_it_says_it_alone(forks, folder):
     assert "Traceback (most recent call last)" not in result.stderr.split("hexi: error:")[0]
     assert result.returncode != 0
     assert re.search(r"exitcode\s*: 2", result.stderr)
+
+
+def test_a_part_of_the_data_without_documents_ends_all(forks, folder, documents):
+    """Megatron would count epochs of it for ever, on the rank that builds data sets."""
+    words = ["--hexi-plan", "plan.yaml", "--hexi-platform", "cpu", "--split", "9999,1,0", "--eval-iters", "1"]
+    words += ["--train-iters", "1"]
+    outcome = forks.launch(folder, ranks=RANKS, args=[*job(documents), *words], timeout=90)
+    assert outcome.codes == [2] * RANKS
+    check(outcome.output, 0, "--split: of the 400 documents of")

@@ -35,8 +35,20 @@ EXPERTS = {
     "--moe-router-topk": 2,
     "--disable-bias-linear": None,
 }
+LATENT = {
+    "--kv-channels": 24,
+    "--q-lora-rank": 32,
+    "--kv-lora-rank": 32,
+    "--qk-head-dim": 16,
+    "--qk-pos-emb-head-dim": 8,
+    "--v-head-dim": 16,
+    "--moe-layer-freq": "[0,1]",
+    "--moe-shared-expert-intermediate-size": 32,
+    "--moe-router-num-groups": 2,
+    "--moe-router-group-topk": 1,
+}
 LEFT_OUT = ("--bf16", "--tokenizer-model", "--split", "--moe-grouped-gemm")
-SLOW = ("llama3-8b-128k", "llama3-70b-512k", "qwen3-30b-a3b-128k", "gpt-oss-20b-32k")
+SLOW = ("llama3-8b-128k", "llama3-70b-512k", "qwen3-30b-a3b-128k", "gpt-oss-20b-32k", "deepseek-v3-32k")
 
 
 @pytest.mark.parametrize(
@@ -51,8 +63,13 @@ def test_a_recipe_trains(name, forks, tmp_path):
     flags = {flag: value for flag, value in recipe.flags.items() if flag not in LEFT_OUT} | SMALL
     if "--num-experts" in flags:
         flags |= EXPERTS
+    workload = Workload(96, 4, 2, 16)
+    if "--multi-latent-attention" in flags:
+        del flags["--num-query-groups"]
+        flags |= LATENT
+        workload = Workload(96, 4, 4, 24, value_dim=16)
     args = [str(word) for pair in flags.items() for word in pair if word is not None]
-    plan = proportional_plan(Workload(96, 4, 2, 16), [[[3, 2], [1]]])
+    plan = proportional_plan(workload, [[[3, 2], [1]]])
     log = forks.train(tmp_path, ranks=3, args=args, plan=plan)
     assert len(log.losses) == 10
     # Near the entropy of a guess, as untrained models are, at rates that are too low for more.

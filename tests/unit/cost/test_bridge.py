@@ -6,9 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_hexi.cost import argument_words, read_model, read_terms, unread_fields
+from megatron_hexi.cost.bridge_fields import LEFT_FIELDS
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.parser import read_rows
+from megatron_hexi.options.registry import class_of
 
 FILES = Path(__file__).parent / "bridge"
 NAMES = ("qwen3-30b-a3b", "gpt-oss-20b", "llama3-8b")
@@ -45,6 +49,12 @@ def test_the_job_of_a_recipe():
         ),
         ("mixed_precision: bf16_mixed", "mixed_precision: bf16_with_mxfp8_mixed", "mixed_precision: .*mxfp8"),
         ("hidden_size: 2048", "hidden_size: many", r"line \d+: argument --hidden-size"),
+        ("  parallel_output: true", "  parallel_output: false", r":\d+: model\.parallel_output: "),
+        (
+            "  activation_func_fp8_input_store: false",
+            "  activation_func_fp8_input_store: true",
+            r":\d+: model\.activation_func_fp8_input_store: ",
+        ),
         ("\npeft: null", "\npeft: {dim: 8}", r":\d+: peft: "),
         ("  moe_token_dropping: false", "  moe_token_dropping: true", r":\d+: model\.moe_token_dropping: "),
         ("config.GPTDatasetConfig", "config.OtherConfig", r":\d+: dataset\._target_: "),
@@ -90,10 +100,27 @@ def test_what_megatron_makes_for_itself_is_named_as_not_read(tmp_path):
 
 def test_defaults_are_not_named_as_not_read():
     unread = unread_fields(FILES / "llama3-8b.yaml")
-    assert "model.cross_entropy_loss_fusion" in unread  # on, where Megatron's script has it off
+    assert "model.deallocate_pipeline_outputs" in unread  # on, where Megatron's default is off
     assert not {"model.batch_p2p_comm", "model.transformer_impl", "model.perform_initialization"} & set(
         unread
     )
+
+
+def test_what_no_plan_depends_on_becomes_a_flag():
+    words = argument_words(FILES / "llama3-8b.yaml")
+    assert words is not None
+    assert {"--cross-entropy-loss-fusion", "--no-overlap-p2p-communication"} <= set(words)
+    assert words[words.index("--cross-entropy-fusion-impl") + 1] == "te"
+
+
+def test_no_field_that_is_left_has_a_flag_without_influence_on_plans():
+    graphs = {name for name in LEFT_FIELDS if name.startswith("cuda_graph_")}
+    rows = {row.dest: row.flags[0] for row in read_rows()}
+    assert {name for name in LEFT_FIELDS & set(rows) if class_of(rows[name]) == "free"} <= graphs
+    models = [
+        yaml.safe_load((FILES / f"{name}.yaml").read_text())["model"] for name in (*NAMES, "deepseek-v3")
+    ]
+    assert {field for model in models for field in model} >= LEFT_FIELDS
 
 
 def test_a_dense_job_of_a_recipe():
@@ -103,19 +130,23 @@ def test_a_dense_job_of_a_recipe():
     assert terms.context_parallel == 2
 
 
-def test_deepseek_s_prediction_heads_beside_its_pipeline_are_refused(tmp_path):
-    """The rest of the dump is the preset."""
+def test_deepseek_is_read_with_its_prediction_head_and_its_pipeline(tmp_path):
     path = FILES / "deepseek-v3.yaml"
-    with pytest.raises(HexiError, match=r"deepseek-v3\.yaml, line \d+: --mtp-num-layers does not work"):
-        read_model(path)
-    text = path.read_text(encoding="utf-8")
-    for old, new in (("  mtp_num_layers: 1", "  mtp_num_layers: null"), ("      - mtp\n", "")):
-        assert old in text or new == ""
-        text = text.replace(old, new)
-    (tmp_path / "run_config.yaml").write_text(text, encoding="utf-8")
-    read, preset = read_model(tmp_path / "run_config.yaml"), read_model("deepseek-v3")
-    same = {name: getattr(preset, name) for name in ("name", "source", "mtp_layers", "norm_biases")}
+    read, preset = read_model(path), read_model("deepseek-v3")
+    same = {name: getattr(preset, name) for name in ("name", "source", "norm_biases")}
     assert replace(read, **same, vocab_multiple=preset.vocab_multiple) == preset
+    assert read.mtp_layers == 1
+    with pytest.raises(
+        HexiError, match=r"deepseek-v3\.yaml, line \d+: --use-precision-aware-optimizer does not"
+    ):
+        read_terms(path)
+    text = path.read_text(encoding="utf-8")
+    aware = "  use_precision_aware_optimizer: true"
+    assert aware in text
+    (tmp_path / "run_config.yaml").write_text(text.replace(aware, aware.replace("true", "false")))
+    terms = read_terms(tmp_path / "run_config.yaml")
+    assert terms is not None
+    assert terms.fields["pipeline_parallel"] == 16
 
 
 def test_nothing_that_the_file_names_is_called(tmp_path):

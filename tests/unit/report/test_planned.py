@@ -331,3 +331,4 @@ def test_a_notebook_shows_reports_as_html(planned):
         assert "DOUBLE" in shown["text/plain"]
         assert shown["text/html"].startswith("<pre")
         assert "DOUBLE" in shown["text/html"]
+        assert report._repr_html_() == shown["text/html"]

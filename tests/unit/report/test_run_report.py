@@ -12,8 +12,9 @@ from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
 from megatron_hexi.plan import Estimate, proportional_plan, write_plan
 from megatron_hexi.record import RankTimes, Round, read_record
+from megatron_hexi.report import describe_run, run_report
 from megatron_hexi.report.run_page import run_page
-from megatron_hexi.report.run_summary import RunSpeed, describe_run
+from megatron_hexi.report.run_summary import RunSpeed
 from tests.support.costs import cluster
 from tests.support.html import Page
 from tests.support.records import GIB, JOB, PLAN, interval, start, write_record
@@ -36,6 +37,12 @@ def path(tmp_path):
 @pytest.fixture
 def record(path):
     return read_record(write_record(path, start(), *INTERVALS))
+
+
+def test_a_notebook_shows_a_run_as_html(record):
+    shown = run_report(describe_run(record, PLAN))._repr_html_()
+    assert shown.startswith("<pre")
+    assert "GPU one" in shown
 
 
 def test_means_are_over_iterations_but_each_start_s_first(record):
