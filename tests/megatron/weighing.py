@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
@@ -42,7 +43,9 @@ def weigh(words: list[str]) -> int:
     further = None
     if args.mtp_num_layers:
         further = get_gpt_mtp_block_spec(config, layers.layer_specs[-1], use_transformer_engine=False)
-    with torch.device("meta"):
+    # Megatron's linear layers make their weights on the current device, others on the default one.
+    meta = torch.device("meta")
+    with patch.object(torch.cuda, "current_device", return_value=meta), meta:
         model = GPTModel(
             config=config,
             transformer_layer_spec=layers,
@@ -63,7 +66,6 @@ def main() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
-    torch.cuda.current_device = lambda: torch.device("meta")  # where Megatron's linear layers make weights
     for line in sys.stdin:
         try:
             answer: int | str = weigh(json.loads(line))
