@@ -116,10 +116,10 @@ where any equal layout fits, {mean:.2f} times in the geometric mean.
 {rows}
 
 A cell is a cluster, a model and a context; a batch is of 4 Mi tokens. -: nothing fits. Even experts: the best
-plan that may be uneven in all but the number of experts a rank; -: the plan is that one. Over the bound: how
-much longer than the cost model allows any layout to be. Planning: seconds of one core for the plan, the bound
-and the equal layouts.
-
+plan that may be uneven in all but the number of experts a rank; -: the plan is that one. {uneven}
+Over the bound: how much longer than the cost model allows any layout to be. Planning: seconds of one core for
+the plan, the bound and the equal layouts.
+{refused}
 ## Clusters
 
 Nodes x GPUs of each; {gpu:g} GB/s a GPU between nodes.
@@ -137,9 +137,35 @@ def page(rows: Sequence[Row]) -> str:
         count=len(gains),
         mean=math.exp(math.fsum(map(math.log, gains)) / len(gains)),
         rows="\n".join(map(_line, rows)),
+        uneven=_gains_of_uneven(rows),
+        refused=_refused(rows),
         gpu=CARDS["bandwidth_gb_s"],
         clusters="\n".join(f"- {name}: {spell_machines(machines)}" for name, machines in MACHINES.items()),
     )
+
+
+def _gains_of_uneven(rows: Sequence[Row]) -> str:
+    """Return a sentence on the time that unequal numbers of experts save; empty if no plan has them."""
+    saved = [
+        1 - row.iteration_s / row.even_experts_s for row in rows if row.iteration_s and row.even_experts_s
+    ]
+    if not saved:
+        return ""
+    return (
+        f"Plans with unequal numbers, {len(saved)} of {len(rows)}, take {min(saved):.0%} to {max(saved):.0%} "
+        "less time."
+    )
+
+
+def _refused(rows: Sequence[Row]) -> str:
+    """Return a section with the reasons why cells have no plan or no equal layout; may be empty."""
+    reasons = [f"- {row.cell}: {row.layout}" for row in rows if row.iteration_s is None]
+    reasons += [
+        f"- {row.cell}, equal layouts: {row.equal}" for row in rows if row.iteration_s and row.equal_s is None
+    ]
+    if not reasons:
+        return ""
+    return "\n## What does not fit\n\n" + "\n".join(reasons) + "\n"
 
 
 def _line(row: Row) -> str:

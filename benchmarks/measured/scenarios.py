@@ -46,6 +46,7 @@ class Scenario:
         decides: what is scarce, for people.
         speeds: how the testbed makes ranks slow: ``paced`` or ``quota``.
         sizes: layers, hidden size and that of the MLP.
+        experts: experts of each layer, as wide as the MLP, two of them for each token; 0: layers have an MLP.
         batch: sequences of an iteration.
         is_free: whether the planner chooses everything, and is set beside the best of Megatron's flags only.
         micro_batch: sequences of a micro-batch.
@@ -58,6 +59,7 @@ class Scenario:
     decides: str
     speeds: str = "paced"
     sizes: tuple[int, int, int] = (2, 256, 768)
+    experts: int = 0
     batch: int = 1
     is_free: bool = False
     micro_batch: int = 1
@@ -90,7 +92,14 @@ class Scenario:
     def model(self) -> dict[str, object]:
         """The model, as Megatron takes it."""
         sizes = zip(("--num-layers", "--hidden-size", "--ffn-hidden-size"), self.sizes, strict=True)
-        return {**MODEL, **dict(sizes)}
+        experts = {
+            "--num-experts": self.experts,
+            "--moe-ffn-hidden-size": self.sizes[2],
+            "--moe-router-topk": 2,
+            "--moe-token-dispatcher-type": "alltoall",
+            "--moe-router-load-balancing-type": "none",
+        }
+        return {**MODEL, **dict(sizes), **(experts if self.experts else {})}
 
     def arguments(self, iterations: int) -> dict[str, object]:
         """What is trained, as Megatron takes it."""
@@ -151,6 +160,14 @@ SCENARIOS = (
         batch=16,
         micro_batch=4,
         layouts=ministage_layouts,
+    ),
+    Scenario(
+        "experts",
+        "experts",
+        4096,
+        "as in two-fast-two-slow, with experts of each layer to deal out",
+        sizes=(2, 384, 1536),
+        experts=32,
     ),
     Scenario("by quotas", "two-fast-two-slow-quota", 6144, "as in two-fast-two-slow", "quota"),
 )

@@ -65,6 +65,23 @@ def expert_rules(
     ]
 
 
+def placement(rule: ExpertRule, units: int, width: int, *, is_mixed: bool) -> tuple[int, str]:
+    """Return a key of the placement on a stage, the same for all rules that place experts alike there.
+
+    Args:
+        rule: the rule.
+        units: number of units of the stage.
+        width: number of ranks of a unit.
+        is_mixed: whether GPUs of the stage differ.
+    """
+    return _count_domains(rule.ranks, units, units * width), rule.by if is_mixed else "equal"
+
+
+def _count_domains(domain_ranks: int | None, units: int, ranks: int) -> int:
+    """Return the number of expert domains of a stage; for `domain_ranks` see `ExpertRule.ranks`."""
+    return 1 if domain_ranks is None else max(1, min(units, ranks // domain_ranks))
+
+
 def spread_experts(
     domains: Sequence[Domain], total: int, domain_ranks: int | None, weight: Callable[[int], float]
 ) -> tuple[Domain, ...]:
@@ -81,7 +98,7 @@ def spread_experts(
     """
     units = [member for domain in domains for group in domain.groups for member in group.members]
     ranks = sum(len(member.ranks) for member in units)
-    count = 1 if domain_ranks is None else max(1, min(len(units), ranks // domain_ranks))
+    count = _count_domains(domain_ranks, len(units), ranks)
     held: dict[int, tuple[Range, ...]] = {}
     ends = [round(place * len(units) / count) for place in range(count + 1)]
     for first, stop in itertools.pairwise(ends):

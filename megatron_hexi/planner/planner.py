@@ -24,7 +24,7 @@ from megatron_hexi.planner.notes import left_out, margin_note, why_saved
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
-from megatron_hexi.planner.saved_plans import SavedPlans, first_plan
+from megatron_hexi.planner.saved_plans import Known, SavedPlans, first_plan
 from megatron_hexi.planner.search.solver import SEED
 from megatron_hexi.planner.trainable import trained_request
 from megatron_hexi.planner.weak_kinds import spell_weak, weak_kinds
@@ -124,11 +124,12 @@ def _search_experts(
     """
     best: tuple[_SearchResult, Request] | None = None
     trials, fastest_s = 0, math.inf
+    known: Known = set()
     for rule in expert_rules(
         request.job, cluster, request.expert_parallel, request.rules.allow("unequal_experts")
     ):
         choice = replace(request, experts=rule)
-        result = _search(choice, cluster, searches, tell, fastest_s)
+        result = _search(choice, cluster, searches, tell, fastest_s, known)
         trials += result.trials
         if best is None or (result.best is not None and result.best.iteration_s < fastest_s):
             best = result, choice
@@ -149,6 +150,7 @@ def _search(
     searches: JointSearches,
     tell: Progress,
     faster_than: float = math.inf,
+    known: Known | None = None,
 ) -> _SearchResult:
     """Search for the fastest plan that fits, at first with the margin of memory kept free.
 
@@ -159,6 +161,7 @@ def _search(
         tell: callback, receives (phase, done, total).
         faster_than: seconds of an iteration of a plan found with another placement or exchange; if finite,
             layouts of Megatron's flags have been tried, and are not tried again.
+        known: plans whose variants were compared with the best before (`SavedPlans`).
     """
     trials = 0
     for memory in dict.fromkeys((1 - request.memory_margin, 1.0)):
@@ -181,7 +184,7 @@ def _search(
     if best is None and faster_than < math.inf:
         return _SearchResult(None, tried, unsaved_s, memory, trials)
     tell("memory", 0, 1)
-    saved = SavedPlans(request, cluster, memory, searches, faster_than)
+    saved = SavedPlans(request, cluster, memory, searches, faster_than, known)
     best = saved.made_to_fit() if best is None else saved.best(best, tried)
     return _SearchResult(best, tried, unsaved_s, memory, trials + saved.trials)
 

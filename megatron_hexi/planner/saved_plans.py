@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import Job
+from megatron_hexi.plan import Plan
 from megatron_hexi.planner.joint import Candidate, JointSearches
 from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.request import Request
@@ -20,6 +22,10 @@ _ROOMIER, _STARTS = (2.0, 4.0), 3
 _FEW_GPUS = 128
 
 
+#: Plans with their jobs, and the part of the GPUs' memory that they may use.
+type Known = set[tuple[Plan, Job, float]]
+
+
 class SavedPlans:
     """Searches for variants of plans that need less memory, for one request on one cluster.
 
@@ -29,6 +35,8 @@ class SavedPlans:
         memory: the part of each GPU's usable memory that plans may use, from 0 to 1.
         searches: the joint searches, which find plans without savings.
         faster_than: seconds of an iteration that a variant must beat.
+        known: plans whose variants were compared with the best before, of the same job and cluster, each with
+            the memory that it may use; plans that are changed here are added.
     """
 
     def __init__(
@@ -38,7 +46,9 @@ class SavedPlans:
         memory: float,
         searches: JointSearches,
         faster_than: float = math.inf,
+        known: Known | None = None,
     ) -> None:
+        self._known: Known = set() if known is None else known
         self._request, self._cluster = request, cluster
         self._memory, self._searches = memory, searches
         self._faster_than = faster_than
@@ -62,7 +72,7 @@ class SavedPlans:
         shallow = min(whole, key=order_of, default=plan)
         if shallow not in starts and shallow.job.pipeline_parallel == 1:
             starts.append(shallow)
-        changed = list(map(self._savings.best, starts))
+        changed = [plan, *map(self._savings.best, filter(self._is_new, starts))]
         is_short_of_memory = plan.job.recompute != "none" or recomputes(plan.plan)
         if is_short_of_memory and len(self._cluster.ranks) <= _FEW_GPUS:
             faster_than = min(self._faster_than, min(changed, key=order_of).iteration_s)
@@ -92,8 +102,16 @@ class SavedPlans:
 
     def _fitting(self, overdrawn: list[Candidate]) -> list[Candidate]:
         """For plans that overdraw memory, return variants that fit and are faster than the best so far."""
-        tried = map(self._savings.made_to_fit, overdrawn)
+        tried = map(self._savings.made_to_fit, filter(self._is_new, overdrawn))
         return [changed for changed in tried if changed is not None]
+
+    def _is_new(self, plan: Candidate) -> bool:
+        """Whether variants of a plan were not compared yet; placements of experts share plans."""
+        name = plan.plan, plan.job, self._memory
+        if name in self._known:
+            return False
+        self._known.add(name)
+        return True
 
     def _roomier(self, times: float, request: Request, faster_than: float) -> list[Candidate]:
         """Return the best plans for GPUs with `times` the memory that may beat `faster_than` seconds."""

@@ -183,10 +183,10 @@ class Savings:
         yield changed
 
     def _is_slower(self, base: Candidate, ministages: int | None, option: MemoryOption) -> bool:
-        """Whether the plan with an option is no faster than the best; timed only if there is a best."""
-        return (
-            self._best_s < np.inf and self._with_option(base, ministages, option).iteration_s >= self._best_s
-        )
+        """Whether the plan with an option is no faster than the best; timed only if that is in doubt."""
+        if self._best_s == np.inf or _least_s(base, ministages) >= self._best_s:
+            return self._best_s < np.inf
+        return self._with_option(base, ministages, option).iteration_s >= self._best_s
 
     def _with_option(self, base: Candidate, ministages: int | None, option: MemoryOption) -> Candidate:
         """The plan with one option for all stages."""
@@ -272,6 +272,24 @@ def spell_savings(plan: Plan) -> str:
     if any(len(stage.domains) > 1 for stage in stages):
         words.append("GPUs of a stage take samples of each micro-batch")
     return ", ".join(words)
+
+
+def _least_s(base: Candidate, ministages: int | None) -> float:
+    """Return seconds that a plan takes at least with any option: those of its busiest stage without waits.
+
+    Recomputation is at most one forward pass. In ministages stages before the last run forward twice.
+    """
+    found, timing = 0.0, base.timing
+    for section, cost in zip(timing.sections, timing.stages, strict=True):
+        units = section.arrays.unit_replica
+        turns = section.turns(timing.micro_batches)
+        for domain, (phases, forward_s, is_last) in enumerate(
+            zip(cost.replicas, cost.forward_s, section.by_domain(section.parts.is_last), strict=True)
+        ):
+            more = (ministages is not None and not is_last) - (section.job.mode != "none")
+            took = phases.total + more * forward_s
+            found = max(found, int(turns[units == domain][0]) * took)
+    return found
 
 
 def _places(plan: Plan) -> list[tuple[int, int]]:

@@ -23,6 +23,10 @@ MODEL = """\
 --num-layers 6 --hidden-size 64 --num-attention-heads 4 --vocab-size 127
 --position-embedding-type rope --max-position-embeddings 256 --attention-dropout 0 --hidden-dropout 0
 """
+EXPERTS = """\
+--num-experts 6 --moe-ffn-hidden-size 48 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
+--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --disable-bias-linear
+"""
 JOB = ("--model", "tiny.args", "--seq-length", "251", "--global-batch-size", "4", "--precision", "fp32")
 OWN = (
     "--hexi-platform",
@@ -36,33 +40,36 @@ OWN = (
 )
 
 
+ALONE = ("--data-parallel-size", "1", "--pipeline-model-parallel-size", "1")
+
+
 @pytest.mark.parametrize(
-    ("layout", "agents"),
+    ("model", "layout", "agents"),
     [
-        (
-            (
-                "--data-parallel-size",
-                "1",
-                "--pipeline-model-parallel-size",
-                "1",
-                "--tensor-model-parallel-size",
-                "1",
-            ),
-            1,
+        (MODEL, (*ALONE, "--tensor-model-parallel-size", "1"), 1),
+        pytest.param(
+            MODEL,
+            ("--data-parallel-size", "1", "--pipeline-model-parallel-size", "3"),
+            2,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            ("--data-parallel-size", "1", "--pipeline-model-parallel-size", "3"), 2, marks=pytest.mark.slow
+            MODEL + EXPERTS,
+            (*ALONE, "--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "2"),
+            1,
+            marks=pytest.mark.slow,
         ),
     ],
-    ids=["on-one-node", "on-both-nodes"],
+    ids=["on-one-node", "on-both-nodes", "with-experts"],
 )
-def test_lines_train(layout, agents, forks, tmp_path):
+def test_lines_train(model, layout, agents, forks, tmp_path):
     def hexi(*words: str) -> str:
         return _hexi(forks, tmp_path, *words)
 
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    (tmp_path / "tiny.args").write_text(MODEL)
+    (tmp_path / "tiny.args").write_text(model)
     hexi("plan", "cluster.yaml", *JOB, *layout, "-o", "plan.yaml")
+    assert ("experts: [" in (tmp_path / "plan.yaml").read_text()) == ("--num-experts" in model)
     lines = json.loads(hexi("launch", "plan.yaml", "--cluster", "cluster.yaml", "--json", "--", *OWN))
     text = hexi("launch", "plan.yaml", "--cluster", "cluster.yaml", "--", *OWN)
     typed = text.split("# or with Slurm")[0]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_hexi.cost.megatron_arguments import model_from_arguments
+from megatron_hexi.cost import read_model
+from megatron_hexi.cost.megatron_arguments import model_flags, model_from_arguments
 from megatron_hexi.errors import HexiError
 from tests.megatron.forked import Forks
 from tests.megatron.launch import REPOSITORY, environment
@@ -20,6 +22,8 @@ Weigh = Callable[[list[str]], int | str]
 
 #: What Megatron asks of every job, and has no part in its weights.
 JOB = "--micro-batch-size 1 --seq-length 16 --train-iters 1 --lr 1 --transformer-impl local"
+#: What Megatron's layers ask for without Transformer Engine and Apex.
+WITHOUT_EXTENSIONS = "--no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion"
 SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 200 --max-position-embeddings 32"
 )
@@ -137,6 +141,36 @@ def test_so_are_these(flags: str, weigh: Weigh):
     job = JOB.replace("--seq-length 16 ", "") if "--encoder-seq-length" in flags else JOB
     words = [*SMALL.split(), *flags.split()]
     assert weigh([*job.split(), *words]) == counted(words)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek-v3",
+        "glm-4.5",
+        "gpt-oss-120b",
+        "kimi-k2",
+        "mixtral-8x7b",
+        "qwen3-235b-a22b",
+        "qwen3-30b-a3b",
+    ],
+)
+def test_so_are_two_layers_of_models_with_experts(name: str, weigh: Weigh):
+    """In full size, with multi-token prediction: a dense layer, if the model has any, and experts."""
+    model = read_model(name)
+    experts, window = model.experts, model.window
+    assert experts is not None
+    if experts.layers:  # else all of them have experts
+        assert not experts.layers[0]
+        experts = replace(experts, layers=(False, True))
+    if window is not None and window.layers:
+        window = replace(window, layers=window.layers[:2])
+    cut = replace(model, layers=2, experts=experts, window=window)
+    words = [*model_flags(cut, 32), *WITHOUT_EXTENSIONS.split()]
+    if experts.score_bias:
+        words += ["--moe-router-score-function", "sigmoid"]
+    assert cut.mtp_layers == model.mtp_layers
+    assert weigh([*JOB.split(), *words]) == cut.total_params + cut.mtp_params == counted(words)
 
 
 @pytest.mark.parametrize(

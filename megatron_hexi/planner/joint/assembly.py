@@ -16,6 +16,7 @@ from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.plan import Exchange, Plan, Replica
 from megatron_hexi.plan import Stage as PlanStage
 from megatron_hexi.plan.parts import worthwhile_parts
+from megatron_hexi.planner.expert_placement import placement
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint.layer_moves import with_layers_moved
 from megatron_hexi.planner.joint.layer_times import LayerTimer
@@ -44,7 +45,7 @@ class Assembly:
     def __init__(self, request: Request, timer: LayerTimer, search: PipelineSearch, pools: Pools) -> None:
         self._job, self._timer, self._search = request.job, timer, search
         self._pools, self._cluster = pools, pools.cluster
-        self._found: dict[tuple[object, ...], Trial] = {}
+        self._found = timer.known.domains.setdefault(pools.usable_gib, {})
         #: The last trial of equal units with the same recomputation.
         self._layouts: dict[tuple[object, ...], Trial] = {}
         self._polished = True
@@ -131,7 +132,9 @@ class Assembly:
         )
         shards = len(fleet.units) * replicas
         kind = _alike(fleet), job.tensor_parallel, job.recompute
-        name = (*kind, part, micro_batches, shards, self._polished)
+        devices = {id(self._cluster.ranks[unit.gpus[0][0]].device) for unit in fleet.units}
+        placed = placement(fleet.experts, len(fleet.units), job.tensor_parallel, is_mixed=len(devices) > 1)
+        name = (*kind, *vars(part).values(), placed, micro_batches, shards, self._polished)
         fleet = replace(fleet, job=job, part=part)
         if name not in self._found:
             judge = Judge(fleet, shards)
@@ -143,9 +146,9 @@ class Assembly:
                 trial = judge.try_out(fleet, [layout], known.window)
             if trial is None or not trial.fits:
                 trial = DomainSearch(judge, fleet, micro_batches).run(self._polished)
-            self._layouts[kind] = trial
             self._found[name] = refine(judge, trial).trial if self._polished else trial
             self.trials += judge.trials
+        self._layouts[kind] = self._found[name]
         return replace(self._found[name], fleet=fleet)
 
     def _reassigned(self, pipe: Pipe, micro_batches: int, shards: int, trials: Sequence[Trial]) -> Pipe:

@@ -8,7 +8,7 @@ another, times the factor by which waiting slows a small stage on the same pools
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -23,12 +23,12 @@ from megatron_hexi.cost.layer_bytes import border_bytes, prediction_bytes
 from megatron_hexi.cost.memory import allocated_bytes, part_memory
 from megatron_hexi.cost.memory_terms import sum_terms
 from megatron_hexi.cost.model_part import ModelPart
-from megatron_hexi.cost.reductions import HidesBehind
 from megatron_hexi.cost.stage import free_network
-from megatron_hexi.planner.expert_placement import ExpertRule
+from megatron_hexi.planner.expert_placement import ExpertRule, placement
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint.pools import Pools, StageShape
+from megatron_hexi.planner.joint.stage_times import KnownStages, LayerTimes
 from megatron_hexi.planner.layouts.layout import Grouping
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 from megatron_hexi.planner.search.balance import rebalanced
@@ -46,62 +46,6 @@ _ROOM = 2.0**10
 _ONE_LAYER = ModelPart(layers=1, again=1, is_first=True, is_last=True, ahead=1)
 
 
-@dataclass(frozen=True, eq=False)
-class LayerTimes:
-    """Times and memory of one layer of a micro-batch on a stage; arrays over the stage's pools.
-
-    Args:
-        forward: seconds of the forward pass.
-        backward: seconds of the backward pass.
-        free_forward: seconds of the forward pass in which the network is free.
-        free_backward: seconds of the backward pass in which the network is free.
-        again: seconds that recomputing core attention takes.
-        logits: seconds of the loss in both passes, with those of multi-token prediction.
-        units: number of units of each pool.
-        tokens: the most tokens of a unit of each pool.
-        kept: bytes kept for a layer and micro-batch under way, by mode of recomputation, [modes, pools].
-        working: bytes of the layer that is computed, by mode of recomputation, [modes, pools].
-        logits_bytes: bytes of the loss, and those that multi-token prediction keeps besides its layers.
-        border_bytes: bytes of each border between stages.
-        experts: the most routed experts on a GPU of each pool, in each layer that has experts.
-        expert_copies: number of expert domains of the stage.
-    """
-
-    forward: float
-    backward: float
-    free_forward: float
-    free_backward: float
-    again: float
-    logits: float
-    units: Floats
-    tokens: Floats
-    kept: Floats
-    working: Floats
-    logits_bytes: Floats
-    border_bytes: Floats
-    experts: Floats
-    expert_copies: int
-
-    def slower(self, factor: float) -> LayerTimes:
-        """Return this layer with its times multiplied by a factor."""
-        times = ("forward", "backward", "free_forward", "free_backward", "again")
-        return replace(self, **{name: getattr(self, name) * factor for name in times})
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of forward and backward, without recomputation."""
-        return self.forward + self.backward
-
-    def cover(self, way: HidesBehind) -> float | None:
-        """Seconds of a layer that hide the communication of gradients or weights; ``None``: not hidden."""
-        return None if way is None else {"forward": self.free_forward, "backward": self.free_backward}[way]
-
-    @property
-    def added(self) -> tuple[float, ...]:
-        """Seconds that recomputation adds to a layer, by `RECOMPUTES`."""
-        return 0.0, self.again, self.forward
-
-
 class LayerTimer:
     """Predicts time and memory of layers by the cost model, each when it is first asked for.
 
@@ -111,10 +55,18 @@ class LayerTimer:
             them; `StageTables` checks whether they do.
         widths: tensor-parallel sizes that are tried.
         experts: how experts are placed on the ranks of a stage, if the model has experts.
+        known: what timers for other placements of experts have found; ``None``: there are none.
     """
 
-    def __init__(self, job: Job, cluster: Cluster, widths: Sequence[int], experts: ExpertRule) -> None:
-        self.experts = experts
+    def __init__(
+        self,
+        job: Job,
+        cluster: Cluster,
+        widths: Sequence[int],
+        experts: ExpertRule,
+        known: KnownStages | None = None,
+    ) -> None:
+        self.experts, self.known = experts, known or KnownStages()
         self.cluster, self.widths, self.micro_batch_size = cluster, widths, job.micro_batch_size
         speeds = {id(node.device): ceiling_tokens_per_s(job, [node.device]) for node in cluster.nodes}
         self.pools = Pools.of(cluster, [speeds[id(node.device)] for node in cluster.nodes])
@@ -127,7 +79,6 @@ class LayerTimer:
         }
         self._judges = {width: Judge(fleet) for width, fleet in self._fleets.items()}
         self.layer = cache(self._layer)
-        self._timed = cache(self._trial)
         self._waiting = cache(self._waiting_factor)
 
     @property
@@ -146,6 +97,10 @@ class LayerTimer:
         """The job of one micro-batch with units of a tensor-parallel size."""
         return self._fleets[width].job
 
+    def placement(self, shape: StageShape) -> tuple[int, str]:
+        """Return a key of the placement of experts on a stage of this shape."""
+        return placement(self.experts, shape.units, shape.width, is_mixed=len(shape.kinds) > 1)
+
     def _layer(self, shape: StageShape, timed: bool) -> LayerTimes | None:
         """Return a layer on a stage of this shape; ``None``: the shape is impossible.
 
@@ -155,7 +110,10 @@ class LayerTimer:
                 own times, and from the waiting of a small stage on the same pools.
         """
         if timed or len(shape.kinds) == 1:
-            return self._timed(shape)
+            name = shape, self.placement(shape)
+            if name not in self.known.layers:
+                self.known.layers[name] = self._trial(shape)
+            return self.known.layers[name]
         beside = self._without_waiting(shape)
         return None if beside is None else beside.slower(self._waiting(tuple(shape.kinds), shape.width))
 
@@ -285,9 +243,9 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
     def together(seconds: Sequence[float]) -> float:
         return float(1 / sum(1 / each for each in seconds))
 
-    def joined(field: str) -> Floats:
+    def joined(name: str) -> Floats:
         return np.concatenate(
-            [getattr(layer, field) * part for layer, part in zip(layers, share, strict=True)], axis=-1
+            [getattr(layer, name) * part for layer, part in zip(layers, share, strict=True)], axis=-1
         )
 
     return LayerTimes(

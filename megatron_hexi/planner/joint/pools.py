@@ -100,6 +100,11 @@ class Pools:
         """Number of GPUs of each pool."""
         return tuple(pool.gpus for pool in self.pools)
 
+    @cached_property
+    def usable_gib(self) -> tuple[float, ...]:
+        """Memory of a GPU of each pool that plans may use, GiB."""
+        return tuple(pool.device.usable_gib for pool in self.pools)
+
     def part(self, copies: int) -> Pools:
         """The pools of the first of `copies` equal parts of the nodes."""
         parts = (replace(pool, nodes=pool.nodes[: len(pool.nodes) // copies]) for pool in self.pools)

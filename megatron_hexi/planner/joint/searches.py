@@ -16,6 +16,7 @@ from megatron_hexi.planner.expert_placement import ExpertRule
 from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.joint.joint_search import JointSearch
 from megatron_hexi.planner.joint.layer_times import LayerTimer
+from megatron_hexi.planner.joint.stage_times import KnownStages
 from megatron_hexi.planner.layouts.trial import Candidate, Progress
 from megatron_hexi.planner.request import Request
 
@@ -30,6 +31,7 @@ class JointSearches:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._timers: dict[tuple[int, Job, tuple[int, ...], ExpertRule], LayerTimer] = {}
+        self._known: dict[tuple[int, Job, tuple[int, ...]], KnownStages] = {}
         self._assembled = 0
 
     @property
@@ -77,7 +79,9 @@ class JointSearches:
             global_batch_size=micro_batch_size,
             recompute="selective",
         )
-        key = id(cluster), job, widths, request.experts
-        if key not in self._timers:  # a timer keeps the cluster, and so its id
-            self._timers[key] = LayerTimer(job, cluster, widths, request.experts)
+        alike = id(cluster), job, widths  # a timer keeps the cluster, and so its id
+        key = *alike, request.experts
+        if key not in self._timers:
+            known = self._known.setdefault(alike, KnownStages())
+            self._timers[key] = LayerTimer(job, cluster, widths, request.experts, known)
         return self._timers[key]

@@ -12,8 +12,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,9 +20,9 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.job import layers_again, recompute_mode
 from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, owned_params, part_params, static_memory
 from megatron_hexi.cost.model_part import KindLayers, ModelPart
-from megatron_hexi.plan.terms import Recompute
-from megatron_hexi.planner.joint.layer_times import LayerTimer, LayerTimes
+from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pools import Pools, StageShape
+from megatron_hexi.planner.joint.stage_times import LayerTimes, Table
 from megatron_hexi.planner.request import Request
 
 #: The most stages of a pipeline.
@@ -35,23 +33,6 @@ UNDER_WAY = (1, 2, 3, 4, 6, 8, 12, DEEPEST)
 _MOST_STRETCH = 20.0
 #: Each kind of units must have memory for this part of its share of the tokens; else the stage does not fit.
 _LEAST_ROOM = 0.02
-
-
-class Table(NamedTuple):
-    """Seconds and recomputation of a stage with 1 to L layers.
-
-    Args:
-        seconds: seconds of a micro-batch, forward and backward, [L]; never less for more layers; inf: no fit.
-        modes: recomputation: an index into `RECOMPUTES`, or 3 + k for k whole layers, [L].
-    """
-
-    seconds: Floats
-    modes: Ints
-
-    def recompute(self, layers: int) -> Recompute:
-        """The recomputation of a stage with this many layers."""
-        mode = int(self.modes[layers - 1])
-        return RECOMPUTES[mode] if mode < len(RECOMPUTES) else mode - len(RECOMPUTES)
 
 
 class StageTables:
@@ -66,7 +47,7 @@ class StageTables:
     def __init__(self, request: Request, timer: LayerTimer, pools: Pools) -> None:
         self.timer, self.pools, self.layers = timer, pools, request.job.model.layers
         self._fixed = request.job.recompute if "recompute" in request.fixed else None
-        self._stack = cache(self._tables)
+        self._known = timer.known.tables.setdefault(pools.usable_gib, {})
 
     def table(
         self, shape: StageShape, under_way: int, is_first: bool, is_last: bool, shards: int, timed: bool
@@ -81,7 +62,10 @@ class StageTables:
             shards: number of replicas that share its optimizer's state.
             timed: whether its layer is timed; else that of a stage on several pools is an estimate.
         """
-        stack = self._stack(shape, is_first, is_last, shards, timed)
+        name = shape, self.timer.placement(shape), is_first, is_last, shards, timed, self._fixed
+        if name not in self._known:
+            self._known[name] = self._tables(shape, is_first, is_last, shards, timed)
+        stack = self._known[name]
         return None if stack is None else stack[bisect.bisect_left(UNDER_WAY, under_way)]
 
     def _tables(

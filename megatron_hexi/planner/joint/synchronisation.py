@@ -16,9 +16,10 @@ from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.reductions import weight_collectives
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.stage import exposed_seconds
-from megatron_hexi.planner.joint.layer_times import LayerTimer, LayerTimes
+from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pipes import PipeStage
 from megatron_hexi.planner.joint.pools import StageShape
+from megatron_hexi.planner.joint.stage_times import LayerTimes
 
 
 class Synchronisation:

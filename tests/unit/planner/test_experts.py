@@ -4,22 +4,25 @@ import dataclasses
 import itertools
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from megatron_hexi.cluster import PlannerRules
 from megatron_hexi.cost import CostModel, Model, job_of_plan
 from megatron_hexi.cost.layer_kinds import Experts
 from megatron_hexi.errors import HexiError
 from megatron_hexi.lab.simulator import simulate
-from megatron_hexi.plan import validate_plan
+from megatron_hexi.plan import Domain, Group, Member, validate_plan
 from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.baselines.expert_flags import EqualFloor, ExpertFlags
 from megatron_hexi.planner.baselines.expert_parallel import best_equal, equal_plan, spell_equal
-from megatron_hexi.planner.expert_placement import ExpertRule, expert_rules, spread_experts
+from megatron_hexi.planner.expert_placement import ExpertRule, expert_rules, placement, spread_experts
 from megatron_hexi.planner.features import USES
 from megatron_hexi.planner.request import Request
 from megatron_hexi.report.planned import expert_lines
 from tests.support.costs import cluster, tiny_job
+from tests.support.plans import examples
 
 TOTAL = 16
 #: A dense layer and two with experts, most of whose weights are theirs.
@@ -218,3 +221,32 @@ def test_places_of_experts_that_are_tried():
     assert expert_rules(dataclasses.replace(JOB, model=dataclasses.replace(MODEL, experts=None)), MIXED) == [
         ExpertRule()
     ]
+
+
+@given(
+    st.integers(1, 6),
+    st.sampled_from([1, 2]),
+    st.integers(1, 40),
+    st.lists(
+        st.builds(
+            ExpertRule, st.sampled_from([None, 1, 2, 4, 8]), st.sampled_from(["speed", "memory", "equal"])
+        ),
+        min_size=2,
+        max_size=4,
+    ),
+    st.booleans(),
+)
+@examples(60)
+def test_rules_with_one_key_place_experts_alike(units, width, total, rules, is_mixed):
+    """So what is known of a stage under one of them holds under the others."""
+    weights = {"speed": (312.5, 98.1), "memory": (79.3, 44.7), "equal": (1.0, 1.0)}
+    assume(len({placement(rule, units, width, is_mixed=is_mixed) for rule in rules}) == 1)
+    ranks = [tuple(range(unit * width, (unit + 1) * width)) for unit in range(units)]
+    domain = Domain((Group(((0, units),), tuple(Member(own, 1, (0, 1)) for own in ranks)),))
+    placed = [
+        spread_experts(
+            [domain], total, rule.ranks, lambda rank, rule=rule: weights[rule.by][rank % 2 if is_mixed else 0]
+        )
+        for rule in rules
+    ]
+    assert all(one == placed[0] for one in placed)

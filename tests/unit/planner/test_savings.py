@@ -14,7 +14,7 @@ from megatron_hexi.planner import planner as planner_module
 from megatron_hexi.planner.bound import joint_bound
 from megatron_hexi.planner.joint import Candidate, JointSearches
 from megatron_hexi.planner.saved_plans import SavedPlans
-from megatron_hexi.planner.savings import Savings, spell_savings
+from megatron_hexi.planner.savings import Savings, _least_s, spell_savings
 from tests.support.costs import TINY, cluster, tiny_job
 
 DEEP = replace(TINY, layers=8, hidden_size=4096, ffn_hidden_size=16384)
@@ -97,6 +97,21 @@ def test_no_plan_becomes_slower(memory, before, tmp_path):
     if planned.cost.iteration_s < plan.iteration_s:
         assert any(options(planned.plan).values())
         assert planned.notes[0].startswith(spell_savings(planned.plan))
+
+
+def test_no_variant_is_faster_than_the_least_time_says(monkeypatch):
+    told, changed = [], Savings._with_option
+
+    def with_option(self, base, ministages, option):
+        candidate = changed(self, base, ministages, option)
+        told.append((_least_s(base, ministages), candidate.iteration_s))
+        return candidate
+
+    monkeypatch.setattr(Savings, "_with_option", with_option)
+    monkeypatch.setattr("megatron_hexi.planner.savings._least_s", lambda base, ministages: 0.0)
+    find_plan(request_for(), machines(24))
+    assert any(least > 0.8 * seconds for least, seconds in told)
+    assert all(least <= seconds for least, seconds in told)
 
 
 def test_where_there_is_room_nothing_is_saved_and_little_tried():

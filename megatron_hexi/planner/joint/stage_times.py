@@ -1,0 +1,102 @@
+"""Time and memory of a layer on a stage, tables of a stage's time, and those that are known already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from megatron_hexi.cost import RECOMPUTES
+from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.reductions import HidesBehind
+from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.planner.layouts.trial import Trial
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTimes:
+    """Times and memory of one layer of a micro-batch on a stage; arrays over the stage's pools.
+
+    Args:
+        forward: seconds of the forward pass.
+        backward: seconds of the backward pass.
+        free_forward: seconds of the forward pass in which the network is free.
+        free_backward: seconds of the backward pass in which the network is free.
+        again: seconds that recomputing core attention takes.
+        logits: seconds of the loss in both passes, with those of multi-token prediction.
+        units: number of units of each pool.
+        tokens: the most tokens of a unit of each pool.
+        kept: bytes kept for a layer and micro-batch under way, by mode of recomputation, [modes, pools].
+        working: bytes of the layer that is computed, by mode of recomputation, [modes, pools].
+        logits_bytes: bytes of the loss, and those that multi-token prediction keeps besides its layers.
+        border_bytes: bytes of each border between stages.
+        experts: the most routed experts on a GPU of each pool, in each layer that has experts.
+        expert_copies: number of expert domains of the stage.
+    """
+
+    forward: float
+    backward: float
+    free_forward: float
+    free_backward: float
+    again: float
+    logits: float
+    units: Floats
+    tokens: Floats
+    kept: Floats
+    working: Floats
+    logits_bytes: Floats
+    border_bytes: Floats
+    experts: Floats
+    expert_copies: int
+
+    def slower(self, factor: float) -> LayerTimes:
+        """Return this layer with its times multiplied by a factor."""
+        times = ("forward", "backward", "free_forward", "free_backward", "again")
+        return replace(self, **{name: getattr(self, name) * factor for name in times})
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of forward and backward, without recomputation."""
+        return self.forward + self.backward
+
+    def cover(self, way: HidesBehind) -> float | None:
+        """Seconds of a layer that hide the communication of gradients or weights; ``None``: not hidden."""
+        return None if way is None else {"forward": self.free_forward, "backward": self.free_backward}[way]
+
+    @property
+    def added(self) -> tuple[float, ...]:
+        """Seconds that recomputation adds to a layer, by `RECOMPUTES`."""
+        return 0.0, self.again, self.forward
+
+
+class Table(NamedTuple):
+    """Seconds and recomputation of a stage with 1 to L layers.
+
+    Args:
+        seconds: seconds of a micro-batch, forward and backward, [L]; never less for more layers; inf: no fit.
+        modes: recomputation: an index into `RECOMPUTES`, or 3 + k for k whole layers, [L].
+    """
+
+    seconds: Floats
+    modes: Ints
+
+    def recompute(self, layers: int) -> Recompute:
+        """The recomputation of a stage with this many layers."""
+        mode = int(self.modes[layers - 1])
+        return RECOMPUTES[mode] if mode < len(RECOMPUTES) else mode - len(RECOMPUTES)
+
+
+@dataclass(frozen=True)
+class KnownStages:
+    """Results for stages of one job on one cluster, which all placements of experts share.
+
+    Args:
+        layers: layers, by the shape of their stage and the placement of experts on it.
+        tables: tables of stages (`StageTables`), by the memory of each pool's GPUs, then by the stage.
+        domains: the best domains of stages (`Assembly`), by the same.
+    """
+
+    layers: dict[tuple[object, ...], LayerTimes | None] = field(default_factory=dict)
+    tables: dict[tuple[float, ...], dict[tuple[object, ...], list[Table] | None]] = field(
+        default_factory=dict
+    )
+    domains: dict[tuple[float, ...], dict[tuple[object, ...], Trial]] = field(default_factory=dict)
