@@ -16,7 +16,8 @@ def _has_unequal_replicas(plan: Plan) -> bool:
     if plan.is_repeated:
         return not has_equal_replicas(plan)
     kinds = {
-        (replica.micro_batches, *(_size(stage) for stage in replica.stages)) for replica in plan.replicas
+        (replica.micro_batches, replica.order, *(_size(stage) for stage in replica.stages))
+        for replica in plan.replicas
     }
     return len(kinds) > 1
 
