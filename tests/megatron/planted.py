@@ -223,13 +223,16 @@ def _ministages_swapped() -> None:
 
 
 def _gradients_of_another_micro_batch() -> None:
-    """Backward passes of a ministage take each other's gradients, of every two micro-batches."""
+    """Where activations of two micro-batches are kept, each takes the gradients of the other."""
     from megatron_hexi.megatron.stages import interleaving
 
     original = interleaving.InterleavedIteration._backward
 
     def backward(self: Any, step: Any) -> None:
-        original(self, step._replace(micro_batch=step.micro_batch ^ 1))
+        own, other = (step.chunk, step.micro_batch), (step.chunk, step.micro_batch ^ 1)
+        if {own, other} <= self._kept.keys():
+            self._kept[own], self._kept[other] = self._kept[other], self._kept[own]
+        original(self, step)
 
     interleaving.InterleavedIteration._backward = backward  # type: ignore[method-assign]
 
