@@ -77,6 +77,9 @@ def parse[T](kind: TypeAdapter[T], data: Any, where: Where, error: type[HexiErro
         placed = [(_place(problem, data), problem) for problem in problems.errors(include_url=False)]
         # A mistyped name is two problems, an unknown and a missing field; the unknown field is in the file.
         place, problem = min(placed, key=lambda pair: pair[1]["type"] not in _UNKNOWN)
+        # A list where a number would do has a problem of its own, and one of an item: the item's says more.
+        inside = [pair for pair in placed if pair[0][: len(place)] == place]
+        place, problem = max(inside, key=lambda pair: len(pair[0]))
         here = [problem for problem_place, problem in placed if problem_place == place]
         raise error(f"{where(place)}{_found(problem)} {_said(here)}") from None
 

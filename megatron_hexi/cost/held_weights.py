@@ -119,7 +119,7 @@ class HeldWeights:
     def _held(self, unit: Unit) -> Iterator[_Held]:
         model = self._job.model
         assert unit.layers is not None
-        first, last = (None, None) if unit.ministages is None else (0, len(unit.ministages) - 1)
+        first, last = (0, len(unit.ministages or ()) - 1) if unit.in_turn else (None, None)
         for number, layers in enumerate(unit.ministages or (unit.layers,)):
             for kind, rows, of in _layer_boxes(model, layers):
                 yield _Held(_layers_key(kind), rows, of, 1 + layers[0], None if first is None else number)
@@ -144,7 +144,7 @@ class HeldWeights:
         model = self._job.model
         assert unit.layers is not None
         for number, layers in enumerate(unit.ministages or (unit.layers,)):
-            ministage = None if unit.ministages is None else (unit.replica, unit.stage, number)
+            ministage = (unit.replica, unit.stage, number) if unit.in_turn else None
             for kind, rows, of in _layer_boxes(model, layers):
                 total = model.kinds[kind].experts
                 if total is None or not experts.count:

@@ -152,7 +152,7 @@ class CostModel:
         """Return time and memory of a plan as arrays over units; for arguments and errors see `estimate`."""
         job = self.job
         micro_batches = check_job(plan, job)
-        sections = plan_sections(plan, job, self._placer, gpus, self.part)
+        sections = plan_sections(plan, job, self._placer, gpus, self.part, micro_batches=micro_batches)
         experts = place_experts(plan, job, sections)
         cycles = expert_cycles(sections, experts, self.links)
         mesh = Mesh.of(plan, job.micro_batch_size, job.sequence_parallel)

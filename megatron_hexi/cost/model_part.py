@@ -10,7 +10,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
 from megatron_hexi.cost.job import Job, layers_again
 from megatron_hexi.cost.model import Model
-from megatron_hexi.cost.pipeline import passes_ahead
+from megatron_hexi.mesh import passes_ahead
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +75,9 @@ class ModelPart:
         is_first: whether the part has the embedding.
         is_last: whether it has the last norm, the output matrix, the loss, and all multi-token prediction.
         ahead: largest number of passes of a chunk whose activations are kept at a time: those that run
-            forward before 1F1B begins, and one (`passes_ahead`).
-        ministages: number of ministages that the layers run in; 0: they run whole, in 1F1B.
+            forward before 1F1B begins, and one (`passes_ahead`). With ministages interleaved, the number of
+            micro-batches with as many layers (`most_kept`).
+        ministages: number of ministages that the layers run in one after the other; 0: in 1F1B.
         rows_on_host: whether rows that entered ministages wait in host memory.
         first_layer: number of the part's first layer in the model; ``None``: the layers are a mean of all.
         chunks: number of chunks of the layers, of equal length; the first layers of two successive chunks are
@@ -87,7 +88,7 @@ class ModelPart:
     again: Ints | int
     is_first: Bools | bool
     is_last: Bools | bool
-    ahead: Ints | int
+    ahead: Counts
     ministages: Ints | int = 0
     rows_on_host: Bools | bool = False
     first_layer: Ints | int | None = None

@@ -1,33 +1,14 @@
-"""1F1B: the order of passes in the stages of a replica, and an upper bound of their seconds.
-
-Each stage first runs some passes forward, the more the earlier it stands (`passes_ahead`), then one forward
-and one backward in turn, then the remaining backward passes. A forward pass needs the activations of the
-stage before, a backward pass the gradients of the stage after.
-
-A stage's layers may be cut into chunks (Megatron's interleaved schedule; Narayanan et al., arXiv 2104.04473,
-section 2.2): the model runs through all stages once for each chunk, and the last stage sends its output to
-the first. As many micro-batches as there are stages run through a chunk, then they run through the next one.
-"""
+"""1F1B, with or without chunks (`mesh.pipeline_order`): an upper bound of the seconds of a replica."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.phases import Phases
-
-
-class PipelineStep(NamedTuple):
-    """A micro-batch's pass through a stage, or through a chunk of its layers."""
-
-    way: Literal["forward", "backward"]
-    micro_batch: int
-    chunk: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,29 +31,6 @@ class Pipeline:
     micro_batches: int
     chunks: int = 1
 
-    def steps(self, stage: int) -> Iterator[PipelineStep]:
-        """Yield the passes of a stage, in order."""
-        count = self.micro_batches * self.chunks
-        ahead = min(passes_ahead(len(self.stages), stage, self.chunks), count)
-        for number in range(ahead):
-            yield self._step("forward", number)
-        for number in range(count - ahead):
-            yield self._step("forward", ahead + number)
-            yield self._step("backward", number)
-        for number in range(count - ahead, count):
-            yield self._step("backward", number)
-
-    def _step(self, way: Literal["forward", "backward"], number: int) -> PipelineStep:
-        """Return a stage's forward or backward pass with this number.
-
-        Each group of p micro-batches runs through one chunk after the other.
-        """
-        stages = len(self.stages)
-        group, place = divmod(number, stages * self.chunks)
-        chunk, micro_batch = divmod(place, stages)
-        chunk = chunk if way == "forward" else self.chunks - 1 - chunk
-        return PipelineStep(way, group * stages + micro_batch, chunk)
-
     @property
     def phases(self) -> Phases:
         """Seconds of the replica by phase, in closed form.
@@ -94,19 +52,6 @@ class Pipeline:
             filling = totals + self.there + np.roll(self.back, 1)
             shown += (self.chunks - 1) * len(totals) * (float(filling.max()) - period)
         return self.stages[slowest] * self.micro_batches + Phases(bubble=others, pipeline=shown)
-
-
-def passes_ahead[N: (int, Ints, Ints | int)](stages: int, stage: N, chunks: int) -> N:
-    """Return the number of passes that a stage runs forward before 1F1B begins, if there are enough.
-
-    Args:
-        stages: number of stages in the pipeline.
-        stage: number of the stage, from 0.
-        chunks: number of chunks of each stage's layers; several are run as by Megatron's
-            `get_pp_rank_microbatches`.
-    """
-    behind = stages - 1 - stage
-    return behind if chunks == 1 else 2 * behind + (chunks - 1) * stages
 
 
 def period_s(stages: ArrayLike, there: ArrayLike, back: ArrayLike, passes: int, chunks: int = 1) -> float:

@@ -157,14 +157,14 @@ def uneven_reductions(
         rings: rings of the cluster.
         hosts: host memory of the cluster.
     """
-    plan = mesh.plan
     weights = HeldWeights(job, mesh)
     owned = np.zeros(len(mesh.units))
     lead, gpu = (np.zeros(len(mesh.units), dtype=np.int64) for _ in range(2))
     for section in sections:
         gpu[section.ranks] = section.placement.gpus
         lead[section.ranks] = section.placement.gpus[:, :1]
-    collectives = weight_collectives(job, has_ministages=plan.has_ministages)
+    in_turn = any(unit.in_turn for unit in mesh.units)
+    collectives = weight_collectives(job, has_ministages=in_turn)
     busy = np.zeros((len(collectives), len(mesh.units)))
     placing, travel = _Placing(job, mesh), _Travel(job, mesh)
     for bucket, least in weights.buckets():
@@ -189,8 +189,7 @@ def uneven_reductions(
         ),
         owned=[owned[section.ranks].max(axis=1) for section in sections],
         present=[
-            found.of(section.ranks) if plan.has_ministages or plan.has_offload else None
-            for section in sections
+            found.of(section.ranks) if in_turn or mesh.plan.has_offload else None for section in sections
         ],
         passing=travel.passing(gpu, hosts),
     )
@@ -242,7 +241,7 @@ class _Travel:
         )
         ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
         for rank, unit in enumerate(self._mesh.units):
-            if unit.ministages is not None:
+            if unit.in_turn:
                 ranks[unit.replica, unit.stage].append(rank)
         found = {}
         for stage, own in ranks.items():

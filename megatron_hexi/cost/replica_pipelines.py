@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.interleaved_pipeline import InterleavedPipeline
 from megatron_hexi.cost.ministage_pipeline import Lane, MinistagePipeline, Passing
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
@@ -53,7 +54,7 @@ def replica_pipelines(
     *,
     chunks: int,
     predictions: int,
-) -> tuple[Pipeline | MinistagePipeline, ...]:
+) -> tuple[Pipeline | MinistagePipeline | InterleavedPipeline, ...]:
     """Return the pipeline of each replica.
 
     Args:
@@ -61,11 +62,11 @@ def replica_pipelines(
         lanes: lanes of each replica's stages, [replicas][stages].
         borders: seconds of activations and of gradients over borders (`border_seconds`); ``None``: sends are
             counted in the stages' time.
-        passing: transfers of stages that run in ministages, by replica and stage.
+        passing: transfers of stages that run ministages in turn, by replica and stage.
         chunks: number of chunks of each stage's layers.
         predictions: number of layers of multi-token prediction, which the last ministage runs.
     """
-    pipelines: list[Pipeline | MinistagePipeline] = []
+    pipelines: list[Pipeline | MinistagePipeline | InterleavedPipeline] = []
     for number, (replica, own) in enumerate(zip(plan.replicas, lanes, strict=True)):
         count = sum(len(lane.takes) for lane in own[0])
         none = np.zeros((len(own) - 1, count))
@@ -73,10 +74,14 @@ def replica_pipelines(
         if replica.ministages is None:
             phases = tuple(lane.phases for (lane,) in own)
             pipelines.append(Pipeline(phases, there[:, 0], back[:, 0], count, chunks))
+            continue
+        sizes = np.array([stage.ministage_sizes for stage in replica.stages], dtype=float)
+        sizes[-1, -1] += predictions
+        parts = sizes / sizes.sum(axis=1, keepdims=True)
+        if replica.is_interleaved:
+            only = tuple(lane for (lane,) in own)
+            pipelines.append(InterleavedPipeline(only, there[:, 0], back[:, 0], parts))
         else:
-            sizes = np.array([stage.ministage_sizes for stage in replica.stages], dtype=float)
-            sizes[-1, -1] += predictions
-            parts = sizes / sizes.sum(axis=1, keepdims=True)
             passes = tuple(passing[number, stage] for stage in range(len(own)))
             pipelines.append(MinistagePipeline(own, there, back, parts, passes))
     return tuple(pipelines)

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.job import Job, RecomputeMode, layers_again, recompute_mode
 from megatron_hexi.cost.model_part import ModelPart
-from megatron_hexi.cost.pipeline import passes_ahead
 from megatron_hexi.cost.placement import Placement, Placer
 from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
 from megatron_hexi.errors import PlanError
+from megatron_hexi.mesh import most_kept, passes_ahead
 from megatron_hexi.plan import Exchange, Plan
 from megatron_hexi.plan.state_heads import divided_domain
 from megatron_hexi.plan.units import DomainRow, domain_rows
@@ -95,6 +95,8 @@ def plan_sections(
     placer: Placer,
     gpus: Sequence[int] | None = None,
     part: ModelPart | None = None,
+    *,
+    micro_batches: Ints,
 ) -> list[Section]:
     """Return all sections of a plan that passed its checks, by stage number.
 
@@ -104,6 +106,7 @@ def plan_sections(
         placer: finds the units' GPUs.
         gpus: number in the cluster of each rank's GPU; ``None``: see `Placer.place`.
         part: the part of the model in the plan's only stage; ``None``: the part that the job assigns to it.
+        micro_batches: micro-batches of each replica, [replicas].
 
     Raises:
         PlanError: a domain has several groups, and the model layers with a state.
@@ -148,7 +151,7 @@ def plan_sections(
             ),
             replicas=np.array([row.replica for row in found[terms]]),
             takes=tuple(row.micro_batches for row in found[terms]),
-            parts=part or _parts(found[terms], job),
+            parts=part or _parts(found[terms], job, micro_batches),
             ranks=own,
             units=np.searchsorted(leads, own[:, 0]) % plan.units,
             placement=placement,
@@ -163,7 +166,7 @@ def _ranks(rows: Sequence[DomainRow]) -> Ints:
     return ranks[np.argsort(ranks[:, 0])] + rows[0].first_rank
 
 
-def _parts(rows: Sequence[DomainRow], job: Job) -> ModelPart:
+def _parts(rows: Sequence[DomainRow], job: Job, micro_batches: Ints) -> ModelPart:
     """Return the part of the model that each domain holds, [domains]."""
     layers, again, first_layers = [], [], []
     chunks = job.virtual_stages
@@ -178,9 +181,21 @@ def _parts(rows: Sequence[DomainRow], job: Job) -> ModelPart:
         again=np.array(again),
         is_first=np.array([row.stage == 0 for row in rows]),
         is_last=np.array([row.is_last for row in rows]),
-        ahead=np.array([passes_ahead(row.depth, row.stage, chunks) + 1 for row in rows]),
-        ministages=np.array([len(row.ministages or ()) for row in rows]),
+        ahead=np.array([_kept_at_a_time(row, job, int(micro_batches[row.replica])) for row in rows]),
+        ministages=np.array([len(row.ministages or ()) if row.in_turn else 0 for row in rows]),
         rows_on_host=np.array(["activations" in row.offload for row in rows]),
         first_layer=np.array(first_layers),
         chunks=chunks,
     )
+
+
+def _kept_at_a_time(row: DomainRow, job: Job, micro_batches: int) -> float:
+    """Return the largest number of passes whose activations are kept at a time.
+
+    With ministages interleaved, it is the number of micro-batches with as many layers.
+    """
+    if not row.interleaved or row.ministages is None:
+        return passes_ahead(row.depth, row.stage, job.virtual_stages) + 1
+    sizes = [stop - start for start, stop in row.ministages]
+    sizes[-1] += job.model.mtp_layers * row.is_last
+    return most_kept(row.depth, row.stage, micro_batches, sizes) / sum(sizes)

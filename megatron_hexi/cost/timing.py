@@ -10,6 +10,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.experts import ExpertsOnRanks
 from megatron_hexi.cost.hosts import NodeLoad
+from megatron_hexi.cost.interleaved_pipeline import InterleavedPipeline
 from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
@@ -42,7 +43,7 @@ class Timing:
 
     sections: list[Section]
     stages: list[StageCost]
-    pipelines: tuple[Pipeline | MinistagePipeline, ...]
+    pipelines: tuple[Pipeline | MinistagePipeline | InterleavedPipeline, ...]
     reductions: Reductions
     synchronisation: list[float]
     optimizer: list[Floats]

@@ -48,7 +48,7 @@ def _with_plan_sizes(schedule: Callable[..., Any]) -> Callable[..., Any]:
         if stages is not None:
             first, last = stages.view.place.samples
             micro_batch_size = last - first
-            stages.channels.begin(num_microbatches, forward_only)
+            stages.channels.begin(num_microbatches, num_microbatches)
         by_ministages = stages is not None and stages.view.place.ministages is not None
         result = (forward_backward_by_ministages if by_ministages else schedule)(
             num_microbatches=num_microbatches,

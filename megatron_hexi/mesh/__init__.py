@@ -7,6 +7,14 @@ from megatron_hexi.mesh.border import HeldRows, RowBlock, RowMessage, border_mes
 from megatron_hexi.mesh.experts import ExpertDomain, job_experts
 from megatron_hexi.mesh.mesh import Mesh
 from megatron_hexi.mesh.pieces import Box, Cell, MinistageId, Piece, cell_contains, cell_size, cut_pieces
+from megatron_hexi.mesh.pipeline_order import (
+    PipelineStep,
+    interleaved_order,
+    most_kept,
+    passes_ahead,
+    pipeline_steps,
+    step_source,
+)
 from megatron_hexi.mesh.residence import (
     ROWS_ON_DEVICE,
     MinistagePass,
@@ -28,6 +36,7 @@ __all__ = [
     "MinistageId",
     "MinistagePass",
     "Piece",
+    "PipelineStep",
     "Residence",
     "RowBlock",
     "RowMessage",
@@ -38,9 +47,14 @@ __all__ = [
     "cell_size",
     "cut_pieces",
     "held_rows",
+    "interleaved_order",
     "is_summed_last",
     "job_experts",
     "make_buckets",
     "ministage_passes",
+    "most_kept",
+    "passes_ahead",
+    "pipeline_steps",
     "row_messages",
+    "step_source",
 ]

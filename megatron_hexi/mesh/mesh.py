@@ -31,8 +31,8 @@ class Mesh:
 
     def wraps_around(self, replica: int) -> bool:
         """Whether a replica's last stage sends its output to the first stage, for the next ministage."""
-        stages = self.plan.replicas[replica].stages
-        return len(stages) > 1 and (stages[0].ministages or 1) > 1
+        found = self.plan.replicas[replica]
+        return len(found.stages) > 1 and (found.ministages or 1) > 1
 
     def stage_ranks(self, replica: int, stage: int) -> tuple[int, ...]:
         """Return all ranks of a stage of a replica, ascending."""

@@ -113,6 +113,12 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "use global",
             "local",
         ),
+        beside_stages(
+            "--microbatch-group-size-per-virtual-pipeline-stage",
+            lambda args: getattr(args, "microbatch_group_size_per_vp_stage", None) is not None,
+            "with order: interleaved a group has as many micro-batches as its replica stages",
+            "leave it out",
+        ),
         _set("mtp_use_repeated_layer"),
         _set("log_params_norm"),
         _set("load_main_params_from_ckpt"),

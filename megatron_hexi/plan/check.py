@@ -8,7 +8,12 @@ from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.check_domain import check_domain, refuse
 from megatron_hexi.plan.check_experts import check_experts
 from megatron_hexi.plan.check_interleaving import check_interleaving
-from megatron_hexi.plan.check_ministages import check_ministages, check_offload, refuse_ministages
+from megatron_hexi.plan.check_ministages import (
+    check_ministages,
+    check_offload,
+    check_order,
+    refuse_ministages,
+)
 from megatron_hexi.plan.check_shares import check_shares
 from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage, Workload
 from megatron_hexi.plan.terms import UnitRates
@@ -34,6 +39,7 @@ def check_plan(plan: Plan, where: Where) -> None:
     for r, replica in enumerate(plan.replicas):
         place: Place = ("replicas", r, "stages")
         _check_layers(plan, replica, place, where)
+        check_order(replica, ("replicas", r), where)
         for s, stage in enumerate(replica.stages):
             _check_stage(plan, replica, stage, (*place, s), places, where)
     ranks = sorted(places)
@@ -137,7 +143,7 @@ def _check_layers(plan: Plan, replica: Replica, place: Place, where: Where) -> N
             )
         reached = stop
         check_ministages(plan, replica, stage, (*place, s), where)
-        check_offload(stage, (*place, s), where)
+        check_offload(replica, stage, (*place, s), where)
     if reached != total:
         refuse(where, (*place, len(stages) - 1, "layers"), f"ends at layer {reached}", f"end it at {total}")
 

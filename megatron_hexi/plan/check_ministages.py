@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_hexi.plan.check_domain import refuse
 from megatron_hexi.plan.model import Plan, Replica, Stage
-from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.plan.terms import Offload, Recompute
 from megatron_hexi.yaml_file import Place
 from megatron_hexi.yaml_schema import Where
 
@@ -24,9 +24,9 @@ def refuse_ministages(stage: Stage, place: Place, where: Where) -> None:
 
 def check_ministages(plan: Plan, replica: Replica, stage: Stage, place: Place, where: Where) -> None:
     """Check that all stages of a replica have equally many ministages, each with at least one layer."""
-    if stage.ministages != replica.ministages:
+    if stage.ministage_count != replica.ministages:
         stated, first = (
-            "missing" if count is None else count for count in (stage.ministages, replica.ministages)
+            "missing" if count is None else count for count in (stage.ministage_count, replica.ministages)
         )
         refuse(
             where,
@@ -38,11 +38,20 @@ def check_ministages(plan: Plan, replica: Replica, stage: Stage, place: Place, w
         return
     assert stage.layers is not None
     layers = stage.layers[1] - stage.layers[0]
-    if stage.ministages > layers:
+    counted = f"the stage has {layers} layer{'s' if layers > 1 else ''}"
+    if isinstance(stage.ministages, tuple):
+        if sum(stage.ministages) != layers:
+            refuse(
+                where,
+                (*place, "ministages"),
+                f"have {sum(stage.ministages)} layers together, {counted}",
+                f"give each ministage's layers, {layers} together",
+            )
+    elif stage.ministages > layers:
         refuse(
             where,
             (*place, "ministages"),
-            f"is {stage.ministages}, the stage has {layers} layer{'s' if layers > 1 else ''}",
+            f"is {stage.ministages}, {counted}",
             "give every ministage a layer at least",
         )
     settings: tuple[tuple[Recompute | None, Place], ...] = (
@@ -51,15 +60,37 @@ def check_ministages(plan: Plan, replica: Replica, stage: Stage, place: Place, w
     )
     for recompute, here in settings:
         if isinstance(recompute, int):
-            refuse(
-                where,
-                here,
-                f"is {recompute}, and all layers of a ministage are computed again",
-                "give none, selective or full: what the second pass keeps",
-            )
+            problem, kept = "all layers of a ministage are computed again", ": what the second pass keeps"
+            if replica.is_interleaved:
+                problem, kept = "layers are computed again in all ministages or in none", ""
+            refuse(where, here, f"is {recompute}, and {problem}", f"give none, selective or full{kept}")
 
 
-def check_offload(stage: Stage, place: Place, where: Where) -> None:
+def check_order(replica: Replica, place: Place, where: Where) -> None:
+    """Check that a replica with an `order` has several stages, and several ministages in each."""
+    if replica.order is None:
+        return
+    here = (*place, "order")
+    if replica.stages[0].layers is None:
+        problem = "in a replica whose stage the job's pipeline repeats"
+        refuse(where, here, f"is {replica.order}, {problem}", "give job.virtual_stages in its place")
+    if len(replica.stages) == 1:
+        refuse(
+            where,
+            here,
+            f"is {replica.order}, in a replica of one stage, whose parts could only take turns",
+            "leave it out, or give the replica another stage",
+        )
+    if (replica.ministages or 1) == 1:
+        refuse(
+            where,
+            here,
+            f"is {replica.order}, of stages that run whole",
+            "give every stage two ministages or more, or leave it out",
+        )
+
+
+def check_offload(replica: Replica, stage: Stage, place: Place, where: Where) -> None:
     """Refuse to offload data that is always in use, or parameters without the optimizer's state."""
     if stage.offload is None:
         return
@@ -67,9 +98,18 @@ def check_offload(stage: Stage, place: Place, where: Where) -> None:
     for number, kind in enumerate(stage.offload):
         if kind in stage.offload[:number]:
             refuse(where, (*here, number), f"is {kind}, which stands there already", "name each once")
+    in_use: tuple[Offload, ...] = ("parameters", "activations")
+    for kind in in_use:
+        if replica.is_interleaved and stage.offloads(kind):
+            refuse(
+                where,
+                (*here, stage.offload.index(kind)),
+                f"is {kind}, of a replica with order: interleaved, which always uses them",
+                "offload the optimizer alone, or leave out the order",
+            )
     if stage.offloads("parameters"):
         number = stage.offload.index("parameters")
-        if (stage.ministages or 1) == 1:
+        if (stage.ministage_count or 1) == 1:
             refuse(
                 where,
                 (*here, number),

@@ -51,6 +51,14 @@ def _check_deal(replica: Replica, stage: Stage, place: Place, where: Where) -> N
             f"is {stage.domains[0].micro_batches}, in a stage that runs 1F1B, where all take part in each",
             "give the stages of the replica ministages: 1 or more",
         )
+    if replica.is_interleaved:
+        refuse(
+            where,
+            (*place, 0, "micro_batches"),
+            f"is {stage.domains[0].micro_batches}, in a replica with order: interleaved, where all take part "
+            "in each",
+            "give samples, or leave out the order",
+        )
     total = sum(domain.micro_batches or 0 for domain in stage.domains)
     if replica.micro_batches != total:
         stated = "does not say" if replica.micro_batches is None else f"takes {replica.micro_batches}"

@@ -33,6 +33,7 @@ from megatron_hexi.plan.terms import (
     Layers,
     MicroBatches,
     Offload,
+    Order,
     Positive,
     Provenance,
     Recompute,
@@ -247,8 +248,8 @@ class Stage:
             repeated stage, which each pipeline stage of the job repeats on the next ranks.
         recompute: activations that the backward pass recomputes; left out: the job's setting.
         exchange: settings of the exchange of keys and values; left out: the plan's settings.
-        ministages: number of ministages in which the stage runs; only the number of `layers` then counts.
-            Left out: the stage runs whole, in 1F1B.
+        ministages: number of ministages in which the stage runs, or number of layers of each; only the number
+            of `layers` then counts. Left out: the stage runs whole, in 1F1B.
         offload: data that waits in host memory while it is not used. `parameters`: weights and gradients of
             ministages that do not run. `optimizer`: the optimizer's fp32 weights and state, whose step is
             computed on the host. `activations`: inputs of a ministage, until the ministage's backward pass.
@@ -258,7 +259,7 @@ class Stage:
     layers: Range | None = None
     recompute: Recompute | None = None
     exchange: Exchange | None = None
-    ministages: Layers | None = None
+    ministages: Layers | Annotated[tuple[Layers, ...], Field(min_length=1)] | None = None
     offload: Annotated[tuple[Offload, ...], Field(min_length=1)] | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -284,9 +285,16 @@ class Stage:
         return self.offload is not None and kind in self.offload
 
     @property
+    def ministage_count(self) -> int | None:
+        """Number of ministages; ``None``: the stage runs whole."""
+        return len(self.ministages) if isinstance(self.ministages, tuple) else self.ministages
+
+    @property
     def ministage_sizes(self) -> tuple[int, ...]:
-        """Number of layers of each ministage, as even as possible, the larger numbers first."""
+        """Number of layers of each ministage; if not given as even as possible, the larger numbers first."""
         assert self.layers is not None, "a stage that the job repeats runs whole"
+        if isinstance(self.ministages, tuple):
+            return self.ministages
         layers, count = self.layers[1] - self.layers[0], self.ministages or 1
         return tuple((layers + count - 1 - number) // count for number in range(count))
 
@@ -298,17 +306,25 @@ class Replica:
     Args:
         stages: pipeline stages of the replica.
         micro_batches: micro-batches of a global batch that the replica processes; left out: an equal share.
+        order: order in which the stages run their ministages. `interleaved`: in interleaved 1F1B, as
+            Megatron runs virtual stages. Left out: all micro-batches pass one ministage before the next.
     """
 
     stages: tuple[Stage, ...]
     micro_batches: MicroBatches | None = None
+    order: Order | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
     def ministages(self) -> int | None:
         """Number of ministages of each stage of the replica; ``None``: the stages run whole."""
-        return self.stages[0].ministages
+        return self.stages[0].ministage_count
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether the stages run their ministages in interleaved 1F1B."""
+        return self.order == "interleaved"
 
     def ministage_layers(self, stage: int) -> tuple[Range, ...]:
         """Return the layers of each ministage of a stage; one range of all layers if the stage runs whole."""

@@ -27,6 +27,8 @@ Recompute = Literal["none", "selective", "full"] | Layers
 Precision = Literal["bf16", "fp16", "fp32"]
 #: Data of a stage that may wait in host memory while it is not used.
 Offload = Literal["parameters", "optimizer", "activations"]
+#: Order of a replica's ministages other than one after the other.
+Order = Literal["interleaved"]
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class DomainRow:
         recompute: activations that the stage's backward pass recomputes; ``None``: the job's setting.
         exchange: settings of the exchange of keys and values.
         ministages: layers of each ministage of the stage; ``None``: the stage runs whole.
+        interleaved: whether the replica runs its ministages in interleaved 1F1B.
         offload: data of the stage that waits in host memory while it is not used.
     """
 
@@ -47,12 +48,18 @@ class DomainRow:
     recompute: Recompute | None
     exchange: Exchange
     ministages: tuple[Range, ...] | None
+    interleaved: bool
     offload: tuple[Offload, ...]
 
     @property
     def width(self) -> int:
         """Tensor-parallel size of the domain's units."""
         return len(self.domain.groups[0].members[0].ranks)
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether all micro-batches pass one ministage before the next: its weights are used only then."""
+        return self.ministages is not None and not self.interleaved
 
     @property
     def is_last(self) -> bool:
@@ -131,6 +138,7 @@ def _replica_rows(
                 recompute=stage.recompute,
                 exchange=stage.exchange or plan.exchange,
                 ministages=ministages,
+                interleaved=replica.is_interleaved,
                 offload=stage.offload or (),
             )
 

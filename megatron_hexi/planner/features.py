@@ -17,7 +17,8 @@ def _has_unequal_replicas(plan: Plan) -> bool:
     if kind_of(plan) != "stages":
         return kind_of(plan) == "unequal"
     kinds = {
-        (replica.micro_batches, *(_size(stage) for stage in replica.stages)) for replica in plan.replicas
+        (replica.micro_batches, replica.order, *(_size(stage) for stage in replica.stages))
+        for replica in plan.replicas
     }
     return len(kinds) > 1
 

@@ -258,8 +258,9 @@ class Savings:
 def spell_savings(plan: Plan) -> str:
     """Return how a plan saves memory and divides micro-batches by sample, in words; may be empty."""
     stages = plan.stages
+    in_turn = [replica for replica in plan.replicas if not replica.is_interleaved]
     words = []
-    counts = sorted({stage.ministages for stage in stages if stage.ministages is not None})
+    counts = sorted({replica.ministages for replica in in_turn if replica.ministages is not None})
     if counts:
         words.append(f"stages run in {' or '.join(map(str, counts))} ministages")
     names = {"parameters": "weights and gradients", "optimizer": "optimizer state", "activations": "rows"}

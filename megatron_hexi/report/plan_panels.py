@@ -18,7 +18,7 @@ from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.plan.model import Range
 from megatron_hexi.report.labels import lines_of, wrap
 from megatron_hexi.report.tables import spell_range
-from megatron_hexi.report.unit_summary import UnitSummary
+from megatron_hexi.report.unit_summary import UnitSummary, spell_ministages
 
 #: Red, green, blue, opacity; each from 0 to 1.
 Colour = tuple[float, float, float, float]
@@ -205,7 +205,7 @@ def _replica_name(plan: Plan, row: UnitSummary) -> str:
     if plan.replicas[row.replica].micro_batches is not None:
         words.append(f"{plan.replicas[row.replica].micro_batches} micro-batches")
     if row.ministages is not None:
-        words.append(f"{len(row.ministages)} ministages a stage")
+        words.append(f"{spell_ministages(len(row.ministages), row.order)} a stage")
     if row.offload is not None and all(stage.offload == row.offload for stage in stages):
         words.append(f"offloads {', '.join(row.offload)}")
     return ", ".join(words)

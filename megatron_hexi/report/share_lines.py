@@ -12,9 +12,10 @@ from rich.text import Text
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost import IterationCost, Job, RankCost
 from megatron_hexi.cost.job import layers_again, recompute_mode
-from megatron_hexi.plan import Group, Member, Plan, Stage
-from megatron_hexi.plan.terms import Offload, Recompute
+from megatron_hexi.plan import Group, Member, Plan, Replica, Stage
+from megatron_hexi.plan.terms import Offload, Order, Recompute
 from megatron_hexi.plan.units import domain_rows
+from megatron_hexi.report.unit_summary import spell_ministages
 
 _NODE = re.compile(r"(?P<base>.+)-(?P<number>\d+)")
 #: Most nodes that a line names; more are counted.
@@ -31,6 +32,7 @@ class ShareLine:
         stages: numbers of adjacent similar stages in the replica.
         layers: layers of each of these; ``None``: as the job says.
         ministages: ministages of each of these; ``None``: they run whole.
+        order: order of the ministages; ``None``: one after the other.
         offload: data of each of these that waits in host memory; ``None``: nothing.
         recompute: recomputation of the stages; ``None``: the job's setting.
         tensor_parallel: tensor-parallel size of a member.
@@ -50,6 +52,7 @@ class ShareLine:
     stages: tuple[int, ...]
     layers: int | None
     ministages: int | None
+    order: Order | None
     offload: tuple[Offload, ...] | None
     recompute: Recompute | None
     tensor_parallel: int
@@ -129,7 +132,7 @@ def _cut(stage: Stage, facts: _RankFacts, length: int) -> tuple[tuple[object, ..
     return (
         layers,
         stage.recompute,
-        stage.ministages,
+        stage.ministage_count,
         stage.offload,
         width,
         *((key, len(same)) for key, same in groups.items()),
@@ -165,20 +168,19 @@ def find_shares(plan: Plan, job: Job, cost: IterationCost, cluster: Cluster) -> 
     for number, replica in enumerate(plan.replicas):
         runs = _runs([_cut(stage, facts, length) for stage in replica.stages])
         cuts.append(runs)
-        look = replica.micro_batches, *((run.stages, run.look) for run in runs)
+        look = replica.micro_batches, replica.order, *((run.stages, run.look) for run in runs)
         alike.setdefault(look, []).append(number)
     shares = []
     for replicas in alike.values():
         first = plan.replicas[replicas[0]]
         turns = first.micro_batches or equal
         for place, run in enumerate(cuts[replicas[0]]):
-            stage = first.stages[run.stages[0]]
             same_runs = [cuts[number][place] for number in replicas]
             for key in run.groups:
                 groups = [kinds for run_of_replica in same_runs for kinds in run_of_replica.groups[key]]
                 for kind in range(len(key)):
                     same = [kinds[kind] for kinds in groups]
-                    shares.append(_share(same, tuple(replicas), turns, run.stages, stage, length, facts))
+                    shares.append(_share(same, tuple(replicas), turns, run.stages, first, length, facts))
     return tuple(shares)
 
 
@@ -207,9 +209,9 @@ def shares_table(shares: Sequence[ShareLine], job: Job) -> Table:
         cells = [_spell_numbers(share.replicas), str(share.micro_batches)] if several else []
         if staged:
             again = "" if share.recompute is None else spell_recompute(share.recompute)
-            layers = f"{share.layers}" + (
-                "" if share.ministages is None else f" in {share.ministages} ministages"
-            )
+            layers = f"{share.layers}"
+            if share.ministages is not None:
+                layers += f" in {spell_ministages(share.ministages, share.order)}"
             if share.offload is not None:
                 layers += f", offloading {', '.join(share.offload)}"
             cells += [_spell_numbers(share.stages), layers, again, str(share.tensor_parallel)]
@@ -336,10 +338,11 @@ def _share(
     replicas: tuple[int, ...],
     micro_batches: int,
     stages: tuple[int, ...],
-    stage: Stage,
+    replica: Replica,
     seq_length: int,
     facts: _RankFacts,
 ) -> ShareLine:
+    stage = replica.stages[stages[0]]
     members = [member for kind in same for member in kind.members]
     ranks = [rank for member in members for rank in facts.ranks[member.lead]]
     fullest = max(ranks, key=lambda rank: rank.memory_gib / rank.usable_gib)
@@ -349,7 +352,8 @@ def _share(
         micro_batches=micro_batches,
         stages=stages,
         layers=None if stage.layers is None else stage.layers[1] - stage.layers[0],
-        ministages=stage.ministages,
+        ministages=stage.ministage_count,
+        order=replica.order,
         offload=stage.offload,
         recompute=stage.recompute,
         tensor_parallel=len(stage.members[0].ranks),

@@ -78,7 +78,7 @@ def units_table(plan: Plan, rows: Sequence[UnitSummary]) -> Table:
             "replica": str(row.replica),
             "stage": str(row.stage),
             "layers": spell_layers(row),
-            "ministages": "" if row.ministages is None else str(len(row.ministages)),
+            "ministages": "" if row.ministages is None else _spell_ministages(row),
             "offload": ", ".join(row.offload or ()),
             "recompute": "" if row.recompute is None else str(row.recompute),
             "rank": spell_range((row.ranks[0], row.ranks[-1] + 1)),
@@ -115,6 +115,10 @@ def against_table(against: Mapping[str, float], tokens_per_s: float | None) -> T
 def spell_layers(row: UnitSummary) -> str:
     """Return the layers of a unit's stage as text, by ministage."""
     return ", ".join(map(spell_range, row.ministages or (row.layers or (0, 0),)))
+
+
+def _spell_ministages(row: UnitSummary) -> str:
+    return ", ".join(filter(None, (str(len(row.ministages or ())), row.order)))
 
 
 def spell_range(span: Range) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_hexi.plan import Plan, Traffic, attention_traffic, build_schedule
 from megatron_hexi.plan.model import Range
-from megatron_hexi.plan.terms import Offload, Recompute
+from megatron_hexi.plan.terms import Offload, Order, Recompute
 from megatron_hexi.plan.units import Unit, unit_rows
 
 #: Traffic is counted for one sequence in bf16.
@@ -25,6 +25,7 @@ class UnitSummary:
         stage: index of its stage in the replica.
         layers: the layers of the stage; ``None``: all, and the job's pipeline repeats it.
         ministages: the layers of each of its ministages; ``None``: it runs whole.
+        order: order of the ministages; ``None``: one after the other.
         offload: data of the stage that waits in host memory; ``None``: nothing.
         recompute: recomputation of the stage; ``None``: the job's setting.
         domain: index of its domain in the stage.
@@ -49,6 +50,7 @@ class UnitSummary:
     stage: int
     layers: Range | None
     ministages: tuple[Range, ...] | None
+    order: Order | None
     offload: tuple[Offload, ...] | None
     recompute: Recompute | None
     domain: int
@@ -72,6 +74,11 @@ class UnitSummary:
         return (self.replica, self.stage, self.domain, self.group)
 
 
+def spell_ministages(count: int, order: Order | None) -> str:
+    """Return a stage's number of ministages and their order as text: ``2 interleaved ministages``."""
+    return " ".join(filter(None, (str(count), order, "ministages")))
+
+
 def unit_summaries(plan: Plan) -> list[UnitSummary]:
     """Return a row for each unit of a plan that passed its checks, ascending."""
     return [_summary(plan, number, unit) for number, unit in enumerate(unit_rows(plan))]
@@ -89,6 +96,7 @@ def _summary(plan: Plan, number: int, unit: Unit) -> UnitSummary:
         stage=unit.stage,
         layers=unit.layers,
         ministages=unit.ministages,
+        order=plan.replicas[unit.replica].order,
         offload=unit.offload or None,
         recompute=unit.recompute,
         domain=unit.number,

@@ -208,6 +208,52 @@ MULTI_TOKEN_FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
+def _ministages_swapped() -> None:
+    """A last stage runs its ministages in the other order."""
+    from megatron_hexi.megatron.stages.slices import StageSlices
+
+    original = StageSlices.__init__
+
+    def __init__(self: StageSlices, *args: Any) -> None:
+        original(self, *args)
+        if self._is_last:
+            self._layers.reverse()
+
+    StageSlices.__init__ = __init__  # type: ignore[method-assign]
+
+
+def _gradients_of_another_micro_batch() -> None:
+    """Where activations of two micro-batches are kept, each takes the gradients of the other."""
+    from megatron_hexi.megatron.stages import interleaving
+
+    original = interleaving.InterleavedIteration._backward
+
+    def backward(self: Any, step: Any) -> None:
+        own, other = (step.chunk, step.micro_batch), (step.chunk, step.micro_batch ^ 1)
+        if {own, other} <= self._kept.keys():
+            self._kept[own], self._kept[other] = self._kept[other], self._kept[own]
+        original(self, step)
+
+    interleaving.InterleavedIteration._backward = backward  # type: ignore[method-assign]
+
+
+def _sums_before_the_last_micro_batch() -> None:
+    def register_grad_ready(self: PieceBuffers, parameter: Any, *_: object) -> None:
+        self.is_last_microbatch = True
+        original(self, parameter)
+
+    original = PieceBuffers.register_grad_ready
+    PieceBuffers.register_grad_ready = register_grad_ready  # type: ignore[assignment, method-assign]
+
+
+#: Of ministages that are interleaved.
+INTERLEAVING_FAULTS: dict[str, Callable[[], None]] = {
+    "ministages-swapped": _ministages_swapped,
+    "gradients-of-another-micro-batch": _gradients_of_another_micro_batch,
+    "sums-before-the-last-micro-batch": _sums_before_the_last_micro_batch,
+}
+
+
 def _decay_of_the_first_heads() -> None:
     def get_A_log(self: PlannedMambaExchange) -> Tensor:
         return self.A_log_cp1[: self.nheads_local_tpcp]
@@ -291,6 +337,7 @@ def main() -> None:
         **OTHER_FAULTS,
         **EXPERT_FAULTS,
         **MULTI_TOKEN_FAULTS,
+        **INTERLEAVING_FAULTS,
         **FURTHER_EXPERT_FAULTS,
         **MAMBA_FAULTS,
         **DELTA_FAULTS,

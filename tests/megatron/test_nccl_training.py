@@ -20,6 +20,7 @@ from tests.megatron.option_cases import (
     balanced,
 )
 from tests.megatron.posting import UNCHECKED, posted
+from tests.megatron.test_interleaved_stages import CASES as INTERLEAVED
 from tests.megatron.test_ministages import OFFLOADED
 from tests.megatron.test_stages_experts import LOSSES
 from tests.megatron.test_stages_experts import MODEL as EXPERTS_MODEL
@@ -87,6 +88,22 @@ def test_stages_that_offload_beside_others_go_by_nccls_rules(name, forks, tmp_pa
     calls = posted(tmp_path, plan.ranks)
     assert replay(calls) > 0
     assert any(call.collective == "reduce_" for one in calls for call in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["depths", "three-stages"])
+def test_interleaved_ministages_go_by_nccls_rules(name, forks, tmp_path):
+    """Both directions of the borders between two stages, each in a group of its own."""
+    case = INTERLEAVED[name]
+    plan = case.plan(tmp_path)
+    words = [*job((*STAGES_MODEL, *case.model)), *case.job, "--train-iters", "2"]
+    forks.train(tmp_path, ranks=plan.ranks, args=words, plan=plan, entry="tests.megatron.posting")
+    calls = posted(tmp_path, plan.ranks)
+    # Receives are posted one pass ahead in one group while the rank sends in another.
+    assert replay(calls, one_queue=False) > 0
+    groups = {call.communicator for one in calls for call in one if call.messages}
+    borders = sum(2 * len(replica.stages) for replica in plan.replicas)
+    assert len(groups) == borders
 
 
 @pytest.mark.slow

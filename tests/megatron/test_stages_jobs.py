@@ -144,6 +144,7 @@ HOLDERS = {
     "ministages": ("ministages", 3, ()),
     "offload": ("offload", 3, ()),
     "dealt": ("dealt", 3, ()),
+    "interleaved": ("interleaved", 3, SEQUENCE),
 }
 FORMATS = {
     "fp32": (),

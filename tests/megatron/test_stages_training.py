@@ -38,7 +38,7 @@ SEQUENCE = ("--sequence-parallel",)
 HEADER = f"""\
 version: 2
 workload: {{seq_length: 127, heads: 6, kv_heads: 2, head_dim: 16, layers: {LAYERS}}}
-job: {{micro_batch_size: {MICRO_BATCH}}}
+job: {{micro_batch_size: %d}}
 replicas:
 """
 
@@ -61,9 +61,9 @@ class Case:
     slow: bool = True
     rounding: float = 1e-5
 
-    def plan(self, folder: Path) -> Plan:
+    def plan(self, folder: Path, micro_batch_size: int = MICRO_BATCH) -> Plan:
         path = folder / "given.yaml"
-        path.write_text(HEADER + self.replicas)
+        path.write_text(HEADER % micro_batch_size + self.replicas)
         return read_plan(path)
 
 

@@ -16,9 +16,9 @@ FOUR_LAYERS = ("--num-layers", "4")
 #: All that a stage can offload.
 EVERYTHING = ["parameters", "optimizer", "activations"]
 
-#: By name: stages of each replica with layers, units, ministages and whether they offload, and how many
-#: micro-batches it takes.
-LAYOUTS: dict[str, list[tuple[int, list[Any]]]] = {
+#: By name: of each replica how many micro-batches it takes, stages with layers, units, ministages and whether
+#: they offload, and the order of ministages, if it is another than one after the other.
+LAYOUTS: dict[str, list[tuple[Any, ...]]] = {
     # Depth 3 beside depth 1.
     "depths": [
         (1, [([0, 1], "{ranks: [0]}"), ([1, 2], "{ranks: [1]}"), ([2, 4], "{ranks: [2]}")]),
@@ -74,6 +74,10 @@ LAYOUTS: dict[str, list[tuple[int, list[Any]]]] = {
             ([2, 4], "{ranks: [2]}", 2),
         ]),
     ],
+    # The same layers, in interleaved 1F1B, with a unit of two ranks.
+    "interleaved": [
+        (2, [([0, 2], "{ranks: [0]}", 2), ([2, 4], "{ranks: [1, 2]}", 2)], "interleaved"),
+    ],
 }  # fmt: skip
 
 
@@ -89,6 +93,7 @@ def stage_layout(name: str, folder: Path, micro_batch_size: int = 2, job: str = 
     replicas = [
         {
             "micro_batches": micro_batches,
+            **({"order": order[0]} if order else {}),
             "stages": [
                 {
                     "layers": layers,
@@ -98,7 +103,7 @@ def stage_layout(name: str, folder: Path, micro_batch_size: int = 2, job: str = 
                 for layers, domains, *more in stages
             ],
         }
-        for micro_batches, stages in LAYOUTS[name]
+        for micro_batches, stages, *order in LAYOUTS[name]
     ]
     document = {
         "version": 2,

@@ -8,92 +8,20 @@ a task begins as soon as all tasks before it allow.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.lab.simulator.simulation import PipelineSpan
+from megatron_hexi.lab.simulator.task_graph import Task, TaskGraph
 from megatron_hexi.mesh import ROWS_ON_DEVICE, ministage_passes
 
-#: A task: its kind, the stage, the place of the pass in its order, and the number of a micro-batch, of a
-#: ministage or of a lane.
-Task = tuple[str, int, int, int]
 #: Kinds: begin of a pass, work and end; rows over a border; copies, gathers and sums.
 _BEGIN, _WORK, _END, _ROWS = "begin", "work", "end", "rows"
 _COPY_IN, _GATHER, _SUM, _COPY_OUT, _LEFT = "copy in", "gather", "sum", "copy out", "left"
 _ROWS_IN, _ROWS_OUT = "rows in", "rows out"
-
-
-@dataclass
-class _TaskNode:
-    """A task: seconds, number of unfinished predecessors, and successors of its end or its begin."""
-
-    seconds: float
-    waits_for: int = 0
-    unlocks: list[Task] = field(default_factory=list)
-    unlocks_begun: list[Task] = field(default_factory=list)
-
-
-class _Graph:
-    """Tasks with their predecessors. Each lane runs tasks in the order in which they are added."""
-
-    def __init__(self) -> None:
-        self.nodes: dict[Task, _TaskNode] = {}
-        self._last: dict[tuple[str, int], Task] = {}
-        self._needs: list[tuple[Task, Task, bool]] = []
-
-    def add(
-        self, task: Task, seconds: float, lane: tuple[str, int] | None, after: Iterable[Task] = ()
-    ) -> None:
-        """Add a task after others, which may be added later."""
-        self.nodes[task] = _TaskNode(seconds)
-        if lane is not None:
-            if lane in self._last:
-                self.need(task, self._last[lane])
-            self._last[lane] = task
-        for earlier in after:
-            self.need(task, earlier)
-
-    def need(self, task: Task, earlier: Task, *, begun: bool = False) -> None:
-        """Let a task begin only after another has ended, or has begun."""
-        self._needs.append((task, earlier, begun))
-
-    def run(self) -> dict[Task, tuple[float, float]]:
-        """Return begin and end of all tasks."""
-        for task, earlier, begun in self._needs:
-            node = self.nodes[earlier]
-            (node.unlocks_begun if begun else node.unlocks).append(task)
-            self.nodes[task].waits_for += 1
-        times: dict[Task, tuple[float, float]] = {}
-        number = itertools.count()
-        events: list[tuple[float, int, Task]] = []
-
-        def unlock(tasks: Iterable[Task], now: float) -> None:
-            for task in tasks:
-                node = self.nodes[task]
-                node.waits_for -= 1
-                if not node.waits_for:
-                    begin(task, now)
-
-        def begin(task: Task, now: float) -> None:
-            node = self.nodes[task]
-            times[task] = now, now + node.seconds
-            heapq.heappush(events, (now + node.seconds, next(number), task))
-            unlock(node.unlocks_begun, now)
-
-        for task in [task for task, node in self.nodes.items() if not node.waits_for]:
-            begin(task, 0.0)
-        while events:
-            now, _, task = heapq.heappop(events)
-            unlock(self.nodes[task].unlocks, now)
-        assert len(times) == len(self.nodes), "nothing waits for itself"
-        return times
 
 
 def replay_ministages(pipeline: MinistagePipeline, replica: int) -> tuple[list[PipelineSpan], float]:
@@ -103,7 +31,7 @@ def replay_ministages(pipeline: MinistagePipeline, replica: int) -> tuple[list[P
         pipeline: the stages.
         replica: number of the replica.
     """
-    graph = _Graph()
+    graph = TaskGraph()
     depth, count = pipeline.parts.shape
     orders = [ministage_passes(count, gives_loss=stage == depth - 1) for stage in range(depth)]
     for stage, order in enumerate(orders):
@@ -172,7 +100,7 @@ def replay_ministages(pipeline: MinistagePipeline, replica: int) -> tuple[list[P
 
 
 def _add_rows(
-    graph: _Graph,
+    graph: TaskGraph,
     task: Task,
     seconds: float,
     lane: int,
@@ -197,7 +125,7 @@ def _add_rows(
         graph.need(task, (_ROWS_OUT, stage, place, takes[turn - ROWS_ON_DEVICE]))
 
 
-def _add_borders(graph: _Graph, pipeline: MinistagePipeline) -> None:
+def _add_borders(graph: TaskGraph, pipeline: MinistagePipeline) -> None:
     """Add the rows from each pass to the next in the model's order, sent when the receive is posted."""
     placed: dict[int, int] = defaultdict(int)
     before: tuple[int, int, Floats] | None = None

@@ -16,8 +16,9 @@ import numpy as np
 
 from megatron_hexi.cost import Phases
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.pipeline import Pipeline, PipelineStep
+from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.lab.simulator.simulation import PipelineSpan
+from megatron_hexi.mesh import PipelineStep, pipeline_steps, step_source
 
 
 def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) -> list[PipelineSpan]:
@@ -35,7 +36,7 @@ def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) 
     ]
     chunks = pipeline.chunks
     seconds = [{way: one / chunks for way, one in both.items()} for both in seconds]
-    steps = [list(pipeline.steps(stage)) for stage in range(count)]
+    steps = [pipeline_steps(count, stage, pipeline.micro_batches, chunks) for stage in range(count)]
     before = [_steps_before(own) for own in steps]
     last_forward = [max(n for n, step in enumerate(own) if step.way == "forward") for own in steps]
     place, free = [0] * count, [0.0] * count
@@ -45,7 +46,7 @@ def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) 
     def arrival(stage: int, step: PipelineStep) -> float | None:
         """Return when a stage has the input of a step; ``None``: not known yet."""
         ahead = step.way == "forward"
-        source = _source(stage, step, count, chunks)
+        source = step_source(count, stage, step, chunks)
         if source is None:
             return 0.0
         if source not in ended:
@@ -77,15 +78,6 @@ def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) 
                 if place[stage] > last_forward[stage] + 1 and stage + step.chunk > 0 and chunks > 1:
                     free[stage] += float(pipeline.back[stage - 1])
     return sorted(spans, key=lambda span: (span.stage, span.start_s))
-
-
-def _source(stage: int, step: PipelineStep, count: int, chunks: int) -> tuple[int, PipelineStep] | None:
-    """Return the stage and its step that makes a step's input; ``None``: the stage itself, or nothing."""
-    by = -1 if step.way == "forward" else 1
-    neighbour, chunk = stage + by, step.chunk
-    if not 0 <= neighbour < count:
-        neighbour, chunk = neighbour % count, chunk + by
-    return (neighbour, step._replace(chunk=chunk)) if 0 <= chunk < chunks else None
 
 
 def _steps_before(steps: Sequence[PipelineStep]) -> dict[PipelineStep, PipelineStep]:

@@ -11,6 +11,7 @@ import numpy as np
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, Job, Phases, Timing
 from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.interleaved_pipeline import InterleavedPipeline
 from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.cost.replica_pipelines import replica_lanes
 from megatron_hexi.cost.sections import Section
@@ -18,6 +19,7 @@ from megatron_hexi.cost.stage import exposed_synchronisation
 from megatron_hexi.lab.simulator.engine import Progress
 from megatron_hexi.lab.simulator.extend import StageTimes, extend_stage
 from megatron_hexi.lab.simulator.findings import find
+from megatron_hexi.lab.simulator.interleaved_replay import replay_interleaved
 from megatron_hexi.lab.simulator.ministage_replay import replay_ministages
 from megatron_hexi.lab.simulator.pipeline_replay import pipeline_phases, replay_pipeline
 from megatron_hexi.lab.simulator.replay import SectionReplay, replay_layers
@@ -67,6 +69,10 @@ def simulate(
             phases_of_replica = pipeline.busiest + pipeline.waits(
                 lambda other: replay_ministages(other, 0)[1]
             )
+        elif isinstance(pipeline, InterleavedPipeline):
+            pipeline = replace(pipeline, lanes=tuple(lane for (lane,) in stage_lanes[replica]))
+            spans, end = replay_interleaved(pipeline, replica)
+            phases_of_replica = pipeline.phases_of(replay_interleaved(pipeline.instant, replica)[1], end)
         else:
             pipeline = replace(pipeline, stages=tuple(lane.phases for (lane,) in stage_lanes[replica]))
             forward = [lane.forward_s for (lane,) in stage_lanes[replica]]

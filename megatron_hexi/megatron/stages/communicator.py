@@ -6,7 +6,7 @@ receive of the next micro-batch is posted while this one is computed. Each direc
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -19,8 +19,8 @@ from megatron_hexi.megatron.stages.mesh_groups import RankView
 from megatron_hexi.mesh import HeldRows, Mesh, RowMessage, border_messages, held_rows
 from megatron_hexi.runtime.row_channel import RowChannel
 
-#: Micro-batches under way in one direction. In 1F1B a stage receives the last but one without waiting for
-#: anything that comes after the last was sent, so the sender may wait for it.
+#: Micro-batches under way in one direction. In 1F1B, interleaved or not, a stage receives the last but one
+#: without waiting for anything that comes after the last was sent, so the sender may wait for it.
 _MOST_LEAVING = 2
 
 #: Lengths of the documents of a micro-batch's sequence; ``None``: the sequence is one document.
@@ -121,30 +121,35 @@ class BorderChannels:
         self._sent: deque[tuple[_Direction, int]] = deque()
         self._most_sent: int | None = None
         self._unfilled: Tensor | None = None
-        #: Documents of micro-batches before their backward pass, and of the micro-batch in its backward pass.
-        self._documents: deque[Documents] = deque()
+        #: Number of the ministage that runs, if ministages are interleaved; else 0.
+        self._ministage = 0
+        #: Documents of micro-batches before their backward pass, by ministage.
+        self._documents: dict[int, deque[Documents]] = defaultdict(deque)
+        #: Documents of the micro-batch in its backward pass.
         self._backward_documents: Documents = None
 
     def under(self, mesh: Mesh, view: RankView) -> BorderChannels:
         """Return channels in the same groups for the rows of another plan; called between two iterations."""
         return BorderChannels(mesh, view, self._device, self._is_packed)
 
-    def begin(self, micro_batches: int, forward_only: bool, is_ministage: bool = False) -> None:
-        """Set the number of micro-batches that the schedule runs, or passes through a ministage.
-
-        A ministage's rows of a micro-batch arrive after those of the ministage before were received by all
-        stages: so at most one message for each micro-batch is under way, and its memory can be freed.
+    def begin(self, activations: int, gradients: int, most_sent: int | None = None) -> None:
+        """Set the numbers of micro-batches that are received before the next call.
 
         Args:
-            micro_batches: number of micro-batches.
-            forward_only: whether it is an evaluation.
-            is_ministage: whether they pass through a ministage.
+            activations: number of micro-batches whose rows are received; with ministages, over all of them.
+            gradients: number of micro-batches whose gradients are received, likewise.
+            most_sent: largest number of micro-batches under way in both directions together; ``None``: each
+                direction has a limit of its own, as in 1F1B.
         """
-        self._most_sent = micro_batches if is_ministage else None
+        self._most_sent = most_sent
         self._documents.clear()
-        for direction in (self._activations_in, self._gradients_in):
+        for direction, left in ((self._activations_in, activations), (self._gradients_in, gradients)):
             if direction is not None:
-                direction.left = micro_batches
+                direction.left = left
+
+    def set_ministage(self, ministage: int) -> None:
+        """Set the ministage that runs next, where ministages are interleaved."""
+        self._ministage = ministage
 
     def set_micro_batch(self, micro_batch: int) -> None:
         """Set the micro-batch that is received and sent next, with ministages."""
@@ -175,7 +180,7 @@ class BorderChannels:
     @torch.no_grad()
     def take_documents(self, documents: Documents) -> None:
         """Set the documents of the micro-batch whose forward pass begins."""
-        self._documents.append(documents)
+        self._documents[self._ministage].append(documents)
         if self._unfilled is not None and self._activations_in is not None:
             unfilled, self._unfilled = self._unfilled, None
             unfilled.copy_(self._activations_in.receive(unfilled.shape, unfilled.dtype, documents))
@@ -183,7 +188,8 @@ class BorderChannels:
     def send_activations(self, rows: Tensor) -> None:
         """Send a micro-batch's rows to the stage behind, if there is one."""
         if self._activations_out is not None:
-            self._activations_out.send(rows, self._documents[-1] if self._is_packed else None)
+            documents = self._documents[self._ministage][-1] if self._is_packed else None
+            self._activations_out.send(rows, documents)
             self._note_sent(self._activations_out)
 
     def receive_gradients(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
@@ -195,7 +201,7 @@ class BorderChannels:
 
     def begin_backward(self) -> None:
         """Begin the backward pass of the oldest micro-batch in flight."""
-        self._backward_documents = self._documents.popleft() if self._is_packed else None
+        self._backward_documents = self._documents[self._ministage].popleft() if self._is_packed else None
 
     def send_gradients(self, rows: Tensor) -> None:
         """Send the gradients of a micro-batch's rows to the stage before, if there is one."""

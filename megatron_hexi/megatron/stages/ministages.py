@@ -12,47 +12,22 @@ all ministages, since clipping needs the norm of all gradients.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_hexi.megatron.session import Session, active_session
+from megatron_hexi.megatron.stages.interleaving import InterleavedIteration
+from megatron_hexi.megatron.stages.replayed_batches import ReplayedBatches
 from megatron_hexi.megatron.stages.slices import StageSlices
 from megatron_hexi.mesh import ministage_passes
 from megatron_hexi.runtime.row_store import RowStore, Where
 
 
-class _ReplayedBatches:
-    """The batches of an iteration, read once and replayed for all ministages.
-
-    Args:
-        source: Megatron's iterator.
-    """
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-        self._read: list[Any] = []
-        #: Number of the micro-batch that is returned next.
-        self.place = 0
-
-    def read(self, count: int) -> None:
-        """Read up to a number of batches."""
-        while len(self._read) < count:
-            self._read.append(next(self._source))
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        self.read(self.place + 1)
-        return copy.copy(self._read[self.place])
-
-
 class _Iteration:
-    """One iteration of one rank, in ministages.
+    """One iteration of one rank, one ministage after the other.
 
     Args:
         session: this rank's session.
@@ -70,14 +45,13 @@ class _Iteration:
         step: Callable[[StageSlices, int, int, Tensor | None], Tensor],
         micro_batches: int,
         shape: Any,
-        batches: _ReplayedBatches | None,
+        batches: ReplayedBatches | None,
     ) -> None:
         assert session.stages is not None
         self._stages = session.stages
         place = self._stages.view.place
         self._slices: StageSlices = model.slices
         self._model, self._step, self._shape, self._batches = model, step, shape, batches
-        self._all = micro_batches
         #: Micro-batches that this rank takes.
         self._own = tuple(range(micro_batches)) if place.micro_batches is None else place.micro_batches
         #: The rows that entered each ministage, until its backward pass.
@@ -92,15 +66,15 @@ class _Iteration:
         pieces = self._model.pieces
         pieces.release()
         for current in ministage_passes(count, self._slices.gives_loss(count - 1), forward_only):
-            self._stages.channels.begin(len(self._own), forward_only, is_ministage=True)
+            # A ministage's rows of a micro-batch arrive after those of the ministage before were received by
+            # all stages: so at most one message for each micro-batch is under way.
+            self._stages.channels.begin(*[len(self._own)] * 3)
             with pieces.ministage_pass(current), self._slices.only(current.ministage):
                 for micro_batch in self._own:
                     self._stages.channels.set_micro_batch(micro_batch)
                     if self._batches is not None:
                         self._batches.place = micro_batch
                     runs[current.way](current.ministage, micro_batch)
-        if self._batches is not None:
-            self._batches.read(self._all)
         pieces.release()
 
     def _forward(self, number: int, micro_batch: int) -> None:
@@ -229,7 +203,7 @@ def forward_backward_by_ministages(
     assert session is not None
     (model,) = model if isinstance(model, list) else [model]
     (source,) = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-    batches = None if source is None else _ReplayedBatches(source)
+    batches = None if source is None else ReplayedBatches(source)
     config = model.config
     groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
     (shape,) = schedules.get_tensor_shapes(
@@ -266,7 +240,12 @@ def forward_backward_by_ministages(
 
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    _Iteration(session, model, step, num_microbatches, shape, batches).run(forward_only)
+    assert session.stages is not None
+    in_turn = session.stages.view.place.in_turn
+    iteration = _Iteration if in_turn else InterleavedIteration
+    iteration(session, model, step, num_microbatches, shape, batches).run(forward_only)
+    if batches is not None:
+        batches.read(num_microbatches)
     if config.finalize_model_grads_func is not None and not forward_only:
         config.finalize_model_grads_func([model], tokens, force_all_reduce=force_all_reduce)
     if config.timers is not None:

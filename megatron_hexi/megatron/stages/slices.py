@@ -62,7 +62,9 @@ class StageSlices:
         return uses
 
     def ministage_of(self, parameter: Parameter) -> MinistageId | None:
-        """Return the only ministage that uses a parameter; ``None``: several do."""
+        """Return the only ministage that uses a parameter; ``None``: several do, or run in no order."""
+        if not self._place.in_turn:
+            return None
         first, *more = self._uses[parameter]
         return None if more else (self._place.replica, self._place.stage, first)
 

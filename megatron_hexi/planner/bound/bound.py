@@ -38,6 +38,9 @@ layers are whole: on thin links the bound says little.
 A solver only suggests prices of rows. At any prices the batch is at most what is worth most of each kind's
 GPUs over all vertices of all options (weak duality); that is evaluated here, and decides.
 
+Interleaved ministages of stages that differ are left out, as the planner leaves them out: there a slow
+stage's own passes may hide all passes of the others, so neither time nor fill holds.
+
 A plan has one size of micro-batches. What the program of a range refutes, it refutes for all sizes in it.
 """
 

@@ -72,15 +72,19 @@ def grouping(plan: Plan, dealt: bool) -> list[tuple[Any, ...]]:
         dealt: whether micro-batches are dealt by the plan: then replicas' shares may change.
 
     Returns:
-        Of each replica: its share where that must stay; of each stage its layers, how they run, and who is in
-        which group with which weights. Domains that take whole micro-batches keep them, and the share.
+        Of each replica: its share where that must stay, and the order of its ministages; of each stage its
+        layers, how they run, and who is in which group with which weights. Domains that take whole
+        micro-batches keep them, and the share.
     """
     return [
         (
             None if dealt and not any(stage.takes_micro_batches for stage in stages) else micro_batches,
+            order,
             *map(_grouping_of, stages),
         )
-        for stages, micro_batches in ((replica.stages, replica.micro_batches) for replica in plan.replicas)
+        for stages, micro_batches, order in (
+            (replica.stages, replica.micro_batches, replica.order) for replica in plan.replicas
+        )
     ]
 
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cost import CostModel, Phases
 from megatron_hexi.cost.model_part import ModelPart
-from megatron_hexi.cost.pipeline import Pipeline, passes_ahead
+from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.lab.simulator.pipeline_replay import replay_pipeline
+from megatron_hexi.mesh import passes_ahead
 from megatron_hexi.plan import JobTerms, proportional_plan, validate_plan
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.interleaved import interleaved_end

@@ -1,0 +1,33 @@
+"""Batches that a rank reads once in an iteration and passes to each of its ministages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+
+class ReplayedBatches:
+    """The batches of an iteration, read once and replayed for all ministages.
+
+    Args:
+        source: Megatron's iterator.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._read: list[Any] = []
+        #: Number of the micro-batch that is returned next.
+        self.place = 0
+
+    def read(self, count: int) -> None:
+        """Read up to a number of batches."""
+        while len(self._read) < count:
+            self._read.append(next(self._source))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.read(self.place + 1)
+        return copy.copy(self._read[self.place])
