@@ -38,6 +38,23 @@ def layer_features(args: Namespace, source: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
+def layers_by_state(args: Namespace, source: str) -> tuple[bool, ...]:
+    """Return for each layer of the model whether it passes a state along the sequence.
+
+    Args:
+        args: Megatron's arguments.
+        source: file or command line of the arguments, for errors.
+
+    Raises:
+        HexiError: the pattern of delta nets does not fit the model's number of layers.
+    """
+    pattern = hybrid_layers(args).replace("|", "")
+    if pattern:
+        return tuple(letter in STATE_LAYERS for letter in pattern)
+    state = _delta_layers(args, source)
+    return tuple(False for _ in _layers(args)) if state is None else state["layers"]
+
+
 def query_size(args: Namespace) -> int:
     """Return the size of one head's query, which equals the size of one head's key."""
     if args.multi_latent_attention:
