@@ -72,12 +72,15 @@ def _experts(args: Namespace, source: str) -> dict[str, Any] | None:
         layers = layer_pattern("--moe-layer-freq", frequency, args.num_layers, source)
     if not any(layers):
         raise HexiError(f"{source}: --moe-layer-freq leaves no layer with experts; leave --num-experts out")
+    return {**_routed(args), "layers": tuple(layers)}
+
+
+def _routed(args: Namespace) -> dict[str, Any]:
     return {
         "count": args.num_experts,
         "active": args.moe_router_topk,
         "ffn_hidden_size": args.moe_ffn_hidden_size or args.ffn_hidden_size,
         "shared_ffn_hidden_size": args.moe_shared_expert_intermediate_size or 0,
-        "layers": tuple(layers),
         "score_bias": bool(args.moe_router_enable_expert_bias),
         "shared_gate": bool(args.moe_shared_expert_gate),
     }
@@ -104,6 +107,8 @@ def _hybrid(args: Namespace, source: str) -> dict[str, Any]:
     found: dict[str, Any] = {"pattern": letters}
     if has_state:
         found["state"] = _mamba(args, source) if "M" in has_state else _delta(args)
+    if args.num_experts:
+        found["experts"] = _routed(args)
     return found
 
 

@@ -41,7 +41,7 @@ OPTION_WORDS = {
     "--heterogeneous-layers-config-path": "--heterogeneous-layers-config-path layers.json",
     "--hidden-dropout": "--hidden-dropout 0.1",
     "--hierarchical-context-parallel-sizes": "--hierarchical-context-parallel-sizes 2 2",
-    "--hybrid-layer-pattern": "--hybrid-layer-pattern E*",
+    "--hybrid-layer-pattern": "--hybrid-layer-pattern D-",
     "--hybrid-layer-pattern<0.19": "--hybrid-layer-pattern *-",
     "--iterations-to-skip-unequal": "--iterations-to-skip 2",
     "--logits-load-dir": "--logits-load-dir logits",
@@ -62,6 +62,7 @@ OPTION_WORDS = {
     "--num-layers-per-virtual-pipeline-stage": (
         "--hybrid-layer-pattern *-*- --num-layers-per-virtual-pipeline-stage 1"
     ),
+    "--num-experts": "--num-experts 4 --hybrid-layer-pattern *-",
     "--num-experts-repeated": "--num-experts 4",
     "--num-distributed-optimizer-instances": "--num-distributed-optimizer-instances 2",
     "--position-embedding-type": "--position-embedding-type mrope",

@@ -12,11 +12,12 @@ from tests.megatron.checkpoint_contents import tensors_of
 from tests.megatron.conftest import References, job, skip_what_is_not_there
 from tests.megatron.forked import ENTRY, Forks
 from tests.megatron.planted import DELTA_FAULTS, MAMBA_FAULTS
+from tests.megatron.test_stages_experts import LOSSES
 from tests.megatron.test_stages_training import LAYERS, MODEL, SEQUENCE, SMALL_BUCKETS, TENSOR_DOMAIN, words
 from tests.megatron.test_state_layers import LINEAR, MAMBA
 from tests.megatron.test_uneven_training import largest_difference
+from tests.support.expert_layouts import EXPERTS
 
-EXPERTS = 8
 #: A Mamba layer, attention, two delta nets, an MLP and a Mamba layer, of ten heads of two groups each.
 HYBRID = (*MODEL, "--hybrid-layer-pattern", "M*GG-M", *MAMBA[2:], *LINEAR)
 #: A GPT of which two layers in three are delta nets; without biases, as `GPT` of `test_state_layers.py`.
@@ -24,13 +25,16 @@ GPT = (
     *(*MODEL, "--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "3"),
     *(*LINEAR, "--disable-bias-linear"),
 )
-#: As Qwen3-Next: attention gates its output, and every layer has experts and one that all tokens share.
-QWEN = (
-    *(*GPT, "--qk-layernorm", "--attention-output-gate", "--num-experts", str(EXPERTS)),
-    *("--moe-router-topk", "2", "--moe-ffn-hidden-size", "64", "--moe-token-dispatcher-type", "alltoall"),
-    *("--moe-shared-expert-intermediate-size", "64", "--moe-shared-expert-gate"),
-    *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.1"),
+#: Experts, one of which all tokens share; no two are equal to rounding (`LOSSES`).
+ROUTED = (
+    *("--num-experts", str(EXPERTS), "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64"),
+    *("--moe-shared-expert-intermediate-size", "64", "--moe-token-dispatcher-type", "alltoall"),
+    *LOSSES["all"],
 )
+#: As Qwen3-Next: attention gates its output, every layer has experts, and the shared one a gate.
+QWEN = (*GPT, "--qk-layernorm", "--attention-output-gate", *ROUTED, "--moe-shared-expert-gate")
+#: A hybrid with experts in two layers alone.
+SPARSE = (*MODEL, "--hybrid-layer-pattern", "M*EG-E", *MAMBA[2:], *LINEAR, "--disable-bias-linear", *ROUTED)
 
 #: A stage of a unit of two ranks before one whose members share tokens and heads unevenly; a replica of one.
 DEPTHS = """\
@@ -133,6 +137,7 @@ CASES = {
     "hybrid-tensor-parallel": Case(HYBRID, TENSOR_DOMAIN, (*SEQUENCE, *SMALL_BUCKETS)),
     "hybrid-samples": Case(HYBRID, SAMPLES, SEQUENCE),
     "hybrid-ministages": Case(HYBRID, MINISTAGES),
+    "hybrid-experts": Case(SPARSE, DEPTHS, SEQUENCE),
     "gpt-experts": Case(QWEN, MIXED, SEQUENCE),
     "gpt-depths": Case(GPT, DEPTHS, SEQUENCE),
     "gpt-whole-rows": Case(GPT, DEPTHS),

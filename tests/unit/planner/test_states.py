@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_hexi.cost import Job, estimate, read_model
-from megatron_hexi.cost.layer_kinds import State
+from megatron_hexi.cost.layer_kinds import Experts, State
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import validate_plan
 from megatron_hexi.plan.units import rank_gpus
@@ -22,6 +22,7 @@ MODELS = {
     "mamba": replace(TINY, layers=6, state=MAMBA, pattern="M-M*-M"),
     "delta": replace(TINY, layers=8, state=replace(DELTA, layers=(True, True, True, False) * 2)),
 }
+SPARSE = replace(TINY, layers=9, pattern="*E*-*E*E-", experts=Experts(4, 2, 2048))
 KNOWN = cluster([("a", "PLAIN", 2), ("b", "DOUBLE", 2)])
 
 
@@ -55,10 +56,10 @@ def test_baselines_have_one_group_or_say_why_there_is_none(kind):
     assert found["ulysses"].trial is not None
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_layers_are_cut_into_stages_by_the_speeds_of_gpus(kind):
+@pytest.mark.parametrize("model", [*MODELS.values(), SPARSE], ids=[*MODELS, "sparse"])
+def test_layers_are_cut_into_stages_by_the_speeds_of_gpus(model):
     pair = cluster([("a", "PLAIN", 1), ("b", "DOUBLE", 1)])
-    job = tiny_job(model=MODELS[kind], global_batch_size=8, pipeline_parallel=2)
+    job = tiny_job(model=model, global_batch_size=8, pipeline_parallel=2)
     fixed = frozenset({"data_parallel", "pipeline_parallel", "tensor_parallel", "micro_batch_size"})
     plan = find_plan(Request(job, fixed, context_parallel=1), pair).plan
     validate_plan(plan)
@@ -78,10 +79,10 @@ def test_chunks_are_not_planned_with_a_pattern():
         Request(job, virtual_stages=3)
 
 
-def test_experts_of_a_hybrid_are_refused_by_the_reason_of_training():
-    model = replace(read_model("mixtral-8x7b"), pattern="*E" * 16)
-    with pytest.raises(HexiError, match="model mixtral-8x7b: --hybrid-layer-pattern does not work with"):
-        find_plan(Request(Job(model, 4096)), KNOWN)
+def test_layers_are_refused_by_the_reason_of_training():
+    model = replace(MODELS["delta"], mtp_layers=1)
+    with pytest.raises(HexiError, match="model tiny: --mtp-num-layers does not work with --hexi-plan"):
+        find_plan(Request(tiny_job(model=model)), KNOWN)
 
 
 def test_kinds_of_layers_have_names():
