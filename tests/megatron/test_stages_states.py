@@ -11,6 +11,7 @@ from megatron_hexi.plan import Plan, read_plan
 from tests.megatron.checkpoint_contents import tensors_of
 from tests.megatron.conftest import References, job, skip_what_is_not_there
 from tests.megatron.forked import ENTRY, Forks
+from tests.megatron.launch import TrainingLog
 from tests.megatron.planted import DELTA_FAULTS, MAMBA_FAULTS
 from tests.megatron.test_stages_experts import LOSSES
 from tests.megatron.test_stages_training import LAYERS, MODEL, SEQUENCE, SMALL_BUCKETS, TENSOR_DOMAIN, words
@@ -271,7 +272,8 @@ def test_any_layout_goes_on_from_any_other(
 ):
     words_of = {"hybrid": HYBRID, "gpt": GPT}[model]
     start = references(words_of, 3)[0]
-    weights, logs = tmp_path / "weights", []
+    weights = tmp_path / "weights"
+    logs: list[TrainingLog] = []
     for layout in (saver, loader):
         plan = None if layout is None else Case(words_of, layout).plan(tmp_path)
         saving: list[str | Path] = ["--load", weights]
