@@ -195,6 +195,11 @@ class Model:
         return tuple(numbers[kind] for kind in self._kind_of_layers)
 
     @cached_property
+    def has_state(self) -> tuple[bool, ...]:
+        """For each layer, whether it passes a state along the sequence."""
+        return tuple(kind.has_state for kind in self._kind_of_layers)
+
+    @cached_property
     def layers_run(self) -> tuple[int, ...]:
         """Number of layers of each kind that a token passes, those of multi-token prediction among them."""
         counts = [kind.layers for kind in self.kinds]

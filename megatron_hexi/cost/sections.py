@@ -111,11 +111,11 @@ def plan_sections(
     Raises:
         PlanError: a domain has several groups, and the model layers with a state.
     """
-    divided = divided_domain(plan) if job.model.state is not None else None
+    divided = divided_domain(plan, job.model.has_state)
     if divided is not None:
         raise PlanError(
             f"model {job.model.name} has layers whose state does not pass between groups yet, and "
-            f"replicas[{divided[0]}] has a domain of {divided[1]} groups; put its members into one group"
+            f"{divided[0]} has a domain of {divided[1]} groups; put its members into one group"
         )
     found: dict[_SectionTerms, list[DomainRow]] = {}
     for row in domain_rows(plan, job.micro_batch_size, job.pipeline_parallel, job.model.layers):

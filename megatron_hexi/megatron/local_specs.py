@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_layer_specs,
     get_gpt_layer_local_submodules,
 )
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -22,6 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
     TransformerLayer,
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
@@ -56,12 +58,18 @@ def hybrid_stack(original: ModuleSpec) -> ModuleSpec:
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     )
+    experts = TransformerLayerSubmodules(
+        pre_mlp_layernorm=WrappedTorchNorm,
+        mlp=get_moe_module_spec(use_te=False, num_experts=1),  # the configuration says how many
+        mlp_bda=get_bias_dropout_add,
+    )
     submodules = replace(
         original.submodules,
         mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
         gdn_layer=_attention_layer(DELTA_NET, "in_proj"),
         attention_layer=_attention_layer(layer.self_attention, "linear_qkv"),
         mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+        moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=experts),
     )
     return replace(original, submodules=submodules)
 

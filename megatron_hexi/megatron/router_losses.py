@@ -102,6 +102,20 @@ def _weighed(original: Callable[..., None], value: str) -> Callable[..., None]:
     return record
 
 
+def _for_all_layers(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def ensure_initialized(self: Any, name: str, num_layers: int, device: Any = None) -> None:
+        from megatron.training import get_args
+
+        if active_session() is not None:
+            # Megatron counts a hybrid model's layers with experts; stages with one have a value a layer.
+            args = get_args()
+            num_layers = args.num_layers + (args.mtp_num_layers or 0)
+        original(self, name, num_layers, device)
+
+    return ensure_initialized
+
+
 def _scaled(original: Any) -> Any:
     from megatron.core import parallel_state
 
@@ -165,6 +179,13 @@ EXPERT_PATCHES = (
         why="the tokens of all ranks are not this rank's times the number of ranks",
         build=_of_all_ranks,
         parameters=("routing_map", "reduce_group", "topk", "with_padding_mask"),
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.ensure_initialized",
+        why="stages of a hybrid model without experts sum as many values as those with experts",
+        build=_for_all_layers,
+        parameters=("self", "name", "num_layers", "device"),
+        only=">=0.19",  # before, hybrid models are refused beside a plan
     ),
     Patch(
         target="megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.backward",

@@ -38,6 +38,23 @@ def layer_features(args: Namespace, source: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
+def layers_by_state(args: Namespace, source: str) -> tuple[bool, ...]:
+    """Return for each layer of the model whether it passes a state along the sequence.
+
+    Args:
+        args: Megatron's arguments.
+        source: file or command line of the arguments, for errors.
+
+    Raises:
+        HexiError: the pattern of delta nets does not fit the model's number of layers.
+    """
+    pattern = hybrid_layers(args).replace("|", "")
+    if pattern:
+        return tuple(letter in STATE_LAYERS for letter in pattern)
+    state = _delta_layers(args, source)
+    return tuple(False for _ in _layers(args)) if state is None else state["layers"]
+
+
 def query_size(args: Namespace) -> int:
     """Return the size of one head's query, which equals the size of one head's key."""
     if args.multi_latent_attention:
@@ -55,12 +72,15 @@ def _experts(args: Namespace, source: str) -> dict[str, Any] | None:
         layers = layer_pattern("--moe-layer-freq", frequency, args.num_layers, source)
     if not any(layers):
         raise HexiError(f"{source}: --moe-layer-freq leaves no layer with experts; leave --num-experts out")
+    return {**_routed(args), "layers": tuple(layers)}
+
+
+def _routed(args: Namespace) -> dict[str, Any]:
     return {
         "count": args.num_experts,
         "active": args.moe_router_topk,
         "ffn_hidden_size": args.moe_ffn_hidden_size or args.ffn_hidden_size,
         "shared_ffn_hidden_size": args.moe_shared_expert_intermediate_size or 0,
-        "layers": tuple(layers),
         "score_bias": bool(args.moe_router_enable_expert_bias),
         "shared_gate": bool(args.moe_shared_expert_gate),
     }
@@ -87,6 +107,8 @@ def _hybrid(args: Namespace, source: str) -> dict[str, Any]:
     found: dict[str, Any] = {"pattern": letters}
     if has_state:
         found["state"] = _mamba(args, source) if "M" in has_state else _delta(args)
+    if args.num_experts:
+        found["experts"] = _routed(args)
     return found
 
 

@@ -7,6 +7,7 @@ from argparse import Namespace
 from megatron_hexi.errors import PlanError
 from megatron_hexi.options.job_terms import PARALLEL_SIZES, STAGE_FLAGS, set_job_terms, tensor_parallel_flag
 from megatron_hexi.options.kinds import PlanKind, hybrid_layers, is_packed, layers_with_state, state_option
+from megatron_hexi.options.layer_features import layers_by_state
 from megatron_hexi.options.plan_experts import check_experts
 from megatron_hexi.options.refusals import refuse_unsupported
 from megatron_hexi.options.release import is_assumed
@@ -174,33 +175,41 @@ def _check_states(args: Namespace, plan: Plan) -> None:
     """Check that the layers of the job that pass a state along the sequence find all of it in one group.
 
     Raises:
-        PlanError: a domain has several groups, or heads of delta nets cannot be shared out.
+        PlanError: a domain has several groups, or heads with a state cannot be shared out.
     """
-    letters, divided = layers_with_state(args), divided_domain(plan)
-    if letters and divided is not None:
-        number, groups = divided
+    letters = layers_with_state(args)
+    if not letters:
+        return
+    divided = divided_domain(plan, layers_by_state(args, "command line"))
+    if divided is not None:
+        place, groups = divided
         raise PlanError(
             f"{args.hexi_plan}: {state_option(args)} has layers {letters}, whose state does not pass "
-            f"between groups yet, and replicas[{number}] has a domain of {groups} groups; put its "
-            "members into one group"
+            f"between groups yet, and {place} has a domain of {groups} groups; put its members into one group"
         )
+    widths = {args.tensor_model_parallel_size} if plan.is_repeated else {len(m.ranks) for m in plan.members}
     if "G" in letters:
-        _check_delta_heads(args)
+        keys, values = args.linear_num_key_heads, args.linear_num_value_heads
+        if values % keys:
+            raise PlanError(
+                f"--linear-num-key-heads {keys} does not divide --linear-num-value-heads {values}; give "
+                "numbers of which one divides the other"
+            )
+        _check_widths(args, plan, widths, "--linear-num-key-heads", keys)
+    if "M" in letters:
+        _check_widths(args, plan, widths, "--mamba-num-groups", args.mamba_num_groups)
+        if args.mamba_num_heads is not None:
+            _check_widths(args, plan, widths, "--mamba-num-heads", args.mamba_num_heads)
 
 
-def _check_delta_heads(args: Namespace) -> None:
-    """Check what Megatron checks for delta nets of a GPT, and not for those of a pattern."""
-    keys, values = args.linear_num_key_heads, args.linear_num_value_heads
-    if values % keys:
-        raise PlanError(
-            f"--linear-num-key-heads {keys} does not divide --linear-num-value-heads {values}; give numbers "
-            "of which one divides the other"
-        )
-    if keys % args.tensor_model_parallel_size:
-        raise PlanError(
-            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} does not divide "
-            f"--linear-num-key-heads {keys}; plan with a size that does"
-        )
+def _check_widths(args: Namespace, plan: Plan, widths: set[int], flag: str, heads: int) -> None:
+    """Check that tensor-parallel ranks share out heads with a state; Megatron checks it with `assert`."""
+    for width in sorted(widths):
+        if heads % width:
+            size = f"--tensor-model-parallel-size {width}"
+            if not plan.is_repeated:
+                size = f"{args.hexi_plan}: a unit of {width} ranks"
+            raise PlanError(f"{size} does not divide {flag} {heads}; plan with a size that does")
 
 
 def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, str, int | None]]:

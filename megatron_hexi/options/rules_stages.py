@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_hexi.options.kinds import UNSHOWN, Refused, Supported, beside_stages, hybrid_layers
+from megatron_hexi.options.kinds import UNSHOWN, Refused, Supported, beside_stages
 
 _JOBS = "tests/megatron/test_stages_jobs.py::"
 _CHECKPOINTS = _JOBS + "test_any_layout_goes_on_from_any_other[{}]"
+_STATES = "tests/megatron/test_stages_states.py::test_training_is_that_of_one_rank[{}]"
 _OWN_STATE = "the plan says which rank keeps which part of the optimizer's state"
 
 
@@ -53,6 +54,16 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "from and to any layout, and stock Megatron, with --dist-ckpt-optim-fully-reshardable",
         ),
         Supported(
+            "--experimental-attention-variant gated_delta_net",
+            _STATES.format("gpt-experts"),
+            "in domains of one group where a stage has delta nets; with experts too",
+        ),
+        Supported(
+            "--hybrid-layer-pattern",
+            _STATES.format("hybrid-depths"),
+            "cut by the layers of each stage; in domains of one group where a stage has M or G",
+        ),
+        Supported(
             "--mtp-num-layers, --mtp-loss-scaling-factor",
             "tests/megatron/test_stages_multi_token.py::test_training_is_that_of_one_rank[replicas]",
             "on the last stage of every replica",
@@ -74,16 +85,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "--mtp-detach-heads",
             lambda args: getattr(args, "mtp_detach_heads", False),
             "the gradients of these layers are clipped by a norm of their own",
-        ),
-        beside_stages(
-            "--hybrid-layer-pattern",
-            lambda args: bool(hybrid_layers(args)),
-            "a pattern's layers are not split into stages yet",
-        ),
-        beside_stages(
-            "--experimental-attention-variant",
-            lambda args: bool(args.experimental_attention_variant),
-            "layers of several kinds of attention are not split into stages yet",
         ),
         beside_stages(
             "--optimizer",

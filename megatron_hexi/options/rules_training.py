@@ -98,6 +98,11 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "tests/megatron/test_state_layers.py::test_training_is_that_of_one_rank[delta-uneven-heads]",
             "in domains of one group; each member scans as many of the value heads as it has of attention's",
         ),
+        Supported(
+            "--hybrid-layer-pattern with E",
+            "tests/megatron/test_state_layers.py::test_training_is_that_of_one_rank[hybrid-experts]",
+            "with the options of experts",
+        ),
         Refused(
             "--tensor-model-parallel-size",
             lambda args: (
@@ -117,10 +122,17 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         before_0_19("--hybrid-layer-pattern", lambda args: bool(hybrid_layers(args))),
         Refused(
             "--hybrid-layer-pattern",
-            lambda args: not set(hybrid_layers(args)) <= {*"*-|", *STATE_LAYERS},
+            lambda args: not set(hybrid_layers(args)) <= {*"*-E|", *STATE_LAYERS},
             "its layers are not sharded by a plan yet",
-            "use attention, MLP, Mamba and delta net layers only",
-            "with other layers than *, -, M and G",
+            "use attention, MLP, Mamba, delta net and expert layers only",
+            "with other layers than *, -, M, G and E",
+        ),
+        Refused(
+            "--num-experts",
+            lambda args: bool(hybrid_layers(args)) and ("E" in hybrid_layers(args)) != bool(args.num_experts),
+            "the layers with experts of a hybrid model are the letters E of --hybrid-layer-pattern",
+            "give both, or neither",
+            "with a --hybrid-layer-pattern without E, or left out with E",
         ),
         # Megatron reads virtual stages from the pattern's segments, and refuses the flag beside it.
         Refused(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 from megatron_hexi.plan.layout import apportion, consecutive
 from megatron_hexi.plan.model import Plan, Range
@@ -27,15 +28,22 @@ def state_heads(attention: tuple[Range, ...], heads: int) -> tuple[Range, ...]:
     return tuple(consecutive(apportion(heads, [stop - start for start, stop in attention])))
 
 
-def divided_domain(plan: Plan) -> tuple[int, int] | None:
-    """Return the first replica with a domain of several groups, and how many; ``None``: there is none.
+def divided_domain(plan: Plan, has_state: Sequence[bool]) -> tuple[str, int] | None:
+    """Return where a layer with a state runs in a domain of several groups, and how many; ``None``: nowhere.
 
     A state does not pass between groups: a member scans all tokens of its group, the whole sequence.
+
+    Args:
+        plan: the plan.
+        has_state: for each layer of the model, whether it passes a state along the sequence.
     """
     for number, replica in enumerate(plan.replicas):
-        groups = max(len(domain.groups) for stage in replica.stages for domain in stage.domains)
-        if groups > 1:
-            return number, groups
+        for place, stage in enumerate(replica.stages):
+            layers = [(0, len(has_state))] if stage.layers is None else replica.ministage_layers(place)
+            groups = max(len(domain.groups) for domain in stage.domains)
+            if groups > 1 and any(any(has_state[start:stop]) for start, stop in layers):
+                where = "" if stage.layers is None else f".stages[{place}]"
+                return f"replicas[{number}]{where}", groups
     return None
 
 

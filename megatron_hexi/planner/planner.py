@@ -26,7 +26,7 @@ from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.saved_plans import Known, SavedPlans, first_plan
 from megatron_hexi.planner.search.solver import SEED
-from megatron_hexi.planner.trainable import trained_request
+from megatron_hexi.planner.trainable import refuse_untrained
 from megatron_hexi.planner.weak_kinds import spell_weak, weak_kinds
 
 
@@ -53,19 +53,19 @@ def find_plan(
             model's layers.
     """
     begun = time.perf_counter()
-    wanted = replace(request, rules=request.rules.over(cluster.file.planner))
-    request = trained_request(wanted)
+    request = replace(request, rules=request.rules.over(cluster.file.planner))
+    refuse_untrained(request)
     tell: Progress = progress or (lambda _what, _done, _of: None)
     searches = JointSearches(tell)
     _check_nodes(cluster)
     _check_fixed(request, cluster)
     if not memory_fits(request, cluster):
-        raise nothing_fits(wanted, cluster, partial(_first_trained, searches), proven=True)
+        raise nothing_fits(request, cluster, partial(_first_trained, searches), proven=True)
     asked = request
     result, request = _search_experts(request, cluster, searches, tell)
     best = result.best
     if best is None:
-        raise nothing_fits(wanted, cluster, partial(_first_trained, searches), proven=False)
+        raise nothing_fits(asked, cluster, partial(_first_trained, searches), proven=False)
     weak, timed = weak_kinds(request, cluster, best, lambda part: _search(request, part, searches, tell).best)
     best = min([best, *(kind.without for kind in weak)], key=order_of)
     trials = searches.trials + result.trials + timed
@@ -109,8 +109,9 @@ class _SearchResult:
 def _first_trained(searches: JointSearches, request: Request, cluster: Cluster) -> Candidate | None:
     """Return the first plan that fits and that training accepts; ``None``: there is none."""
     try:
-        return first_plan(searches, trained_request(request), cluster)
-    except HexiError:  # of what training refuses in every plan
+        refuse_untrained(request)
+        return first_plan(searches, request, cluster)
+    except HexiError:
         return None
 
 

@@ -69,13 +69,15 @@ class Request:
         object.__setattr__(self, "job", replace(self.job, **free))
 
     def _refuse_beside_chunks(self, chunks: int) -> None:
-        """Refuse several chunks a stage for experts, multi-token prediction and unequal stages."""
+        """Refuse several chunks a stage for experts, patterns, multi-token prediction and unequal stages."""
         spelt = spell_flag("virtual_stages", chunks)
         if self.job.model.experts is not None:
             raise HexiError(
                 f"{spelt}: plans of models with experts have stages with layers of their own, which run "
                 "whole; leave it out"
             )
+        if self.job.model.pattern:
+            raise HexiError(f"{spelt}: a pattern's layers are not cut into chunks yet; leave it out")
         if self.job.model.mtp_layers:
             raise HexiError(f"{spelt}: chunks are not planned with multi-token prediction; leave it out")
         if self.rules.unequal_stages:
@@ -84,7 +86,8 @@ class Request:
 
     def chunk_counts(self, job: Job) -> list[int]:
         """Numbers of chunks a stage to try: divisors of a stage's layers, or 1 where stages cannot be cut."""
-        if job.pipeline_parallel == 1 or not job.has_equal_stages or job.model.mtp_layers:
+        is_whole = not job.has_equal_stages or job.model.mtp_layers or job.model.pattern
+        if job.pipeline_parallel == 1 or is_whole:
             counts = [1]
         else:
             counts = [count for count in range(1, job.stage_layers + 1) if job.stage_layers % count == 0]

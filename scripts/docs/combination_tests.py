@@ -31,6 +31,7 @@ _STATES_PLANNED = (
     f"{_U}/planner/test_states.py::test_a_plan_is_one_that_trains_and_no_slower_than_megatrons_flags[{{}}]"
 )
 _STATES_REPLAYED = f"{_U}/cost/test_states.py::test_the_simulator_takes_as_long_between_two_units"
+_STATES_STAGED = f"{_M}stages_states.py::test_training_is_that_of_one_rank[{{}}]"
 _DOCUMENTS = f"{_M}stages_jobs.py::test_documents_{{}}"
 
 
@@ -47,6 +48,12 @@ _ATTENTION = {
     "planner": _PLANNED.format("2+2-pipeline_parallel=2-windows-sinks"),
     "re-planning": _SWAPPED.format("windows-sinks"),
     "checkpoints": _RESUMED.format("windows-sinks"),
+}
+
+_HYBRID = {
+    "stages": _STATES_STAGED.format("hybrid-depths"),
+    "samples": _STATES_STAGED.format("hybrid-samples"),
+    **dict.fromkeys(("ministages", "offload"), _STATES_STAGED.format("hybrid-ministages")),
 }
 
 #: By kind and feature, as `megatron_hexi`'s own code takes them: a test that the combination works.
@@ -129,6 +136,7 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
     "hybrid": {
         "domain": _OPTIONS.format("hybrid-model-groups"),
         "replicas": _UNEQUAL.format("hybrid"),
+        **_HYBRID,
         "planner": _STATES_PLANNED.format("hybrid"),
         "simulator": _STATES_REPLAYED,
         "checkpoints": _RESUMED.format("hybrid"),
@@ -136,6 +144,7 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
     "mamba": {
         "domain": _STATES + "training_is_that_of_one_rank[mamba-uneven-heads]",
         "replicas": _STATES + "training_is_that_of_one_rank[mamba-unequal-replicas]",
+        **_HYBRID,
         "planner": _STATES_PLANNED.format("mamba"),
         "simulator": _STATES_REPLAYED,
         "checkpoints": _STATES + "a_checkpoint_goes_on_under_another_plan[mamba]",
@@ -143,6 +152,7 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
     "delta": {
         "domain": _STATES + "training_is_that_of_one_rank[delta-uneven-heads]",
         "replicas": _STATES + "training_is_that_of_one_rank[delta-unequal-replicas]",
+        **_HYBRID,
         "planner": _STATES_PLANNED.format("delta"),
         "simulator": _STATES_REPLAYED,
         "checkpoints": _STATES + "a_checkpoint_goes_on_under_another_plan[delta]",

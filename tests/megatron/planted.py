@@ -35,6 +35,16 @@ def _parts_as_copies() -> None:
     }
 
 
+def _norm_of_heads_as_a_copy() -> None:
+    """The norm of a delta net's own heads is divided as if each rank of a unit had its whole gradient."""
+    from megatron_hexi.megatron.stages import gradients
+
+    original = gradients._is_partial
+    gradients._is_partial = lambda parameter, name, config: (
+        ".out_norm." not in name and original(parameter, name, config)
+    )
+
+
 def _one_ranks_gradient_infinite() -> None:
     from megatron_hexi.megatron.stages.piece_optimizer import PieceOptimizer
 
@@ -87,6 +97,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 #: Those of which only other comparisons say anything.
 OTHER_FAULTS: dict[str, Callable[[], None]] = {
     "parts-as-copies": _parts_as_copies,
+    "norm-of-heads-as-a-copy": _norm_of_heads_as_a_copy,
     "one-ranks-gradient-infinite": _one_ranks_gradient_infinite,
 }
 

@@ -46,6 +46,8 @@ GPT = (
     *("--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "4"),
     *(*DEEPER, *LINEAR, "--disable-bias-linear"),
 )
+#: A Mamba layer, attention, a delta net and experts.
+WITH_EXPERTS = ("--hybrid-layer-pattern", "M*GE", *MAMBA[2:], *LINEAR)
 #: Tokens and heads of attention of each member, by replica.
 LAYOUTS = {
     "uneven-heads": (((70, 3), (40, 2), (17, 1)),),
@@ -118,6 +120,8 @@ CASES = {
     "gpt-tensor-parallel": Case(GPT, "uneven-heads", (*SEQUENCE, *DISTRIBUTED)),
     "gpt-pipeline": Case(GPT, "uneven-heads", PIPELINE),
     "gpt-experts": Case((*GPT, *balanced("aux_loss")), "uneven-heads"),
+    "hybrid-experts": Case((*WITH_EXPERTS, *balanced("aux_loss")), "uneven-heads"),
+    "mamba-pipeline": Case(MAMBA, "uneven-heads", PIPELINE),
 }
 FAST = {"mamba-uneven-heads", "mamba-no-heads", "delta-uneven-heads", "gpt-uneven-heads"}
 

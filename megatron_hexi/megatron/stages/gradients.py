@@ -180,7 +180,10 @@ def _is_partial(parameter: Parameter, name: str, config: Any) -> bool:
         return False
     if config.sequence_parallel and getattr(parameter, "sequence_parallel", False):
         return True
-    return bool(config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
+    # A rank's own heads of a delta net go through its norm, whose gradient Megatron leaves as it is.
+    return ".out_norm." in name or bool(
+        config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+    )
 
 
 def _over_all_holders(original: Callable[..., None]) -> Callable[..., None]:

@@ -51,7 +51,8 @@ class StageSlices:
         if self._is_first:
             modules.append((0, model.embedding))
         if self._is_last:
-            modules += [(last, self._decoder.final_layernorm), (last, model.output_layer)]
+            norm = "final_norm" if model.config.is_hybrid_model else "final_layernorm"
+            modules += [(last, getattr(self._decoder, norm)), (last, model.output_layer)]
             if model.mtp_process:
                 modules += [(last, model.mtp), (last, model.embedding)]
             if model.share_embeddings_and_output_weights:
@@ -95,11 +96,12 @@ class StageSlices:
                     decoder,
                     layers=self._layers[number],
                     num_layers_per_pipeline_rank=len(self._layers[number]),
-                    final_layernorm=decoder.final_layernorm if last else None,
                     pre_process=first,
                     post_process=last,
                 )
             )
+            if not last and not model.config.is_hybrid_model:  # where no `post_process` means no last norm
+                stack.enter_context(_replaced(decoder, final_layernorm=None))
             yield
 
     def used_before(self, number: int) -> frozenset[Parameter]:
@@ -137,10 +139,15 @@ def _numbered(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, submodules: Any, layer_number: int = 1, **more: Any) -> None:
+        session = active_session()
         # Layers that predict further tokens are numbered apart.
-        numbers = None if more.get("is_mtp_layer") else layer_numbers(active_session())
-        number = layer_number if numbers is None else numbers[layer_number - 1] + 1
-        original(self, config, submodules, number, **more)
+        numbers = None if more.get("is_mtp_layer") else layer_numbers(session)
+        if session is not None and session.stages is not None and numbers is not None:
+            # A layer of a hybrid model is given its place in the model, others that in their stage.
+            layers = session.stages.view.place.layers
+            before = layers[0] if layers is not None and config.is_hybrid_model else 0
+            layer_number = before + numbers[layer_number - 1 - before] + 1
+        original(self, config, submodules, layer_number, **more)
 
     return __init__
 
@@ -160,9 +167,34 @@ def _named(original: Callable[..., None]) -> Callable[..., None]:
     return _build_layers
 
 
+def _in_turns(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    """Return the layers of a stage whose specifications are built: with ministages they are not in a row."""
+
+    @functools.wraps(original)
+    def get_layer_id_list(self: Any, *args: Any, **kwargs: Any) -> list[int]:
+        layers = original(self, *args, **kwargs)
+        numbers = layer_numbers(active_session())
+        return layers if numbers is None else [layers[0] + number for number in numbers]
+
+    return get_layer_id_list
+
+
 MINISTAGE_PATCHES = (
     Patch(
+        target="megatron.core.transformer.pipeline_parallel_layer_layout:"
+        "PipelineParallelLayerLayout.get_layer_id_list",
+        why="with ministages the layers of a stage, of which some are others, are not in a row",
+        build=_in_turns,
+        parameters=("self", "layer_type", "vp_stage", "pp_rank"),
+    ),
+    Patch(
         target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+        why="with ministages the layers of a stage are not in a row",
+        build=_numbered,
+    ),
+    Patch(
+        target="megatron.core.ssm.mamba_layer:MambaLayer.__init__",
+        only=">=0.19",  # before, hybrid models are refused beside a plan
         why="with ministages the layers of a stage are not in a row",
         build=_numbered,
     ),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from megatron_hexi.mesh import Mesh, job_experts
 from megatron_hexi.options.job_terms import recompute_settings
+from megatron_hexi.options.kinds import hybrid_layers
 from megatron_hexi.options.vocabulary import vocabulary_step
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.units import Unit
@@ -64,9 +65,14 @@ def _set_view(args: Namespace, plan: Plan, unit: Unit) -> None:
     args.sequence_parallel = args.sequence_parallel and width > 1
     args.context_parallel_size = len(unit.domain.members)
     args.pipeline_model_parallel_size = unit.depth
-    stages = plan.replicas[unit.replica].stages
-    if len(stages) > 1:
-        cells = ["t" * (layers[1] - layers[0]) for layers in (stage.layers for stage in stages) if layers]
+    replica = plan.replicas[unit.replica]
+    cuts = [replica.ministage_layers(stage) for stage in range(unit.depth)]
+    pattern = hybrid_layers(args)
+    if pattern:
+        letters = ("".join(pattern[start:stop] for start, stop in ministages) for ministages in cuts)
+        args.hybrid_layer_pattern = "|".join(letters)
+    elif unit.depth > 1:
+        cells = ["t" * sum(stop - start for start, stop in ministages) for ministages in cuts]
         heads = "m" * (args.mtp_num_layers or 0)
         cells[0], cells[-1] = f"E{cells[0]}", f"{cells[-1]}{heads}L"
         args.pipeline_model_parallel_layout = "|".join(cells)

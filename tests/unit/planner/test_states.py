@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_hexi.cost import Job, estimate, read_model
-from megatron_hexi.cost.layer_kinds import State
+from megatron_hexi.cost.layer_kinds import Experts, State
 from megatron_hexi.errors import HexiError
-from megatron_hexi.options.refusals import find_refused
 from megatron_hexi.plan import validate_plan
+from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner import CHOSEN, Request, find_plan
 from megatron_hexi.planner.baselines import find_baselines
-from megatron_hexi.planner.trainable import trained_request
 from megatron_hexi.report.layer_names import kind_names
 from tests.support.costs import TINY, cluster, tiny_job
 
@@ -21,33 +20,20 @@ MAMBA, DELTA = State("mamba", 12, 64, 2, 32), State("delta", 8, 64, 4, 48)
 MODELS = {
     "hybrid": replace(TINY, layers=6, pattern="*-*-*-"),
     "mamba": replace(TINY, layers=6, state=MAMBA, pattern="M-M*-M"),
-    "delta": replace(TINY, layers=4, state=replace(DELTA, layers=(True, True, True, False))),
+    "delta": replace(TINY, layers=8, state=replace(DELTA, layers=(True, True, True, False) * 2)),
 }
+SPARSE = replace(TINY, layers=9, pattern="*E*-*E*E-", experts=Experts(4, 2, 2048))
 KNOWN = cluster([("a", "PLAIN", 2), ("b", "DOUBLE", 2)])
 
 
-@pytest.fixture
-def trained(monkeypatch):
-    """Training takes delta nets in every plan, whatever it takes today."""
-
-    def refused(args, kind):
-        option = find_refused(args, kind)
-        return None if option and option.option == "--experimental-attention-variant" else option
-
-    monkeypatch.setattr("megatron_hexi.planner.trainable.find_refused", refused)
-
-
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_plan_is_one_that_trains_and_no_slower_than_megatrons_flags(kind, trained):
+def test_a_plan_is_one_that_trains_and_no_slower_than_megatrons_flags(kind):
     job = tiny_job(model=MODELS[kind], global_batch_size=4)
     planned = find_plan(Request(job), KNOWN, with_baselines=True)
     plan = planned.plan
     validate_plan(plan)
     if job.model.state is not None:
         assert all(len(stage.domain.groups) == 1 for stage in plan.stages)
-    if job.model.pattern:
-        assert plan.is_repeated
-        assert planned.job.pipeline_parallel == 1
     seconds = estimate(plan, planned.job, KNOWN).iteration_s
     assert planned.bound.iteration_s <= seconds * (1 + 1e-9)
     timed = {one.name: one.trial.iteration_s for one in planned.baselines if one.trial is not None}
@@ -56,11 +42,12 @@ def test_a_plan_is_one_that_trains_and_no_slower_than_megatrons_flags(kind, trai
 
 
 @pytest.mark.parametrize("kind", ["mamba", "delta"])
-def test_baselines_have_one_group_or_say_why_there_is_none(kind, trained):
-    request = trained_request(Request(tiny_job(model=MODELS[kind]), frozenset({"data_parallel"})))
-    found = {one.name: one for one in find_baselines(request, KNOWN)[0]}
-    if MODELS[kind].pattern:  # one stage of all ranks, of which a ring makes a group each
-        assert "a state passes between no groups" in found["ring"].why_not
+def test_baselines_have_one_group_or_say_why_there_is_none(kind):
+    one_stage = frozenset({"data_parallel", "tensor_parallel", "pipeline_parallel"})
+    found = {
+        one.name: one for one in find_baselines(Request(tiny_job(model=MODELS[kind]), one_stage), KNOWN)[0]
+    }
+    assert "a state passes between no groups" in found["ring"].why_not  # which makes a group of each rank
     for name in ("ring", "ulysses", "usp", "te-a2a+p2p", "proportion"):
         trial = found[name].trial
         if trial is not None:
@@ -69,25 +56,33 @@ def test_baselines_have_one_group_or_say_why_there_is_none(kind, trained):
     assert found["ulysses"].trial is not None
 
 
-def test_a_hybrid_is_planned_in_one_stage_only():
-    job = tiny_job(model=MODELS["mamba"], pipeline_parallel=2)
-    said = "--pipeline-model-parallel-size 2: model tiny: --hybrid-layer-pattern does not work with stages"
-    with pytest.raises(HexiError, match=said):
-        find_plan(Request(job, frozenset({"pipeline_parallel"})), KNOWN)
-    request = trained_request(Request(tiny_job(model=MODELS["mamba"])))
-    assert request.fixed == {"pipeline_parallel"}
-    assert set(request.rules.refused) >= {"unequal_stages", "ministages", "offload"}
+@pytest.mark.parametrize("model", [*MODELS.values(), SPARSE], ids=[*MODELS, "sparse"])
+def test_layers_are_cut_into_stages_by_the_speeds_of_gpus(model):
+    pair = cluster([("a", "PLAIN", 1), ("b", "DOUBLE", 1)])
+    job = tiny_job(model=model, global_batch_size=8, pipeline_parallel=2)
+    fixed = frozenset({"data_parallel", "pipeline_parallel", "tensor_parallel", "micro_batch_size"})
+    plan = find_plan(Request(job, fixed, context_parallel=1), pair).plan
+    validate_plan(plan)
+    (replica,) = plan.replicas
+    layers = [stage.layers[1] - stage.layers[0] for stage in replica.stages]
+    names = [
+        pair.ranks[rank_gpus(plan, 2)[stage.domain.members[0].lead]].device.name for stage in replica.stages
+    ]
+    assert sorted(names) == ["DOUBLE", "PLAIN"]
+    assert layers[names.index("DOUBLE")] > layers[names.index("PLAIN")]
 
 
-def test_other_models_are_planned_as_before():
-    request = Request(tiny_job())
-    assert trained_request(request) is request
+def test_chunks_are_not_planned_with_a_pattern():
+    job = tiny_job(model=MODELS["mamba"], global_batch_size=4)
+    assert Request(job).chunk_counts(replace(job, pipeline_parallel=2)) == [1]
+    with pytest.raises(HexiError, match="a pattern's layers are not cut into chunks"):
+        Request(job, virtual_stages=3)
 
 
-def test_experts_of_a_hybrid_are_refused_by_the_reason_of_training():
-    model = replace(read_model("mixtral-8x7b"), pattern="*E" * 16)
-    with pytest.raises(HexiError, match="model mixtral-8x7b: --hybrid-layer-pattern does not work with"):
-        find_plan(Request(Job(model, 4096)), KNOWN)
+def test_layers_are_refused_by_the_reason_of_training():
+    model = replace(MODELS["delta"], mtp_layers=1)
+    with pytest.raises(HexiError, match="model tiny: --mtp-num-layers does not work with --hexi-plan"):
+        find_plan(Request(tiny_job(model=model)), KNOWN)
 
 
 def test_kinds_of_layers_have_names():
@@ -135,7 +130,7 @@ def test_nemotron_h_is_planned_at_128k_with_its_sizes_fixed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nemotron-h-8b", "nemotron-h-56b", "qwen3-next-80b-a3b"])
-def test_published_models_are_planned_at_128k(name, trained):
+def test_published_models_are_planned_at_128k(name):
     planned = find_plan(Request(Job(read_model(name), 131072, global_batch_size=32)), LARGE)
     validate_plan(planned.plan)
     assert planned.cost.fits

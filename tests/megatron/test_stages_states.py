@@ -1,0 +1,296 @@
+"""Layers with a state in stages that differ: training is that of one rank, whatever layers a stage has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_hexi.plan import Plan, read_plan
+from tests.megatron.checkpoint_contents import tensors_of
+from tests.megatron.conftest import References, job, skip_what_is_not_there
+from tests.megatron.forked import ENTRY, Forks
+from tests.megatron.launch import TrainingLog
+from tests.megatron.planted import DELTA_FAULTS, MAMBA_FAULTS
+from tests.megatron.test_stages_experts import LOSSES
+from tests.megatron.test_stages_training import LAYERS, MODEL, SEQUENCE, SMALL_BUCKETS, TENSOR_DOMAIN, words
+from tests.megatron.test_state_layers import LINEAR, MAMBA
+from tests.megatron.test_uneven_training import largest_difference
+from tests.support.expert_layouts import EXPERTS
+
+#: A Mamba layer, attention, two delta nets, an MLP and a Mamba layer, of ten heads of two groups each.
+HYBRID = (*MODEL, "--hybrid-layer-pattern", "M*GG-M", *MAMBA[2:], *LINEAR)
+#: A GPT of which two layers in three are delta nets; without biases, as `GPT` of `test_state_layers.py`.
+GPT = (
+    *(*MODEL, "--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "3"),
+    *(*LINEAR, "--disable-bias-linear"),
+)
+#: Experts, one of which all tokens share; no two are equal to rounding (`LOSSES`).
+ROUTED = (
+    *("--num-experts", str(EXPERTS), "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64"),
+    *("--moe-shared-expert-intermediate-size", "64", "--moe-token-dispatcher-type", "alltoall"),
+    *LOSSES["all"],
+)
+#: As Qwen3-Next: attention gates its output, every layer has experts, and the shared one a gate.
+QWEN = (*GPT, "--qk-layernorm", "--attention-output-gate", *ROUTED, "--moe-shared-expert-gate")
+#: The same with tokens that go to all experts: over twenty iterations, rounding decides a tie else.
+QWEN_ALL = (*QWEN, "--moe-router-topk", str(EXPERTS))
+#: A hybrid with experts in two layers alone.
+SPARSE = (*MODEL, "--hybrid-layer-pattern", "M*EG-E", *MAMBA[2:], *LINEAR, "--disable-bias-linear", *ROUTED)
+
+#: A stage of a unit of two ranks before one whose members share tokens and heads unevenly; a replica of one.
+DEPTHS = """\
+- micro_batches: 3
+  stages:
+  - {layers: [0, 1], domains: [{ranks: [0, 1]}]}
+  - layers: [1, 6]
+    domains:
+    - groups:
+      - segments: [[0, 127]]
+        members:
+        - {ranks: [2], tokens: 90, heads: [0, 4]}
+        - {ranks: [3], tokens: 37, heads: [4, 6], state: 3}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 6], domains: [{ranks: [4]}]}
+"""
+#: Uneven tokens, heads and experts in the first stage; a unit of two ranks that cuts its experts behind it.
+MIXED = """\
+- micro_batches: 4
+  stages:
+  - layers: [0, 4]
+    domains:
+    - groups:
+      - segments: [[0, 127]]
+        members:
+        - {ranks: [0], tokens: 80, heads: [0, 4], experts: [0, 5]}
+        - {ranks: [1], tokens: 47, heads: [4, 6], experts: [5, 8]}
+  - {layers: [4, 6], domains: [{ranks: [2, 3]}]}
+"""
+#: Samples of a unit of two ranks and of a single one.
+SAMPLES = """\
+- micro_batches: 4
+  stages:
+  - {layers: [0, 3], domains: [{ranks: [0, 1], samples: 3}, {ranks: [2], samples: 1, state: 3}]}
+  - {layers: [3, 6], domains: [{ranks: [3], samples: 2}, {ranks: [4], samples: 2}]}
+"""
+#: Layers of a stage that are not in a row: those of attention are in second ministages.
+MINISTAGES = """\
+- micro_batches: 3
+  stages:
+  - {layers: [0, 3], ministages: 2, recompute: full, domains: [{ranks: [0]}]}
+  - layers: [3, 6]
+    ministages: 2
+    offload: [parameters, optimizer, activations]
+    domains:
+    - groups:
+      - segments: [[0, 127]]
+        members:
+        - {ranks: [1], tokens: 27, heads: [0, 1]}
+        - {ranks: [2], tokens: 100, heads: [1, 6]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 6], domains: [{ranks: [3]}]}
+"""
+#: The layer of attention of `GPT` alone in a stage, whose domain may have several groups.
+ATTENTION_APART = """\
+- micro_batches: 4
+  stages:
+  - {layers: [0, 2], domains: [{ranks: [0]}], recompute: full}
+  - layers: [2, 3]
+    domains:
+    - groups:
+      - segments: [[0, 40], [80, 127]]
+        members: [{ranks: [1], tokens: 87, heads: [0, 6]}]
+      - segments: [[40, 80]]
+        members: [{ranks: [2], tokens: 40, heads: [0, 6]}]
+  - {layers: [3, 6], domains: [{ranks: [3]}], recompute: 1}
+"""
+DIVIDED = ATTENTION_APART.replace("[2, 3]", "[1, 3]").replace("[0, 2]", "[0, 1]")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job with layers with a state under a plan whose stages differ.
+
+    Attributes:
+        model: its arguments.
+        replicas: of its plan, as they are written in the file.
+        job: arguments of the run under the plan alone.
+        rounding: what losses and gradient norms may be off by, as a part of them.
+    """
+
+    model: tuple[str, ...]
+    replicas: str
+    job: tuple[str, ...] = ()
+    rounding: float = 1e-5
+
+    def plan(self, folder: Path) -> Plan:
+        experts = f", experts: {EXPERTS}" if "--num-experts" in self.model else ""
+        size = 1 if "--micro-batch-size 1" in " ".join(self.model) else 4
+        path = folder / "given.yaml"
+        path.write_text(
+            f"version: 2\nworkload: {{seq_length: 127, heads: 6, kv_heads: 2, head_dim: 16, layers: {LAYERS}"
+            f"{experts}}}\njob: {{micro_batch_size: {size}}}\nreplicas:\n{self.replicas}"
+        )
+        return read_plan(path)
+
+
+CASES = {
+    "hybrid-depths": Case(HYBRID, DEPTHS, SEQUENCE),
+    "hybrid-tensor-parallel": Case(HYBRID, TENSOR_DOMAIN, (*SEQUENCE, *SMALL_BUCKETS)),
+    "hybrid-samples": Case(HYBRID, SAMPLES, SEQUENCE),
+    "hybrid-ministages": Case(HYBRID, MINISTAGES),
+    "hybrid-experts": Case(SPARSE, DEPTHS, SEQUENCE),
+    "gpt-experts": Case(QWEN, MIXED, SEQUENCE),
+    "gpt-depths": Case(GPT, DEPTHS, SEQUENCE),
+    "gpt-whole-rows": Case(GPT, DEPTHS),
+    # Losses are within 3e-7; fp32 rounds the norm of the fifth iteration's gradients alone further.
+    "gpt-tensor-parallel": Case(GPT, TENSOR_DOMAIN, (*SEQUENCE, *SMALL_BUCKETS), rounding=3e-5),
+    "gpt-samples": Case(GPT, SAMPLES, SEQUENCE, rounding=3e-5),
+    "gpt-ministages": Case(GPT, MINISTAGES),
+    "gpt-experts-ministages": Case(QWEN_ALL, MINISTAGES),
+    "gpt-attention-apart": Case(GPT, ATTENTION_APART, rounding=3e-5),
+}
+FAST = {"hybrid-depths", "gpt-experts"}
+LONG = {"hybrid-depths": CASES["hybrid-depths"], "gpt-experts": Case(QWEN_ALL, MIXED, SEQUENCE)}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES]
+)
+def test_training_is_that_of_one_rank(name: str, forks: Forks, references: References, tmp_path: Path):
+    check(CASES[name], 3 if name in FAST else 20, forks, references, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG)
+def test_twenty_iterations_are_those_of_one_rank(
+    name: str, forks: Forks, references: References, tmp_path: Path
+):
+    check(LONG[name], 20, forks, references, tmp_path)
+
+
+def check(case: Case, iterations: int, forks: Forks, references: References, tmp_path: Path) -> None:
+    """Losses and gradient norms of a case are those of one rank."""
+    skip_what_is_not_there(case.model)
+    weights, reference = references(case.model, iterations)
+    plan = case.plan(tmp_path)
+    args = words(case.model, iterations, weights, case.job)
+    log = forks.train(tmp_path, ranks=plan.ranks, args=args, plan=plan)
+    difference = largest_difference(log, reference)
+    print(f"{len(log.losses)} iterations, losses and gradient norms within {difference:.1e}")
+    assert difference < case.rounding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hybrid-depths", "gpt-experts", "gpt-whole-rows", "gpt-experts-ministages"])
+def test_each_weight_and_its_gradient_is_that_of_one_rank(
+    name: str, forks: Forks, references: References, tmp_path: Path
+):
+    differences = differences_after_a_step(CASES[name], forks, references, tmp_path)
+    kinds = {
+        "momentum_buffer",
+        "A_log",
+        "dt_bias",
+        "conv1d",
+        "mixer.norm" if "hybrid" in name else "out_norm",
+    }
+    assert {kind for kind in kinds for key in differences if kind in key} == kinds
+    print(f"{len(differences)} tensors within {max(differences.values()):.1e}")
+    # fp32 rounds more in delta nets, as `test_state_layers.py` says.
+    assert max(differences.values()) < 5e-4, differences
+
+
+@pytest.mark.slow
+def test_the_comparison_of_gradients_finds_a_norm_that_is_divided(
+    forks: Forks, references: References, tmp_path: Path
+):
+    planted = ("--planted", "norm-of-heads-as-a-copy")
+    differences = differences_after_a_step(CASES["gpt-whole-rows"], forks, references, tmp_path, planted)
+    wrong = {key for key, off in differences.items() if off > 0.2}
+    assert wrong
+    assert all("out_norm" in key and "momentum_buffer" in key for key in wrong)
+
+
+def differences_after_a_step(
+    case: Case, forks: Forks, references: References, tmp_path: Path, planted: tuple[str, ...] = ()
+) -> dict[str, float]:
+    """How far each weight and its momentum, the clipped gradient, is off after a step of SGD."""
+    weights = references(case.model, 3)[0]
+    saved = []
+    for plan in (None, case.plan(tmp_path)):
+        folder = tmp_path / str(plan is None)
+        saving = ("--save", str(folder / "saved"), "--save-interval", "1")
+        more = (*saving, *case.job, *planted) if plan else saving
+        forks.train(
+            folder,
+            ranks=plan.ranks if plan else 1,
+            args=words((*case.model, "--optimizer", "sgd"), 1, weights, more),
+            plan=plan,
+            entry="tests.megatron.planted" if plan and planted else ENTRY,
+        )
+        saved.append(tensors_of(folder / "saved" / "iter_0000001"))
+    true, found = saved
+    assert found.keys() == true.keys()
+    return {
+        key: float((found[key] - one).abs().max() / one.abs().max())
+        for key, one in true.items()
+        if one.is_floating_point() and one.abs().max() > 0
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        *(("hybrid-depths", fault) for fault in MAMBA_FAULTS),
+        *(("gpt-depths", fault) for fault in DELTA_FAULTS),
+    ],
+)
+def test_a_fault_is_found(name: str, fault: str, forks: Forks, references: References, tmp_path: Path):
+    case = CASES[name]
+    weights, reference = references(case.model, 3)
+    plan = case.plan(tmp_path)
+    args = words(case.model, 3, weights, (*case.job, "--planted", fault))
+    log = forks.train(tmp_path, ranks=plan.ranks, args=args, plan=plan, entry="tests.megatron.planted")
+    difference = largest_difference(log, reference)
+    print(f"{fault}: {difference:.1e}")
+    assert difference > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["hybrid", "gpt"])
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [(DEPTHS, TENSOR_DOMAIN), (TENSOR_DOMAIN, None), (None, DEPTHS), (MINISTAGES, DEPTHS)],
+    ids=["depths-to-tensor-parallel", "tensor-parallel-to-one", "one-to-depths", "ministages-to-depths"],
+)
+def test_any_layout_goes_on_from_any_other(
+    model: str, saver: str | None, loader: str | None, forks: Forks, references: References, tmp_path: Path
+):
+    words_of = {"hybrid": HYBRID, "gpt": GPT}[model]
+    start = references(words_of, 3)[0]
+    weights = tmp_path / "weights"
+    logs: list[TrainingLog] = []
+    for layout in (saver, loader):
+        plan = None if layout is None else Case(words_of, layout).plan(tmp_path)
+        saving: list[str | Path] = ["--load", weights]
+        if not logs:
+            saving = ["--load", start, "--finetune", "--save", weights, "--save-interval", "2"]
+        folder = tmp_path / str(len(logs))
+        args = [*job((*words_of, *SEQUENCE)), "--train-iters", "4", "--log-interval", "1", *saving]
+        logs.append(forks.train(folder, ranks=plan.ranks if plan else 1, args=args, plan=plan))
+        (weights / "latest_checkpointed_iteration.txt").write_text("2")
+    whole, rest = logs
+    assert rest.iterations == [3, 4]
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-5)
+    assert rest.grad_norms == pytest.approx(whole.grad_norms[2:], rel=3e-5)
+
+
+def test_a_stage_with_a_state_has_one_group_in_each_domain(forks: Forks, tmp_path: Path):
+    plan = Case(GPT, DIVIDED).plan(tmp_path)
+    args = [*job(GPT), "--train-iters", "1"]
+    with pytest.raises(AssertionError, match=r"and replicas\[0\].stages\[1\] has a domain of 2 groups"):
+        forks.train(tmp_path, ranks=plan.ranks, args=args, plan=plan)
