@@ -284,8 +284,9 @@ def least_seconds(job, known, kinds):
 @pytest.mark.parametrize(
     ("names", "memory", "terms", "sharp"),
     [
-        # Almost twice as fast as two others, which take a sequence each: little time is lost.
-        (("DOUBLE", "PLAIN"), 80, {"global_batch_size": 4}, 0.9),
+        # Almost twice as fast as two others, which take a sequence each: little time is lost. What
+        # memory bounds is no faster, and the bound has no step of the optimizer's shard.
+        (("DOUBLE", "PLAIN"), 80, {"global_batch_size": 4}, 0.89),
         (("DOUBLE", "PLAIN"), 3.2, {"global_batch_size": 3}, 0.6),
         (("H100-SXM-80GB", "L40S-48GB"), 80, {"global_batch_size": 4, "micro_batch_size": 2}, 0.6),
     ],
