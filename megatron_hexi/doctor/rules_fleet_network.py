@@ -123,7 +123,7 @@ def _vendors(facts: Sequence[Facts]) -> Iterator[Problem]:
     if len(set(vendors) - {""}) > 1:
         index = (
             "export NCCL_IB_GID_INDEX=3 on every node (RoCE v2, as show_gids says); then "
-            if "Ethernet" in set().union(*(_layers(_fastest(_up(host))) for host in hosts))
+            if any("Ethernet" in _layers(_fastest(_up(host))) for host in hosts)
             and not all("NCCL_IB_GID_INDEX" in host.environment for host in hosts)
             else ""
         )
