@@ -116,7 +116,7 @@ where any equal layout fits, {mean:.2f} times in the geometric mean.
 {rows}
 
 A cell is a cluster, a model and a context; a batch is of 4 Mi tokens. -: nothing fits. Even experts: the best
-plan that may be uneven in all but the number of experts a rank; -: the plan is that one. {uneven}
+plan that may be uneven in all but the number of experts a rank; -: the plan is that one.{uneven}
 Over the bound: how much longer than the cost model allows any layout to be. Planning: seconds of one core for
 the plan, the bound and the equal layouts.
 {refused}
@@ -145,15 +145,15 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def _gains_of_uneven(rows: Sequence[Row]) -> str:
-    """Return a sentence on the time that unequal numbers of experts save; empty if no plan has them."""
+    """Return a sentence, behind a space, on what unequal numbers of experts save; may be empty."""
     saved = [
         1 - row.iteration_s / row.even_experts_s for row in rows if row.iteration_s and row.even_experts_s
     ]
     if not saved:
         return ""
     return (
-        f"Plans with unequal numbers, {len(saved)} of {len(rows)}, take {min(saved):.0%} to {max(saved):.0%} "
-        "less time."
+        f" Plans with unequal numbers, {len(saved)} of {len(rows)}, "
+        f"take {min(saved):.0%} to {max(saved):.0%} less time."
     )
 
 
