@@ -74,7 +74,9 @@ def finishes(stages: int, chunks: int, micro_batches: int, case: SimpleNamespace
             documents; `leaving`: number of sends that may be under way in a direction when a pass ends.
     """
     steps = [pipeline_steps(stages, stage, micro_batches, chunks) for stage in range(stages)]
-    place, posted, sent = [0] * stages, Counter(), Counter()
+    place = [0] * stages
+    posted: Counter[tuple[int, int, str]] = Counter()
+    sent: Counter[tuple[int, int, str]] = Counter()
     taken: Counter[tuple[int, int, str]] = Counter()
     waits: list[tuple[tuple[int, int, str], int] | None] = [None] * stages
     targets = {
@@ -89,24 +91,24 @@ def finishes(stages: int, chunks: int, micro_batches: int, case: SimpleNamespace
         for stage, own in enumerate(steps):
             while place[stage] < len(own):
                 step = own[place[stage]]
-                if waits[stage] is None:
+                wait = waits[stage]
+                if wait is None:
                     source = step_source(stages, stage, step, chunks)
                     if source is not None:
-                        channel = source[0], stage, step.way
+                        channel: tuple[int, int, str] = (source[0], stage, step.way)
                         posted[channel] = max(posted[channel], taken[channel] + 1)
                         if sent[channel] == taken[channel]:
                             break
                         taken[channel] += 1
                         posted[channel] = taken[channel] + case.ahead
                     target = targets.get((stage, step))
-                    waits[stage] = (stage, stage, step.way), 0
+                    wait = (stage, stage, step.way), 0
                     if target is not None:
                         channel = stage, target, step.way
                         sent[channel] += 1
-                        waits[stage] = channel, sent[channel] - case.leaving
-                    moved = True
-                channel, least = waits[stage]
-                if posted[channel] < least:
+                        wait = channel, sent[channel] - case.leaving
+                    waits[stage], moved = wait, True
+                if posted[wait[0]] < wait[1]:
                     break
                 waits[stage], moved = None, True
                 place[stage] += 1
