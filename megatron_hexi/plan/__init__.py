@@ -12,23 +12,14 @@ from megatron_hexi.plan.file import (
     write_plan,
 )
 from megatron_hexi.plan.mask import Mask
-from megatron_hexi.plan.model import (
-    Domain,
-    Exchange,
-    Group,
-    LatentColumns,
-    Member,
-    Plan,
-    Replica,
-    Stage,
-    Workload,
-)
+from megatron_hexi.plan.model import Domain, Exchange, Group, Member, Plan, Replica, Stage
 from megatron_hexi.plan.proportion import proportional_domain, proportional_plan
 from megatron_hexi.plan.schedule import Schedule, Schedules, Step, Transfer, build_schedule
 from megatron_hexi.plan.shares import Share, assign_micro_batches, has_equal_replicas
 from megatron_hexi.plan.terms import Estimate, JobTerms, Provenance, UnitRates
 from megatron_hexi.plan.traffic import LayerTraffic, Traffic, attention_traffic
 from megatron_hexi.plan.units import unit_ranks
+from megatron_hexi.plan.workload import LatentColumns, Workload
 
 __all__ = [
     "Block",

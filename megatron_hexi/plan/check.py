@@ -15,9 +15,10 @@ from megatron_hexi.plan.check_ministages import (
     refuse_ministages,
 )
 from megatron_hexi.plan.check_shares import check_shares
-from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage, Workload
+from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage
 from megatron_hexi.plan.terms import UnitRates
 from megatron_hexi.plan.units import covers_gpus, spell_ranks
+from megatron_hexi.plan.workload import Workload
 from megatron_hexi.yaml_file import Place
 from megatron_hexi.yaml_schema import Where
 

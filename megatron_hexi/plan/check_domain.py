@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import NoReturn
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan.model import Domain, Group, Range, Workload
+from megatron_hexi.plan.model import Domain, Group, Range
+from megatron_hexi.plan.workload import Workload
 from megatron_hexi.yaml_file import Place
 from megatron_hexi.yaml_schema import Where
 

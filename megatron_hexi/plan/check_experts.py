@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatron_hexi.plan.check_domain import check_range, refuse
 from megatron_hexi.plan.experts import HeldExperts, expert_domains
-from megatron_hexi.plan.model import Member, Stage, Workload
+from megatron_hexi.plan.model import Member, Stage
+from megatron_hexi.plan.workload import Workload
 from megatron_hexi.yaml_file import Place
 from megatron_hexi.yaml_schema import Where
 

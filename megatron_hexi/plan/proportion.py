@@ -9,18 +9,10 @@ from collections.abc import Sequence
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.layout import apportion, causal_segments, consecutive, full_segments
-from megatron_hexi.plan.model import (
-    Domain,
-    Exchange,
-    Group,
-    Member,
-    Plan,
-    Replica,
-    Stage,
-    Workload,
-)
+from megatron_hexi.plan.model import Domain, Exchange, Group, Member, Plan, Replica, Stage
 from megatron_hexi.plan.parts import worthwhile_parts
 from megatron_hexi.plan.units import unit_ranks
+from megatron_hexi.plan.workload import Workload
 
 _FASTEST = 1e100
 

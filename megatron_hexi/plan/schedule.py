@@ -30,10 +30,11 @@ from megatron_hexi.plan.heads import (
 )
 from megatron_hexi.plan.layout import shard_segments
 from megatron_hexi.plan.mask import Mask
-from megatron_hexi.plan.model import Domain, Group, Range, Workload
+from megatron_hexi.plan.model import Domain, Group, Range
 from megatron_hexi.plan.packing import packed_domain
 from megatron_hexi.plan.program import Batch, FarBlocks, Operation, OwnBlock, attention_program
 from megatron_hexi.plan.terms import UnitRates
+from megatron_hexi.plan.workload import Workload
 
 
 @dataclass(frozen=True)

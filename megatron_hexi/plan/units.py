@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_hexi.plan.model import Domain, Exchange, Member, Plan, Range, Replica, Workload
+from megatron_hexi.plan.model import Domain, Exchange, Member, Plan, Range, Replica
 from megatron_hexi.plan.shares import domain_micro_batches
 from megatron_hexi.plan.terms import Offload, Recompute
+from megatron_hexi.plan.workload import Workload
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megatron_hexi.elastic.store import in_round, round_store
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan.model import Workload
 from megatron_hexi.plan.schedule import Schedule
+from megatron_hexi.plan.workload import Workload
 
 #: Digest that a rank without a plan posts.
 NO_PLAN = ""

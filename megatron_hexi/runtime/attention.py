@@ -31,8 +31,8 @@ from torch import Tensor
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.mask import Mask
-from megatron_hexi.plan.model import Workload
 from megatron_hexi.plan.schedule import Schedules
+from megatron_hexi.plan.workload import Workload
 from megatron_hexi.runtime.agreement import agree_on_shapes
 from megatron_hexi.runtime.kernels import KernelDispatch, select_kernel
 from megatron_hexi.runtime.passes import AttentionLayer, Inputs

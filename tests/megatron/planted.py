@@ -230,7 +230,7 @@ def _ministages_swapped() -> None:
         if self._is_last:
             self._layers.reverse()
 
-    StageSlices.__init__ = __init__  # type: ignore[method-assign]
+    StageSlices.__init__ = __init__  # type: ignore[assignment, method-assign]
 
 
 def _gradients_of_another_micro_batch() -> None:
@@ -254,7 +254,7 @@ def _sums_before_the_last_micro_batch() -> None:
         original(self, parameter)
 
     original = PieceBuffers.register_grad_ready
-    PieceBuffers.register_grad_ready = register_grad_ready  # type: ignore[assignment, method-assign]
+    PieceBuffers.register_grad_ready = register_grad_ready  # type: ignore[method-assign]
 
 
 #: Of ministages that are interleaved.

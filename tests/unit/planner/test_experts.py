@@ -243,10 +243,10 @@ def test_rules_with_one_key_place_experts_alike(units, width, total, rules, is_m
     assume(len({placement(rule, units, width, is_mixed=is_mixed) for rule in rules}) == 1)
     ranks = [tuple(range(unit * width, (unit + 1) * width)) for unit in range(units)]
     domain = Domain((Group(((0, units),), tuple(Member(own, 1, (0, 1)) for own in ranks)),))
-    placed = [
-        spread_experts(
-            [domain], total, rule.ranks, lambda rank, rule=rule: weights[rule.by][rank % 2 if is_mixed else 0]
+
+    def placed(rule):
+        return spread_experts(
+            [domain], total, rule.ranks, lambda rank: weights[rule.by][rank % 2 if is_mixed else 0]
         )
-        for rule in rules
-    ]
-    assert all(one == placed[0] for one in placed)
+
+    assert all(placed(rule) == placed(rules[0]) for rule in rules)
