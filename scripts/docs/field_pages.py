@@ -18,14 +18,14 @@ from megatron_hexi.cluster import entries
 from megatron_hexi.cluster import model as cluster_model
 from megatron_hexi.cluster.model import ClusterFile
 from megatron_hexi.lab.scenario import Scenario, scenario_model
-from megatron_hexi.plan import Plan, terms
+from megatron_hexi.plan import Plan, terms, workload
 from megatron_hexi.plan import model as plan_model
 from scripts.docs.markdown import GENERATED_FROM, code, definitions, one_line, paragraphs, slug
 
 _PLAN = f"""\
 # Fields of the plan file
 
-{GENERATED_FROM.format(source="megatron_hexi/plan/model.py and terms.py")}
+{GENERATED_FROM.format(source="megatron_hexi/plan/model.py, workload.py and terms.py")}
 
 `hexi plan` and `hexi proportion` write plans, and `hexi validate` checks one; [concepts](../concepts.md)
 explains what they mean. Ranges are half open: `[0, 400]` is 0 to 399. Bold fields are required; unknown ones
@@ -57,7 +57,7 @@ _ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
 
 def plan_fields_page() -> str:
     """The page, in Markdown."""
-    return _PLAN + _sections(Plan, {**vars(terms), **vars(plan_model)})
+    return _PLAN + _sections(Plan, {**vars(terms), **vars(workload), **vars(plan_model)})
 
 
 def scenario_fields_page() -> str:
