@@ -145,10 +145,12 @@ class _Translation:
         row = rows[0]
         if row.kind != "store" and isinstance(value, int):
             value = bool(value)
-        if value == row.default or (value is False and row.default is None):
+        if value == row.default:
             return
         if isinstance(value, bool):
             flag = next((_switch(row, value) for row in rows if _switch(row, value)), None)
+            if flag is None and not value and row.default is None:
+                return
             if flag is None:
                 self._refuse(place, f"{row.flags[0]} has no opposite", "remove the field")
             self._add(place, flag)

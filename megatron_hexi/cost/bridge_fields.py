@@ -41,6 +41,7 @@ RENAMED: Final = {
     ("model", "rope_scaling"): "use_rope_scaling",
     ("model", "yarn_rotary_scaling_factor"): "rotary_scaling_factor",
     ("model", "use_te_rng_tracker"): "te_rng_tracker",
+    ("model", "bias_activation_fusion"): "bias_swiglu_fusion",
     ("ddp", "check_for_nan_in_grad"): "check_for_nan_in_loss_and_grad",
     ("dataset", "path_to_cache"): "data_cache_path",
 }
@@ -91,8 +92,7 @@ _LEFT: Final = {
         pipeline_dtype variable_seq_lengths
     """,
     "another kernel for the same layer": """
-        bias_activation_fusion memory_efficient_layer_norm persist_layer_norm
-        use_transformer_engine_full_layer_spec
+        memory_efficient_layer_norm persist_layer_norm use_transformer_engine_full_layer_spec
     """,
     "without effect on a training in 16 or 32 bits": """
         hf_model_id hf_model_revision inference_sampling_seed mtp_enabled tp_only_amax_red

@@ -23,7 +23,7 @@ from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import ExpertCycle
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.memory import Holdings
-from megatron_hexi.cost.moved_bytes import CAST_BYTES
+from megatron_hexi.cost.moved_bytes import CAST_BYTES, activation_elements
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.products import Elements, Products, Times, product_seconds
 from megatron_hexi.cost.sections import Section
@@ -203,9 +203,9 @@ def routed_times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Float
     )
     element = rows * job.element_bytes / speeds.memory
     moved = _PERMUTED * job.model.hidden_size * element
-    gate, host = 3 if model.gated else 2, speeds.call_s * (rows > 0)
-    forward = products.forward + moved + gate * width * element
-    backward = products.backward + moved + (2 * gate - 1) * width * element
+    activation, host = activation_elements(job), speeds.call_s * (rows > 0)
+    forward = products.forward + moved + activation.forward * width * element
+    backward = products.backward + moved + activation.backward * width * element
     if job.precision == "fp8":
         cast = CAST_BYTES * rows / speeds.memory
         forward = forward + cast * (model.hidden_size + width)

@@ -32,6 +32,13 @@ _MEGATRON_DEFAULTS = {
     "overlap_gradients": False,
     "sequence_parallel": False,
 }
+#: Free flags that choose kernels which the cost model tells apart (`_unfused`).
+_KERNELS = frozenset(
+    (
+        *("--transformer-impl", "--no-rope-fusion", "--no-bias-swiglu-fusion", "--disable-jit-fuser"),
+        *("--cross-entropy-loss-fusion", "--no-gradient-accumulation-fusion"),
+    )
+)
 #: Features of plans beside which options are refused.
 _FEATURES: dict[str, PlanKind] = {"unequal_replicas": "unequal", "unequal_stages": "stages"}
 
@@ -160,7 +167,7 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
     stated = {name: value for name, value in terms.items() if value is not None}
     if args.seq_length is not None:
         stated = _MEGATRON_DEFAULTS | stated
-    free = tuple(flag for flag in sorted(given) if class_of(flag) == "free")
+    free = tuple(flag for flag in sorted(given) if class_of(flag) == "free" and flag not in _KERNELS)
     size = args.context_parallel_size if FLAGS["context_parallel"] in given else None
     experts = args.expert_model_parallel_size if FLAGS["expert_parallel"] in given else None
     chunks = [

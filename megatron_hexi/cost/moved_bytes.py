@@ -35,7 +35,7 @@ class Ways(NamedTuple):
 #: Elements a column that rotary embeddings read and write in one kernel, and in torch's: negated half 1, put
 #: together 2, times cosine 2 and sine 2, added 3, put together with columns that do not turn 2; backward
 #: likewise, with zeros 1 and an addition 3 for these in place of the last 2 (rope_utils.py).
-_ROTARY, ROTARY_UNFUSED = Ways(2, 2), Ways(12, 14)
+_ROTARY, _ROTARY_UNFUSED = Ways(2, 2), Ways(12, 14)
 #: Elements a column of a norm. torch's takes gradients of inputs and of weights in kernels of their own
 #: (layer_norm_kernel.cu), each of which reads the input and the output's gradient.
 _NORM, _NORM_UNFUSED = Ways(2, 3), Ways(2, 5)
@@ -72,7 +72,7 @@ def layer_elements(job: Job) -> Ways:
     heads, kv = model.head_dim * model.heads / tp, model.head_dim * max(1, model.kv_heads / tp)
     gate, output, values = heads * model.output_gate, model.value_dim * model.heads / tp, kv
     normed = model.parts * (1 + model.post_norms) * hidden
-    rotary = _apart(job, "rotary", _ROTARY, ROTARY_UNFUSED)
+    rotary = _apart(job, "rotary", _ROTARY, _ROTARY_UNFUSED)
     turned = 0.0 if model.learned_positions else heads + kv
     copied = Ways(2 * heads * (model.kv_heads < model.heads), 2 * (heads + 2 * kv))
     if not model.has_attention:
@@ -85,13 +85,13 @@ def layer_elements(job: Job) -> Ways:
         normed += heads + kv
     if model.latent is not None:
         latent = model.latent
-        values, rotary = output, ROTARY_UNFUSED
+        values, rotary = output, _ROTARY_UNFUSED
         turned = (model.heads / tp + 1) * latent.rotary_dim
         keys = job.exchanged_columns if job.latent_exchange else kv + values
         copied = Ways(2 * (heads + keys), 2 * (heads + keys))
         normed += (latent.kv_rank + (latent.query_rank or 0)) / job.row_parts
     norm = _apart(job, "norms", _NORM, _NORM_UNFUSED)
-    activation = _apart(job, "activation", _GATED, _GATED_UNFUSED) if model.gated else _ACTIVATION
+    activation = activation_elements(job)
     forward, backward = (
         norm[way] * normed
         + 3 * model.parts * hidden
@@ -107,6 +107,11 @@ def layer_elements(job: Job) -> Ways:
         forward += cast * (output + mlp)
         backward += cast * (heads + kv + values + first + model.parts * hidden)
     return Ways(forward, backward)
+
+
+def activation_elements(job: Job) -> Ways:
+    """Return the elements that the activation of an MLP, with its gate, reads and writes for a column."""
+    return _apart(job, "activation", _GATED, _GATED_UNFUSED) if job.model.gated else _ACTIVATION
 
 
 def loss_bytes(job: Job) -> Ways:
@@ -131,10 +136,10 @@ def vocabulary(job: Job) -> float:
 
 
 def gradient_bytes(job: Job) -> float:
-    """Return the bytes of adding a weight's gradient of a micro-batch to the optimizer's.
+    """Return the bytes of adding a weight's gradient of a micro-batch to the sum of all micro-batches.
 
-    That one is read and written in the matrix product's own kernel; apart, the gradient is written and read
-    in the weight's type too (distributed_data_parallel.py).
+    The matrix product's kernel reads and writes the sum. Where another kernel adds, the gradient is written
+    and read in the weight's type too (distributed_data_parallel.py).
     """
     return 2 * GRADIENT_BYTES[job.precision] + 2 * job.element_bytes * ("gradients" in job.unfused)
 

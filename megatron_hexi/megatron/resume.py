@@ -20,6 +20,7 @@ import torch.distributed
 
 from megatron_hexi.errors import CheckpointError, user_errors
 from megatron_hexi.megatron.folders import iterations_hint, loaded_folder, tracked_iteration
+from megatron_hexi.options.kinds import hybrid_layers
 from megatron_hexi.patching import Patch
 
 #: Sizes that decide which parameters a rank has: formats that depend on them need equal values.
@@ -57,7 +58,7 @@ def check_model(folder: str, args: Namespace, saved: Namespace) -> None:
     Raises:
         CheckpointError: the models differ; the message has the options and both values.
     """
-    if getattr(args, "hybrid_layer_pattern", None) != getattr(saved, "hybrid_layer_pattern", None):
+    if hybrid_layers(args).replace("|", "") != hybrid_layers(saved).replace("|", ""):
         return  # Megatron loads a GPT into a hybrid model
     grouped = getattr(args, "group_query_attention", False)
     differ = [

@@ -108,7 +108,8 @@ def _for_all_layers(original: Callable[..., None]) -> Callable[..., None]:
         from megatron.training import get_args
 
         if active_session() is not None:
-            # Megatron counts a hybrid model's layers with experts; stages with one have a value a layer.
+            # Stages sum one table of all layers, in which a router has the row of its layer. Where a stage
+            # has no router, Megatron makes a table with a row for each layer with experts only.
             args = get_args()
             num_layers = args.num_layers + (args.mtp_num_layers or 0)
         original(self, name, num_layers, device)

@@ -107,7 +107,7 @@ FREE: Final = {
         --overlap-p2p-communication-warmup-flush --microbatch-group-size-per-virtual-pipeline-stage
         --no-scatter-gather-tensors-in-pipeline --symmetric-ar-type
     """,
-    "other kernels for the same layers, which the model of time does not tell apart": """
+    "other kernels for the same layers; of some the cost model counts the bytes (cost-model.md)": """
         --transformer-impl --use-flash-attn --use-mcore-models --no-bias-*
         --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
         --no-gradient-accumulation-fusion --disable-jit-fuser --cross-entropy-*

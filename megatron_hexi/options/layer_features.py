@@ -106,14 +106,24 @@ def _hybrid(args: Namespace, source: str) -> dict[str, Any]:
         raise HexiError(f"{source}: {flag} with M and G is not read: states of one kind are; use one of them")
     found: dict[str, Any] = {"pattern": letters}
     if has_state:
-        found["state"] = _mamba(args, source) if "M" in has_state else _delta(args)
+        found["state"] = mamba_state(args, source) if "M" in has_state else _delta(args)
     if args.num_experts:
         found["experts"] = _routed(args)
     return found
 
 
-def _mamba(args: Namespace, source: str) -> dict[str, Any]:
-    """Fields of `State`; without a number of heads they are twice as wide as the model (MambaMixer)."""
+def mamba_state(args: Namespace, source: str) -> dict[str, Any]:
+    """Return the fields of `State` of Mamba layers.
+
+    Without a number of heads, all heads together are twice as wide as the model (MambaMixer).
+
+    Args:
+        args: Megatron's arguments.
+        source: file or command line of the arguments, for errors.
+
+    Raises:
+        HexiError: the size of a head does not divide that width.
+    """
     heads, size = args.mamba_num_heads, args.mamba_head_dim
     if heads is None:
         if size < 1:

@@ -7,7 +7,7 @@ from argparse import Namespace
 from megatron_hexi.errors import PlanError
 from megatron_hexi.options.job_terms import PARALLEL_SIZES, STAGE_FLAGS, set_job_terms, tensor_parallel_flag
 from megatron_hexi.options.kinds import PlanKind, hybrid_layers, is_packed, layers_with_state, state_option
-from megatron_hexi.options.layer_features import layers_by_state
+from megatron_hexi.options.layer_features import layers_by_state, mamba_state
 from megatron_hexi.options.plan_experts import check_experts
 from megatron_hexi.options.refusals import refuse_unsupported
 from megatron_hexi.options.release import is_assumed
@@ -20,6 +20,7 @@ from megatron_hexi.plan import (
     require_repeated,
 )
 from megatron_hexi.plan.state_heads import divided_domain
+from megatron_hexi.plan.units import domain_rows
 
 PER_TOKEN = "--calculate-per-token-loss"
 
@@ -131,6 +132,7 @@ def check_workload(args: Namespace, plan: Plan) -> None:
     if latent:
         key_dim = args.qk_head_dim + args.qk_pos_emb_head_dim
         key_flag = "--qk-head-dim and --qk-pos-emb-head-dim with a sum of"
+    pattern = hybrid_layers(args).replace("|", "")  # Megatron counts its letters, whatever --num-layers says
     sizes = (
         ("seq_length", workload.seq_length, "--seq-length", args.seq_length or args.encoder_seq_length),
         ("heads", workload.heads, "--num-attention-heads", args.num_attention_heads),
@@ -148,7 +150,12 @@ def check_workload(args: Namespace, plan: Plan) -> None:
         ),
         ("value_dim", workload.value_size, "--v-head-dim", args.v_head_dim if latent else key_dim),
         *_latent_sizes(args, workload),
-        ("layers", workload.layers, "--num-layers", args.num_layers),
+        (
+            "layers",
+            workload.layers,
+            "--hybrid-layer-pattern of length" if pattern else "--num-layers",
+            len(pattern) or args.num_layers,
+        ),
         ("hidden_size", workload.hidden_size, "--hidden-size", args.hidden_size),
         ("experts", workload.experts, "--num-experts", args.num_experts),
         (
@@ -180,14 +187,18 @@ def _check_states(args: Namespace, plan: Plan) -> None:
     letters = layers_with_state(args)
     if not letters:
         return
-    divided = divided_domain(plan, layers_by_state(args, "command line"))
+    has_state = layers_by_state(args, "command line")
+    divided = divided_domain(plan, has_state)
     if divided is not None:
         place, groups = divided
         raise PlanError(
             f"{args.hexi_plan}: {state_option(args)} has layers {letters}, whose state does not pass "
             f"between groups yet, and {place} has a domain of {groups} groups; put its members into one group"
         )
-    widths = {args.tensor_model_parallel_size} if plan.is_repeated else {len(m.ranks) for m in plan.members}
+    widths = {args.tensor_model_parallel_size}
+    if not plan.is_repeated:
+        held = [(row.width, row.ministages or (row.layers or (0, 0),)) for row in domain_rows(plan)]
+        widths = {width for width, ranges in held if any(any(has_state[slice(*own)]) for own in ranges)}
     if "G" in letters:
         keys, values = args.linear_num_key_heads, args.linear_num_value_heads
         if values % keys:
@@ -197,9 +208,9 @@ def _check_states(args: Namespace, plan: Plan) -> None:
             )
         _check_widths(args, plan, widths, "--linear-num-key-heads", keys)
     if "M" in letters:
-        _check_widths(args, plan, widths, "--mamba-num-groups", args.mamba_num_groups)
-        if args.mamba_num_heads is not None:
-            _check_widths(args, plan, widths, "--mamba-num-heads", args.mamba_num_heads)
+        state = mamba_state(args, "command line")
+        _check_widths(args, plan, widths, "--mamba-num-groups", state["groups"])
+        _check_widths(args, plan, widths, "--mamba-num-heads", state["heads"])
 
 
 def _check_widths(args: Namespace, plan: Plan, widths: set[int], flag: str, heads: int) -> None:
@@ -208,7 +219,7 @@ def _check_widths(args: Namespace, plan: Plan, widths: set[int], flag: str, head
         if heads % width:
             size = f"--tensor-model-parallel-size {width}"
             if not plan.is_repeated:
-                size = f"{args.hexi_plan}: a unit of {width} ranks"
+                size = f"{args.hexi_plan}: {width}, the ranks of a unit,"
             raise PlanError(f"{size} does not divide {flag} {heads}; plan with a size that does")
 
 

@@ -206,7 +206,7 @@ class Stage:
 
     @property
     def ministage_sizes(self) -> tuple[int, ...]:
-        """Number of layers of each ministage; if not given as even as possible, the larger numbers first."""
+        """Number of layers of each ministage: as given, or as even as possible, the larger numbers first."""
         assert self.layers is not None, "a stage that the job repeats runs whole"
         if isinstance(self.ministages, tuple):
             return self.ministages

@@ -22,7 +22,7 @@ _ROOMIER, _STARTS = (2.0, 4.0), 3
 _FEW_GPUS = 128
 
 
-#: Plans with their jobs, and the part of the GPUs' memory that they may use.
+#: Plans whose variants were compared with the best: plan, job, and the part of the GPUs' memory it may use.
 type Known = set[tuple[Plan, Job, float]]
 
 

@@ -184,8 +184,10 @@ class Savings:
 
     def _is_slower(self, base: Candidate, ministages: int | None, option: MemoryOption) -> bool:
         """Whether the plan with an option is no faster than the best; timed only if that is in doubt."""
-        if self._best_s == np.inf or _least_s(base, ministages) >= self._best_s:
-            return self._best_s < np.inf
+        if self._best_s == np.inf:
+            return False
+        if _least_s(base, ministages) >= self._best_s:
+            return True
         return self._with_option(base, ministages, option).iteration_s >= self._best_s
 
     def _with_option(self, base: Candidate, ministages: int | None, option: MemoryOption) -> Candidate:

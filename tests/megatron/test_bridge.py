@@ -30,8 +30,8 @@ EXPERTS = {
     "moe_router_topk": 2,
     "add_bias_linear": False,
 }
-#: Latent attention's sizes and a pattern, which the configuration has beside those of `SMALL`; the prediction
-#: heads are refused beside the pipeline that the recipe states.
+#: Latent attention's sizes and a pattern, which the configuration has beside those of `SMALL`; its prediction
+#: head trains too.
 DEEPSEEK = {
     "q_lora_rank": 32,
     "kv_lora_rank": 32,

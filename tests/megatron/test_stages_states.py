@@ -26,7 +26,7 @@ GPT = (
     *(*MODEL, "--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "3"),
     *(*LINEAR, "--disable-bias-linear"),
 )
-#: Experts, one of which all tokens share; no two are equal to rounding (`LOSSES`).
+#: Experts, and one that all tokens share; with the routing and losses of `LOSSES["all"]`.
 ROUTED = (
     *("--num-experts", str(EXPERTS), "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64"),
     *("--moe-shared-expert-intermediate-size", "64", "--moe-token-dispatcher-type", "alltoall"),
@@ -91,6 +91,24 @@ MINISTAGES = """\
   stages:
   - {layers: [0, 6], domains: [{ranks: [3]}]}
 """
+#: The same in interleaved 1F1B; with `SPARSE`, the first stage has no experts.
+INTERLEAVED = """\
+- micro_batches: 3
+  order: interleaved
+  stages:
+  - {layers: [0, 3], ministages: [2, 1], recompute: full, domains: [{ranks: [0]}]}
+  - layers: [3, 6]
+    ministages: [2, 1]
+    domains:
+    - groups:
+      - segments: [[0, 127]]
+        members:
+        - {ranks: [1], tokens: 27, heads: [0, 1]}
+        - {ranks: [2], tokens: 100, heads: [1, 6]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 6], domains: [{ranks: [3]}]}
+"""
 #: The layer of attention of `GPT` alone in a stage, whose domain may have several groups.
 ATTENTION_APART = """\
 - micro_batches: 4
@@ -116,13 +134,13 @@ class Case:
         model: its arguments.
         replicas: of its plan, as they are written in the file.
         job: arguments of the run under the plan alone.
-        rounding: what losses and gradient norms may be off by, as a part of them.
+        tolerance: largest relative difference of losses and gradient norms.
     """
 
     model: tuple[str, ...]
     replicas: str
     job: tuple[str, ...] = ()
-    rounding: float = 1e-5
+    tolerance: float = 1e-5
 
     def plan(self, folder: Path) -> Plan:
         experts = f", experts: {EXPERTS}" if "--num-experts" in self.model else ""
@@ -144,16 +162,22 @@ CASES = {
     "gpt-experts": Case(QWEN, MIXED, SEQUENCE),
     "gpt-depths": Case(GPT, DEPTHS, SEQUENCE),
     "gpt-whole-rows": Case(GPT, DEPTHS),
-    # Losses are within 3e-7; fp32 rounds the norm of the fifth iteration's gradients alone further.
-    "gpt-tensor-parallel": Case(GPT, TENSOR_DOMAIN, (*SEQUENCE, *SMALL_BUCKETS), rounding=3e-5),
-    "gpt-samples": Case(GPT, SAMPLES, SEQUENCE, rounding=3e-5),
+    # Losses are within 3e-7. The norm of the fifth iteration's gradients alone is off by more than 1e-5: one
+    # rank whose first weights are changed by half a unit in the last place is off by 3.5e-5 there.
+    "gpt-tensor-parallel": Case(GPT, TENSOR_DOMAIN, (*SEQUENCE, *SMALL_BUCKETS), tolerance=3e-5),
+    "gpt-samples": Case(GPT, SAMPLES, SEQUENCE, tolerance=3e-5),
     "gpt-ministages": Case(GPT, MINISTAGES),
     "gpt-experts-ministages": Case(QWEN, MINISTAGES),
-    "gpt-attention-apart": Case(GPT, ATTENTION_APART, rounding=3e-5),
+    "gpt-attention-apart": Case(GPT, ATTENTION_APART, tolerance=3e-5),
+    "hybrid-interleaved": Case(HYBRID, INTERLEAVED),
+    "hybrid-experts-interleaved": Case(SPARSE, INTERLEAVED),
+    "gpt-experts-interleaved": Case(QWEN, INTERLEAVED),
 }
 FAST = {"hybrid-depths", "gpt-experts"}
-#: After ten iterations rounding of delta nets decides which experts tokens go to.
-SHORT = {*FAST, "gpt-experts-ministages"}
+#: Compared for three iterations. `gpt-experts` stays within 4e-7 for twelve and is off by 6e-4 in the
+#: thirteenth, as where a row goes to another expert: the other layouts of this model stay for twenty, and so
+#: does this one where tokens go to all experts.
+SHORT = FAST
 
 
 @pytest.mark.parametrize(
@@ -177,7 +201,7 @@ def check(case: Case, iterations: int, forks: Forks, references: References, tmp
     log = forks.train(tmp_path, ranks=plan.ranks, args=args, plan=plan)
     difference = largest_difference(log, reference)
     print(f"{len(log.losses)} iterations, losses and gradient norms within {difference:.1e}")
-    assert difference < case.rounding
+    assert difference < case.tolerance
 
 
 @pytest.mark.slow
@@ -195,7 +219,8 @@ def test_each_weight_and_its_gradient_is_that_of_one_rank(
     }
     assert {kind for kind in kinds for key in differences if kind in key} == kinds
     print(f"{len(differences)} tensors within {max(differences.values()):.1e}")
-    # fp32 rounds more in delta nets, as `test_state_layers.py` says.
+    # As wide as in `test_state_layers.py`. One delta net's gradients agree to 1e-10 in fp64
+    # (test_delta_net_layer.py); stages were not compared in fp64.
     assert max(differences.values()) < 5e-4, differences
 
 
@@ -238,7 +263,7 @@ def differences_after_a_step(
 
 
 @pytest.mark.slow
-# A state that is not passed shows in two neighbouring layers hardly; `test_state_layers.py` finds it.
+# A state that is not passed hardly shows with two layers in a row; `test_state_layers.py` finds it.
 @pytest.mark.parametrize("fault", sorted({**MAMBA_FAULTS, **DELTA_FAULTS}.keys() - {"state-not-passed"}))
 def test_a_fault_is_found(fault: str, forks: Forks, references: References, tmp_path: Path):
     case = CASES["hybrid-depths"]

@@ -117,7 +117,8 @@ class BorderChannels:
         if view.behind is not None:
             self._activations_out = _Direction(mesh, rank, (stage, behind), view.behind.forward, device)
             self._gradients_in = _Direction(mesh, rank, (behind, stage), view.behind.backward, device)
-        #: With ministages: sends that may be under way, in order, and their greatest number.
+        #: With ministages one after the other: sends that may be under way, in order, and their greatest
+        #: number.
         self._sent: deque[tuple[_Direction, int]] = deque()
         self._most_sent: int | None = None
         self._unfilled: Tensor | None = None
@@ -152,7 +153,7 @@ class BorderChannels:
         self._ministage = ministage
 
     def set_micro_batch(self, micro_batch: int) -> None:
-        """Set the micro-batch that is received and sent next, with ministages."""
+        """Set the micro-batch that is received and sent next, with ministages one after the other."""
         for direction in (
             self._activations_in,
             self._activations_out,

@@ -68,7 +68,8 @@ class _Iteration:
         for current in ministage_passes(count, self._slices.gives_loss(count - 1), forward_only):
             # A ministage's rows of a micro-batch arrive after those of the ministage before were received by
             # all stages: so at most one message for each micro-batch is under way.
-            self._stages.channels.begin(*[len(self._own)] * 3)
+            own = len(self._own)
+            self._stages.channels.begin(own, own, most_sent=own)
             with pieces.ministage_pass(current), self._slices.only(current.ministage):
                 for micro_batch in self._own:
                     self._stages.channels.set_micro_batch(micro_batch)
@@ -178,7 +179,8 @@ def forward_backward_by_ministages(
     """Run an iteration in ministages, with the arguments and the result of Megatron's schedules.
 
     Args:
-        forward_step_func: the script's function; called once a ministage and micro-batch in each direction.
+        forward_step_func: the script's function; called once a ministage and micro-batch, and again
+            before its backward pass if ministages take turns.
         data_iterator: iterator of micro-batches, alone or in a list.
         model: the only model chunk, alone or in a list.
         num_microbatches: micro-batches of this replica.

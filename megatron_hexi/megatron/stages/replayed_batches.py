@@ -6,6 +6,9 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_hexi.megatron.documents_ahead import AHEAD
+from megatron_hexi.megatron.session import active_session
+
 
 class ReplayedBatches:
     """The batches of an iteration, read once and replayed for all ministages.
@@ -30,4 +33,9 @@ class ReplayedBatches:
 
     def __next__(self) -> Any:
         self.read(self.place + 1)
-        return copy.copy(self._read[self.place])
+        batch, session = copy.copy(self._read[self.place]), active_session()
+        if session is not None:
+            AHEAD.take(
+                batch, session.seq_length
+            )  # a batch that is replayed is not the one that was read last
+        return batch

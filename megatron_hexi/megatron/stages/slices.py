@@ -63,7 +63,10 @@ class StageSlices:
         return uses
 
     def ministage_of(self, parameter: Parameter) -> MinistageId | None:
-        """Return the only ministage that uses a parameter; ``None``: several do, or run in no order."""
+        """Return the only ministage that uses a parameter; ``None``: several do, or all are interleaved.
+
+        Interleaved ministages use their weights over the whole iteration.
+        """
         if not self._place.in_turn:
             return None
         first, *more = self._uses[parameter]
@@ -183,7 +186,7 @@ MINISTAGE_PATCHES = (
     Patch(
         target="megatron.core.transformer.pipeline_parallel_layer_layout:"
         "PipelineParallelLayerLayout.get_layer_id_list",
-        why="with ministages the layers of a stage, of which some are others, are not in a row",
+        why="with ministages the layers of a stage, which differ in kind, are not in a row",
         build=_in_turns,
         parameters=("self", "layer_type", "vp_stage", "pp_rank"),
     ),

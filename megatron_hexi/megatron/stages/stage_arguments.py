@@ -69,6 +69,7 @@ def _set_view(args: Namespace, plan: Plan, unit: Unit) -> None:
     cuts = [replica.ministage_layers(stage) for stage in range(unit.depth)]
     pattern = hybrid_layers(args)
     if pattern:
+        args.hexi_pattern = pattern  # checkpoints have the whole model's
         letters = ("".join(pattern[start:stop] for start, stop in ministages) for ministages in cuts)
         args.hybrid_layer_pattern = "|".join(letters)
     elif unit.depth > 1:

@@ -192,9 +192,13 @@ def _into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _grid(args: Namespace) -> Iterator[None]:
-    sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    args.tensor_model_parallel_size, args.pipeline_model_parallel_size = 1, args.world_size
+    """Let the arguments be those of a pipeline of all ranks and of the whole model meanwhile."""
+    others = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": args.world_size}
+    if hasattr(args, "hexi_pattern"):
+        others["hybrid_layer_pattern"] = args.hexi_pattern
+    own = {name: getattr(args, name) for name in others}
+    vars(args).update(others)
     try:
         yield
     finally:
-        args.tensor_model_parallel_size, args.pipeline_model_parallel_size = sizes
+        vars(args).update(own)

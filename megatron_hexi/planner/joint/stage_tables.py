@@ -62,7 +62,10 @@ class StageTables:
             shards: number of replicas that share its optimizer's state.
             timed: whether its layer is timed; else that of a stage on several pools is an estimate.
         """
-        name = shape, self.timer.placement(shape), is_first, is_last, shards, timed, self._fixed
+        # An estimate of several pools is made from a smaller stage, on which experts may be placed otherwise.
+        is_timed = timed or len(shape.kinds) == 1
+        placed = self.timer.placement(shape) if is_timed else self.timer.experts
+        name = shape, placed, is_first, is_last, shards, timed, self._fixed
         if name not in self._known:
             self._known[name] = self._tables(shape, is_first, is_last, shards, timed)
         stack = self._known[name]

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, Job
-from megatron_hexi.plan import Plan, Replica, Stage, assign_micro_batches
+from megatron_hexi.plan import Plan, Stage, assign_micro_batches
 from megatron_hexi.plan.units import domain_rows, unit_rows
 from megatron_hexi.planner.layouts.deal import assign_heads
 from megatron_hexi.replan.planning.stage_cut import cut_domain
@@ -114,9 +114,7 @@ def _cut(plan: Plan, job: Job, cluster: Cluster) -> Plan:
         )
 
     replicas = tuple(
-        Replica(
-            tuple(cut((number, s), stage) for s, stage in enumerate(replica.stages)), replica.micro_batches
-        )
+        replace(replica, stages=tuple(cut((number, s), stage) for s, stage in enumerate(replica.stages)))
         for number, replica in enumerate(plan.replicas)
     )
     return replace(plan, replicas=replicas, estimate=None)

@@ -20,8 +20,8 @@ from megatron_hexi.planner.search.polish import polish
 _ROUNDS = 6
 #: Layouts that polishing may time.
 _BUDGET = 40
-#: What waits on the host, or belongs to other ministages, leaves more room than a whole stage has: the plan
-#: as a whole is held against memory in the end.
+#: In ministages, or with offload, a stage's memory is not that of a whole stage in 1F1B, so a cut is not held
+#: against it here: the plan as a whole is, in the end.
 _ROOMIER = 4.0
 
 

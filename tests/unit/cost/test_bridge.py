@@ -156,3 +156,9 @@ def test_nothing_that_the_file_names_is_called(tmp_path):
     path.write_text(text.replace("\nenv_vars:", call, 1), encoding="utf-8")
     assert argument_words(path)
     assert not victim.exists()
+
+
+def test_what_is_false_by_a_flag_of_its_own_is_said():
+    words = argument_words(FILES / "gpt-oss-20b.yaml")
+    assert words is not None
+    assert "--no-yarn-correction-range-round-to-int" in words

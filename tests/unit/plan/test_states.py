@@ -78,6 +78,8 @@ ARGS = {
     "linear_conv_kernel_dim": 4,
     "mamba_num_groups": 2,
     "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "mamba_state_dim": 16,
 }
 
 
@@ -91,10 +93,18 @@ ARGS = {
         ),
         (
             {"linear_num_key_heads": 3, "linear_num_value_heads": 6},
-            "plan.yaml: a unit of 2 ranks does not divide --linear-num-key-heads 3",
+            "plan.yaml: 2, the ranks of a unit, does not divide --linear-num-key-heads 3",
         ),
         ({"hybrid_layer_pattern": "M*-*-*", "mamba_num_groups": 1}, "does not divide --mamba-num-groups 1"),
         ({"hybrid_layer_pattern": "M*-*-*", "mamba_num_heads": 5}, "does not divide --mamba-num-heads 5"),
+        (
+            {"hybrid_layer_pattern": "M*-*-*", "mamba_num_heads": None, "mamba_head_dim": 128},
+            "does not divide --mamba-num-heads 1",
+        ),
+        (
+            {"hybrid_layer_pattern": "M*-*-*-*"},
+            "workload.layers is 6, the job has --hybrid-layer-pattern of length 8",
+        ),
         (
             {"hybrid_layer_pattern": "M*-*-M"},
             "--hybrid-layer-pattern has layers M, whose state does not pass",

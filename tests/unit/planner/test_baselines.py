@@ -122,8 +122,9 @@ def test_a_ring_over_a_fast_and_a_slow_gpu_is_paced_by_the_slow_one():
     ring = found(mixed)["ring"]
     assert ring.layout.startswith("TP 1, PP 1: 2 groups of one")
     assert ring.uniform
-    # Half the tokens each; two layers of PLAIN's token work, forward and backward.
-    moved = (10 + 12) * 512 + (2 + 3) * 2048 + 2 * 2048
+    # Half the tokens each; two layers of the token work of PLAIN, forward and backward, with rotary
+    # embeddings both ways and the gradients of 12 heads of queries, keys and values put together.
+    moved = (10 + 12) * 512 + (2 + 3) * 2048 + 2 * 2048 + 2 * 12 * 128
     token = 2 * (sum(products_by_hand(2048, *TINY_PRODUCTS)) + 2 * 2048 * moved / 9e11)
     assert ring.trial.timing.phases.token == pytest.approx(token)
     # Of two slow ones, one stands inside and has more to add up.
@@ -139,7 +140,7 @@ def test_the_lower_bound_of_that_ring_by_hand():
     flops_back = 2.5 * flops
     rotary, merged = 2 * 128 * (4 + 4), 4 * 128 * 1024
     moved = 2 * 2048 * (10 * 512 + 2 * 2048 + rotary) + 18 * merged
-    moved_back = 2 * 2048 * (12 * 512 + 3 * 2048 + rotary) + 10 * merged
+    moved_back = 2 * 2048 * (12 * 512 + 3 * 2048 + rotary + 2 * 12 * 128) + 10 * merged
     vocabulary = TINY.vocab_params(1) // 512
     logits = sum(products_by_hand(2048, (512, vocabulary))) + 52 * 2048 * vocabulary / 9e11
     layer = (
@@ -152,7 +153,7 @@ def test_the_lower_bound_of_that_ring_by_hand():
     )
     # Half of the gradients and weights crosses the link, of two layers those of one for all to see.
     params = stage_params(fleet.job, 0)
-    reduced, step = (4 + 2) * params / 2 / 1e14, (4 + (32 + 2) / 2) * params / 9e11
+    reduced, step = (4 + 2) * params / 2 / 1e14, (4 * 4 + 46 / 2) * params / 9e11
     (seconds,) = floor_of(fleet).seconds([slow_first.layouts])
     assert seconds == pytest.approx(2 * layer + logits + reduced / 2 + step)
 

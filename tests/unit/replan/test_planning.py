@@ -31,6 +31,7 @@ from megatron_hexi.plan.layout import causal_segments
 from megatron_hexi.replan.planning.advisor import Advisor, answer
 from megatron_hexi.replan.planning.history import WINDOW, RankHistory
 from megatron_hexi.replan.planning.recut import recut
+from megatron_hexi.replan.training.plan_swap import grouping
 
 TESTBED = Path(__file__).parents[3] / "scripts/testbed"
 CLUSTER = read_cluster(TESTBED / "four-equal.yaml")
@@ -141,11 +142,28 @@ def staged(samples: tuple[int, int], share: int = 2) -> Plan:
 STAGED_JOB = replace(JOB, seq_length=4096, micro_batch_size=4, global_batch_size=8)
 
 
+def test_the_order_of_ministages_stays():
+    plan = staged((2, 2))
+    (replica,) = plan.replicas
+    stages = tuple(replace(stage, ministages=2) for stage in replica.stages)
+    plan = replace(plan, replicas=(replace(replica, stages=stages, order="interleaved"),))
+    new = recut(plan, STAGED_JOB, CLUSTER.at_speeds({3: 0.5}))
+    assert new.members != plan.members
+    assert grouping(new, True) == grouping(plan, True)
+
+
 def kept(plan: Plan) -> list[object]:
     """All that a swap must leave as it is."""
     return [
         (
-            *(stage.layers, stage.recompute, len(stage.domains), stage.ministages, member.lead),
+            *(
+                replica.order,
+                stage.layers,
+                stage.recompute,
+                len(stage.domains),
+                stage.ministages,
+                member.lead,
+            ),
             *(member.state, group.name, frozenset(m.lead for m in group.members)),
         )
         for replica in plan.replicas
