@@ -83,6 +83,9 @@ OPTION_WORDS = {
     "--mtp-detach-heads-stages": "--mtp-num-layers 1 --mtp-detach-heads",
     "--optimizer-stages": "--optimizer muon",
     "--ckpt-format-stages": "--ckpt-format torch",
+    "--microbatch-group-size-per-virtual-pipeline-stage-stages": (
+        "--microbatch-group-size-per-virtual-pipeline-stage 4"
+    ),
     "--non-persistent-ckpt-type-stages": "--non-persistent-ckpt-type local",
     "--check-weight-hash-across-dp-replicas-interval-stages": (
         "--check-weight-hash-across-dp-replicas-interval 2"
