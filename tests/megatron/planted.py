@@ -234,7 +234,7 @@ def _ministages_swapped() -> None:
 
 
 def _gradients_of_another_micro_batch() -> None:
-    """Where activations of two micro-batches are kept, each takes the gradients of the other."""
+    """Give each of two micro-batches whose activations are kept the gradients of the other."""
     from megatron_hexi.megatron.stages import interleaving
 
     original = interleaving.InterleavedIteration._backward

@@ -238,7 +238,7 @@ def test_the_comparison_of_gradients_finds_a_norm_that_is_divided(
 def differences_after_a_step(
     case: Case, forks: Forks, references: References, tmp_path: Path, planted: tuple[str, ...] = ()
 ) -> dict[str, float]:
-    """How far each weight and its momentum, the clipped gradient, is off after a step of SGD."""
+    """Return relative errors of weights and momenta (the clipped gradients) after a step of SGD."""
     weights = references(case.model, 3)[0]
     saved = []
     for plan in (None, case.plan(tmp_path)):

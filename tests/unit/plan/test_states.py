@@ -1,4 +1,4 @@
-"""What a plan must have for layers that pass a state along the sequence."""
+"""Plans of models whose layers pass a state along the sequence are checked."""
 
 from argparse import Namespace
 
