@@ -22,6 +22,7 @@ RecomputeMode = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 #: Operations of which Megatron knows one kernel and several.
 Fusible = Literal["norms", "rotary", "activation", "loss", "gradients", "optimizer"]
+FUSIBLES: tuple[Fusible, ...] = get_args(Fusible)
 #: Precisions in which the runtime trains.
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 #: Default variation of experts' loads: an estimate for a trained router with a balancing loss.
@@ -109,8 +110,8 @@ class Job:
         if self.recompute not in RECOMPUTES and not (type(self.recompute) is int and self.recompute > 0):
             _refuse("recompute", self.recompute, f"use {', '.join(RECOMPUTES)}")
         for operation in self.unfused:
-            if operation not in get_args(Fusible):
-                _refuse("unfused", operation, f"use {', '.join(get_args(Fusible))}")
+            if operation not in FUSIBLES:
+                _refuse("unfused", operation, f"use {', '.join(FUSIBLES)}")
         if self.precision not in (*PRECISIONS, "fp8"):
             _refuse("precision", self.precision, f"use {', '.join(PRECISIONS)}")
         if self.kernel is not None:

@@ -44,8 +44,7 @@ def scan_working_bytes(job: Job, tokens: Floats, group_tokens: Floats, heads: Fl
     Columns and their gradients as they travel 2 T C e, all columns C of the rank's layer; of the own heads
     and groups, of c columns, their gradients, what the convolution put out and its gradient 3 G c e; states
     and their gradients in fp32 8 G h N P / Q, outputs and their gradients 2 G h P e. Of an MLP gradients of
-    its first output and its activation. Sequence parallelism: see
-    `working_set_bytes`.
+    its first output and its activation. Sequence parallelism: see `working_set_bytes`.
 
     Args:
         job: the job, with layers of one kind, without attention.

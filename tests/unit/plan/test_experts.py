@@ -39,16 +39,6 @@ replicas:
 """
 
 
-@pytest.fixture
-def read(tmp_path):
-    def read(text):
-        path = tmp_path / "plan.yaml"
-        path.write_text(text)
-        return read_plan(path)
-
-    return read
-
-
 def test_units_in_order_make_up_expert_domains(read):
     by_rank = job_experts(read(MIXED), 8)
     domains = {domain.ranks: domain for domain, _ in by_rank.values()}
