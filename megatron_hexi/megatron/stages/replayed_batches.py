@@ -34,8 +34,6 @@ class ReplayedBatches:
     def __next__(self) -> Any:
         self.read(self.place + 1)
         batch, session = copy.copy(self._read[self.place]), active_session()
-        if session is not None:
-            AHEAD.take(
-                batch, session.seq_length
-            )  # a batch that is replayed is not the one that was read last
+        if session is not None:  # a batch that is replayed is not the one that was read last
+            AHEAD.take(batch, session.seq_length)
         return batch
