@@ -8,44 +8,19 @@ the rows in the order in which both of its stages run the passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from megatron_hexi.megatron.session import Session
-from megatron_hexi.megatron.stages.replayed_batches import ReplayedBatches
-from megatron_hexi.megatron.stages.slices import StageSlices
+from megatron_hexi.megatron.stages.ministage_iteration import MinistageIteration
 from megatron_hexi.mesh import PipelineStep, pipeline_steps
 
 
-class InterleavedIteration:
-    """One iteration of one rank, with its ministages interleaved.
+class InterleavedIteration(MinistageIteration):
+    """One iteration of one rank, with its ministages interleaved."""
 
-    Args:
-        session: this rank's session.
-        model: its only model chunk.
-        step: runs the model, given its slices, a ministage's number, a micro-batch's number and its rows.
-        micro_batches: micro-batches of the replica.
-        shape: shape of the rows between ministages, [L, b, hidden].
-        batches: the batches, set to a micro-batch before each forward pass; ``None``: this rank has none.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        model: Any,
-        step: Callable[[StageSlices, int, int, Tensor | None], Tensor],
-        micro_batches: int,
-        shape: Any,
-        batches: ReplayedBatches | None,
-    ) -> None:
-        assert session.stages is not None
-        self._place = session.stages.view.place
-        self._channels = session.stages.channels
-        self._model, self._step, self._shape, self._batches = model, step, shape, batches
-        self._slices: StageSlices = model.slices
-        self._micro_batches = micro_batches
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         #: Rows that entered and rows that left, from the forward pass of a ministage to its backward pass.
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
 

@@ -18,45 +18,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hexi.megatron.session import Session, active_session
+from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.interleaving import InterleavedIteration
+from megatron_hexi.megatron.stages.ministage_iteration import MinistageIteration
 from megatron_hexi.megatron.stages.replayed_batches import ReplayedBatches
 from megatron_hexi.megatron.stages.slices import StageSlices
 from megatron_hexi.mesh import ministage_passes
 from megatron_hexi.runtime.row_store import RowStore, Where
 
 
-class _Iteration:
-    """One iteration of one rank, one ministage after the other.
+class _Iteration(MinistageIteration):
+    """One iteration of one rank, one ministage after the other."""
 
-    Args:
-        session: this rank's session.
-        model: its only model chunk.
-        step: runs the model, given its slices, a ministage's number, a micro-batch's number and its rows.
-        micro_batches: micro-batches of the replica.
-        shape: shape of the rows between ministages, [L, b, hidden].
-        batches: the batches, rewound before each pass.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        model: Any,
-        step: Callable[[StageSlices, int, int, Tensor | None], Tensor],
-        micro_batches: int,
-        shape: Any,
-        batches: ReplayedBatches | None,
-    ) -> None:
-        assert session.stages is not None
-        self._stages = session.stages
-        place = self._stages.view.place
-        self._slices: StageSlices = model.slices
-        self._model, self._step, self._shape, self._batches = model, step, shape, batches
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         #: Micro-batches that this rank takes.
-        self._own = tuple(range(micro_batches)) if place.micro_batches is None else place.micro_batches
+        dealt = self._place.micro_batches
+        self._own = tuple(range(self._micro_batches)) if dealt is None else dealt
         #: The rows that entered each ministage, until its backward pass.
-        self._rows: RowStore = model.waiting_rows
-        self._is_only_stage = place.depth == 1
+        self._rows: RowStore = self._model.waiting_rows
+        self._is_only_stage = self._place.depth == 1
 
     def run(self, forward_only: bool) -> None:
         """Run all micro-batches through all ministages; then this rank's gradients are in its buckets."""
@@ -69,10 +50,10 @@ class _Iteration:
             # A ministage's rows of a micro-batch arrive after those of the ministage before were received by
             # all stages: so at most one message for each micro-batch is under way.
             own = len(self._own)
-            self._stages.channels.begin(own, own, most_sent=own)
+            self._channels.begin(own, own, most_sent=own)
             with pieces.ministage_pass(current), self._slices.only(current.ministage):
                 for micro_batch in self._own:
-                    self._stages.channels.set_micro_batch(micro_batch)
+                    self._channels.set_micro_batch(micro_batch)
                     if self._batches is not None:
                         self._batches.place = micro_batch
                     runs[current.way](current.ministage, micro_batch)
@@ -111,7 +92,7 @@ class _Iteration:
         output = self._step(self._slices, number, micro_batch, rows)
         gradient = None
         if self._slices.gives_loss(number):
-            self._stages.channels.begin_backward()
+            self._channels.begin_backward()
         else:
             gradient = self._receive_gradients(number, micro_batch)
             deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
@@ -136,7 +117,7 @@ class _Iteration:
             keeps = self._keeps and not self._slices.gives_loss(number)
             take = self._rows.get if keeps else self._rows.pop
             return take(where, self._following(*where))
-        rows = self._stages.channels.receive_activations(self._shape, self._model.config.pipeline_dtype)
+        rows = self._channels.receive_activations(self._shape, self._model.config.pipeline_dtype)
         assert rows is not None, "a stage is before this one, or takes turns with it"
         return rows.detach()
 
@@ -144,13 +125,13 @@ class _Iteration:
         if self._is_only_stage:
             self._rows.put((number + 1, micro_batch), rows)
         else:
-            self._stages.channels.send_activations(rows)
+            self._channels.send_activations(rows)
 
     def _receive_gradients(self, number: int, micro_batch: int) -> Tensor:
         if self._is_only_stage:
             following = self._following(number + 1, micro_batch)
             return self._rows.pop((number + 1, micro_batch), following)
-        rows = self._stages.channels.receive_gradients(self._shape, self._model.config.pipeline_dtype)
+        rows = self._channels.receive_gradients(self._shape, self._model.config.pipeline_dtype)
         assert rows is not None, "a stage is behind this one, or takes turns with it"
         return rows
 
@@ -158,7 +139,7 @@ class _Iteration:
         if self._is_only_stage:
             self._rows.put((number, micro_batch), rows)
         else:
-            self._stages.channels.send_gradients(rows)
+            self._channels.send_gradients(rows)
 
 
 def forward_backward_by_ministages(
