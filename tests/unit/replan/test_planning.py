@@ -200,7 +200,7 @@ LAYER_KINDS = {
 
 def with_experts(plan: Plan) -> Plan:
     """The plan with five of eight experts on the first rank of each stage, three on the other."""
-    held = {0: (0, 5), 1: (5, 8), 2: (0, 5), 3: (5, 8)}
+    held = {0: ((0, 5),), 1: ((5, 8),), 2: ((0, 5),), 3: ((5, 8),)}
 
     def of_domain(domain: Domain) -> Domain:
         groups = (
