@@ -212,7 +212,11 @@ def of_layers(kind: str, tokens: int, heads: int) -> Plan:
 @pytest.mark.parametrize("kind", ["mamba", "experts", "prediction"])
 def test_kinds_of_layers_keep_their_losses_in_stages(forks, tmp_path, kind):
     """Heads of layers with a state move by the plan's heads of attention; experts stay where they are."""
-    args = {"mamba": MAMBA_PATTERN, "experts": ALL_EXPERTS, "prediction": (*IN_SIX, *FURTHER_TOKENS)}[kind]
+    args = {
+        "mamba": MAMBA_PATTERN,
+        "experts": (*ALL_EXPERTS, "--sequence-parallel"),
+        "prediction": (*IN_SIX, *FURTHER_TOKENS),
+    }[kind]
     skip_what_is_not_there(args)
     first, *others = (of_layers(kind, *shares) for shares in ((90, 4), (20, 1), (127, 5)))
     still, swapped, record = swapping(forks, tmp_path, first, tuple(others), 25, *args)
