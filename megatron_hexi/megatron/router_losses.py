@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import Patch
+from megatron_hexi.runtime.waiting import waiting
 
 
 def _without_padding(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -70,7 +71,8 @@ def _of_all_ranks(original: Callable[..., tuple[Any, Any, Any]]) -> Callable[...
         topk: int | None = None,
         with_padding_mask: bool = False,
     ) -> tuple[Any, Any, Any]:
-        per_expert, local, total = original(routing_map, reduce_group, topk, with_padding_mask)
+        with waiting("experts"):
+            per_expert, local, total = original(routing_map, reduce_group, topk, with_padding_mask)
         if active_session() is not None:
             # Megatron multiplies the second by the number of ranks, to scale a loss by the tokens of all
             # ranks.

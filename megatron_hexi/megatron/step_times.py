@@ -1,8 +1,8 @@
 """Measurement of training steps, and of Megatron's waits for other ranks in them.
 
 Transfers of `runtime` are measured there (`runtime.waiting`). Here are the step, the synchronisation of
-gradients and weights, and messages of pipeline stages. Everything else counts as work: also all-reduces of
-tensor parallelism, tokens that experts exchange, and norms and losses.
+gradients and weights, messages of pipeline stages, and tokens that experts exchange. All else counts as
+work: also all-reduces of tensor parallelism, and norms and losses.
 """
 
 from __future__ import annotations
@@ -76,6 +76,13 @@ def _with_timed_requests(original: Callable[..., Any]) -> Callable[..., Any]:
     return communicate
 
 
+def _waits_statically(kind: Wait) -> Callable[[Any], Any]:
+    """Return a function that does for a static method what `_waits` does for a function."""
+    build = _waits(kind)
+    return lambda original: staticmethod(build(original.__func__))
+
+
+_ALL_TO_ALL = ("ctx", "group", "input", "output_split_sizes", "input_split_sizes")
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 
 STEP_TIME_PATCHES = (
@@ -111,5 +118,17 @@ STEP_TIME_PATCHES = (
             *("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape"),
             "wait_on_reqs",
         ),
+    ),
+    Patch(
+        target="megatron.core.tensor_parallel.mappings:_AllToAll.forward",  # backward passes call it, too
+        why="counts waiting for tokens on their way to experts and back",
+        build=_waits_statically("experts"),
+        parameters={"<0.18": _ALL_TO_ALL, ">=0.18": (*_ALL_TO_ALL, "use_nccl_stream")},
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess",
+        why="counts waiting for the other ranks' numbers of tokens for each expert",
+        build=_waits("experts"),
+        parameters=("self", "routing_map"),
     ),
 )

@@ -96,6 +96,7 @@ class RankTimes:
         gradients_s: waited for the weights' gradients to be added up, and for weights to be gathered.
         pipeline_s: waited for other pipeline stages.
         peak_bytes: the most memory so far: allocated on the GPU; on the CPU, resident in the process.
+        experts_s: waited for tokens of other ranks' experts; zeros in records that do not have it.
     """
 
     step_s: tuple[Real, ...]
@@ -103,13 +104,18 @@ class RankTimes:
     gradients_s: tuple[Real, ...]
     pipeline_s: tuple[Real, ...]
     peak_bytes: tuple[Count, ...]
+    experts_s: tuple[Real, ...] = ()
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    def __post_init__(self) -> None:
+        if not self.experts_s:
+            object.__setattr__(self, "experts_s", (0.0,) * len(self.step_s))
 
     @property
     def waited_s(self) -> tuple[float, ...]:
         """Seconds that each rank waits, for any reason."""
-        waits = zip(self.attention_s, self.gradients_s, self.pipeline_s, strict=True)
+        waits = zip(self.attention_s, self.gradients_s, self.pipeline_s, self.experts_s, strict=True)
         return tuple(sum(kinds) for kinds in waits)
 
     @property

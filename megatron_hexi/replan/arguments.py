@@ -7,19 +7,11 @@ from pathlib import Path
 
 from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError
-from megatron_hexi.options.kinds import hybrid_layers
 from megatron_hexi.options.layer_features import layer_features
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.units import domain_rows
 
 _FLAG = "--hexi-replan-interval"
-#: Options whose work the cost model does not know, or that fix the shapes of a rank; by argument.
-_REFUSED = {
-    "num_experts": "--num-experts",
-    "mtp_num_layers": "--mtp-num-layers",
-    "experimental_attention_variant": "--experimental-attention-variant",
-    "fp8": "--fp8-format",
-}
 
 
 def check_replanning(args: Namespace, plan: Plan | None) -> None:
@@ -58,11 +50,9 @@ def check_replanning(args: Namespace, plan: Plan | None) -> None:
             f"{what}: tokens, heads and samples of {args.hexi_plan} have no other unit to go to, nothing can "
             "move; leave it out"
         )
-    given = {flag: getattr(args, name, None) for name, flag in _REFUSED.items()}
-    for flag, value in (given | {"--hybrid-layer-pattern": hybrid_layers(args)}).items():
-        if value:
-            raise HexiError(f"{what}: the planner does not know the work of {flag}; leave one of them out")
-    layer_features(args, what)  # refuses latent attention whose weights are not counted
+    if getattr(args, "fp8", None):
+        raise HexiError(f"{what}: the planner does not know the work of --fp8-format; leave one of them out")
+    layer_features(args, what)  # refuses layers whose weights are not counted
     if getattr(args, "cuda_graph_impl", "none") not in ("none", None):
         raise HexiError(f"{what}: --cuda-graph-impl fixes the rows of a rank; leave one of them out")
 

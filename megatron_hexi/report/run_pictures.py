@@ -22,6 +22,7 @@ _PARTS = {
     "attention_s": ("waiting in attention", "#c9a0dc"),
     "gradients_s": ("for gradients and weights", "#f2a7c3"),
     "pipeline_s": ("for other stages", "#c8c8c8"),
+    "experts_s": ("for experts", "#a6d8a8"),
 }
 _PREDICTION = "#e08214"
 _PREDICTED_WAIT = "#fde0b8"

@@ -26,6 +26,10 @@ _LISTED_ROUNDS = 8
 _NEAR_IMBALANCE = 0.05
 
 
+#: Parts of a rank's step: work, and waits by kind.
+_SECONDS = ("busy_s", "attention_s", "gradients_s", "pipeline_s", "experts_s")
+
+
 @dataclass(frozen=True)
 class RankRun:
     """A rank: its part of the plan, and its mean iteration; predictions are ``None`` without any.
@@ -41,6 +45,7 @@ class RankRun:
         attention_s: seconds of waiting in attention.
         gradients_s: seconds of waiting for gradients and weights.
         pipeline_s: seconds of waiting for other stages.
+        experts_s: seconds of waiting for tokens on their way to experts and back.
         idle_share: part of its step spent waiting, from 0 to 1.
         peak_gib: peak memory.
         predicted_busy_s: predicted seconds of work.
@@ -59,6 +64,7 @@ class RankRun:
     attention_s: float
     gradients_s: float
     pipeline_s: float
+    experts_s: float
     idle_share: float
     peak_gib: float
     predicted_busy_s: float | None = None
@@ -69,7 +75,7 @@ class RankRun:
     @property
     def waited_s(self) -> float:
         """Seconds of all waiting."""
-        return self.attention_s + self.gradients_s + self.pipeline_s
+        return self.attention_s + self.gradients_s + self.pipeline_s + self.experts_s
 
 
 @dataclass(frozen=True)
@@ -211,8 +217,9 @@ def _timed(legs: Sequence[Leg]) -> list[Interval]:
 def _measured(intervals: Sequence[Interval], cost: IterationCost | None) -> RunSpeed:
     seconds = [value for interval in intervals for value in interval.seconds]
     tokens = sum(interval.tokens * len(interval.iterations) for interval in intervals)
-    stepped = sum(sum(_summed(intervals, rank)) for rank in range(len(intervals[0].ranks.step_s)))
-    waited = sum(sum(_summed(intervals, rank)[1:]) for rank in range(len(intervals[0].ranks.step_s)))
+    by_rank = [_summed(intervals, rank) for rank in range(len(intervals[0].ranks.step_s))]
+    stepped = sum(sum(seconds.values()) for seconds in by_rank)
+    waited = stepped - sum(seconds["busy_s"] for seconds in by_rank)
     rate = tokens / (sum(seconds) or 1.0)
     return RunSpeed(
         iteration_s=sum(seconds) / len(seconds),
@@ -222,17 +229,12 @@ def _measured(intervals: Sequence[Interval], cost: IterationCost | None) -> RunS
     )
 
 
-def _summed(intervals: Sequence[Interval], rank: int) -> tuple[float, float, float, float]:
-    """Return seconds of all iterations of a rank: busy, waiting in attention, for gradients, for stages."""
-    sums = [0.0] * 4
-    for interval in intervals:
-        times = interval.ranks
-        for place, column in enumerate(
-            (times.busy_s, times.attention_s, times.gradients_s, times.pipeline_s)
-        ):
-            sums[place] += column[rank] * len(interval.iterations)
-    busy, attention, gradients, pipeline = sums
-    return busy, attention, gradients, pipeline
+def _summed(intervals: Sequence[Interval], rank: int) -> dict[str, float]:
+    """Return the seconds of all iterations of a rank by their kind, as `RankRun` names them."""
+    return {
+        kind: sum(getattr(interval.ranks, kind)[rank] * len(interval.iterations) for interval in intervals)
+        for kind in _SECONDS
+    }
 
 
 def _predicted(plan: Plan, cost: IterationCost | None) -> RunSpeed | None:
@@ -255,8 +257,8 @@ def _ranks(
     rank_runs = []
     for rank, device in enumerate(start.devices):
         number, unit = unit_of[rank]
-        busy, attention, gradients, pipeline = (total / count for total in _summed(intervals, rank))
-        waited = attention + gradients + pipeline
+        seconds = {kind: total / count for kind, total in _summed(intervals, rank).items()}
+        stepped = sum(seconds.values())
         rank_cost = None if cost is None else cost.ranks[rank]
         rank_runs.append(
             RankRun(
@@ -266,11 +268,7 @@ def _ranks(
                 device=device if rank_cost is None else f"{rank_cost.device} ({rank_cost.name})",
                 tokens=unit.tokens,
                 heads=unit.heads,
-                busy_s=busy,
-                attention_s=attention,
-                gradients_s=gradients,
-                pipeline_s=pipeline,
-                idle_share=waited / ((busy + waited) or 1.0),
+                idle_share=(stepped - seconds["busy_s"]) / (stepped or 1.0),
                 peak_gib=max(interval.ranks.peak_bytes[rank] for interval in intervals) / GIB,
                 predicted_busy_s=None if rank_cost is None else rank_cost.compute_s,
                 predicted_wait_s=None if rank_cost is None else rank_cost.communication_s + rank_cost.idle_s,
@@ -278,6 +276,7 @@ def _ranks(
                 if rank_cost
                 else _estimated_gib(plan, rank, len(start.devices)),
                 usable_gib=None if rank_cost is None else rank_cost.usable_gib,
+                **seconds,
             )
         )
     return tuple(rank_runs)

@@ -16,8 +16,9 @@ from typing import Literal, get_args
 import torch
 
 #: Kinds of waits. `attention`: for keys and values, gradients of both, and all-to-alls. `gradients`: for
-#: weights and gradients of weights. `pipeline`: for messages between stages.
-Wait = Literal["attention", "gradients", "pipeline"]
+#: weights and gradients of weights. `pipeline`: for messages between stages. `experts`: for tokens on their
+#: way to experts and back, and for sums over routers.
+Wait = Literal["attention", "gradients", "pipeline", "experts"]
 WAITS: tuple[Wait, ...] = get_args(Wait)
 
 _MS = 1e-3

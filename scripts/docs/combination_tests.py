@@ -20,6 +20,7 @@ _KINDS_REPLAYED = (
     "test_layers_of_several_kinds_take_as_long_as_the_cost_model_says[none-{}]"
 )
 _SWAPPED = f"{_M}replanning.py::test_kinds_of_models_keep_their_losses_over_swaps[{{}}]"
+_MOVED = f"{_M}replanning.py::test_kinds_of_layers_keep_their_losses_in_stages[{{}}]"
 _SURVIVED = f"{_U}/elastic/test_survivors.py::test_kinds_of_models_are_planned_anew[network-{{}}]"
 _LASTING = f"{_M}elastic_stages.py::test_six_losses_in_a_row_in_stages[{{}}]"
 _KINDS = f"{_M}combinations.py::test_"
@@ -117,6 +118,7 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "interleaving": _OPTIONS.format("experts-interleaved-groups"),
         "planner": f"{_U}/planner/test_experts.py::test_faster_gpus_hold_more_experts",
         "simulator": _KINDS_REPLAYED.format("experts"),
+        "re-planning": _MOVED.format("experts"),
         "elastic": _LASTING.format("experts"),
         "checkpoints": (
             f"{_M}stages_experts.py::test_any_layout_goes_on_from_any_other[samples-to-slices-fp32]"
@@ -131,6 +133,8 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "offload": _HEADS.format("dealt"),
         "planner": _PLANNED.format("1+1-pipeline_parallel=2-further"),
         "simulator": f"{_U}/cost/test_prediction.py::test_the_simulator_takes_as_long_as_the_cost_model",
+        "re-planning": _MOVED.format("prediction"),
+        "elastic": _LASTING.format("prediction"),
         "checkpoints": _RESUMED.format("prediction"),
     },
     "hybrid": {
@@ -139,6 +143,8 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         **_HYBRID,
         "planner": _STATES_PLANNED.format("hybrid"),
         "simulator": _STATES_REPLAYED,
+        "re-planning": _MOVED.format("mamba"),
+        "elastic": _LASTING.format("mamba"),
         "checkpoints": _RESUMED.format("hybrid"),
     },
     "mamba": {
@@ -147,6 +153,8 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         **_HYBRID,
         "planner": _STATES_PLANNED.format("mamba"),
         "simulator": _STATES_REPLAYED,
+        "re-planning": _MOVED.format("mamba"),
+        "elastic": _LASTING.format("mamba"),
         "checkpoints": _STATES + "a_checkpoint_goes_on_under_another_plan[mamba]",
     },
     "delta": {
@@ -155,6 +163,8 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         **_HYBRID,
         "planner": _STATES_PLANNED.format("delta"),
         "simulator": _STATES_REPLAYED,
+        "re-planning": _MOVED.format("experts"),
+        "elastic": _LASTING.format("delta"),
         "checkpoints": _STATES + "a_checkpoint_goes_on_under_another_plan[delta]",
     },
 }

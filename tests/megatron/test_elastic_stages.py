@@ -17,10 +17,13 @@ from megatron_hexi.yaml_file import yaml_from_text
 from tests.megatron.conftest import job as job_words
 from tests.megatron.elastic import ElasticJob
 from tests.megatron.launch import REPOSITORY
-from tests.megatron.option_cases import WINDOW
+from tests.megatron.option_cases import FURTHER_TOKENS, WINDOW
 from tests.megatron.test_elastic import check_losses, more_lines, said_more, words
 from tests.megatron.test_stages_experts import BIAS, Z_LOSS, balanced
 from tests.megatron.test_stages_experts import MODEL as EXPERTS
+from tests.megatron.test_stages_states import GPT as DELTA_NETS
+from tests.megatron.test_stages_states import MAMBA_PATTERN
+from tests.megatron.test_stages_training import HEADER as STAGES_HEADER
 from tests.megatron.test_uneven_training import MODEL
 from tests.support.expert_layouts import HEADER
 
@@ -53,6 +56,17 @@ WITH_EXPERTS = """
     - {ranks: [0, 1], samples: 3, experts: [3, 8]}
     - {ranks: [2], samples: 1, experts: [0, 3]}
   - {layers: [4, 6], domains: [{ranks: [3]}]}
+"""
+#: Tokens and heads of a group of two nodes behind a unit of two ranks.
+BY_PATTERN = """
+  - {layers: [0, 1], domains: [{ranks: [0, 1]}]}
+  - layers: [1, 6]
+    domains:
+    - groups:
+      - segments: [[0, 127]]
+        members:
+        - {ranks: [2], tokens: 90, heads: [0, 4]}
+        - {ranks: [3], tokens: 37, heads: [4, 6]}
 """
 
 
@@ -108,6 +122,9 @@ LASTING = {
         ),
         f"{HEADER}- stages:\n",
     ),
+    "prediction": Lasting(TWO_STAGES, 3.5, (*FOUR_LAYERS, *FURTHER_TOKENS)),
+    "mamba": Lasting(BY_PATTERN, 3.5, tuple(job_words(MAMBA_PATTERN)), STAGES_HEADER % 4 + "- stages:\n"),
+    "delta": Lasting(BY_PATTERN, 3.5, tuple(job_words(DELTA_NETS)), STAGES_HEADER % 4 + "- stages:\n"),
 }
 NODES = {"duo": 2, "n1": 1, "n2": 1}
 GRIEFS = ("node", "node", "node", "node", "rank", "rank")

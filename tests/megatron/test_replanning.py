@@ -23,12 +23,17 @@ from megatron_hexi.plan import (
 )
 from megatron_hexi.record import read_record
 from megatron_hexi.yaml_file import yaml_from_text
-from tests.megatron.conftest import job
+from tests.megatron.conftest import job, skip_what_is_not_there
 from tests.megatron.forked import Trainer
 from tests.megatron.launch import REPOSITORY
-from tests.megatron.option_cases import NORMED_LATENT, ONE_EACH, PACKED, SINKS, WINDOW
+from tests.megatron.option_cases import FURTHER_TOKENS, NORMED_LATENT, ONE_EACH, PACKED, SINKS, WINDOW
+from tests.megatron.test_stages_states import MAMBA_PATTERN, MIXED, QWEN
+from tests.megatron.test_stages_training import HEADER as STAGES_HEADER
+from tests.megatron.test_stages_training import MODEL as IN_SIX
 from tests.megatron.test_unequal_replicas import plan_of
 from tests.megatron.test_uneven_training import MODEL, SEQ_LENGTH, THREE_AND_ONE, WORKLOAD, one_domain
+from tests.support.expert_layouts import EXPERTS
+from tests.support.expert_layouts import HEADER as EXPERTS_HEADER
 
 CLUSTER = REPOSITORY / "scripts/testbed/four-equal.yaml"
 
@@ -157,9 +162,68 @@ replicas:
     return plan_from_yaml(yaml_from_text(Path("plan.yaml"), text))
 
 
+#: Heads of prediction follow two ranks that share tokens and heads.
+HEADS = """\
+- stages:
+  - {layers: [0, 4], domains: [{ranks: [0, 1]}]}
+  - layers: [4, 6]
+    domains:
+    - groups:
+      - segments: [[0, 127]]
+        members: [{ranks: [2], tokens: 70, heads: [0, 4]}, {ranks: [3], tokens: 57, heads: [4, 6]}]
+"""
+#: The same group behind a unit of two ranks.
+STATES = """\
+- stages:
+  - {layers: [0, 1], domains: [{ranks: [0, 1]}]}
+  - layers: [1, 6]
+    domains:
+    - groups:
+      - segments: [[0, 127]]
+        members: [{ranks: [2], tokens: 90, heads: [0, 4]}, {ranks: [3], tokens: 37, heads: [4, 6]}]
+"""
+#: Delta nets and experts. Each token goes to all of these, as ties are decided by rounding.
+ALL_EXPERTS = tuple(
+    str(EXPERTS) if word == "2" and QWEN[i - 1] == "--moe-router-topk" else word
+    for i, word in enumerate(QWEN)
+)
 MINISTAGES = "\n    ministages: 2"
 HOST = f"{MINISTAGES}\n    offload: [parameters, optimizer, activations]"
 IN_STAGES = ("--num-layers", "4", "--micro-batch-size", "3", "--global-batch-size", "15")
+
+
+def of_layers(kind: str, tokens: int, heads: int) -> Plan:
+    """`STATES`, `MIXED` or `HEADS` with other tokens and heads on the two ranks that share them."""
+    text = {"mamba": STATES, "experts": MIXED, "prediction": HEADS}[kind]
+    shared = {"mamba": (90, 4), "experts": (80, 4), "prediction": (70, 4)}[kind]
+    for old, new in (
+        (f"tokens: {shared[0]}", f"tokens: {tokens}"),
+        (f"tokens: {127 - shared[0]}", f"tokens: {127 - tokens}"),
+        (f"heads: [0, {shared[1]}]", f"heads: [0, {heads}]"),
+        (f"heads: [{shared[1]}, 6]", f"heads: [{heads}, 6]"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    header = EXPERTS_HEADER if kind == "experts" else STAGES_HEADER % 4
+    return plan_from_yaml(yaml_from_text(Path("plan.yaml"), header + text))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mamba", "experts", "prediction"])
+def test_kinds_of_layers_keep_their_losses_in_stages(forks, tmp_path, kind):
+    """Heads of layers with a state move by the plan's heads of attention; experts stay where they are."""
+    args = {
+        "mamba": MAMBA_PATTERN,
+        "experts": (*ALL_EXPERTS, "--sequence-parallel"),
+        "prediction": (*IN_SIX, *FURTHER_TOKENS),
+    }[kind]
+    skip_what_is_not_there(args)
+    first, *others = (of_layers(kind, *shares) for shares in ((90, 4), (20, 1), (127, 5)))
+    still, swapped, record = swapping(forks, tmp_path, first, tuple(others), 25, *args)
+    assert swapped.losses == pytest.approx(still.losses, rel=1e-5)
+    assert swapped.grad_norms == pytest.approx(still.grad_norms, rel=1e-4)
+    assert len(milliseconds(swapped.output)) >= 2
+    assert [leg.start.digest for leg in record.legs][:3] == [plan_digest(one) for one in (first, *others)]
 
 
 @pytest.mark.parametrize(

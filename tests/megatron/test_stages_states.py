@@ -21,6 +21,8 @@ from tests.support.expert_layouts import EXPERTS
 
 #: A Mamba layer, attention, two delta nets, an MLP and a Mamba layer, of ten heads of two groups each.
 HYBRID = (*MODEL, "--hybrid-layer-pattern", "M*GG-M", *MAMBA[2:], *LINEAR)
+#: Mamba layers alone beside attention and an MLP: the cost model knows states of one kind.
+MAMBA_PATTERN = (*MODEL, "--hybrid-layer-pattern", "M*MM-M", *MAMBA[2:])
 #: A GPT of which two layers in three are delta nets; without biases, as `GPT` of `test_state_layers.py`.
 GPT = (
     *(*MODEL, "--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "3"),

@@ -28,7 +28,6 @@ from megatron_hexi.elastic.training.copying import TRACKER, fetch_copy, find_cop
 from megatron_hexi.elastic.training.goodput import begin_round, round_words, set_round
 from megatron_hexi.elastic.training.round_plan import PLANNER_TIMEOUT, plan_ahead, plan_for
 from megatron_hexi.errors import HexiError
-from megatron_hexi.options.kinds import hybrid_layers
 from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.plan import Plan, plan_from_yaml
 from megatron_hexi.record import Round
@@ -64,16 +63,6 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
             f"{what}: --non-persistent-save-interval leaves a lost node's part on it; leave it out, and "
             "give a smaller --save-interval"
         )
-    untested = {
-        "--mtp-num-layers": getattr(args, "mtp_num_layers", None),
-        "--hybrid-layer-pattern": hybrid_layers(args),
-        "--experimental-attention-variant": getattr(args, "experimental_attention_variant", None),
-    }
-    for flag, value in untested.items():
-        if value:
-            raise HexiError(
-                f"{what}: {flag}: a job with it is not tested to go on after a loss; leave it out"
-            )
     order = getattr(args, "dataloader_type", None)
     if order not in (None, "single"):
         reason = (

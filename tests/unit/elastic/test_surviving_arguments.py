@@ -41,7 +41,6 @@ def test_a_job_that_can_go_on_is_taken():
         ({"ckpt_format": "torch"}, set(), "--ckpt-format torch is tied to its number of ranks"),
         ({"async_save": True}, set(), "--async-save"),
         ({"non_persistent_save_interval": 2}, set(), "--non-persistent-save-interval"),
-        ({"mtp_num_layers": 1}, set(), "--mtp-num-layers: .* leave it out"),
         ({"dataloader_type": "cyclic"}, set(), "--dataloader-type cyclic: the order .* single"),
         ({"dataloader_type": "external"}, set(), "--dataloader-type external: the script's .* single"),
         ({}, {"--finetune"}, "--finetune would undo"),

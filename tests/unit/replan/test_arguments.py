@@ -55,6 +55,8 @@ def test_what_can_be_replanned_passes():
     check_replanning(arguments(), replace(ALONE, replicas=ALONE.replicas * 2))  # of which each takes a share
     check_replanning(arguments(window_size=(4, 0), window_attn_skip_freq=2, softmax_type="learnable"), TWO)
     check_replanning(arguments(multi_latent_attention=True, qk_layernorm=True), TWO)
+    check_replanning(arguments(num_experts=4, mtp_num_layers=1), STAGES)
+    check_replanning(arguments(hybrid_layer_pattern="*-"), TWO)
     check_replanning(arguments(hexi_replan_interval=None, hexi_cluster=None), None)
 
 
@@ -70,15 +72,16 @@ def test_what_can_be_replanned_passes():
         ({"hexi_cluster": "/none"}, TWO, "--hexi-cluster /none: no such file"),
         ({}, ONE, "nothing can move"),
         ({}, ALONE, "nothing can move"),
-        ({"num_experts": 4}, TWO, "does not know the work of --num-experts"),
         (
             {"multi_latent_attention": True, "qk_layernorm": False},
             TWO,
             "--multi-latent-attention without --qk-layernorm is not read",
         ),
-        ({"mtp_num_layers": 1}, TWO, "--mtp-num-layers"),
-        ({"hybrid_layer_pattern": "*-"}, TWO, "--hybrid-layer-pattern"),
-        ({"hybrid_override_pattern": "*-"}, TWO, "--hybrid-layer-pattern"),
+        (
+            {"hybrid_layer_pattern": "MG", "mamba_num_heads": 2},
+            TWO,
+            "--hybrid-layer-pattern with M and G is not read",
+        ),
         ({"fp8": "hybrid"}, TWO, "--fp8-format"),
         ({"cuda_graph_impl": "local"}, TWO, "--cuda-graph-impl"),
     ],

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost import CostModel, Job, read_model
+from megatron_hexi.cost import CostModel, Job, Model, read_model
+from megatron_hexi.cost.layer_kinds import Experts, State
 from megatron_hexi.errors import HexiError
 from megatron_hexi.lab.testbed.throttle import Throttle, parse_throttle, speed_at
 from megatron_hexi.plan import (
@@ -188,6 +189,47 @@ def test_stages_are_cut_anew_without_moving_weights(speeds, samples):
     assert (one > other) - (one < other) == slower
     tokens = {member.lead: member.tokens for member in new.replicas[0].stages[1].members}
     assert (tokens[2] > 1.3 * tokens[3]) == (speeds.get(2, 1.0) > speeds.get(3, 1.0))
+
+
+LAYER_KINDS = {
+    "experts": replace(MODEL, experts=Experts(8, 2, 512, shared_ffn_hidden_size=256)),
+    "prediction": replace(MODEL, mtp_layers=1),
+    "states": replace(MODEL, state=State("delta", 4, 128, 2, 128), pattern="G*G*"),
+}
+
+
+def with_experts(plan: Plan) -> Plan:
+    """The plan with five of eight experts on the first rank of each stage, three on the other."""
+    held = {0: ((0, 5),), 1: ((5, 8),), 2: ((0, 5),), 3: ((5, 8),)}
+
+    def of_domain(domain: Domain) -> Domain:
+        groups = (
+            replace(group, members=tuple(replace(m, experts=held[m.lead]) for m in group.members))
+            for group in domain.groups
+        )
+        return replace(domain, groups=tuple(groups))
+
+    (replica,) = plan.replicas
+    stages = (replace(stage, domains=tuple(map(of_domain, stage.domains))) for stage in replica.stages)
+    workload = replace(plan.workload, experts=8)
+    return replace(plan, replicas=(replace(replica, stages=tuple(stages)),), workload=workload)
+
+
+@pytest.mark.parametrize("kind", LAYER_KINDS)
+def test_kinds_of_layers_are_cut_anew(kind):
+    model = Model(**json.loads(json.dumps(asdict(LAYER_KINDS[kind]))))  # as the planner's process reads it
+    assert model == LAYER_KINDS[kind]
+    job = replace(STAGED_JOB, model=model)
+    plan = replace(staged((2, 2)), workload=job.workload())
+    plan = with_experts(plan) if kind == "experts" else plan
+    validate_plan(plan)
+    cluster = CLUSTER.at_speeds({3: 0.5})
+    new, timing = recut(plan, job, cluster), CostModel(job, cluster).timing
+    validate_plan(new)
+    assert grouping(new, True) == grouping(plan, True)
+    tokens = {member.lead: member.tokens for member in new.replicas[0].stages[1].members}
+    assert tokens[2] > 1.3 * tokens[3]
+    assert timing(new).phases.total < 0.95 * timing(plan).phases.total
 
 
 def test_where_only_layers_help_the_advice_says_what_a_restart_gains():
