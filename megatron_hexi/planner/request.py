@@ -84,6 +84,14 @@ class Request:
             allowed = spell_flag("unequal_stages", True)
             raise HexiError(f"{spelt} and {allowed}: chunks are of equal stages; leave one of them out")
 
+    @property
+    def may_interleave(self) -> bool:
+        """Whether stages that differ may run their ministages in interleaved 1F1B."""
+        keeps_layers = "recompute" in self.fixed and isinstance(self.job.recompute, int)
+        if self.virtual_stages is not None or keeps_layers:  # which ministages cannot have
+            return False
+        return self.rules.allow("ministages") and self.rules.allow("unequal_stages")
+
     def chunk_counts(self, job: Job) -> list[int]:
         """Numbers of chunks a stage to try: divisors of a stage's layers, or 1 where stages cannot be cut."""
         is_whole = not job.has_equal_stages or job.model.mtp_layers or job.model.pattern
