@@ -32,7 +32,7 @@ class Request:
         rules: the features that plans may use; the cluster file decides those that are left open.
         context_parallel: tensor-parallel units that share each sequence, in every stage; ``None``: chosen.
         virtual_stages: chunks of each stage's layers (--num-virtual-stages-per-pipeline-rank); with more
-            than one, stages cannot be unequal; ``None``: chosen.
+            than one, stages cannot be unequal; ``None``: chosen, as are interleaved ministages.
         expert_parallel: ranks of an expert domain, in every stage; ``None``: chosen.
         experts: how experts are placed on the ranks of a stage, if the model has experts.
 
