@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Final
 
 from megatron_hexi.cluster import Cluster
@@ -24,7 +25,7 @@ from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.savings import least_seconds
 
 #: Numbers of ministages that are tried.
-_COUNTS: Final = (2, 3, 4, 6, 8)
+_COUNTS: Final = (2, 3, 4, 6)
 
 #: Recomputation of each stage, by replica and number of the stage.
 type _Recomputes = dict[tuple[int, int], RecomputeMode]
@@ -40,8 +41,8 @@ class Interleaving:
     """
 
     def __init__(self, request: Request, cluster: Cluster, faster_than: float = math.inf) -> None:
-        self._request, self._cluster, self._faster_than = request, cluster, faster_than
-        self._keeps_mode = "recompute" in request.fixed
+        self._request, self._faster_than = request, faster_than
+        self._model = cache(lambda job: CostModel(job, cluster))
         self.trials = 0
 
     def best(self, plan: Candidate, found: Sequence[Candidate]) -> Candidate:
@@ -56,17 +57,15 @@ class Interleaving:
             return best
         fastest = min(found, key=order_of, default=plan)
         for start in dict.fromkeys((plan, fastest, *best_of_each_kind(found, fastest))):
-            model = CostModel(start.job, self._cluster)
+            least_s = least_seconds(start)
             for count in _COUNTS:
                 best_s = min(best.iteration_s, self._faster_than)
-                if least_seconds(start) < best_s:
-                    best = self._interleaved(start, count, model, best_s) or best
+                if least_s < best_s:
+                    best = self._interleaved(start, count, best_s) or best
         return best
 
-    def _interleaved(
-        self, start: Candidate, count: int, model: CostModel, faster_than: float
-    ) -> Candidate | None:
-        """Return the plan in `count` ministages; ``None``: it does not fit, or is not fast enough."""
+    def _interleaved(self, start: Candidate, count: int, faster_than: float) -> Candidate | None:
+        """Return a plan in so many ministages; ``None``: it takes too long, or more memory than there is."""
         recomputes: _Recomputes = {
             (r, s): "selective" if isinstance(stage.recompute, int) else stage.recompute or "none"
             for r, replica in enumerate(start.plan.replicas)
@@ -77,13 +76,14 @@ class Interleaving:
             if plan == start.plan or not is_allowed(plan, start.job, self._request):
                 return None
             self.trials += 1
-            changed = Candidate(plan, start.job, model.timing(plan))
+            changed = Candidate(plan, start.job, self._model(start.job).timing(plan))
             if changed.iteration_s >= faster_than:
                 return None
             if changed.fits:
                 return changed
             full = {place for place, part in changed.timing.stage_fullness.items() if part > 1}
-            if self._keeps_mode or not full or any(recomputes[place] == RECOMPUTES[-1] for place in full):
+            is_fixed = "recompute" in self._request.fixed
+            if is_fixed or not full or any(recomputes[place] == RECOMPUTES[-1] for place in full):
                 return None
             for place in full:
                 recomputes[place] = RECOMPUTES[RECOMPUTES.index(recomputes[place]) + 1]
