@@ -27,7 +27,7 @@ class PlanFeatures:
     """The features that plans may use; ``None`` where the command line does not set one."""
 
     ministages: Annotated[
-        bool | None, _feature("ministages", "Stages that run in several parts, to save memory")
+        bool | None, _feature("ministages", "Stages that run in several parts, to need less memory or time")
     ] = None
     offload: Annotated[
         bool | None, _feature("offload", "Weights, optimizer state or activations in host memory")

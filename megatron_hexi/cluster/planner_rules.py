@@ -17,7 +17,8 @@ class PlannerRules:
     """Whether plans may use each of five features; a feature that is not stated is allowed.
 
     Args:
-        ministages: stages that run in several parts, whose weights are fetched when they are needed.
+        ministages: stages that run in several parts: one after the other, with weights that are fetched when
+            they are needed, or interleaved.
         offload: weights, optimizer state or activations in host memory.
         unequal_replicas: data-parallel replicas with different GPUs, stages or numbers of micro-batches.
         unequal_stages: pipeline stages with different numbers of layers; ministages and offload need them.

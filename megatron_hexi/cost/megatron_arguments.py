@@ -19,6 +19,7 @@ from megatron_hexi.options.kinds import PlanKind, masks_documents
 from megatron_hexi.options.layer_features import pattern_text, query_size
 from megatron_hexi.options.meaning import model_features, resolve
 from megatron_hexi.options.parser import Parsed, parse_words
+from megatron_hexi.options.plan_experts import has_running_mean
 from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.options.refusals import find_refused
 from megatron_hexi.options.registry import ADDED, class_of
@@ -197,13 +198,15 @@ def _unfused(args: Namespace) -> tuple[Fusible, ...]:
 
 
 def _restricting(args: Namespace, text: str, path: Path) -> dict[str, tuple[str, ...]]:
-    """Return the options that plans with unequal replicas or unequal stages refuse, with these features."""
+    """Return the options that some features of plans refuse, with these features."""
     found: dict[str, tuple[str, ...]] = {}
     args = _in_own_stages(args)
     if args.num_experts:  # a plan says where experts are in stages with layers only
         option = find_refused(args, "stages")
         if option is not None:
             raise HexiError(f"{_place(option.option, located_words(text, path), path)}: {option.message}")
+        if has_running_mean(args):  # `options.plan_experts` refuses them
+            found["--moe-router-load-balancing-type global_aux_loss"] = ("ministages",)
         return found
     for feature, kind in _FEATURES.items():
         option = find_refused(args, kind)

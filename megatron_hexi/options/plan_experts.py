@@ -49,10 +49,15 @@ def check_experts(args: Namespace, plan: Plan) -> None:
             )
 
 
+def has_running_mean(args: Namespace) -> bool:
+    """Return whether experts are balanced by a running mean over the micro-batches so far."""
+    kinds = args.moe_router_load_balancing_type
+    return "global_aux_loss" in (kinds if isinstance(kinds, list) else [kinds])
+
+
 def _check_losses(args: Namespace, plan: Plan) -> None:
     """Refuse a running mean over micro-batches if ranks run micro-batches in another order than one rank."""
-    kinds = args.moe_router_load_balancing_type
-    if "global_aux_loss" not in (kinds if isinstance(kinds, list) else [kinds]):
+    if not has_running_mean(args):
         return
     if len(plan.replicas) > 1:
         why = "counts the micro-batches so far, which other replicas run at other times"

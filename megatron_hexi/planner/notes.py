@@ -1,4 +1,4 @@
-"""Notes about a plan, a sentence each: memory savings, idle GPUs, weak kinds of GPU."""
+"""Notes about a plan, a sentence each: savings of memory and time, idle GPUs, weak kinds of GPU."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_hexi.planner.savings import spell_savings
 
 
 def why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
-    """A note on how the plan saves memory, and how much faster this makes it; empty if it is no faster.
+    """A note on how the plan saves memory or time, and how much faster it is so; empty if it is no faster.
 
     Args:
         plan: the chosen plan.
         seconds: seconds of its iteration.
-        unsaved_s: seconds of the best layout's iteration without savings; infinite: none fits.
+        unsaved_s: seconds of the best layout's iteration without that; infinite: none fits.
     """
     what = spell_savings(plan)
     if seconds >= unsaved_s:

@@ -18,6 +18,7 @@ from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
 from megatron_hexi.planner.bound import Bound, joint_bound, memory_fits
 from megatron_hexi.planner.expert_placement import expert_rules
+from megatron_hexi.planner.interleaving import Interleaving
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
 from megatron_hexi.planner.layouts.trial import Progress, order_of
 from megatron_hexi.planner.notes import left_out, margin_note, why_saved
@@ -187,7 +188,10 @@ def _search(
     tell("memory", 0, 1)
     saved = SavedPlans(request, cluster, memory, searches, faster_than, known)
     best = saved.made_to_fit() if best is None else saved.best(best, tried)
-    return _SearchResult(best, tried, unsaved_s, memory, trials + saved.trials)
+    interleaving = Interleaving(request, cluster.with_memory_margin(1 - memory), faster_than)
+    if best is not None:
+        best = interleaving.best(best, tried)
+    return _SearchResult(best, tried, unsaved_s, memory, trials + saved.trials + interleaving.trials)
 
 
 def _check_nodes(cluster: Cluster) -> None:

@@ -32,7 +32,7 @@ class Request:
         rules: the features that plans may use; the cluster file decides those that are left open.
         context_parallel: tensor-parallel units that share each sequence, in every stage; ``None``: chosen.
         virtual_stages: chunks of each stage's layers (--num-virtual-stages-per-pipeline-rank); with more
-            than one, stages cannot be unequal; ``None``: chosen.
+            than one, stages cannot be unequal; ``None``: chosen, as are interleaved ministages.
         expert_parallel: ranks of an expert domain, in every stage; ``None``: chosen.
         experts: how experts are placed on the ranks of a stage, if the model has experts.
 
@@ -83,6 +83,14 @@ class Request:
         if self.rules.unequal_stages:
             allowed = spell_flag("unequal_stages", True)
             raise HexiError(f"{spelt} and {allowed}: chunks are of equal stages; leave one of them out")
+
+    @property
+    def may_interleave(self) -> bool:
+        """Whether stages that differ may run their ministages in interleaved 1F1B."""
+        keeps_layers = "recompute" in self.fixed and isinstance(self.job.recompute, int)
+        if self.virtual_stages is not None or keeps_layers:  # which ministages cannot have
+            return False
+        return self.rules.allow("ministages") and self.rules.allow("unequal_stages")
 
     def chunk_counts(self, job: Job) -> list[int]:
         """Numbers of chunks a stage to try: divisors of a stage's layers, or 1 where stages cannot be cut."""

@@ -27,7 +27,7 @@ class Planned:
         rivals: the best layouts of other kinds, fastest first, see `best_of_each_kind`.
         unsaved_s: seconds of an iteration of the best layout that saves no memory but by recomputation;
             infinite: none fits.
-        notes: sentences for the user: how memory is saved, which GPUs are left out, and why.
+        notes: sentences for the user: how memory or time is saved, which GPUs are left out, and why.
     """
 
     plan: Plan

@@ -186,7 +186,7 @@ class Savings:
         """Whether the plan with an option is no faster than the best; timed only if that is in doubt."""
         if self._best_s == np.inf:
             return False
-        if _least_s(base, ministages) >= self._best_s:
+        if least_seconds(base, ministages) >= self._best_s:
             return True
         return self._with_option(base, ministages, option).iteration_s >= self._best_s
 
@@ -258,13 +258,17 @@ class Savings:
 
 
 def spell_savings(plan: Plan) -> str:
-    """Return how a plan saves memory and divides micro-batches by sample, in words; may be empty."""
+    """Return what a plan does besides the joint search's layouts, in words; may be empty.
+
+    It saves memory, interleaves ministages, and divides micro-batches by sample.
+    """
     stages = plan.stages
-    in_turn = [replica for replica in plan.replicas if not replica.is_interleaved]
     words = []
-    counts = sorted({replica.ministages for replica in in_turn if replica.ministages is not None})
-    if counts:
-        words.append(f"stages run in {' or '.join(map(str, counts))} ministages")
+    for order, parts in ((None, "ministages"), ("interleaved", "interleaved ministages")):
+        own = [replica.ministages for replica in plan.replicas if replica.order == order]
+        counts = sorted({count for count in own if count is not None})
+        if counts:
+            words.append(f"stages run in {' or '.join(map(str, counts))} {parts}")
     names = {"parameters": "weights and gradients", "optimizer": "optimizer state", "activations": "rows"}
     moved = [text for name, text in names.items() if any(name in (stage.offload or ()) for stage in stages)]
     if moved:
@@ -277,7 +281,7 @@ def spell_savings(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def _least_s(base: Candidate, ministages: int | None) -> float:
+def least_seconds(base: Candidate, ministages: int | None = None) -> float:
     """Return seconds that a plan takes at least with any option: those of its busiest stage without waits.
 
     Recomputation is at most one forward pass. In ministages stages before the last run forward twice.

@@ -31,6 +31,7 @@ class Wanted:
         slow: of the slow one.
         fixed: terms of the job that are fixed.
         stages: of the plan's replicas, all together, at least.
+        interleaved: whether ministages of the plan's stages are interleaved.
         model: arguments of the model.
         reference: arguments of the run on one rank alone.
         slow_test: whether it runs on request only.
@@ -40,6 +41,7 @@ class Wanted:
     slow: int
     fixed: dict[str, Any]
     stages: int = 1
+    interleaved: bool = False
     model: tuple[str, ...] = ()
     reference: tuple[str, ...] = ()
     slow_test: bool = True
@@ -66,15 +68,15 @@ WANTED = [
     Wanted(2, 2, {"pipeline_parallel": 2}, 2),
     Wanted(2, 2, {"data_parallel": 2}, 2),
     Wanted(3, 1, {"pipeline_parallel": 2, "data_parallel": 1}, 2),
-    Wanted(2, 4, {"pipeline_parallel": 3}, 3),
+    Wanted(2, 4, {"pipeline_parallel": 3}, 3, interleaved=True),
     Wanted(4, 2, {"tensor_parallel": 2, "pipeline_parallel": 2}, 2),
     Wanted(2, 4, {"tensor_parallel": 2, "data_parallel": 2}, 2),
     Wanted(2, 2, {"pipeline_parallel": 2, "recompute": "full"}, 2),
     Wanted(1, 3, {"pipeline_parallel": 2, "recompute": "selective"}, 2),
     Wanted(4, 4, {"pipeline_parallel": 2, "data_parallel": 2}, 4),
-    Wanted(2, 2, {"pipeline_parallel": 2}, 2, (*WINDOW, "--window-attn-skip-freq", "2", *SINKS)),
-    Wanted(2, 2, {}, 1, NORMED_LATENT, NORMED_LATENT_SPEC),
-    Wanted(1, 1, {"pipeline_parallel": 2}, 2, FURTHER_TOKENS, slow_test=False),
+    Wanted(2, 2, {"pipeline_parallel": 2}, 2, model=(*WINDOW, "--window-attn-skip-freq", "2", *SINKS)),
+    Wanted(2, 2, {}, 1, model=NORMED_LATENT, reference=NORMED_LATENT_SPEC),
+    Wanted(1, 1, {"pipeline_parallel": 2}, 2, model=FURTHER_TOKENS, slow_test=False),
 ]
 
 
@@ -111,6 +113,7 @@ def test_what_is_planned_trains_as_one_rank(
 ):
     plan = planned(wanted, tmp_path)
     assert sum(len(replica.stages) for replica in plan.replicas) >= wanted.stages
+    assert any(replica.is_interleaved for replica in plan.replicas) is wanted.interleaved
     width = max(len(member.ranks) for member in plan.members)
     weights, reference = references((*MODEL, *wanted.model, *wanted.reference), 2)
     flags = ("--tensor-model-parallel-size", str(width)) if plan.is_repeated else ()

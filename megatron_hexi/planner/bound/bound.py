@@ -8,10 +8,13 @@ and q is 1 / f; each of its GPUs is in some option, with works x and z. Then, wi
 time   m micro-batches take tau each in the stage, and one passes the others besides (pipeline.py: sum of tau
        + (m - 1) x longest), no faster than on all GPUs together; the optimizer's step follows. Nothing of a
        GPU's own work overlaps (layer.py):   seconds(x, z) <= T - step - (1 - f) pass / V
-       where V are the chunks that the stage may have at most: l, or fewer where they are fixed
+       where V are the chunks that the stage may have at most: as many as are fixed, or l; without end where
+       stages that differ may interleave ministages: a slow one's own passes may hide those of all others
 memory Kept are l layers of n micro-batches, L S x n / m: one on a last stage, min(m, 2) before it, and
-       m <= w / B. Under way is one layer, S x q / m. What attention keeps goes by tokens of the group x heads
-       of the unit: half as much as z at least, since a token sees S tokens at most and S / 2 on average.
+       m <= w / B. No fewer with chunks: two micro-batches have passed all of them before a stage that is not
+       the last runs backward. Under way is one layer, S x q / m. What attention keeps goes by tokens of the
+       group x heads of the unit: half as much as z at least, since a token sees S tokens at most and S / 2 on
+       average.
 room   The same of all GPUs together, where tokens x heads are as many as x; and the optimizer's state once.
 spread Each layer of each sequence has one mode: of all replicas in a range of w, z of a mode is as much as x.
 last   A replica has one last stage, with the logits: its x q is w.
@@ -24,8 +27,8 @@ fill   Let a second of GPU g be worth c_g, so that a sequence's token work and a
        where the last two are the sum of sqrt(W W') over pairs of different stages, which falls with no W; and
        W >= B f. So they idle for B ((sum sqrt f)^2 - 1) at least. Now sum sqrt f = sum f sqrt q = E, and
        E^2 >= 2 a E - a^2 for any a: they idle for B sum f (2 a sqrt q - a^2 - 1), linear in f = x / w; and in
-       f = z / w, by which attention does not go where layers are few. Of V chunks they idle for a V-th of it;
-       these are of equal stages, whose terms are alike: those above 0 count a V-th.
+       f = z / w, by which attention does not go where layers are few. Equal stages of V chunks idle for a
+       V-th of it, and their terms are alike: those above 0 count a V-th, and nothing where V has no end.
 
 A stage in ministages (options.py) gives idle time to the fill row and takes nothing of it; no micro-batch
 passes the others before it ends. All stages of its replica are, so those before the last have q - 1 times
@@ -37,9 +40,6 @@ layers are whole: on thin links the bound says little.
 
 A solver only suggests prices of rows. At any prices the batch is at most what is worth most of each kind's
 GPUs over all vertices of all options (weak duality); that is evaluated here, and decides.
-
-Interleaved ministages of stages that differ are left out, as the planner leaves them out: there a slow
-stage's own passes may hide all passes of the others, so neither time nor fill holds.
 
 A plan has one size of micro-batches. What the program of a range refutes, it refutes for all sizes in it.
 """

@@ -484,6 +484,16 @@ def test_an_option_that_leaves_some_plans_restricts_the_search(hexi, asked, opti
     assert f"--unequal-stages: {option.split()[0]} of job.args does not work with it" in contrary.err
 
 
+def test_experts_balanced_by_a_running_mean_are_planned_without_ministages(hexi, asked):
+    experts = "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type"
+    for kind, refused in (("global_aux_loss", ("ministages",)), ("aux_loss", ())):
+        Path("job.args").write_text(f"{ARGUMENTS}\n{experts} {kind}")
+        said = hexi("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml").err
+        assert asked[-1][0].rules.refused == refused
+        note = f"--moe-router-load-balancing-type {kind} trains with --no-ministages only"
+        assert (note in said) is bool(refused)
+
+
 def test_the_imbalance_of_experts_is_a_term_of_the_job(hexi, asked):
     given = NewJob(model="mixtral-8x7b", seq_length=4096, expert_imbalance=0.6)
     assert given.request().job.expert_imbalance == 0.6

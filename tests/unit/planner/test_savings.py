@@ -14,7 +14,7 @@ from megatron_hexi.planner import planner as planner_module
 from megatron_hexi.planner.bound import joint_bound
 from megatron_hexi.planner.joint import Candidate, JointSearches
 from megatron_hexi.planner.saved_plans import SavedPlans
-from megatron_hexi.planner.savings import Savings, _least_s, spell_savings
+from megatron_hexi.planner.savings import Savings, least_seconds, spell_savings
 from tests.support.costs import TINY, cluster, tiny_job
 
 DEEP = replace(TINY, layers=8, hidden_size=4096, ffn_hidden_size=16384)
@@ -104,11 +104,11 @@ def test_no_variant_is_faster_than_the_least_time_says(monkeypatch):
 
     def with_option(self, base, ministages, option):
         candidate = changed(self, base, ministages, option)
-        told.append((_least_s(base, ministages), candidate.iteration_s))
+        told.append((least_seconds(base, ministages), candidate.iteration_s))
         return candidate
 
     monkeypatch.setattr(Savings, "_with_option", with_option)
-    monkeypatch.setattr("megatron_hexi.planner.savings._least_s", lambda base, ministages: 0.0)
+    monkeypatch.setattr("megatron_hexi.planner.savings.least_seconds", lambda base, ministages: 0.0)
     find_plan(request_for(), machines(24))
     assert any(least > 0.8 * seconds for least, seconds in told)
     assert all(least <= seconds for least, seconds in told)
