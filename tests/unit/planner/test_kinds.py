@@ -66,7 +66,7 @@ def test_layers_move_to_where_no_single_step_is_faster(begin):
         plan = staged(job, (0, middle, 8))
         return Candidate(plan, job, costs.timing(plan))
 
-    moved = with_layers_moved(candidate(begin), nodes)
+    moved = with_layers_moved(candidate(begin), costs)
     best = min((candidate(middle) for middle in range(1, 8)), key=lambda one: one.order)
     assert moved.iteration_s == pytest.approx(best.iteration_s)
 
