@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,8 +12,12 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import pipeline_seconds
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.network import LinkTable
+from megatron_hexi.cost.recent import Recent
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh import Mesh, border_messages
+
+#: Borders whose rows are kept: those of four pipelines of 16 stages, both ways.
+_MOST_BORDERS = 128
 
 #: Domains of the sending and of the receiving stage that process a micro-batch (`Mesh.taking_domain`).
 _Domains = tuple[int | None, int | None]
@@ -20,8 +25,58 @@ _Domains = tuple[int | None, int | None]
 _Crossing = tuple[int, int, int, _Domains]
 
 
+class BorderRows(NamedTuple):
+    """The rows of a micro-batch that ranks of a stage send to ranks of another, by message.
+
+    Args:
+        source: rank that sends each message, [M].
+        target: rank that receives it, [M].
+        rows: its number of rows, [M].
+    """
+
+    source: Ints
+    target: Ints
+    rows: Floats
+
+
+class BorderTables:
+    """Rows of borders between stages; plans with the same domains at a border share them."""
+
+    def __init__(self) -> None:
+        self._kept = Recent[BorderRows](_MOST_BORDERS)
+
+    def of(self, mesh: Mesh, crossing: _Crossing) -> BorderRows:
+        """Return the rows of a crossing.
+
+        Args:
+            mesh: the mesh, with the units of all ranks.
+            crossing: the border, and the domains at both of its ends.
+        """
+        replica, source, target, domains = crossing
+        stages = mesh.plan.replicas[replica].stages
+        ends = stages[source].domains, stages[target].domains, domains
+        return self._kept.of(
+            (*ends, mesh.micro_batch_size, mesh.sequence_parallel), partial(_rows, mesh, crossing)
+        )
+
+
+def _rows(mesh: Mesh, crossing: _Crossing) -> BorderRows:
+    replica, source, target, domains = crossing
+    messages = border_messages(mesh, replica, source, target, domains=domains)
+    return BorderRows(
+        np.array([one.source for one in messages], dtype=np.int64),
+        np.array([one.target for one in messages], dtype=np.int64),
+        np.array([one.rows for one in messages], dtype=float),
+    )
+
+
 def border_seconds(
-    mesh: Mesh, job: Job, sections: Sequence[Section], links: LinkTable, micro_batches: Ints
+    mesh: Mesh,
+    job: Job,
+    sections: Sequence[Section],
+    links: LinkTable,
+    micro_batches: Ints,
+    tables: BorderTables,
 ) -> tuple[list[Floats], list[Floats]]:
     """Return the seconds that each micro-batch is under way over each border between stages of a replica.
 
@@ -37,6 +92,7 @@ def border_seconds(
         sections: the sections of the plan.
         links: the cluster's links.
         micro_batches: micro-batches of each replica, [replicas].
+        tables: rows of borders.
 
     Returns:
         Seconds of activations and seconds of gradients, each [replicas][borders, micro-batches].
@@ -52,15 +108,10 @@ def border_seconds(
     @cache
     def seconds(crossings: tuple[_Crossing, ...]) -> list[float]:
         """Return the seconds until the last message of each crossing has arrived."""
-        messages = [
-            (number, one)
-            for number, (r, source, target, domains) in enumerate(crossings)
-            for one in border_messages(mesh, r, source, target, domains=domains)
-        ]
-        owner = np.array([number for number, _ in messages])
-        src, dst = (gpu[[getattr(one, end) for _, one in messages]] for end in ("source", "target"))
-        size = np.array([float(one.rows * row) for _, one in messages])
-        found = links.message_seconds(src, dst, size)
+        sent = [tables.of(mesh, crossing) for crossing in crossings]
+        owner = np.repeat(np.arange(len(sent)), [len(one.rows) for one in sent])
+        source, target, rows = (np.concatenate(ends) for ends in zip(*sent, strict=True))
+        found = links.message_seconds(gpu[source], gpu[target], rows * row)
         return [float(found[owner == number].max(initial=0.0)) for number in range(len(crossings))]
 
     for border in range(max(borders)):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from megatron_hexi.cost.memory import Holdings
 from megatron_hexi.cost.moved_bytes import CAST_BYTES, activation_elements
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.products import Elements, Products, Times, product_seconds
+from megatron_hexi.cost.recent import Recent
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh.experts import ExpertDomain, job_experts
 from megatron_hexi.plan import Plan
@@ -33,6 +35,8 @@ from megatron_hexi.plan.experts import HeldExperts
 
 #: Rows of the rank whose experts are busiest, in standard deviations above the mean.
 _DEVIATIONS = 2
+#: All-to-alls of stages that are kept.
+_MOST_KEPT = 64
 #: Part of a single product's rate, at the rows of an expert, that torch's grouped products reach on an H100:
 #: 0.83 to 0.98, mean 0.89, of nine sizes (docs/results/one-gpu.md).
 GROUPED_SHARE = 0.89
@@ -103,8 +107,8 @@ def place_experts(plan: Plan, job: Job, sections: Sequence[Section]) -> list[Exp
     rows: dict[tuple[int, int], float] = {}
     numbers: list[list[tuple[int, int]]] = []
     for section in sections:
-        domains = [held[ranks[0] % stage_ranks][0] for ranks in section.ranks.tolist()]
-        numbers.append([(section.number, domain.ranks[0]) for domain in domains])
+        domains = [held[rank % stage_ranks][0] for rank in section.ranks[:, 0].tolist()]
+        numbers.append([(section.number, domain.held[0].rank) for domain in domains])
         units = section.job.micro_batch_size * section.arrays.tokens
         for number, more in zip(numbers[-1], units.tolist(), strict=True):
             rows[number] = rows.get(number, 0.0) + more
@@ -112,9 +116,9 @@ def place_experts(plan: Plan, job: Job, sections: Sequence[Section]) -> list[Exp
     return [
         ExpertsOnRanks(
             count=np.array(
-                [[_held(held, rank, stage_ranks).count for rank in ranks] for ranks in section.ranks]
+                [[_held(held, rank, stage_ranks).count for rank in ranks] for ranks in section.ranks.tolist()]
             ),
-            parts=np.array([_held(held, ranks[0], stage_ranks).parts for ranks in section.ranks]),
+            parts=np.array([_held(held, rank, stage_ranks).parts for rank in section.ranks[:, 0].tolist()]),
             domain=np.array([order[number] for number in of_units]),
             domain_rows=np.array([rows[number] for number in of_units]),
         )
@@ -141,14 +145,14 @@ def section_holdings(
 
 
 def expert_cycles(
-    sections: Sequence[Section], experts: Sequence[ExpertsOnRanks | None], links: LinkTable
+    sections: Sequence[Section], experts: Sequence[ExpertsOnRanks | None], exchanges: ExpertExchanges
 ) -> list[ExpertCycle | None]:
     """Return the experts' seconds of one layer for each section; ``None``: the model has no experts.
 
     Args:
         sections: the sections of a plan.
         experts: the experts of each section's units.
-        links: the cluster's links.
+        exchanges: times the all-to-alls.
     """
     placed = [held for held in experts if held is not None]
     if not placed:
@@ -156,7 +160,7 @@ def expert_cycles(
     compute = [np.array(expert_times(section, held)) for section, held in zip(sections, placed, strict=True)]
     slowest = _by_domain(placed, compute)
     # There and back, in both directions.
-    seconds = [np.stack([2 * way, 2 * way]) for way in _section_seconds(sections, placed, links)]
+    seconds = [np.stack([2 * way, 2 * way]) for way in _section_seconds(sections, placed, exchanges)]
     exchange = _by_domain(placed, seconds)
     return [
         ExpertCycle(own, moves, longest - own)
@@ -221,7 +225,14 @@ def expert_messages(sections: Sequence[Section], placed: Sequence[ExpertsOnRanks
         sections: the sections of one stage, for a model with experts.
         placed: the experts of each section's units.
     """
-    return _domain_messages(
+    return _domain_messages(*_exchange_of(sections, placed))
+
+
+def _exchange_of(
+    sections: Sequence[Section], placed: Sequence[ExpertsOnRanks]
+) -> tuple[Job, Ints, Ints, Floats, Ints]:
+    """Return the arguments of `exchange_seconds` for the ranks of one stage."""
+    return (
         sections[0].job,
         np.concatenate([section.placement.gpus.ravel() for section in sections]),
         np.concatenate([np.repeat(held.domain, held.count.shape[1]) for held in placed]),
@@ -265,15 +276,33 @@ def _domain_messages(job: Job, gpus: Ints, domain: Ints, rows: Floats, count: In
     return ExpertMessages(gpus, src, dst, sent[src] * count[dst])
 
 
+class ExpertExchanges:
+    """Times all-to-alls of experts on one cluster, those of stages that are alike once.
+
+    Args:
+        links: the cluster's links.
+    """
+
+    def __init__(self, links: LinkTable) -> None:
+        self._links = links
+        self._kept = Recent[Floats](_MOST_KEPT)
+
+    def seconds(self, job: Job, gpus: Ints, domain: Ints, rows: Floats, count: Ints) -> Floats:
+        """Return `exchange_seconds` of a stage."""
+        arrays = domain - domain.min(), rows, count
+        name = job, self._links.likeness(gpus), *(values.tobytes() for values in arrays)
+        return self._kept.of(name, partial(exchange_seconds, job, gpus, domain, rows, count, self._links))
+
+
 def _section_seconds(
-    sections: Sequence[Section], placed: Sequence[ExpertsOnRanks], links: LinkTable
+    sections: Sequence[Section], placed: Sequence[ExpertsOnRanks], exchanges: ExpertExchanges
 ) -> list[Floats]:
     """Return the seconds of each unit's longest message in an all-to-all of a layer, [U] for each section."""
     found = []
     for stage in sorted({section.number for section in sections}):
         own = [number for number, section in enumerate(sections) if section.number == stage]
-        seconds = _longest_messages(
-            expert_messages([sections[number] for number in own], [placed[number] for number in own]), links
+        seconds = exchanges.seconds(
+            *_exchange_of([sections[number] for number in own], [placed[number] for number in own])
         )
         first = 0
         for number in own:

@@ -17,12 +17,19 @@ import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.borders import border_seconds, interleaved_borders
+from megatron_hexi.cost.borders import BorderTables, border_seconds, interleaved_borders
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
-from megatron_hexi.cost.experts import ExpertsOnRanks, expert_cycles, place_experts, section_holdings
+from megatron_hexi.cost.experts import (
+    ExpertExchanges,
+    ExpertsOnRanks,
+    expert_cycles,
+    place_experts,
+    section_holdings,
+)
 from megatron_hexi.cost.hosts import Hosts, NodeLoad
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.job_check import check_job
+from megatron_hexi.cost.known_layers import KnownLayers
 from megatron_hexi.cost.layer_bytes import input_bytes
 from megatron_hexi.cost.library_bytes import message_buffer_bytes, message_channels
 from megatron_hexi.cost.memory import part_host_memory, part_memory, part_params
@@ -112,6 +119,8 @@ class CostModel:
         self.shards = shards
         self.part = part
         self.links = LinkTable(cluster)
+        self._layers, self._borders = KnownLayers(self.links), BorderTables()
+        self._exchanges = ExpertExchanges(self.links)
         self.rings = Rings(self.links)
         self.hosts = Hosts(cluster)
         self._placer = Placer(job, cluster)
@@ -154,13 +163,13 @@ class CostModel:
         micro_batches = check_job(plan, job)
         sections = plan_sections(plan, job, self._placer, gpus, self.part, micro_batches=micro_batches)
         experts = place_experts(plan, job, sections)
-        cycles = expert_cycles(sections, experts, self.links)
+        cycles = expert_cycles(sections, experts, self._exchanges)
         mesh = Mesh.of(plan, job.micro_batch_size, job.sequence_parallel)
         if mesh is None:
             gpus_of_stages = [section.placement.stage.gpus for section in sections]
             first = gpus_of_stages[0] if job.virtual_stages > 1 else None
             costs = [
-                stage_cost(section, self.links, behind, cycle)
+                stage_cost(section, self._layers, behind, cycle)
                 for section, behind, cycle in zip(sections, [*gpus_of_stages[1:], first], cycles, strict=True)
             ]
             borders = None
@@ -169,10 +178,10 @@ class CostModel:
             reductions = repeated_reductions(job, sections, self.rings, self.shards, experts)
         else:
             costs = [
-                stage_cost(section, self.links, None, cycle)
+                stage_cost(section, self._layers, None, cycle)
                 for section, cycle in zip(sections, cycles, strict=True)
             ]
-            borders = border_seconds(mesh, job, sections, self.links, micro_batches)
+            borders = border_seconds(mesh, job, sections, self.links, micro_batches, self._borders)
             reductions = uneven_reductions(mesh, job, sections, self.rings, self.hosts)
         passing = self._with_rows(sections, reductions.passing)
         times = ((cost.replicas, cost.forward_s) for cost in costs)

@@ -14,7 +14,7 @@ MLP alone is token work, at whose end members meet too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -129,15 +129,15 @@ class UnitGpus:
 
     Args:
         gpus: first GPU of each unit, [U].
-        kinds: model of GPU of each unit, an index into `speeds`, [U].
-        speeds: rates of each model of GPU.
+        kinds: model of GPU of each unit, its number among the models of the cluster, [U].
+        speeds: rates of each model of GPU, by number.
         bandwidth: bandwidth of the links inside each unit's node, bytes/s, [U].
         latency: latency of a message inside the node, s, [U].
     """
 
     gpus: Ints
     kinds: Ints
-    speeds: tuple[Speeds, ...]
+    speeds: Mapping[int, Speeds]
     bandwidth: Floats
     latency: Floats
 

@@ -86,6 +86,25 @@ class LinkTable:
         seconds = self.message_seconds(src[sent], dst[sent], size[sent], width=width)
         return float(seconds.max(initial=0.0))
 
+    def likeness(self, gpus: Ints) -> bytes:
+        """Return a key that is equal for GPUs between which messages take equally long.
+
+        Among such GPUs the same ones share nodes, links and parts of each tier; their links are equally fast
+        and have as many users, and latencies are equal.
+
+        Args:
+            gpus: numbers of the GPUs, in the order of the units that are on them, [U].
+        """
+        if self._pairs is not None:  # measured between each two nodes
+            return gpus.tobytes()
+        nodes, links = self.nodes[gpus], self._ends[:, :, gpus].ravel()
+        numbers = [nodes, links, *(group_of[nodes] for group_of in self._tiers)]
+        found = [*map(_by_appearance, numbers), self._capacity[links], self._sharers[links]]
+        found.append(self._local_latency[nodes])
+        if len(self._tier_latency):
+            found.append(self._tier_latency[:, nodes])
+        return b"".join(values.tobytes() for values in found)
+
     def _distance(self, src: Ints, dst: Ints) -> Ints:
         a, b = self.nodes[src], self.nodes[dst]
         distance = (a != b).astype(np.int64)
@@ -144,3 +163,12 @@ class LinkTable:
             for way in ("out", "in")
         ]
         return self._add(self.nodes, np.array(ways))
+
+
+def _by_appearance(numbers: Ints) -> Ints:
+    """Return numbers renamed in the order in which they first appear, from 0 on."""
+    _, first, place = np.unique(numbers, return_index=True, return_inverse=True)
+    names = np.empty_like(first)
+    names[np.argsort(first)] = np.arange(len(first))
+    renamed: Ints = names[place]
+    return renamed

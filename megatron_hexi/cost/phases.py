@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add
 
@@ -67,6 +68,13 @@ class Phases:
 
     def __add__(self, other: Phases) -> Phases:
         return Phases(*map(add, vars(self).values(), vars(other).values()))
+
+    def added(self, others: Sequence[Phases], counts: Sequence[float]) -> Phases:
+        """Return these phases with others added, each as often as its count says."""
+        totals = list(vars(self).values())
+        for other, count in zip(others, counts, strict=True):
+            totals = [total + count * part for total, part in zip(totals, vars(other).values(), strict=True)]
+        return Phases(*totals)
 
     def __mul__(self, count: float) -> Phases:
         return Phases(*(count * part for part in vars(self).values()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,14 +83,13 @@ class Placer:
             placed = _find_gpus(plan, self._job, self._cluster, ranks, gpus)
             slowest = [self._slowest(self._device[own]) for own in placed]
             used = np.unique(np.concatenate(slowest))
-            speeds = tuple(map(self._device_speeds, used.tolist()))
+            speeds = {device: self._device_speeds(device) for device in used.tolist()}
             self._kept[asked] = [
-                self._placement(own, np.searchsorted(used, device), speeds)
-                for own, device in zip(placed, slowest, strict=True)
+                self._placement(own, devices, speeds) for own, devices in zip(placed, slowest, strict=True)
             ]
         return self._kept[asked]
 
-    def _placement(self, gpus: Ints, kinds: Ints, speeds: tuple[Speeds, ...]) -> Placement:
+    def _placement(self, gpus: Ints, kinds: Ints, speeds: Mapping[int, Speeds]) -> Placement:
         first = gpus[:, 0]
         stage = UnitGpus(first, kinds, speeds, self._bandwidth[first], self._latency[first])
         return Placement(gpus, stage, self._usable[gpus].min(axis=1))

@@ -104,7 +104,10 @@ def domain_arrays(workload: Workload, domains: Sequence[Domain], parts: int) -> 
         parts: largest number of parts of the first exchange step.
     """
     groups = [group for domain in domains for group in domain.groups]
-    held = tuple(tuple((m.lead, m.heads, m.tokens > 0) for m in group.members) for group in groups)
+    # Stages that are alike have one grouping: of ranks only the order counts.
+    leads = sorted(member.lead for group in groups for member in group.members)
+    place = {lead: number for number, lead in enumerate(leads)}
+    held = tuple(tuple((place[m.lead], m.heads, m.tokens > 0) for m in group.members) for group in groups)
     counts = tuple(len(domain.groups) for domain in domains)
     grouping = _grouping(held, counts, workload.queries_per_kv, parts)
     tokens = np.zeros(len(grouping.slots), dtype=np.int64)
@@ -125,15 +128,13 @@ def domain_arrays(workload: Workload, domains: Sequence[Domain], parts: int) -> 
 def _grouping(
     groups: tuple[tuple[tuple[int, Range, bool], ...], ...], counts: tuple[int, ...], ratio: int, parts: int
 ) -> Grouping:
-    """Return the grouping of members, each given by its first rank, query heads and whether it has tokens.
+    """Return the grouping of members, each given by its place by rank, query heads and whether it has tokens.
 
     `counts` is the number of groups of each domain, `ratio` the number of query heads that share a KV head.
     """
-    leads = [lead for members in groups for lead, _, _ in members]
-    number = {lead: place for place, lead in enumerate(sorted(leads))}
-    slots = np.array([number[lead] for lead in leads])
+    slots = np.array([place for members in groups for place, _, _ in members])
     sizes = [len(members) for members in groups]
-    held, group = np.zeros((3 + 2 * parts, len(leads)), dtype=np.int64), np.zeros_like(slots)
+    held, group = np.zeros((3 + 2 * parts, len(slots)), dtype=np.int64), np.zeros_like(slots)
     held[:, slots] = np.array([_held(heads, ratio, parts) for members in groups for _, heads, _ in members]).T
     group[slots] = np.repeat(np.arange(len(groups)), sizes)
     heads, first, kv = held[:3]

@@ -261,7 +261,8 @@ class _Placing:
         self._mesh = mesh
         self._offload = [unit.offload for unit in mesh.units]
         self._counts = {name: np.zeros(len(mesh.units)) for name in (one.name for one in fields(Present))}
-        self._by_number: list[defaultdict[int, float]] = [defaultdict(float) for _ in mesh.units]
+        #: Number of weights of each ministage of a rank.
+        self._by_number: defaultdict[int, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._most = cache(self._most_at_once)  # ranks of a stage are alike
 
     def add(self, bucket: Bucket, rank: int, whole: float, own: float) -> Residence:
@@ -291,12 +292,11 @@ class _Placing:
     def at_peak(self) -> Present:
         """Return the counts at the time when weights and gradients take most bytes on the device."""
         here, added = self._counts["weights"].copy(), self._counts["gradients"].copy()
-        for rank, sizes in enumerate(self._by_number):
-            if sizes:
-                unit = self._mesh.units[rank]
-                most = self._most(len(unit.ministages or (1,)), unit.is_last, tuple(sizes.items()))
-                here[rank] += most[0]
-                added[rank] += most[1]
+        for rank, sizes in self._by_number.items():
+            unit = self._mesh.units[rank]
+            most = self._most(len(unit.ministages or (1,)), unit.is_last, tuple(sizes.items()))
+            here[rank] += most[0]
+            added[rank] += most[1]
         return Present(**{**self._counts, "weights": here, "gradients": added})
 
     def _most_at_once(

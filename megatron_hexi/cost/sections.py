@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,15 +133,8 @@ def plan_sections(
     return [
         Section(
             number=terms.stage,
-            job=replace(
-                job,
-                tensor_parallel=terms.width,
-                pipeline_parallel=1,
-                virtual_stages=1,
-                micro_batch_size=terms.samples,
-                global_batch_size=terms.samples,
-                recompute=terms.mode,
-                latent_exchange=plan.workload.latent_exchange is not None,
+            job=_section_job(
+                job, terms.width, terms.samples, terms.mode, plan.workload.latent_exchange is not None
             ),
             window=terms.exchange.window,
             arrays=domain_arrays(
@@ -158,6 +151,21 @@ def plan_sections(
         )
         for terms, own, placement in zip(order, ranks, placer.place(plan, ranks, gpus), strict=True)
     ]
+
+
+@lru_cache(maxsize=256)  # with what the job derives from its model
+def _section_job(job: Job, width: int, samples: int, mode: RecomputeMode, latent_exchange: bool) -> Job:
+    """Return the job of a section's units."""
+    return replace(
+        job,
+        tensor_parallel=width,
+        pipeline_parallel=1,
+        virtual_stages=1,
+        micro_batch_size=samples,
+        global_batch_size=samples,
+        recompute=mode,
+        latent_exchange=latent_exchange,
+    )
 
 
 def _ranks(rows: Sequence[DomainRow]) -> Ints:

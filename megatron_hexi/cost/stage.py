@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -13,9 +13,9 @@ from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
 from megatron_hexi.cost.collectives import loss_sum_seconds, pipeline_seconds
 from megatron_hexi.cost.compute import logits_times, optimizer_seconds
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer import ExpertCycle, Layer, Pass, UnitGpus, layer_times
+from megatron_hexi.cost.known_layers import KnownLayers
+from megatron_hexi.cost.layer import ExpertCycle, Layer, Pass, UnitGpus
 from megatron_hexi.cost.layer_bytes import Flights
-from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.reductions import Reductions
@@ -38,6 +38,7 @@ class StageCost:
             the sends, after each chunk's forward pass.
         replicas: seconds of a micro-batch by phase, of each domain; for a repeated stage these are replicas.
         forward_s: seconds of one forward pass of each domain, which are part of these.
+        once: seconds of one layer of each of `passes` by phase, of each domain.
     """
 
     kinds: tuple[Layer, ...]
@@ -50,6 +51,7 @@ class StageCost:
     pipeline_s: float
     replicas: tuple[Phases, ...]
     forward_s: tuple[float, ...]
+    once: tuple[Mapping[Pass, Phases], ...]
 
     @property
     def layer(self) -> Layer:
@@ -76,30 +78,70 @@ class StageCost:
         counts = [float(held[domain]) if isinstance(held, np.ndarray) else held for held in self.counts]
         return sum(n * value(layer) for n, layer in zip(counts, self.kinds, strict=True)) / sum(counts)
 
+    def of_parts(self, section: Section) -> StageCost:
+        """Return the seconds of the same section with other numbers of layers in its `parts`."""
+        return _of_layers(section, self.kinds, self.logits, self.logits_sum, self.pipeline_s, self.once)
+
 
 def stage_cost(
-    section: Section, links: LinkTable, following: Ints | None, experts: ExpertCycle | None = None
+    section: Section, known: KnownLayers, following: Ints | None, experts: ExpertCycle | None = None
 ) -> StageCost:
     """Return the seconds of one micro-batch in a section.
 
     Args:
         section: the section.
-        links: the cluster's links.
+        known: times layers.
         following: first GPU of each unit of the next stage, [U], if sends are exposed; ``None``: there are no
             sends, or they are hidden. With chunks the first stage follows the last.
         experts: seconds of the experts in layers with experts; ``None``: the model has none.
     """
-    plan, job, stage = section.arrays, section.job, section.placement.stage
-    kinds = tuple(
-        layer_times(plan, kind, stage, links, section.window, experts if kind.model.experts else None)
-        for kind in job.kinds
-    )
-    rows = job.micro_batch_size * plan.tokens.astype(float)
+    job, stage = section.job, section.placement.stage
+    kinds = tuple(known.times(section, kind, experts if kind.model.experts else None) for kind in job.kinds)
+    rows = job.micro_batch_size * section.arrays.tokens.astype(float)
     logits, sums = np.zeros(len(rows)), np.zeros(len(rows))
     if np.any(section.parts.is_last):
         logits = section.part.is_last * _logits(job, stage, rows)
         sums = section.part.is_last * loss_sum_seconds(job, rows, stage.bandwidth, stage.latency)
-    parts = section.parts
+    send = 0.0
+    if following is not None:
+        # Megatron's interleaved schedule waits for activations (schedules.py, `post_forward`), and leaves
+        # gradients under way; the model's last chunk sends none.
+        parts = section.parts
+        turns = 2 if parts.chunks == 1 else parts.chunks - int(np.any(parts.is_last))
+        send = turns * pipeline_seconds(known.links, job, rows, stage.gpus, following)
+    plan = section.arrays
+    passes = {
+        one: None
+        for layer in kinds
+        for one in (layer.forward, layer.backward, layer.attention_again)
+        if one is not None
+    }
+    once = []
+    for domain in range(len(section.replicas)):
+        units = np.flatnonzero(plan.unit_replica == domain)
+        once.append({one: _pass_phases(plan, one, units) for one in passes})
+    return _of_layers(section, kinds, logits, sums, send, tuple(once))
+
+
+def _of_layers(
+    section: Section,
+    kinds: tuple[Layer, ...],
+    logits: Floats,
+    sums: Floats,
+    send: float,
+    once: tuple[Mapping[Pass, Phases], ...],
+) -> StageCost:
+    """Return the seconds of one micro-batch in a section, from those of a layer of each kind.
+
+    Args:
+        section: the section.
+        kinds: seconds of a layer of each kind.
+        logits: seconds of each unit's output matrix and loss, [U].
+        sums: seconds of the collectives inside each unit that these need, [U].
+        send: exposed seconds of sends.
+        once: seconds of one layer's passes by phase, of each domain.
+    """
+    plan, job, parts = section.arrays, section.job, section.parts
     passes, repeats = list[Pass](), list[Counts]()
     held = parts.of_kinds(job.model)
     for layer, count, again in zip(kinds, held, parts.run_twice(job.model), strict=True):
@@ -111,26 +153,16 @@ def stage_cost(
         if np.any(parts.ministages):
             passes.append(layer.forward)
             repeats.append(again)
-    send = 0.0
-    if following is not None:
-        # Megatron's interleaved schedule waits for activations (schedules.py, `post_forward`), and leaves
-        # gradients under way; the model's last chunk sends none.
-        turns = 2 if parts.chunks == 1 else parts.chunks - int(np.any(parts.is_last))
-        send = turns * pipeline_seconds(links, job, rows, stage.gpus, following)
     by_domain = [section.by_domain(counts) for counts in repeats]
     replicas, forward = [], []
     for domain in range(len(section.replicas)):
-        units = np.flatnonzero(plan.unit_replica == domain)
-        phases, ahead = Phases(pipeline=send), Phases()
-        once = {work: _pass_phases(plan, work, units) for work in passes}
-        for work, counts in zip(passes, by_domain, strict=True):
-            phases += once[work] * counts[domain]
-        for layer, counts in zip(kinds, by_domain[:: len(passes) // len(kinds)], strict=True):
-            ahead += once[layer.forward] * counts[domain]
+        units, counts = np.flatnonzero(plan.unit_replica == domain), [own[domain] for own in by_domain]
+        seconds, every = [once[domain][work] for work in passes], len(passes) // len(kinds)
+        ahead = Phases().added(seconds[::every], counts[::every])
         forward.append(ahead.total + (send if parts.chunks > 1 else 0.0))
         slowest = units[np.argmax((logits + sums)[units])]
-        phases += Phases(logits=float(logits[slowest]), tensor_parallel=float(sums[slowest]))
-        replicas.append(phases)
+        ends = Phases(logits=float(logits[slowest]), tensor_parallel=float(sums[slowest]))
+        replicas.append(Phases(pipeline=send).added(seconds, counts) + ends)
     return StageCost(
         kinds=kinds,
         counts=tuple(count.layers for count in held),
@@ -144,6 +176,7 @@ def stage_cost(
         pipeline_s=send,
         replicas=tuple(replicas),
         forward_s=tuple(forward),
+        once=once,
     )
 
 
@@ -192,17 +225,27 @@ def exposed_synchronisation(
 ) -> list[float]:
     """Return the exposed time of gradients and weights in each replica, s: that of its slowest stage."""
     waits = np.zeros(1 + max(int(section.replicas.max()) for section in sections))
+    for section, own in zip(sections, section_waits(sections, costs, reductions), strict=True):
+        np.maximum.at(waits, section.replicas, own)
+    return [float(wait) for wait in waits]
+
+
+def section_waits(
+    sections: Sequence[Section], costs: Sequence[StageCost], reductions: Reductions
+) -> list[Floats]:
+    """Return the exposed time of gradients and weights of each domain, s, [sections][domains]."""
+    found = []
     for number, (section, cost) in enumerate(zip(sections, costs, strict=True)):
-        layers = section.by_domain(section.parts.layers)
-        for domain, replica in enumerate(section.replicas):
-            units, wait = section.arrays.unit_replica == domain, 0.0
+        layers, waits = section.by_domain(section.parts.layers), np.zeros(len(section.replicas))
+        for domain in range(len(waits)):
+            units = section.arrays.unit_replica == domain
             for one in reductions.turns:
                 cover = None
                 if one.hides_behind is not None:
                     cover = cost.mean(partial(free_network, one.hides_behind, units), domain)
-                wait += float(exposed_seconds(one.seconds[number][domain], layers[domain], cover))
-            waits[replica] = max(waits[replica], wait)
-    return [float(wait) for wait in waits]
+                waits[domain] += float(exposed_seconds(one.seconds[number][domain], layers[domain], cover))
+        found.append(waits)
+    return found
 
 
 def optimizer_times(section: Section, params: Counts, owned: Floats | float) -> Floats:

@@ -58,17 +58,17 @@ def expert_domains(stage: Stage, total: int) -> tuple[tuple[HeldExperts, ...], .
         total: number of experts of a layer.
     """
     domains: list[list[HeldExperts]] = [[]]
+    together = 0  # experts of the last domain's ranks; the slices of an expert count once
     for domain in stage.domains:
         if stage.takes_micro_batches and domains[-1]:
             domains.append([])
+            together = 0
         for member in (member for group in domain.groups for member in group.members):
             held = held_experts(member, total)
-            if _whole(domains[-1]) >= total and _whole(held):
+            own = sum(one.count for one in held if one.part == 0)
+            if together >= total and own:
                 domains.append([])
+                together = 0
             domains[-1] += held
+            together += own
     return tuple(tuple(sorted(one, key=lambda held: held.rank)) for one in domains)
-
-
-def _whole(held: list[HeldExperts] | tuple[HeldExperts, ...]) -> int:
-    """Return the number of experts that the given ranks hold together; the slices of an expert count once."""
-    return sum(one.count for one in held if one.part == 0)

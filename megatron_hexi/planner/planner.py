@@ -175,7 +175,9 @@ def _search(
         best = min(tried, key=order_of, default=None)
         # The search may pass over the only layouts that fit. Megatron's flags exchange no latent columns.
         plain = replace(request, job=replace(request.job, latent_exchange=False))
-        faster, timed = find_faster(plain, roomy, math.inf if best is None else best.iteration_s)
+        faster, timed = find_faster(
+            plain, roomy, math.inf if best is None else best.iteration_s, progress=tell
+        )
         trials += timed
         if faster is not None:
             best = faster

@@ -164,9 +164,7 @@ class EqualFloor:
         assert experts is not None
         rows = np.full(ranks, job.micro_batch_size * job.seq_length / (flags.context * flags.tensor))
         domain, count = np.arange(ranks) // flags.expert, np.full(ranks, experts.count // flags.expert)
-        firsts = range(0, self._gpus, ranks)
-        stages = (
-            exchange_seconds(job, first + np.arange(ranks), domain, rows, count, self._links)
-            for first in firsts
-        )
-        return min(float(seconds.max()) for seconds in stages)
+        stages = [first + np.arange(ranks) for first in range(0, self._gpus, ranks)]
+        unlike = {self._links.likeness(gpus): gpus for gpus in stages}.values()
+        seconds = (exchange_seconds(job, gpus, domain, rows, count, self._links) for gpus in unlike)
+        return min(float(longest.max()) for longest in seconds)

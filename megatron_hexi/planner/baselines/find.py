@@ -116,7 +116,9 @@ def find_baselines(
     return tuple(baselines), race.trials + timed + judge.trials
 
 
-def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple[Candidate | None, int]:
+def find_faster(
+    request: Request, cluster: Cluster, faster_than: float, *, progress: Progress | None = None
+) -> tuple[Candidate | None, int]:
     """Return the fastest layout by Megatron's flags, if it is fast enough, and how many were timed.
 
     Fleets that take longer even at their GPUs' best rates are skipped. On few GPUs, or if no plan is known to
@@ -126,12 +128,13 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
         request: the job, with the terms that are fixed.
         cluster: the cluster that the job runs on.
         faster_than: seconds of an iteration that the layout must beat; infinite: any that fits.
+        progress: callback, receives (phase, done, total).
     """
     if request.job.model.experts is not None:
-        best, trials = best_equal(request, cluster, faster_than)
+        best, trials = best_equal(request, cluster, faster_than, progress)
         return (best if best is not None and best.iteration_s < faster_than else None), trials
     layouts_by_fleet = _layouts_by_fleet(_fleets(request, cluster), request, faster_than)
-    race = BaselineSearch(min(faster_than, float_info.max), None)
+    race = BaselineSearch(min(faster_than, float_info.max), progress)
     equal = not request.rules.allow("unequal_replicas")
     race.run(
         (

@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, partial
 
-from megatron_hexi.cost import CostModel
+from megatron_hexi.cost import CostModel, Job
+from megatron_hexi.cost.arrays import Counts
 from megatron_hexi.cost.job import layers_again, recompute_mode
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.plan import Exchange, Plan, Replica
@@ -31,6 +33,9 @@ from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.search.domain import DomainSearch
 from megatron_hexi.planner.search.solver import refine
 
+#: Fullness of memory from which on fewer micro-batches under way may allow a better layout.
+_TIGHT = 0.95
+
 
 class Assembly:
     """Builds plans for one micro-batch size; equal stages are searched once.
@@ -48,7 +53,11 @@ class Assembly:
         self._found = timer.known.domains.setdefault(pools.usable_gib, {})
         #: The last trial of equal units with the same recomputation.
         self._layouts: dict[tuple[object, ...], Trial] = {}
+        #: Trials that were searched, by their work without the micro-batches under way.
+        self._searched: dict[tuple[object, ...], Trial] = {}
         self._polished = True
+        #: The cost model of plans with stages, which knows the layers of those before.
+        self._model = cache(partial(CostModel, cluster=self._cluster))
         self.trials = 0
 
     def run(self, packed: Packed, *, polished: bool) -> Candidate | None:
@@ -80,7 +89,7 @@ class Assembly:
         if again != pipes:
             other = self._assemble(again, packed.micro_batches, placed, fleets)
             best = min(best, other, key=lambda assembled: assembled[0].order)
-        return best[0] if self._job.model.is_uniform else with_layers_moved(best[0], self._cluster)
+        return best[0] if self._job.model.is_uniform else with_layers_moved(best[0], self._model(best[0].job))
 
     def _assemble(
         self,
@@ -134,19 +143,26 @@ class Assembly:
         kind = _alike(fleet), job.tensor_parallel, job.recompute
         devices = {id(self._cluster.ranks[unit.gpus[0][0]].device) for unit in fleet.units}
         placed = placement(fleet.experts, len(fleet.units), job.tensor_parallel, is_mixed=len(devices) > 1)
-        name = (*kind, *vars(part).values(), placed, micro_batches, shards, self._polished)
+        ends = (place.is_first, place.is_last)
+        work = (*kind, *ends, *_layers_of_kinds(part, job), placed, micro_batches, shards, self._polished)
+        name = (*work, part.ahead)
         fleet = replace(fleet, job=job, part=part)
         if name not in self._found:
             judge = Judge(fleet, shards)
-            known = self._layouts.get(kind)
+            known, like = self._layouts.get(kind), self._searched.get(work)
             trial = None
-            if known is not None and not self._polished:
+            if self._polished and like is not None and like.timing.fullness < _TIGHT:
+                # Fewer micro-batches under way leave more memory, which was not short.
+                trial = judge.try_out(fleet, like.layouts, like.window)
+            elif known is not None and not self._polished:
                 # With other layers the same layout is as good, as long as memory has room for it.
                 layout = replace(known.layouts[0], micro_batches=micro_batches)
                 trial = judge.try_out(fleet, [layout], known.window)
             if trial is None or not trial.fits:
                 trial = DomainSearch(judge, fleet, micro_batches).run(self._polished)
-            self._found[name] = refine(judge, trial).trial if self._polished else trial
+                trial = refine(judge, trial).trial if self._polished else trial
+                self._searched[work] = trial
+            self._found[name] = trial
             self.trials += judge.trials
         self._layouts[kind] = self._found[name]
         return replace(self._found[name], fleet=fleet)
@@ -236,7 +252,12 @@ class Assembly:
             recompute="none",
             data_parallel=len(pipes),
         )
-        return Candidate(plan, job, CostModel(job, self._cluster).timing(plan))
+        return Candidate(plan, job, self._model(job).timing(plan))
+
+
+def _layers_of_kinds(part: ModelPart, job: Job) -> list[Counts]:
+    """Return the numbers of layers of each kind of a part, and of those that are computed again."""
+    return [count for held in part.of_kinds(job.model) for count in held]
 
 
 def _fit_flags(pipes: Sequence[Pipe]) -> bool:

@@ -8,50 +8,146 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
 
-from megatron_hexi.cluster import Cluster
+import numpy as np
+
 from megatron_hexi.cost import CostModel
+from megatron_hexi.cost.job import layers_again
+from megatron_hexi.cost.phases import Phases
+from megatron_hexi.cost.pipeline import Pipeline
+from megatron_hexi.cost.stage import section_waits
 from megatron_hexi.plan import Plan
 from megatron_hexi.planner.layouts.trial import Candidate
 
 #: Numbers of layers that move at once: more than one, to pass the few of another kind between equal ones.
 _STEPS = (1, 2, 3)
-#: The most plans that are timed.
+#: The most plans that are tried.
 _MOST_TRIALS = 200
 
 
-def with_layers_moved(best: Candidate, cluster: Cluster) -> Candidate:
+class _Move(NamedTuple):
+    """A boundary between two stages of a replica that is moved.
+
+    Args:
+        replica: number of the replica.
+        stage: number of the stage before the boundary.
+        layers: first layer of that stage, the new boundary, and the layer behind the next stage's last.
+    """
+
+    replica: int
+    stage: int
+    layers: tuple[int, int, int]
+
+
+def with_layers_moved(best: Candidate, model: CostModel) -> Candidate:
     """Return the candidate with layers moved, a boundary at a time, while that fits better or is faster.
 
     Args:
         best: a plan; one with a repeated stage has no layers to move, and is returned unchanged.
-        cluster: the cluster that it runs on.
+        model: the cost model of its job.
     """
-    model, left = CostModel(best.job, cluster), _MOST_TRIALS
+    left = _MOST_TRIALS
     while True:
-        before = best
-        for plan in _neighbours(before.plan):
+        before, least = best, _LeastOrder(best)
+        for move in _moves(before.plan):
             if not left:
                 return best
             left -= 1
-            other = Candidate(plan, best.job, model.timing(plan))
-            best = min(best, other, key=lambda one: one.order)
+            if least.of(move) < best.order:
+                plan = _moved(before.plan, move)
+                other = Candidate(plan, best.job, model.timing(plan))
+                best = min(best, other, key=lambda one: one.order)
         if best is before:
             return best
 
 
-def _neighbours(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with each boundary between two stages of a replica moved by a few layers either way."""
+class _LeastOrder:
+    """Lower bounds of the order of a plan after a move of layers, without timing it.
+
+    The two stages' passes are known from one layer of each kind. All other stages stay as they are; that
+    their sums of gradients take no less time is assumed where replicas share them.
+
+    Args:
+        base: the plan.
+    """
+
+    def __init__(self, base: Candidate) -> None:
+        timing = self._timing = base.timing
+        self._job, self._stages = base.job, [replica.stages for replica in base.plan.replicas]
+        self._full, self._seconds = timing.stage_fullness, cache(self._stage_phases)
+        #: Section and domain of each stage, by replica and stage; exposed seconds of its gradients and
+        #: weights, and of its optimizer's step.
+        self._place: dict[tuple[int, int], tuple[int, int]] = {}
+        self._waits: dict[tuple[int, int], float] = {}
+        self._steps: dict[tuple[int, int], float] = {}
+        waits = section_waits(timing.sections, timing.stages, timing.reductions)
+        for number, section in enumerate(timing.sections):
+            for domain, replica in enumerate(section.replicas.tolist()):
+                stage, units = (replica, section.number), section.arrays.unit_replica == domain
+                self._place[stage] = number, domain
+                self._waits[stage] = max(float(waits[number][domain]), self._waits.get(stage, 0.0))
+                step = float(timing.optimizer[number][units].max())
+                self._steps[stage] = max(step, self._steps.get(stage, 0.0))
+        #: Ministages, and domains that take samples, are not bounded.
+        self._is_known = all(isinstance(pipeline, Pipeline) for pipeline in timing.pipelines) and all(
+            len(stage.domains) == 1 for stages in self._stages for stage in stages
+        )
+
+    def of(self, move: _Move) -> tuple[float, float]:
+        """Return a lower bound of `Candidate.order` of the plan with a boundary moved."""
+        if not self._is_known:
+            return 0.0, 0.0
+        number, timing = move.replica, self._timing
+        pipeline = timing.pipelines[number]
+        assert isinstance(pipeline, Pipeline)
+        first, middle, last = move.layers
+        changed = {(number, move.stage): (first, middle), (number, move.stage + 1): (middle, last)}
+        stages = list(pipeline.stages)
+        for (_, stage), layers in changed.items():
+            stages[stage] = self._seconds(number, stage, layers)
+        kept = [stage for stage in self._place if stage not in changed]
+        wait = max((self._waits[stage] for stage in kept if stage[0] == number), default=0.0)
+        step = Phases(optimizer=max((self._steps[stage] for stage in kept), default=0.0))
+        replicas = list(timing.replicas)
+        replicas[number] = replace(pipeline, stages=tuple(stages)).phases + Phases(gradients=wait)
+        fullness = max((self._full[stage] for stage in kept), default=0.0)
+        seconds = max((phases + step).spread_by(timing.spread).total for phases in replicas)
+        return max(0.0, fullness - 1), seconds
+
+    def _stage_phases(self, replica: int, stage: int, layers: tuple[int, int]) -> Phases:
+        """Return the seconds of a micro-batch in a stage with other layers."""
+        number, domain = self._place[replica, stage]
+        section, recompute = self._timing.sections[number], self._stages[replica][stage].recompute
+        count = layers[1] - layers[0]
+        again = layers_again(count, self._job.recompute if recompute is None else recompute)
+        here = np.arange(len(section.replicas)) == domain
+        parts = replace(
+            section.parts,
+            layers=np.where(here, count, section.parts.layers),
+            again=np.where(here, again, section.parts.again),
+            first_layer=np.where(here, layers[0], section.parts.first_layer),
+        )
+        return self._timing.stages[number].of_parts(replace(section, parts=parts)).replicas[domain]
+
+
+def _moves(plan: Plan) -> Iterator[_Move]:
+    """Yield each boundary between two stages of a replica moved by a few layers either way."""
     for number, replica in enumerate(plan.replicas):
         bounds = [0, *(stage.layers[1] for stage in replica.stages if stage.layers)]
         for place in range(len(replica.stages) - 1):
             first, middle, last = bounds[place : place + 3]
             for moved in (middle + way * count for count in _STEPS for way in (-1, 1)):
-                if not first < moved < last:
-                    continue
-                stages = list(replica.stages)
-                stages[place] = replace(stages[place], layers=(first, moved))
-                stages[place + 1] = replace(stages[place + 1], layers=(moved, last))
-                replicas = list(plan.replicas)
-                replicas[number] = replace(replica, stages=tuple(stages))
-                yield replace(plan, replicas=tuple(replicas))
+                if first < moved < last:
+                    yield _Move(number, place, (first, moved, last))
+
+
+def _moved(plan: Plan, move: _Move) -> Plan:
+    """Return the plan with a boundary moved."""
+    replicas = list(plan.replicas)
+    stages, (first, middle, last) = list(replicas[move.replica].stages), move.layers
+    stages[move.stage] = replace(stages[move.stage], layers=(first, middle))
+    stages[move.stage + 1] = replace(stages[move.stage + 1], layers=(middle, last))
+    replicas[move.replica] = replace(replicas[move.replica], stages=tuple(stages))
+    return replace(plan, replicas=tuple(replicas))

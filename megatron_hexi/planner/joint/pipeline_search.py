@@ -117,6 +117,23 @@ class PipelineSearch:
             took: for each stage, its layers in a timed plan and the seconds that they took: its table is
                 scaled to these. Empty: there is no plan yet.
         """
+        if took:
+            return self._layered(shapes, micro_batches, shards, timed, took)
+        placed = tuple(self._tables.placed(shape, timed) for shape in shapes)
+        name, known = (tuple(shapes), placed, micro_batches, shards, timed), self._tables.pipes
+        if name not in known:
+            known[name] = self._layered(shapes, micro_batches, shards, timed)
+        return known[name]
+
+    def _layered(
+        self,
+        shapes: Sequence[StageShape],
+        micro_batches: int,
+        shards: int,
+        timed: bool,
+        took: Sequence[tuple[int, float]] = (),
+    ) -> Pipe | None:
+        """Return the pipeline of `layered`, whose results from tables alone are kept."""
         seconds, tables, ways, last = [], [], self._ways(shapes), len(shapes) - 1
         for place, shape in enumerate(shapes):
             under_way = min(micro_batches, last + 1 - place)
@@ -136,6 +153,7 @@ class PipelineSearch:
         # longer than the slowest stage together with its part of that. Which parts are best depends on them.
         before, behind = np.array([0.0, *ways]), np.array([*ways, 0.0])
         best: Pipe | None = None
+        tried: set[tuple[int, ...]] = set()
         # Replicas sum their gradients sooner if their stages have the same layers: one choice for all.
         several = shards > 1 and not took
         for sender, receiver in _CHARGED if any(ways) and not several else _CHARGED[:1]:
@@ -145,6 +163,9 @@ class PipelineSearch:
                 return None
             if took:
                 dealt = moved_layers(seconds, dealt, ways, micro_batches)
+            if tuple(dealt) in tried:
+                continue
+            tried.add(tuple(dealt))
             stages = tuple(
                 PipeStage(shape, count, table.recompute(count), float(times[count - 1]))
                 for shape, count, table, times in zip(shapes, dealt, tables, seconds, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,19 +82,14 @@ def least_longest(seconds: Sequence[Floats], layers: int) -> list[int] | None:
         seconds: seconds of each stage with 1 to L layers, [L] each; inf: they do not fit.
         layers: number of layers to assign.
     """
-    values = np.unique(np.concatenate([times[np.isfinite(times)] for times in seconds]))
-
-    def most(time: float) -> list[int]:
-        return [int(np.searchsorted(times, time, side="right")) for times in seconds]
-
-    def is_enough(time: float) -> bool:
-        dealt = most(time)
-        return min(dealt) >= 1 and sum(dealt) >= layers
-
-    place = bisect.bisect_left(values, True, key=is_enough)
-    if place == len(values) or len(seconds) > layers:
+    if len(seconds) > layers:
         return None
-    dealt = most(values[place])
+    rows = np.array(seconds)
+    # Within the seconds of as many of all entries as there are layers, and of one layer on each stage.
+    longest = max(np.partition(rows, layers - 1, axis=None)[layers - 1], rows[:, 0].max())
+    if not np.isfinite(longest):
+        return None
+    dealt: list[int] = (rows <= longest).sum(axis=1).tolist()
     while sum(dealt) > layers:
         price = [
             times[count - 1] - times[count - 2] if count > 1 else -np.inf

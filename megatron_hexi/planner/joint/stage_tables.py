@@ -48,6 +48,8 @@ class StageTables:
         self.timer, self.pools, self.layers = timer, pools, request.job.model.layers
         self._fixed = request.job.recompute if "recompute" in request.fixed else None
         self._known = timer.known.tables.setdefault(pools.usable_gib, {})
+        #: Pipelines that a search made of these tables (`PipelineSearch.layered`).
+        self.pipes = timer.known.pipes.setdefault((pools.usable_gib, self._fixed), {})
 
     def table(
         self, shape: StageShape, under_way: int, is_first: bool, is_last: bool, shards: int, timed: bool
@@ -62,14 +64,17 @@ class StageTables:
             shards: number of replicas that share its optimizer's state.
             timed: whether its layer is timed; else that of a stage on several pools is an estimate.
         """
-        # An estimate of several pools is made from a smaller stage, on which experts may be placed otherwise.
-        is_timed = timed or len(shape.kinds) == 1
-        placed = self.timer.placement(shape) if is_timed else self.timer.experts
-        name = shape, placed, is_first, is_last, shards, timed, self._fixed
+        name = shape, self.placed(shape, timed), is_first, is_last, shards, timed, self._fixed
         if name not in self._known:
             self._known[name] = self._tables(shape, is_first, is_last, shards, timed)
         stack = self._known[name]
         return None if stack is None else stack[bisect.bisect_left(UNDER_WAY, under_way)]
+
+    def placed(self, shape: StageShape, timed: bool) -> object:
+        """Return a key of the placement of experts by which a stage's layer is timed or estimated."""
+        # An estimate of several pools is made from a smaller stage, on which experts may be placed otherwise.
+        is_timed = timed or len(shape.kinds) == 1
+        return self.timer.placement(shape) if is_timed else self.timer.experts
 
     def _tables(
         self, shape: StageShape, is_first: bool, is_last: bool, shards: int, timed: bool

@@ -9,6 +9,7 @@ from megatron_hexi.cost import RECOMPUTES
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.reductions import HidesBehind
 from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.planner.joint.pipes import Pipe
 from megatron_hexi.planner.layouts.trial import Trial
 
 
@@ -92,11 +93,16 @@ class KnownStages:
     Args:
         layers: layers, by the shape of their stage and the placement of experts on it.
         tables: tables of stages (`StageTables`), by the memory of each pool's GPUs, then by the stage.
-        domains: the best domains of stages (`Assembly`), by the same.
+        pipes: pipelines made of these tables (`PipelineSearch`), by memory and fixed recomputation, then by
+            their stages.
+        domains: the best domains of stages (`Assembly`), by the same as tables.
     """
 
     layers: dict[tuple[object, ...], LayerTimes | None] = field(default_factory=dict)
     tables: dict[tuple[float, ...], dict[tuple[object, ...], list[Table] | None]] = field(
+        default_factory=dict
+    )
+    pipes: dict[tuple[tuple[float, ...], Recompute | None], dict[tuple[object, ...], Pipe | None]] = field(
         default_factory=dict
     )
     domains: dict[tuple[float, ...], dict[tuple[object, ...], Trial]] = field(default_factory=dict)

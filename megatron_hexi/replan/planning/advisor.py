@@ -148,7 +148,7 @@ class Advisor:
             return None, 0.0
         if self._moved is None or self._moved[0] != speeds:
             start = Candidate(plan, self._job, model.timing(plan))
-            moved = with_layers_moved(start, model.cluster)
+            moved = with_layers_moved(start, model)
             cut = recut(moved.plan, self._job, model.cluster, self._shares)
             self._moved = speeds, (cut, model.timing(cut).phases.total)
         return self._moved[1]

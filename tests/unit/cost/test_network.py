@@ -1,5 +1,6 @@
 """Transfers over shared links, by hand and against the cluster's own routes."""
 
+import itertools
 from collections import defaultdict
 from pathlib import Path
 
@@ -222,3 +223,38 @@ def test_pipeline_sends_by_hand():
     assert found == pytest.approx(3000 * 512 * 2 / (10 * GB))
     halves = tiny_job(tensor_parallel=2)
     assert pipeline_seconds(links, halves, rows, whole(0, 1), whole(2, 3)) == pytest.approx(found / 2)
+
+
+@given(st.data(), st.sampled_from(["gpu", "node"]))
+@examples(40)
+def test_between_gpus_that_are_alike_messages_take_equally_long(data, per):
+    nodes = [(name, "PLAIN", 2) for name in "abcd"]
+    links = LinkTable(cluster(nodes, latency=5, per=per, extra=LEVELS.replace("[c]", "[c, d]")))
+    first, other = (data.draw(st.permutations(range(8)))[:4] for _ in range(2))
+    size = data.draw(st.lists(st.floats(1, 1e9), min_size=12, max_size=12))
+    src, dst = np.array(list(itertools.permutations(range(4), 2))).T
+    one, two = (
+        links.message_seconds(whole(*gpus)[src], whole(*gpus)[dst], np.array(size)) for gpus in (first, other)
+    )
+    if links.likeness(whole(*first)) == links.likeness(whole(*other)):
+        assert one.tolist() == two.tolist()
+
+
+def test_gpus_are_alike_where_the_same_ones_share_nodes_and_racks():
+    nodes = [(name, "PLAIN", 2) for name in "abcd"]
+    links = LinkTable(cluster(nodes, latency=5, extra=LEVELS.replace("[c]", "[c, d]")))
+    of = {name: links.likeness(whole(*gpus)) for name, gpus in _SETS.items()}
+    assert of["a, b"] == of["c, d"] == of["b, a"]
+    assert len({of["a, b"], of["a, c"], of["a"], of["a, b a GPU each"], of["a, c a GPU each"]}) == 5
+
+
+#: GPUs of four nodes of two, of which the first two and the last two share a rack.
+_SETS = {
+    "a": [0, 1],
+    "a, b": [0, 1, 2, 3],
+    "b, a": [2, 3, 0, 1],
+    "c, d": [4, 5, 6, 7],
+    "a, c": [0, 1, 4, 5],
+    "a, b a GPU each": [0, 2],
+    "a, c a GPU each": [0, 4],
+}

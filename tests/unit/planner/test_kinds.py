@@ -9,7 +9,7 @@ from megatron_hexi.cost.layer_kinds import Latent, Window
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.plan import proportional_plan
 from megatron_hexi.planner import Request, find_plan
-from megatron_hexi.planner.joint.layer_moves import with_layers_moved
+from megatron_hexi.planner.joint.layer_moves import _LeastOrder, _moved, _moves, with_layers_moved
 from megatron_hexi.planner.layouts.trial import Candidate
 from megatron_hexi.report.planned import layer_lines
 from tests.support.costs import cluster, tiny_job
@@ -66,9 +66,25 @@ def test_layers_move_to_where_no_single_step_is_faster(begin):
         plan = staged(job, (0, middle, 8))
         return Candidate(plan, job, costs.timing(plan))
 
-    moved = with_layers_moved(candidate(begin), nodes)
+    moved = with_layers_moved(candidate(begin), costs)
     best = min((candidate(middle) for middle in range(1, 8)), key=lambda one: one.order)
     assert moved.iteration_s == pytest.approx(best.iteration_s)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", 2])
+def test_a_bound_of_moved_layers_has_all_but_the_gradients_of_the_moved_stages(recompute):
+    nodes = cluster([*NODES, ("c", "PLAIN", 2)], latency=5)
+    job = tiny_job(model=with_window(64, [True] * 5 + [False] * 4), global_batch_size=4)
+    costs, plan = CostModel(job, nodes), staged(job, (0, 2, 5, 9), recompute)
+    least = _LeastOrder(Candidate(plan, job, costs.timing(plan)))
+    moves = list(_moves(plan))
+    assert len(moves) > 6
+    for move in moves:
+        timing = costs.timing(_moved(plan, move))
+        moved = Candidate(_moved(plan, move), job, timing)
+        excess, seconds = least.of(move)
+        assert excess <= moved.excess
+        assert timing.pipelines[0].phases.total * (1 - 1e-12) <= seconds <= moved.iteration_s * (1 + 1e-12)
 
 
 def test_the_report_names_kinds_of_layers():
