@@ -50,7 +50,7 @@ def job(row: Row) -> Job:
         recompute="none" if row.layers or row.expert else row.recompute,
         precision="fp32" if own else row.precision,
         distributed_optimizer=row.sharded_state,
-        overlap_gradients=not own,
+        overlap_gradients=row.overlap_gradients and not own,
         sequence_parallel=row.sequence_parallel,
         kernel=row.kernel,
         unfused=row.unfused,

@@ -42,7 +42,9 @@ class Row:
         kernel: as `Job`'s.
         attention: a kernel of its day in place of `kernel`: see days.py; empty: none.
         sequence_parallel: as `Job`'s.
+        overlap_gradients: as `Job`'s.
         sharded_state: whether optimizer state is cut over replicas.
+        torch_ring: whether context parallelism is torch's: see torch_ring.py.
         broadcast: whether each rank sends its part of the weights to all others by itself, after the step.
         chunks: of a stage, in an interleaved schedule.
         hidden_sums: whether the sums inside units hide behind matrix products.
@@ -76,7 +78,9 @@ class Row:
     kernel: str | None = None
     attention: Literal["", "triton", "scores"] = ""
     sequence_parallel: bool = True
+    overlap_gradients: bool = True
     sharded_state: bool = True
+    torch_ring: bool = False
     broadcast: bool = False
     chunks: int = 1
     hidden_sums: bool = False
