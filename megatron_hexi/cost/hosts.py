@@ -85,8 +85,8 @@ class Hosts:
     def step_seconds(self, job: Job, gpus: Ints, owned: Floats, kept: Floats) -> Floats:
         """Return the seconds of the optimizer's step on the host, for each rank.
 
-        Gradients are copied to the host, torch's fused Adam runs (`shard_step_bytes`), and new weights are copied
-        back, one after the other.
+        Gradients are copied to the host, torch's fused Adam runs (`shard_step_bytes`), and new weights are
+        copied back, one after the other.
 
         Args:
             job: the job.

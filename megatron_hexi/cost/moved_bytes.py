@@ -158,11 +158,11 @@ def step_bytes(job: Job) -> tuple[float, float]:
 def shard_step_bytes(job: Job, unfused: Collection[Fusible] = ()) -> float:
     """Return the bytes of the optimizer's step for each weight of its shard, wherever the shard is.
 
-    In fp32: gradient read for its norm 4 and clipped 8; Adam reads gradient, master weight and both moments and
-    writes these three, 28; the 16-bit weight made of it 4 + e. fp16: the gradient cast to fp32 and unscaled 14.
-    By torch's Adam (optim/adam.py, `_multi_tensor_adam`): gradients clipped 16 (src * scale, and copied);
-    decay 8, first moment 12, second scaled 8 and added to 12, its root 8, divided 8 and epsilon added 8,
-    and the weight 16.
+    In fp32: gradient read for its norm 4 and clipped 8; Adam reads gradient, master weight and both moments
+    and writes these three, 28; the 16-bit weight made of it 4 + e. fp16: the gradient cast to fp32 and
+    unscaled 14. By torch's Adam (optim/adam.py, `_multi_tensor_adam`): gradients clipped 16 (src * scale,
+    and copied); decay 8, first moment 12, second scaled 8 and added to 12, its root 8, divided 8 and epsilon
+    added 8, and the weight 16.
 
     Args:
         job: the job.

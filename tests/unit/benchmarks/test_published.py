@@ -148,7 +148,9 @@ def test_torch_waits_for_keys_of_all_heads():
     forward = gathered + summed
     backward = gathered + 2 * (8 * elements / 45e9 + 3 * summed)
     # Eight micro-batches through eight stages of 16 layers, whose forward passes run twice.
-    assert ring_seconds(row, job(row), equal_cluster(row)) == pytest.approx(15 * 16 * (2 * forward + backward))
+    assert ring_seconds(row, job(row), equal_cluster(row)) == pytest.approx(
+        15 * 16 * (2 * forward + backward)
+    )
 
 
 def test_errors_are_within_what_the_page_says(results):
