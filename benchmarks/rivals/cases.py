@@ -77,7 +77,7 @@ def hexiscale_cases() -> Iterator[HexiscaleCase]:
 
 
 def _numbered(gpus: list[hexiscale.Gpu], pipelines: list[list[list[int]]]) -> tuple[hexiscale.Pipeline, ...]:
-    """Give each stage the next GPUs of its machine."""
+    """Return pipelines with the number of each GPU: the next ones of a stage's machine."""
     left: dict[int, list[int]] = {}
     for number, gpu in enumerate(gpus):
         left.setdefault(gpu.machine, []).append(number)
@@ -102,7 +102,9 @@ def zorse_example() -> tuple[zorse.Machines, zorse.Training, zorse.LayerTimes, z
     training = zorse.Training(**case["training"])
     times = {
         size: {
-            kind: zorse.LayerTime(*(_profiled(*case[way][kind], size) for way in ("forward", "backward")))
+            kind: zorse.LayerTime(
+                _profiled(case["forward"][kind], size), _profiled(case["backward"][kind], size)
+            )
             for kind in case["memory"]
         }
         for size in zorse.sizes(training.batch)
@@ -115,9 +117,10 @@ def zorse_example() -> tuple[zorse.Machines, zorse.Training, zorse.LayerTimes, z
     return machines, training, times, chosen
 
 
-def _profiled(measured: list[float], line: list[float], size: int) -> float:
-    """Milliseconds of a layer: as profiled, or on the line through it."""
-    return measured[size - 1] if size <= len(measured) else line[0] * size + line[1]
+def _profiled(profile: list[list[float]], size: int) -> float:
+    """Return the milliseconds of a layer: as profiled, or on the line through the profile."""
+    measured, (slope, intercept) = profile
+    return measured[size - 1] if size <= len(measured) else slope * size + intercept
 
 
 def zorse_cells() -> Iterator[tuple[str, Request, Cluster]]:
@@ -155,7 +158,7 @@ def zorse_view(request: Request, cluster: Cluster) -> tuple[zorse.Machines, zors
     training = zorse.Training(
         job.global_batch_size, job.seq_length, model.hidden_size, model.layers, model.layer_params(1)
     )
-    times = {}
+    times: zorse.LayerTimes = {}
     for size in zorse.sizes(training.batch):
         sized = replace(job, micro_batch_size=size)
         times[size] = {}

@@ -183,7 +183,7 @@ class Scheduler:
         return _PIPELINE * slowest + _GRADIENTS * self._gradient_seconds(pipelines)
 
     def _alone(self, split: Sequence[tuple[int, ...]]) -> Pipeline:
-        """All layers on a machine's GPUs, in proportion to their number."""
+        """Return a pipeline of one machine that has all layers, in proportion to GPUs."""
         every = self._training.layers
         layers = [every * len(unit) // sum(map(len, split)) for unit in split]
         layers[-1] += every - sum(layers)
@@ -233,13 +233,13 @@ class Scheduler:
 
     def _layer_seconds(self, unit: tuple[int, ...]) -> float:
         job = self._training
-        work = _FLOPS * job.rows * job.hidden**2
-        work *= 1 + job.sequence / (6 * job.hidden) + job.vocabulary / (16 * job.layers * job.hidden)
+        more = job.sequence / (6 * job.hidden) + job.vocabulary / (16 * job.layers * job.hidden)
+        work = _FLOPS * job.rows * job.hidden**2 * (1 + more)
         share = _SUMS * job.rows * job.hidden * _ELEMENT / len(unit)
         return work / (self._gpus[unit[0]].tflops * _TERA * len(unit)) + self._slowest(unit, share)
 
     def _slowest(self, unit: Sequence[int], size: float) -> float:
-        """Seconds in which the slowest GPU sends so many bytes to each other one, one after the other."""
+        """Return the seconds in which the slowest GPU sends so many bytes to each other one in turn."""
         return max(sum(size / self._links[one, other] for other in unit if other != one) for one in unit)
 
     def _send(self, before: tuple[int, ...], after: tuple[int, ...]) -> float:

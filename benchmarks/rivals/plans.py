@@ -10,7 +10,7 @@ from benchmarks.rivals import hexiscale, zorse
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, Job
 from megatron_hexi.plan import Domain, Group, JobTerms, Member, Plan, Replica, Stage
-from megatron_hexi.plan.model import Offload
+from megatron_hexi.plan.terms import Offload
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.joint.placing import StagePlace, number_ranks
 
@@ -105,7 +105,7 @@ def _ranks(
 
 
 def _domain(job: Job, ranks: dict[int, int], unit: tuple[int, ...]) -> Domain:
-    """All tokens and heads on one tensor-parallel unit."""
+    """Return a domain of one tensor-parallel unit, which has all tokens and heads."""
     everything = (0, job.seq_length)
     heads = (0, job.model.heads // len(unit))
     member = Member(tuple(sorted(ranks[gpu] for gpu in unit)), job.seq_length, heads)

@@ -161,9 +161,8 @@ def k_cuts(machines: Machines) -> Iterator[list[list[int]]]:
             if len(group) > 1
         ]
         (_, side), number = min(cuts, key=lambda cut: cut[0][0])
-        halves = [
-            [gpu for gpu, there in zip(groups[number], side, strict=True) if there == one] for one in (0, 1)
-        ]
+        sides = list(zip(groups[number], side, strict=True))
+        halves = [[gpu for gpu, there in sides if there == half] for half in (False, True)]
         splits.append([*groups[:number], *halves, *groups[number + 1 :]])
     yield from reversed(splits)
 
@@ -205,20 +204,17 @@ def _places(machines: Machines, group: Sequence[int]) -> list[int]:
 
 
 def _gather(machines: Machines, training: Training, group: Sequence[int], size: int) -> float:
-    """The communication model's time of a layer's weights in a ring, in seconds."""
-    ring = [machines.bandwidth[machines.machine[a], machines.machine[b]] for a, b in _pairs(group)]
+    """Return the time of a ring over a layer's weights of `size` bytes, in seconds."""
+    places = [machines.machine[gpu] for gpu in group]
+    ring = machines.bandwidth[places, [*places[1:], places[0]]]
     part = training.layer_params * size / _GIB / len(group)
-    return _COLLECTIVE * (len(group) - 1) * part / min(ring) if len(group) > 1 else 0.0
-
-
-def _pairs(group: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return zip(group, [*group[1:], group[0]], strict=True)
+    return _COLLECTIVE * (len(group) - 1) * part / float(ring.min())
 
 
 def _send(
     machines: Machines, training: Training, one: Sequence[int], other: Sequence[int], size: int
 ) -> float:
-    """Milliseconds of a micro-batch's rows between two groups."""
+    """Return the milliseconds of a micro-batch's rows between two groups."""
     here, there = _places(machines, one), _places(machines, other)
     message = size * training.sequence * training.hidden * 2
     inside = [place for place in here if place in there]
@@ -278,7 +274,7 @@ def _sized(
 
 
 def _shares(total: int, speeds: Sequence[float]) -> list[int]:
-    """Whole parts in proportion to speeds; what is left goes one by one to the fastest."""
+    """Return whole parts in proportion to speeds; the rest goes one by one to the fastest."""
     shares = [int(total * (speed / sum(speeds))) for speed in speeds]
     fastest = sorted(range(len(speeds)), key=lambda number: -speeds[number])
     for number in itertools.islice(itertools.cycle(fastest), total - sum(shares)):
@@ -287,15 +283,14 @@ def _shares(total: int, speeds: Sequence[float]) -> list[int]:
 
 
 def _interleaved(layers: Sequence[int], spans: Sequence[float], degree: int) -> list[tuple[int, ...]] | None:
-    """Layers of each ministage, or ``None`` where a stage has too few layers."""
+    """Return the layers of each ministage; ``None``: a stage has too few."""
     chunks = [[count // degree] * degree for count in layers]
     if min(map(min, chunks)) == 0:
         return None
     extra = sum(count % degree for count in layers)
-    slowest_last = sorted(range(len(layers)), key=lambda number: (chunks[number][0] + 1) * spans[number])
-    for number, part in itertools.islice(
-        itertools.cycle(itertools.product(slowest_last, range(degree))), extra
-    ):
+    soonest = sorted(range(len(layers)), key=lambda number: (chunks[number][0] + 1) * spans[number])
+    places = itertools.cycle(itertools.product(soonest, range(degree)))
+    for number, part in itertools.islice(places, extra):
         chunks[number][part] += 1
     return [tuple(parts) for parts in chunks]
 
@@ -308,7 +303,7 @@ def _fits(
     chunks: Sequence[tuple[int, ...]],
     kept: Sequence[int],
 ) -> bool:
-    """Whether the smallest GPU of every group holds two ministages' weights, its shares and three inputs."""
+    """Return whether each group's smallest GPU holds two ministages' weights, its shares and three inputs."""
     rows = size * training.sequence * training.hidden * _WEIGHT
     for number, parts in zip(kept, chunks, strict=True):
         group = groups[number]
@@ -321,7 +316,7 @@ def _fits(
 
 
 def _milliseconds(own: Sequence[_Stage], chunks: Sequence[tuple[int, ...]], groups: int) -> float:
-    """Zorse's estimate of an iteration: filling, the busiest group, and draining."""
+    """Return Zorse's estimate of an iteration: filling, the busiest group, and draining."""
     stages = [
         (own[number], parts[part]) for part in range(len(chunks[0])) for number, parts in enumerate(chunks)
     ]
