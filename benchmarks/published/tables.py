@@ -156,6 +156,8 @@ class Site:
         per: which of them.
         source: who says so.
         slow: nodes of a GPU that are linked more slowly.
+        unit_links: part of a GPU's links that lead to the others of its unit, by tensor-parallel size, where
+            links are no switch's.
     """
 
     gpu: str
@@ -164,6 +166,7 @@ class Site:
     per: Literal["gpu", "node"]
     source: str
     slow: Mapping[str, float] = field(default_factory=dict)
+    unit_links: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,10 @@ def model(name: str) -> Model:
 @functools.cache
 def site(name: str) -> Site:
     """A cluster of the files."""
-    return Site(**_data()["clusters"][name])
+    entry = _data()["clusters"][name]
+    return Site(
+        **entry | {"unit_links": {int(size): part for size, part in entry.get("unit_links", {}).items()}}
+    )
 
 
 @functools.cache

@@ -43,7 +43,7 @@ BOUNDS = {
     "mpt-40": (0.25, None),
     "torchtitan-tp8": (0.49, None),
     "internevo-more": (0.38, None),
-    "dlperf": (0.33, None),
+    "dlperf": (0.24, None),
     "automodel-dense": (0.09, None),
     "bridge-experts": (1.40, None),
     "zoo-experts": (0.34, None),
