@@ -3,9 +3,11 @@
 - ``triton``: FlashAttention's first Triton kernel. FlashAttention-2 is 1.3 to 2.5 times as fast (arXiv
   2307.08691, section 4.1); the geometric mean is 1.8.
 - ``scores``: Megatron-LM before FlashAttention. Its products compute all pairs, masked ones too, and keep the
-  scores in 16 bits for a fused softmax (megatron/fused_kernels/scaled_upper_triang_masked_softmax.h). Bytes a
-  score, forward: written 2, read and written by the softmax 4, read 2; backward: gradients of probabilities
-  written 2, softmax 6, read by two products 4, and probabilities read by one 2.
+  scores in 16 bits for a fused softmax (megatron/fused_kernels/scaled_upper_triang_masked_softmax.h) and for
+  dropout, by default 0.1 (megatron/arguments.py), whose mask is a byte. Bytes a score, forward: written 2,
+  read and written by the softmax 4 and by dropout 4, its mask 1, read 2; backward: gradients of
+  probabilities written 2, dropout 4, its mask 1, softmax 6, read by two products 4, and probabilities read
+  by one 2.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from megatron_hexi.cost.moved_bytes import HBM_SHARE
 #: Of FlashAttention-2's rate.
 _TRITON = 1 / 1.8
 #: Bytes of a score that kernels read and write, forward and backward.
-_SCORE_BYTES = (8, 14)
+_SCORE_BYTES = (13, 19)
 
 
 def of_its_day(device: Device, row: Row) -> Device:

@@ -50,7 +50,7 @@ def job(row: Row) -> Job:
         recompute="none" if row.layers or row.expert else row.recompute,
         precision="fp32" if own else row.precision,
         distributed_optimizer=row.sharded_state,
-        overlap_gradients=not own,
+        overlap_gradients=row.overlap_gradients and not own,
         sequence_parallel=row.sequence_parallel,
         kernel=row.kernel,
         unfused=row.unfused,
@@ -75,7 +75,9 @@ def equal_cluster(row: Row) -> Cluster:
     known = device(own.gpu)
     if row.layer_share is not None:
         known = replace(known, layer_share=row.layer_share)
-    return _cluster(row, nodes, {own.gpu: of_its_day(known, row)})
+    part = own.unit_links.get(row.tensor, 1.0)
+    link = replace(known.link, bandwidth_gb_s=part * known.link.bandwidth_gb_s)
+    return _cluster(row, nodes, {own.gpu: of_its_day(replace(known, link=link), row)})
 
 
 def equal_plan(row: Row, job: Job) -> Plan:

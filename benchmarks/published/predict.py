@@ -9,6 +9,7 @@ What others do otherwise than Megatron with a plan is carried over here, each by
   (hybrid_zero_optim.py, `broadcast_params`): each has the latencies of a ring in NCCL's own tables, by LL128
   1.9 us a GPU and 4 us a node (https://github.com/NVIDIA/nccl/blob/01afd20/src/graph/tuning.cc), and all are
   waited for but for what the first forward pass hides;
+- torch's context parallelism waits for keys, values and gradients (`torch_ring.py`);
 - sends that block (DeepSpeed's pipeline: send and receive in line with compute) are in both stages' time.
 
 Memory, where others keep something else. torchtitan's figure is what torch's allocator reserved at most, in
@@ -45,6 +46,7 @@ from benchmarks.published.layouts import (
     training_plan,
 )
 from benchmarks.published.tables import Row, Table, site
+from benchmarks.published.torch_ring import ring_seconds
 from megatron_hexi.cluster import device
 from megatron_hexi.cost import CostModel, Job, Phases, Timing
 from megatron_hexi.cost.layer_bytes import logits_bytes
@@ -125,6 +127,8 @@ def _training(table: Table, row: Row) -> Iterator[Comparison]:
     seconds = phases.total - hidden - phases.bubble * (1 - wanted.virtual_stages / row.chunks)
     if row.broadcast:
         seconds += _broadcasts(row, timing)
+    if row.torch_ring and row.parallel > 1:
+        seconds += ring_seconds(row, wanted, equal_cluster(row)) - phases.exchange
     published, tokens = row.published, wanted.global_batch_size * wanted.seq_length
     if table.unit == "s":
         published = tokens / published / row.ranks

@@ -42,7 +42,9 @@ class Row:
         kernel: as `Job`'s.
         attention: a kernel of its day in place of `kernel`: see days.py; empty: none.
         sequence_parallel: as `Job`'s.
+        overlap_gradients: as `Job`'s.
         sharded_state: whether optimizer state is cut over replicas.
+        torch_ring: whether context parallelism is torch's: see torch_ring.py.
         broadcast: whether each rank sends its part of the weights to all others by itself, after the step.
         chunks: of a stage, in an interleaved schedule.
         hidden_sums: whether the sums inside units hide behind matrix products.
@@ -76,7 +78,9 @@ class Row:
     kernel: str | None = None
     attention: Literal["", "triton", "scores"] = ""
     sequence_parallel: bool = True
+    overlap_gradients: bool = True
     sharded_state: bool = True
+    torch_ring: bool = False
     broadcast: bool = False
     chunks: int = 1
     hidden_sums: bool = False
@@ -152,6 +156,8 @@ class Site:
         per: which of them.
         source: who says so.
         slow: nodes of a GPU that are linked more slowly.
+        unit_links: part of a GPU's links that lead to the others of its unit, by tensor-parallel size, where
+            links are no switch's.
     """
 
     gpu: str
@@ -160,6 +166,7 @@ class Site:
     per: Literal["gpu", "node"]
     source: str
     slow: Mapping[str, float] = field(default_factory=dict)
+    unit_links: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -199,7 +206,10 @@ def model(name: str) -> Model:
 @functools.cache
 def site(name: str) -> Site:
     """A cluster of the files."""
-    return Site(**_data()["clusters"][name])
+    entry = _data()["clusters"][name]
+    return Site(
+        **entry | {"unit_links": {int(size): part for size, part in entry.get("unit_links", {}).items()}}
+    )
 
 
 @functools.cache

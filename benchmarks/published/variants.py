@@ -35,6 +35,10 @@ VARIANTS = (
     Variant("FlashAttention-3 in place of FlashAttention-2", "nemo-h100", {"kernel": "flash-attn-3"}),
     Variant("sums in units charged", "bridge", {"hidden_sums": False}),
     Variant("sums in units charged", "torchtitan-405b", {"hidden_sums": False}),
+    Variant("keys, values and their gradients hidden", "torchtitan-8b", {"torch_ring": False}),
+    Variant("keys, values and their gradients hidden", "torchtitan-405b", {"torch_ring": False}),
+    Variant("gradients hidden behind the backward pass", "bigscience", {"overlap_gradients": True}),
+    Variant("gradients hidden behind the backward pass", "dlperf", {"overlap_gradients": True}),
     Variant("sends left under way", "sailor-mixed", {"blocking": False}),
     Variant("sends left under way", "sailor-gh200", {"blocking": False}),
 )

@@ -11,11 +11,8 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.memory import GIB, GRADIENT_BYTES
+from megatron_hexi.cost.moved_bytes import shard_step_bytes
 from megatron_hexi.errors import ClusterError
-
-#: Bytes of host memory that Adam reads and writes for a weight: its gradient for the norm and for the step;
-#: the fp32 weight and both moments, read and written.
-STEP_BYTES = 2 * 4 + 3 * 8
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,8 @@ class Hosts:
     def step_seconds(self, job: Job, gpus: Ints, owned: Floats, kept: Floats) -> Floats:
         """Return the seconds of the optimizer's step on the host, for each rank.
 
-        Gradients are copied to the host, Adam runs, and new weights are copied back, one after the other.
+        Gradients are copied to the host, torch's fused Adam runs (`shard_step_bytes`), and new weights are
+        copied back, one after the other.
 
         Args:
             job: the job.
@@ -102,7 +100,7 @@ class Hosts:
         """
         there = self.copy_seconds(gpus, kept * float(GRADIENT_BYTES[job.precision] + job.element_bytes))
         self._check(gpus[owned > 0])
-        size = owned * (STEP_BYTES + job.element_bytes)
+        size = owned * shard_step_bytes(job)
         return there + size / np.where(owned > 0, self._stream[gpus] * 1e9, 1.0)
 
     def loads(self, gpus: Sequence[Ints], taken: Sequence[Floats]) -> tuple[NodeLoad, ...]:

@@ -11,9 +11,10 @@ Tensor-parallel ranks share f, H, K and V, and with sequence parallelism h.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
-from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.job import Fusible, Job
 from megatron_hexi.cost.memory import GRADIENT_BYTES
 
 #: Part of a memory's nominal bandwidth that streaming kernels reach. An estimate: BabelStream's triad reaches
@@ -148,21 +149,31 @@ def step_bytes(job: Job) -> tuple[float, float]:
     """Return the bytes of a training step for each weight on a GPU, and for each of the optimizer's shard.
 
     Of a gradient of g bytes: cleared g, scaled by tokens or replicas 2 g and searched for NaN g
-    (param_and_grad_buffer.py). fp8: a weight's two copies made of it, 4.
-    Of the shard, in fp32: gradient read for its norm 4 and clipped 8; Adam reads gradient, master weight and
-    both moments and writes these three, 28; the 16-bit weight made of it 4 + e. fp16: the gradient cast to
-    fp32 and unscaled 14.
-    By torch's Adam (optim/adam.py, `_multi_tensor_adam`): gradients clipped 16 (src * scale, and copied);
-    decay 8, first moment 12, second scaled 8 and added to 12, its root 8, divided 8 and epsilon added 8,
-    and the weight 16.
+    (param_and_grad_buffer.py). fp8: a weight's two copies made of it, 4. The shard: `shard_step_bytes`.
     """
     gradient = GRADIENT_BYTES[job.precision]
-    shard = 4 + (16 + 80 if "optimizer" in job.unfused else 8 + 28)
+    return 4 * gradient + (4 if job.precision == "fp8" else 0), shard_step_bytes(job, job.unfused)
+
+
+def shard_step_bytes(job: Job, unfused: Collection[Fusible] = ()) -> float:
+    """Return the bytes of the optimizer's step for each weight of its shard, wherever the shard is.
+
+    In fp32: gradient read for its norm 4 and clipped 8; Adam reads gradient, master weight and both moments
+    and writes these three, 28; the 16-bit weight made of it 4 + e. fp16: the gradient cast to fp32 and
+    unscaled 14. By torch's Adam (optim/adam.py, `_multi_tensor_adam`): gradients clipped 16 (src * scale,
+    and copied); decay 8, first moment 12, second scaled 8 and added to 12, its root 8, divided 8 and epsilon
+    added 8, and the weight 16.
+
+    Args:
+        job: the job.
+        unfused: operations that run kernel by kernel; host memory's optimizer is fused.
+    """
+    shard = 4 + (16 + 80 if "optimizer" in unfused else 8 + 28)
     if job.precision != "fp32":
         shard += 4 + job.element_bytes
     if job.precision == "fp16":
         shard += 14
-    return 4 * gradient + (4 if job.precision == "fp8" else 0), shard
+    return shard
 
 
 def _apart(job: Job, operation: str, fused: Ways, apart: Ways) -> Ways:

@@ -20,7 +20,13 @@ from megatron_hexi.cost.compute import (
     rectangle_times,
     token_times,
 )
-from megatron_hexi.cost.moved_bytes import gradient_bytes, layer_elements, loss_bytes, step_bytes
+from megatron_hexi.cost.moved_bytes import (
+    gradient_bytes,
+    layer_elements,
+    loss_bytes,
+    shard_step_bytes,
+    step_bytes,
+)
 from megatron_hexi.cost.products import Elements, Products, product_seconds
 from megatron_hexi.errors import ClusterError, HexiError
 from tests.support.costs import TINY, TINY_PRODUCTS, cluster, products_by_hand, rate_alone, tiny_job
@@ -170,7 +176,10 @@ def test_optimizer_by_hand():
     assert optimizer_seconds(speeds, full, 1000, 1000.0) == pytest.approx(56000 / MEMORY)
     assert step_bytes(tiny_job(precision="fp16")) == (8, 60)
     # torch's: clipped 16, and Adam in eight kernels.
-    assert step_bytes(tiny_job(unfused=("optimizer",))) == (16, 106)
+    unfused = tiny_job(unfused=("optimizer",))
+    assert step_bytes(unfused) == (16, 106)
+    # Host memory's is fused whatever the GPU's is.
+    assert shard_step_bytes(unfused) == 46
 
 
 def test_operations_in_several_kernels_by_hand():
