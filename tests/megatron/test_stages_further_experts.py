@@ -104,13 +104,8 @@ def test_each_weight_and_its_gradient_is_that_of_one_rank(layout, forks, referen
 SHOWN_BY = {"bias-of-another-layer": "bias", "balanced-in-a-domain": "batches"}
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(one, marks=() if one == "bias-of-another-layer" else pytest.mark.slow)
-        for one in FURTHER_EXPERT_FAULTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FURTHER_EXPERT_FAULTS)
 def test_the_comparison_finds_a_fault(fault, forks, references, tmp_path):
     model = (*HEADS, *LOSSES[SHOWN_BY[fault]])
     weights, reference = references(model, ITERATIONS)

@@ -120,13 +120,8 @@ SHOWN_BY = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(one, marks=() if one == "labels-not-shifted-over-borders" else pytest.mark.slow)
-        for one in MULTI_TOKEN_FAULTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", MULTI_TOKEN_FAULTS)
 def test_the_comparison_finds_a_fault(fault, forks, references, documents, tmp_path):
     name = SHOWN_BY[fault]
     model = (*MODEL, *CASES[name].model, *documents, "--eod-mask-loss")

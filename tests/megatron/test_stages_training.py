@@ -299,8 +299,8 @@ def random_job(seed: int, ranks: tuple[int, int]) -> tuple[Plan, tuple[str, ...]
 @pytest.mark.parametrize(
     ("seed", "ranks"),
     [
-        *(pytest.param(seed, (2, 3), id=str(seed)) for seed in range(2)),
-        *(pytest.param(seed, (2, 3), id=str(seed), marks=pytest.mark.slow) for seed in range(2, 10)),
+        pytest.param(0, (2, 3), id="0"),
+        *(pytest.param(seed, (2, 3), id=str(seed), marks=pytest.mark.slow) for seed in range(1, 10)),
         *(pytest.param(seed, (2, 8), id=str(seed), marks=pytest.mark.slow) for seed in range(10, 210)),
     ],
 )

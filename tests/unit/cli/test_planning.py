@@ -371,6 +371,7 @@ def test_compare_has_every_baseline_and_hexi_first(hexi):
         assert one["layout"] or one["why_not"]
 
 
+@pytest.mark.slow  # planner/test_determinism.py asks the planner itself
 def test_the_same_input_gives_the_same_plan(hexi):
     for name in ("one.yaml", "two.yaml"):
         assert hexi("plan", "cluster.yaml", *JOB, "-o", name).code == 0

@@ -316,10 +316,10 @@ nodes:
 network: {bandwidth_gb_s: 25}
 """
 SEEDED = """\
-lasts: 1h
+lasts: 10m
 random:
   seed: 3
-  throttles: {mean_time_between: 2h, lasts: 10m, speed: 0.6}
+  throttles: {mean_time_between: 20m, lasts: 2m, speed: 0.6}
 """
 JOB_WORDS = (
     *("--cluster", "cluster.yaml", "--model", "gpt-3b", "--recompute-granularity", "full"),

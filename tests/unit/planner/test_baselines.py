@@ -512,8 +512,14 @@ def test_plans_are_valid_and_as_equal_as_their_rules_say(nodes, changes):
             assert len({member.tokens for member in members}) == 1
 
 
-@pytest.mark.parametrize("last", ["DOUBLE", "PLAIN"])
-@pytest.mark.parametrize("bandwidth", [0.3, 10])
+@pytest.mark.parametrize(
+    ("last", "bandwidth"),
+    [
+        ("DOUBLE", 0.3),
+        ("PLAIN", 10),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("DOUBLE", 10), ("PLAIN", 0.3))),
+    ],
+)
 def test_the_order_of_a_file_s_entries_does_not_matter(last, bandwidth):
     nodes = [("a", "DOUBLE", 2), ("b", "PLAIN", 4), ("c", last, 2)]
     job = tiny_job(seq_length=12288, global_batch_size=2)

@@ -81,7 +81,7 @@ def test_plans_without_unequal_stages_are_megatron_s_own_pipelines(plans):
             assert kept.plan.is_repeated
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_replicas_are_equal_where_they_must_be(replicas):
     job = Job(read_model("gpt-3b"), 16384, global_batch_size=8, data_parallel=replicas)
     request = Request(job, frozenset({"data_parallel"}), rules=PlannerRules(unequal_replicas=False))
@@ -159,7 +159,7 @@ def test_gains_are_those_over_the_plan_without_each_feature(plans):
 # The context-parallel size
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2))])
 def test_a_fixed_context_parallel_size_is_every_stage_s(size):
     request = replace(request_of("gpt-3b", 16384), context_parallel=size)
     plan = find_plan(request, read_text(MIXED)).plan
