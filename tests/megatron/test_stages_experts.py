@@ -11,6 +11,7 @@ import torch
 from megatron_hexi.plan import Workload
 from tests.megatron.checkpoint_contents import tensors_of
 from tests.megatron.conftest import job
+from tests.megatron.faulty import assert_fault_is_found
 from tests.megatron.forked import ENTRY
 from tests.megatron.option_cases import APART, PACKED, SELECTIVE
 from tests.megatron.planted import EXPERT_FAULTS
@@ -179,16 +180,8 @@ def test_the_comparison_finds_a_fault(fault, forks, references, tmp_path):
     model = (*MODEL, *LOSSES[SHOWN_BY.get(fault, "all")])
     weights, reference = references(model, 3)
     plan = expert_layout("samples", tmp_path)
-    log = forks.train(
-        tmp_path,
-        ranks=plan.ranks,
-        args=words(model, 3, weights, *SEQUENCE, "--planted", fault),
-        plan=plan,
-        entry="tests.megatron.planted",
-    )
-    difference = largest_difference(log, reference)
-    print(f"{fault}: {difference:.1e}")
-    assert difference > 1e-4
+    args = words(model, 3, weights, *SEQUENCE)
+    assert_fault_is_found(fault, args, plan, reference, forks, tmp_path)
 
 
 @pytest.mark.slow
