@@ -31,7 +31,7 @@ LENGTHS = (1, 2, 3, 5, 7, 11, 13, *range(1, 200))
 
 
 #: How much of each property's examples is tried; `tests/conftest.py` says when it is all.
-SHARE = float(os.environ["HEXI_EXAMPLES"])
+SHARE = float(os.environ.get("HEXI_EXAMPLES", "1"))
 
 
 def examples(count):
