@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.published_text import USUAL, sizes, without
+from tests.support.published_text import USUAL, decoder_sizes, without
 
 
 def _mixtral(*sizes: int, **more: Any) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def _mixtral(*sizes: int, **more: Any) -> dict[str, Any]:
         "rope_theta": 1000000.0,
         "router_aux_loss_coef": 0.02,
         "sliding_window": None,
-        **sizes(*sizes),
+        **decoder_sizes(*sizes),
         **more,
     }
 
@@ -51,7 +51,7 @@ def _qwen3_moe(*sizes: int, **more: Any) -> dict[str, Any]:
         "router_aux_loss_coef": 0.001,
         "sliding_window": None,
         "use_sliding_window": False,
-        **sizes(*sizes),
+        **decoder_sizes(*sizes),
         **more,
     }
 
@@ -108,7 +108,7 @@ def _deepseek(*sizes: int, model_type: str = "deepseek_v3", **more: Any) -> dict
         "topk_group": 4,
         "topk_method": "noaux_tc",
         "v_head_dim": 128,
-        **sizes(*sizes),
+        **decoder_sizes(*sizes),
         **more,
     }
 
@@ -158,7 +158,7 @@ def _glm(*sizes: int, **more: Any) -> dict[str, Any]:
         "routed_scaling_factor": 1.0,
         "topk_group": 1,
         "use_qk_norm": False,
-        **sizes(*sizes),
+        **decoder_sizes(*sizes),
         **more,
     }
 
@@ -192,7 +192,7 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
         "router_aux_loss_coef": 0.9,
         "sliding_window": 128,
         "swiglu_limit": 7.0,
-        **sizes(2880, 2880, layers, 64, 8, 201088),
+        **decoder_sizes(2880, 2880, layers, 64, 8, 201088),
     }
 
 
@@ -223,7 +223,7 @@ def _llama4(experts: int, step: int, **text: Any) -> dict[str, Any]:
             "router_aux_loss_coef": 0.001,
             "router_jitter_noise": 0.0,
             "use_qk_norm": True,
-            **sizes(5120, 8192, 48, 40, 8, 202048),
+            **decoder_sizes(5120, 8192, 48, 40, 8, 202048),
             **text,
         },
         "torch_dtype": "bfloat16",

@@ -18,7 +18,9 @@ USUAL = {
 }
 
 
-def sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+def decoder_sizes(
+    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int
+) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "intermediate_size": ffn,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.published_text import USUAL, sizes, without
+from tests.support.published_text import USUAL, decoder_sizes, without
 
 
 def _gemma_text(**more: Any) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _phi3(*sizes: int, **more: Any) -> dict[str, Any]:
         "original_max_position_embeddings": 4096,
         "rope_theta": 10000.0,
         "sliding_window": 2047,
-        **sizes(*sizes),
+        **decoder_sizes(*sizes),
         **more,
     }
 
@@ -90,8 +90,8 @@ def _longrope(columns: int) -> dict[str, Any]:
 _LONG = {"max_position_embeddings": 131072, "sliding_window": 262144}
 
 WINDOWED: dict[str, dict[str, Any]] = {
-    "google/gemma-3-270m": _gemma_text(**sizes(640, 2048, 18, 4, 1, 262144)),
-    "google/gemma-3-1b-pt": _gemma_text(**sizes(1152, 6912, 26, 4, 1, 262144)),
+    "google/gemma-3-270m": _gemma_text(**decoder_sizes(640, 2048, 18, 4, 1, 262144)),
+    "google/gemma-3-1b-pt": _gemma_text(**decoder_sizes(1152, 6912, 26, 4, 1, 262144)),
     "google/gemma-3-4b-pt": _gemma(hidden_size=2560, intermediate_size=10240, num_hidden_layers=34),
     "google/gemma-3-12b-pt": _gemma(
         hidden_size=3840,
