@@ -102,7 +102,7 @@ def submit(forks, tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=250,
         )
         calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
         listings = [call for call in calls if call[0] == "sinfo"]
