@@ -130,5 +130,5 @@ def test_each_dead_link_fails_the_build(tmp_path):
     assert built.returncode == 1
     warnings = [line for line in built.stderr.splitlines() if "WARNING" in line]
     assert len(warnings) == len(dead)
-    for warning, named in zip(warnings, dead.values(), strict=True):
-        assert named in warning
+    for named in dead.values():
+        assert [named in warning for warning in warnings].count(True) == 1
