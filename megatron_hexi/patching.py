@@ -9,6 +9,7 @@ this package.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -199,6 +200,11 @@ def _version(package: str) -> str | None:
             return str(importlib.import_module("megatron.core.package_info").__version__)
         except (ImportError, AttributeError):
             pass
+    return _distribution_version(package)
+
+
+@functools.cache  # it parses the distribution's metadata, and some hundred patches ask
+def _distribution_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -17,9 +17,24 @@ settings.register_profile(
 )
 settings.load_profile("unhurried")
 
+#: The part of each property's examples that the default suite tries.
+SHARE = 0.35
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu``, each by its name, where there is no CUDA device."""
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Try all examples of properties where slow tests may run; ``HEXI_EXAMPLES`` says how many otherwise."""
+    share = SHARE if config.option.markexpr == "not slow" else 1.0
+    os.environ.setdefault("HEXI_EXAMPLES", str(share))
+
+
+#: Names of all tests of the files that this run was given, those that it leaves out included.
+COLLECTED = pytest.StashKey[frozenset[str]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Note what there is, and skip tests marked ``gpu``, each by its name, where there is no CUDA device."""
+    config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if not wanting:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
@@ -11,6 +12,7 @@ from packaging.version import Version
 VERSIONS = ("0.17", "0.18", "0.19")
 
 
+@functools.cache
 def assumed_release() -> str:
     """Return the installed release of megatron-core, or else the newest supported release.
 

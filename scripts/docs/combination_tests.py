@@ -89,7 +89,7 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "offload": _DOCUMENTS.format("pass_ministages[offload1]"),
         "interleaving": _OPTIONS.format("documents-pipeline-groups"),
         "planner": (
-            f"{_U}/cli/test_planning.py::test_an_option_that_leaves_some_plans_restricts_the_search"
+            f"{_U}/cli/test_argument_files.py::test_an_option_that_leaves_some_plans_restricts_the_search"
             "[--dataloader-inter-document-masking --no-rope-fusion --micro-batch-size 1-refused2]"
         ),
         "simulator": _SIMULATED,

@@ -8,7 +8,7 @@ What starts its processes by itself (torchrun, the demo, a shell) is given `Fork
 
 from __future__ import annotations
 
-import argparse
+import copy
 import functools
 import gc
 import importlib
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,17 +229,36 @@ def prepare() -> None:
 
     for name in LATER_IMPORTS:
         importlib.import_module(name)
-    # Megatron parses the source of its configurations for arguments' help, whenever it adds arguments.
-    from megatron.training import argument_utils
-    from megatron.training.arguments import add_megatron_arguments
+    # A rank builds Megatron's parser of eight hundred options three times.
+    from megatron.training import arguments as megatrons
 
-    factory: Any = getattr(argument_utils, "ArgumentGroupFactory", None)
-    if hasattr(factory, "_get_field_docstrings"):
-        read = functools.cache(functools.partial(factory._get_field_docstrings, factory))
-        factory._get_field_docstrings = staticmethod(read)
-        add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    from megatron_hexi.megatron import arguments as ours
+
+    template = ArgumentParser(allow_abbrev=False)
+    megatrons.add_megatron_arguments.__wrapped__(template)  # type: ignore[attr-defined]
+    megatrons.add_megatron_arguments = ours._with_hexi_arguments(functools.partial(give_options, template))
     # Nothing of it is garbage; collecting would copy its pages in each rank.
     gc.freeze()
+
+
+def give_options(template: ArgumentParser, parser: ArgumentParser) -> ArgumentParser:
+    """Give a new parser all options of another, as adding them again would.
+
+    Actions are the same objects; what lists them is the parser's own, so that options may be added.
+    """
+    lists = (
+        *("_actions", "_option_string_actions", "_defaults", "_has_negative_number_optionals"),
+        "_mutually_exclusive_groups",
+    )
+    own = {name: copy.copy(getattr(template, name)) for name in lists}
+    vars(parser).update(own)
+    groups: list[Any] = []
+    for group in template._action_groups:
+        groups.append(copy.copy(group))
+        vars(groups[-1]).update(own, _group_actions=list(group._group_actions))
+    parser._action_groups = groups
+    parser._positionals, parser._optionals = groups[:2]
+    return parser
 
 
 def run(folder: str, ranks: int, args: list[str], entry: str, timeout: float) -> list[int | None]:

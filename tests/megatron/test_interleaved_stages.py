@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.megatron.conftest import References
+from tests.megatron.faulty import assert_fault_is_found
 from tests.megatron.forked import Forks
 from tests.megatron.option_cases import APART, FURTHER_TOKENS, ONE_EACH, PACKED, SINKS, WINDOW
-from tests.megatron.planted import FAULTS, INTERLEAVING_FAULTS
+from tests.megatron.planted import INTERLEAVING_FAULTS
 from tests.megatron.test_option_training import logged
 from tests.megatron.test_stages_multi_token import compare
 from tests.megatron.test_stages_training import (
@@ -200,8 +201,6 @@ def test_evaluation_gives_the_loss_of_one_rank(forks: Forks, references, tmp_pat
 @pytest.mark.parametrize("fault", ["rows-in-another-order", "a-holder-adds-nothing", *INTERLEAVING_FAULTS])
 def test_the_comparison_finds_a_fault(fault: str, forks: Forks, references: References, tmp_path: Path):
     weights, reference = references(MODEL, 4)
-    assert fault in {**FAULTS, **INTERLEAVING_FAULTS}
     plan = CASES["tensor-parallel-sizes"].plan(tmp_path)
-    args = words(MODEL, 4, weights, (*SMALL_BUCKETS, "--planted", fault))
-    log = forks.train(tmp_path, ranks=plan.ranks, args=args, plan=plan, entry="tests.megatron.planted")
-    assert largest_difference(log, reference) > 1e-3
+    args = words(MODEL, 4, weights, SMALL_BUCKETS)
+    assert_fault_is_found(fault, args, plan, reference, forks, tmp_path, least=1e-3)

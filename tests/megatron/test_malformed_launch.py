@@ -13,7 +13,8 @@ import pytest
 
 from tests.megatron.launch import environment
 from tests.megatron.test_job_mismatch import DATA
-from tests.unit.plan.test_malformed_plans import MISTAKES, error_of
+from tests.support.mistakes import error_of
+from tests.unit.plan.test_malformed_plans import MISTAKES
 
 
 @pytest.mark.slow

@@ -21,11 +21,11 @@ from megatron_hexi.plan import (
     plan_digest,
     plan_from_yaml,
 )
-from megatron_hexi.record import read_record
+from megatron_hexi.record import Record, read_record
 from megatron_hexi.yaml_file import yaml_from_text
 from tests.megatron.conftest import job, skip_what_is_not_there
 from tests.megatron.forked import Trainer
-from tests.megatron.launch import REPOSITORY
+from tests.megatron.launch import REPOSITORY, TrainingLog
 from tests.megatron.option_cases import FURTHER_TOKENS, NORMED_LATENT, ONE_EACH, PACKED, SINKS, WINDOW
 from tests.megatron.test_stages_states import MAMBA_PATTERN, MIXED, QWEN
 from tests.megatron.test_stages_training import HEADER as STAGES_HEADER
@@ -53,22 +53,35 @@ STEADY = one_domain((32, (0, 2)), (32, (2, 3)), (32, (3, 5)), (31, (5, 6)))
 OTHERS = (three_and_one(20, (7, 60, 30), (1, 3)), three_and_one(11, (40, 0, 2), (0, 6)), THREE_AND_ONE)
 
 
-def swapping(forks: Trainer, folder: Path, plan: Plan, others: tuple[Plan, ...], iterations: int, *args: str):
+def swapping(
+    forks: Trainer, folder: Path, plan: Plan, others: tuple[Plan, ...], iterations: int, *args: str
+) -> tuple[TrainingLog, TrainingLog, Record]:
+    """The training under one plan, the one that swaps to the others in turn, and what that recorded."""
+    words = training_words(iterations, args)
+    still = forks.train(folder, ranks=plan.ranks, args=words, plan=plan, timeout=600)
+    swapped = swap(forks, folder, plan, others, iterations, *args)
+    return still, swapped, read_record(folder / "record.jsonl")
+
+
+def training_words(iterations: int, args: tuple[str, ...]) -> tuple[str, ...]:
+    return (*job(args), "--train-iters", str(iterations), "--lr-decay-iters", "1000")
+
+
+def swap(
+    forks: Trainer, folder: Path, plan: Plan, others: tuple[Plan, ...], iterations: int, *args: str
+) -> TrainingLog:
     plans = folder / "plans.json"
     plans.write_text(json.dumps([dump_plan(other) for other in others]))
-    words = (*job(args), "--train-iters", str(iterations), "--lr-decay-iters", "1000")
     replan = ("--hexi-replan-interval", "2", "--hexi-cluster", str(CLUSTER))
     record = ("--hexi-record", str(folder / "record.jsonl"), "--log-interval", "5")
-    still = forks.train(folder, ranks=plan.ranks, args=words, plan=plan, timeout=600)
-    swapped = forks.train(
+    return forks.train(
         folder,
         ranks=plan.ranks,
-        args=[plans, *words, *replan, *record],
+        args=[plans, *training_words(iterations, args), *replan, *record],
         plan=plan,
         entry="tests.megatron.swapping",
         timeout=600,
     )
-    return still, swapped, read_record(folder / "record.jsonl")
 
 
 def milliseconds(output: str) -> list[float]:
@@ -215,8 +228,9 @@ def test_kinds_of_layers_keep_their_losses_in_stages(forks, tmp_path, kind):
     args = {
         "mamba": MAMBA_PATTERN,
         "experts": (*ALL_EXPERTS, "--sequence-parallel"),
-        "prediction": (*IN_SIX, *FURTHER_TOKENS),
+        "prediction": FURTHER_TOKENS,
     }[kind]
+    args = (*IN_SIX, *args)
     skip_what_is_not_there(args)
     first, *others = (of_layers(kind, *shares) for shares in ((90, 4), (20, 1), (127, 5)))
     still, swapped, record = swapping(forks, tmp_path, first, tuple(others), 25, *args)
@@ -238,7 +252,7 @@ def test_kinds_of_layers_keep_their_losses_in_stages(forks, tmp_path, kind):
 )
 def test_tokens_samples_and_micro_batches_move_in_stages(forks, tmp_path, more, args):
     plan, others = stages(2, 70, 4, 3, more), (stages(1, 13, 2, 3, more), stages(2, 127, 1, 1, more))
-    still, swapped, record = swapping(forks, tmp_path, plan, others, 25, *IN_STAGES, *args)
+    still, swapped, record = swapping(forks, tmp_path, plan, others, 16, *IN_STAGES, *args)
     assert swapped.losses == pytest.approx(still.losses, rel=1e-5)
     assert swapped.grad_norms == pytest.approx(still.grad_norms, rel=1e-4)
     assert len(milliseconds(swapped.output)) >= 2
@@ -253,13 +267,13 @@ def test_layers_do_not_move(forks, tmp_path):
     )
     other = replace(plan, replicas=(replace(replica, stages=moved), plan.replicas[1]))
     with pytest.raises(AssertionError, match="has other groups or another workload"):
-        swapping(forks, tmp_path, plan, (other,), 8, *IN_STAGES)
+        swap(forks, tmp_path, plan, (other,), 8, *IN_STAGES)
 
 
 def test_a_rank_with_another_plan_stops_the_job_by_name(forks, tmp_path):
     wrong = replace(OTHERS[0], replicas=one_domain((63, (0, 3)), (64, (3, 6))).replicas)
     with pytest.raises(AssertionError, match="has other groups or another workload"):
-        swapping(forks, tmp_path, THREE_AND_ONE, (wrong,), 8)
+        swap(forks, tmp_path, THREE_AND_ONE, (wrong,), 8)
 
 
 def two_stages() -> Plan:

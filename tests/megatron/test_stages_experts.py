@@ -11,6 +11,7 @@ import torch
 from megatron_hexi.plan import Workload
 from tests.megatron.checkpoint_contents import tensors_of
 from tests.megatron.conftest import job
+from tests.megatron.faulty import assert_fault_is_found
 from tests.megatron.forked import ENTRY
 from tests.megatron.option_cases import APART, PACKED, SELECTIVE
 from tests.megatron.planted import EXPERT_FAULTS
@@ -173,27 +174,14 @@ def test_a_random_plan_trains_as_one_rank(seed, forks, references, tmp_path):
 SHOWN_BY = {"bias-of-a-stage": "bias", "balanced-in-a-domain": "batches"}
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(one, marks=() if one == "experts-as-copies" else pytest.mark.slow)
-        for one in EXPERT_FAULTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", EXPERT_FAULTS)
 def test_the_comparison_finds_a_fault(fault, forks, references, tmp_path):
     model = (*MODEL, *LOSSES[SHOWN_BY.get(fault, "all")])
     weights, reference = references(model, 3)
     plan = expert_layout("samples", tmp_path)
-    log = forks.train(
-        tmp_path,
-        ranks=plan.ranks,
-        args=words(model, 3, weights, *SEQUENCE, "--planted", fault),
-        plan=plan,
-        entry="tests.megatron.planted",
-    )
-    difference = largest_difference(log, reference)
-    print(f"{fault}: {difference:.1e}")
-    assert difference > 1e-4
+    args = words(model, 3, weights, *SEQUENCE)
+    assert_fault_is_found(fault, args, plan, reference, forks, tmp_path)
 
 
 @pytest.mark.slow

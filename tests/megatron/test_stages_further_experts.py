@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from tests.megatron.checkpoint_contents import tensors_of
+from tests.megatron.faulty import assert_fault_is_found
 from tests.megatron.option_cases import FURTHER_TOKENS, LATENT
 from tests.megatron.planted import FURTHER_EXPERT_FAULTS
 from tests.megatron.routed import routed
@@ -22,8 +23,7 @@ from tests.megatron.test_stages_experts import (
     rows_elsewhere,
     words,
 )
-from tests.megatron.test_stages_multi_token import ITERATIONS, compare, difference_of_heads
-from tests.megatron.test_uneven_training import largest_difference
+from tests.megatron.test_stages_multi_token import ITERATIONS, compare, difference_with_heads
 from tests.support.expert_layouts import expert_layout
 
 #: As in DeepSeek-V3 and GLM-4.5, with two of these layers. With the seed no two experts of a token are equal
@@ -104,22 +104,14 @@ def test_each_weight_and_its_gradient_is_that_of_one_rank(layout, forks, referen
 SHOWN_BY = {"bias-of-another-layer": "bias", "balanced-in-a-domain": "batches"}
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(one, marks=() if one == "bias-of-another-layer" else pytest.mark.slow)
-        for one in FURTHER_EXPERT_FAULTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FURTHER_EXPERT_FAULTS)
 def test_the_comparison_finds_a_fault(fault, forks, references, tmp_path):
     model = (*HEADS, *LOSSES[SHOWN_BY[fault]])
     weights, reference = references(model, ITERATIONS)
     plan = expert_layout("samples", tmp_path)
-    args = words(model, ITERATIONS, weights, *SEQUENCE, "--planted", fault)
-    log = forks.train(tmp_path, ranks=plan.ranks, args=args, plan=plan, entry="tests.megatron.planted")
-    difference = max(largest_difference(log, reference), difference_of_heads(log, reference))
-    print(f"{fault}: {difference:.1e}")
-    assert difference > 1e-4
+    args = words(model, ITERATIONS, weights, *SEQUENCE)
+    assert_fault_is_found(fault, args, plan, reference, forks, tmp_path, difference_with_heads)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from megatron_hexi.megatron import multi_token
 from megatron_hexi.megatron.multi_token import MULTI_TOKEN_PATCHES
 from tests.megatron.checkpoint_contents import tensors_of
 from tests.megatron.conftest import job
+from tests.megatron.faulty import assert_fault_is_found
 from tests.megatron.option_cases import FURTHER_TOKENS
 from tests.megatron.planted import MULTI_TOKEN_FAULTS
 from tests.megatron.test_option_training import logged
@@ -101,6 +102,10 @@ def difference_of_heads(log, reference):
     )
 
 
+def difference_with_heads(log, reference):
+    return max(largest_difference(log, reference), difference_of_heads(log, reference))
+
+
 @pytest.mark.parametrize("name", runs(CASES))
 def test_training_is_that_of_one_rank(name, forks, references, documents, tmp_path):
     """Some samples have fewer tokens that count than others, and the last one never counts for a head."""
@@ -120,28 +125,15 @@ SHOWN_BY = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(one, marks=() if one == "labels-not-shifted-over-borders" else pytest.mark.slow)
-        for one in MULTI_TOKEN_FAULTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", MULTI_TOKEN_FAULTS)
 def test_the_comparison_finds_a_fault(fault, forks, references, documents, tmp_path):
     name = SHOWN_BY[fault]
     model = (*MODEL, *CASES[name].model, *documents, "--eod-mask-loss")
     weights, reference = references(model, ITERATIONS)
     plan = CASES[name].plan(tmp_path)
-    log = forks.train(
-        tmp_path,
-        ranks=plan.ranks,
-        args=words(model, ITERATIONS, weights, (*CASES[name].job, "--planted", fault)),
-        plan=plan,
-        entry="tests.megatron.planted",
-    )
-    difference = max(largest_difference(log, reference), difference_of_heads(log, reference))
-    print(f"{fault}: {difference:.1e}")
-    assert difference > 1e-4
+    args = words(model, ITERATIONS, weights, CASES[name].job)
+    assert_fault_is_found(fault, args, plan, reference, forks, tmp_path, difference_with_heads)
 
 
 @pytest.mark.parametrize("name", ["replicas", pytest.param("tied-samples", marks=pytest.mark.slow)])

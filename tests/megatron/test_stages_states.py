@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from megatron_hexi.plan import Plan, read_plan
 from tests.megatron.checkpoint_contents import tensors_of
 from tests.megatron.conftest import References, job, skip_what_is_not_there
+from tests.megatron.faulty import assert_fault_is_found
 from tests.megatron.forked import ENTRY, Forks
 from tests.megatron.launch import TrainingLog
 from tests.megatron.planted import DELTA_FAULTS, MAMBA_FAULTS
 from tests.megatron.test_stages_experts import LOSSES
-from tests.megatron.test_stages_training import LAYERS, MODEL, SEQUENCE, SMALL_BUCKETS, TENSOR_DOMAIN, words
+from tests.megatron.test_stages_training import (
+    MODEL,
+    SEQUENCE,
+    SMALL_BUCKETS,
+    TENSOR_DOMAIN,
+    Case,
+    check_training,
+    words,
+)
 from tests.megatron.test_state_layers import LINEAR, MAMBA
-from tests.megatron.test_uneven_training import largest_difference
 from tests.support.expert_layouts import EXPERTS
 
 #: A Mamba layer, attention, two delta nets, an MLP and a Mamba layer, of ten heads of two groups each.
-HYBRID = (*MODEL, "--hybrid-layer-pattern", "M*GG-M", *MAMBA[2:], *LINEAR)
+HYBRID = ("--hybrid-layer-pattern", "M*GG-M", *MAMBA[2:], *LINEAR)
 #: Mamba layers alone beside attention and an MLP: the cost model knows states of one kind.
-MAMBA_PATTERN = (*MODEL, "--hybrid-layer-pattern", "M*MM-M", *MAMBA[2:])
+MAMBA_PATTERN = ("--hybrid-layer-pattern", "M*MM-M", *MAMBA[2:])
 #: A GPT of which two layers in three are delta nets; without biases, as `GPT` of `test_state_layers.py`.
 GPT = (
-    *(*MODEL, "--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "3"),
+    *("--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "3"),
     *(*LINEAR, "--disable-bias-linear"),
 )
 #: Experts, and one that all tokens share; with the routing and losses of `LOSSES["all"]`.
@@ -37,7 +43,7 @@ ROUTED = (
 #: As Qwen3-Next: attention gates its output, every layer has experts, and the shared one a gate.
 QWEN = (*GPT, "--qk-layernorm", "--attention-output-gate", *ROUTED, "--moe-shared-expert-gate")
 #: A hybrid with experts in two layers alone.
-SPARSE = (*MODEL, "--hybrid-layer-pattern", "M*EG-E", *MAMBA[2:], *LINEAR, "--disable-bias-linear", *ROUTED)
+SPARSE = ("--hybrid-layer-pattern", "M*EG-E", *MAMBA[2:], *LINEAR, "--disable-bias-linear", *ROUTED)
 
 #: A stage of a unit of two ranks before one whose members share tokens and heads unevenly; a replica of one.
 DEPTHS = """\
@@ -93,24 +99,12 @@ MINISTAGES = """\
   stages:
   - {layers: [0, 6], domains: [{ranks: [3]}]}
 """
-#: The same in interleaved 1F1B; with `SPARSE`, the first stage has no experts.
-INTERLEAVED = """\
-- micro_batches: 3
-  order: interleaved
-  stages:
-  - {layers: [0, 3], ministages: [2, 1], recompute: full, domains: [{ranks: [0]}]}
-  - layers: [3, 6]
-    ministages: [2, 1]
-    domains:
-    - groups:
-      - segments: [[0, 127]]
-        members:
-        - {ranks: [1], tokens: 27, heads: [0, 1]}
-        - {ranks: [2], tokens: 100, heads: [1, 6]}
-- micro_batches: 1
-  stages:
-  - {layers: [0, 6], domains: [{ranks: [3]}]}
-"""
+#: The same without offload, in interleaved 1F1B; with `SPARSE`, the first stage has no experts.
+INTERLEAVED = (
+    MINISTAGES.replace("micro_batches: 3", "micro_batches: 3\n  order: interleaved")
+    .replace("ministages: 2", "ministages: [2, 1]")
+    .replace("    offload: [parameters, optimizer, activations]\n", "")
+)
 #: The layer of attention of `GPT` alone in a stage, whose domain may have several groups.
 ATTENTION_APART = """\
 - micro_batches: 4
@@ -128,52 +122,25 @@ ATTENTION_APART = """\
 DIVIDED = ATTENTION_APART.replace("[2, 3]", "[1, 3]").replace("[0, 2]", "[0, 1]")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A job with layers with a state under a plan whose stages differ.
-
-    Attributes:
-        model: its arguments.
-        replicas: of its plan, as they are written in the file.
-        job: arguments of the run under the plan alone.
-        tolerance: largest relative difference of losses and gradient norms.
-    """
-
-    model: tuple[str, ...]
-    replicas: str
-    job: tuple[str, ...] = ()
-    tolerance: float = 1e-5
-
-    def plan(self, folder: Path) -> Plan:
-        experts = f", experts: {EXPERTS}" if "--num-experts" in self.model else ""
-        size = 1 if "--micro-batch-size 1" in " ".join(self.model) else 4
-        path = folder / "given.yaml"
-        path.write_text(
-            f"version: 2\nworkload: {{seq_length: 127, heads: 6, kv_heads: 2, head_dim: 16, layers: {LAYERS}"
-            f"{experts}}}\njob: {{micro_batch_size: {size}}}\nreplicas:\n{self.replicas}"
-        )
-        return read_plan(path)
-
-
 CASES = {
-    "hybrid-depths": Case(HYBRID, DEPTHS, SEQUENCE),
-    "hybrid-tensor-parallel": Case(HYBRID, TENSOR_DOMAIN, (*SEQUENCE, *SMALL_BUCKETS)),
-    "hybrid-samples": Case(HYBRID, SAMPLES, SEQUENCE),
-    "hybrid-ministages": Case(HYBRID, MINISTAGES),
-    "hybrid-experts": Case(SPARSE, DEPTHS, SEQUENCE),
-    "gpt-experts": Case(QWEN, MIXED, SEQUENCE),
-    "gpt-depths": Case(GPT, DEPTHS, SEQUENCE),
-    "gpt-whole-rows": Case(GPT, DEPTHS),
+    "hybrid-depths": Case(DEPTHS, HYBRID, SEQUENCE),
+    "hybrid-tensor-parallel": Case(TENSOR_DOMAIN, HYBRID, (*SEQUENCE, *SMALL_BUCKETS)),
+    "hybrid-samples": Case(SAMPLES, HYBRID, SEQUENCE),
+    "hybrid-ministages": Case(MINISTAGES, HYBRID),
+    "hybrid-experts": Case(DEPTHS, SPARSE, SEQUENCE),
+    "gpt-experts": Case(MIXED, QWEN, SEQUENCE),
+    "gpt-depths": Case(DEPTHS, GPT, SEQUENCE),
+    "gpt-whole-rows": Case(DEPTHS, GPT),
     # Losses are within 3e-7. The norm of the fifth iteration's gradients alone is off by more than 1e-5: one
     # rank whose first weights are changed by half a unit in the last place is off by 3.5e-5 there.
-    "gpt-tensor-parallel": Case(GPT, TENSOR_DOMAIN, (*SEQUENCE, *SMALL_BUCKETS), tolerance=3e-5),
-    "gpt-samples": Case(GPT, SAMPLES, SEQUENCE, tolerance=3e-5),
-    "gpt-ministages": Case(GPT, MINISTAGES),
-    "gpt-experts-ministages": Case(QWEN, MINISTAGES),
-    "gpt-attention-apart": Case(GPT, ATTENTION_APART, tolerance=3e-5),
-    "hybrid-interleaved": Case(HYBRID, INTERLEAVED),
-    "hybrid-experts-interleaved": Case(SPARSE, INTERLEAVED),
-    "gpt-experts-interleaved": Case(QWEN, INTERLEAVED),
+    "gpt-tensor-parallel": Case(TENSOR_DOMAIN, GPT, (*SEQUENCE, *SMALL_BUCKETS), rounding=3e-5),
+    "gpt-samples": Case(SAMPLES, GPT, SEQUENCE, rounding=3e-5),
+    "gpt-ministages": Case(MINISTAGES, GPT),
+    "gpt-experts-ministages": Case(MINISTAGES, QWEN),
+    "gpt-attention-apart": Case(ATTENTION_APART, GPT, rounding=3e-5),
+    "hybrid-interleaved": Case(INTERLEAVED, HYBRID),
+    "hybrid-experts-interleaved": Case(INTERLEAVED, SPARSE),
+    "gpt-experts-interleaved": Case(INTERLEAVED, QWEN),
 }
 FAST = {"hybrid-depths", "gpt-experts"}
 #: Compared for three iterations. `gpt-experts` stays within 4e-7 for twelve and is off by 6e-4 in the
@@ -197,13 +164,7 @@ def test_twenty_iterations_are_those_of_one_rank(forks: Forks, references: Refer
 def check(case: Case, iterations: int, forks: Forks, references: References, tmp_path: Path) -> None:
     """Losses and gradient norms of a case are those of one rank."""
     skip_what_is_not_there(case.model)
-    weights, reference = references(case.model, iterations)
-    plan = case.plan(tmp_path)
-    args = words(case.model, iterations, weights, case.job)
-    log = forks.train(tmp_path, ranks=plan.ranks, args=args, plan=plan)
-    difference = largest_difference(log, reference)
-    print(f"{len(log.losses)} iterations, losses and gradient norms within {difference:.1e}")
-    assert difference < case.tolerance
+    check_training(case, iterations, forks, references, tmp_path)
 
 
 @pytest.mark.slow
@@ -241,7 +202,8 @@ def differences_after_a_step(
     case: Case, forks: Forks, references: References, tmp_path: Path, planted: tuple[str, ...] = ()
 ) -> dict[str, float]:
     """Return relative errors of weights and momenta (the clipped gradients) after a step of SGD."""
-    weights = references(case.model, 3)[0]
+    model = (*MODEL, *case.model)
+    weights = references(model, 3)[0]
     saved = []
     for plan in (None, case.plan(tmp_path)):
         folder = tmp_path / str(plan is None)
@@ -250,7 +212,7 @@ def differences_after_a_step(
         forks.train(
             folder,
             ranks=plan.ranks if plan else 1,
-            args=words((*case.model, "--optimizer", "sgd"), 1, weights, more),
+            args=words((*model, "--optimizer", "sgd"), 1, weights, more),
             plan=plan,
             entry="tests.megatron.planted" if plan and planted else ENTRY,
         )
@@ -269,13 +231,10 @@ def differences_after_a_step(
 @pytest.mark.parametrize("fault", sorted({**MAMBA_FAULTS, **DELTA_FAULTS}.keys() - {"state-not-passed"}))
 def test_a_fault_is_found(fault: str, forks: Forks, references: References, tmp_path: Path):
     case = CASES["hybrid-depths"]
-    weights, reference = references(case.model, 3)
+    model = (*MODEL, *case.model)
+    weights, reference = references(model, 3)
     plan = case.plan(tmp_path)
-    args = words(case.model, 3, weights, (*case.job, "--planted", fault))
-    log = forks.train(tmp_path, ranks=plan.ranks, args=args, plan=plan, entry="tests.megatron.planted")
-    difference = largest_difference(log, reference)
-    print(f"{fault}: {difference:.1e}")
-    assert difference > 1e-4
+    assert_fault_is_found(fault, words(model, 3, weights, case.job), plan, reference, forks, tmp_path)
 
 
 @pytest.mark.slow
@@ -288,12 +247,12 @@ def test_a_fault_is_found(fault: str, forks: Forks, references: References, tmp_
 def test_any_layout_goes_on_from_any_other(
     model: str, saver: str | None, loader: str | None, forks: Forks, references: References, tmp_path: Path
 ):
-    words_of = {"hybrid": HYBRID, "gpt": GPT}[model]
+    words_of = (*MODEL, *{"hybrid": HYBRID, "gpt": GPT}[model])
     start = references(words_of, 3)[0]
     weights = tmp_path / "weights"
     logs: list[TrainingLog] = []
     for layout in (saver, loader):
-        plan = None if layout is None else Case(words_of, layout).plan(tmp_path)
+        plan = None if layout is None else Case(layout, words_of).plan(tmp_path)
         saving: list[str | Path] = ["--load", weights]
         if not logs:
             saving = ["--load", start, "--finetune", "--save", weights, "--save-interval", "2"]
@@ -308,7 +267,7 @@ def test_any_layout_goes_on_from_any_other(
 
 
 def test_a_stage_with_a_state_has_one_group_in_each_domain(forks: Forks, tmp_path: Path):
-    plan = Case(GPT, DIVIDED).plan(tmp_path)
-    args = [*job(GPT), "--train-iters", "1"]
+    plan = Case(DIVIDED, GPT).plan(tmp_path)
+    args = [*job((*MODEL, *GPT)), "--train-iters", "1"]
     with pytest.raises(AssertionError, match=r"and replicas\[0\].stages\[1\] has a domain of 2 groups"):
         forks.train(tmp_path, ranks=plan.ranks, args=args, plan=plan)

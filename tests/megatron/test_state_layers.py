@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, Workload, unit_ranks
 from tests.megatron.checkpoint_contents import tensors_of
 from tests.megatron.conftest import References, job, skip_what_is_not_there
+from tests.megatron.faulty import assert_fault_is_found
 from tests.megatron.forked import Forks
 from tests.megatron.option_cases import (
     DEEPER,
@@ -151,9 +152,7 @@ def test_a_fault_is_found(model: str, fault: str, forks: Forks, references: Refe
     case = CASES[f"{model}-uneven-heads"]
     start, reference = references(case.model, 4)
     words: list[str | Path] = [*job(case.model), *steps(4), "--load", start, "--finetune"]
-    words += ["--planted", fault]
-    log = forks.train(tmp_path, ranks=3, args=words, plan=case.plan, entry="tests.megatron.planted")
-    assert largest_difference(log, reference) > 1e-4
+    assert_fault_is_found(fault, words, case.plan, reference, forks, tmp_path)
 
 
 @pytest.mark.slow

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.published_experts import EXPERTS, WINDOWED
+from tests.support.published_experts import EXPERTS
 from tests.support.published_hybrids import HYBRIDS
+from tests.support.published_windows import WINDOWED
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16", "use_cache": True}
 _LLAMA3_ROPE = {

@@ -1,4 +1,4 @@
-"""Values of config.json files of published models with experts, windows or latent attention, by model.
+"""Values of config.json files of published models with experts or latent attention, by model.
 
 Each is on the model's page, https://huggingface.co/ and its key.
 """
@@ -7,38 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-_USUAL = {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.50.0",
-    "use_cache": True,
-}
-
-
-def _sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-    }
-
-
-def _without(values: dict[str, Any], *fields: str) -> dict[str, Any]:
-    return {field: value for field, value in values.items() if field not in fields}
+from tests.support.published_text import USUAL, decoder_sizes, without
 
 
 def _mixtral(*sizes: int, **more: Any) -> dict[str, Any]:
     return {
-        **_without(_USUAL, "attention_bias", "rope_scaling"),
+        **without(USUAL, "attention_bias", "rope_scaling"),
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "bos_token_id": 1,
@@ -50,14 +24,14 @@ def _mixtral(*sizes: int, **more: Any) -> dict[str, Any]:
         "rope_theta": 1000000.0,
         "router_aux_loss_coef": 0.02,
         "sliding_window": None,
-        **_sizes(*sizes),
+        **decoder_sizes(*sizes),
         **more,
     }
 
 
 def _qwen3_moe(*sizes: int, **more: Any) -> dict[str, Any]:
     return {
-        **_USUAL,
+        **USUAL,
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "bos_token_id": 151643,
@@ -77,7 +51,7 @@ def _qwen3_moe(*sizes: int, **more: Any) -> dict[str, Any]:
         "router_aux_loss_coef": 0.001,
         "sliding_window": None,
         "use_sliding_window": False,
-        **_sizes(*sizes),
+        **decoder_sizes(*sizes),
         **more,
     }
 
@@ -101,7 +75,7 @@ _DEEPSEEK_YARN = {
 
 def _deepseek(*sizes: int, model_type: str = "deepseek_v3", **more: Any) -> dict[str, Any]:
     return {
-        **_USUAL,
+        **USUAL,
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": model_type,
         "auto_map": _DEEPSEEK_CODE,
@@ -134,7 +108,7 @@ def _deepseek(*sizes: int, model_type: str = "deepseek_v3", **more: Any) -> dict
         "topk_group": 4,
         "topk_method": "noaux_tc",
         "v_head_dim": 128,
-        **_sizes(*sizes),
+        **decoder_sizes(*sizes),
         **more,
     }
 
@@ -163,7 +137,7 @@ def _kimi(**more: Any) -> dict[str, Any]:
 
 def _glm(*sizes: int, **more: Any) -> dict[str, Any]:
     return {
-        **_USUAL,
+        **USUAL,
         "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",
         "attention_bias": True,
@@ -184,14 +158,14 @@ def _glm(*sizes: int, **more: Any) -> dict[str, Any]:
         "routed_scaling_factor": 1.0,
         "topk_group": 1,
         "use_qk_norm": False,
-        **_sizes(*sizes),
+        **decoder_sizes(*sizes),
         **more,
     }
 
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     return {
-        **_USUAL,
+        **USUAL,
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
         "attention_bias": True,
@@ -218,56 +192,7 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
         "router_aux_loss_coef": 0.9,
         "sliding_window": 128,
         "swiglu_limit": 7.0,
-        **_sizes(2880, 2880, layers, 64, 8, 201088),
-    }
-
-
-def _gemma_text(**more: Any) -> dict[str, Any]:
-    """A text model of its own, whose file has all fields."""
-    return {
-        **_without(_USUAL, "hidden_act", "tie_word_embeddings"),
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "attn_logit_softcapping": None,
-        "bos_token_id": 2,
-        "cache_implementation": "hybrid",
-        "eos_token_id": [1, 106],
-        "final_logit_softcapping": None,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 32768,
-        "pad_token_id": 0,
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-6,
-        "rope_local_base_freq": 10000,
-        "rope_theta": 1000000,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-        **more,
-    }
-
-
-def _gemma(**text: Any) -> dict[str, Any]:
-    """A model with vision, whose text_config has what is not transformers' default."""
-    scaling = {"factor": 8.0, "rope_type": "linear"}
-    return {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "model_type": "gemma3",
-        "boi_token_index": 255999,
-        "eoi_token_index": 256000,
-        "eos_token_id": [1, 106],
-        "image_token_index": 262144,
-        "initializer_range": 0.02,
-        "mm_tokens_per_image": 256,
-        "text_config": {
-            "model_type": "gemma3_text",
-            "rope_scaling": scaling,
-            "sliding_window": 1024,
-            **text,
-        },
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.50.0.dev0",
-        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
+        **decoder_sizes(2880, 2880, layers, 64, 8, 201088),
     }
 
 
@@ -279,7 +204,7 @@ def _llama4(experts: int, step: int, **text: Any) -> dict[str, Any]:
         "eoi_token_index": 200081,
         "image_token_index": 200092,
         "text_config": {
-            **_USUAL,
+            **USUAL,
             "model_type": "llama4_text",
             "attention_chunk_size": 8192,
             "bos_token_id": 200000,
@@ -298,7 +223,7 @@ def _llama4(experts: int, step: int, **text: Any) -> dict[str, Any]:
             "router_aux_loss_coef": 0.001,
             "router_jitter_noise": 0.0,
             "use_qk_norm": True,
-            **_sizes(5120, 8192, 48, 40, 8, 202048),
+            **decoder_sizes(5120, 8192, 48, 40, 8, 202048),
             **text,
         },
         "torch_dtype": "bfloat16",
@@ -306,36 +231,6 @@ def _llama4(experts: int, step: int, **text: Any) -> dict[str, Any]:
         "vision_config": {"hidden_size": 1408, "model_type": "llama4_vision_model"},
     }
 
-
-def _phi3(*sizes: int, **more: Any) -> dict[str, Any]:
-    return {
-        **_USUAL,
-        "architectures": ["Phi3ForCausalLM"],
-        "model_type": "phi3",
-        "auto_map": {
-            "AutoConfig": "configuration_phi3.Phi3Config",
-            "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
-        },
-        "bos_token_id": 1,
-        "eos_token_id": 32000,
-        "pad_token_id": 32000,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096,
-        "rope_theta": 10000.0,
-        "sliding_window": 2047,
-        **_sizes(*sizes),
-        **more,
-    }
-
-
-def _longrope(columns: int) -> dict[str, Any]:
-    """A scaling of as many frequencies; transformers counts the factors, weights do not depend on them."""
-    return {"type": "longrope", "short_factor": [1.0] * columns, "long_factor": [2.0] * columns}
-
-
-_LONG = {"max_position_embeddings": 131072, "sliding_window": 262144}
 
 EXPERTS: dict[str, dict[str, Any]] = {
     "mistralai/Mixtral-8x7B-v0.1": _mixtral(4096, 14336, 32, 32, 8, 32000),
@@ -356,7 +251,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         use_qk_norm=True,
     ),
     "deepseek-ai/DeepSeek-V3": _deepseek(7168, 18432, 61, 128, 128, 129280),
-    "moonshotai/Moonlight-16B-A3B": _without(
+    "moonshotai/Moonlight-16B-A3B": without(
         _deepseek(
             *(2048, 11264, 27, 16, 16, 163840),
             bos_token_id=163584,
@@ -411,53 +306,5 @@ EXPERTS: dict[str, dict[str, Any]] = {
     ),
     "meta-llama/Llama-4-Maverick-17B-128E": _llama4(
         *(128, 2), moe_layers=list(range(1, 48, 2)), use_qk_norm=False
-    ),
-}
-
-WINDOWED: dict[str, dict[str, Any]] = {
-    "google/gemma-3-270m": _gemma_text(**_sizes(640, 2048, 18, 4, 1, 262144)),
-    "google/gemma-3-1b-pt": _gemma_text(**_sizes(1152, 6912, 26, 4, 1, 262144)),
-    "google/gemma-3-4b-pt": _gemma(hidden_size=2560, intermediate_size=10240, num_hidden_layers=34),
-    "google/gemma-3-12b-pt": _gemma(
-        hidden_size=3840,
-        intermediate_size=15360,
-        num_attention_heads=16,
-        num_hidden_layers=48,
-        num_key_value_heads=8,
-    ),
-    "google/gemma-3-27b-pt": _gemma(
-        head_dim=128,
-        hidden_size=5376,
-        intermediate_size=21504,
-        num_attention_heads=32,
-        num_hidden_layers=62,
-        num_key_value_heads=16,
-        query_pre_attn_scalar=168,
-    ),
-    "microsoft/Phi-3-mini-4k-instruct": _phi3(3072, 8192, 32, 32, 32, 32064),
-    "microsoft/Phi-3-mini-128k-instruct": _phi3(
-        3072, 8192, 32, 32, 32, 32064, rope_scaling=_longrope(48), **_LONG
-    ),
-    "microsoft/Phi-3-medium-4k-instruct": _phi3(5120, 17920, 40, 40, 10, 32064),
-    "microsoft/Phi-4": _without(
-        _phi3(
-            *(5120, 17920, 40, 40, 10, 100352),
-            max_position_embeddings=16384,
-            original_max_position_embeddings=16384,
-            rope_theta=250000,
-            sliding_window=None,
-        ),
-        "auto_map",
-    ),
-    "microsoft/Phi-4-mini-instruct": _phi3(
-        *(3072, 8192, 32, 24, 8, 200064),
-        full_attn_mod=1,
-        interpolate_factor=1,
-        lm_head_bias=False,
-        mlp_bias=False,
-        partial_rotary_factor=0.75,
-        rope_scaling=_longrope(48),
-        tie_word_embeddings=True,
-        **_LONG,
     ),
 }

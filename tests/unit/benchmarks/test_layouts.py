@@ -1,23 +1,16 @@
 """The measurement of planning itself runs."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks.planning import DEVICES, main, measure, mixed_fleet, random_task
 from megatron_hexi.cost import Job, read_model
 
-ROOT = Path(__file__).parents[3]
 
-
-def test_it_runs_and_says_what_it_measured():
-    words = [sys.executable, "-m", "benchmarks.planning", "--gpus", "8", "--seq-length", "65536", "--json"]
-    done = subprocess.run(words, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True)
-    rows = json.loads(done.stdout)
+def test_it_runs_and_says_what_it_measured(capsys):
+    main(["--gpus", "8", "--seq-length", "65536", "--json"])
+    rows = json.loads(capsys.readouterr().out)
     assert [(row["gpus"], row["model"]) for row in rows] == [(8, "gpt-7b"), (8, "gpt-13b")]
     for row in rows:
         assert row["planning_s"] > 0

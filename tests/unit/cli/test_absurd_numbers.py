@@ -14,8 +14,8 @@ from megatron_hexi.cluster import read_cluster
 from megatron_hexi.errors import HexiError
 from megatron_hexi.lab.scenario import read_scenario
 from megatron_hexi.plan import read_plan
+from tests.support.mistakes import GOOD
 from tests.support.stage_layouts import stage_layout
-from tests.unit.plan.test_malformed_plans import GOOD
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CLUSTER = EXAMPLES / "clusters" / "mixed-16.yaml"

@@ -125,7 +125,7 @@ def test_flops_have_the_active_experts_of_a_block(name):
     assert model_flops(model, 4096) - model_flops(plain, 4096) == pytest.approx(6 * matrices + attention)
 
 
-@pytest.mark.parametrize("fixed", [{}, {"pipeline_parallel": 2}])
+@pytest.mark.parametrize("fixed", [pytest.param({}, marks=pytest.mark.slow), {"pipeline_parallel": 2}])
 def test_a_plan_is_never_slower_than_megatrons_flags_nor_faster_than_the_bound(fixed):
     nodes = cluster([("a", "PLAIN", 2), ("b", "DOUBLE", 2)])
     assert MIXED.experts is not None

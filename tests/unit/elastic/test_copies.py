@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_hexi.elastic import copies as copies_module
@@ -19,6 +19,7 @@ from megatron_hexi.elastic.copies import CopyBoard, FoundCopy, complete_copy, fi
 from megatron_hexi.elastic.copy_files import bare_name, copy_folder, copy_path, list_files, pull, serve_files
 from megatron_hexi.elastic.launcher import keeper as keeping
 from megatron_hexi.elastic.launcher.keeper import Keeper
+from tests.support.plans import examples
 
 ROUND = "0123abcd"
 SECRET = b"known to the job's nodes alone"
@@ -240,7 +241,7 @@ PARTS = st.sampled_from(
 @example(f"/{ROUND}/{PATH[1]}/plain")
 @example(f"/{ROUND}/{PATH[1]}/link")
 @example("/folder/copies/outside")
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_a_server_of_copies_serves_its_files_only(crowded, path):
     url, files = crowded
     host, _, port = url.partition(":")

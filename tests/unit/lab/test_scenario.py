@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_hexi.cluster import cluster_from_yaml, read_cluster
+from megatron_hexi.cluster import cluster_from_yaml
 from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.lab.scenario import play_scenario, policies, read_scenario
@@ -19,15 +18,13 @@ from megatron_hexi.lab.scenario.candidate_plans import Plans
 from megatron_hexi.lab.scenario.conditions import find_periods
 from megatron_hexi.lab.scenario.scenario_picture import draw_scenario
 from megatron_hexi.lab.scenario.scenario_report import scenario_report, spell_duration
-from megatron_hexi.plan import proportional_plan, write_plan
+from megatron_hexi.plan import proportional_plan
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.replan.planning.history import WINDOW
 from megatron_hexi.report.pictures import save_picture
 from megatron_hexi.yaml_file import yaml_from_text
 from tests.support.costs import cluster, tiny_job
-from tests.support.shell import call_hexi, is_one_error_line
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
 TWO = cluster([("a", "PLAIN", 2), ("b", "PLAIN", 2)])
 JOB = tiny_job(global_batch_size=4)
 PLAN = proportional_plan(JOB.workload(), [[[1.0, 1.0], [1.0, 1.0]]])
@@ -304,108 +301,6 @@ def test_a_plan_for_the_nodes_left_names_gpus_of_the_whole_cluster():
     assert plans.after_loss(frozenset({0, 1})) is None
     expected = CostModel(left.job, TWO.without({0})).estimate(replace(left.plan, gpus=None)).iteration_s
     assert plans.pace(left, find_periods((), 1.0)[0].conditions).seconds == pytest.approx(expected)
-
-
-# The command
-
-CLUSTER = """\
-name: small
-nodes:
-- {name: h100, gpu: H100-SXM-80GB, gpus: 2}
-- {name: a100, gpu: A100-SXM-80GB, gpus: 2}
-network: {bandwidth_gb_s: 25}
-"""
-SEEDED = """\
-lasts: 1h
-random:
-  seed: 3
-  throttles: {mean_time_between: 2h, lasts: 10m, speed: 0.6}
-"""
-JOB_WORDS = (
-    *("--cluster", "cluster.yaml", "--model", "gpt-3b", "--recompute-granularity", "full"),
-    *("--micro-batch-size", 1, "--pipeline-model-parallel-size", 1),
-)
-
-
-@pytest.fixture
-def simulate(tmp_path, monkeypatch, capsys):
-    """``hexi simulate`` of a plan and a scenario from its text."""
-    monkeypatch.chdir(tmp_path)
-    Path("cluster.yaml").write_text(CLUSTER)
-    workload = replace(JOB.workload(), seq_length=16384, heads=32, kv_heads=32, layers=32, hidden_size=2560)
-    write_plan(proportional_plan(replace(workload, head_dim=80), [[[3.0, 3.0], [1.0, 1.0]]]), "plan.yaml")
-
-    def run(text, *words):
-        Path("scenario.yaml").write_text(text)
-        given = ["simulate", "plan.yaml", *JOB_WORDS, "--scenario", "scenario.yaml", *words]
-        return call_hexi(monkeypatch, capsys, given)
-
-    return run
-
-
-def test_the_same_seed_gives_the_same_bytes(simulate):
-    code, out, err = simulate(SEEDED, "--json", "--picture", "scenario.svg")
-    assert code == 0, err
-    assert simulate(SEEDED, "--json").out == out
-    told = json.loads(out)
-    assert [one["policy"] for one in told["policies"]] == ["static", "re-planning", "oracle"]
-    assert told["events"]
-    for one in told["policies"]:
-        tokens = one["iterations"] * told["tokens_per_iteration"]
-        assert one["goodput_tokens_per_s"] == pytest.approx(tokens / told["lasts_s"])
-    drawn = Path("scenario.svg").read_text()
-    assert "<svg" in drawn
-
-
-BROKEN = {
-    "empty": ("", "scenario.yaml:1: is empty"),
-    "a list": ("[1]", "a scenario is a mapping"),
-    "no lasts": ("lost: []", "lasts is missing"),
-    "seconds without a unit": ("lasts: 3600", "lasts = 3600 is no duration; write 90s"),
-    "words for a duration": ("lasts: soon", "lasts = 'soon' is no duration"),
-    "nothing lasts": ("lasts: 0s", "lasts = '0s' is too small"),
-    "centuries": ("lasts: 99999d", "is no duration"),
-    "unknown field": ("{lasts: 1h, crashed: []}", "crashed is not a known field"),
-    "unknown GPU": (
-        "lasts: 1h\nthrottled:\n- {gpus: v100, speed: 0.5}",
-        "scenario.yaml:3: throttled[0].gpus = 'v100' is no GPU, node or kind",
-    ),
-    "faster": ("{lasts: 1h, throttled: [{gpus: h100, speed: 2.0}]}", "throttled[0].speed = 2.0 is too large"),
-    "stopped": ("{lasts: 1h, throttled: [{gpus: h100, speed: 0.0}]}", "speed = 0.0 is too small"),
-    "unknown link": ("{lasts: 1h, congested: [{link: rack 0, bandwidth: 0.5}]}", "is no link of the cluster"),
-    "unknown node": ("{lasts: 1h, lost: [{nodes: h100-1, at: 1m}]}", "lost[0].nodes = 'h100-1' is no node"),
-    "too late": ("{lasts: 1h, lost: [{nodes: h100, at: 1h}]}", "lost[0].at = 3600 s is not before the end"),
-    "backwards": ("{lasts: 1h, lost: [{nodes: h100, at: 9m, until: 5m}]}", "until = 300 s is not after at"),
-    "too many": (
-        "{lasts: 300d, random: {failures: {mean_time_between: 1s, repair: 1s}}}",
-        "random: draws more than 20,000 events",
-    ),
-    "an interval of one": ("{lasts: 1h, replanning: {interval: 1}}", "replanning.interval = 1 is too small"),
-    "half an iteration": ("{lasts: 1h, recovery: {checkpoint_every: 0.5}}", "checkpoint_every = 0.5"),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_broken_scenarios_are_refused_in_one_line(simulate, case):
-    text, said = BROKEN[case]
-    code, out, err = simulate(text, "--picture", "scenario.png")
-    assert (code, out) == (2, "")
-    assert is_one_error_line(err), err
-    assert said in err
-    assert "scenario.yaml:" in err
-    assert not Path("scenario.png").exists()
-
-
-def test_a_trace_is_of_one_iteration(simulate):
-    code, _, err = simulate(SEEDED, "--trace", "trace.json")
-    assert code == 2
-    assert "--trace trace.json: is of one iteration, --scenario of many; leave one out" in err
-
-
-@pytest.mark.parametrize("path", sorted((EXAMPLES / "scenarios").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_examples_are_for_the_example_cluster(path):
-    _, events = read_scenario(path, read_cluster(EXAMPLES / "clusters/mixed-16.yaml"))
-    assert events
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Baselines: what their rules allow, by hand; and that the best of it is found without timing all of it."""
+"""The best layout of each baseline, which is found without timing all of them."""
 
 import contextlib
 import itertools
@@ -16,74 +16,24 @@ from hypothesis import strategies as st
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import RECOMPUTES, Job, presets
 from megatron_hexi.cost.layer_kinds import Latent, Window
-from megatron_hexi.cost.memory import stage_params
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.errors import ClusterError, HexiError
 from megatron_hexi.plan import validate_plan
-from megatron_hexi.plan.layout import apportion
-from megatron_hexi.planner import CHOSEN, Request
+from megatron_hexi.planner import Request
 from megatron_hexi.planner.baselines import find_baselines, find_faster, race
 from megatron_hexi.planner.baselines.find import PUBLISHED
 from megatron_hexi.planner.baselines.floor import Floor
-from megatron_hexi.planner.baselines.rules import NAMES, UNIFORM, replica_counts, why_none
-from megatron_hexi.planner.baselines.rules import candidates as candidates_of
+from megatron_hexi.planner.baselines.rules import NAMES, UNIFORM
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.layouts.layout import build_plan
 from megatron_hexi.planner.layouts.trial import Judge
-from tests.support.costs import TINY, TINY_PRODUCTS, cluster, products_by_hand, tiny_job
+from tests.support.baselines import all_fixed, by_name, candidates, fleet_of, floor_of, found
+from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.fleets import random_case, random_layouts, random_parallel_case, reproduce
 from tests.support.plans import examples
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "clusters"
-
-
-def fleet_of(nodes, job=None, **network):
-    return find_units(job or tiny_job(), cluster(nodes, **network))
-
-
-def all_fixed(job, data_parallel=1):
-    """A request with none of Megatron's flags left to choose; replicas are, where they are ``None``."""
-    if data_parallel is None:
-        return Request(job, frozenset(CHOSEN) - {"data_parallel"})
-    return Request(replace(job, data_parallel=data_parallel), frozenset(CHOSEN))
-
-
-def candidates(fleet, data_parallel, names=NAMES):
-    """All layouts of so many replicas; ``None``: of any number."""
-    return candidates_of(fleet, replica_counts(fleet, data_parallel), names)
-
-
-def floor_of(fleet):
-    """A fleet's lower bounds."""
-    return Floor(fleet, Rings(LinkTable(fleet.cluster)))
-
-
-def by_name(request, known, **others):
-    """Those that follow rules; tests of published planners stand apart."""
-    return {one.name: one for one in find_baselines(request, known, **others)[0] if one.name in NAMES}
-
-
-def found(fleet, data_parallel=1, **others):
-    return by_name(all_fixed(fleet.job, data_parallel), fleet.cluster, **others)
-
-
-def shapes(fleet, name, data_parallel=1):
-    """(replicas, groups of each, size of each) that a baseline may use."""
-    return {
-        (len(one.layouts), len(one.layouts[0].parts), len(one.layouts[0].parts[0].units))
-        for one in candidates(fleet, data_parallel)
-        if name in one.texts
-    }
-
-
-def groups(fleet, name):
-    """The groups' units of each layout that a baseline may use on one replica."""
-    return {
-        tuple(part.units for part in one.layouts[0].parts)
-        for one in candidates(fleet, 1)
-        if name in one.texts
-    }
 
 
 class CountingJudge(Judge):
@@ -110,188 +60,6 @@ def everything_timed(fleet, data_parallel):
         order = judge.try_out(one.fleet, one.layouts, window).order
         best[name] = min(order, best.get(name, order))
     return best
-
-
-# What the rules allow
-
-
-def test_a_ring_over_a_fast_and_a_slow_gpu_is_paced_by_the_slow_one():
-    mixed = fleet_of([("a", "DOUBLE", 1), ("b", "PLAIN", 1)], bandwidth=1e5)
-    slow = fleet_of([("a", "PLAIN", 1), ("b", "PLAIN", 1)], bandwidth=1e5)
-    fast = fleet_of([("a", "DOUBLE", 1), ("b", "DOUBLE", 1)], bandwidth=1e5)
-    ring = found(mixed)["ring"]
-    assert ring.layout.startswith("TP 1, PP 1: 2 groups of one")
-    assert ring.uniform
-    # Half the tokens each; two layers of the token work of PLAIN, forward and backward, with rotary
-    # embeddings both ways and the gradients of 12 heads of queries, keys and values put together.
-    moved = (10 + 12) * 512 + (2 + 3) * 2048 + 2 * 2048 + 2 * 12 * 128
-    token = 2 * (sum(products_by_hand(2048, *TINY_PRODUCTS)) + 2 * 2048 * moved / 9e11)
-    assert ring.trial.timing.phases.token == pytest.approx(token)
-    # Of two slow ones, one stands inside and has more to add up.
-    assert 0.96 < ring.trial.iteration_s / found(slow)["ring"].trial.iteration_s < 1
-    assert ring.trial.iteration_s > 1.3 * found(fast)["ring"].trial.iteration_s
-    assert found(mixed)["proportion"].trial.iteration_s < 0.85 * ring.trial.iteration_s
-
-
-def test_the_lower_bound_of_that_ring_by_hand():
-    # 2048 tokens at 100 TFLOP/s and 900 GB/s; the slow GPU stands outside, so half its queries see the rest.
-    fleet = fleet_of([("a", "DOUBLE", 1), ("b", "PLAIN", 1)], bandwidth=1e5)
-    flops = 4 * (4 * 128 * (2048**2 / 2 + 1024 * 2048))
-    flops_back = 2.5 * flops
-    rotary, merged = 2 * 128 * (4 + 4), 4 * 128 * 1024
-    moved = 2 * 2048 * (10 * 512 + 2 * 2048 + rotary) + 18 * merged
-    moved_back = 2 * 2048 * (12 * 512 + 3 * 2048 + rotary + 2 * 12 * 128) + 10 * merged
-    vocabulary = TINY.vocab_params(1) // 512
-    logits = sum(products_by_hand(2048, (512, vocabulary))) + 52 * 2048 * vocabulary / 9e11
-    layer = (
-        sum(products_by_hand(2048, *TINY_PRODUCTS))
-        + (flops + flops_back) / 1e14
-        + (moved + moved_back) / 9e11
-    )
-    slow_first = next(
-        one for one in candidates(fleet, 1) if one.texts.get("ring") == "2 groups of one, slow first"
-    )
-    # Half of the gradients and weights crosses the link, of two layers those of one for all to see.
-    params = stage_params(fleet.job, 0)
-    reduced, step = (4 + 2) * params / 2 / 1e14, (4 * 4 + 46 / 2) * params / 9e11
-    (seconds,) = floor_of(fleet).seconds([slow_first.layouts])
-    assert seconds == pytest.approx(2 * layer + logits + reduced / 2 + step)
-
-
-def test_over_a_thin_link_keys_and_their_gradients_take_longer_than_attention():
-    # The outer group sees all of the inner one's tokens, half of the sequence: keys and values of 4 heads of
-    # 128, 2 bytes each, at 0.01 GB/s, and in the backward pass their gradients; two layers.
-    thin, fat = (
-        fleet_of([("a", "PLAIN", 1), ("b", "PLAIN", 1)], bandwidth=bandwidth) for bandwidth in (0.01, 1e5)
-    )
-    (ring,) = (one for one in candidates(thin, 1) if one.texts.get("ring", "").startswith("2 groups of one"))
-    wire = 2 * (1 + 2) * (tiny_job().seq_length / 2) * 2 * 4 * 128 * 2 / 0.01e9
-    (slow,), (fast,) = (floor_of(fleet).seconds([ring.layouts]) for fleet in (thin, fat))
-    params = (4 + 2) * stage_params(thin.job, 0) / 2 / 0.01e9
-    assert wire <= slow <= wire + params + fast
-
-
-def test_six_units_and_four_heads_have_two_factorings():
-    fleet = fleet_of([("a", "PLAIN", 3), ("b", "PLAIN", 3)])
-    assert shapes(fleet, "usp") == {(1, 6, 1), (1, 3, 2)}
-    assert groups(fleet, "usp") == {
-        ((0,), (1,), (2,), (3,), (4,), (5,)),
-        ((0, 1), (2, 3), (4, 5)),
-        ((0, 3), (1, 4), (2, 5)),
-    }
-    assert shapes(fleet, "ring") == {(1, 6, 1)}
-    assert shapes(fleet, "ulysses") == set()
-    assert found(fleet)["ulysses"].why_not == "4 heads cannot be cut over 6 ranks"
-
-
-def test_transformer_engine_refuses_kv_heads_that_do_not_divide():
-    job = tiny_job(model=replace(TINY, kv_heads=2))
-    fleet = fleet_of([("a", "PLAIN", 4)], job)
-    assert shapes(fleet, "te-a2a+p2p") == {(1, 4, 1), (1, 2, 2)}
-    # Where heads are replicated, the same group is allowed.
-    assert shapes(fleet, "usp") == {(1, 4, 1), (1, 2, 2), (1, 1, 4)}
-    assert shapes(fleet, "ulysses") == {(1, 1, 4)}
-
-
-def test_transformer_engine_keeps_groups_inside_a_machine_unless_there_is_but_one():
-    inside = fleet_of([("a", "PLAIN", 2), ("b", "PLAIN", 2)])
-    assert groups(inside, "te-a2a+p2p") == {((0,), (1,), (2,), (3,)), ((0, 1), (2, 3)), ((0, 1, 2, 3),)}
-    across = fleet_of([("a", "PLAIN", 3), ("b", "PLAIN", 3)], tiny_job(seq_length=12288))
-    assert shapes(across, "te-a2a+p2p") == {(1, 6, 1)}
-
-
-def test_transformer_engine_wants_lengths_that_divide_twice():
-    fleet = fleet_of([("a", "PLAIN", 3)], tiny_job(seq_length=4098))
-    assert found(fleet)["te-a2a+p2p"].trial is not None  # 6 x 683
-    fleet = fleet_of([("a", "PLAIN", 3)], tiny_job(seq_length=4101))
-    assert found(fleet)["te-a2a+p2p"].why_not == "4101 tokens cannot be cut into 2 x 3 equal parts"
-
-
-def test_40_heads_over_152_ranks():
-    job = Job(presets()["gpt-13b"], 2**17, recompute="full")
-    fleet = fleet_of([(f"n{number}", "PLAIN", 8) for number in range(19)], job)
-    assert {shape[2] for shape in shapes(fleet, "usp")} == {1, 2, 4, 8}
-    assert not shapes(fleet, "ulysses")
-    assert why_none(fleet, 1, "ulysses") == "40 heads cannot be cut over 152 ranks"
-    assert why_none(fleet, None, "ulysses") == "40 heads cannot be cut over 152, 76, 38 or 19 ranks"
-
-
-def test_a_length_that_does_not_divide_is_apportioned_and_said():
-    fleet = fleet_of([("a", "PLAIN", 3)], tiny_job(seq_length=4097))
-    ring = found(fleet)["ring"]
-    assert [part.tokens for part in ring.trial.layouts[0].parts] == [(1366,), (1366,), (1365,)]
-    assert ring.layout.startswith("TP 1, PP 1: 3 groups of one, 2 ranks with one token more")
-
-
-def test_proportion_follows_speed_alone():
-    job = tiny_job(seq_length=8192)
-    fleet = fleet_of([("a", "DOUBLE", 2), ("b", "PLAIN", 2)], job, bandwidth=100)
-    fast, slow = (kind.tokens_per_s for kind in fleet.kinds)
-    assert 1.5 < fast / slow < 2
-    tokens = apportion(8192, [fast, fast, slow, slow])
-    for one in candidates(fleet, 1, ("proportion",)):
-        (layout,) = one.layouts
-        held = {
-            unit: count for part in layout.parts for unit, count in zip(part.units, part.tokens, strict=True)
-        }
-        assert [held[unit] for unit in range(4)] == tokens
-    heads = {one.layouts[0].parts[0].heads for one in candidates(fleet, 1, ("proportion",))}
-    assert heads == {(4,), (2, 2), (1, 1, 1, 1)}
-
-
-def test_proportion_may_deal_heads_by_speed_too():
-    job = tiny_job(model=replace(TINY, heads=12, kv_heads=12))
-    fleet = fleet_of([("a", "DOUBLE", 2), ("b", "PLAIN", 2)], job)
-    heads = {
-        one.texts["proportion"]: one.layouts[0].parts[0].heads
-        for one in candidates(fleet, 1, ("proportion",))
-    }
-    assert heads["one group of 4, heads equal"] == (3, 3, 3, 3)
-    assert heads["one group of 4, heads in proportion"] == (4, 4, 2, 2)
-
-
-def test_homogeneous_takes_the_best_model_of_gpu_alone():
-    fleet = fleet_of([("a", "PLAIN", 2), ("b", "DOUBLE", 2)], bandwidth=0.01)
-    alone = found(fleet)["homogeneous"]
-    assert alone.layout == "2 DOUBLE alone: TP 1, PP 1: one group of 2"
-    assert not alone.uniform
-    assert alone.trial.plan.gpus == (2, 3)
-    many = fleet_of([("a", "PLAIN", 4), ("b", "DOUBLE", 1)], bandwidth=0.01)
-    assert found(many)["homogeneous"].layout.startswith("4 PLAIN alone: ")
-
-
-def test_in_a_cluster_of_one_kind_homogeneous_is_the_best_uniform_one():
-    both = found(fleet_of([("a", "PLAIN", 4), ("b", "PLAIN", 4)]))
-    assert both["homogeneous"].trial.plan == both["usp"].trial.plan
-    assert both["homogeneous"].layout == f"8 PLAIN alone: {both['usp'].layout}"
-
-
-# Replicas
-
-
-def test_replicas_divide_units_and_micro_batches():
-    fleet = fleet_of([("a", "PLAIN", 6)], tiny_job(global_batch_size=4))
-    assert replica_counts(fleet, None) == [1, 2]
-    assert replica_counts(fleet, 2) == [2]
-    assert shapes(fleet, "ring", None) == {(1, 6, 1), (2, 3, 1)}
-    for one in candidates(fleet, 2):
-        assert [layout.micro_batches for layout in one.layouts] == [2, 2]
-    assert {one.why_not for one in found(fleet, 4).values()} == {
-        "6 ranks cannot be cut into 4 equal replicas",
-        "6 PLAIN: 6 ranks cannot be cut into 4 equal replicas",
-    }
-    assert found(fleet, 3)["ring"].why_not == "4 micro-batches cannot be shared equally by 3 replicas"
-
-
-def test_replicas_are_consecutive_or_of_one_mix():
-    fleet = fleet_of([("a", "DOUBLE", 2), ("b", "PLAIN", 2)], tiny_job(global_batch_size=2), bandwidth=100)
-    dealt = {
-        tuple(tuple(sorted(unit for part in layout.parts for unit in part.units)) for layout in one.layouts)
-        for one in candidates(fleet, 2)
-    }
-    assert dealt == {((0, 1), (2, 3)), ((0, 2), (1, 3))}
-    # A replica of slow ones alone paces everything; in proportion, replicas of one mix do not.
-    assert found(fleet, 2)["proportion"].layout.startswith("TP 1, PP 1: 2 replicas of one mix, each ")
 
 
 # Megatron's flags
@@ -512,8 +280,14 @@ def test_plans_are_valid_and_as_equal_as_their_rules_say(nodes, changes):
             assert len({member.tokens for member in members}) == 1
 
 
-@pytest.mark.parametrize("last", ["DOUBLE", "PLAIN"])
-@pytest.mark.parametrize("bandwidth", [0.3, 10])
+@pytest.mark.parametrize(
+    ("last", "bandwidth"),
+    [
+        ("DOUBLE", 0.3),
+        ("PLAIN", 10),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("DOUBLE", 10), ("PLAIN", 0.3))),
+    ],
+)
 def test_the_order_of_a_file_s_entries_does_not_matter(last, bandwidth):
     nodes = [("a", "DOUBLE", 2), ("b", "PLAIN", 4), ("c", last, 2)]
     job = tiny_job(seq_length=12288, global_batch_size=2)

@@ -177,19 +177,14 @@ def test_the_floor_of_an_equal_layout_is_below_its_time(recompute, sizes, nodes)
     assert floor.may_fit(flags, recompute) or not timing.fits
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_fixed_expert_parallel_size_is_every_expert_domains(size):
-    plan = find_plan(Request(JOB, expert_parallel=size), MIXED).plan
-    validate_plan(plan)
-    for replica in plan.replicas:
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
+def test_a_fixed_expert_parallel_size_is_every_expert_domain_s_and_no_faster_than_a_free_one(planned, size):
+    fixed = find_plan(Request(JOB, expert_parallel=size), MIXED)
+    validate_plan(fixed.plan)
+    for replica in fixed.plan.replicas:
         for stage in replica.stages:
             assert {len(domain) for domain in expert_domains(stage, TOTAL)} == {size}
-
-
-def test_a_free_expert_parallel_size_is_no_slower_than_a_fixed_one(planned):
-    for size in (1, 2, 4):
-        fixed = find_plan(Request(JOB, expert_parallel=size), MIXED)
-        assert planned.cost.iteration_s <= 1.002 * fixed.cost.iteration_s
+    assert planned.cost.iteration_s <= 1.002 * fixed.cost.iteration_s
 
 
 @pytest.mark.parametrize(

@@ -178,12 +178,12 @@ def test_gpus_that_would_only_cost_time_are_left_out_and_said():
 CARDS = """\
 name: cards
 nodes:
-- {name: fast, count: 2, gpu: H100-SXM-80GB, gpus: 4OWN}
-- {name: slow, gpu: A100-SXM-80GB, gpus: 4OWN}
+- {name: fast, count: 2, gpu: H100-SXM-80GB, gpus: 2OWN}
+- {name: slow, gpu: A100-SXM-80GB, gpus: 2OWN}
 """
 
 
-@pytest.mark.parametrize(("per", "cards"), [("gpu", 4), ("node", 1)])
+@pytest.mark.parametrize(("per", "cards"), [("gpu", 2), ("node", 1)])
 def test_cards_at_each_node_are_planned_as_one_network_that_says_the_same(per, cards):
     common = CARDS.replace("OWN", "") + f"network: {{bandwidth_gb_s: 12.5, per: {per}}}\n"
     own = CARDS.replace("OWN", f", network: {{cards: {cards}, gbit_s: 100}}")
@@ -375,7 +375,9 @@ def test_where_a_baseline_fits_there_is_a_plan(seed):
     assert not find_plan(Request(job), known).baselines
 
 
-@pytest.mark.parametrize("replicas", [1, 2, None])
+@pytest.mark.parametrize(
+    "replicas", [None, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2))]
+)
 def test_a_sequence_that_all_memory_is_too_small_for_is_refused(replicas):
     known = cluster([("a", "PLAIN", 2), ("b", "DOUBLE", 2)])
     job = tiny_job(seq_length=2**28, global_batch_size=4, data_parallel=replicas or 1)

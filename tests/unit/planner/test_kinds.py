@@ -19,8 +19,8 @@ from tests.unit.cost.test_kinds import NODES, model, staged, with_window
 FLEET = """\
 name: mixed
 nodes:
-- {name: new, gpu: H100-SXM-80GB, gpus: 4}
-- {name: old, gpu: A100-SXM-80GB, gpus: 4}
+- {name: new, gpu: H100-SXM-80GB, gpus: 2}
+- {name: old, gpu: A100-SXM-80GB, gpus: 2}
 network: {bandwidth_gb_s: 25, latency_us: 10, per: gpu}
 """
 #: Sliding windows in three of four layers; in all; latent attention.

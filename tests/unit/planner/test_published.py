@@ -36,10 +36,11 @@ def judge(nodes, fixed=(), extra="", **changes):
     return StagedJudge(Request(job, frozenset(fixed)), cluster(nodes, extra=extra))
 
 
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 20), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_plans_on_random_clusters_are_valid_and_as_fast_as_the_cost_model_says(name, tmp_path):
+def test_plans_on_random_clusters_are_valid_and_as_fast_as_the_cost_model_says(name, seeds, tmp_path):
     checked = 0
-    for seed in range(14):
+    for seed in seeds:
         text, known, job = random_parallel_case(seed, gpus=(2, 4, 6, 8))
         request = Request(job)
         found = PUBLISHED[name](StagedJudge(request, known))
@@ -56,7 +57,7 @@ def test_plans_on_random_clusters_are_valid_and_as_fast_as_the_cost_model_says(n
         again = best(name, StagedJudge(request, known))
         assert (again.plan, again.iteration_s) == (found.plan, found.iteration_s)
         checked += 1
-    assert checked > 6
+    assert checked > 0.4 * len(seeds)
 
 
 def all_parts(weights, parts):

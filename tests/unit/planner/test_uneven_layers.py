@@ -25,7 +25,12 @@ def layers_of(plan):
 
 
 @pytest.fixture(
-    scope="module", params=[{}, {"pipeline_parallel": 3}, {"recompute": "full"}, {"data_parallel": 2}]
+    scope="module",
+    params=[
+        {},
+        {"pipeline_parallel": 3},
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ({"recompute": "full"}, {"data_parallel": 2})),
+    ],
 )
 def found(request):
     known = read_text(MIXED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from megatron_hexi.platform.cpu_layers import (
     chunk_gated_delta_rule,
     mamba_split_conv1d_scan_combined,
 )
+from tests.support.plans import examples
 
 LIMIT = 1e-10
 
@@ -40,7 +41,7 @@ def starts(documents: Tensor | None, token: int) -> bool:
     return token == 0 or (documents is not None and bool(documents[0, token] != documents[0, token - 1]))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(scans())
 def test_state_space_scan_is_the_recurrence(case):
     (batch, length, groups, shared_by, keys, size), documents, seed = case
@@ -58,7 +59,7 @@ def test_state_space_scan_is_the_recurrence(case):
         assert (found[:, token] - expected).abs().max() < LIMIT
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(scans())
 def test_delta_rule_scan_is_the_recurrence(case):
     (batch, length, _, heads, size, width), documents, seed = case
@@ -77,7 +78,7 @@ def test_delta_rule_scan_is_the_recurrence(case):
         assert (found[:, token] - expected).abs().max() < LIMIT
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(scans())
 def test_convolution_is_pytorchs_within_each_document(case):
     (batch, length, channels, taps, *_), documents, seed = case

@@ -87,7 +87,7 @@ def staged(ranks, stages, *, replicas=1, ministages=None, offload=EVERYTHING, na
         pytest.param(16, 1, {"ministages": 8}, marks=pytest.mark.slow),
         (16, 4, {"ministages": 4}),
         pytest.param(16, 16, {}, marks=pytest.mark.slow),
-        (48, 1, {"ministages": 8, "width": 2}),
+        pytest.param(48, 1, {"ministages": 8, "width": 2}, marks=pytest.mark.slow),
         pytest.param(128, 1, {}, marks=pytest.mark.slow),
         pytest.param(128, 4, {"replicas": 4}, marks=pytest.mark.slow),
         (128, 16, {"width": 4}),

@@ -1,6 +1,7 @@
 """`hexi report`: figures against the record, and the page against the figures."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -202,16 +203,25 @@ def test_ranks_are_numbered_as_megatron_numbers_them(path):
 # The page.
 
 
-def page_of(record, plan=PLAN, *, predicted=False, title="A run"):
+def drawn(record, plan=PLAN, *, predicted=False, title="A run"):
+    """The run, and the text of its page."""
     cost = estimate(plan, JOB, MACHINES) if predicted else None
     simulated = simulate(plan, JOB, MACHINES) if predicted else None
     replay = (draw_timeline(simulated, plan), simulated.iteration_s) if simulated else ()
     run = describe_run(record, plan, cost)
-    return run, Page(run_page(run, plan, title, cost, *replay))
+    return run, run_page(run, plan, title, cost, *replay)
 
 
-def test_every_number_of_the_tables_is_the_record_s(record):
-    _, page = page_of(record)
+@pytest.fixture(scope="module")
+def page_of(tmp_path_factory):
+    """The run of INTERVALS and its page, with predictions or without, drawn when first asked for."""
+    path = tmp_path_factory.mktemp("run") / "record.jsonl"
+    record = read_record(write_record(path, start(), *INTERVALS))
+    return functools.cache(lambda *, predicted: drawn(record, predicted=predicted))
+
+
+def test_every_number_of_the_tables_is_the_record_s(page_of):
+    page = Page(page_of(predicted=False)[1])
     assert page.tables["plan"][1:] == [
         ["0", "group-0", "3,072", "75.0%", "0-3", "0-3", "0-1535, 2560-4095"],
         ["1", "group-1", "1,024", "25.0%", "0-3", "0-3", "1536-2559"],
@@ -233,8 +243,9 @@ def test_every_number_of_the_tables_is_the_record_s(record):
         assert said in re.sub(r"\s+", " ", words)
 
 
-def test_predictions_stand_beside(record):
-    run, page = page_of(record, predicted=True)
+def test_predictions_stand_beside(page_of):
+    run, text = page_of(predicted=True)
+    page = Page(text)
     for row, rank in zip(page.tables["ranks"][2:], run.ranks, strict=True):
         assert float(row[3]) == pytest.approx(rank.predicted_busy_s, rel=5e-3)
         assert float(row[8]) == pytest.approx(rank.predicted_wait_s, rel=5e-3)
@@ -245,8 +256,9 @@ def test_predictions_stand_beside(record):
 
 
 @pytest.mark.parametrize("predicted", [False, True])
-def test_the_page_needs_nothing_else(record, predicted):
-    run, page = page_of(record, predicted=predicted)
+def test_the_page_needs_nothing_else(page_of, predicted):
+    _, text = page_of(predicted=predicted)
+    page = Page(text)
     assert page.title == "A run"
     inside = {f"#{name}" for name in page.names}
     assert {name for name in page.references if name != "data:,"} <= inside
@@ -254,7 +266,6 @@ def test_the_page_needs_nothing_else(record, predicted):
     drawings = ["plan", "ranks", "memory", "course", *(["timeline"] if predicted else [])]
     assert len(page.labels) == len(drawings)
     assert all(len(label) > 30 for label in page.labels)
-    text = run_page(run, PLAN, "A run")
     assert "<script" not in text
     used = set(re.findall(r"url\(#([^)]+)\)", text))
     assert used
@@ -270,17 +281,16 @@ def test_names_cannot_become_html(path):
     plan = dataclasses.replace(PLAN, replicas=(dataclasses.replace(replica, stages=(stage,)),))
     told = start(plan, devices=("<b>GPU</b>", "&amp;"))
     record = read_record(write_record(path, told, *INTERVALS))
-    run, page = page_of(record, plan, title="<i>run</i>")
+    _, text = drawn(record, plan, title="<i>run</i>")
+    page = Page(text)
     assert page.title == "<i>run</i>"
     assert [row[1] for row in page.tables["ranks"][2:]] == ["<b>GPU</b>", "&amp;"]
     assert page.tables["plan"][1][1] == "<script>alert(1)</script>"
-    text = run_page(run, plan, "<i>run</i>")
     assert not any(word in text for word in ("<script", "<b>", "<i>"))
 
 
-def test_the_same_run_gives_the_same_page(record):
-    run, _ = page_of(record)
-    assert run_page(run, PLAN, "A run") == run_page(run, PLAN, "A run")
+def test_the_same_run_gives_the_same_page(page_of, record):
+    assert drawn(record)[1] == page_of(predicted=False)[1]
 
 
 def test_many_ranks_and_iterations_are_drawn(path):
@@ -290,7 +300,7 @@ def test_many_ranks_and_iterations_are_drawn(path):
     times = RankTimes((2.0,) * 70, (0.5,) * 70, (0.0,) * 70, (0.1,) * 70, (GIB,) * 70)
     many = dataclasses.replace(interval(*range(2, 302)), losses=(None,) * 300, ranks=times, tokens=8192)
     write_record(path, start(plan, devices=("GPU",) * 70), dataclasses.replace(one, ranks=times), many)
-    _, page = page_of(read_record(path), plan)
+    page = Page(drawn(read_record(path), plan)[1])
     assert len(page.tables["ranks"]) == 2 + 70
     assert page.tables["ranks"][2][6] == "0.1"
 

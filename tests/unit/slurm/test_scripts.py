@@ -21,7 +21,7 @@ BIN = Path(sys.executable).parent
 #: Stands for srun and scontrol: writes down its words; ends as FAILS says, and prints SAYS; `hexi place`
 #: leaves its files, `hexi arguments` is the real one.
 PLAYER = """\
-#!{python}
+#!{python} -IS
 import json, os, sys
 from pathlib import Path
 
@@ -33,10 +33,8 @@ if "place" in words:
     for part, text in json.loads(os.environ["HOSTS"]).items():
         hosts.with_name(f"hosts{{part}}").write_text(text)
 if "arguments" in words:
-    from megatron_hexi.cli.main import main
-
-    sys.argv = words[words.index("hexi"):]
-    main()
+    hexi = os.environ["HEXI"], "-m", "megatron_hexi.cli.main"
+    os.execv(hexi[0], [*hexi, *words[words.index("hexi") + 1 :]])
 if "--distribution=arbitrary" in words:
     print(os.environ.get("SAYS", ""), file=sys.stderr)
     if "ENDED" in os.environ:
@@ -80,7 +78,7 @@ def test_there_are_three_scripts():
 
 
 @pytest.fixture
-def submit(tmp_path):
+def submit(forks, tmp_path):
     """Runs a script as slurmd would, in a folder with Megatron's arguments; gives its exit code and calls."""
     (tmp_path / "bin").mkdir()
     for name in ("srun", "scontrol", "sinfo"):
@@ -94,6 +92,7 @@ def submit(tmp_path):
             "PATH": os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]]),
             "SLURM_JOB_ID": "7",
             "PYTHONPATH": str(REPOSITORY),
+            "HEXI": str(forks.python),
             "HOSTS": json.dumps(hosts),
             "FAILS": json.dumps(fails or {}),
         }
@@ -103,7 +102,7 @@ def submit(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=250,
         )
         calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
         listings = [call for call in calls if call[0] == "sinfo"]

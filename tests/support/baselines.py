@@ -1,0 +1,61 @@
+"""Baselines by name, their layouts, and the floors below them."""
+
+from dataclasses import replace
+
+from megatron_hexi.cost.network import LinkTable
+from megatron_hexi.cost.rings import Rings
+from megatron_hexi.planner import CHOSEN, Request
+from megatron_hexi.planner.baselines import find_baselines
+from megatron_hexi.planner.baselines.floor import Floor
+from megatron_hexi.planner.baselines.rules import NAMES, replica_counts
+from megatron_hexi.planner.baselines.rules import candidates as candidates_of
+from megatron_hexi.planner.fleet.units import find_units
+from tests.support.costs import cluster, tiny_job
+
+
+def fleet_of(nodes, job=None, **network):
+    return find_units(job or tiny_job(), cluster(nodes, **network))
+
+
+def all_fixed(job, data_parallel=1):
+    """A request with none of Megatron's flags left to choose; replicas are, where they are ``None``."""
+    if data_parallel is None:
+        return Request(job, frozenset(CHOSEN) - {"data_parallel"})
+    return Request(replace(job, data_parallel=data_parallel), frozenset(CHOSEN))
+
+
+def candidates(fleet, data_parallel, names=NAMES):
+    """All layouts of so many replicas; ``None``: of any number."""
+    return candidates_of(fleet, replica_counts(fleet, data_parallel), names)
+
+
+def floor_of(fleet):
+    """A fleet's lower bounds."""
+    return Floor(fleet, Rings(LinkTable(fleet.cluster)))
+
+
+def by_name(request, known, **others):
+    """Those that follow rules; tests of published planners stand apart."""
+    return {one.name: one for one in find_baselines(request, known, **others)[0] if one.name in NAMES}
+
+
+def found(fleet, data_parallel=1, **others):
+    return by_name(all_fixed(fleet.job, data_parallel), fleet.cluster, **others)
+
+
+def shapes(fleet, name, data_parallel=1):
+    """(replicas, groups of each, size of each) that a baseline may use."""
+    return {
+        (len(one.layouts), len(one.layouts[0].parts), len(one.layouts[0].parts[0].units))
+        for one in candidates(fleet, data_parallel)
+        if name in one.texts
+    }
+
+
+def groups(fleet, name):
+    """The groups' units of each layout that a baseline may use on one replica."""
+    return {
+        tuple(part.units for part in one.layouts[0].parts)
+        for one in candidates(fleet, 1)
+        if name in one.texts
+    }

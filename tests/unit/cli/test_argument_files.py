@@ -1,0 +1,137 @@
+"""A file of Megatron's arguments as a command's job: what of it counts, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_hexi.cli.options import NewJob
+from megatron_hexi.plan import read_plan
+from tests.unit.cli.conftest import ARGUMENTS, JOB
+
+
+def test_a_file_of_arguments_is_the_job(hexi, asked):
+    Path("job.args").write_text(ARGUMENTS)
+    done = hexi("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
+    assert done.code == 0
+    job = asked[0][0].job
+    assert asked[0][0].fixed == {"micro_batch_size", "recompute"}
+    assert (job.seq_length, job.micro_batch_size, job.global_batch_size) == (4096, 2, 4)
+    assert (job.precision, job.recompute, job.distributed_optimizer) == ("bf16", "selective", False)
+    said, unread, *_ = done.err.splitlines()
+    assert said.startswith("note: job.args says ")
+    for words in ("--seq-length 4096", "--recompute-granularity selective", "--no-use-distributed-optimizer"):
+        assert words in said
+    assert unread == "note: job.args: plans do not depend on --lr, --train-iters"
+    terms = read_plan("plan.yaml").job
+    assert (terms.micro_batch_size, terms.global_batch_size, terms.recompute) == (2, 4, "selective")
+    assert (terms.precision, terms.distributed_optimizer, terms.sequence_parallel) == ("bf16", False, None)
+
+
+@pytest.mark.parametrize(
+    ("option", "refused"),
+    [
+        ("--sft --no-rope-fusion --micro-batch-size 1", ("unequal_replicas", "unequal_stages")),
+        ("--optimizer muon", ("unequal_stages",)),
+        ("--dataloader-inter-document-masking --no-rope-fusion --micro-batch-size 1", ("unequal_stages",)),
+        ("--dataloader-type external", ("unequal_replicas", "unequal_stages")),
+    ],
+)
+def test_an_option_that_leaves_some_plans_restricts_the_search(hexi, asked, option, refused):
+    Path("job.args").write_text(f"{ARGUMENTS}\n{option}")
+    words = ("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
+    done = hexi(*words)
+    assert asked[0][0].rules.refused == refused
+    note = f"note: job.args: {option.split()[0]} trains with "
+    assert note + " and ".join(f"--no-{name.replace('_', '-')}" for name in refused) in done.err
+    contrary = hexi(*words, f"--{refused[-1].replace('_', '-')}")
+    assert contrary.code == 2
+    assert f"--unequal-stages: {option.split()[0]} of job.args does not work with it" in contrary.err
+
+
+def test_experts_balanced_by_a_running_mean_are_planned_without_ministages(hexi, asked):
+    experts = "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type"
+    for kind, refused in (("global_aux_loss", ("ministages",)), ("aux_loss", ())):
+        Path("job.args").write_text(f"{ARGUMENTS}\n{experts} {kind}")
+        said = hexi("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml").err
+        assert asked[-1][0].rules.refused == refused
+        note = f"--moe-router-load-balancing-type {kind} trains with --no-ministages only"
+        assert (note in said) is bool(refused)
+
+
+def test_the_imbalance_of_experts_is_a_term_of_the_job(hexi, asked):
+    given = NewJob(model="mixtral-8x7b", seq_length=4096, expert_imbalance=0.6)
+    assert given.request().job.expert_imbalance == 0.6
+    assert NewJob(model="mixtral-8x7b", seq_length=4096).request().job.expert_imbalance == 0.2
+    refused = hexi("plan", "cluster.yaml", *JOB, "--expert-imbalance", "0.6", "-o", "plan.yaml")
+    assert (refused.code, refused.out) == (2, "")
+    assert "--expert-imbalance 0.6: gpt-3b has no experts; leave it out" in refused.err
+
+
+def test_a_context_parallel_size_in_a_file_is_said_to_be_chosen_anew(hexi, asked):
+    Path("job.args").write_text(f"{ARGUMENTS}\n--context-parallel-size 2")
+    words = ("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
+    note = "note: job.args: --context-parallel-size 2 is chosen anew; give it on the command line"
+    assert note in hexi(*words).err
+    assert note not in hexi(*words, "--context-parallel-size", 4).err
+    assert [request.context_parallel for request, _, _ in asked] == [None, 4]
+
+
+def test_chunks_in_a_file_are_said_to_be_chosen_anew(hexi, asked):
+    stages = "--num-layers 4 --pipeline-model-parallel-size 2"
+    Path("job.args").write_text(f"{ARGUMENTS}\n{stages} --num-layers-per-virtual-pipeline-stage 1")
+    words = ("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
+    flag = "--num-virtual-stages-per-pipeline-rank"
+    note = f"note: job.args: --num-layers-per-virtual-pipeline-stage 1 is chosen anew; give {flag} on the"
+    assert note in hexi(*words).err
+    assert note not in hexi(*words, flag, 2).err
+    assert [request.virtual_stages for request, _, _ in asked] == [None, 2]
+
+
+def test_an_expert_parallel_size_stays_and_the_command_line_goes_before_the_file(hexi, asked):
+    experts = "--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+    Path("job.args").write_text(f"{ARGUMENTS}\n{experts}")
+    words = ("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
+    assert "note: job.args says --expert-model-parallel-size 2" in hexi(*words).err
+    hexi(*words, "--expert-model-parallel-size", 4)
+    assert [request.expert_parallel for request, _, _ in asked] == [2, 4]
+
+
+@pytest.mark.parametrize("option", ["--attention-backend fused", "--fp8-format hybrid"])
+def test_what_training_refuses_is_refused_before_anything_is_planned(hexi, asked, option):
+    Path("job.args").write_text(f"{ARGUMENTS}{option}")
+    result = hexi("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
+    assert result.code == 2
+    assert result.err.startswith(f"hexi: error: job.args, line 5: {option.split()[0]} does not work with ")
+    assert asked == []
+
+
+def test_what_stages_refuse_is_refused_with_experts(hexi, asked):
+    """Plans say where experts are in stages with layers, which need Megatron's alltoall dispatcher."""
+    Path("job.args").write_text(f"{ARGUMENTS}--num-experts 8")
+    result = hexi("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
+    assert result.code == 2
+    assert "job.args: --moe-token-dispatcher-type does not work with stages" in result.err
+    assert "give --moe-token-dispatcher-type alltoall" in result.err
+    assert asked == []
+
+
+def test_the_command_line_stands_before_the_file_of_arguments(hexi, asked):
+    Path("job.args").write_text(ARGUMENTS)
+    words = ("--seq-length", 8192, "--recompute-granularity", "none", "--use-distributed-optimizer")
+    done = hexi("compare", "cluster.yaml", "--model", "job.args", *words)
+    assert done.code == 0
+    job = asked[0][0].job
+    assert (job.seq_length, job.recompute, job.distributed_optimizer) == (8192, "none", True)
+    assert (job.micro_batch_size, job.precision, job.overlap_gradients) == (2, "bf16", False)
+    said = done.err.splitlines()[0]
+    assert not {"--seq-length", "--recompute-granularity", "--no-use-distributed-optimizer"} & set(
+        said.split()
+    )
+
+
+def test_a_length_that_nobody_states_is_asked_for(hexi, asked):
+    Path("model.args").write_text(ARGUMENTS.replace("--seq-length 4096", ""))
+    for model in ("model.args", "gpt-3b"):
+        done = hexi("plan", "cluster.yaml", "--model", model, "-o", "plan.yaml")
+        assert (done.code, asked) == (2, [])
+        assert f"--seq-length is missing, and {model} does not say it; add --seq-length N" in done.err
