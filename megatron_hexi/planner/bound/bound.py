@@ -8,8 +8,8 @@ and q is 1 / f; each of its GPUs is in some option, with works x and z. Then, wi
 time   m micro-batches take tau each in the stage, and one passes the others besides (pipeline.py: sum of tau
        + (m - 1) x longest), no faster than on all GPUs together; the optimizer's step follows. Nothing of a
        GPU's own work overlaps (layer.py):   seconds(x, z) <= T - step - (1 - f) pass / V
-       where V are the chunks that the stage may have at most: as many as are fixed, or l; without end where
-       stages that differ may interleave ministages: a slow one's own passes may hide those of all others
+       where V are the chunks that the stage may have at most: as many as are fixed, or l; without end, if
+       l > 1, where stages that differ may interleave ministages: a slow one's own passes may hide all others
 memory Kept are l layers of n micro-batches, L S x n / m: one on a last stage, min(m, 2) before it, and
        m <= w / B. No fewer with chunks: two micro-batches have passed all of them before a stage that is not
        the last runs backward. Under way is one layer, S x q / m. What attention keeps goes by tokens of the

@@ -286,12 +286,12 @@ class BoundProgram:
 def _most_chunks(request: Request, places: Places) -> Floats | Ints:
     """Return the most chunks that stages may have, [P]: as many as is fixed, or a layer each.
 
-    Infinite where stages that differ may have them: a GPU there may idle for as little as one likes.
+    Infinite where stages of several layers that differ may have them: a GPU may idle for no time there.
     """
     if request.virtual_stages is not None:
         return np.full(len(places.high), request.virtual_stages)
     if request.may_interleave:
-        return np.full(len(places.high), np.inf)
+        return np.where(places.high > 1, np.inf, 1)
     job = request.job
     if "pipeline_parallel" in request.fixed:
         return np.full(len(places.high), max(request.chunk_counts(job)))
