@@ -18,7 +18,7 @@ settings.register_profile(
 settings.load_profile("unhurried")
 
 #: The part of each property's examples that the default suite tries.
-SHARE = 0.35
+SHARE = 0.3
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -167,8 +167,6 @@ def test_each_weight_and_its_gradient_is_that_of_one_rank(name, forks, reference
 
 #: Who saves and loads, on how many ranks without a plan.
 PLACES = {"one-rank": None, "replicas": REPLICAS, "samples": SAMPLES, "ministages": MINISTAGES}
-# From one training; `test_each_weight_and_its_gradient_is_that_of_one_rank` saves under the replicas.
-IN_CI = {("samples", "one-rank")}
 
 
 @pytest.fixture(scope="module")
@@ -198,10 +196,11 @@ def go_on(place, more, forks, folder):
     return forks.train(folder, ranks=plan.ranks if plan else 1, args=args, plan=plan or None)
 
 
+@pytest.mark.slow  # always: `test_each_weight_and_its_gradient_is_that_of_one_rank` saves
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [
-        pytest.param(*pair, id="-to-".join(pair), marks=() if pair in IN_CI else pytest.mark.slow)
+        pytest.param(*pair, id="-to-".join(pair))
         for pair in ((saver, loader) for saver in PLACES for loader in PLACES if saver != loader)
     ],
 )

@@ -196,7 +196,9 @@ def test_a_checkpoint_goes_on_under_another_plan(model: str, forks: Forks, tmp_p
     assert any(name.endswith(f"{projection}.layer_norm_weight") for name in names)
 
 
-@pytest.mark.parametrize(("pattern", "sizes"), [("M-M-", MAMBA[2:]), ("G-G-", DELTA[2:])])
+@pytest.mark.parametrize(
+    ("pattern", "sizes"), [pytest.param("M-M-", MAMBA[2:], marks=pytest.mark.slow), ("G-G-", DELTA[2:])]
+)
 def test_states_begin_anew_in_each_document(
     pattern: str,
     sizes: tuple[str, ...],

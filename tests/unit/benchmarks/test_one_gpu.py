@@ -64,7 +64,7 @@ def test_a_part_that_fails_leaves_what_was_measured(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     "parts",
     [
-        pytest.param(["mixed", "training"], id="those that train"),
+        pytest.param(["training"], id="training"),
         pytest.param([part.name for part in PARTS], id="all", marks=pytest.mark.slow),
     ],
 )
@@ -79,9 +79,10 @@ def test_parts_run_with_tiny_sizes_on_the_cpu(
     for name, part in run["parts"].items():
         assert part["rows"], name
         assert not any(row.get("failed") for row in part["rows"]), name
-    mixed = [row["layout"] for row in run["parts"]["mixed"]["rows"] if "layout" in row]
-    assert mixed[0].startswith("plan")
-    assert len(mixed) > 1
+    if "mixed" in parts:
+        mixed = [row["layout"] for row in run["parts"]["mixed"]["rows"] if "layout" in row]
+        assert mixed[0].startswith("plan")
+        assert len(mixed) > 1
     assert {row["cell"]["side"] for row in run["parts"]["training"]["rows"]} == {"stock", "plan"}
 
 

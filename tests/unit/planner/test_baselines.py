@@ -80,8 +80,18 @@ def every_choice(request, known):
             yield flags, by_name(one, known)
 
 
-@pytest.mark.parametrize("fixed", [(), ("tensor_parallel",), ("pipeline_parallel", "recompute")])
-@pytest.mark.parametrize("memory", [80, 2.4])
+@pytest.mark.parametrize(
+    ("fixed", "memory"),
+    [
+        ((), 2.4),
+        (("pipeline_parallel", "recompute"), 80),
+        (("pipeline_parallel", "recompute"), 2.4),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (((), 80), (("tensor_parallel",), 80), (("tensor_parallel",), 2.4))
+        ),
+    ],
+)
 def test_flags_that_are_not_fixed_are_the_best_of_all(fixed, memory):
     known = cluster(
         [("a", f"DOUBLE, memory_gb: {memory}", 2), ("b", "PLAIN", 2), ("c", "PLAIN", 2)], bandwidth=1

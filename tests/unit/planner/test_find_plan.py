@@ -332,12 +332,13 @@ network: {bandwidth_gb_s: 25}
     ("model", "sequence", "terms", "proven", "change"),
     [
         pytest.param("gpt-3b", 2**21, {}, True, "--seq-length", marks=pytest.mark.slow),
-        (
+        pytest.param(
             "gpt-13b",
             2**17,
             {"tensor_parallel": 1, "recompute": "none"},
             False,
             "leave out --recompute-granularity none",
+            marks=pytest.mark.slow,  # of small fleets: `test_what_would_fit_does_fit`
         ),
     ],
 )

@@ -112,7 +112,9 @@ def test_replicas_are_packed_as_well_as_can_be(seed):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("stages", [2, 4, 8, 16])
+@pytest.mark.parametrize(
+    "stages", [2, 4, *(pytest.param(count, marks=pytest.mark.slow) for count in (8, 16))]
+)
 def test_pipelines_over_thin_links_take_what_was_expected(monkeypatch, stages, tied):
     # Stages of one GPU and of two on nodes of four: some borders lie between nodes.
     found, run = [], Assembly.run

@@ -329,7 +329,7 @@ def test_what_is_fixed_is_kept(terms):
     [
         pytest.param({"pipeline_parallel": 2}, marks=pytest.mark.slow),
         pytest.param({"data_parallel": 2}, marks=pytest.mark.slow),
-        {},
+        pytest.param({}, marks=pytest.mark.slow),  # of small fleets: test_determinism.py
     ],
 )
 def test_the_same_plan_again_and_whatever_the_file_lists_first(changes):

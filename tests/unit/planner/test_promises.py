@@ -4,8 +4,8 @@ import pytest
 
 from tests.support.promises import broken, plan_case, random_promise
 
-#: Of all cases, those that take a few seconds together.
-QUICK = (17, 19)
+#: Of all cases, one that takes a few seconds.
+QUICK = 17
 
 
 def check(seed):
@@ -15,13 +15,13 @@ def check(seed):
     return found
 
 
-def test_plans_of_some_fleets_keep_the_promises():
-    found = [one for seed in QUICK for one in check(seed)]
-    assert sum(one.seconds is not None for one in found) > 4
-    assert sum(one.megatron_s is not None for one in found) > 3
+def test_plans_of_a_fleet_keep_the_promises():
+    found = check(QUICK)
+    assert sum(one.seconds is not None for one in found) > 1
+    assert any(one.megatron_s is not None for one in found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [seed for seed in range(60) if seed not in QUICK])
+@pytest.mark.parametrize("seed", [seed for seed in range(60) if seed != QUICK])
 def test_plans_of_sixty_fleets_keep_the_promises(seed):
     check(seed)

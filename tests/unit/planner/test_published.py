@@ -148,6 +148,7 @@ def test_what_is_fixed_stays():
         assert {len(member.ranks) for stage in replica.stages for member in stage.members} == {2}
 
 
+@pytest.mark.slow  # of small fleets: `test_no_baseline_is_faster` of test_find_plan.py
 def test_the_plan_is_never_slower_and_names_both():
     known = judge(TWO_SITES, extra=SITES)
     planned = find_plan(known.request, known.cluster, with_baselines=True)

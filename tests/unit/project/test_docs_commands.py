@@ -54,7 +54,6 @@ PAGES = {
 }
 
 
-COMPARE = "hexi compare "
 #: Pages that plan as docs/quickstart.md and docs/performance.md do, from another file or for another batch.
 REPEATING = {"README.md", "docs/choose-layout.md", "docs/planner.md"}
 #: What each command wrote, with the files that it named: one that several pages show is run once.
@@ -105,6 +104,11 @@ def shell(forks, tmp_path):
     return run
 
 
+def is_long(command: str) -> bool:
+    """Whether it takes longest: comparisons, and days of a scenario, which tests of the commands play too."""
+    return command.startswith("hexi compare ") or "--scenario" in command
+
+
 def parse(command: str) -> None:
     """Have a command's words read, and refused if they are wrong, without running it."""
     _, name, *words = shlex.split(command)
@@ -114,19 +118,23 @@ def parse(command: str) -> None:
 
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if commands_of(text, slow=False)])
 def test_commands_of_a_page_run(shell, page):
-    """Comparisons, which take longest and all do the same, and repetitions are parsed, and run on request."""
+    """What takes long, and pages that repeat another, are parsed, and run on request."""
     for command in commands_of(PAGES[page], slow=False):
-        (parse if command.startswith(COMPARE) or page in REPEATING else shell)(command)
+        (parse if is_long(command) or page in REPEATING else shell)(command)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [page for page, text in PAGES.items() if "$ " + COMPARE in text or page in REPEATING]
+    "page",
+    [
+        page
+        for page, text in PAGES.items()
+        if page in REPEATING or any(map(is_long, commands_of(text, slow=False)))
+    ],
 )
-def test_commands_that_are_parsed_only_run(shell, page):
+def test_all_commands_of_a_page_run(shell, page):
     for command in commands_of(PAGES[page], slow=False):
-        if command.startswith(COMPARE) or page in REPEATING:
-            shell(command)
+        shell(command)
 
 
 @pytest.mark.slow
@@ -166,9 +174,10 @@ def test_examples_of_help_run(shell):
     assert set(_NEED_MORE) < set(EXAMPLES)
     for name, example in EXAMPLES.items():  # in the order of `hexi --help`: a plan is made before it is read
         if name not in _NEED_MORE:
-            (parse if example.startswith(COMPARE) else shell)(example)
+            (parse if is_long(example) else shell)(example)
 
 
 @pytest.mark.slow
-def test_the_comparison_of_help_runs(shell):
-    shell(EXAMPLES["hexi compare"])
+def test_long_examples_of_help_run(shell):
+    for name in ("hexi plan", "hexi compare", "hexi simulate"):
+        shell(EXAMPLES[name])

@@ -294,7 +294,7 @@ def test_a_layer_with_windows_documents_and_sinks_is_that_of_one_device(monkeypa
 
 
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the interpreter compiles nothing, and a GPU for itself")
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize(("terms", "weighed"), [(MOST_TERMS, True), (1, False)])
 def test_triton_kernels_compile_for_gpus(capability, terms, weighed, monkeypatch, tmp_path):
     """For devices that are not here, in bf16: by the types that a launch gives."""
