@@ -96,7 +96,7 @@ def _cut(start: Candidate, count: int, recomputes: _Recomputes) -> Plan:
         alone = len(replica.stages) == 1 or replica.ministages is not None
         if alone or start.timing.micro_batches[number] == 1:
             return replica
-        own = min(count, *(stage.layers[1] - stage.layers[0] for stage in replica.stages))
+        own = min(count, *(sum(stage.ministage_sizes) for stage in replica.stages))
         if own == 1:
             return replica
         stages = (
