@@ -235,7 +235,7 @@ def prepare() -> None:
     from megatron_hexi.megatron import arguments as ours
 
     template = ArgumentParser(allow_abbrev=False)
-    megatrons.add_megatron_arguments.__wrapped__(template)  # type: ignore[attr-defined]
+    megatrons.add_megatron_arguments.__wrapped__(template)
     megatrons.add_megatron_arguments = ours._with_hexi_arguments(functools.partial(give_options, template))
     # Nothing of it is garbage; collecting would copy its pages in each rank.
     gc.freeze()

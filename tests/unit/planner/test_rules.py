@@ -1,6 +1,7 @@
 """What plans may use: options, defaults of a cluster file, and what a plan gains by each feature."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ def plans():
 
     Of the second fleet only features that its plan uses.
     """
-    found = []
+    found: list[tuple[str, Any, Any]] = []
     for text, request in (
         (MIXED, request_of("gpt-3b", 16384)),
         (SMALL, request_of("gpt-3b", 32768)),
