@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.rivals import zorse
+from benchmarks.rivals.__main__ import PAGE, page
 from benchmarks.rivals.cases import hexiscale_cases, zorse_cells, zorse_example, zorse_view
 from benchmarks.rivals.plans import hexiscale_plan, zorse_plan
 from megatron_hexi.plan import validate_plan
@@ -87,3 +88,8 @@ def test_both_planners_choices_are_plans_and_our_readings_are_kinder():
         assert ours is not None
         assert ours.fits
         assert ours.iteration_s <= timed.iteration_s
+
+
+@pytest.mark.slow
+def test_the_page_is_current():
+    assert page() == PAGE.read_text(), "stale; run: python -m benchmarks.rivals --page"
