@@ -93,7 +93,7 @@ FREE: Final = {
         --no-check-for-nan-in-loss-and-grad --rerun-mode --error-injection-* --fault-injector-*
         --result-rejected-tracker-filename --dump-param-to-param-group-map --save-dgrads-interval
         --save-wgrads-interval --save-activations-interval --enable-ft-package --calc-ft-timeouts
-        --ft-num-warmup-iters --inprocess-*
+        --ft-num-warmup-iters
     """,
     "processes and communicators": """
         --distributed-backend --distributed-timeout-* --disable-gloo-process-groups --local-rank
@@ -141,7 +141,7 @@ FREE: Final = {
         --torch-fsdp2-no-reshard-after-forward --no-use-layer-wise-param-layout
         --relative-attention-* --mrope-section --dsa-* --no-dsa-*
         --ep-overlap-early-attn-memory-release --overlap-dispatch-backward-with-experts-wgrad
-        --decoder-num-layers
+        --decoder-num-layers --inprocess-*
     """,
     "for models or programs other than the training of a GPT": """
         --inference-* --use-legacy-static-engine --flash-decode --enable-chunked-prefill

@@ -43,6 +43,12 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "beside --lr-decay-iters or --lr-warmup-iters",
         ),
         given("--fake-process-group", "ranks under a plan exchange keys and values"),
+        given(
+            "--inprocess-restart",
+            "the watch of a plan's ranks ends all of them when one is lost, and a plan's groups, sizes and "
+            "split tables stay in the process",
+            "start the job under megatron_hexi.elastic",
+        ),
         given("--use-legacy-models", "a plan replaces layers of Megatron Core", since="0.17", until="0.18"),
     ),
     "The script megatron_hexi.pretrain_gpt": (
