@@ -83,14 +83,20 @@ def train(scenario: Scenario, layout: Layout, folder: Path, iterations: int) -> 
 
 
 def on_testbed(
-    cluster: Path, folder: Path, program: list[str], speeds: str, gpus: Sequence[int] = ()
+    cluster: Path,
+    folder: Path,
+    program: list[str],
+    speeds: str,
+    gpus: Sequence[int] = (),
+    throttles: Sequence[str] = (),
 ) -> None:
-    """Run a program on the emulated cluster, on all of it or some of its devices.
+    """Run a program on the emulated cluster, on all of it or some of its devices, of which some may slow.
 
     Raises:
         RunFailed: it failed, or the testbed is off.
     """
     some = ["--gpus", ",".join(map(str, gpus))] if gpus else []
+    some += [word for throttle in throttles for word in ("--throttle", throttle)]
     command = [*_HEXI, "testbed", "run", str(cluster), "--speeds", speeds, *some, "-o", str(folder)]
     log = folder.with_suffix(".log")
     with log.open("w") as file:
