@@ -89,13 +89,12 @@ def keep_store(host: str, port: int, secret: bytes, bind: str | None = None) -> 
     async def enter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with entrance.one(str(writer.get_extra_info("peername")[0])):
             await accept_stream(reader, writer, secret)
-        begin = await reader.readexactly(1)
-        if begin == GREETING[:1]:
-            await reader.readexactly(len(GREETING) - 1)
-            await presence.keep(reader)
+        begin = await reader.read(_BLOCK)
+        if begin.startswith(GREETING):
+            await presence.keep(begin, reader)
             return
         inner_reader, inner_writer = await asyncio.open_connection(_LOOPBACK, inner_port)
-        inner_writer.write(begin)
+        inner_writer.write(begin)  # whole: the store refuses a client whose first request comes in pieces
         await _join(reader, writer, inner_reader, inner_writer)
 
     _serve(enter, listening)

@@ -71,13 +71,18 @@ class Presence:
         self._writing = asyncio.Lock()
         store.set(_ENDED, "[]")
 
-    async def keep(self, reader: asyncio.StreamReader) -> None:
-        """Keep an agent's connection until it ends, after its greeting.
+    async def keep(self, begin: bytes, reader: asyncio.StreamReader) -> None:
+        """Keep an agent's connection until it ends.
+
+        Args:
+            begin: its first bytes, from its greeting on.
+            reader: what follows them.
 
         Raises:
             OSError: the connection broke.
         """
-        name = (await reader.readline()).decode()
+        greeting = begin if begin.endswith(b"\n") else begin + await reader.readline()
+        name = greeting.removeprefix(GREETING).decode().strip()
         AgentName(*json.loads(name))
         self._ended.discard(name)  # its process number may be that of an earlier one
         await self._write()

@@ -76,20 +76,7 @@ PLACES = {"fast-0": 2, "fast-1": 2, "slow": 1}
 GONE = (("slow",), ("fast-0",), ("fast-0", "fast-1"))
 
 
-@pytest.mark.parametrize(
-    ("cluster", "gone"),
-    [
-        pytest.param(
-            network,
-            gone,
-            id=f"{network}-{'+'.join(gone)}",
-            marks=() if network == "network" or gone == ("fast-0",) else pytest.mark.slow,
-        )
-        for network in NETWORKS
-        for gone in GONE
-    ],
-    indirect=["cluster"],
-)
+@pytest.mark.parametrize("gone", GONE, ids="+".join)
 def test_each_rank_of_the_plan_is_on_a_gpu_that_is_there(cluster, plan, gone):
     present = [(name, i) for name in reversed(PLACES) if name not in gone for i in range(PLACES[name])]
     found = survive(plan, cluster, present, WORDS)
