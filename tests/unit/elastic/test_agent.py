@@ -26,7 +26,7 @@ PATIENCE_S = 600.0
 def rank(_entry: str, _words: tuple[str, ...], variables: dict[str, str]) -> None:
     """A rank whose main thread never notices a loss, as in a collective of NCCL."""
     os.environ |= variables
-    from megatron_hexi.runtime.watch import start_watch
+    from megatron_hexi.runtime.watch import start_watch, stop_watch
 
     port = int(os.environ[STORE_VARIABLE].rpartition(":")[2])
     job = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -41,7 +41,7 @@ def rank(_entry: str, _words: tuple[str, ...], variables: dict[str, str]) -> Non
     job.set(f"up/{job.add('count', 1)}", json.dumps(here))
     while not job.check(["finish"]):
         time.sleep(0.1)
-    os._exit(0)
+    stop_watch()
 
 
 def settings(port: int, node: str) -> AgentSettings:
