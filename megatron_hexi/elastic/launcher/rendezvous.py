@@ -128,7 +128,7 @@ class PatientRendezvous(RendezvousHandler):
 @contextlib.contextmanager
 def _looking(inner: Any, look_s: float) -> Iterator[None]:
     """Context in which PyTorch's rendezvous waits so long between two looks at its state, not a second."""
-    holder, delay = inner._state_holder, torchs._delay
+    holder, delay = inner._state_holder, torchs._delay  # type: ignore[attr-defined]
     kept_s, holder._cache_duration = holder._cache_duration, 0
 
     def look(seconds: float | tuple[float, float]) -> None:
