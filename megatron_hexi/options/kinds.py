@@ -154,7 +154,7 @@ def with_fused_rotary(option: str) -> Refused:
 def before_0_19(option: str, used: Callable[[Namespace], bool]) -> Refused:
     """Return a rule that refuses an option before megatron-core 0.19, which changed the patched code."""
     reason, remedy = (
-        "megatron-core split it elsewhere before 0.19",
+        "a plan patches its code in megatron-core 0.19 only",
         "install megatron-core 0.19, or train without it",
     )
     return Refused(option, used, reason, remedy, versions="<0.19")

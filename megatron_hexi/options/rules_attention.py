@@ -35,7 +35,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         shown(
             "--multi-latent-attention",
             "latent-groups",
-            "plan with `hexi proportion --v-head-dim`",
+            "`hexi plan` knows it from the model; `hexi proportion` needs `--v-head-dim`",
         ),
         Refused(
             "--multi-latent-attention",

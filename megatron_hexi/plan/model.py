@@ -58,8 +58,9 @@ class Member:
 
     Args:
         ranks: tensor-parallel ranks of the unit, ascending; in a stage without `layers`, the ranks in the
-            first pipeline stage. Of two units of a domain, the unit with the lower first rank has the lower
-            i-th rank for every i.
+            first pipeline stage. Units of a domain are in the same order by each of their ranks: the unit
+            with the lower first rank also has the lower second rank, and so on, as [0, 1] and [2, 3], or
+            [0, 2] and [1, 3], but not [0, 3] and [1, 2].
         tokens: tokens of the unit's shard (T); may be 0.
         heads: range of query heads that each rank of the unit computes in attention; may be empty.
         state: weight of the unit in the division of the optimizer's state among units with the same weights.

@@ -16,6 +16,10 @@ def test_published_times_are_told_with_median_and_worst():
     assert f"within {found[2]} % at worst" in README
     longer = re.search(r"takes ([\d.]+)% longer than the fastest published in the median, ([\d.]+)% at", page)
     assert longer is not None
+    for kind in ("layouts of dense models", "mixtures of experts"):
+        row = re.search(rf"^  - {kind}, \d+ rows: median ([\d.]+)%", page, re.MULTILINE)
+        assert row is not None
+        assert f"{kind} within {row[1]} %" in README
     assert f"{longer[1]} % longer than the fastest in the median, {longer[2]} % at worst" in README
 
 
@@ -33,6 +37,7 @@ def test_one_h200_is_told_by_the_catalogue_and_by_the_probe_s_file():
             max(int(error) for length, error in rows if (int(length) >= 16) == is_long)
             for is_long in (True, False)
         ]
-    assert f"{worst['catalogue'][0]} % from 16K tokens on by the catalogue" in README
-    assert f"{worst['probe'][0]} % by `hexi probe`'s file" in README
-    assert f"by up to {max(worst['catalogue'][1], worst['probe'][1])} % below" in README
+    (long, short), (probed_long, probed_short) = worst["catalogue"], worst["probe"]
+    rates = f"the catalogue's rates: by up to {long} % from 16K tokens on, by up to {short} % below"
+    assert rates in README
+    assert f"`hexi probe` measured there: by up to {probed_long} % and {probed_short} %" in README
