@@ -23,7 +23,7 @@ from tests.megatron.test_stages_experts import BIAS, Z_LOSS, balanced
 from tests.megatron.test_stages_experts import MODEL as EXPERTS
 from tests.megatron.test_stages_states import GPT as DELTA_NETS
 from tests.megatron.test_stages_states import MAMBA_PATTERN
-from tests.megatron.test_stages_training import HEADER as STAGES_HEADER
+from tests.megatron.test_stages_training import DENSE_HEADER
 from tests.megatron.test_stages_training import MODEL as IN_SIX
 from tests.megatron.test_uneven_training import MODEL
 from tests.support.expert_layouts import HEADER
@@ -125,11 +125,9 @@ LASTING = {
     ),
     "prediction": Lasting(TWO_STAGES, 3.5, (*FOUR_LAYERS, *FURTHER_TOKENS)),
     "mamba": Lasting(
-        BY_PATTERN, 3.5, tuple(job_words((*IN_SIX, *MAMBA_PATTERN))), STAGES_HEADER % 4 + "- stages:\n"
+        BY_PATTERN, 3.5, tuple(job_words((*IN_SIX, *MAMBA_PATTERN))), f"{DENSE_HEADER}- stages:\n"
     ),
-    "delta": Lasting(
-        BY_PATTERN, 3.5, tuple(job_words((*IN_SIX, *DELTA_NETS))), STAGES_HEADER % 4 + "- stages:\n"
-    ),
+    "delta": Lasting(BY_PATTERN, 3.5, tuple(job_words((*IN_SIX, *DELTA_NETS))), f"{DENSE_HEADER}- stages:\n"),
 }
 NODES = {"duo": 2, "n1": 1, "n2": 1}
 GRIEFS = ("node", "node", "node", "node", "rank", "rank")

@@ -28,7 +28,7 @@ from tests.megatron.forked import Trainer
 from tests.megatron.launch import REPOSITORY, TrainingLog
 from tests.megatron.option_cases import FURTHER_TOKENS, NORMED_LATENT, ONE_EACH, PACKED, SINKS, WINDOW
 from tests.megatron.test_stages_states import MAMBA_PATTERN, MIXED, QWEN
-from tests.megatron.test_stages_training import HEADER as STAGES_HEADER
+from tests.megatron.test_stages_training import DENSE_HEADER
 from tests.megatron.test_stages_training import MODEL as IN_SIX
 from tests.megatron.test_unequal_replicas import plan_of
 from tests.megatron.test_uneven_training import MODEL, SEQ_LENGTH, THREE_AND_ONE, WORKLOAD, one_domain
@@ -217,7 +217,7 @@ def of_layers(kind: str, tokens: int, heads: int) -> Plan:
     ):
         assert text.count(old) == 1
         text = text.replace(old, new)
-    header = EXPERTS_HEADER if kind == "experts" else STAGES_HEADER % 4
+    header = EXPERTS_HEADER if kind == "experts" else DENSE_HEADER
     return plan_from_yaml(yaml_from_text(Path("plan.yaml"), header + text))
 
 

@@ -42,6 +42,8 @@ workload: {{seq_length: 127, heads: 6, kv_heads: 2, head_dim: 16, layers: {layer
 job: {{micro_batch_size: {micro_batch_size}}}
 replicas:
 """
+#: Of the plan of a model without experts.
+DENSE_HEADER = HEADER.format(layers=LAYERS, experts="", micro_batch_size=MICRO_BATCH)
 
 
 @dataclass(frozen=True)
