@@ -1,8 +1,8 @@
 """Interleaves the ministages of plans that the search found, where the cost model says that this is faster.
 
 The search knows only stages that run whole. Here the stages of its best plans are cut into ministages that
-run in interleaved 1F1B, in all replicas of several stages alike. Stages then keep more activations: those
-that no longer fit compute more of them again.
+run in interleaved 1F1B: so many in each stage, or fewer where a stage has fewer layers. Stages then keep more
+activations: those that no longer fit compute more of them again.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ class Interleaving:
         }
         while True:
             plan = _cut(start, count, recomputes)
-            if plan == start.plan or not is_allowed(plan, start.job, self._request):
+            if plan in {start.plan} | self._cut or not is_allowed(plan, start.job, self._request):
                 return None
+            self._cut.add(plan)
             self.trials += 1
             changed = Candidate(plan, start.job, self._model(start.job).timing(plan))
             if changed.iteration_s >= faster_than:

@@ -14,7 +14,7 @@ from megatron_hexi.planner.savings import spell_savings
 
 
 def why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
-    """A note on how the plan saves memory or time, and how much faster it is so; empty if it is no faster.
+    """Return a note on how the plan saves memory or time, and by how much; empty if it is no faster.
 
     Args:
         plan: the chosen plan.

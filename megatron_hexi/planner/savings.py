@@ -260,7 +260,7 @@ class Savings:
 def spell_savings(plan: Plan) -> str:
     """Return what a plan does besides the joint search's layouts, in words; may be empty.
 
-    It saves memory, interleaves ministages, and divides micro-batches by sample.
+    That may be: memory saved, ministages interleaved, micro-batches divided by sample.
     """
     stages = plan.stages
     words = []

@@ -52,10 +52,10 @@ def with_layers_moved(best: Candidate, model: CostModel) -> Candidate:
     while True:
         before, least = best, _LeastOrder(best)
         for move in _moves(before.plan):
-            if not left:
-                return best
-            left -= 1
             if least.of(move) < best.order:
+                if not left:
+                    return best
+                left -= 1
                 plan = _moved(before.plan, move)
                 other = Candidate(plan, best.job, model.timing(plan))
                 best = min(best, other, key=lambda one: one.order)
@@ -66,8 +66,9 @@ def with_layers_moved(best: Candidate, model: CostModel) -> Candidate:
 class _LeastOrder:
     """Lower bounds of the order of a plan after a move of layers, without timing it.
 
-    The two stages' passes are known from one layer of each kind. All other stages stay as they are; that
-    their sums of gradients take no less time is assumed where replicas share them.
+    The two stages' passes are known from one layer of each kind. All other stages of a replica stay as they
+    are, unless other replicas share their weights: then sums of gradients, optimizer's step and memory of all
+    stages may change, and count nothing.
 
     Args:
         base: the plan.
@@ -107,8 +108,8 @@ class _LeastOrder:
         stages = list(pipeline.stages)
         for (_, stage), layers in changed.items():
             stages[stage] = self._seconds(number, stage, layers)
-        kept = [stage for stage in self._place if stage not in changed]
-        wait = max((self._waits[stage] for stage in kept if stage[0] == number), default=0.0)
+        kept = [] if len(self._stages) > 1 else [stage for stage in self._place if stage not in changed]
+        wait = max((self._waits[stage] for stage in kept), default=0.0)
         step = Phases(optimizer=max((self._steps[stage] for stage in kept), default=0.0))
         replicas = list(timing.replicas)
         replicas[number] = replace(pipeline, stages=tuple(stages)).phases + Phases(gradients=wait)
@@ -123,11 +124,12 @@ class _LeastOrder:
         count = layers[1] - layers[0]
         again = layers_again(count, self._job.recompute if recompute is None else recompute)
         here = np.arange(len(section.replicas)) == domain
+        first_layer = np.asarray(section.parts.first_layer)
         parts = replace(
             section.parts,
             layers=np.where(here, count, section.parts.layers),
             again=np.where(here, again, section.parts.again),
-            first_layer=np.where(here, layers[0], section.parts.first_layer),
+            first_layer=np.where(here, layers[0], first_layer),
         )
         return self._timing.stages[number].of_parts(replace(section, parts=parts)).replicas[domain]
 

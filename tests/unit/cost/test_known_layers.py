@@ -31,7 +31,11 @@ def test_the_results_asked_for_last_are_kept():
     kept, made = Recent[int](2), []
 
     def ask(name):
-        return kept.of(name, lambda: made.append(name) or len(made))
+        def make():
+            made.append(name)
+            return len(made)
+
+        return kept.of(name, make)
 
     assert [ask(name) for name in "abacab"] == [1, 2, 1, 3, 1, 4]
     assert made == list("abcb")

@@ -75,8 +75,13 @@ def test_ranks_that_wait_for_a_lost_one_are_ended_and_all_start_again(monkeypatc
     for name in ("HEXI_ELASTIC_WORDS", "HEXI_AGENT", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(agent, "run_rank", rank)
-    lines, hold_line = [], agent.hold_line
-    monkeypatch.setattr(agent, "hold_line", lambda *words: lines.append(hold_line(*words)) or lines[-1])
+    lines = []
+
+    def held(*words: Any) -> Any:
+        lines.append(hold_line(*words))
+        return lines[-1]
+
+    monkeypatch.setattr(agent, "hold_line", held)
     port = free_port()
     job = keep_store("localhost", port, SECRET)
     codes: dict[str, int] = {}

@@ -87,9 +87,14 @@ def meeting(store: dist.TCPStore, address: str, least: int) -> PatientRendezvous
     return PatientRendezvous(torchs.create_handler(store, state, parameters), 2)
 
 
+def inner(rendezvous: PatientRendezvous) -> Any:
+    """PyTorch's rendezvous, whose private state a test looks at."""
+    return rendezvous._inner
+
+
 def test_an_agent_that_has_ended_is_not_waited_for(store, port):
     """Though nobody would give it up for silence within the time of this test."""
-    one, other = meeting(store, "one", 1), meeting(store, "other", 2)._inner  # the change is a process's
+    one, other = meeting(store, "one", 1), inner(meeting(store, "other", 2))  # the change is a process's
     line = hold_line(("localhost", port), SECRET, AgentName("n1", "other", os.getpid()))
     joins = threading.Thread(target=other.next_rendezvous)
     joins.start()
@@ -102,7 +107,7 @@ def test_an_agent_that_has_ended_is_not_waited_for(store, port):
     begun = time.monotonic()
     assert one.next_rendezvous().world_size == 1
     assert time.monotonic() - begun < 50
-    assert torchs._delay.__module__ == "torch.distributed.elastic.rendezvous.utils"
+    assert vars(torchs)["_delay"].__module__ == "torch.distributed.elastic.rendezvous.utils"
     one.shutdown()
 
 
@@ -117,6 +122,7 @@ def test_a_round_waits_for_those_that_waited_for_it(store, port, has_ended):
     state = torchs._RendezvousState()
     state.deadline, state.wait_list, state.last_heartbeats = past, {waiting}, {waiting: past}
     for found in (backend.set_state(pickle.dumps(state)), backend.get_state()):
+        assert found is not None
         seen = pickle.loads(found[0])
         assert (seen.deadline > datetime.now(UTC)) != has_ended
         assert (seen.last_heartbeats[waiting] == past) != has_ended
@@ -158,15 +164,15 @@ def test_of_an_agent_s_own_ranks_those_that_were_killed_are_told(store):
 
 
 def test_a_node_beyond_the_most_ends_well_with_the_job(store, port, monkeypatch, capsys):
-    for name in (agent.WORDS_VARIABLE, "HEXI_AGENT"):
+    for name in (WORDS_VARIABLE, "HEXI_AGENT"):
         monkeypatch.setenv(name, "")
-    full = [meeting(store, address, 2)._inner for address in ("one", "other")]
+    full = [inner(meeting(store, address, 2)) for address in ("one", "other")]
     joins = threading.Thread(target=full[0].next_rendezvous)
     joins.start()
     full[1].next_rendezvous()
     joins.join()
     settings = replace(
-        AgentSettings(**dict.fromkeys(AgentSettings.__dataclass_fields__)),
+        AgentSettings(**dict.fromkeys(AgentSettings.__dataclass_fields__, cast(Any, None))),
         least=1,
         most=2,
         ranks=1,
