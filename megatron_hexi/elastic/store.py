@@ -17,13 +17,8 @@ import torch.distributed as dist
 GATE_VARIABLE = "HEXI_RENDEZVOUS"
 STORE_VARIABLE, JOB_VARIABLE, ROUND_VARIABLE = "HEXI_STORE", "HEXI_JOB", "HEXI_ROUND"
 NODE_VARIABLE, LOST_AFTER_VARIABLE = "HEXI_NODE", "HEXI_LOST_AFTER"
-#: Variable with the times (s since the epoch) at which this node's agent saw a loss, had ended its ranks, and
-#: had met the other agents, as a JSON list.
-TIMES_VARIABLE = "HEXI_TIMES"
 #: Keys of a round: its ranks train, one of them has failed, and how many nodes wait to be taken in.
 TRAINING, BROKEN, WANTED = "training", "broken", "wanted"
-#: Key of what rank 0 has decided for a round: its plan, and the started rank that takes each of its ranks.
-DECIDED = "round"
 
 
 def in_round() -> bool:
@@ -47,11 +42,6 @@ def whole_store(timeout: timedelta) -> dist.Store:
         RuntimeError: the store cannot be reached.
     """
     return dist.PrefixStore(f"hexi.{os.environ[JOB_VARIABLE]}", _store(timeout))
-
-
-def watch_store(store: dist.Store) -> dist.Store:
-    """Return the part of a round's store in which its ranks watch each other."""
-    return dist.PrefixStore("watch", store)
 
 
 def store_gate() -> str | None:

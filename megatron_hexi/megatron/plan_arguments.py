@@ -56,7 +56,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
     plan = read_plan(args.hexi_plan)
     if in_round():
         check_surviving(args, given, plan)
-        first, plan = plan, take_part(args, plan)
+        first, plan = plan, take_part(args)
         keep_vocabulary(args, first, plan)
         # In Megatron's default format the optimizer's state could be loaded under the same layout alone.
         args.dist_ckpt_optim_fully_reshardable = True

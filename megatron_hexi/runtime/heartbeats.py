@@ -2,8 +2,8 @@
 
 Every rank counts its heartbeats in the store. Two ranks, the first and the last in case one of them is lost,
 read all heartbeats and publish the list of silent ranks, which every rank reads. So all heartbeats are read
-twice per job, not once per rank. A launcher that saw ranks end lists them likewise (`tell_ended`). A rank
-that fails posts a fault. Only the first fault is kept, since later faults are its consequences.
+twice per job, not once per rank. A rank that fails posts a fault. Only the first fault is kept, since later
+faults are its consequences.
 
 A request to the store never returns if the store's host is stopped or the link to it is cut (c10d's client
 waits without a time-out). All requests are therefore made in a separate thread (`liveness`).
@@ -15,7 +15,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 
@@ -29,9 +29,6 @@ _RANKS_AT_FULL_RATE = 512
 _MISSED_BEATS = 3
 
 _FAULT, _HEARD, _SILENT, _BEAT, _PLACE, _LEFT = "fault", "heard", "silent", "beat", "place", "left"
-_ENDED = "ended"
-#: Silence of a rank that is known to have ended: longer than any limit, seconds.
-_FOR_GOOD_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class Heartbeats:
     def begin(self) -> None:
         """Register this rank in the store, with its first heartbeat."""
         self._store.set(f"{_PLACE}/{self.rank}", f"host {self.host} (process {os.getpid()})")
-        for key in (_FAULT, _ENDED, *(f"{_SILENT}/{monitor}" for monitor in self._monitors)):
+        for key in (_FAULT, *(f"{_SILENT}/{monitor}" for monitor in self._monitors)):
             self._store.compare_set(key, "", "")  # makes an empty one where there is none
         self._store.add(_HEARD, 0)
         for rank in self._beats:
@@ -110,7 +107,7 @@ class Heartbeats:
         self._store.add(f"{_BEAT}/{self.rank}", 1)
         if self._beats:
             self._publish_silent()
-        keys = [_FAULT, _HEARD, *(f"{_SILENT}/{monitor}" for monitor in self._monitors), _ENDED]
+        keys = [_FAULT, _HEARD, *(f"{_SILENT}/{monitor}" for monitor in self._monitors)]
         fault, heard, *lists = self._store.multi_get(keys)
         if fault and self.fault is None:
             self.fault = Fault(**json.loads(fault))
@@ -148,22 +145,3 @@ class Heartbeats:
     def _silence(self, rank: int, now: float) -> Silence:
         last, since = self._heard[rank]
         return Silence(rank, self._store.get(f"{_PLACE}/{rank}").decode(), since, round(now - last, 1))
-
-
-def tell_ended(store: dist.Store, ranks: Sequence[int]) -> bool:
-    """Tell all ranks that some have ended; only the first list of a job is kept.
-
-    Args:
-        store: the store of the ranks' heartbeats.
-        ranks: numbers of the ranks that have ended.
-
-    Returns:
-        Whether all of them had begun to send heartbeats, so that nothing is left to tell.
-    """
-    begun = [rank for rank in ranks if store.check([f"{_PLACE}/{rank}"])]
-    lost = [rank for rank in begun if not store.check([f"{_LEFT}/{rank}"])]
-    since = datetime.now().strftime("%H:%M:%S")
-    ended = [Silence(rank, store.get(f"{_PLACE}/{rank}").decode(), since, _FOR_GOOD_S) for rank in lost]
-    if ended:
-        store.compare_set(_ENDED, "", json.dumps([asdict(entry) for entry in ended]))
-    return len(begun) == len(ranks)

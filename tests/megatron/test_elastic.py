@@ -101,34 +101,6 @@ def test_the_one_that_is_left_goes_on_from_what_is_whole(forks, tmp_path, copies
         check_losses(job, forks, tmp_path, TWO, 60)
 
 
-def test_a_spare_takes_the_place_of_a_lost_node(forks, tmp_path):
-    """In the round after the loss; the lost node comes back as it was, and the spare is one again."""
-    nodes = {"n0": 1.0, "n1": 1.0, "spare": 1.0}
-    args = words(tmp_path, TWO, nodes, 100_000, 100_000)
-    launcher = ("--copy-interval", "2", "--script", str(REPOSITORY / "tests/megatron/paced.py"))
-    with ElasticJob(tmp_path, "1:3", args, launcher=launcher) as job:
-        job.start(*nodes)
-        job.wait(lambda: job.safe_copy() > 3)
-        job.kill("spare")  # nothing happens, neither when it comes again
-        job.start("spare")
-        job.wait(lambda: job.told("waits as a spare"))
-        reached = job.safe_copy()
-        job.wait(lambda: job.safe_copy() > reached + 4)
-        assert len(job.rounds()) == 1
-        before = len(job.told("has ended"))
-        job.kill("n1")
-        job.wait(partial(said_more, job, before), 120)
-        first, second = job.rounds()
-        assert "2 ranks on n0, n1; spare: spare; planned" in first
-        assert "2 ranks on n0, spare; without n1-0; planned" in second
-        job.start("n1")
-        job.wait(lambda: len(job.rounds()) == 3)
-        assert "2 ranks on n0, n1; spare: spare; planned" in job.rounds()[-1]
-        job.wait(partial(more_lines, job, job.lines() + 3))
-        last = max(i for i, _ in job.losses())
-    check_losses(job, forks, tmp_path, TWO, last)
-
-
 def said_more(job: ElasticJob, than: int) -> bool:
     return len(job.told("has ended")) > than
 

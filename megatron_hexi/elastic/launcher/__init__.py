@@ -1,6 +1,5 @@
 """Starts the ranks of one node, round after round.
 
 `agent`: PyTorch's elastic agent. `ranks`: a rank's entry point, and the process that ranks are forked from.
-`job_store`: the job's store, behind a gate. `rendezvous`: agents meet. `presence`, `losses`: who has ended.
 `keeper`: serves this node's copies of the training's state, and fetches its neighbour's.
 """

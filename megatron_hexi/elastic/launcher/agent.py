@@ -31,19 +31,19 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
     RendezvousParameters,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from megatron_hexi.elastic.channel import is_here
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE, COPIES_VARIABLE, COPY_INTERVAL_VARIABLE
 from megatron_hexi.elastic.launcher.job_store import SignedStore, keep_store, open_door
 from megatron_hexi.elastic.launcher.keeper import Keeper
-from megatron_hexi.elastic.launcher.losses import RoundLosses
-from megatron_hexi.elastic.launcher.presence import AgentName, hold_line
 from megatron_hexi.elastic.launcher.ranks import WORDS_VARIABLE, run_rank
-from megatron_hexi.elastic.launcher.rendezvous import PatientRendezvous, RendezvousState
 from megatron_hexi.elastic.secret import SECRET_VARIABLE
 from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import (
@@ -54,7 +54,8 @@ from megatron_hexi.elastic.store import (
     NODE_VARIABLE,
     ROUND_VARIABLE,
     STORE_VARIABLE,
-    TIMES_VARIABLE,
+    TRAINING,
+    WANTED,
 )
 from megatron_hexi.errors import HexiError
 
@@ -119,6 +120,61 @@ class AgentSettings:
     words: tuple[str, ...]
 
 
+class PatientRendezvous(RendezvousHandler):
+    """A rendezvous that tells ranks of waiting nodes, for which PyTorch's agent would end the ranks at once.
+
+    Args:
+        inner: PyTorch's rendezvous.
+    """
+
+    def __init__(self, inner: RendezvousHandler) -> None:
+        self._inner = inner
+        #: The store that the present round's ranks share with their agents; ``None``: no ranks run.
+        self.round: dist.Store | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See `RendezvousHandler.next_rendezvous`."""
+        self.round = None
+        return self._inner.next_rendezvous()
+
+    def num_nodes_waiting(self) -> int:
+        """Return the number of waiting nodes; 0 while ranks train.
+
+        Training ranks are told of waiting nodes in the round's store, and end after a checkpoint.
+        """
+        waiting = self._inner.num_nodes_waiting()
+        trains = waiting > 0 and self.round is not None and self.round.check([TRAINING])
+        if trains and self.round is not None and not self.round.check([BROKEN]):
+            self.round.set(WANTED, str(waiting))
+            return 0
+        return waiting
+
+    def get_backend(self) -> str:
+        """See `RendezvousHandler.get_backend`."""
+        return self._inner.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """See `RendezvousHandler.use_agent_store`."""
+        return self._inner.use_agent_store
+
+    def is_closed(self) -> bool:
+        """See `RendezvousHandler.is_closed`."""
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        """See `RendezvousHandler.set_closed`."""
+        self._inner.set_closed()
+
+    def get_run_id(self) -> str:
+        """See `RendezvousHandler.get_run_id`."""
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        """See `RendezvousHandler.shutdown`."""
+        return self._inner.shutdown()
+
+
 class NodeAgent(LocalElasticAgent):
     """PyTorch's agent; names each round of ranks in the store, and does not restart after a user's mistake.
 
@@ -151,8 +207,6 @@ class NodeAgent(LocalElasticAgent):
         super().__init__(spec, logs, start_method=launch.start_method)
         self._launch, self._meeting, self._store_of_job = launch, rendezvous, store
         self._store_port, self._keeper = store_port, keeper
-        self._losses: RoundLosses | None = None
-        self._failed_at = 0.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         group = cast(Any, worker_group)  # torch declares its fields as none
@@ -160,18 +214,7 @@ class NodeAgent(LocalElasticAgent):
         if group.group_rank == 0:
             store.set("name", uuid.uuid4().hex)
         name = store.get("name").decode()
-        meeting = self._meeting
-        meeting.round = dist.PrefixStore(name, self._store_of_job)
-        numbers = range(group.workers[0].global_rank, group.workers[-1].global_rank + 1)
-        self._losses = RoundLosses(
-            self._store_of_job,
-            meeting.round,
-            agent_name(launch),
-            group.group_rank,
-            group.group_world_size,
-            numbers,
-        )
-        times = (self._failed_at or meeting.met_from, meeting.met_from, meeting.met_at)
+        self._meeting.round = dist.PrefixStore(name, self._store_of_job)
         variables = {
             STORE_VARIABLE: f"127.0.0.1:{self._store_port}",
             GATE_VARIABLE: f"{launch.host}:{launch.port}",
@@ -179,7 +222,6 @@ class NodeAgent(LocalElasticAgent):
             ROUND_VARIABLE: name,
             NODE_VARIABLE: launch.node,
             LOST_AFTER_VARIABLE: str(launch.lost_after_s),
-            TIMES_VARIABLE: json.dumps(times),
         }
         if self._keeper is not None:
             self._keeper.begin_round(name, group.group_rank)
@@ -196,24 +238,11 @@ class NodeAgent(LocalElasticAgent):
         context = cast(Any, self._pcontext)
         context._close = functools.partial(_close_soon, context._close)
         ranks = context._pc
-        ranks._join_procs_with_timeout = functools.partial(
-            self._join_soon, ranks, ranks._join_procs_with_timeout
-        )
-        self._failed_at = 0.0
+        ranks._join_procs_with_timeout = functools.partial(_join_soon, ranks._join_procs_with_timeout)
         return processes
-
-    def _join_soon(self, ranks: Any, join: Callable[[float], None], timeout: float) -> None:
-        """Wait for ranks that were told to end, once all others know of those that were killed before."""
-        self._failed_at = self._failed_at or time.time()
-        killed = [place for place, process in enumerate(ranks.processes) if (process.exitcode or 0) < 0]
-        if self._losses is not None:
-            self._losses.tell_own(killed)
-        join(min(timeout, _SHUTDOWN_S))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        if self._losses is not None:
-            self._losses.look()
         if result.state == WorkerState.FAILED:
             if self._meeting.round is not None:  # the agent of a rank that is stopped learns it so
                 self._meeting.round.set(BROKEN, "")
@@ -226,9 +255,8 @@ def _close_soon(close: Callable[..., None], death_sig: signal.Signals, timeout: 
     close(death_sig, min(timeout, _SHUTDOWN_S))
 
 
-def agent_name(launch: AgentSettings) -> AgentName:
-    """Return the name of this process as a node's agent."""
-    return AgentName(launch.node, launch.address, os.getpid())
+def _join_soon(join: Callable[[float], None], timeout: float) -> None:
+    join(min(timeout, _SHUTDOWN_S))
 
 
 def exit_code(result: RunResult) -> int:
@@ -269,14 +297,13 @@ def run_agent(launch: AgentSettings) -> int:
     )
     try:
         store, store_port = _reach_store(launch)
-        line = hold_line((launch.host, launch.port), launch.secret, agent_name(launch))
     except (OSError, dist.DistError):
         return _end(f"no store at {launch.host}:{launch.port}; is a node or --keep-store running there?", 1)
     try:
+        # It asks a backend's store for two methods only.
+        backend = C10dRendezvousBackend(cast(Any, SignedStore(store, launch.secret)), launch.job)
+        handler = PatientRendezvous(create_handler(store, backend, parameters))
         with contextlib.ExitStack() as stack:
-            stack.enter_context(line)
-            backend = RendezvousState(SignedStore(store, launch.secret), launch.job, store)
-            handler = PatientRendezvous(create_handler(store, backend, parameters), launch.most)
             keeper = None
             if launch.copy_interval is not None:
                 keeper = stack.enter_context(_keeper(launch, store_port))
@@ -294,8 +321,6 @@ def run_agent(launch: AgentSettings) -> int:
         reason = str(problem.__cause__ or problem)[:200]
         return _end(f"the store at {launch.host}:{launch.port} is gone ({reason})", 1)
     handler.shutdown()
-    if result is None:  # of a node beyond the most that can take part
-        return _end("the job has ended", 0)
     code = exit_code(result)
     if code == 0 and launch.ended is not None:
         Path(launch.ended).touch()

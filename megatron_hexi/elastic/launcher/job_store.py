@@ -38,7 +38,6 @@ from megatron_hexi.elastic.channel import (
     listen,
     tls_context,
 )
-from megatron_hexi.elastic.launcher.presence import GREETING, Presence
 from megatron_hexi.errors import HexiError
 
 _LOOPBACK = "127.0.0.1"
@@ -84,18 +83,11 @@ def keep_store(host: str, port: int, secret: bytes, bind: str | None = None) -> 
         master_listen_fd=inner.detach(),
     )
     entrance = Entrance(f"the store at {host}:{port}")
-    presence = Presence(dist.TCPStore(_LOOPBACK, inner_port, wait_for_workers=False, timeout=_STORE))
 
     async def enter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with entrance.one(str(writer.get_extra_info("peername")[0])):
             await accept_stream(reader, writer, secret)
-        begin = await reader.read(_BLOCK)
-        if begin.startswith(GREETING):
-            await presence.keep(begin, reader)
-            return
-        inner_reader, inner_writer = await asyncio.open_connection(_LOOPBACK, inner_port)
-        inner_writer.write(begin)  # whole: the store refuses a client whose first request comes in pieces
-        await _join(reader, writer, inner_reader, inner_writer)
+        await _join(reader, writer, *await asyncio.open_connection(_LOOPBACK, inner_port))
 
     _serve(enter, listening)
     return store

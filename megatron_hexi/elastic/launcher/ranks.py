@@ -32,11 +32,9 @@ def run_rank(entry: str, words: tuple[str, ...], variables: dict[str, str]) -> N
     with user_errors():
         import torch
 
-        from megatron_hexi.elastic.training.phases import begin_phases
         from megatron_hexi.platform.select import be_a_rank
 
         be_a_rank()
-        begin_phases()
         from megatron_hexi.adaptor import platform
 
         if platform.name == "cuda" and torch.cuda._is_in_bad_fork():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_hexi.cluster import Cluster, cluster_digest
@@ -44,7 +44,7 @@ def survive(
             name; a job that cannot go on under other plans (`lasting_job`); nothing fits in memory.
     """
     starts, job = _starts(cluster, present), lasting_job(plan, words, cluster)
-    if plan.provenance and plan.provenance.cluster_digest not in (None, *_digests(cluster)):
+    if plan.provenance and plan.provenance.cluster_digest not in (None, cluster_digest(cluster)):
         raise HexiError(f"--hexi-plan was made for another cluster than {cluster.name}; give its own file")
     gpus = rank_gpus(plan, job_ranks(plan, job.stages))
     numbers = sorted({cluster.ranks[gpu].node for gpu in starts})
@@ -56,13 +56,6 @@ def survive(
         plan = replace(found, gpus=gpus)
     absent = [node.name for number, node in enumerate(cluster.nodes) if number not in numbers]
     return Survivors(plan, tuple(starts[gpu] for gpu in gpus), tuple(absent))
-
-
-def _digests(cluster: Cluster) -> Iterator[str]:
-    """Yield the digest of the cluster file, and of each that ends earlier: what follows there are spares."""
-    entries = cluster.file.nodes
-    for count in range(len(entries), 0, -1):
-        yield cluster_digest(replace(cluster, file=replace(cluster.file, nodes=entries[:count])))
 
 
 def _starts(cluster: Cluster, present: Sequence[tuple[str, int]]) -> dict[int, int]:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import TRAINING, WANTED, in_round, round_store, whole_store
 from megatron_hexi.elastic.training.copying import copied_last, is_safe
-from megatron_hexi.elastic.training.phases import mark, phase_words
 from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.patching import STEP_PARAMETERS, Patch
 from megatron_hexi.record import Round
@@ -64,18 +63,12 @@ def round_words(now: Round) -> str:
 
 
 _round: Round | None = None
-_lacks_nodes = True
 
 
-def set_round(now: Round, lacks_nodes: bool) -> None:
-    """Store the round of this process, for the record and the log.
-
-    Args:
-        now: the round.
-        lacks_nodes: whether nodes that come are taken in: not where the plan is the job's own already.
-    """
-    global _round, _lacks_nodes
-    _round, _lacks_nodes = now, lacks_nodes
+def set_round(now: Round) -> None:
+    """Store the round of this process, for the record and the log."""
+    global _round
+    _round = now
 
 
 def present_round() -> Round | None:
@@ -113,7 +106,6 @@ class RoundSteps:
         self._kept_s = _kept_s(self._job, iteration)
         self._begun = float(self._job.get("begun"))
         self._args = args
-        self._has_spares = False
         if self._leads and iteration > 0:
             self._check_samples(iteration)
 
@@ -133,18 +125,14 @@ class RoundSteps:
         say(f"iteration {iteration + 1} begins with sample {seen} of the one order of all plans")
 
     def before_step(self, iteration: int) -> None:
-        """End the round for waiting nodes that it lacks, if the state was just saved; rank 0 decides."""
+        """End the round if nodes wait and the state was just saved or copied; rank 0 decides."""
         saved = iteration % self._interval == 0
         if iteration == self._first or not (saved or iteration == copied_last()):
             return
         if self._leads:
             self._job.set(f"kept/{iteration}", str(self._kept_s))
             self._job.set(f"samples/{iteration}", str(self._args.consumed_train_samples))
-            wanted = self._round.check([WANTED])
-            waits = wanted and _lacks_nodes and (saved or is_safe(iteration, _SAFE_S))
-            if wanted and not _lacks_nodes and not self._has_spares:
-                self._has_spares = True
-                say("a node has come that the plan leaves out: it waits as a spare")
+            waits = self._round.check([WANTED]) and (saved or is_safe(iteration, _SAFE_S))
             self._round.set(f"waits/{iteration}", "1" if waits else "")
         if self._round.get(f"waits/{iteration}"):
             if self._leads:
@@ -166,12 +154,8 @@ class RoundSteps:
             return
         if iteration == self._first + 1:
             if self._job.check(["done"]):
-                mark("trained")
-                last = json.loads(self._job.get("done"))["at"]
-                say(
-                    f"iteration {iteration} has ended, {time.time() - last:.1f} s after the last one before "
-                    f"the restart: {phase_words(last)}"
-                )
+                away = time.time() - json.loads(self._job.get("done"))["at"]
+                say(f"iteration {iteration} has ended, {away:.1f} s after the last one before the restart")
             self._round.set(TRAINING, "")
         self._job.set("done", json.dumps({"iteration": iteration, "at": time.time()}))
 
@@ -197,7 +181,6 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
         if _steps is None:
             with user_errors():
                 _steps = RoundSteps(get_args(), iteration)
-            mark("loaded")
         _steps.before_step(iteration)
         begin = time.perf_counter()
         result = original(*args, **kwargs)

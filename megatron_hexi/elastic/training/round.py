@@ -23,23 +23,15 @@ import torch.distributed as dist
 
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE
 from megatron_hexi.elastic.speech import say
-from megatron_hexi.elastic.store import (
-    DECIDED,
-    NODE_VARIABLE,
-    in_round,
-    round_store,
-    watch_store,
-    whole_store,
-)
+from megatron_hexi.elastic.store import NODE_VARIABLE, in_round, round_store, whole_store
 from megatron_hexi.elastic.training.copying import TRACKER, fetch_copy, find_copy
 from megatron_hexi.elastic.training.goodput import begin_round, round_words, set_round
-from megatron_hexi.elastic.training.phases import mark
 from megatron_hexi.elastic.training.round_plan import PLANNER_TIMEOUT, plan_ahead, plan_for
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.plan_job import kind_of
-from megatron_hexi.plan import Plan, plan_digest, plan_from_yaml
+from megatron_hexi.plan import Plan, plan_from_yaml
 from megatron_hexi.record import Round
-from megatron_hexi.runtime import start_watch, stop_watch
+from megatron_hexi.runtime import meeting, start_watch, stop_watch
 from megatron_hexi.text_file import read_text, write_text_atomically
 from megatron_hexi.yaml_file import yaml_from_text
 
@@ -101,14 +93,13 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
         )
 
 
-def take_part(args: Namespace, own: Plan) -> Plan:
+def take_part(args: Namespace) -> Plan:
     """Agree on the present nodes, and take this rank's number in the plan for them.
 
     Does not return on a rank that the plan leaves out, but ends the process when the training has ended.
 
     Args:
         args: Megatron's arguments; `rank`, `world_size` and `load` are changed in place.
-        own: the job's own plan.
 
     Returns:
         The plan of this round.
@@ -125,23 +116,20 @@ def take_part(args: Namespace, own: Plan) -> Plan:
         keys = [f"here/{rank}" for rank in range(count)]
         store.wait(keys, _COME)
         present = [json.loads(text) for text in store.multi_get(keys)]
-        store.set(DECIDED, json.dumps(_lead(args, present)))
-    store.wait([DECIDED], _COME + PLANNER_TIMEOUT)
-    answer = json.loads(store.get(DECIDED))
+        store.set("round", json.dumps(_lead(args, present)))
+    store.wait(["round"], _COME + PLANNER_TIMEOUT)
+    answer = json.loads(store.get("round"))
     if "error" in answer:
         raise HexiError(answer["error"])
     copy = answer["copy"] and fetch_copy(store, answer["copy"])
     if started == 0:
         store.set("told", json.dumps(asdict(_tell(answer, in_memory=bool(copy)))))
     round_fields = json.loads(store.get("told"))
-    plan = plan_from_yaml(yaml_from_text(Path(args.hexi_plan), answer["plan"]))
-    now = Round(**round_fields | {"without": tuple(round_fields["without"])})
-    set_round(now, lacks_nodes=plan_digest(plan) != plan_digest(own))
+    set_round(Round(**round_fields | {"without": tuple(round_fields["without"])}))
     _take_number(args, store, answer["ranks"], started)
     if copy or answer["resumes"] is not None:
         args.load = str(copy or args.save)
-    mark("planned")
-    return plan
+    return plan_from_yaml(yaml_from_text(Path(args.hexi_plan), answer["plan"]))
 
 
 def leave() -> None:
@@ -162,7 +150,7 @@ def _take_number(args: Namespace, store: dist.Store, ranks: list[int], started: 
     args.rank, args.world_size = ranks.index(started), len(ranks)
     os.environ |= {"RANK": str(args.rank), "WORLD_SIZE": str(args.world_size)}
     if args.world_size > 1:
-        start_watch(watch_store(store), args.rank, args.world_size)
+        start_watch(meeting(store), args.rank, args.world_size)
 
 
 # Rank 0
@@ -187,16 +175,8 @@ def _lead(args: Namespace, present: list[tuple[str, int, str]]) -> dict[str, Any
         return answer
     plan_ahead(request, places)
     copy = find_copy(whole_store(_STORE), [url for _, _, url in present], iteration)
-    trained = {places[rank][0] for rank in answer["ranks"]}
-    nodes = list(dict.fromkeys(node for node, _ in places))
-    return {
-        **answer,
-        "resumes": iteration,
-        "copy": copy,
-        "nodes": [node for node in nodes if node in trained],
-        "spares": [node for node in nodes if node not in trained],
-        "took": time.monotonic() - begun,
-    }
+    nodes = list(dict.fromkeys(node for node, _, _ in present))
+    return {**answer, "resumes": iteration, "copy": copy, "nodes": nodes, "took": time.monotonic() - begun}
 
 
 def _tell(answer: dict[str, Any], in_memory: bool) -> Round:
@@ -204,10 +184,9 @@ def _tell(answer: dict[str, Any], in_memory: bool) -> Round:
     job = whole_store(_STORE)
     iteration = answer["copy"]["iteration"] if in_memory else answer["resumes"]
     now = begin_round(job, job.add(_ROUNDS, 1), iteration, tuple(answer["left_out"]), in_memory)
-    others = f"; spare: {', '.join(answer['spares'])}" if answer["spares"] else ""
-    others += f"; without {', '.join(now.without)}" if now.without else ""
+    absent = f"; without {', '.join(now.without)}" if now.without else ""
     say(
-        f"round {now.number}: {len(answer['ranks'])} ranks on {', '.join(answer['nodes'])}{others}; "
+        f"round {now.number}: {len(answer['ranks'])} ranks on {', '.join(answer['nodes'])}{absent}; "
         f"planned in {answer['took']:.1f} s; {round_words(now)}"
     )
     return now

@@ -41,24 +41,19 @@ NETWORKS = {
 }
 
 
-FAST = "- {name: fast, count: 2, gpu: cpu-core, gpus: 2}"
-SLOW = "- {name: slow, gpu: cpu-core, gpus: 1, speed: 0.5}"
-
-
-def cluster_of(folder, nodes, network="network"):
-    text = read_text("scripts/testbed/four-equal.yaml")
-    devices = text[text.index("devices:") :]
-    path = folder / "cluster.yaml"
-    path.write_text("\n".join(("name: three", "nodes:", *nodes, NETWORKS[network], devices)))
-    return read_cluster(path)
-
-
 @pytest.fixture(
     params=[pytest.param(name, marks=() if name == "network" else pytest.mark.slow) for name in NETWORKS],
     scope="module",
 )
 def cluster(request, tmp_path_factory):
-    return cluster_of(tmp_path_factory.mktemp("cluster"), (FAST, SLOW), request.param)
+    text = read_text("scripts/testbed/four-equal.yaml")
+    devices = text[text.index("devices:") :]
+    nodes = (
+        "- {name: fast, count: 2, gpu: cpu-core, gpus: 2}\n- {name: slow, gpu: cpu-core, gpus: 1, speed: 0.5}"
+    )
+    path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
+    path.write_text(f"name: three\nnodes:\n{nodes}\n{NETWORKS[request.param]}\n{devices}")
+    return read_cluster(path)
 
 
 def planned(cluster, words, **sizes):
@@ -126,19 +121,6 @@ def test_while_all_of_a_plan_s_nodes_are_there_it_stays(cluster, plan):
     assert found.plan is plan
     assert [found.ranks[rank] for rank, gpu in enumerate(plan.gpus or range(5)) if gpu == 4] == [0]
     assert not found.left_out
-
-
-@pytest.mark.parametrize("cluster", ["network"], indirect=True)
-def test_a_spare_is_a_node_at_the_file_s_end_that_the_plan_was_made_without(cluster, tmp_path):
-    plan = planned(cluster_of(tmp_path, (FAST,)), WORDS)
-    four = [(name, local) for name in ("fast-0", "fast-1") for local in range(2)]
-    found = survive(plan, cluster, [("slow-0", 0), *four], WORDS)
-    assert found.plan is plan
-    assert 0 not in found.ranks
-    found = survive(plan, cluster, [("slow-0", 0), *four[:2]], WORDS)
-    assert 0 in found.ranks
-    with pytest.raises(HexiError, match="was made for another cluster"):
-        survive(plan, cluster_of(tmp_path, (FAST.replace("2}", "2, speed: 0.9}"), SLOW)), four, WORDS)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron_hexi.runtime.heartbeats import Fault, Heartbeats, tell_ended
+from megatron_hexi.runtime.heartbeats import Fault, Heartbeats
 
 RANKS = 4
 
@@ -88,25 +88,3 @@ def test_ranks_of_a_large_job_ask_the_store_less_often():
     store = dist.HashStore()
     small, large = (Heartbeats(store, 0, ranks).beat_s for ranks in (512, 4096))
     assert large == 8 * small
-
-
-def test_a_rank_that_a_launcher_saw_end_is_silent_at_once_and_for_good(job):
-    store = job.ranks[0]._store
-    job.beats(2)
-    assert tell_ended(store, [2])
-    job.beats(1, without=[2])
-    assert job.silent(without=[2]) == [2]
-    silence = job.ranks[1].silent[2]
-    assert "process" in silence.place
-    assert silence.seconds > 1e6
-    job.beats(10, without=[2])  # its own heartbeats are missed by now, too
-    assert job.ranks[1].silent[2].seconds > 1e6
-
-
-def test_a_rank_that_left_or_has_not_begun_is_not_told_of_as_ended(job):
-    store = job.ranks[0]._store
-    job.ranks[1].leave()
-    assert tell_ended(store, [1])
-    assert not tell_ended(store, [RANKS])
-    job.beats(1, without=[1])
-    assert job.silent(without=[1]) == []
