@@ -14,7 +14,7 @@ from functools import cache
 from typing import Final
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import RECOMPUTES, CostModel
+from megatron_hexi.cost import RECOMPUTES, CostModel, Job
 from megatron_hexi.cost.job import RecomputeMode
 from megatron_hexi.plan import Plan, Replica
 from megatron_hexi.planner.features import is_allowed
@@ -43,6 +43,7 @@ class Interleaving:
     def __init__(self, request: Request, cluster: Cluster, faster_than: float = math.inf) -> None:
         self._request, self._faster_than = request, faster_than
         self._model = cache(lambda job: CostModel(job, cluster))
+        self._tried: set[tuple[Plan, Job]] = set()
         self.trials = 0
 
     def best(self, plan: Candidate, found: Sequence[Candidate]) -> Candidate:
@@ -53,7 +54,8 @@ class Interleaving:
             found: plans that fit.
         """
         best = plan
-        if not self._request.may_interleave:
+        # A stage's ministages are not in a row, and the cost model counts kinds of layers as if they were.
+        if not self._request.may_interleave or not plan.job.model.is_uniform:
             return best
         fastest = min(found, key=order_of, default=plan)
         for start in dict.fromkeys((plan, fastest, *best_of_each_kind(found, fastest))):
@@ -73,9 +75,10 @@ class Interleaving:
         }
         while True:
             plan = _cut(start, count, recomputes)
-            if plan in {start.plan} | self._cut or not is_allowed(plan, start.job, self._request):
+            known = plan == start.plan or (plan, start.job) in self._tried
+            if known or not is_allowed(plan, start.job, self._request):
                 return None
-            self._cut.add(plan)
+            self._tried.add((plan, start.job))
             self.trials += 1
             changed = Candidate(plan, start.job, self._model(start.job).timing(plan))
             if changed.iteration_s >= faster_than:

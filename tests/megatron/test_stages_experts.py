@@ -174,8 +174,13 @@ def test_a_random_plan_trains_as_one_rank(seed, forks, references, tmp_path):
 SHOWN_BY = {"bias-of-a-stage": "bias", "balanced-in-a-domain": "batches"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", EXPERT_FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(one, marks=[] if one == "experts-as-copies" else pytest.mark.slow)
+        for one in EXPERT_FAULTS
+    ],
+)
 def test_the_comparison_finds_a_fault(fault, forks, references, tmp_path):
     model = (*MODEL, *LOSSES[SHOWN_BY.get(fault, "all")])
     weights, reference = references(model, 3)

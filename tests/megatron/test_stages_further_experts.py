@@ -72,8 +72,7 @@ def test_latent_attention_trains_as_on_one_rank(forks, references, tmp_path):
     compare(forks.train(tmp_path, ranks=plan.ranks, args=args, plan=plan, timeout=600), reference)
 
 
-@pytest.mark.slow  # without experts always: test_stages_multi_token.py
-@pytest.mark.parametrize("layout", ["samples", "replicas"])
+@pytest.mark.parametrize("layout", ["samples", pytest.param("replicas", marks=pytest.mark.slow)])
 def test_each_weight_and_its_gradient_is_that_of_one_rank(layout, forks, references, tmp_path):
     """After two steps of SGD with momentum, which holds the gradients, clipped."""
     model = (*HEADS, *LOSSES["all"])

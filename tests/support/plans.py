@@ -37,7 +37,7 @@ SHARE = float(os.environ.get("HEXI_EXAMPLES", "1"))
 def examples(count):
     """Settings for a property: always the same examples, however long one takes."""
     return settings(
-        max_examples=max(2, round(count * SHARE)),
+        max_examples=max(min(count, 6), round(count * SHARE)),
         derandomize=True,
         database=None,
         deadline=None,

@@ -1,6 +1,6 @@
 """HexiScale's planner (arXiv 2409.01143), our reading of the paper.
 
-The scheduler that its authors published differs, and chooses slower layouts: docs/results/rivals.md.
+The scheduler that its authors published differs: docs/results/rivals.md.
 
 Two levels of graph partitioning; vertices are GPUs, weighed by their memory:
 

@@ -1,6 +1,6 @@
 """Zorse's planner (arXiv 2507.10392), our reading of the paper.
 
-The planner that its authors published differs, and chooses slower layouts: docs/results/rivals.md.
+The planner that its authors published differs: docs/results/rivals.md.
 
     groups    a minimum k-cut of the machines by bandwidth, for each number k of groups: traffic inside a
               group, which is heavy, gets the fast links. A group is a stage, whatever kinds of GPU it has

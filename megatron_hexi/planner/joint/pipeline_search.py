@@ -4,7 +4,7 @@ Pools of GPUs are joined to blocks: a block's stages all have the same part of e
 of a stage's time, a table gives the most layers of the stage. So, block by block from the last stage to the
 first, a dynamic program finds for each number of stages, and for each time of a geometric grid, the most
 layers of these stages; the first time at which that is the whole model makes a candidate. The best candidates
-then get whole layers, exactly: the least time of the slowest stage, by bisection over the tables' values.
+then get whole layers, exactly: the least time of the slowest stage.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def layer_cases(most_ranks):
     )
 
 
-@layer_cases(most_ranks=3)
+@layer_cases(most_ranks=4)
 @examples(3)
 def test_passes_of_any_plan_ask_kernels_for_what_they_take_and_never_wait(
     layer, machine, batch, dtype, has_sinks, name
