@@ -232,7 +232,11 @@ def test_what_is_free_is_as_jobs_have_it_by_default():
 @pytest.mark.parametrize(
     ("terms", "fixed", "words"),
     [
-        ({"data_parallel": 5}, (), r"--data-parallel-size 5: cluster test has 4 GPUs, for 4 replicas"),
+        (
+            {"data_parallel": 5},
+            (),
+            r"--data-parallel-size 5: .* 2 micro-batches .*; give 2 or fewer",
+        ),
         ({"data_parallel": 3, "tensor_parallel": 2}, ("tensor_parallel",), r"for 2 replicas of 2 or more"),
         ({"data_parallel": 3}, (), r"an iteration has 2 micro-batches .*; give 2 or fewer, or auto"),
         (
