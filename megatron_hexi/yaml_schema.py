@@ -111,7 +111,7 @@ def _variants(part: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict[str
     if "$ref" in part:
         yield from _variants(schema["$defs"][part["$ref"].rpartition("/")[2]], schema)
     elif "anyOf" in part or "oneOf" in part:
-        for one in part.get("anyOf", part.get("oneOf")):
+        for one in part.get("anyOf") or part["oneOf"]:
             yield from _variants(one, schema)
     else:
         yield part
