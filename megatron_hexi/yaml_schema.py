@@ -5,7 +5,8 @@ Only this module turns pydantic's errors into ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
@@ -23,7 +24,6 @@ _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 #: Our messages by pydantic's types of errors; others keep pydantic's message.
 _REMEDIES = {
     "missing": "is missing; add it",
-    **dict.fromkeys(_UNKNOWN, "is not a known field; remove it or correct its name"),
     "int_type": "is not a whole number; write one",
     **dict.fromkeys(("float_type", "float_parsing"), "is not a number; write one"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "is not true or false; write one of them"),
@@ -80,8 +80,41 @@ def parse[T](kind: TypeAdapter[T], data: Any, where: Where, error: type[HexiErro
         # A list where a number would do has a problem of its own, and one of an item: the item's says more.
         inside = [pair for pair in placed if pair[0][: len(place)] == place]
         place, problem = max(inside, key=lambda pair: len(pair[0]))
+        if problem["type"] in _UNKNOWN:
+            raise error(f"{where(place)} is not a known field; {_nearest(kind, place)}") from None
         here = [problem for problem_place, problem in placed if problem_place == place]
         raise error(f"{where(place)}{_found(problem)} {_said(here)}") from None
+
+
+def _nearest(kind: TypeAdapter[Any], place: Place) -> str:
+    """Return the remedy for an unknown field: the nearest name among the fields of its mapping."""
+    schema = kind.json_schema()
+    found = list(_variants(schema, schema))
+    for step in place[:-1]:
+        inner = [
+            part
+            for variant in found
+            for part in (
+                variant.get("items"),
+                variant.get("properties", {}).get(step, variant.get("additionalProperties")),
+            )
+            if isinstance(part, dict)
+        ]
+        found = [variant for part in inner for variant in _variants(part, schema)]
+    names = [name for variant in found for name in variant.get("properties", {})]
+    near = difflib.get_close_matches(str(place[-1]), names, n=1)
+    return f"did you mean {near[0]}?" if near else "remove it or correct its name"
+
+
+def _variants(part: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the types, each a JSON schema, that a part of a JSON schema stands for."""
+    if "$ref" in part:
+        yield from _variants(schema["$defs"][part["$ref"].rpartition("/")[2]], schema)
+    elif "anyOf" in part or "oneOf" in part:
+        for one in part.get("anyOf") or part["oneOf"]:
+            yield from _variants(one, schema)
+    else:
+        yield part
 
 
 def _place(problem: ErrorDetails, data: Any) -> Place:

@@ -12,6 +12,7 @@ from megatron_hexi.cli.bundles import with_bundles
 from megatron_hexi.cli.kubernetes import PLAN_IN_POD, TrainingManifests, write_manifests
 from megatron_hexi.cli.options import MODEL_OF_PLAN, AsJson, ClusterOption, PlanPath
 from megatron_hexi.cli.output import check_outputs, print_json, say
+from megatron_hexi.cli.planned_job import naming_files
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import (
     argument_words,
@@ -86,7 +87,8 @@ def launch(
     if kubernetes.kubernetes is not None:
         flags = find_flags(planned, PLAN_IN_POD, named, more or [])
         _say_kernels(planned, machines)
-        objects = kubernetes.training(planned, machines, cluster, flags)
+        with naming_files(plan, cluster):
+            objects = kubernetes.training(planned, machines, cluster, flags)
         write_manifests(objects, files, out, as_json=as_json)
         return
     kubernetes.refuse_without_form()
@@ -133,16 +135,17 @@ def find_lines(
         NoFlagError: Megatron has no flags for a constant of the model, so that lines would train another one.
     """
     flags = find_flags(plan, str(path), model, more)
-    return launch_lines(
-        plan,
-        cluster,
-        flags,
-        plan_path=str(path),
-        cluster_path=str(cluster_path),
-        model=model,
-        more=more,
-        written=None if written is None else str(written),
-    )
+    with naming_files(path, cluster_path):
+        return launch_lines(
+            plan,
+            cluster,
+            flags,
+            plan_path=str(path),
+            cluster_path=str(cluster_path),
+            model=model,
+            more=more,
+            written=None if written is None else str(written),
+        )
 
 
 def find_flags(plan: Plan, path: str, model: str, more: list[str]) -> tuple[str, ...]:

@@ -74,7 +74,8 @@ def main() -> None:
             code = command.main(_words(command), prog_name="hexi", standalone_mode=False)
         except typer.TyperException as problem:  # an unknown option, a missing argument
             message = " ".join(problem.format_message().split()).rstrip(".")
-            error = HexiError(f"{message}; see hexi --help")
+            context = getattr(problem, "ctx", None)
+            error = HexiError(f"{message}; see {context.command_path if context else 'hexi'} --help")
             _print_error(error)
             raise error from None
         except HexiError as problem:

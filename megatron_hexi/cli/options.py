@@ -286,7 +286,7 @@ class NewJob(PlanFeatures, Training):
         Raises:
             HexiError: an unknown model, no context, sizes that cannot be divided, or unknown words.
         """
-        from megatron_hexi.planner import CHOSEN, Request
+        from megatron_hexi.planner import CHOSEN, Request, check_depth
 
         model, stated = read_model(self.model), self._stated(self.model)
         refuse_imbalance(self.expert_imbalance, model)
@@ -296,6 +296,8 @@ class NewJob(PlanFeatures, Training):
         if replicas is not None:
             stated["data_parallel"] = replicas
         fixed = frozenset(stated.keys() & set(CHOSEN))
+        if "pipeline_parallel" in fixed:
+            check_depth(stated["pipeline_parallel"], model.layers)
         terms = read_terms(self.model)
         chunks = stated.pop("virtual_stages", None)
         job = Job(model=model, **stated, **unfused_terms(self.model))

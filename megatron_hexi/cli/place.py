@@ -13,6 +13,7 @@ import typer
 
 from megatron_hexi.cli.options import AsJson, ClusterOption, PlanPath
 from megatron_hexi.cli.output import check_outputs, print_json, say, tell
+from megatron_hexi.cli.planned_job import naming_files
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import read_plan
@@ -50,7 +51,9 @@ def place(
     check_outputs([plan, cluster], [out, nodes, *parts], None, "text")
     hosts = [host for component in components for host in component]
     machines = read_cluster(cluster)
-    placed = place_ranks(read_plan(plan), machines, parse_nodes(_nodes_text()), hosts)
+    planned, slurm_nodes = read_plan(plan), parse_nodes(_nodes_text())
+    with naming_files(plan, cluster):
+        placed = place_ranks(planned, machines, slurm_nodes, hosts)
     _write(out, placed.hosts)
     gpus = {node.name: len(node.ranks) for node in machines.nodes}
     _write(nodes, [f"{host} {node} {gpus[node]}" for node, host in placed.nodes.items()])
@@ -66,6 +69,8 @@ def place(
     else:
         for node, host in placed.nodes.items():
             tell(f"{node} is {host}: {ranks[host]} rank{'' if ranks[host] == 1 else 's'}")
+    for absent, host in placed.absent.items():
+        say(f"note: {absent} is not in this job; {host}, which Slurm describes alike, stands in for it")
     if placed.idle:
         say(f"note: without ranks by this plan: {', '.join(placed.idle)}")
     say(f"wrote {out}")

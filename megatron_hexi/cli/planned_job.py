@@ -2,26 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from megatron_hexi.cli.options import MODEL_OF_PLAN, Training, count_option, job_option, unfused_terms
+from megatron_hexi.cli.output import say
+from megatron_hexi.cluster import Cluster, cluster_digest
 from megatron_hexi.cost import (
     PRECISIONS,
     RECOMPUTES,
+    IterationCost,
     Job,
     check_options,
+    estimate,
     job_of_plan,
     model_file,
     read_model,
     refuse_imbalance,
 )
-from megatron_hexi.errors import HexiError, PlanError
+from megatron_hexi.errors import ClusterError, HexiError, PlanError
 from megatron_hexi.plan import JobTerms, Plan
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.kernels import join_kernels, kernel_on
+
+
+@contextlib.contextmanager
+def naming_files(plan: Path, cluster: Path) -> Iterator[None]:
+    """Add the names of both files to errors where a plan does not fit its cluster."""
+    try:
+        yield
+    except (ClusterError, PlanError) as problem:
+        raise type(problem)(f"{plan} on {cluster}: {problem}") from None
+
+
+def estimate_on(plan: Plan, path: Path, job: Job, machines: Cluster, cluster: Path) -> IterationCost:
+    """Return the predicted iteration of a plan, with a note where it was made for another cluster.
+
+    Args:
+        plan: the plan.
+        path: the plan's file.
+        job: the job that the plan was made for.
+        machines: the cluster to predict on.
+        cluster: the cluster's file.
+
+    Raises:
+        HexiError: the plan does not fit the cluster or the job; the message names both files.
+    """
+    with naming_files(path, cluster):
+        cost = estimate(plan, job, machines)
+    made = plan.provenance
+    if made and made.cluster_digest not in (None, cluster_digest(machines)):
+        known = "" if made.cluster is None else f" ({made.cluster})"
+        say(
+            f"note: {path} was made for another cluster{known} than {cluster}; to train there make a plan "
+            f"for it: hexi plan {cluster}"
+        )
+    return cost
 
 
 @dataclass(frozen=True, kw_only=True)

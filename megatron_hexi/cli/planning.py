@@ -30,12 +30,11 @@ from megatron_hexi.cli.output import (
     say,
     write_picture,
 )
-from megatron_hexi.cli.planned_job import PlannedJob
+from megatron_hexi.cli.planned_job import PlannedJob, estimate_on
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import (
     Job,
     NoFlagError,
-    estimate,
     find_shortage,
     job_terms,
     model_file,
@@ -210,7 +209,7 @@ def simulate(
     machines = read_cluster(cluster)
     planned_kernels(job.kernel, machines)
     simulated_job = job.job(replayed, plan)
-    cost = estimate(replayed, simulated_job, machines)
+    cost = estimate_on(replayed, plan, simulated_job, machines, cluster)
     shortage = find_shortage(cost)
     if shortage is not None:
         say(f"note: {plan} does not fit in memory: {shortage}")

@@ -18,12 +18,13 @@ from megatron_hexi.cli.options import (
     count_option,
 )
 from megatron_hexi.cli.output import check_outputs, print_json, print_report, say, tell, write_picture
-from megatron_hexi.cli.planned_job import PlannedJob
+from megatron_hexi.cli.planned_job import PlannedJob, estimate_on
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost import estimate, find_shortage, planned_kernels
+from megatron_hexi.cost import find_shortage, planned_kernels
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import (
     Workload,
+    check_speeds,
     plan_dict,
     plan_digest,
     proportional_plan,
@@ -98,7 +99,7 @@ def validate(
             machines = read_cluster(cluster)
             planned_kernels(job.kernel, machines)
             checked_job = job.job(checked, plan)
-            cost = estimate(checked, checked_job, machines)
+            cost = estimate_on(checked, plan, checked_job, machines, cluster)
             document |= {"cluster": str(cluster), "estimate": estimate_dict(cost, checked_job)}
             if not as_json:
                 print_report(estimate_report(cost))
@@ -161,12 +162,14 @@ def parse_speeds(text: str) -> list[list[float]]:
     """Parse ``"4,3,2/3"`` into ``[[4, 3, 2], [3]]``: the speeds of each group's ranks.
 
     Raises:
-        HexiError: a part is not a number.
+        HexiError: a part is not a number, or not above 0.
     """
     try:
-        return [[float(speed) for speed in group.split(",")] for group in text.split("/")]
+        speeds = [[float(speed) for speed in group.split(",")] for group in text.split("/")]
     except ValueError:
         raise HexiError(
             f"--speeds {text}: not numbers; write one a rank, with commas inside a group and slashes between "
             "groups, for example 4,3,2/3"
         ) from None
+    check_speeds(speeds, f"--speeds {text}")
+    return speeds

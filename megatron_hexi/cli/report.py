@@ -9,9 +9,9 @@ import typer
 
 from megatron_hexi.cli.options import MODEL_OF_REPORT, AsJson, PlanPath
 from megatron_hexi.cli.output import check_outputs, print_json, print_report, progress_bar, say
-from megatron_hexi.cli.planned_job import PlannedJob
+from megatron_hexi.cli.planned_job import PlannedJob, estimate_on
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import Job, estimate
+from megatron_hexi.cost import Job
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.plan import Plan, read_plan
@@ -59,7 +59,7 @@ def report(
         raise HexiError(f"--model {model} without --cluster; add --cluster CLUSTER.yaml")
     machines = None if cluster is None else read_cluster(cluster)
     job = None if cluster is None else _job(start, planned, plan, model)
-    cost = estimate(planned, job, machines) if job and machines else None
+    cost = estimate_on(planned, plan, job, machines, cluster) if job and machines and cluster else None
     run = describe_run(run_record, planned, cost)
     # Bring matplotlib: not before the input was found to be right.
     from megatron_hexi.lab import simulator

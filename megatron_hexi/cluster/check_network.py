@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from megatron_hexi.cluster.model import ClusterFile, FabricLink, Level, Network, NodeNetwork
+from megatron_hexi.cluster.model import ClusterFile, FabricLink, Level, Network, NodeEntry, NodeNetwork
 from megatron_hexi.cluster.schema import refuse
 from megatron_hexi.cluster.tiers import fabric_groups
 from megatron_hexi.yaml_file import Place, YamlFile
@@ -37,6 +37,7 @@ def check_network(file: ClusterFile, source: YamlFile) -> None:
             if file.matrix is not None:
                 refuse(source, place, "stands beside a measured matrix", "keep one of the two")
             _check_rate(entry.network, place, source)
+            _check_cards(entry, place, source)
         elif file.network is None and file.matrix is None and file.node_count > 1:
             if not file.networks:
                 problem = f"is missing: the {file.node_count} nodes cannot reach each other"
@@ -58,6 +59,20 @@ def _check_rate(link: Network | NodeNetwork | FabricLink | Level, place: Place, 
             place,
             found,
             "give the line rate (gbit_s: 400), or what was measured (bandwidth_gb_s: 48)",
+        )
+
+
+def _check_cards(entry: NodeEntry, place: Place, source: YamlFile) -> None:
+    """Refuse cards that the GPUs of a node cannot share evenly."""
+    assert entry.network is not None
+    cards, gpus = entry.network.cards, entry.gpus
+    if max(cards, gpus) % min(cards, gpus):
+        even = [str(number) for number in range(1, gpus + 1) if gpus % number == 0]
+        refuse(
+            source,
+            (*place, "cards"),
+            f"= {cards} cannot be shared evenly by the node's {gpus} GPUs",
+            f"write {', '.join(even)} or a multiple of {gpus}, or describe the node by what it has evenly",
         )
 
 

@@ -29,7 +29,8 @@ def check_folders(args: Namespace) -> None:
         args: Megatron's arguments, not yet checked.
 
     Raises:
-        HexiError: a part of a folder's path is a file, or is closed to this user.
+        HexiError: a part of a folder's path is a file, or is closed to this user; with a plan, ``--save`` has
+            no interval, or one that Megatron cannot keep.
         CheckpointError: ``--load`` holds no checkpoint, or not the wanted iteration.
     """
     for name in _WRITTEN:
@@ -38,6 +39,7 @@ def check_folders(args: Namespace) -> None:
             _check_written(f"--{name.replace('_', '-')} {path}", Path(path))
     if args.hexi_plan is not None:
         _check_loaded(args)
+        _check_intervals(args)
 
 
 def loaded_folder(args: Namespace) -> tuple[str, str] | None:
@@ -88,6 +90,25 @@ def _check_written(option: str, path: Path) -> None:
     if not os.access(there, os.W_OK | os.X_OK):
         raise HexiError(
             f"{option}: nothing can be written in {there}; give another folder, or change its mode"
+        )
+
+
+def _check_intervals(args: Namespace) -> None:
+    """Refuse what Megatron refuses by assertions without a message."""
+    if args.save is None:
+        return
+    interval, retained = args.save_interval, getattr(args, "save_retain_interval", None)
+    if interval is None:
+        raise HexiError(
+            f"--save {args.save}: nothing says how often it is written; add --save-interval ITERATIONS, or "
+            "leave --save out"
+        )
+    if interval < 1:
+        raise HexiError(f"--save-interval {interval}: is not above 0; give a number of iterations")
+    if retained is not None and (retained < 1 or retained % interval):
+        raise HexiError(
+            f"--save-retain-interval {retained}: give a multiple of --save-interval {interval}, or leave "
+            "it out"
         )
 
 

@@ -182,10 +182,13 @@ def _why(problem: BaseException, args: Namespace) -> str | None:
     text = " ".join(str(problem).split())
     if schedule := _SCHEDULE.search(text):
         here, there, setting = schedule.groups()
+        # Megatron counts a schedule in samples, whatever it calls them; the batch may have changed since.
+        name = setting.replace("iterations", "samples")
         return (
-            f"{setting} was {there} in its training, in this job it is {here}; add "
-            "--override-opt-param-scheduler to go on by this job's --train-iters and learning rate, or "
-            "--use-checkpoint-opt_param-scheduler by the checkpoint's"
+            f"{name} was {there} in its training, in this job it is {here}; give the "
+            "--train-iters (or --lr-decay-iters), batch and learning rate of its training, or add "
+            "--override-opt-param-scheduler to go on by this job's, or --use-checkpoint-opt_param-scheduler "
+            "by the checkpoint's"
         )
     last = f"{type(problem).__name__}: {text[:300]}".removesuffix(": ")
     is_checkpoints = isinstance(problem, (CheckpointingException, RuntimeError, AssertionError, KeyError))

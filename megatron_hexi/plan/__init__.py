@@ -13,7 +13,7 @@ from megatron_hexi.plan.file import (
 )
 from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import Domain, Exchange, Group, Member, Plan, Replica, Stage
-from megatron_hexi.plan.proportion import proportional_domain, proportional_plan
+from megatron_hexi.plan.proportion import check_speeds, proportional_domain, proportional_plan
 from megatron_hexi.plan.schedule import Schedule, Schedules, Step, Transfer, build_schedule
 from megatron_hexi.plan.shares import Share, assign_micro_batches, has_equal_replicas
 from megatron_hexi.plan.terms import Estimate, JobTerms, Provenance, UnitRates
@@ -48,6 +48,7 @@ __all__ = [
     "assign_micro_batches",
     "attention_traffic",
     "build_schedule",
+    "check_speeds",
     "dump_plan",
     "has_equal_replicas",
     "plan_dict",

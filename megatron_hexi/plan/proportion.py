@@ -5,6 +5,7 @@ Memory and links are ignored: the plan is one that could be written by hand, and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from megatron_hexi.errors import PlanError
@@ -30,12 +31,7 @@ def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], f
     """
     if not speeds or not all(speeds):
         raise PlanError(f"speeds {list(map(list, speeds))}: give at least one rank in every group")
-    for group in speeds:
-        for speed in group:
-            if not speed > 0:
-                raise PlanError(f"speed {speed} is not above 0; leave a rank without work out instead")
-            if speed > _FASTEST:  # sums and products with tokens stay finite
-                raise PlanError(f"speed {speed} is too large; speeds are relative: the most is {_FASTEST:g}")
+    check_speeds(speeds, "speeds")
     group_tokens = apportion(workload.seq_length, [sum(group) for group in speeds])
     segments = (causal_segments if workload.causal else full_segments)(group_tokens)
     groups = []
@@ -49,6 +45,29 @@ def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], f
         unit += len(group)
         groups.append(Group(segments[number], members, name=f"group-{number}"))
     return Domain(tuple(groups))
+
+
+def check_speeds(speeds: Sequence[Sequence[float]], given: str) -> None:
+    """Refuse a speed that is not positive, or far too large.
+
+    Args:
+        speeds: for each group, the relative speed of each of its members.
+        given: the option or the value that the speeds come from, which the error begins with.
+
+    Raises:
+        PlanError: a speed is refused; the message has its number, counted from 1 over all groups.
+    """
+    for number, speed in enumerate(itertools.chain.from_iterable(speeds), 1):
+        if not speed > 0:
+            raise PlanError(
+                f"{given}: speed number {number} is {speed:g}; write one above 0, or leave a rank "
+                "without work out"
+            )
+        if speed > _FASTEST:  # sums and products with tokens stay finite
+            raise PlanError(
+                f"{given}: speed number {number} is {speed:g}, too large; speeds are relative: the most is "
+                f"{_FASTEST:g}"
+            )
 
 
 def proportional_plan(

@@ -12,8 +12,18 @@ seconds over all layouts, computed without the search.
 from megatron_hexi.planner.baselines import Baseline
 from megatron_hexi.planner.bound import Bound
 from megatron_hexi.planner.gains import Gain, find_gains
-from megatron_hexi.planner.planner import find_plan
+from megatron_hexi.planner.planner import check_depth, find_plan
 from megatron_hexi.planner.request import CHOSEN, Request
 from megatron_hexi.planner.result import Planned
 
-__all__ = ["CHOSEN", "Baseline", "Bound", "Gain", "Planned", "Request", "find_gains", "find_plan"]
+__all__ = [
+    "CHOSEN",
+    "Baseline",
+    "Bound",
+    "Gain",
+    "Planned",
+    "Request",
+    "check_depth",
+    "find_gains",
+    "find_plan",
+]

@@ -208,14 +208,34 @@ def _check_nodes(cluster: Cluster) -> None:
                 )
 
 
+def check_depth(stages: int, layers: int) -> None:
+    """Refuse a pipeline that is deeper than any that is planned.
+
+    Args:
+        stages: the number of stages asked for.
+        layers: the number of the model's layers.
+
+    Raises:
+        HexiError: there are more stages than layers, or than the planner tries.
+    """
+    most = min(DEEPEST, layers)
+    if stages > most:
+        why = (
+            f"the model has {layers} layers"
+            if layers < DEEPEST
+            else f"pipelines of up to {DEEPEST} stages are planned"
+        )
+        raise HexiError(
+            f"{spell_flag('pipeline_parallel', stages)}: {why}; give {most} or fewer, or leave it to the "
+            "planner"
+        )
+
+
 def _check_fixed(request: Request, cluster: Cluster) -> None:
     """Refuse fixed sizes that no layout on the cluster can have."""
     job, gpus = request.job, len(cluster.ranks)
-    if "pipeline_parallel" in request.fixed and job.pipeline_parallel > DEEPEST:
-        raise HexiError(
-            f"{spell_flag('pipeline_parallel', job.pipeline_parallel)}: pipelines of up to {DEEPEST} stages "
-            f"are planned; give {DEEPEST} or fewer, or leave it to the planner"
-        )
+    if "pipeline_parallel" in request.fixed:
+        check_depth(job.pipeline_parallel, job.model.layers)
     chunks = request.virtual_stages
     if chunks is not None and "pipeline_parallel" in request.fixed:
         replace(job, virtual_stages=chunks)  # refuses what Megatron cannot cut
@@ -234,7 +254,7 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
         return
     least = request.micro_batch_sizes()[0]
     batch = job.global_batch_size // least
-    if job.data_parallel * unit > gpus:
+    if job.data_parallel * unit > gpus and gpus // unit <= batch:
         raise HexiError(
             f"{spell_flag('data_parallel', job.data_parallel)}: cluster {cluster.name} has {gpus} GPUs, for "
             f"{gpus // unit} replicas of {unit} or more; give {gpus // unit} or fewer, or auto"

@@ -119,12 +119,13 @@ def _cards(
 ) -> int:
     """Return the number of a node's cards: its host's, or the bandwidth of all ranks over that of one.
 
+    GPUs share cards evenly: of other numbers it is the next below, whose cards have more bandwidth each.
     Nodes at least as fast count, since with a slower one the ratio is that one's.
     """
     gpus = len(nodes[node].ranks)
     host_cards = nodes[node].cards
     if host_cards is not None:
-        return min(host_cards.count, gpus)
+        return _even(host_cards.count, gpus)
     gains_seen = [
         gain
         for pair, gain in gains.items()
@@ -133,4 +134,9 @@ def _cards(
         and gain is not None
         and min(way[end] for end in pair) >= 0.9 * way[node]
     ]
-    return min(gpus, max(1, round(median(gains_seen)))) if gains_seen else 1
+    return _even(round(median(gains_seen)), gpus) if gains_seen else 1
+
+
+def _even(cards: int, gpus: int) -> int:
+    """Return the largest number up to `cards` that divides the number of GPUs; at least 1."""
+    return max((number for number in range(1, min(cards, gpus) + 1) if gpus % number == 0), default=1)

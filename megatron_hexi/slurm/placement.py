@@ -5,7 +5,7 @@ A name of the cluster file stands for
 1. the host that the file names (`hosts`), or that is called so, where the job has it;
 2. else, where Slurm knows that host, any host of the job that Slurm describes alike (the same partitions,
    features and generic resources), because a job seldom gets the nodes that were measured;
-3. else any host of the job with a feature, or in a partition, of that name;
+3. else, where the file names no host, any host of the job with a feature, or in a partition, of that name;
 4. else, where nothing is called so, any host of the job whose generic resources have the node's GPUs.
 
 Nodes that the plan does not use need no host. GPUs of a node are alike, so a rank has a host, not a GPU.
@@ -34,11 +34,13 @@ class Placed:
         hosts: host of each rank, in rank order.
         nodes: the host of each of the cluster file's nodes that the plan uses, in file order.
         idle: hosts of the job that have no rank.
+        absent: hosts that the cluster file names and the job lacks, with the host that stands in for each.
     """
 
     hosts: tuple[str, ...]
     nodes: Mapping[str, str]
     idle: tuple[str, ...]
+    absent: Mapping[str, str]
 
 
 def place(plan: Plan, cluster: Cluster, slurm_nodes: Mapping[str, SlurmNode], hosts: Sequence[str]) -> Placed:
@@ -52,7 +54,7 @@ def place(plan: Plan, cluster: Cluster, slurm_nodes: Mapping[str, SlurmNode], ho
 
     Raises:
         PlanError: the plan was made for another cluster.
-        ClusterError: a name of the cluster file means nothing to Slurm.
+        ClusterError: a name or a host of the cluster file means nothing to Slurm.
         PlatformError: the job lacks a host for a node.
     """
     unknown = [host for host in hosts if host not in slurm_nodes]
@@ -66,10 +68,13 @@ def place(plan: Plan, cluster: Cluster, slurm_nodes: Mapping[str, SlurmNode], ho
         for node, entry, host in zip(cluster.nodes, entries, cluster.file.hosts, strict=True)
     ]
     node_of = [cluster.ranks[gpu].node for gpu in find_gpus(plan, cluster)]
-    host_of = _assign([nodes[number] for number in sorted(set(node_of))], slurm_nodes, hosts)
+    used = [nodes[number] for number in sorted(set(node_of))]
+    host_of = _assign(used, slurm_nodes, hosts)
     _check_stand_ins(nodes, host_of, slurm_nodes)
     placed = tuple(host_of[nodes[number].name] for number in node_of)
-    return Placed(placed, host_of, tuple(sorted(set(hosts) - set(placed), key=hosts.index)))
+    idle = tuple(sorted(set(hosts) - set(placed), key=hosts.index))
+    absent = {node.host: host_of[node.name] for node in used if node.host not in (None, host_of[node.name])}
+    return Placed(placed, host_of, idle, absent)
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,12 @@ def _alike(node: _Node, slurm_nodes: Mapping[str, SlurmNode], hosts: Sequence[st
     namesake = node.named(slurm_nodes)
     if namesake is not None:
         return [host for host in hosts if slurm_nodes[host] == slurm_nodes[namesake]]
+    if node.host is not None:  # the file says which host it is: no other is taken for it by what it has
+        raise ClusterError(
+            f"the cluster file names the host {node.host} for {node.name}, which the job lacks and Slurm "
+            f"does not know; what is left of the job: {_counted(hosts, 'host')}; correct hosts, or leave it "
+            f"out to find nodes by the feature, partition or GPUs of {node.entry.name}"
+        )
     kind, gpu, gpus = node.entry.name, *node.hardware
     if any(described.is_called(kind) for described in slurm_nodes.values()):
         return [host for host in hosts if slurm_nodes[host].is_called(kind)]

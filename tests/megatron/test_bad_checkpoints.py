@@ -104,6 +104,8 @@ def test_folders_that_are_none(forks, tmp_path):
 def test_more_iterations_than_the_checkpoint_was_trained_for(forks, saved, tmp_path):
     longer = [*MODEL, "--train-iters", "6", "--load", saved]
     line = refused(forks, tmp_path, longer)
+    assert "total number of samples was" in line
+    assert "give the --train-iters (or --lr-decay-iters)" in line
     assert "add --override-opt-param-scheduler" in line
     log = forks.train(
         tmp_path / "on",

@@ -62,7 +62,12 @@ FIELDS = [
     ),
     edit("a missing number", "  head_dim: 16\n", "", 3, "workload.head_dim is missing", "add it"),
     edit(
-        "a typo", "kv_heads: 4", "kv_head: 4", 5, "workload.kv_head is not a known field", "correct its name"
+        "a typo",
+        "kv_heads: 4",
+        "kv_head: 4",
+        5,
+        "workload.kv_head is not a known field",
+        "did you mean kv_heads?",
     ),
     edit(
         "a typo at the top",
@@ -70,7 +75,7 @@ FIELDS = [
         "exchanges:",
         25,
         "exchanges is not a known field",
-        "correct its name",
+        "did you mean exchange?",
     ),
     edit(
         "a member without heads", ", heads: [0, 5]", "", 19, f"{FAST}.members[0].heads is missing", "add it"

@@ -45,7 +45,10 @@ def survive(
     """
     starts, job = _starts(cluster, present), lasting_job(plan, words, cluster)
     if plan.provenance and plan.provenance.cluster_digest not in (None, cluster_digest(cluster)):
-        raise HexiError(f"--hexi-plan was made for another cluster than {cluster.name}; give its own file")
+        raise HexiError(
+            f"--hexi-plan was made for another cluster than that of --hexi-cluster, {cluster.name}; "
+            "give its own file"
+        )
     gpus = rank_gpus(plan, job_ranks(plan, job.stages))
     numbers = sorted({cluster.ranks[gpu].node for gpu in starts})
     if not starts.keys() >= set(gpus):

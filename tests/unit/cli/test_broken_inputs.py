@@ -114,7 +114,7 @@ OPTIONS = {
     "units larger than a node": ("--tensor-model-parallel-size 8", "--tensor-model-parallel-size 8"),
     "more stages than layers": (
         "--pipeline-model-parallel-size 99",
-        "--pipeline-model-parallel-size 99: the model has",
+        "--pipeline-model-parallel-size 99: pipelines of up to 16 stages are planned; give 16 or fewer",
     ),
     "more stages than GPUs": (
         "--pipeline-model-parallel-size 16",
@@ -293,8 +293,10 @@ def test_cluster_files(refused, case):
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options(refused, case):
     options, said = OPTIONS[case]
-    refused([*words_of("plan", options), "-o", "out.yaml"], said)
-    refused(words_of("compare", options), said)
+    for command, more in (("plan", ["-o", "out.yaml"]), ("compare", [])):
+        line = refused([*words_of(command, options), *more], said)
+        if "--help" in line:
+            assert line.endswith(f"see hexi {command} --help\n")
 
 
 @pytest.mark.parametrize("case", OUTPUTS)

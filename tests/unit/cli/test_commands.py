@@ -193,6 +193,7 @@ def test_proportion_refuses_what_is_no_speed(hexi, tmp_path, speeds):
     result = hexi("proportion", "--speeds", speeds, *SIZES, "-o", path)
     assert result.code == 2
     assert is_one_error_line(result.err)
+    assert f"--speeds {speeds}: " in result.err
     assert not path.exists()
 
 

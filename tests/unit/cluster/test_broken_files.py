@@ -63,9 +63,17 @@ BROKEN = {
     "number as name": (broken(GOOD, "mixed-16", "16"), ":1: name = 16 is not text; put it in quotes"),
     "unknown field": (
         broken(GOOD, "network:", "netwrk:"),
-        ":5: netwrk is not a known field; remove it or correct its name",
+        ":5: netwrk is not a known field; did you mean network?",
     ),
     "unknown field of a node": (broken(GOOD, "gpus: 8", "gpu_count: 8"), "nodes[0].g"),
+    "unknown field of a network": (
+        broken(FABRICS, "cards: 8, gbit_s", "cards: 8, gbits"),
+        ":3: nodes[0].network.gbits is not a known field; did you mean gbit_s?",
+    ),
+    "unknown field unlike any": (
+        GOOD + "zzz: 1\n",
+        "zzz is not a known field; remove it or correct its name",
+    ),
     "no network": (
         GOOD[: GOOD.index("network")],
         "network is missing: the 2 nodes cannot reach each other; add it",
@@ -179,6 +187,14 @@ BROKEN = {
     "card with two rates": (
         broken(FABRICS, "gbit_s: 400", "gbit_s: 400, bandwidth_gb_s: 48"),
         ":3: nodes[0].network has both gbit_s and bandwidth_gb_s; ",
+    ),
+    "cards that cannot be shared evenly": (
+        broken(FABRICS, "cards: 8", "cards: 3"),
+        ":3: nodes[0].network.cards = 3 cannot be shared evenly by the node's 8 GPUs; write 1, 2, 4, 8 or a",
+    ),
+    "more cards than can be shared evenly": (
+        broken(FABRICS, "cards: 8", "cards: 12"),
+        "network.cards = 12 cannot be shared evenly",
     ),
     "no card": (broken(FABRICS, "cards: 8", "cards: 0"), ":3: nodes[0].network.cards = 0 is too small"),
     "node without a network": (

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from megatron_hexi.cli import main as cli
+from megatron_hexi.cluster import cluster_digest, read_cluster
 from megatron_hexi.cost import presets
 from megatron_hexi.plan import Provenance, Workload, plan_digest, proportional_plan, read_plan, write_plan
 
@@ -137,4 +138,16 @@ def test_what_does_not_belong_together_is_one_clear_error(hexi, plan_of, cluster
 def test_another_number_of_ranks_is_refused(hexi, plan_of, cluster):
     code, _, err = hexi(plan_of(speeds=((3,) * 4, (1,))), "--cluster", cluster, *ARGUMENTS)
     assert code == 2
-    assert "cluster small has 8 GPUs, the plan is for 5 (5 ranks)" in err
+    assert f"plan.yaml on {cluster}: cluster small has 8 GPUs, the plan is for 5 (5 ranks)" in err
+
+
+def test_another_cluster_than_the_plan_s_is_said(hexi, plan_of, cluster):
+    own = cluster_digest(read_cluster(cluster))
+    for digest, said in ((own, False), (None, False), ("0" * 64, True)):
+        plan = plan_of(provenance=Provenance(cluster="mixed-8", cluster_digest=digest))
+        code, _, err = hexi(plan, "--cluster", cluster, *ARGUMENTS)
+        assert code == 0
+        note = (
+            f"note: {plan} was made for another cluster (mixed-8) than {cluster}; to train there make a plan"
+        )
+        assert (note in err) is said

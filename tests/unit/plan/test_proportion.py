@@ -59,11 +59,15 @@ def test_a_group_without_ranks_is_refused(speeds):
 
 @pytest.mark.parametrize("speed", [0, -1.5, float("nan")])
 def test_a_speed_that_is_none_is_refused(speed):
-    with pytest.raises(PlanError, match=f"speed {speed} .*leave a rank without work out"):
+    with pytest.raises(
+        PlanError, match=f"speeds: speed number 2 is {speed:g}; .*leave a rank without work out"
+    ):
         proportional_domain(Workload(8, 2, 2, 4), [[1, speed]])
 
 
 @pytest.mark.parametrize("speed", [1e101, float("inf")])
 def test_a_speed_beyond_all_measure_is_refused(speed):
-    with pytest.raises(PlanError, match=re.escape(f"speed {speed} is too large; speeds are relative")):
+    with pytest.raises(
+        PlanError, match=re.escape(f"speed number 2 is {speed:g}, too large; speeds are relative")
+    ):
         proportional_domain(Workload(8, 2, 2, 4), [[1, speed]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -285,7 +286,7 @@ def test_a_small_gain_or_one_that_does_not_pay_back_is_no_reason():
     assert "pay back" in Advisor(PLAN, JOB, CLUSTER, 0.03, 5).advise(10, slow, 1e6).reason
 
 
-def test_the_process_answers_line_by_line_and_says_what_is_wrong(forks):
+def test_the_process_answers_line_by_line_and_says_what_is_wrong():
     job = {name: value for name, value in asdict(JOB).items() if name not in ("model", "kernel")}
     opening = {
         "plan": dump_plan(PLAN),
@@ -304,7 +305,7 @@ def test_the_process_answers_line_by_line_and_says_what_is_wrong(forks):
     for documents, key in (([opening, report], "reason"), ([wrong], "error")):
         text = "".join(json.dumps(document) + "\n" for document in documents)
         ended = subprocess.run(
-            [forks.python, "-m", "megatron_hexi.replan.planning.advisor"],
+            [sys.executable, "-m", "megatron_hexi.replan.planning.advisor"],
             input=text,
             capture_output=True,
             text=True,

@@ -200,6 +200,26 @@ def test_hosts_that_the_file_names_are_the_nodes():
     assert [node.name for node in machines.nodes] == ["new-0", "new-1", "h100-0"]
     placed = place(plan_for(24), machines, NODES, ["a2", "h1", "h2"])
     assert placed.nodes == {"new-0": "h2", "new-1": "h1", "h100-0": "a2"}
+    assert placed.absent == {"a1": "a2"}
+
+
+def test_a_host_that_slurm_does_not_know_is_not_replaced_by_its_kind_of_gpu(job, monkeypatch, capsys):
+    """Nor by a host with the entry's feature: the file says which host it is."""
+    text = (job / "cluster.yaml").read_text().replace("name: h100,", "name: h100, hosts: 'x01',")
+    (job / "cluster.yaml").write_text(text)
+    result = call_hexi(monkeypatch, capsys, WORDS)
+    assert result.code == 2
+    assert is_one_error_line(result.err)
+    assert "plan.yaml on cluster.yaml: the cluster file names the host x01 for h100-0" in result.err
+    assert not list(job.glob("hosts*"))
+
+
+def test_a_host_that_stands_in_is_named(job, monkeypatch, capsys):
+    text = (job / "cluster.yaml").read_text().replace("name: a100,", "name: a100, hosts: a1,")
+    (job / "cluster.yaml").write_text(text)
+    result = call_hexi(monkeypatch, capsys, WORDS)
+    assert result.code == 0
+    assert "note: a1 is not in this job; a2, which Slurm describes alike, stands in for it\n" in result.err
 
 
 @pytest.mark.parametrize(
