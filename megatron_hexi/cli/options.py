@@ -292,13 +292,18 @@ class NewJob(PlanFeatures, Training):
         refuse_imbalance(self.expert_imbalance, model)
         if "seq_length" not in stated:
             raise HexiError(f"--seq-length is missing, and {self.model} does not say it; add --seq-length N")
-        replicas = self._replicas
-        if replicas is not None:
-            stated["data_parallel"] = replicas
+        terms, replicas = read_terms(self.model), self._replicas
+        needed = terms.fields.get("data_parallel") if terms else None
+        if needed is not None and replicas not in (None, needed):
+            raise HexiError(
+                f"{spell_flag('data_parallel', replicas)}: --moe-router-load-balancing-type global_aux_loss "
+                f"of {self.model} trains with one replica only; give 1, or another balancing loss"
+            )
+        if (replicas or needed) is not None:
+            stated["data_parallel"] = replicas or needed
         fixed = frozenset(stated.keys() & set(CHOSEN))
         if "pipeline_parallel" in fixed:
             check_depth(stated["pipeline_parallel"], model.layers)
-        terms = read_terms(self.model)
         chunks = stated.pop("virtual_stages", None)
         job = Job(model=model, **stated, **unfused_terms(self.model))
         margin = self.memory_margin / 100

@@ -101,6 +101,7 @@ class Job:
 
     def __post_init__(self) -> None:
         refuse_unplanned(self.model)
+        object.__setattr__(self, "unfused", tuple(self.unfused))  # a list where it was JSON
         if not 0 <= self.expert_imbalance <= _MOST_IMBALANCE:
             _refuse("expert_imbalance", self.expert_imbalance, f"give a number from 0 to {_MOST_IMBALANCE}")
         for field in _COUNTS:

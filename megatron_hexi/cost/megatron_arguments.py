@@ -162,6 +162,8 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
         "distributed_optimizer": args.use_distributed_optimizer or None,
         "overlap_gradients": hidden or None,
         "sequence_parallel": args.sequence_parallel or None,
+        # Several replicas refuse it (`options.plan_experts`).
+        "data_parallel": 1 if args.num_experts and has_running_mean(args) else None,
     }
     unfused = _unfused(args)
     terms["unfused"] = None if unfused == Job.unfused else unfused

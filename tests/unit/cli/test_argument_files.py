@@ -54,6 +54,11 @@ def test_experts_balanced_by_a_running_mean_are_planned_without_ministages(hexi,
         Path("job.args").write_text(f"{ARGUMENTS}\n{experts} {kind}")
         said = hexi("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml").err
         assert asked[-1][0].rules.refused == refused
+        assert ("data_parallel" in asked[-1][0].fixed) is bool(refused)
+        two = hexi(
+            "plan", "cluster.yaml", "--model", "job.args", "--data-parallel-size", "2", "-o", "plan.yaml"
+        )
+        assert ("global_aux_loss of job.args trains with one replica only" in two.err) is bool(refused)
         note = f"--moe-router-load-balancing-type {kind} trains with --no-ministages only"
         assert (note in said) is bool(refused)
 

@@ -194,4 +194,4 @@ def test_shares_are_those_of_measured_steps_or_of_the_last_one(monkeypatch):
     later = StepTimes(2.0, nothing | {"pipeline": 1.0})
     assert progress._waiting_shares([later, measured]) == [0.125, 0, 0.25, 0]
     monkeypatch.setattr(progress, "_last_measured", [])
-    assert progress._waiting_shares([StepTimes(4.0, {})]) == [0, 0, 0]
+    assert progress._waiting_shares([StepTimes(4.0, {})]) == [0, 0, 0, 0]
