@@ -95,12 +95,12 @@ MATRIX = {
 }
 
 
-#: Nodes with cards of their own, in two fabrics: a has one for each GPU, b two for three GPUs, c one.
+#: Nodes with cards of their own, in two fabrics: a and c have one, b two for four GPUs.
 CARDS = """\
 name: cards
 nodes:
-- {name: a, gpu: A100-SXM-80GB, gpus: 2, network: {cards: 2, gbit_s: 80, latency_us: 3}}
-- {name: b, gpu: A100-SXM-80GB, gpus: 3, network: {cards: 2, bandwidth_gb_s: 4, latency_us: 9}}
+- {name: a, gpu: A100-SXM-80GB, gpus: 1, network: {cards: 1, gbit_s: 80, latency_us: 3}}
+- {name: b, gpu: A100-SXM-80GB, gpus: 4, network: {cards: 2, bandwidth_gb_s: 4, latency_us: 9}}
 - {name: c, gpu: A100-SXM-80GB, gpus: 1, network: {gbit_s: 8, fabric: roce}}
 fabrics: [{meet: [network, roce], gbit_s: 4, per: PER, latency_us: 7}]
 """
