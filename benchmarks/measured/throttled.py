@@ -180,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.measured.throttled",
         description=__doc__,
+        epilog="Example: python -m benchmarks.measured.throttled --speed 0.5 --iterations 36",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--iterations", type=int, default=36, metavar="N", help="default %(default)s")

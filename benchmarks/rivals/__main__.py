@@ -65,8 +65,16 @@ def _zorse_rows() -> Iterator[str]:
 def _example() -> str:
     machines, training, times, told = zorse_example()
     found = choose(machines, training, times)
-    same = found is not None and found == told
-    return "the same choice" if same else "another choice"
+    if found is None:
+        return "no choice"
+    (counts,) = found.micro_batches
+    shares = ", ".join(map(str, counts[:-1]))
+    is_same = found[:4] == told[:4] and abs(found.milliseconds - told.milliseconds) < 1e-3
+    same = "the same choice, to a microsecond" if is_same else "another choice"
+    return (
+        f"{same}: micro-batches of {found.size}, of which the GPUs take {shares} and {counts[-1]}, and "
+        f"{found.milliseconds:,.3f} ms"
+    )
 
 
 def _reading(name: str, request: Request, cluster: Cluster) -> str:
@@ -85,10 +93,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: the command line's; ``None``: the process's own.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rivals",
+        description=__doc__,
+        epilog="Example: python -m benchmarks.rivals --page",
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--page", action="store_true", help="write docs/results/rivals.md")
+    writes = parser.parse_args(arguments).page
     text = page()
-    if parser.parse_args(arguments).page:
+    if writes:
         write_text_atomically(PAGE, text)
     else:
         print(text)

@@ -290,8 +290,8 @@ class ExpertExchanges:
     def seconds(self, job: Job, gpus: Ints, domain: Ints, rows: Floats, count: Ints) -> Floats:
         """Return `exchange_seconds` of a stage."""
         arrays = domain - domain.min(), rows, count
-        name = job, self._links.likeness(gpus), *(values.tobytes() for values in arrays)
-        return self._kept.of(name, partial(exchange_seconds, job, gpus, domain, rows, count, self._links))
+        key = job, self._links.likeness(gpus), *(values.tobytes() for values in arrays)
+        return self._kept.of(key, partial(exchange_seconds, job, gpus, domain, rows, count, self._links))
 
 
 def _section_seconds(

@@ -18,8 +18,6 @@ from megatron_hexi.cost.sections import Section
 _MOST_LAYERS = 64
 #: The most units of a stage whose layers are kept: of larger stages a plan has few.
 _MOST_UNITS = 256
-#: Sets of GPUs whose likeness is kept.
-_MOST_SETS = 256
 
 
 class KnownLayers:
@@ -31,7 +29,7 @@ class KnownLayers:
 
     def __init__(self, links: LinkTable) -> None:
         self.links = links
-        self._layers, self._likeness = Recent[Layer](_MOST_LAYERS), Recent[bytes](_MOST_SETS)
+        self._layers = Recent[Layer](_MOST_LAYERS)
 
     def times(self, section: Section, kind: Job, experts: ExpertCycle | None) -> Layer:
         """Return the seconds of a layer of one kind in a section, as `layer_times` does.
@@ -48,12 +46,12 @@ class KnownLayers:
         arrays = [plan.tokens, plan.starts, plan.stops, stage.kinds, stage.bandwidth, stage.latency]
         if experts is not None:
             arrays += [experts.compute, experts.exchange, experts.wait]
-        name = (
+        key = (
             kind,
             section.window,
             plan.causal,
             plan.grouping,
-            self._likeness.of(stage.gpus.tobytes(), partial(self.links.likeness, stage.gpus)),
+            self.links.likeness(stage.gpus),
             *(values.tobytes() for values in arrays),
         )
-        return self._layers.of(name, make)
+        return self._layers.of(key, make)

@@ -8,11 +8,16 @@ if all messages were under way from the first byte to the last; a fair network d
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 
 from megatron_hexi.cluster import Cluster, LinkId
 from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.recent import Recent
+
+#: Sets of GPUs whose likeness is kept.
+_MOST_SETS = 256
 
 
 class LinkTable:
@@ -31,6 +36,7 @@ class LinkTable:
         self._capacity, self._sharers = np.full(1, math.inf), np.ones(1)
         #: Link and latency of each pair of nodes, [sending node, receiving node], if they are measured.
         self._pairs: Ints | None = None
+        self._likeness = Recent[bytes](_MOST_SETS)
         self._pair_latency: Floats | None = None
         gpus, local = np.arange(len(self.nodes)), [cluster.nodes[node].bandwidth for node in self.nodes]
         ends = [self._add(gpus, np.array([local, local]))]
@@ -97,6 +103,9 @@ class LinkTable:
         """
         if self._pairs is not None:  # measured between each two nodes
             return gpus.tobytes()
+        return self._likeness.of(gpus.tobytes(), partial(self._likeness_of, gpus))
+
+    def _likeness_of(self, gpus: Ints) -> bytes:
         nodes, links = self.nodes[gpus], self._ends[:, :, gpus].ravel()
         numbers = [nodes, links, *(group_of[nodes] for group_of in self._tiers)]
         found = [*map(_by_appearance, numbers), self._capacity[links], self._sharers[links]]

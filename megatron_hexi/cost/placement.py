@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from megatron_hexi.cost.compute import Speeds, device_speeds
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import UnitGpus
 from megatron_hexi.cost.memory import GIB
+from megatron_hexi.cost.recent import Recent
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.units import rank_gpus
@@ -59,7 +60,7 @@ class Placer:
         #: Index into these of each GPU of the cluster.
         self._device = np.array([number[id(rank.device)] for rank in cluster.ranks])
         self._speeds: dict[int, Speeds] = {}
-        self._kept: dict[Hashable, list[Placement]] = {}
+        self._kept = Recent[list[Placement]](_MOST_KEPT)
 
     def place(self, plan: Plan, ranks: Sequence[Ints], gpus: Sequence[int] | None) -> list[Placement]:
         """Return the placement of the units of each section.
@@ -77,17 +78,15 @@ class Placer:
         # Units of different sizes may have the same ranks in the same order.
         units = tuple((own.shape, own.tobytes()) for own in ranks)
         asked = units, plan.gpus if gpus is None else tuple(gpus)
-        if asked not in self._kept:
-            if len(self._kept) >= _MOST_KEPT:
-                self._kept.clear()
-            placed = _find_gpus(plan, self._job, self._cluster, ranks, gpus)
-            slowest = [self._slowest(self._device[own]) for own in placed]
-            used = np.unique(np.concatenate(slowest))
-            speeds = {device: self._device_speeds(device) for device in used.tolist()}
-            self._kept[asked] = [
-                self._placement(own, devices, speeds) for own, devices in zip(placed, slowest, strict=True)
-            ]
-        return self._kept[asked]
+        return self._kept.of(
+            asked, lambda: self._placed(_find_gpus(plan, self._job, self._cluster, ranks, gpus))
+        )
+
+    def _placed(self, gpus: Sequence[Ints]) -> list[Placement]:
+        slowest = [self._slowest(self._device[own]) for own in gpus]
+        used = np.unique(np.concatenate(slowest))
+        speeds = {device: self._device_speeds(device) for device in used.tolist()}
+        return [self._placement(own, devices, speeds) for own, devices in zip(gpus, slowest, strict=True)]
 
     def _placement(self, gpus: Ints, kinds: Ints, speeds: Mapping[int, Speeds]) -> Placement:
         first = gpus[:, 0]

@@ -1,4 +1,4 @@
-"""Keeps the latest results of a calculation, for inputs that cannot be hashed but have a name that can."""
+"""Keeps the latest results of a calculation whose inputs cannot be hashed, but have a key that can."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 
 
 class Recent[Result]:
-    """Results by name, of which those asked for last are kept.
+    """Results by key, of which those asked for last are kept.
 
     Args:
         most: the most results that are kept.
@@ -17,12 +17,13 @@ class Recent[Result]:
         self._most = most
         self._kept: OrderedDict[Hashable, Result] = OrderedDict()
 
-    def of(self, name: Hashable, make: Callable[[], Result]) -> Result:
-        """Return the result of this name; `make` calculates it if it is not kept."""
-        if name in self._kept:
-            self._kept.move_to_end(name)
-            return self._kept[name]
-        result = self._kept[name] = make()
+    def of(self, key: Hashable, make: Callable[[], Result]) -> Result:
+        """Return the result of this key; `make` calculates it if it is not kept."""
+        try:
+            result = self._kept.pop(key)
+        except KeyError:
+            result = make()
+        self._kept[key] = result  # as the latest
         if len(self._kept) > self._most:
             self._kept.popitem(last=False)
         return result

@@ -22,7 +22,7 @@ from tests.megatron.test_elastic import check_losses, more_lines, said_more, wor
 from tests.megatron.test_stages_experts import BIAS, Z_LOSS, balanced
 from tests.megatron.test_stages_experts import MODEL as EXPERTS
 from tests.megatron.test_stages_states import GPT as DELTA_NETS
-from tests.megatron.test_stages_states import MAMBA_PATTERN
+from tests.megatron.test_stages_states import GROUP_BEHIND_UNIT, MAMBA_PATTERN
 from tests.megatron.test_stages_training import DENSE_HEADER
 from tests.megatron.test_stages_training import MODEL as IN_SIX
 from tests.megatron.test_uneven_training import MODEL
@@ -57,17 +57,6 @@ WITH_EXPERTS = """
     - {ranks: [0, 1], samples: 3, experts: [3, 8]}
     - {ranks: [2], samples: 1, experts: [0, 3]}
   - {layers: [4, 6], domains: [{ranks: [3]}]}
-"""
-#: Tokens and heads of a group of two nodes behind a unit of two ranks.
-BY_PATTERN = """
-  - {layers: [0, 1], domains: [{ranks: [0, 1]}]}
-  - layers: [1, 6]
-    domains:
-    - groups:
-      - segments: [[0, 127]]
-        members:
-        - {ranks: [2], tokens: 90, heads: [0, 4]}
-        - {ranks: [3], tokens: 37, heads: [4, 6]}
 """
 
 
@@ -124,10 +113,8 @@ LASTING = {
         f"{HEADER}- stages:\n",
     ),
     "prediction": Lasting(TWO_STAGES, 3.5, (*FOUR_LAYERS, *FURTHER_TOKENS)),
-    "mamba": Lasting(
-        BY_PATTERN, 3.5, tuple(job_words((*IN_SIX, *MAMBA_PATTERN))), f"{DENSE_HEADER}- stages:\n"
-    ),
-    "delta": Lasting(BY_PATTERN, 3.5, tuple(job_words((*IN_SIX, *DELTA_NETS))), f"{DENSE_HEADER}- stages:\n"),
+    "mamba": Lasting(GROUP_BEHIND_UNIT, 3.5, tuple(job_words((*IN_SIX, *MAMBA_PATTERN))), DENSE_HEADER),
+    "delta": Lasting(GROUP_BEHIND_UNIT, 3.5, tuple(job_words((*IN_SIX, *DELTA_NETS))), DENSE_HEADER),
 }
 NODES = {"duo": 2, "n1": 1, "n2": 1}
 GRIEFS = ("node", "node", "node", "node", "rank", "rank")

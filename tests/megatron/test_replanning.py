@@ -27,7 +27,7 @@ from tests.megatron.conftest import job, skip_what_is_not_there
 from tests.megatron.forked import Trainer
 from tests.megatron.launch import REPOSITORY, TrainingLog
 from tests.megatron.option_cases import FURTHER_TOKENS, NORMED_LATENT, ONE_EACH, PACKED, SINKS, WINDOW
-from tests.megatron.test_stages_states import MAMBA_PATTERN, MIXED, QWEN
+from tests.megatron.test_stages_states import GROUP_BEHIND_UNIT, MAMBA_PATTERN, MIXED, QWEN
 from tests.megatron.test_stages_training import DENSE_HEADER
 from tests.megatron.test_stages_training import MODEL as IN_SIX
 from tests.megatron.test_unequal_replicas import plan_of
@@ -185,16 +185,6 @@ HEADS = """\
       - segments: [[0, 127]]
         members: [{ranks: [2], tokens: 70, heads: [0, 4]}, {ranks: [3], tokens: 57, heads: [4, 6]}]
 """
-#: The same group behind a unit of two ranks.
-STATES = """\
-- stages:
-  - {layers: [0, 1], domains: [{ranks: [0, 1]}]}
-  - layers: [1, 6]
-    domains:
-    - groups:
-      - segments: [[0, 127]]
-        members: [{ranks: [2], tokens: 90, heads: [0, 4]}, {ranks: [3], tokens: 37, heads: [4, 6]}]
-"""
 #: Delta nets and experts. Each token goes to all of these, as ties are decided by rounding.
 ALL_EXPERTS = tuple(
     str(EXPERTS) if word == "2" and QWEN[i - 1] == "--moe-router-topk" else word
@@ -206,8 +196,8 @@ IN_STAGES = ("--num-layers", "4", "--micro-batch-size", "3", "--global-batch-siz
 
 
 def of_layers(kind: str, tokens: int, heads: int) -> Plan:
-    """`STATES`, `MIXED` or `HEADS` with other tokens and heads on the two ranks that share them."""
-    text = {"mamba": STATES, "experts": MIXED, "prediction": HEADS}[kind]
+    """Return the plan for a kind of layers, with these tokens and heads on the first of two ranks."""
+    text = {"mamba": GROUP_BEHIND_UNIT, "experts": MIXED, "prediction": HEADS}[kind]
     shared = {"mamba": (90, 4), "experts": (80, 4), "prediction": (70, 4)}[kind]
     for old, new in (
         (f"tokens: {shared[0]}", f"tokens: {tokens}"),

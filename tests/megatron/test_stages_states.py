@@ -61,6 +61,16 @@ DEPTHS = """\
   stages:
   - {layers: [0, 6], domains: [{ranks: [4]}]}
 """
+#: A unit of two ranks before a group of two that share tokens and heads unevenly, in one replica.
+GROUP_BEHIND_UNIT = """\
+- stages:
+  - {layers: [0, 1], domains: [{ranks: [0, 1]}]}
+  - layers: [1, 6]
+    domains:
+    - groups:
+      - segments: [[0, 127]]
+        members: [{ranks: [2], tokens: 90, heads: [0, 4]}, {ranks: [3], tokens: 37, heads: [4, 6]}]
+"""
 #: Uneven tokens, heads and experts in the first stage; a unit of two ranks that cuts its experts behind it.
 MIXED = """\
 - micro_batches: 4

@@ -92,7 +92,7 @@ def plan_for(gpus):
 
 
 def check_schema(objects):
-    """What Kubernetes checks before it takes objects."""
+    """Fail where Kubernetes would refuse the objects."""
     for document in objects:
         if document["kind"] != "JobSet":
             kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)

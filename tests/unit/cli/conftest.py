@@ -1,4 +1,4 @@
-"""What tests of commands that plan share."""
+"""Fixtures that the tests of planning commands share."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a person can do to a cluster file by mistake: each gives one clear line."""
+"""Mistakes that a person can make in a cluster file are refused, each by one clear line."""
 
 import pytest
 

@@ -14,7 +14,8 @@ from megatron_hexi.doctor.findings import doctor_dict, doctor_report
 from megatron_hexi.doctor.gather import LaunchedJob, find_job
 from megatron_hexi.errors import HexiError
 from tests.support.shell import call_hexi, is_one_error_line
-from tests.unit.doctor.test_rules import a_job, a_node, with_nccl, with_variables
+from tests.unit.doctor.test_job_problems import a_job, with_nccl
+from tests.unit.doctor.test_rules import a_node, with_variables
 
 # What a launcher of this test run, or the machine, has set would be the doctor's business too.
 _STEERING = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "WORLD_SIZE")

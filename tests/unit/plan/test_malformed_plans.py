@@ -1,4 +1,4 @@
-"""What a person can do to a plan by mistake: each gives one line with file, line, place, value and remedy."""
+"""Mistakes in a plan are refused, each by a line with file, line, place, value and remedy."""
 
 import pytest
 

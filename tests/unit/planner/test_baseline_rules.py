@@ -1,4 +1,4 @@
-"""What the rules of baselines allow, by hand."""
+"""The rules of baselines allow the layouts that are worked out by hand here."""
 
 from dataclasses import replace
 

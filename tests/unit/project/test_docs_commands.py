@@ -118,7 +118,7 @@ def parse(command: str) -> None:
 
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if commands_of(text, slow=False)])
 def test_commands_of_a_page_run(shell, page):
-    """What takes long, and pages that repeat another, are parsed, and run on request."""
+    """Commands that take long, and those of pages that repeat another, are parsed, and run on request."""
     for command in commands_of(PAGES[page], slow=False):
         (parse if is_long(command) or page in REPEATING else shell)(command)
 
