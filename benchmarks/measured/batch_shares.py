@@ -106,7 +106,7 @@ def _steps(ranks: Sequence[Sequence[str]]) -> list[tuple[list[float], float]]:
     return [
         (
             [line["seconds"] for line in lines],
-            next(line["loss"] for line in lines if line["loss"] is not None),
+            next(line["loss"] for line in lines if "loss" in line),
         )
         for lines in zip(*read, strict=True)
     ]

@@ -114,7 +114,7 @@ def train(plan: Plan, folder: Path, iterations: int, throttle: str | None, is_fo
     logs = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("testbed/*rank-0.log")))
     return Training(
         seconds=tuple(max(line["seconds"] for line in lines) for lines in zip(*ranks, strict=True)),
-        losses=tuple(line["loss"] for line in next(lines for lines in ranks if lines[0]["loss"] is not None)),
+        losses=tuple(line["loss"] for line in next(lines for lines in ranks if "loss" in lines[0])),
         swaps=tuple(int(iteration) for iteration, _ in _SWAP.findall(logs)),
     )
 
