@@ -22,7 +22,7 @@ class InterleavedPipeline:
         lanes: each stage as a lane that takes all micro-batches, [p].
         there: seconds that a micro-batch's activations are under way over each border, [p].
         back: seconds that its gradients are under way over each border, [p].
-        parts: part of a stage's layers that each ministage has, [p, ministages].
+        parts: part of a stage's work in layers that each ministage has, [p, ministages].
     """
 
     lanes: tuple[Lane, ...]

@@ -40,7 +40,7 @@ from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.placement import Placer
 from megatron_hexi.cost.ranks import Pace, RankCost, paces, rank_costs
 from megatron_hexi.cost.reductions import repeated_reductions, uneven_reductions
-from megatron_hexi.cost.replica_pipelines import replica_lanes, replica_pipelines
+from megatron_hexi.cost.replica_pipelines import ministage_parts, replica_lanes, replica_pipelines
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section, plan_sections
 from megatron_hexi.cost.spread import spread
@@ -172,7 +172,7 @@ class CostModel:
                 stage_cost(section, self._layers, behind, cycle)
                 for section, behind, cycle in zip(sections, [*gpus_of_stages[1:], first], cycles, strict=True)
             ]
-            borders = None
+            borders, parts = None, {}
             if job.virtual_stages > 1:
                 borders = interleaved_borders(job, sections, self.links, micro_batches)
             reductions = repeated_reductions(job, sections, self.rings, self.shards, experts)
@@ -182,13 +182,12 @@ class CostModel:
                 for section, cycle in zip(sections, cycles, strict=True)
             ]
             borders = border_seconds(mesh, job, sections, self.links, micro_batches, self._borders)
+            parts = ministage_parts(sections, costs)
             reductions = uneven_reductions(mesh, job, sections, self.rings, self.hosts)
         passing = self._with_rows(sections, reductions.passing)
         times = ((cost.replicas, cost.forward_s) for cost in costs)
         lanes = replica_lanes(sections, times, micro_batches)
-        pipelines = replica_pipelines(
-            plan, lanes, borders, passing, chunks=job.virtual_stages, predictions=job.model.mtp_layers
-        )
+        pipelines = replica_pipelines(plan, lanes, borders, passing, parts, chunks=job.virtual_stages)
         waits = exposed_synchronisation(sections, costs, reductions)
         optimizer = [
             self._optimizer_times(section, held_experts, owned, present)

@@ -89,7 +89,7 @@ class MinistagePipeline:
         there: seconds that a micro-batch's activations are under way over each border, [borders,
             micro-batches].
         back: seconds that its gradients are under way over each border, [borders, micro-batches].
-        parts: part of a stage's layers that each ministage has, [p, ministages].
+        parts: part of a stage's work in layers that each ministage has, [p, ministages].
         passing: transfers of each stage's weights, gradients and rows, [p].
     """
 

@@ -11,6 +11,7 @@ from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
 from megatron_hexi.cost.job import Job, layers_again
 from megatron_hexi.cost.model import Model
 from megatron_hexi.mesh import passes_ahead
+from megatron_hexi.plan.model import Range
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +80,10 @@ class ModelPart:
             micro-batches with as many layers (`most_kept`).
         ministages: number of ministages that the layers run in one after the other; 0: in 1F1B.
         rows_on_host: whether rows that entered ministages wait in host memory.
-        first_layer: number of the part's first layer in the model; ``None``: the layers are a mean of all.
-        chunks: number of chunks of the layers, of equal length; the first layers of two successive chunks are
-            `Model.layers` / `chunks` apart.
+        ranges: first layer, and the one after the last, of each chunk or ministage in the order in which they
+            run, as a tuple, or [U, ranges, 2], where empty ranges may come last; ``None``: the layers are a
+            mean of all.
+        chunks: number of chunks of the layers, of equal length.
     """
 
     layers: Ints | int
@@ -91,20 +93,22 @@ class ModelPart:
     ahead: Counts
     ministages: Ints | int = 0
     rows_on_host: Bools | bool = False
-    first_layer: Ints | int | None = None
+    ranges: Ints | tuple[Range, ...] | None = None
     chunks: int = 1
 
     @classmethod
     def of_job(cls, job: Job, stage: Ints | int) -> ModelPart:
         """Return the part of a pipeline stage, or of an array of stages, for a job with equal stages."""
-        chunks = job.virtual_stages
+        chunks, size = job.virtual_stages, job.stage_layers // job.virtual_stages
+        firsts = [stage * size + chunk * job.model.layers // chunks for chunk in range(chunks)]
+        ranges: Any = tuple((first, first + size) for first in firsts)
         return cls(
             layers=job.stage_layers,
             again=layers_again(job.stage_layers, job.recompute, chunks),
             is_first=stage == 0,
             is_last=stage == job.pipeline_parallel - 1,
             ahead=passes_ahead(job.pipeline_parallel, stage, chunks) + 1,
-            first_layer=stage * (job.stage_layers // chunks),
+            ranges=np.moveaxis(np.array(ranges), (0, 1), (-2, -1)) if np.ndim(stage) else ranges,
             chunks=chunks,
         )
 
@@ -134,16 +138,31 @@ class ModelPart:
         """Return the layers of each kind without those of multi-token prediction."""
         if model.is_uniform:
             return [KindLayers(self.layers, self.again)]
-        if self.first_layer is None:
+        if self.ranges is None:
             shares = [kind.layers / model.layers for kind in model.kinds]
             return [KindLayers(self.layers * share, self.again * share) for share in shares]
-        before, chunks = np.array(model.layers_before), self.chunks
-        firsts = [self.first_layer + chunk * model.layers // chunks for chunk in range(chunks)]
-        counts = (
-            sum(before[:, first + count // chunks] - before[:, first] for first in firsts)
-            for count in (self.layers, self.again)
-        )
+        before, (first, stop) = np.array(model.layers_before), self._ends
+        again, layers = np.asarray(self.again)[..., None], np.asarray(self.layers)[..., None]
+        # Some of the layers are computed again only with chunks: as many in each.
+        stop_again = np.where(again == layers, stop, first + again // self.chunks)
+        counts = ((before[:, last] - before[:, first]).sum(axis=-1) for last in (stop, stop_again))
         return [KindLayers(*both) for both in zip(*counts, strict=True)]
+
+    @property
+    def _ends(self) -> tuple[Ints, Ints]:
+        """First layers of `ranges`, and those after the last, [..., ranges] each."""
+        ranges = np.asarray(self.ranges)
+        return ranges[..., 0], ranges[..., 1]
+
+    def in_ranges(self, model: Model) -> list[Ints]:
+        """Return the number of layers of each kind in each of `ranges`, [..., ranges] each.
+
+        Those of multi-token prediction are not among them.
+        """
+        first, stop = self._ends
+        if model.is_uniform:
+            return [stop - first]
+        return list((before := np.array(model.layers_before))[:, stop] - before[:, first])
 
     @property
     def borders(self) -> Ints:
@@ -169,8 +188,12 @@ class ModelPart:
 
         Layers of multi-token prediction belong to the last ministage.
         """
-        count, more = np.maximum(self.ministages, 1), self.predictions(model).layers
-        return (-(-self.layers // count) + more) / np.maximum(self.layers + more, 1)
+        if not np.any(self.ministages):
+            return np.ones(())
+        first, stop = self._ends
+        in_turn, more = np.asarray(self.ministages) > 0, self.predictions(model).layers
+        most = np.where(in_turn, (stop - first).max(axis=-1), self.layers)
+        return (most + more) / np.maximum(self.layers + more, 1)
 
     def entered(self, micro_batches: Ints) -> Ints:
         """Return the number of micro-batches whose input rows are kept, added up over all ministages.
@@ -181,12 +204,11 @@ class ModelPart:
         return micro_batches * np.maximum(self.ministages - ends, 0)
 
     def run_twice(self, model: Model) -> list[Counts]:
-        """Return the number of layers of each kind that run forward twice: of all ministages but the loss's.
-
-        Each ministage is taken to have the kinds in the same proportion as the whole part.
-        """
-        last = self.is_last * (self.layers // np.maximum(self.ministages, 1))
-        twice = (self.layers - last) * np.minimum(self.ministages, 1)
-        if model.is_uniform:
-            return [twice]
-        return [twice * (held.layers / np.maximum(self.layers, 1)) for held in self._of_decoder(model)]
+        """Return the number of layers of each kind that run forward twice: in all ministages but the last."""
+        if not np.any(self.ministages):
+            return [0 for _ in model.kinds]
+        in_turn, last = np.minimum(self.ministages, 1), np.maximum(self.ministages, 1)[..., None] - 1
+        return [
+            in_turn * (held.sum(axis=-1) - self.is_last * np.take_along_axis(held, last, axis=-1)[..., 0])
+            for held in self.in_ranges(model)
+        ]

@@ -12,6 +12,7 @@ from megatron_hexi.cost.ministage_pipeline import Lane, MinistagePipeline, Passi
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.sections import Section
+from megatron_hexi.cost.stage import StageCost
 from megatron_hexi.plan import Plan
 
 #: The lanes of each stage of a replica.
@@ -46,14 +47,42 @@ def replica_lanes(
     ]
 
 
+def ministage_parts(sections: Sequence[Section], costs: Sequence[StageCost]) -> dict[tuple[int, int], Floats]:
+    """Return the part of a stage's work in each of its ministages, by replica and stage: [ministages] each.
+
+    It is that of the stage's first domain, and of all layers alike, if they are of one kind.
+
+    Args:
+        sections: the sections of a plan whose stages differ.
+        costs: seconds of a micro-batch in each section.
+    """
+    parts = dict[tuple[int, int], Floats]()
+    for section, cost in zip(sections, costs, strict=True):
+        layers = section.parts.in_ranges(section.job.model)
+        if layers[0].shape[-1] == 1:
+            continue
+        more = section.parts.predictions(section.job.model).layers
+        for domain, (replica, predictions) in enumerate(
+            zip(section.replicas.tolist(), section.by_domain(more), strict=True)
+        ):
+            if (replica, section.number) in parts:
+                continue
+            seconds = cost.layer_seconds(domain) if len(layers) > 1 else [1.0]
+            work = sum(own[domain] * one_s for own, one_s in zip(layers, seconds, strict=True))
+            work = work[work > 0]  # empty ranges stand for ministages that other replicas have
+            work[-1] += predictions * seconds[section.job.model.kind_of_layers[-1]]
+            parts[replica, section.number] = work / work.sum()
+    return parts
+
+
 def replica_pipelines(
     plan: Plan,
     lanes: Sequence[Lanes],
     borders: tuple[list[Floats], list[Floats]] | None,
     passing: Mapping[tuple[int, int], Passing],
+    parts: Mapping[tuple[int, int], Floats],
     *,
     chunks: int,
-    predictions: int,
 ) -> tuple[Pipeline | MinistagePipeline | InterleavedPipeline, ...]:
     """Return the pipeline of each replica.
 
@@ -63,8 +92,9 @@ def replica_pipelines(
         borders: seconds of activations and of gradients over borders (`border_seconds`); ``None``: sends are
             counted in the stages' time.
         passing: transfers of stages that run ministages in turn, by replica and stage.
+        parts: part of a stage's work in each ministage, by replica and stage (`ministage_parts`); left out:
+            the stage has one.
         chunks: number of chunks of each stage's layers.
-        predictions: number of layers of multi-token prediction, which the last ministage runs.
     """
     pipelines: list[Pipeline | MinistagePipeline | InterleavedPipeline] = []
     for number, (replica, own) in enumerate(zip(plan.replicas, lanes, strict=True)):
@@ -75,13 +105,11 @@ def replica_pipelines(
             phases = tuple(lane.phases for (lane,) in own)
             pipelines.append(Pipeline(phases, there[:, 0], back[:, 0], count, chunks))
             continue
-        sizes = np.array([stage.ministage_sizes for stage in replica.stages], dtype=float)
-        sizes[-1, -1] += predictions
-        parts = sizes / sizes.sum(axis=1, keepdims=True)
+        shares = np.array([parts.get((number, stage), np.ones(1)) for stage in range(len(own))])
         if replica.is_interleaved:
             only = tuple(lane for (lane,) in own)
-            pipelines.append(InterleavedPipeline(only, there[:, 0], back[:, 0], parts))
+            pipelines.append(InterleavedPipeline(only, there[:, 0], back[:, 0], shares))
         else:
             passes = tuple(passing[number, stage] for stage in range(len(own)))
-            pipelines.append(MinistagePipeline(own, there, back, parts, passes))
+            pipelines.append(MinistagePipeline(own, there, back, shares, passes))
     return tuple(pipelines)

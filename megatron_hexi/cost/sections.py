@@ -24,6 +24,7 @@ from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
 from megatron_hexi.errors import PlanError
 from megatron_hexi.mesh import most_kept, passes_ahead
 from megatron_hexi.plan import Exchange, Plan
+from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.state_heads import divided_domain
 from megatron_hexi.plan.units import DomainRow, domain_rows
 
@@ -176,12 +177,13 @@ def _ranks(rows: Sequence[DomainRow]) -> Ints:
 
 def _parts(rows: Sequence[DomainRow], job: Job, micro_batches: Ints) -> ModelPart:
     """Return the part of the model that each domain holds, [domains]."""
-    layers, again, first_layers = [], [], []
     chunks = job.virtual_stages
-    for row in rows:
-        assert row.layers is not None, "the job says how many there are"
-        first_layers.append(row.layers[0] // chunks)
-        layers.append(row.layers[1] - row.layers[0])
+    layers, again = [], []
+    ranges = np.zeros((len(rows), max(len(row.ministages or range(chunks)) for row in rows), 2), dtype=int)
+    for number, row in enumerate(rows):
+        own = _layer_ranges(row, job)
+        ranges[number, : len(own)] = own
+        layers.append(sum(stop - first for first, stop in own))
         recompute = job.recompute if row.recompute is None else row.recompute
         again.append(layers_again(layers[-1], recompute, chunks))
     return ModelPart(
@@ -192,9 +194,19 @@ def _parts(rows: Sequence[DomainRow], job: Job, micro_batches: Ints) -> ModelPar
         ahead=np.array([_kept_at_a_time(row, job, int(micro_batches[row.replica])) for row in rows]),
         ministages=np.array([len(row.ministages or ()) if row.in_turn else 0 for row in rows]),
         rows_on_host=np.array(["activations" in row.offload for row in rows]),
-        first_layer=np.array(first_layers),
+        ranges=ranges,
         chunks=chunks,
     )
+
+
+def _layer_ranges(row: DomainRow, job: Job) -> Sequence[Range]:
+    """Return the layers of each ministage of a domain, or of each chunk of the job's."""
+    if row.ministages is not None:
+        return row.ministages
+    assert row.layers is not None, "the job says how many there are"
+    (first, stop), chunks = row.layers, job.virtual_stages
+    firsts = [first // chunks + chunk * job.model.layers // chunks for chunk in range(chunks)]
+    return [(start, start + (stop - first) // chunks) for start in firsts]
 
 
 def _kept_at_a_time(row: DomainRow, job: Job, micro_batches: int) -> float:

@@ -78,6 +78,14 @@ class StageCost:
         counts = [float(held[domain]) if isinstance(held, np.ndarray) else held for held in self.counts]
         return sum(n * value(layer) for n, layer in zip(counts, self.kinds, strict=True)) / sum(counts)
 
+    def layer_seconds(self, domain: int) -> list[float]:
+        """Return the seconds of a layer of each kind in a domain: of each of its passes, once."""
+        every, once = len(self.passes) // len(self.kinds), self.once[domain]
+        return [
+            sum(once[work].total for work in self.passes[first : first + every])
+            for first in range(0, len(self.passes), every)
+        ]
+
     def of_parts(self, section: Section) -> StageCost:
         """Return the seconds of the same section with other numbers of layers in its `parts`."""
         return _of_layers(section, self.kinds, self.logits, self.logits_sum, self.pipeline_s, self.once)

@@ -54,8 +54,7 @@ class Interleaving:
             found: plans that fit.
         """
         best = plan
-        # A stage's ministages are not in a row, and the cost model counts kinds of layers as if they were.
-        if not self._request.may_interleave or not plan.job.model.is_uniform:
+        if not self._request.may_interleave:
             return best
         fastest = min(found, key=order_of, default=plan)
         for start in dict.fromkeys((plan, fastest, *best_of_each_kind(found, fastest))):

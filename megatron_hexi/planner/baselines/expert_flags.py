@@ -89,7 +89,7 @@ class EqualFloor:
             is_first=True,
             is_last=flags.pipeline == 1,
             ahead=flags.pipeline,
-            first_layer=0,
+            ranges=((0, layers),),
         )
         tokens = np.array([job.seq_length / flags.context])
         heads = np.array([job.workload().local_heads / flags.group])

@@ -102,9 +102,7 @@ class Assembly:
         trials = {}
         for place in sorted(placed):
             stage = pipes[place.replica].stages[place.stage]
-            first = None
-            if not self._job.model.is_uniform:
-                first = sum(before.layers for before in pipes[place.replica].stages[: place.stage])
+            first = sum(before.layers for before in pipes[place.replica].stages[: place.stage])
             trials[place] = self._domain(
                 fleets[place], place, stage, first, micro_batches[place.replica], len(pipes)
             )
@@ -118,13 +116,13 @@ class Assembly:
         fleet: Fleet,
         place: StagePlace,
         stage: PipeStage,
-        first_layer: int | None,
+        first_layer: int,
         micro_batches: int,
         replicas: int,
     ) -> Trial:
         """Return the best domain found on the GPUs of a stage.
 
-        `first_layer` is the number of the stage's first layer in the model; ``None``: all are of one kind.
+        `first_layer` is the number of the stage's first layer in the model.
         """
         part = ModelPart(
             layers=stage.layers,
@@ -132,7 +130,7 @@ class Assembly:
             is_first=place.is_first,
             is_last=place.is_last,
             ahead=place.stages - place.stage,
-            first_layer=first_layer,
+            ranges=((first_layer, first_layer + stage.layers),),
         )
         job = replace(
             fleet.job,

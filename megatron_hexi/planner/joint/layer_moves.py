@@ -124,12 +124,11 @@ class _LeastOrder:
         count = layers[1] - layers[0]
         again = layers_again(count, self._job.recompute if recompute is None else recompute)
         here = np.arange(len(section.replicas)) == domain
-        first_layer = np.asarray(section.parts.first_layer)
         parts = replace(
             section.parts,
             layers=np.where(here, count, section.parts.layers),
             again=np.where(here, again, section.parts.again),
-            first_layer=np.where(here, layers[0], first_layer),
+            ranges=np.where(here[:, None, None], [[layers]], np.asarray(section.parts.ranges)),
         )
         return self._timing.stages[number].of_parts(replace(section, parts=parts)).replicas[domain]
 

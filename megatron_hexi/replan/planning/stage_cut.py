@@ -86,7 +86,7 @@ def _fleet(row: DomainRow, plan: Plan, micro_batches: int, job: Job, cluster: Cl
             is_first=row.stage == 0,
             is_last=row.is_last,
             ahead=row.depth - row.stage,
-            first_layer=None if job.model.is_uniform else first,
+            ranges=((first, stop),),
         )
         job = replace(job, tensor_parallel=row.width, recompute=recompute_mode(recompute))
     job = replace(job, micro_batch_size=samples, global_batch_size=micro_batches * samples)

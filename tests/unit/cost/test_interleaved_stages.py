@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cost import CostModel, Phases
 from megatron_hexi.cost.interleaved_pipeline import InterleavedPipeline
-from megatron_hexi.cost.ministage_pipeline import Lane
+from megatron_hexi.cost.layer_kinds import Window
+from megatron_hexi.cost.ministage_pipeline import Lane, MinistagePipeline
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.lab.simulator.interleaved_replay import replay_interleaved
-from megatron_hexi.mesh import most_kept, pipeline_steps
+from megatron_hexi.mesh import PipelineStep, most_kept, pipeline_steps
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.plans import examples
@@ -158,3 +159,33 @@ def test_ministages_pay_over_fast_borders_only():
             for parts, order in ((2, "interleaved"), (None, None))
         ]
         assert (seconds[0] < seconds[1]) == pays
+
+
+@given(
+    st.lists(st.booleans(), min_size=12, max_size=12).filter(any),
+    st.sampled_from(["none", "full"]),
+    st.sampled_from(["interleaved", None]),
+)
+@examples(20)
+def test_ministages_cost_what_their_own_layers_cost(windows, recompute, order):
+    job = tiny_job(model=DEEP, global_batch_size=3, recompute=recompute)
+    jobs = {
+        is_window: dataclasses.replace(job, model=dataclasses.replace(DEEP, window=window))
+        for is_window, window in ((False, None), (True, Window(64)))
+    }
+    plan, known = plan_of(job, STAGES, order=order), nodes(3, 100.0)
+    mixed = dataclasses.replace(job, model=dataclasses.replace(DEEP, window=Window(64, tuple(windows))))
+    (pipeline,) = CostModel(mixed, known).timing(plan).pipelines
+    assert isinstance(pipeline, InterleavedPipeline | MinistagePipeline)
+    alone = {kind: CostModel(own, known).timing(plan).stages for kind, own in jobs.items()}
+    # The layers of each stage's ministages: first all stages run 3, 2 and 1 of them, then 2 each.
+    for stage, ministages in enumerate((((0, 3), (6, 8)), ((3, 5), (8, 10)), ((5, 6), (10, 12)))):
+        seconds = {kind: own[stage].layer_seconds(0)[0] for kind, own in alone.items()}
+        work = [sum(seconds[windows[layer]] for layer in range(*layers)) for layers in ministages]
+        assert pipeline.parts[stage] == pytest.approx([own / sum(work) for own in work])
+        if isinstance(pipeline, InterleavedPipeline):
+            for ministage, expected in enumerate(work):
+                steps = [PipelineStep(way, 0, ministage) for way in ("forward", "backward")]
+                logits = pipeline.lanes[stage].phases.logits * (ministage == 1)
+                took = sum(pipeline.step_s(stage, step) for step in steps)
+                assert took - logits == pytest.approx(expected)

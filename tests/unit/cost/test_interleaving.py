@@ -163,7 +163,7 @@ def test_chunks_send_more_often_over_thin_borders():
 def test_layers_of_chunks_are_those_of_the_model():
     job = tiny_job(model=DEEP, pipeline_parallel=2, virtual_stages=2, recompute=1)
     part = ModelPart.of_job(job, 1)
-    assert (part.layers, part.again, part.first_layer, part.chunks) == (4, 2, 2, 2)
+    assert (part.layers, part.again, part.ranges, part.chunks) == (4, 2, ((2, 4), (6, 8)), 2)
 
 
 @pytest.mark.parametrize(
