@@ -69,6 +69,11 @@ WANTED = [
     Wanted(2, 2, {"data_parallel": 2}, 2),
     Wanted(3, 1, {"pipeline_parallel": 2, "data_parallel": 1}, 2),
     Wanted(2, 4, {"pipeline_parallel": 3}, 3, interleaved=True),
+    Wanted(
+        *(2, 4, {"pipeline_parallel": 3}, 3),
+        interleaved=True,
+        model=(*WINDOW, "--window-attn-skip-freq", "2", *SINKS),
+    ),
     Wanted(4, 2, {"tensor_parallel": 2, "pipeline_parallel": 2}, 2),
     Wanted(2, 4, {"tensor_parallel": 2, "data_parallel": 2}, 2),
     Wanted(2, 2, {"pipeline_parallel": 2, "recompute": "full"}, 2),
