@@ -154,6 +154,26 @@ class ModelPart:
         ranges = np.asarray(self.ranges)
         return ranges[..., 0], ranges[..., 1]
 
+    def in_ministages(self, count: int) -> ModelPart:
+        """Return the part of layers in a row cut into ministages as even as possible, larger ones first.
+
+        Args:
+            count: number of ministages; 0: the part runs whole.
+        """
+        if not count:
+            return replace(self, ministages=0)
+        first, number = self._ends[0], np.arange(count + 1)
+        more = np.asarray(self.layers)[..., None] % count
+        bounds = first + number * (np.asarray(self.layers)[..., None] // count) + np.minimum(number, more)
+        return replace(self, ministages=count, ranges=np.stack((bounds[..., :-1], bounds[..., 1:]), axis=-1))
+
+    @property
+    def smallest_ministage(self) -> ModelPart:
+        """The layers of the last of `in_ministages`, the fewest, without embedding and output matrix."""
+        last = np.asarray(self.ranges)[..., -1:, :]
+        layers = last[..., 0, 1] - last[..., 0, 0]
+        return replace(self, layers=layers, again=0, is_first=False, is_last=False, ministages=0, ranges=last)
+
     def in_ranges(self, model: Model) -> list[Ints]:
         """Return the number of layers of each kind in each of `ranges`, [..., ranges] each.
 
@@ -207,8 +227,10 @@ class ModelPart:
         """Return the number of layers of each kind that run forward twice: in all ministages but the last."""
         if not np.any(self.ministages):
             return [0 for _ in model.kinds]
-        in_turn, last = np.minimum(self.ministages, 1), np.maximum(self.ministages, 1)[..., None] - 1
+        layers = self.in_ranges(model)
+        in_turn = np.minimum(self.ministages, 1)
+        last = np.broadcast_to(np.maximum(self.ministages, 1) - 1, layers[0].shape[:-1])[..., None]
         return [
             in_turn * (held.sum(axis=-1) - self.is_last * np.take_along_axis(held, last, axis=-1)[..., 0])
-            for held in self.in_ranges(model)
+            for held in layers
         ]

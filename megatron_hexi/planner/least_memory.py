@@ -60,7 +60,7 @@ class LeastMemory:
                 over = self._over(number, ministages, option.recompute, with_rows)
                 fitting -= {(replica, section.number) for replica in section.replica[over].tolist()}
                 on_host = on_host & over if with_rows else on_host
-            part = replace(section.part, ministages=ministages, rows_on_host=on_host)
+            part = replace(section.part.in_ministages(ministages), rows_on_host=on_host)
             waiting.append(part_host_memory(section.job, part, held, _present(0.0, 0.0))["activations"])
         loads = self._hosts.loads([section.placement.gpus for section, _ in self._sections], waiting)
         return [set() for _ in options] if any(load.fullness > 1 for load in loads) else fitting_stages
@@ -69,13 +69,11 @@ class LeastMemory:
         """Whether each unit of a section exceeds its memory, [U]."""
         section, held = self._sections[number]
         job, again = replace(section.job, recompute=recompute), section.part.layers * (recompute != "none")
-        part = replace(section.part, again=again, ministages=ministages, rows_on_host=not with_rows)
+        part = replace(section.part.in_ministages(ministages), again=again, rows_on_host=not with_rows)
         params = part_params(job, part, held.experts)
         present = _present(params, params)
         if ministages:  # weights of two in a row; gradients of two as well, if there are three
-            ministage_params = part_params(
-                job, replace(part, layers=part.layers // ministages, is_first=False, is_last=False)
-            )
+            ministage_params = part_params(job, part.smallest_ministage)
             present = _present(2 * ministage_params, ministage_params * min(ministages - 1, 2))
         terms = part_memory(job, part, held, section.window, 0.0, present)
         return np.sum(list(terms.values()), axis=0) > section.placement.usable
