@@ -119,8 +119,8 @@ def test_pipelines_over_thin_links_take_what_was_expected(monkeypatch, stages, t
     # Stages of one GPU and of two on nodes of four: some borders lie between nodes.
     found, run = [], Assembly.run
 
-    def told(self, packed, *, polished):
-        candidate = run(self, packed, polished=polished)
+    def told(self, packed, **how):
+        candidate = run(self, packed, **how)
         assert candidate is not None
         found.append((packed.seconds, candidate.iteration_s))
         return candidate
