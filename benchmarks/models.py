@@ -3,7 +3,7 @@
 A cell is a cluster, a model and a context; nothing else is asked for. The plan stands beside the fastest
 layout that gives every rank the same, of all that Megatron's flags can say, expert parallelism included. All
 of it is prediction by the cost model. Each cell is kept in docs/results/models.json as soon as it is planned,
-and cells that are kept are not planned again; `--page` writes docs/results/models.md from it.
+and cells that are kept are not planned again; `--page` writes docs/results/models.md from all that are kept.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ A cell is a cluster, a model and a context; a batch is of 4 Mi tokens. -: nothin
 plan that may be uneven in all but the number of experts a rank; -: the plan is that one.{uneven}
 Over the bound: how much longer than the cost model allows any layout to be. Planning: seconds of one core for
 the plan, the bound and the equal layouts.
-{refused}
+{missing}{refused}
 ## Clusters
 
 Nodes x GPUs of each; {gpu:g} GB/s a GPU between nodes.
@@ -128,8 +128,8 @@ Nodes x GPUs of each; {gpu:g} GB/s a GPU between nodes.
 """
 
 
-def page(rows: Sequence[Row]) -> str:
-    """Return docs/results/models.md."""
+def page(rows: Sequence[Row], missing: Sequence[str] = ()) -> str:
+    """Return docs/results/models.md, which names the cells that have not been planned."""
     gains = [row.gain for row in rows if row.gain is not None]
     return _PAGE.format(
         least=min(gains),
@@ -139,6 +139,7 @@ def page(rows: Sequence[Row]) -> str:
         rows="\n".join(map(_line, rows)),
         uneven=_gains_of_uneven(rows),
         refused=_refused(rows),
+        missing=f"\nNot planned yet: {', '.join(missing)}.\n" if missing else "",
         gpu=CARDS["bandwidth_gb_s"],
         clusters="\n".join(f"- {name}: {spell_machines(machines)}" for name, machines in MACHINES.items()),
     )
@@ -159,9 +160,11 @@ def _gains_of_uneven(rows: Sequence[Row]) -> str:
 
 def _refused(rows: Sequence[Row]) -> str:
     """Return a section with the reasons why cells have no plan or no equal layout; may be empty."""
-    reasons = [f"- {row.cell}: {row.layout}" for row in rows if row.iteration_s is None]
+    reasons = [f"- {row.cell}: {row.layout.split(';')[0]}" for row in rows if row.iteration_s is None]
     reasons += [
-        f"- {row.cell}, equal layouts: {row.equal}" for row in rows if row.iteration_s and row.equal_s is None
+        f"- {row.cell}, equal layouts: {row.equal.split(';')[0]}"
+        for row in rows
+        if row.iteration_s and row.equal_s is None
     ]
     if not reasons:
         return ""
@@ -189,28 +192,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", action="store_true", help="write docs/results/models.md")
     given = parser.parse_args(arguments)
     kept = {row["cell"]: Row(**row) for row in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
-    names = []
-    for cluster, machines in MACHINES.items():
-        for seq_length, batch in CONTEXTS:
-            for model in MODELS:
-                cell = f"{cluster} {model} {seq_length // K}K"
-                if not set(given.cells) <= set(cell.split()):
-                    continue
-                names.append(cell)
-                if cell not in kept:
-                    job = Job(read_model(model), seq_length, global_batch_size=batch)
-                    kept[cell] = measure(cell, Request(job), machines.cluster(cluster))
-                    document = json.dumps([asdict(row) for row in kept.values()], indent=1)
-                    write_text_atomically(RESULTS, document + "\n")
-                if not given.json:
-                    print(f"{_line(kept[cell])} {kept[cell].layout}", flush=True)
-    if not names:
+    cells = {
+        f"{cluster} {model} {seq_length // K}K": (cluster, model, seq_length, batch)
+        for cluster in MACHINES
+        for seq_length, batch in CONTEXTS
+        for model in MODELS
+    }
+    asked = [cell for cell in cells if set(given.cells) <= set(cell.split())]
+    if not asked:
         parser.error(f"no cell has the words {' '.join(given.cells)}; give some of {', '.join(MODELS)}")
-    rows = [kept[name] for name in names]
+    for cell in asked:
+        if cell not in kept:
+            cluster, model, seq_length, batch = cells[cell]
+            job = Job(read_model(model), seq_length, global_batch_size=batch)
+            kept[cell] = measure(cell, Request(job), MACHINES[cluster].cluster(cluster))
+            document = json.dumps([asdict(row) for row in kept.values()], indent=1)
+            write_text_atomically(RESULTS, document + "\n")
+        if not given.json:
+            print(f"{_line(kept[cell])} {kept[cell].layout}", flush=True)
     if given.json:
-        print(json.dumps([asdict(row) | {"gain": row.gain} for row in rows], indent=2))
+        print(json.dumps([asdict(kept[cell]) | {"gain": kept[cell].gain} for cell in asked], indent=2))
     if given.page:
-        write_text_atomically(RESULTS.with_suffix(".md"), page(rows))
+        missing = [cell for cell in cells if cell not in kept]
+        write_text_atomically(
+            RESULTS.with_suffix(".md"), page([kept[cell] for cell in cells if cell in kept], missing)
+        )
 
 
 if __name__ == "__main__":

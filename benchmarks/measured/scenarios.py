@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measured.layouts import Layout
-from benchmarks.measured.ministages import ministage_layouts
+from benchmarks.measured.ministages import interleaved_layouts, ministage_layouts
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
@@ -160,6 +160,16 @@ SCENARIOS = (
         batch=16,
         micro_batch=4,
         layouts=ministage_layouts,
+    ),
+    Scenario(
+        "interleaved",
+        "four-equal",
+        128,
+        "nothing; stages run whole beside the same with ministages of one layer interleaved",
+        sizes=(8, 384, 1536),
+        batch=16,
+        micro_batch=4,
+        layouts=interleaved_layouts,
     ),
     Scenario(
         "experts",
