@@ -88,6 +88,21 @@ def token_qkv_bytes(job: Job) -> float:
     return job.element_bytes * (model.heads // tp * model.head_dim + keys)
 
 
+def kept_weights(job: Job) -> list[float]:
+    """Return the bytes of a token that a layer of each kind keeps, beside those of the other kinds.
+
+    If all layers are computed again, each keeps its input alone: then all weigh the same.
+    """
+    if len(job.kinds) == 1 or job.mode == "full":
+        return [1] * len(job.kinds)
+    return [
+        token_activation_bytes(kind)
+        + (token_qkv_bytes(kind) if kind.model.has_attention else 0)
+        + (kind.model.experts.active * routed_row_bytes(kind) if kind.model.experts else 0)
+        for kind in job.kinds
+    ]
+
+
 def attention_bytes(
     job: Job, tokens: Floats | float, group_tokens: Floats, heads: Floats, kv: Floats
 ) -> Floats:

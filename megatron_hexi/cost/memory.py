@@ -15,6 +15,7 @@ from megatron_hexi.cost.layer_bytes import (
     attention_bytes,
     border_bytes,
     input_bytes,
+    kept_weights,
     logit_bytes,
     logits_bytes,
     prediction_bytes,
@@ -205,7 +206,7 @@ def part_memory(
     if present is not None:
         here, added, state = present.weights, present.gradients, present.state
     rows, in_flight = job.micro_batch_size * held.tokens, part.in_flight(held.micro_batches)
-    at_once = in_flight * part.at_once(job.model)
+    at_once = in_flight * part.at_once(job.model, kept_weights(job))
     working = activations = attention = np.zeros(held.tokens.shape)
     for kind, count in zip(job.kinds, part.of_kinds(job.model), strict=True):
         layer = _layer_memory(kind, held, window)

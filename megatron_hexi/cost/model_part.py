@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -142,9 +143,8 @@ class ModelPart:
             shares = [kind.layers / model.layers for kind in model.kinds]
             return [KindLayers(self.layers * share, self.again * share) for share in shares]
         before, (first, stop) = np.array(model.layers_before), self._ends
-        again, layers = np.asarray(self.again)[..., None], np.asarray(self.layers)[..., None]
-        # Some of the layers are computed again only with chunks: as many in each.
-        stop_again = np.where(again == layers, stop, first + again // self.chunks)
+        again = np.asarray(self.again)[..., None]
+        stop_again = np.minimum(stop, first + again // self.chunks)  # as many in each chunk
         counts = ((before[:, last] - before[:, first]).sum(axis=-1) for last in (stop, stop_again))
         return [KindLayers(*both) for both in zip(*counts, strict=True)]
 
@@ -154,25 +154,13 @@ class ModelPart:
         ranges = np.asarray(self.ranges)
         return ranges[..., 0], ranges[..., 1]
 
-    def in_ministages(self, count: int) -> ModelPart:
-        """Return the part of layers in a row cut into ministages as even as possible, larger ones first.
-
-        Args:
-            count: number of ministages; 0: the part runs whole.
-        """
-        if not count:
-            return replace(self, ministages=0)
-        first, number = self._ends[0], np.arange(count + 1)
-        more = np.asarray(self.layers)[..., None] % count
-        bounds = first + number * (np.asarray(self.layers)[..., None] // count) + np.minimum(number, more)
-        return replace(self, ministages=count, ranges=np.stack((bounds[..., :-1], bounds[..., 1:]), axis=-1))
-
-    @property
-    def smallest_ministage(self) -> ModelPart:
-        """The layers of the last of `in_ministages`, the fewest, without embedding and output matrix."""
-        last = np.asarray(self.ranges)[..., -1:, :]
-        layers = last[..., 0, 1] - last[..., 0, 0]
-        return replace(self, layers=layers, again=0, is_first=False, is_last=False, ministages=0, ranges=last)
+    def range_alone(self, number: int) -> ModelPart:
+        """Return the layers of one of `ranges` alone, without embedding and output matrix."""
+        alone = np.asarray(self.ranges)[..., number : number + 1, :]
+        layers = alone[..., 0, 1] - alone[..., 0, 0]
+        return replace(
+            self, layers=layers, again=0, is_first=False, is_last=False, ministages=0, ranges=alone
+        )
 
     def in_ranges(self, model: Model) -> list[Ints]:
         """Return the number of layers of each kind in each of `ranges`, [..., ranges] each.
@@ -203,17 +191,23 @@ class ModelPart:
         passes = np.minimum(self.chunks * micro_batches, self.ahead)
         return np.where(self.ministages, 1, passes / self.chunks)
 
-    def at_once(self, model: Model) -> Floats:
-        """Return the part of the layers whose activations are kept at a time: those of the largest ministage.
+    def at_once(self, model: Model, weights: Sequence[float]) -> Floats:
+        """Return the part of the activations that is kept at a time: that of the largest ministage.
 
-        Layers of multi-token prediction belong to the last ministage.
+        Layers of multi-token prediction belong to the last ministage, and are added to the largest.
+
+        Args:
+            model: the model.
+            weights: bytes that a layer of each kind keeps, beside those of the others.
         """
         if not np.any(self.ministages):
             return np.ones(())
-        first, stop = self._ends
-        in_turn, more = np.asarray(self.ministages) > 0, self.predictions(model).layers
-        most = np.where(in_turn, (stop - first).max(axis=-1), self.layers)
-        return (most + more) / np.maximum(self.layers + more, 1)
+        more = self.predictions(model).layers * weights[model.kind_of_layers[-1]]
+        layers = np.stack(self.in_ranges(model), axis=-1)
+        kept = (layers * np.array(weights)).sum(axis=-1)
+        every = kept.sum(axis=-1)
+        most = np.where(np.asarray(self.ministages) > 0, kept.max(axis=-1), every)
+        return (most + more) / np.maximum(every + more, 1)
 
     def entered(self, micro_batches: Ints) -> Ints:
         """Return the number of micro-batches whose input rows are kept, added up over all ministages.

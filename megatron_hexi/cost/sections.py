@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.job import Job, RecomputeMode, layers_again, recompute_mode
+from megatron_hexi.cost.layer_bytes import kept_weights
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.placement import Placement, Placer
 from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
@@ -130,13 +131,13 @@ def plan_sections(
         found.setdefault(terms, []).append(row)
     order = sorted(found, key=lambda terms: terms.stage)
     ranks = [_ranks(found[terms]) for terms in order]
+    is_latent = plan.workload.latent_exchange is not None
+    jobs = [_section_job(job, terms.width, terms.samples, terms.mode, is_latent) for terms in order]
     leads = np.sort(np.concatenate([own[:, 0] for own in ranks]))
     return [
         Section(
             number=terms.stage,
-            job=_section_job(
-                job, terms.width, terms.samples, terms.mode, plan.workload.latent_exchange is not None
-            ),
+            job=own_job,
             window=terms.exchange.window,
             arrays=domain_arrays(
                 replace(plan.workload, tensor_parallel=terms.width),
@@ -145,12 +146,14 @@ def plan_sections(
             ),
             replicas=np.array([row.replica for row in found[terms]]),
             takes=tuple(row.micro_batches for row in found[terms]),
-            parts=part or _parts(found[terms], job, micro_batches),
+            parts=part or _parts(found[terms], job, micro_batches, kept_weights(own_job)),
             ranks=own,
             units=np.searchsorted(leads, own[:, 0]) % plan.units,
             placement=placement,
         )
-        for terms, own, placement in zip(order, ranks, placer.place(plan, ranks, gpus), strict=True)
+        for terms, own_job, own, placement in zip(
+            order, jobs, ranks, placer.place(plan, ranks, gpus), strict=True
+        )
     ]
 
 
@@ -175,7 +178,7 @@ def _ranks(rows: Sequence[DomainRow]) -> Ints:
     return ranks[np.argsort(ranks[:, 0])] + rows[0].first_rank
 
 
-def _parts(rows: Sequence[DomainRow], job: Job, micro_batches: Ints) -> ModelPart:
+def _parts(rows: Sequence[DomainRow], job: Job, micro_batches: Ints, weights: Sequence[float]) -> ModelPart:
     """Return the part of the model that each domain holds, [domains]."""
     chunks = job.virtual_stages
     layers, again = [], []
@@ -191,7 +194,7 @@ def _parts(rows: Sequence[DomainRow], job: Job, micro_batches: Ints) -> ModelPar
         again=np.array(again),
         is_first=np.array([row.stage == 0 for row in rows]),
         is_last=np.array([row.is_last for row in rows]),
-        ahead=np.array([_kept_at_a_time(row, job, int(micro_batches[row.replica])) for row in rows]),
+        ahead=np.array([_kept_at_a_time(row, job, int(micro_batches[row.replica]), weights) for row in rows]),
         ministages=np.array([len(row.ministages or ()) if row.in_turn else 0 for row in rows]),
         rows_on_host=np.array(["activations" in row.offload for row in rows]),
         ranges=ranges,
@@ -209,13 +212,15 @@ def _layer_ranges(row: DomainRow, job: Job) -> Sequence[Range]:
     return [(start, start + (stop - first) // chunks) for start in firsts]
 
 
-def _kept_at_a_time(row: DomainRow, job: Job, micro_batches: int) -> float:
+def _kept_at_a_time(row: DomainRow, job: Job, micro_batches: int, weights: Sequence[float]) -> float:
     """Return the largest number of passes whose activations are kept at a time.
 
-    With ministages interleaved, it is the number of micro-batches with as many layers.
+    With ministages interleaved, it is the number of micro-batches that keep as much. `weights` are the bytes
+    that a layer of each kind keeps, beside those of the others.
     """
     if not row.interleaved or row.ministages is None:
         return passes_ahead(row.depth, row.stage, job.virtual_stages) + 1
-    sizes = [stop - start for start, stop in row.ministages]
-    sizes[-1] += job.model.mtp_layers * row.is_last
+    kinds = job.model.kind_of_layers
+    sizes = [sum(weights[kind] for kind in kinds[first:stop]) for first, stop in row.ministages]
+    sizes[-1] += job.model.mtp_layers * weights[kinds[-1]] * row.is_last
     return most_kept(row.depth, row.stage, micro_batches, sizes) / sum(sizes)

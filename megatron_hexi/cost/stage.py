@@ -79,7 +79,7 @@ class StageCost:
         return sum(n * value(layer) for n, layer in zip(counts, self.kinds, strict=True)) / sum(counts)
 
     def layer_seconds(self, domain: int) -> list[float]:
-        """Return the seconds of a layer of each kind in a domain: of each of its passes, once."""
+        """Return the seconds of one layer of each kind in a domain, each of its passes counted once."""
         every, once = len(self.passes) // len(self.kinds), self.once[domain]
         return [
             sum(once[work].total for work in self.passes[first : first + every])

@@ -1,47 +1,99 @@
-"""Parts of a model whose layers are of several kinds, whole and cut into ministages."""
+"""Parts of a model whose layers are of several kinds, whole and in ministages."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.layer_kinds import Window
 from megatron_hexi.cost.model_part import ModelPart
-from megatron_hexi.plan import Plan, Replica, Stage, proportional_plan
+from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage
+from megatron_hexi.planner.joint import Candidate
+from megatron_hexi.planner.least_memory import LeastMemory, MemoryOption
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.plans import examples
 
+LAYERS = st.lists(st.booleans(), min_size=8, max_size=8).filter(any)
+#: Layers of the first of two stages, and ministages of both.
+CUTS = st.sampled_from([(cut, count) for cut in range(2, 7) for count in range(2, min(cut, 8 - cut) + 1)])
+KNOWN = cluster([("a", "PLAIN", 1), ("b", "PLAIN", 1)])
 
-@given(st.lists(st.booleans(), min_size=2, max_size=9).filter(any), st.data())
-@examples(20)
-def test_a_part_cut_into_ministages_is_that_of_a_plan_with_them(windows, data):
-    count = data.draw(st.integers(1, len(windows)))
+
+def timed(windows, stages, **replica):
+    """The job and the timing of stages of one GPU each, with these layers, ministages and recomputation."""
     model = dataclasses.replace(TINY, layers=len(windows), window=Window(64, tuple(windows)))
-    job = tiny_job(model=model, global_batch_size=2)
-    domain = proportional_plan(job.workload(), [[[1.0], [2.0]]]).replicas[0].domain
-    stage = Stage((domain,), (0, len(windows)), ministages=count)
+    job = tiny_job(model=model, global_batch_size=4)
+    found, first = [], 0
+    for number, (layers, ministages, recompute) in enumerate(stages):
+        member = Member((number,), job.seq_length, (0, model.heads))
+        domain = Domain((Group(((0, job.seq_length),), (member,)),))
+        found.append(Stage((domain,), (first, first + layers), recompute, ministages=ministages))
+        first += layers
     workload = dataclasses.replace(job.workload(), layers=len(windows))
-    timing = CostModel(job, cluster([("n", "PLAIN", 2)])).timing(Plan(workload, (Replica((stage,)),)))
-    whole = ModelPart(
-        layers=np.full(2, len(windows)),
-        again=0,
-        is_first=True,
-        is_last=True,
-        ahead=1,
-        ranges=np.tile([[0, len(windows)]], (2, 1, 1)),
+    plan = Plan(workload, (Replica(tuple(found), **replica),))
+    return job, plan, CostModel(job, KNOWN).timing(plan)
+
+
+def layers_of(part, model):
+    """Layers of each kind of one unit's part, and those that are computed again."""
+    return [
+        tuple(int(np.ravel(count)[0]) for count in (held.layers, held.again)) for held in part.of_kinds(model)
+    ]
+
+
+@given(LAYERS, CUTS, st.sampled_from(["interleaved", None]))
+@examples(20)
+def test_a_stage_has_the_layers_of_its_ministages(windows, cuts, order):
+    cut, count = cuts
+    job, plan, timing = timed(windows, [(cut, count, "full"), (8 - cut, count, "full")], order=order)
+    model = job.model
+    for stage, section in enumerate(timing.sections):
+        own = [
+            model.kind_of_layers[layer]
+            for layers in plan.replicas[0].ministage_layers(stage)
+            for layer in range(*layers)
+        ]
+        expected = [(own.count(kind),) * 2 for kind in range(len(model.kinds))]
+        assert layers_of(section.part, model) == expected
+
+
+@given(LAYERS)
+@examples(10)
+def test_some_layers_are_computed_again_also_beside_empty_ranges(windows):
+    model = dataclasses.replace(TINY, layers=8, window=Window(64, tuple(windows)))
+    part = ModelPart(5, 2, True, False, 1, ranges=((1, 6), (0, 0)))
+    kinds = model.kind_of_layers
+    expected = [(kinds[1:6].count(kind), kinds[1:3].count(kind)) for kind in range(len(model.kinds))]
+    assert layers_of(part, model) == expected
+
+
+@given(LAYERS, CUTS, st.sampled_from(["none", "full"]))
+@examples(20)
+def test_least_memory_is_no_more_than_what_ministages_take(windows, cuts, recompute):
+    cut, count = cuts
+    job, plan, whole = timed(windows, [(cut, None, recompute), (8 - cut, None, recompute)])
+    _, _, timing = timed(windows, [(cut, count, recompute), (8 - cut, count, recompute)])
+    needed = {
+        stage: sum(float(np.max(term)) for term in terms.values())
+        for stage, terms in enumerate(timing.memory)
+    }
+    for stage, bytes_ in needed.items():
+        usable = whole.sections[stage].placement.usable
+        usable[...] = bytes_  # just as much as the cost model says that the ministages take
+    (fits,) = LeastMemory(Candidate(plan, job, whole), CostModel(job, KNOWN).hosts).may_fit(
+        count, [MemoryOption(recompute)]
     )
-    cut, planned = whole.in_ministages(count), timing.sections[0].part
-    assert np.array_equal(cut.at_once(model), planned.at_once(model))
-    for got, expected in zip(cut.run_twice(model), planned.run_twice(model), strict=True):
-        assert np.array_equal(got, expected)
-    for held, in_plan in zip(cut.of_kinds(model), planned.of_kinds(model), strict=True):
-        assert np.array_equal(held.layers, in_plan.layers)
-    last = cut.smallest_ministage
-    assert np.array_equal(last.layers, [len(windows) // count] * 2)
-    kinds = [int(np.asarray(held.layers)[0]) for held in last.of_kinds(model)]
-    tail = windows[len(windows) - len(windows) // count :]
-    assert sorted(kinds) == sorted(tail.count(is_window) for is_window in set(windows))
+    assert fits == {(0, 0), (0, 1)}
+
+
+def test_the_heavier_layers_of_one_ministage_are_kept_at_a_time():
+    # The first ministage has all layers without a window, which keep as much as the others outside attention.
+    model = dataclasses.replace(TINY, layers=4, window=Window(64, (False, False, True, True)))
+    part = ModelPart(4, 0, True, True, 1, ministages=2, ranges=((0, 2), (2, 4)))
+    assert part.at_once(model, [1, 1]) == pytest.approx(1 / 2)
+    assert part.at_once(model, [3, 1]) == pytest.approx(3 / 4)
