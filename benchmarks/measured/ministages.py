@@ -24,7 +24,7 @@ _ALL: tuple[Offload, ...] = ("parameters", "optimizer", "activations")
 
 
 class _Way(NamedTuple):
-    """How stages run.
+    """A way to run stages: whole, or in ministages.
 
     Args:
         in_ministages: whether each layer is a ministage; else stages run whole.

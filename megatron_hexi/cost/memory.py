@@ -206,7 +206,9 @@ def part_memory(
     if present is not None:
         here, added, state = present.weights, present.gradients, present.state
     rows, in_flight = job.micro_batch_size * held.tokens, part.in_flight(held.micro_batches)
-    at_once = in_flight * part.at_once(job.model, kept_weights(job))
+    at_once = in_flight
+    if np.any(part.ministages):
+        at_once = in_flight * part.at_once(job.model, kept_weights(job))
     working = activations = attention = np.zeros(held.tokens.shape)
     for kind, count in zip(job.kinds, part.of_kinds(job.model), strict=True):
         layer = _layer_memory(kind, held, window)

@@ -67,6 +67,20 @@ class KindLayers(NamedTuple):
         return self.layers * once + self.again * repeated
 
 
+def chunk_ranges[N: (int, Ints)](job: Job, first: N, layers: int) -> tuple[tuple[N, N], ...]:
+    """Return the layers of each chunk of a pipeline stage, as Megatron numbers them.
+
+    Args:
+        job: the job, which gives the number of chunks and of the model's layers.
+        first: number of layers in the stages before.
+        layers: number of the stage's layers.
+    """
+    chunks = job.virtual_stages
+    size = layers // chunks
+    firsts = [first // chunks + chunk * job.model.layers // chunks for chunk in range(chunks)]
+    return tuple((start, start + size) for start in firsts)
+
+
 @dataclass(frozen=True, eq=False)
 class ModelPart:
     """The part of the model that units have; numbers, or arrays over units, [U].
@@ -78,7 +92,7 @@ class ModelPart:
         is_last: whether it has the last norm, the output matrix, the loss, and all multi-token prediction.
         ahead: largest number of passes of a chunk whose activations are kept at a time: those that run
             forward before 1F1B begins, and one (`passes_ahead`). With ministages interleaved, the number of
-            micro-batches with as many layers (`most_kept`).
+            micro-batches that keep as much (`most_kept`).
         ministages: number of ministages that the layers run in one after the other; 0: in 1F1B.
         rows_on_host: whether rows that entered ministages wait in host memory.
         ranges: first layer, and the one after the last, of each chunk or ministage in the order in which they
@@ -100,9 +114,8 @@ class ModelPart:
     @classmethod
     def of_job(cls, job: Job, stage: Ints | int) -> ModelPart:
         """Return the part of a pipeline stage, or of an array of stages, for a job with equal stages."""
-        chunks, size = job.virtual_stages, job.stage_layers // job.virtual_stages
-        firsts = [stage * size + chunk * job.model.layers // chunks for chunk in range(chunks)]
-        ranges: Any = tuple((first, first + size) for first in firsts)
+        chunks = job.virtual_stages
+        ranges: Any = chunk_ranges(job, stage * job.stage_layers, job.stage_layers)
         return cls(
             layers=job.stage_layers,
             again=layers_again(job.stage_layers, job.recompute, chunks),
@@ -192,7 +205,7 @@ class ModelPart:
         return np.where(self.ministages, 1, passes / self.chunks)
 
     def at_once(self, model: Model, weights: Sequence[float]) -> Floats:
-        """Return the part of the activations that is kept at a time: that of the largest ministage.
+        """Return the part of the activations that is kept at a time: that of the largest ministage, or all.
 
         Layers of multi-token prediction belong to the last ministage, and are added to the largest.
 
@@ -200,8 +213,6 @@ class ModelPart:
             model: the model.
             weights: bytes that a layer of each kind keeps, beside those of the others.
         """
-        if not np.any(self.ministages):
-            return np.ones(())
         more = self.predictions(model).layers * weights[model.kind_of_layers[-1]]
         layers = np.stack(self.in_ranges(model), axis=-1)
         kept = (layers * np.array(weights)).sum(axis=-1)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.job import Job, RecomputeMode, layers_again, recompute_mode
 from megatron_hexi.cost.layer_bytes import kept_weights
-from megatron_hexi.cost.model_part import ModelPart
+from megatron_hexi.cost.model_part import ModelPart, chunk_ranges
 from megatron_hexi.cost.placement import Placement, Placer
 from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
 from megatron_hexi.errors import PlanError
@@ -146,7 +146,7 @@ def plan_sections(
             ),
             replicas=np.array([row.replica for row in found[terms]]),
             takes=tuple(row.micro_batches for row in found[terms]),
-            parts=part or _parts(found[terms], job, micro_batches, kept_weights(own_job)),
+            parts=part or _parts(found[terms], job, micro_batches, own_job),
             ranks=own,
             units=np.searchsorted(leads, own[:, 0]) % plan.units,
             placement=placement,
@@ -178,8 +178,8 @@ def _ranks(rows: Sequence[DomainRow]) -> Ints:
     return ranks[np.argsort(ranks[:, 0])] + rows[0].first_rank
 
 
-def _parts(rows: Sequence[DomainRow], job: Job, micro_batches: Ints, weights: Sequence[float]) -> ModelPart:
-    """Return the part of the model that each domain holds, [domains]."""
+def _parts(rows: Sequence[DomainRow], job: Job, micro_batches: Ints, own_job: Job) -> ModelPart:
+    """Return the part of the model that each domain holds, [domains]; `own_job` is the section's."""
     chunks = job.virtual_stages
     layers, again = [], []
     ranges = np.zeros((len(rows), max(len(row.ministages or range(chunks)) for row in rows), 2), dtype=int)
@@ -194,7 +194,7 @@ def _parts(rows: Sequence[DomainRow], job: Job, micro_batches: Ints, weights: Se
         again=np.array(again),
         is_first=np.array([row.stage == 0 for row in rows]),
         is_last=np.array([row.is_last for row in rows]),
-        ahead=np.array([_kept_at_a_time(row, job, int(micro_batches[row.replica]), weights) for row in rows]),
+        ahead=np.array([_kept_at_a_time(row, job, int(micro_batches[row.replica]), own_job) for row in rows]),
         ministages=np.array([len(row.ministages or ()) if row.in_turn else 0 for row in rows]),
         rows_on_host=np.array(["activations" in row.offload for row in rows]),
         ranges=ranges,
@@ -207,20 +207,18 @@ def _layer_ranges(row: DomainRow, job: Job) -> Sequence[Range]:
     if row.ministages is not None:
         return row.ministages
     assert row.layers is not None, "the job says how many there are"
-    (first, stop), chunks = row.layers, job.virtual_stages
-    firsts = [first // chunks + chunk * job.model.layers // chunks for chunk in range(chunks)]
-    return [(start, start + (stop - first) // chunks) for start in firsts]
+    first, stop = row.layers
+    return chunk_ranges(job, first, stop - first)
 
 
-def _kept_at_a_time(row: DomainRow, job: Job, micro_batches: int, weights: Sequence[float]) -> float:
+def _kept_at_a_time(row: DomainRow, job: Job, micro_batches: int, own_job: Job) -> float:
     """Return the largest number of passes whose activations are kept at a time.
 
-    With ministages interleaved, it is the number of micro-batches that keep as much. `weights` are the bytes
-    that a layer of each kind keeps, beside those of the others.
+    With ministages interleaved, it is the number of micro-batches that keep as much.
     """
     if not row.interleaved or row.ministages is None:
         return passes_ahead(row.depth, row.stage, job.virtual_stages) + 1
-    kinds = job.model.kind_of_layers
+    kinds, weights = job.model.kind_of_layers, kept_weights(own_job)
     sizes = [sum(weights[kind] for kind in kinds[first:stop]) for first, stop in row.ministages]
     sizes[-1] += job.model.mtp_layers * weights[kinds[-1]] * row.is_last
     return most_kept(row.depth, row.stage, micro_batches, sizes) / sum(sizes)

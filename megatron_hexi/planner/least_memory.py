@@ -14,7 +14,6 @@ from megatron_hexi.cost.experts import section_holdings
 from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.cost.memory import part_host_memory, part_memory, part_params
 from megatron_hexi.cost.model_part import ModelPart, Present
-from megatron_hexi.cost.sections import Section
 from megatron_hexi.plan.terms import Offload, Recompute
 from megatron_hexi.planner.joint import Candidate
 
@@ -36,7 +35,7 @@ class LeastMemory:
 
     def __init__(self, base: Candidate, hosts: Hosts) -> None:
         timing, self._hosts, self._over = base.timing, hosts, cache(self._overfull)
-        self._plan = base.plan
+        self._plan, self._part = base.plan, cache(self._in_ministages)
         self._sections = [
             (section, section_holdings(section, timing.micro_batches, cost.flights, experts))
             for section, cost, experts in zip(timing.sections, timing.stages, timing.experts, strict=True)
@@ -62,7 +61,7 @@ class LeastMemory:
                 over = self._over(number, ministages, option.recompute, with_rows)
                 fitting -= {(replica, section.number) for replica in section.replica[over].tolist()}
                 on_host = on_host & over if with_rows else on_host
-            part = replace(self._in_ministages(section, ministages), rows_on_host=on_host)
+            part = replace(self._part(number, ministages), rows_on_host=on_host)
             waiting.append(part_host_memory(section.job, part, held, _present(0.0, 0.0))["activations"])
         loads = self._hosts.loads([section.placement.gpus for section, _ in self._sections], waiting)
         return [set() for _ in options] if any(load.fullness > 1 for load in loads) else fitting_stages
@@ -71,23 +70,22 @@ class LeastMemory:
         """Whether each unit of a section exceeds its memory, [U]."""
         section, held = self._sections[number]
         job, again = replace(section.job, recompute=recompute), section.part.layers * (recompute != "none")
-        part = replace(self._in_ministages(section, ministages), again=again, rows_on_host=not with_rows)
+        part = replace(self._part(number, ministages), again=again, rows_on_host=not with_rows)
         params = part_params(job, part, held.experts)
         present = _present(params, params)
         if ministages:  # weights of two in a row; gradients of two as well, if there are three
-            each = [part_params(job, part.range_alone(number)) for number in range(ministages)]
-            ministage_params = np.min(each, axis=0)
+            alone = [part_params(job, part.range_alone(ministage)) for ministage in range(ministages)]
+            ministage_params = np.min(alone, axis=0)
             present = _present(2 * ministage_params, ministage_params * min(ministages - 1, 2))
         terms = part_memory(job, part, held, section.window, 0.0, present)
         return np.sum(list(terms.values()), axis=0) > section.placement.usable
 
-    def _in_ministages(self, section: Section, count: int) -> ModelPart:
+    def _in_ministages(self, number: int, count: int) -> ModelPart:
         """Return the part of each unit of a section, cut into so many ministages; 0: it runs whole."""
+        section, ranges = self._sections[number][0], []
         if not count:
             return replace(section.part, ministages=0)
-        ranges = []
-        for number in section.replicas.tolist():
-            replica = self._plan.replicas[number]
+        for replica in (self._plan.replicas[one] for one in section.replicas.tolist()):
             stages = tuple(replace(stage, ministages=count) for stage in replica.stages)
             ranges.append(replace(replica, stages=stages).ministage_layers(section.number))
         units = np.array(ranges)[section.arrays.unit_replica]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -37,17 +36,6 @@ LLAMA4 = PUBLISHED["meta-llama/Llama-4-Scout-17B-16E"]["text_config"]
 SLIDING = {"use_sliding_window": True, "sliding_window": 64}
 LAYERS = 9
 PATTERN = ["full_attention"] * 4 + ["sliding_attention"] * 5
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Writes a config.json and returns its folder."""
-
-    def write_(config):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        return tmp_path
-
-    return write_
 
 
 @pytest.mark.parametrize(

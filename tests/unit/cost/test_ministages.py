@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from megatron_hexi.cost.ministage_pipeline import Lane, MinistagePipeline, Passi
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.lab.simulator.ministage_replay import replay_ministages
-from megatron_hexi.mesh import ministage_passes
 from megatron_hexi.plan import read_plan
 from megatron_hexi.plan.shares import assign_in_turn
 from tests.support.plans import examples
@@ -336,26 +334,6 @@ def test_what_replicas_hold_in_common_waits_whole_on_the_host(estimate):
     host = whole.ranks[0].host_memory
     assert host.weights == pytest.approx(host.gradients / 2)  # all of them, and not shares
     assert host.optimizer == pytest.approx(6 * host.weights / 4, rel=0.01)  # of which it steps a quarter
-
-
-@pytest.mark.parametrize("gives_loss", [False, True])
-@pytest.mark.parametrize("ministages", [1, 2, 3])
-def test_sweeps_have_what_they_need_and_what_comes_and_goes(ministages, gives_loss):
-    found = ministage_passes(ministages, gives_loss)
-    numbers = range(ministages)
-    assert [one.ministage for one in found if not one.is_backward] == list(numbers)[
-        : -1 if gives_loss else None
-    ]
-    assert [one.ministage for one in found if one.is_backward] == list(reversed(numbers))
-    for before, after in itertools.pairwise(found):
-        assert set(before.weights) == {before.ministage, after.ministage}
-        assert after.ministage in after.weights
-        if after.is_backward:
-            assert set(after.gradients) == {after.ministage, before.ministage} if before.is_backward else True
-    assert found[-1].weights == (0,)
-    assert [one.ministage for one in ministage_passes(ministages, gives_loss, forward_only=True)] == list(
-        numbers
-    )
 
 
 def test_the_simulator_replays_ministages(estimate):

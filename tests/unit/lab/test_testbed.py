@@ -21,8 +21,7 @@ from megatron_hexi.lab.testbed.in_rank import load
 from megatron_hexi.lab.testbed.in_rank.charge import Charger
 from megatron_hexi.lab.testbed.in_rank.clock import PacedClock
 from megatron_hexi.lab.testbed.in_rank.pacing import Pacing
-from megatron_hexi.lab.testbed.job import Ended, _explain
-from megatron_hexi.lab.testbed.lab import Lab, Quota, read_lab, write_lab
+from megatron_hexi.lab.testbed.lab import Lab, Quota
 from megatron_hexi.lab.testbed.links import LinkMeasured
 from megatron_hexi.yaml_file import read_yaml
 from tests.support.shell import call_hexi, is_one_error_line
@@ -379,24 +378,3 @@ def test_a_quotas_speeds_are_judged_by_their_ratios(cluster, tmp_path):
     for rank, cycles in enumerate((20, 20, 10, 10)):
         lab.log("load", rank).write_text(f'warning\n{{"cycles": {cycles}, "seconds": 4.0}}\n')
     assert [speed.error for speed in truth.read_speeds(lab, cluster, "load")] == pytest.approx([0] * 4)
-
-
-def test_a_lab_comes_back_from_its_file(tmp_path):
-    lab = Lab(tmp_path, "quota", True, "root", (0, 2), (Quota("/sys/fs/cgroup/x", 1, 0.5),), ("-m", "x"))
-    write_lab(lab)
-    assert read_lab(tmp_path) == lab
-
-
-def test_the_rank_that_failed_first_is_named(cluster, tmp_path):
-    lab = Lab(tmp_path, "none", True, "root", (0, 2), (), ("x",))
-    lab.log("job", 1).write_text("a\nValueError: why\n")
-    records: list = [{"exit_code": 1, "ended": 2.0}, {"exit_code": 7, "ended": 1.0}]
-    ended = _explain(lab, cluster, "job", records, shown=[])
-    assert (ended.code, ended.failure.splitlines()[-1]) == (7, "ValueError: why")
-    assert "rank 1 (slow-0/0) ended with exit code 7" in ended.failure
-    records[1] |= {"out_of_memory": True, "memory_limit": 5}
-    assert (
-        "rank 1 (slow-0/0) is out of memory: core has 4 GiB"
-        in _explain(lab, cluster, "job", records, []).failure
-    )
-    assert isinstance(_explain(lab, cluster, "job", [None, None], []), Ended)
