@@ -99,6 +99,7 @@ def test_wrong_names_are_one_line(monkeypatch, capsys, tmp_path, words, said):
     assert is_one_error_line(found.err)
 
 
+@pytest.mark.timeout(1200)  # DeepSeek-V3 on 480 GPUs of three kinds
 @pytest.mark.parametrize(
     ("name", "fleet"),
     [
