@@ -47,6 +47,7 @@ def write_page(results: Mapping[str, ScenarioResult], folder: Path) -> None:
             *_scenarios(results.values()),
             f"\n{accuracy(results)} Seconds measured, predicted, and the error:\n",
             *_layouts(results.values()),
+            *_pairs(results.values()),
         ]
         text += ["", *(line for result in results.values() for line in _remarks(result))]
     write_text_atomically(folder / "measured.md", "\n".join(text) + "\n")
@@ -85,9 +86,7 @@ def accuracy(results: Mapping[str, ScenarioResult]) -> str:
 
 
 def _comparison(one: Measured, other: Measured) -> str:
-    assert one.median_s is not None
-    assert other.median_s is not None
-    times, predicted = one.median_s / other.median_s, one.predicted_s / other.predicted_s
+    times, predicted = _times(one, other)
     return f"{one.name} takes {times:.2f} times as long as {other.name}, {predicted:.2f} predicted"
 
 
@@ -95,6 +94,8 @@ def _scenarios(results: Iterable[ScenarioResult]) -> Iterator[str]:
     yield "| scenario | scarce | tokens | attention | over the best uniform | of the ceiling | rounds apart |"
     yield "|---|---|---:|---:|---:|---:|---:|"
     for one in results:
+        if any(one.compared()):
+            continue
         batch = f"{one.batch} x " if one.batch > 1 else ""
         gain = "-" if one.speed_up is None else f"{one.speed_up:.2f}"
         part = "-" if one.of_ceiling is None else f"{one.of_ceiling:.1%}"
@@ -105,7 +106,7 @@ def _scenarios(results: Iterable[ScenarioResult]) -> Iterator[str]:
 
 def _layouts(results: Iterable[ScenarioResult]) -> Iterator[str]:
     """A column for each name of a layout."""
-    rows = {result.name: dict(_figures(result)) for result in results}
+    rows = {result.name: dict(_figures(result)) for result in results if not any(result.compared())}
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     yield f"| scenario | {' | '.join(names)} |"
     yield f"|---|{'---|' * len(names)}"
@@ -113,15 +114,38 @@ def _layouts(results: Iterable[ScenarioResult]) -> Iterator[str]:
         yield f"| {scenario} | {' | '.join(row.get(name, '') for name in names)} |"
 
 
+def _pairs(results: Iterable[ScenarioResult]) -> Iterator[str]:
+    """A row for each layout that is compared with another than the plan."""
+    rows = [(result, *pair) for result in results for pair in result.compared()]
+    if not rows:
+        return
+    yield "\nLayouts beside others of the same stages. Seconds measured, predicted, and the error:\n"
+    yield "| scenario | layout | | beside | | times as long | predicted |"
+    yield "|---|---|---|---|---|---:|---:|"
+    for result, one, other in rows:
+        times, predicted = _times(one, other)
+        cells = f"{one.name} | {_text(one)} | {other.name} | {_text(other)} | {times:.2f} | {predicted:.2f}"
+        yield f"| {result.name} | {cells} |"
+
+
+def _times(one: Measured, other: Measured) -> tuple[float, float]:
+    """How many times as long a layout takes as another, measured and predicted."""
+    assert one.median_s is not None
+    assert other.median_s is not None
+    return one.median_s / other.median_s, one.predicted_s / other.predicted_s
+
+
 def _figures(result: ScenarioResult) -> Iterator[tuple[str, str]]:
     for one in result.layouts:
-        if one.median_s is None:
-            text = f"{one.predicted_s:.4g} predicted, failed: {one.failed.splitlines()[0]}"
-        else:
-            text = f"{one.median_s:.4g}, {one.predicted_s:.4g}, {one.error:+.1%}"
-        # Baselines that are the same plan are one layout; those beside another are named by it.
-        for name in [one.name] if one.beside else one.name.split(", "):
-            yield name, text
+        # Baselines that are the same plan are one layout.
+        for name in one.name.split(", "):
+            yield name, _text(one)
+
+
+def _text(one: Measured) -> str:
+    if one.median_s is None:
+        return f"{one.predicted_s:.4g} predicted, failed: {one.failed.splitlines()[0]}"
+    return f"{one.median_s:.4g}, {one.predicted_s:.4g}, {one.error:+.1%}"
 
 
 def _remarks(result: ScenarioResult) -> Iterator[str]:
