@@ -127,6 +127,10 @@ class TrainingManifests(Manifests):
         int | None,
         _option("--elastic", "Train on while at least so many nodes are there (docs/surviving.md).", "NODES"),
     ] = None
+    spare: Annotated[
+        list[str] | None,
+        _option("--spare", "With --elastic: a node that the plan leaves out, and that waits.", "NODE"),
+    ] = None
     restarts: Annotated[
         int | None, _option("--restarts", "How often the job may start again; 3 if not given.", "N")
     ] = None
@@ -148,7 +152,11 @@ class TrainingManifests(Manifests):
         if self.restarts is not None and not 0 <= self.restarts <= 1000:
             raise HexiError(f"--restarts {self.restarts}: give 0 to 1000")
         restarts = Settings.restarts if self.restarts is None else self.restarts
-        settings = self.settings(cluster, "train", restarts=restarts, least=self.elastic)
+        if self.spare and self.elastic is None:
+            raise HexiError(f"--spare {self.spare[0]}: is of an elastic job; add --elastic NODES")
+        settings = self.settings(
+            cluster, "train", restarts=restarts, least=self.elastic, spares=tuple(self.spare or ())
+        )
         words = _resuming(flags)
         files = {"plan.yaml": dump_plan(plan), "job.args": flags_text(words)}
         if self.elastic is None:

@@ -36,6 +36,13 @@ def place(
         Path,
         typer.Option("--out", "-o", metavar="HOSTS", help="Where to write the hosts.", show_default=False),
     ],
+    spares: Annotated[
+        bool,
+        typer.Option(
+            "--spares",
+            help="Hosts that the plan leaves out and the cluster file has are spares of an elastic job.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the hosts of a plan's ranks in this Slurm job.
@@ -43,7 +50,8 @@ def place(
     Reads the output of sinfo for all nodes from standard input (the example below).
     Writes HOSTS, a line a rank in rank order, for HEXI_HOSTS; HOSTS.0, HOSTS.1, …, its lines by component of
     the job, for srun --distribution=arbitrary --nodelist; and HOSTS.nodes, a line a host with its node's name
-    and GPUs in the cluster file, for megatron_hexi.elastic --nodes.
+    and GPUs in the cluster file, for megatron_hexi.elastic --nodes. With --spares, these have a line in the
+    latter two.
     """
     components = allocated_hosts(os.environ)
     parts = [Path(f"{out}.{number}") for number in range(len(components))]
@@ -53,22 +61,33 @@ def place(
     machines = read_cluster(cluster)
     planned, slurm_nodes = read_plan(plan), parse_nodes(_nodes_text())
     with naming_files(plan, cluster):
-        placed = place_ranks(planned, machines, slurm_nodes, hosts)
+        placed = place_ranks(planned, machines, slurm_nodes, hosts, spares)
     _write(out, placed.hosts)
     gpus = {node.name: len(node.ranks) for node in machines.nodes}
-    _write(nodes, [f"{host} {node} {gpus[node]}" for node, host in placed.nodes.items()])
+    lines = [f"{host} {node} {gpus[node]}" for node, host in placed.nodes.items()]
+    waiting = [f"{host} {node} {gpus[node]} spare" for node, host in placed.spares.items()]
+    _write(nodes, lines + waiting)
     for path, component in zip(parts, components, strict=True):
-        part = [host for host in placed.hosts if host in component]
+        part = [host for host in (*placed.hosts, *placed.spares.values()) if host in component]
         if part:
             _write(path, part)
         else:  # left by an earlier start of this job
             path.unlink(missing_ok=True)
     ranks = Counter(placed.hosts)
     if as_json:
-        print_json({"hosts": placed.hosts, "nodes": dict(placed.nodes), "idle": placed.idle})
+        print_json(
+            {
+                "hosts": placed.hosts,
+                "nodes": dict(placed.nodes),
+                "spares": dict(placed.spares),
+                "idle": placed.idle,
+            }
+        )
     else:
         for node, host in placed.nodes.items():
             tell(f"{node} is {host}: {ranks[host]} rank{'' if ranks[host] == 1 else 's'}")
+        for node, host in placed.spares.items():
+            tell(f"{node} is {host}: a spare")
     for absent, host in placed.absent.items():
         say(f"note: {absent} is not in this job; {host}, which Slurm describes alike, stands in for it")
     if placed.idle:

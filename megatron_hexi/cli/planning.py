@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,6 +77,15 @@ def plan(
             "that Megatron's flags lack; plans once more for each of these.",
         ),
     ] = False,
+    spare: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NODE",
+            help="Leave a node of the cluster file out, to wait as a spare of an elastic job "
+            "(docs/surviving.md); may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     batch_shares: Annotated[
         bool,
         typer.Option(
@@ -94,12 +103,20 @@ def plan(
     Exit code 3 where nothing fits in memory.
     """
     check_outputs([cluster, model_file(job.model)], [out], picture)
-    planned, machines = _find(cluster, job)
+    whole = read_cluster(cluster)
+    left_out = _numbers(spare or (), whole)
+    machines = whole.without(left_out) if left_out else whole
+    planned = _find(machines, job)
     gains = _find_gains(job.request(), machines, planned) if explain else ()
     if batch_shares:
         rates = unit_rates(planned.plan, planned.job, machines)
         planned = replace(planned, plan=replace(planned.plan, rates=rates))
-    write_plan(planned.plan, out)
+    written = planned.plan
+    if left_out:
+        from megatron_hexi.planner import plan_of_whole
+
+        written = plan_of_whole(planned.plan, whole, left_out)
+    write_plan(written, out)
     say(f"wrote {out}")
     if picture is not None:
         from megatron_hexi.report.pictures import draw_plan
@@ -114,7 +131,7 @@ def plan(
 
     lines: LaunchLines | None = None
     with _without_flags():
-        lines = find_lines(planned.plan, machines, out, cluster, job.model, [])
+        lines = find_lines(written, whole, out, cluster, job.model, [])
     if as_json:
         files = {"plan": str(out), "cluster": str(cluster)}
         document = {"job": job_dict(planned.job)} | planned_dict(planned, machines)
@@ -159,7 +176,8 @@ def compare(
     Exit code 3 where nothing fits in memory.
     """
     check_outputs([cluster, model_file(job.model)], [], picture)
-    planned, machines = _find(cluster, job, with_baselines=True)
+    machines = read_cluster(cluster)
+    planned = _find(machines, job, with_baselines=True)
     from megatron_hexi.report import comparison
     from megatron_hexi.report.planned import job_line
 
@@ -280,9 +298,22 @@ def _find_gains(request: Request, cluster: Cluster, planned: Planned) -> tuple[G
     return find_gains(request, cluster, planned.plan)
 
 
-def _find(path: Path, options: NewJob, *, with_baselines: bool = False) -> tuple[Planned, Cluster]:
+def _numbers(spares: Sequence[str], cluster: Cluster) -> set[int]:
+    """Return the numbers of the nodes that are named as spares."""
+    numbers: set[int] = set()
+    for name in spares:
+        found = cluster.file.find_nodes(name)
+        if not found:
+            names = ", ".join(node.name for node in cluster.nodes[:_MOST_NODES])
+            raise HexiError(f"--spare {name}: names no node of {cluster.name} ({names}); give one of these")
+        numbers.update(found)
+    if len(numbers) == len(cluster.nodes):
+        raise HexiError(f"--spare {' --spare '.join(spares)}: leaves no node to train on; give fewer")
+    return numbers
+
+
+def _find(cluster: Cluster, options: NewJob, *, with_baselines: bool = False) -> Planned:
     request = options.request()
-    cluster = read_cluster(path)
     planned_kernels(request.job.kernel, cluster)
     from megatron_hexi.planner import find_plan
 
@@ -302,4 +333,4 @@ def _find(path: Path, options: NewJob, *, with_baselines: bool = False) -> tuple
         used = {cluster.ranks[gpu].device.name for gpu in gpus}
         terms = replace(terms, kernel={gpu: kernel for gpu, kernel in kernels.items() if gpu in used})
     plan, notes = replace(planned.plan, job=terms), (*options.notes, *planned.notes)
-    return replace(planned, plan=plan, notes=notes), cluster
+    return replace(planned, plan=plan, notes=notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_hexi.elastic.launcher.agent import AgentSettings, run_agent
 from megatron_hexi.elastic.launcher.job_store import keep_store
 from megatron_hexi.elastic.launcher.ranks import ENTRY
 from megatron_hexi.elastic.secret import find_secret
+from megatron_hexi.elastic.store import SPARE
 from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.text_file import read_text
 
@@ -41,7 +43,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nodes",
         metavar="PATH",
-        help="HOSTS.nodes of hexi place: says --node and --nproc-per-node of each host",
+        help="HOSTS.nodes of hexi place: says --node, --nproc-per-node and --spare of each host",
+    )
+    parser.add_argument(
+        "--spare",
+        action="store_true",
+        help="wait, with Megatron imported, until fewer than MAX nodes are left",
     )
     parser.add_argument(
         "--rdzv-endpoint",
@@ -132,17 +139,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _this_node(path: Path) -> tuple[str, int]:
-    """Return this host's node in the cluster file, and its number of GPUs."""
+def _this_node(path: Path) -> tuple[str, int, bool]:
+    """Return this host's node in the cluster file, its number of GPUs, and whether it is a spare."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         match line.split():
-            case [name, node, gpus] if gpus.isdecimal():
+            case [name, node, gpus, *more] if gpus.isdecimal() and more in ([], [SPARE]):
                 if name == host:
-                    return node, int(gpus)
+                    return node, int(gpus), more == [SPARE]
             case _:
                 raise HexiError(f"--nodes {path}, line {number}: {line[:80]!r} is no line of hexi place")
     raise HexiError(f"--nodes {path}: has no line for {host}; give what hexi place wrote for this job")
+
+
+def _check_spare(options: argparse.Namespace) -> None:
+    """Refuse a spare that the job could not use, which would show in no earlier round than a loss's."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--hexi-cluster")
+    path = parser.parse_known_args(options.words)[0].hexi_cluster
+    if path is None:
+        raise HexiError("--spare: add --hexi-cluster cluster.yaml behind --, as on the other nodes")
+    check = [sys.executable, "-m", "megatron_hexi.elastic.planning.node"]
+    code = subprocess.run([*check, path, options.node, str(options.nproc_per_node)], check=False).returncode
+    if code != 0:  # it has said why
+        sys.exit(code)
 
 
 def _read(words: list[str]) -> tuple[argparse.Namespace, AgentSettings | None]:
@@ -159,7 +179,7 @@ def _read(words: list[str]) -> tuple[argparse.Namespace, AgentSettings | None]:
     if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
         raise HexiError(f"--nnodes {options.nnodes}: give MIN:MAX, for example 2:4")
     if options.nodes is not None:
-        options.node, options.nproc_per_node = _this_node(Path(options.nodes))
+        options.node, options.nproc_per_node, options.spare = _this_node(Path(options.nodes))
     if options.nproc_per_node is None or options.nproc_per_node < 1:
         raise HexiError(f"--nproc-per-node {options.nproc_per_node}: give the number of GPUs of this node")
     if options.lost_after < 5:
@@ -172,9 +192,12 @@ def _read(words: list[str]) -> tuple[argparse.Namespace, AgentSettings | None]:
         raise HexiError(f"--copy-folder {options.copy_folder}: no folder that can be written in")
     if options.script is not None and not os.path.isfile(options.script):
         raise HexiError(f"--script {options.script}: no such training script")
+    if options.spare:
+        _check_spare(options)
     return options, AgentSettings(
         least=int(least),
         most=int(most),
+        spare=options.spare,
         ranks=options.nproc_per_node,
         host=host,
         port=int(port),

@@ -6,6 +6,7 @@ its own, on one of the nodes; ours is on a node that the job cannot lose, so tha
 
 from __future__ import annotations
 
+import json
 import os
 from datetime import timedelta
 
@@ -19,6 +20,10 @@ STORE_VARIABLE, JOB_VARIABLE, ROUND_VARIABLE = "HEXI_STORE", "HEXI_JOB", "HEXI_R
 NODE_VARIABLE, LOST_AFTER_VARIABLE = "HEXI_NODE", "HEXI_LOST_AFTER"
 #: Keys of a round: its ranks train, one of them has failed, and how many nodes wait to be taken in.
 TRAINING, BROKEN, WANTED = "training", "broken", "wanted"
+#: The word behind a spare's line in HOSTS.nodes of hexi place.
+SPARE = "spare"
+#: Keys of the job: the number of spares that have come, and the beginning of each one's key.
+_SPARES, _SPARE = "spares", "spare"
 
 
 def in_round() -> bool:
@@ -42,6 +47,23 @@ def whole_store(timeout: timedelta) -> dist.Store:
         RuntimeError: the store cannot be reached.
     """
     return dist.PrefixStore(f"hexi.{os.environ[JOB_VARIABLE]}", _store(timeout))
+
+
+def add_spare(job: dist.Store, node: str, ranks: int) -> None:
+    """Record a node that waits until it is needed, so that plans with it are made before.
+
+    Args:
+        job: the store that survives from one round to the next.
+        node: name of the node in the cluster file.
+        ranks: number of its ranks.
+    """
+    job.set(f"{_SPARE}/{job.add(_SPARES, 1)}", json.dumps([node, ranks]))
+
+
+def find_spares(job: dist.Store) -> dict[str, int]:
+    """Return the number of ranks of each node that has come as a spare, by its name."""
+    keys = [f"{_SPARE}/{number}" for number in range(1, job.add(_SPARES, 0) + 1)]
+    return dict(json.loads(job.get(key)) for key in keys)
 
 
 def store_gate() -> str | None:

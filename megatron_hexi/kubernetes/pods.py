@@ -117,8 +117,8 @@ def elastic_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
     """Return the pods of a job that goes on without lost nodes, and the pod that keeps its store.
 
     Raises:
-        HexiError: see `training_pods`; the plan leaves out GPUs of a node; or `settings.least` is not from 1
-            to the plan's number of nodes.
+        HexiError: see `training_pods`; the plan leaves out GPUs of a node; `settings.least` is not from 1 to
+            the plan's number of nodes; or a spare is no node of the cluster, or one of the plan's.
     """
     used = Counter(cluster.ranks[gpu].node for gpu in find_gpus(plan, cluster))
     for node, count in used.items():
@@ -132,7 +132,8 @@ def elastic_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
     if settings.least is None or not 0 < settings.least <= len(used):
         raise HexiError(f"--elastic {settings.least}: the plan has {len(used)} nodes; give 1 to {len(used)}")
     store = PodKind(STORE, None, "", 0, (-1,))
-    kinds = _kinds(cluster, used, settings, (store,))
+    spares = _spares(cluster, used, settings)
+    kinds = _kinds(cluster, used | spares, settings, (store,))
     addresses = _addresses((*kinds, store), settings)
     place = ("--rdzv-endpoint", f"{addresses[-1]}:{_STORE_PORT}")
     keep = Command(("-m", "megatron_hexi.elastic", "--keep-store", *place))
@@ -141,11 +142,27 @@ def elastic_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
 
     def command(node: int, gpus: int) -> Command:
         own = ("--node", cluster.nodes[node].name, "--local-addr", addresses[node])
-        words = (*agent, "--nproc-per-node", str(gpus), *meeting, *own, "--")
+        waiting = ("--spare",) if node in spares else ()
+        words = (*agent, "--nproc-per-node", str(gpus), *meeting, *own, *waiting, "--")
         return Command((*words, "--hexi-cluster", str(FOLDER / "cluster.yaml")), True)
 
     commands = {kind.name: [[command(node, kind.gpus)] for node in kind.nodes] for kind in kinds}
     return Pods((*kinds, store), {**commands, STORE: [[keep]]})
+
+
+def _spares(cluster: Cluster, used: Mapping[int, int], settings: Settings) -> dict[int, int]:
+    """Return the number of GPUs of each spare node, by number of the node."""
+    spares: dict[int, int] = {}
+    for name in settings.spares:
+        numbers = cluster.file.find_nodes(name)
+        if not numbers or any(number in used for number in numbers):
+            free = [node.name for number, node in enumerate(cluster.nodes) if number not in used]
+            raise HexiError(
+                f"--spare {name}: is no node that the plan leaves out; "
+                + (f"give one of {', '.join(free)}" if free else "the plan uses all nodes: leave it out")
+            )
+        spares |= {number: len(cluster.nodes[number].ranks) for number in numbers}
+    return spares
 
 
 def probe_pods(cluster: Cluster, settings: Settings, words: Sequence[str]) -> Pods:

@@ -76,6 +76,7 @@ class Settings:
             under ``""`` are for all entries.
         restarts: number of times that the whole job may start again.
         least: smallest number of nodes with which an elastic job goes on; ``None``: the job is not elastic.
+        spares: names of nodes of the cluster file that wait as spares of an elastic job.
 
     Raises:
         HexiError: Kubernetes would refuse a value, or two folders are mounted at the same path.
@@ -90,6 +91,7 @@ class Settings:
     resources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     restarts: int = 3
     least: int | None = None
+    spares: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):

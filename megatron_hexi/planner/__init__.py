@@ -12,6 +12,7 @@ seconds over all layouts, computed without the search.
 from megatron_hexi.planner.baselines import Baseline
 from megatron_hexi.planner.bound import Bound
 from megatron_hexi.planner.gains import Gain, find_gains
+from megatron_hexi.planner.part import plan_of_whole
 from megatron_hexi.planner.planner import check_depth, find_plan
 from megatron_hexi.planner.request import CHOSEN, Request
 from megatron_hexi.planner.result import Planned
@@ -26,4 +27,5 @@ __all__ = [
     "check_depth",
     "find_gains",
     "find_plan",
+    "plan_of_whole",
 ]

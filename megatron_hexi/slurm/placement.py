@@ -8,11 +8,13 @@ A name of the cluster file stands for
 3. else, where the file names no host, any host of the job with a feature, or in a partition, of that name;
 4. else, where nothing is called so, any host of the job whose generic resources have the node's GPUs.
 
-Nodes that the plan does not use need no host. GPUs of a node are alike, so a rank has a host, not a GPU.
+Nodes that the plan does not use need no host; they may be the spares of an elastic job. GPUs of a node are
+alike, so a rank has a host, not a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,17 +35,25 @@ class Placed:
     Args:
         hosts: host of each rank, in rank order.
         nodes: the host of each of the cluster file's nodes that the plan uses, in file order.
-        idle: hosts of the job that have no rank.
+        spares: the host of each node that the plan does not use and that waits as a spare, in file order.
+        idle: hosts of the job that have no rank and are no spare.
         absent: hosts that the cluster file names and the job lacks, with the host that stands in for each.
     """
 
     hosts: tuple[str, ...]
     nodes: Mapping[str, str]
+    spares: Mapping[str, str]
     idle: tuple[str, ...]
     absent: Mapping[str, str]
 
 
-def place(plan: Plan, cluster: Cluster, slurm_nodes: Mapping[str, SlurmNode], hosts: Sequence[str]) -> Placed:
+def place(
+    plan: Plan,
+    cluster: Cluster,
+    slurm_nodes: Mapping[str, SlurmNode],
+    hosts: Sequence[str],
+    with_spares: bool = False,
+) -> Placed:
     """Find a host for every rank.
 
     Args:
@@ -51,6 +61,7 @@ def place(plan: Plan, cluster: Cluster, slurm_nodes: Mapping[str, SlurmNode], ho
         cluster: the cluster that it was made for.
         slurm_nodes: all of Slurm's nodes, by name.
         hosts: hosts of the job, in Slurm's order, which does not matter.
+        with_spares: whether hosts without ranks wait as spares, as far as the cluster file has them.
 
     Raises:
         PlanError: the plan was made for another cluster.
@@ -72,9 +83,10 @@ def place(plan: Plan, cluster: Cluster, slurm_nodes: Mapping[str, SlurmNode], ho
     host_of = _assign(used, slurm_nodes, hosts)
     _check_stand_ins(nodes, host_of, slurm_nodes)
     placed = tuple(host_of[nodes[number].name] for number in node_of)
-    idle = tuple(sorted(set(hosts) - set(placed), key=hosts.index))
+    spares = _find_spares(nodes, host_of, slurm_nodes, hosts) if with_spares else {}
+    idle = tuple(host for host in hosts if host not in {*placed, *spares.values()})
     absent = {node.host: host_of[node.name] for node in used if node.host not in (None, host_of[node.name])}
-    return Placed(placed, host_of, idle, absent)
+    return Placed(placed, host_of, spares, idle, absent)
 
 
 @dataclass(frozen=True)
@@ -144,6 +156,27 @@ def _assign(
         host_of[node.name] = host
         used.add(host)
     return {node.name: host_of[node.name] for node in nodes}
+
+
+def _find_spares(
+    nodes: Sequence[_Node],
+    host_of: Mapping[str, str],
+    slurm_nodes: Mapping[str, SlurmNode],
+    hosts: Sequence[str],
+) -> dict[str, str]:
+    """Return the host of each node without ranks, where the job has one that is this node without doubt."""
+    spares: dict[str, str] = {}
+    for node in nodes:
+        free = [host for host in hosts if host not in {*host_of.values(), *spares.values()}]
+        if node.name in host_of or not free:
+            continue
+        with contextlib.suppress(ClusterError, PlatformError):
+            named = node.named(free)
+            host = named or next(iter(_alike(node, slurm_nodes, free)), None)
+            if host is not None:
+                _check_stand_ins(nodes, {**host_of, **spares, node.name: host}, slurm_nodes)
+                spares[node.name] = host
+    return spares
 
 
 def _alike(node: _Node, slurm_nodes: Mapping[str, SlurmNode], hosts: Sequence[str]) -> list[str]:

@@ -35,6 +35,7 @@ class ElasticJob:
         ranks: of each node that has more than one.
         launcher: more options of the launcher.
         links: of the nodes; without, all are this machine.
+        spares: names of the nodes that wait until others are lost.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class ElasticJob:
         ranks: Mapping[str, int] | None = None,
         launcher: Sequence[str] = (),
         links: Links | None = None,
+        spares: Sequence[str] = (),
     ) -> None:
         self._folder, self._nodes, self._ranks, self._launcher = folder, nodes, ranks or {}, launcher
-        self._links = links
+        self._links, self._spares = links, spares
         self._metrics = folder / "metrics.jsonl"
         self._metrics.touch()
         self._args = [*map(str, args), "--hexi-metrics", str(self._metrics)]
@@ -84,6 +86,7 @@ class ElasticJob:
                 "--copy-folder",
                 str(self._memory),
                 *self._launcher,
+                *(("--spare",) if name in self._spares else ()),
             ]
             with self._log(name).open("ab") as log:
                 self.agents[name] = subprocess.Popen(

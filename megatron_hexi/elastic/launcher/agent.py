@@ -43,7 +43,9 @@ from megatron_hexi.elastic.channel import is_here
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE, COPIES_VARIABLE, COPY_INTERVAL_VARIABLE
 from megatron_hexi.elastic.launcher.job_store import SignedStore, keep_store, open_door
 from megatron_hexi.elastic.launcher.keeper import Keeper
+from megatron_hexi.elastic.launcher.life import MISSED, SIGN_S, LifeSigns, RoundLife
 from megatron_hexi.elastic.launcher.ranks import WORDS_VARIABLE, run_rank
+from megatron_hexi.elastic.launcher.spares import tell_round, wait_as_spare
 from megatron_hexi.elastic.secret import SECRET_VARIABLE
 from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import (
@@ -56,6 +58,7 @@ from megatron_hexi.elastic.store import (
     STORE_VARIABLE,
     TRAINING,
     WANTED,
+    add_spare,
 )
 from megatron_hexi.errors import HexiError
 
@@ -63,8 +66,9 @@ from megatron_hexi.errors import HexiError
 _LAST_CALL_S = 1
 #: Seconds for which all nodes are waited for at the beginning of the job.
 _FIRST_CALL_S = 60
-#: Seconds between two signs of life of an agent, and how many may be missed.
-_SIGN_S, _MISSED = 1, 4
+#: Signs of life that a node may miss before ranks that start beside it are started again. A busy machine
+#: misses some; ranks would wait for each other for minutes.
+_SURELY_MISSED = 12
 #: Seconds until ranks that do not end by SIGTERM are killed: the watch takes that long to report a lost rank.
 _SHUTDOWN_S = 6
 
@@ -76,6 +80,7 @@ class AgentSettings:
     Args:
         least: number of nodes that suffice.
         most: number of nodes that can take part.
+        spare: whether this node waits until fewer than `most` are left.
         ranks: number of ranks of this node.
         host: host of the job's store.
         port: port of the store's gate.
@@ -99,6 +104,7 @@ class AgentSettings:
 
     least: int
     most: int
+    spare: bool
     ranks: int
     host: str
     port: int
@@ -131,6 +137,9 @@ class PatientRendezvous(RendezvousHandler):
         self._inner = inner
         #: The store that the present round's ranks share with their agents; ``None``: no ranks run.
         self.round: dist.Store | None = None
+        #: The life of the present round's nodes, and whether as many as can take part are in it.
+        self.life: RoundLife | None = None
+        self.is_full = False
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See `RendezvousHandler.next_rendezvous`."""
@@ -138,16 +147,21 @@ class PatientRendezvous(RendezvousHandler):
         return self._inner.next_rendezvous()
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of waiting nodes; 0 while ranks train.
+        """Return the number of nodes for which the ranks are to be started again now.
 
-        Training ranks are told of waiting nodes in the round's store, and end after a checkpoint.
+        Training ranks are told of waiting nodes in the round's store, and end after a checkpoint; they notice
+        lost nodes by themselves. Ranks that start wait for a lost node, and are started again.
         """
         waiting = self._inner.num_nodes_waiting()
-        trains = waiting > 0 and self.round is not None and self.round.check([TRAINING])
-        if trains and self.round is not None and not self.round.check([BROKEN]):
+        if self.round is None or self.life is None or self.round.check([BROKEN]):
+            return waiting
+        # PyTorch counts those nodes, too, for which a round that is full had no room.
+        waiting = 0 if self.is_full else waiting
+        if not self.round.check([TRAINING]):
+            return waiting + self.life.count_lost()
+        if waiting:
             self.round.set(WANTED, str(waiting))
-            return 0
-        return waiting
+        return 0
 
     def get_backend(self) -> str:
         """See `RendezvousHandler.get_backend`."""
@@ -181,8 +195,10 @@ class NodeAgent(LocalElasticAgent):
     Args:
         launch: settings of this node's agent.
         rendezvous: rendezvous with the agents of other nodes.
-        store: store of the whole job.
+        store: the store without a prefix.
+        job: the store that survives from one round to the next.
         store_port: port of this node's loopback at which the store is reached.
+        life: shows other agents that this one runs.
         keeper: keeper of this node's copies; ``None``: no copies are made.
     """
 
@@ -191,7 +207,9 @@ class NodeAgent(LocalElasticAgent):
         launch: AgentSettings,
         rendezvous: PatientRendezvous,
         store: dist.Store,
+        job: dist.Store,
         store_port: int,
+        life: LifeSigns,
         keeper: Keeper | None,
     ) -> None:
         spec = WorkerSpec(
@@ -205,8 +223,8 @@ class NodeAgent(LocalElasticAgent):
         std = Std.ALL if launch.log_dir else Std.NONE
         logs = DefaultLogsSpecs(log_dir=launch.log_dir, redirects=std, tee=std)
         super().__init__(spec, logs, start_method=launch.start_method)
-        self._launch, self._meeting, self._store_of_job = launch, rendezvous, store
-        self._store_port, self._keeper = store_port, keeper
+        self._launch, self._meeting, self._whole_store, self._job = launch, rendezvous, store, job
+        self._store_port, self._life, self._keeper = store_port, life, keeper
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         group = cast(Any, worker_group)  # torch declares its fields as none
@@ -214,7 +232,12 @@ class NodeAgent(LocalElasticAgent):
         if group.group_rank == 0:
             store.set("name", uuid.uuid4().hex)
         name = store.get("name").decode()
-        self._meeting.round = dist.PrefixStore(name, self._store_of_job)
+        self._meeting.round = dist.PrefixStore(name, self._whole_store)
+        self._meeting.life = RoundLife(self._meeting.round, group.group_world_size, _SURELY_MISSED)
+        self._meeting.is_full = group.group_world_size == launch.most
+        if group.group_rank == 0:
+            tell_round(self._job, name, group.group_world_size)
+        self._life.begin_round(name, group.group_rank)
         variables = {
             STORE_VARIABLE: f"127.0.0.1:{self._store_port}",
             GATE_VARIABLE: f"{launch.host}:{launch.port}",
@@ -291,8 +314,8 @@ def run_agent(launch: AgentSettings) -> int:
         launch.most,
         local_addr=launch.address,
         last_call_timeout=_LAST_CALL_S,
-        keep_alive_interval=_SIGN_S,
-        keep_alive_max_attempt=_MISSED,
+        keep_alive_interval=SIGN_S,
+        keep_alive_max_attempt=MISSED,
         join_timeout=launch.wait_s,
     )
     try:
@@ -307,8 +330,14 @@ def run_agent(launch: AgentSettings) -> int:
             keeper = None
             if launch.copy_interval is not None:
                 keeper = stack.enter_context(_keeper(launch, store_port))
-            _wait_for_all(launch, dist.PrefixStore(f"hexi.{launch.job}", store))
-            result = NodeAgent(launch, handler, store, store_port, keeper).run()
+            job = dist.PrefixStore(f"hexi.{launch.job}", store)
+            if launch.spare:
+                add_spare(job, launch.node, launch.ranks)
+                wait_as_spare(store, job, launch.most, handler.is_closed, launch.wait_s)
+            else:
+                _wait_for_all(launch, job)
+            life = stack.enter_context(LifeSigns(store_port))
+            result: RunResult | None = NodeAgent(launch, handler, store, job, store_port, life, keeper).run()
     except SignalException:  # this node is to end, the others go on
         return 143
     except RendezvousClosedError:
@@ -320,6 +349,8 @@ def run_agent(launch: AgentSettings) -> int:
             subprocess.run(["bash", launch.when_store_lost], check=False)
         reason = str(problem.__cause__ or problem)[:200]
         return _end(f"the store at {launch.host}:{launch.port} is gone ({reason})", 1)
+    if result is None:  # PyTorch lets nodes beyond the most that take part wait, and ends so with the job
+        return _end("the job has ended", 0)
     handler.shutdown()
     code = exit_code(result)
     if code == 0 and launch.ended is not None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_hexi.cluster import Cluster, cluster_digest
 from megatron_hexi.elastic.planning.job import lasting_job
+from megatron_hexi.elastic.planning.node import find_node
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.units import job_ranks, rank_gpus
-from megatron_hexi.planner import find_plan
+from megatron_hexi.planner import find_plan, plan_of_whole
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Survivors:
     Args:
         plan: plan for the present nodes; `gpus` counts in the whole cluster.
         ranks: the started rank that takes each of the plan's ranks.
-        left_out: names of absent nodes of the cluster file.
+        left_out: names of absent nodes of the job's own plan.
     """
 
     plan: Plan
@@ -50,31 +51,20 @@ def survive(
             "give its own file"
         )
     gpus = rank_gpus(plan, job_ranks(plan, job.stages))
-    numbers = sorted({cluster.ranks[gpu].node for gpu in starts})
+    numbers = {cluster.ranks[gpu].node for gpu in starts}
     if not starts.keys() >= set(gpus):
-        part = cluster.without(set(range(len(cluster.nodes))).difference(numbers))
-        ranks = [rank for number in numbers for rank in cluster.nodes[number].ranks]
-        found = job.written(find_plan(job.request, part))
-        gpus = tuple(ranks[gpu] for gpu in rank_gpus(found, len(ranks)))
-        plan = replace(found, gpus=gpus)
-    absent = [node.name for number, node in enumerate(cluster.nodes) if number not in numbers]
-    return Survivors(plan, tuple(starts[gpu] for gpu in gpus), tuple(absent))
+        others = set(range(len(cluster.nodes))).difference(numbers)
+        found = job.written(find_plan(job.request, cluster.without(others)))
+        plan = plan_of_whole(found, cluster, others)
+    absent = sorted({cluster.ranks[gpu].node for gpu in gpus}.difference(numbers))
+    names = tuple(cluster.nodes[number].name for number in absent)
+    return Survivors(plan, tuple(starts[gpu] for gpu in rank_gpus(plan, len(gpus))), names)
 
 
 def _starts(cluster: Cluster, present: Sequence[tuple[str, int]]) -> dict[int, int]:
     """Return the started rank of each GPU, by the GPU's number in the cluster."""
     starts: dict[int, int] = {}
     for rank, (name, local) in enumerate(present):
-        numbers = cluster.file.find_nodes(name)
-        if numbers is None or len(numbers) != 1:
-            names = ", ".join(node.name for node in cluster.nodes[:8])
-            raise HexiError(f"--node {name}: names no node of {cluster.name} ({names}); give one of these")
-        node = cluster.nodes[numbers[0]]
-        count = sum(node_name == name for node_name, _ in present)
-        if count != len(node.ranks):
-            raise HexiError(
-                f"--node {name}: {count} ranks were started there, {node.name} has {len(node.ranks)} GPUs; "
-                f"give --nproc-per-node {len(node.ranks)}, and each node's name once"
-            )
+        node = find_node(cluster, name, sum(node_name == name for node_name, _ in present))
         starts[node.ranks[local]] = rank
     return starts

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_hexi.cluster import read_cluster
 from megatron_hexi.plan import read_plan
 from tests.unit.cli.conftest import ARGUMENTS, CLUSTER, JOB
 
@@ -95,6 +96,23 @@ def test_a_plan_on_a_part_of_the_cluster_names_its_gpus(hexi):
         hexi("validate", "plan.yaml", "--cluster", "cluster.yaml", "--recompute-granularity", "full").code
         == 0
     )
+
+
+def test_a_spare_is_left_out_of_a_plan_for_the_whole_cluster(hexi):
+    Path("cluster.yaml").write_text(CLUSTER)
+    nodes = read_cluster("cluster.yaml").nodes
+    first = nodes[0].name
+    code, out, err = hexi("plan", "cluster.yaml", *JOB, "--spare", first, "-o", "plan.yaml", "--json")
+    assert code == 0, err
+    plan = read_plan("plan.yaml")
+    assert set(plan.gpus or ()) <= {gpu for node in nodes[1:] for gpu in node.ranks}
+    assert json.loads(out)["launch"]["torchrun"]
+    checked = hexi("validate", "plan.yaml", "--cluster", "cluster.yaml", "--recompute-granularity", "full")
+    assert (checked.code, "another cluster" in checked.err) == (0, False)
+    for wrong, why in ((["h9"], "names no node"), ([node.name for node in nodes], "leaves no node")):
+        spares = [word for name in wrong for word in ("--spare", name)]
+        code, _, err = hexi("plan", "cluster.yaml", *JOB, *spares, "-o", "other.yaml")
+        assert (code, why in err, Path("other.yaml").exists()) == (2, True, False)
 
 
 def test_a_plan_s_terms_stand_before_those_of_its_model_s_file(hexi):

@@ -17,7 +17,7 @@ from megatron_hexi.elastic.training.copying import TRACKER
 from megatron_hexi.elastic.training.round import newest_checkpoint
 from megatron_hexi.errors import HexiError, NothingFitsError
 from megatron_hexi.plan import JobTerms
-from megatron_hexi.planner import CHOSEN, Request, find_plan
+from megatron_hexi.planner import CHOSEN, Request, find_plan, plan_of_whole
 from megatron_hexi.text_file import read_text
 
 UNGROUPED = [
@@ -121,6 +121,18 @@ def test_while_all_of_a_plan_s_nodes_are_there_it_stays(cluster, plan):
     assert found.plan is plan
     assert [found.ranks[rank] for rank, gpu in enumerate(plan.gpus or range(5)) if gpu == 4] == [0]
     assert not found.left_out
+
+
+def test_a_spare_takes_a_lost_node_s_place_and_is_not_missed(cluster):
+    """The job's plan leaves the first node out: its own nodes are the others."""
+    part = planned(cluster.without({0}), WORDS)
+    own = plan_of_whole(part, cluster, {0})
+    everywhere = [("fast-1", 0), ("fast-1", 1), ("slow", 0)]
+    found = survive(own, cluster, everywhere, WORDS)
+    assert (found.plan, found.left_out) == (own, ())
+    found = survive(own, cluster, [("slow", 0), ("fast-0", 0), ("fast-0", 1)], WORDS)
+    assert found.left_out == ("fast-1",)
+    assert set(found.plan.gpus or ()) <= {0, 1, 4}
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from megatron_hexi.elastic.store import TRAINING
+from megatron_hexi.elastic.store import add_spare
 from megatron_hexi.elastic.training import round_plan
-from megatron_hexi.elastic.training.round_plan import _plan_ahead, plan_for
+from megatron_hexi.elastic.training.round_plan import _plan_losses, plan_for
 
 PRESENT = [("a", 0), ("a", 1), ("b", 0), ("c", 0)]
 
@@ -55,19 +55,21 @@ def test_the_planner_is_asked_once_for_the_same_nodes_in_any_order(asked, planne
     assert len(planner) == 3
 
 
-def test_plans_for_each_loss_are_made_ahead(asked, planner, monkeypatch):
-    job, now = dist.HashStore(), dist.HashStore()
-    now.set(TRAINING, "")
+def test_plans_for_each_loss_are_made_ahead_with_and_without_a_spare(asked, planner, monkeypatch):
+    job = dist.HashStore()
     script = (
         "import json, sys\n" + inspect.getsource(answers) + "print(*answers(json.load(sys.stdin)), sep='\\n')"
     )
     monkeypatch.setattr(round_plan, "_COMMAND", (sys.executable, "-c", script))
-    monkeypatch.setattr(round_plan, "whole_store", lambda timeout: job)
-    monkeypatch.setattr(round_plan, "round_store", lambda timeout: now)
-    _plan_ahead(asked, PRESENT)
+    planned = _plan_losses(job, asked, PRESENT, set())
+    add_spare(job, "e", 2)
+    planned |= _plan_losses(job, asked, PRESENT, planned)
+    assert len(planned) == 6
     for lost, ranks in (("a", [0]), ("b", [0, 1]), ("c", [0, 1, 2])):
         left = [place for place in PRESENT if place[0] != lost]
         assert plan_for(job, asked, left)["ranks"] == ranks
+        behind = [*ranks, len(left), len(left) + 1]
+        assert plan_for(job, asked, [*left, ("e", 0), ("e", 1)])["ranks"] == behind
     assert not planner
 
 

@@ -54,6 +54,10 @@ def test_launch_writes_manifests(folder, monkeypatch, capsys, form):
         (f"{LAUNCH} job", "--image is missing; give the pods' image"),
         (f"{LAUNCH} pod --image x", "--kubernetes pod: is no form"),
         (f"{LAUNCH} job --image x --elastic 2", "such a job goes on from checkpoints; add -- --save /FOLDER"),
+        (
+            f"{LAUNCH} job --image x --spare a100-0",
+            "--spare a100-0: is of an elastic job; add --elastic",
+        ),
         (f"{LAUNCH} job --image x --restarts -1", "--restarts -1: give 0 to 1000"),
         (f"{LAUNCH} job --image x -o job.args", "job.args: would be overwritten"),
         (f"{LAUNCH} job --image x -o out.args", "YAML is written here, and the name ends as text"),

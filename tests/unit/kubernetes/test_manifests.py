@@ -143,6 +143,22 @@ def test_an_elastic_job_keeps_its_store_outside_the_nodes(form):
         }
 
 
+def test_spares_of_an_elastic_job_are_pods_that_wait():
+    machines = read_text(FLEET)
+    *used, last = machines.nodes
+    chosen = settings(least=2, spares=(last.name,))
+    pods = elastic_pods(plan_for([gpu for node in used for gpu in node.ranks]), machines, chosen)
+    starts = [pod[0].words for name, kind in pods.commands.items() if name != "store" for pod in kind]
+    assert len(starts) == len(machines.nodes)
+    assert {words[words.index("--nnodes") + 1] for words in starts} == {f"2:{len(used)}"}
+    waiting = [words[words.index("--node") + 1] for words in starts if "--spare" in words]
+    assert waiting == [last.name]
+    with pytest.raises(HexiError, match=r"--spare x: is no node that the plan leaves out; give one of "):
+        elastic_pods(plan_for([0, 1, 2]), machines, settings(least=1, spares=("x",)))
+    with pytest.raises(HexiError, match="the plan uses all nodes: leave it out"):
+        elastic_pods(plan_for(range(GPUS)), machines, settings(least=1, spares=(last.name,)))
+
+
 def test_an_elastic_job_uses_whole_nodes():
     with pytest.raises(HexiError, match=r"2 of the 3 GPUs of H100.rack_1-0, and an elastic job uses whole"):
         elastic_pods(plan_for([0, 1]), read_text(FLEET), settings(least=1))

@@ -297,6 +297,19 @@ def test_components_of_a_job():
             allocated_hosts(broken)
 
 
+def test_hosts_that_the_plan_leaves_out_are_spares_where_the_cluster_file_has_them():
+    machines = cluster(f"h100 {H100} 2", f"a100 {A100} 2")
+    plan = plan_for(3, gpus=(25, 9, 24))
+    placed = place(plan, machines, NODES, ["h1", "a2", "a1", "h2"], with_spares=True)
+    assert placed.spares == {"h100-0": "h2", "a100-0": "a1"}
+    assert placed.idle == ()
+    placed = place(plan, machines, NODES, ["h1", "a2", "a1"], with_spares=True)
+    assert (placed.spares, placed.idle) == ({"a100-0": "a1"}, ())
+    few = cluster(f"h100 {H100} 1", f"a100 {A100} 1")
+    placed = place(plan_for(16), few, NODES, ["h1", "a2", "a1"], with_spares=True)
+    assert (placed.spares, placed.idle) == ({}, ("a1",))
+
+
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """A plan and its cluster file in a heterogeneous job of three hosts, of which the plan uses two."""
@@ -332,11 +345,26 @@ def test_the_command_writes_hosts_in_rank_order_and_by_component(job, monkeypatc
     }
 
 
+def test_spares_have_a_line_of_their_component_and_a_word_of_their_own(job, monkeypatch, capsys):
+    text = (
+        (job / "cluster.yaml")
+        .read_text()
+        .replace("network", f"- {{name: h2, gpu: {H100}, gpus: 2}}\nnetwork")
+    )
+    (job / "cluster.yaml").write_text(text)
+    result = call_hexi(monkeypatch, capsys, [*WORDS, "--spares"])
+    assert result.code == 0, result.err
+    assert result.out.endswith("h2-0 is h2: a spare\n")
+    assert (job / "hosts.2").read_text() == "h2\n"
+    assert (job / "hosts.nodes").read_text() == "h1 h100-0 2\na2 a100-0 2\nh2 h2-0 2 spare\n"
+
+
 def test_the_command_s_document(job, monkeypatch, capsys):
     result = call_hexi(monkeypatch, capsys, [*WORDS, "--json"])
     assert json.loads(result.out) == {
         "hosts": ["a2", "h1", "a2"],
         "nodes": {"h100-0": "h1", "a100-0": "a2"},
+        "spares": {},
         "idle": ["h2"],
     }
 

@@ -152,14 +152,14 @@ NODES = "a big-0 1\nb small-0 2\n"
 
 
 def test_an_elastic_job_has_one_task_a_node_which_meet_where_the_script_runs(submit):
-    code, (*_, step) = submit(
+    code, (_, place, step) = submit(
         "train.sbatch",
-        MIXED | {".nodes": NODES},
+        MIXED | {".nodes": f"{NODES}c small-1 2 spare\n"},
         SLURM_HET_SIZE="2",
         ELASTIC="1",
         SLURMD_NODENAME="b",
     )
-    assert (code, step.count(":")) == (0, 1)
+    assert (code, step.count(":"), place[-1]) == (0, 1, "--spares")
     for group, part in enumerate((step[1 : step.index(":")], step[step.index(":") + 1 :])):
         assert part[:2] == [f"--het-group={group}", "--ntasks=1"]
         assert f"--nodelist=logs/7/tasks.{group}" in part

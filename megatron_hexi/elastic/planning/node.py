@@ -1,0 +1,49 @@
+"""Finds the node of the cluster file that a name stands for; as a command, checks a spare of the job."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_hexi.cluster import Cluster, Node, read_cluster
+from megatron_hexi.errors import HexiError, user_errors
+
+_MOST_LISTED = 8
+
+
+def find_node(cluster: Cluster, name: str, ranks: int) -> Node:
+    """Return the node that a name stands for.
+
+    Args:
+        cluster: the cluster.
+        name: value of ``--node``.
+        ranks: number of ranks that were started under this name.
+
+    Raises:
+        HexiError: the cluster has no such node, or it has another number of GPUs.
+    """
+    numbers = cluster.file.find_nodes(name)
+    if numbers is None or len(numbers) != 1:
+        names = ", ".join(node.name for node in cluster.nodes[:_MOST_LISTED])
+        raise HexiError(f"--node {name}: names no node of {cluster.name} ({names}); give one of these")
+    node = cluster.nodes[numbers[0]]
+    if ranks != len(node.ranks):
+        raise HexiError(
+            f"--node {name}: {ranks} ranks were started there, {node.name} has {len(node.ranks)} GPUs; "
+            f"give --nproc-per-node {len(node.ranks)}, and each node's name once"
+        )
+    return node
+
+
+def main() -> None:
+    """Check a node's name and number of ranks, which follow the cluster file on the command line.
+
+    Raises:
+        SystemExit: with 2 where they are not those of a node.
+    """
+    with user_errors():
+        path, name, ranks = sys.argv[1:]
+        find_node(read_cluster(path), name, int(ranks))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""When agents start their ranks again for nodes that wait or are lost, and when ranks are told instead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+
+from megatron_hexi.elastic.launcher.agent import PatientRendezvous
+from megatron_hexi.elastic.store import BROKEN, TRAINING, WANTED
+
+
+def rendezvous(
+    waiting: int, keys: tuple[str, ...], is_full: bool = False, lost: int = 0
+) -> PatientRendezvous:
+    inner = SimpleNamespace(num_nodes_waiting=lambda: waiting)
+    patient = PatientRendezvous(cast(Any, inner))
+    patient.round = dist.HashStore()
+    for key in keys:
+        patient.round.set(key, "")
+    patient.is_full = is_full
+    patient.life = cast(Any, SimpleNamespace(count_lost=lambda: lost))
+    return patient
+
+
+@pytest.mark.parametrize(
+    ("waiting", "keys", "is_full", "lost", "expected"),
+    [
+        pytest.param(0, (), False, 0, 0, id="all are there and start"),
+        pytest.param(2, (), False, 0, 2, id="nodes come while ranks start"),
+        pytest.param(2, (TRAINING,), False, 0, 0, id="nodes come while ranks train"),
+        pytest.param(1, (), True, 0, 0, id="no room, ranks start"),
+        pytest.param(1, (TRAINING,), True, 0, 0, id="no room, ranks train"),
+        pytest.param(0, (), True, 1, 1, id="a node is lost while ranks start"),
+        pytest.param(1, (), True, 1, 1, id="a node is lost and a spare has come"),
+        pytest.param(0, (TRAINING,), True, 1, 0, id="a node is lost while ranks train: they see it"),
+        pytest.param(1, (TRAINING, BROKEN), True, 0, 1, id="others have ended their ranks"),
+        pytest.param(1, (BROKEN,), True, 0, 1, id="others have ended their ranks that started"),
+    ],
+)
+def test_what_ranks_are_started_again_for(waiting, keys, is_full, lost, expected):
+    assert rendezvous(waiting, keys, is_full, lost).num_nodes_waiting() == expected
+
+
+@pytest.mark.parametrize(("is_full", "told"), [(False, True), (True, False)])
+def test_ranks_that_train_are_told_of_nodes_for_which_there_is_room(is_full, told):
+    patient = rendezvous(3, (TRAINING,), is_full)
+    patient.num_nodes_waiting()
+    assert patient.round is not None
+    assert patient.round.check([WANTED]) == told
+    if told:
+        assert patient.round.get(WANTED) == b"3"
