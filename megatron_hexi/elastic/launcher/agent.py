@@ -31,8 +31,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousInfo,
     RendezvousParameters,
     RendezvousTimeoutError,
 )
@@ -45,6 +43,7 @@ from megatron_hexi.elastic.launcher.job_store import SignedStore, keep_store, op
 from megatron_hexi.elastic.launcher.keeper import Keeper
 from megatron_hexi.elastic.launcher.life import MISSED, SIGN_S, LifeSigns, RoundLife
 from megatron_hexi.elastic.launcher.ranks import WORDS_VARIABLE, run_rank
+from megatron_hexi.elastic.launcher.rendezvous import PatientRendezvous
 from megatron_hexi.elastic.launcher.spares import tell_round, wait_as_spare
 from megatron_hexi.elastic.secret import SECRET_VARIABLE
 from megatron_hexi.elastic.speech import say
@@ -56,8 +55,6 @@ from megatron_hexi.elastic.store import (
     NODE_VARIABLE,
     ROUND_VARIABLE,
     STORE_VARIABLE,
-    TRAINING,
-    WANTED,
     add_spare,
 )
 from megatron_hexi.errors import HexiError
@@ -124,69 +121,6 @@ class AgentSettings:
     start_method: str
     entry: str
     words: tuple[str, ...]
-
-
-class PatientRendezvous(RendezvousHandler):
-    """A rendezvous that tells ranks of waiting nodes, for which PyTorch's agent would end the ranks at once.
-
-    Args:
-        inner: PyTorch's rendezvous.
-    """
-
-    def __init__(self, inner: RendezvousHandler) -> None:
-        self._inner = inner
-        #: The store that the present round's ranks share with their agents; ``None``: no ranks run.
-        self.round: dist.Store | None = None
-        #: The life of the present round's nodes, and whether as many as can take part are in it.
-        self.life: RoundLife | None = None
-        self.is_full = False
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """See `RendezvousHandler.next_rendezvous`."""
-        self.round = None
-        return self._inner.next_rendezvous()
-
-    def num_nodes_waiting(self) -> int:
-        """Return the number of nodes for which the ranks are to be started again now.
-
-        Training ranks are told of waiting nodes in the round's store, and end after a checkpoint; they notice
-        lost nodes by themselves. Ranks that start wait for a lost node, and are started again.
-        """
-        waiting = self._inner.num_nodes_waiting()
-        if self.round is None or self.life is None or self.round.check([BROKEN]):
-            return waiting
-        # PyTorch counts those nodes, too, for which a round that is full had no room.
-        waiting = 0 if self.is_full else waiting
-        if not self.round.check([TRAINING]):
-            return waiting + self.life.count_lost()
-        if waiting:
-            self.round.set(WANTED, str(waiting))
-        return 0
-
-    def get_backend(self) -> str:
-        """See `RendezvousHandler.get_backend`."""
-        return self._inner.get_backend()
-
-    @property
-    def use_agent_store(self) -> bool:
-        """See `RendezvousHandler.use_agent_store`."""
-        return self._inner.use_agent_store
-
-    def is_closed(self) -> bool:
-        """See `RendezvousHandler.is_closed`."""
-        return self._inner.is_closed()
-
-    def set_closed(self) -> None:
-        """See `RendezvousHandler.set_closed`."""
-        self._inner.set_closed()
-
-    def get_run_id(self) -> str:
-        """See `RendezvousHandler.get_run_id`."""
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        """See `RendezvousHandler.shutdown`."""
-        return self._inner.shutdown()
 
 
 class NodeAgent(LocalElasticAgent):

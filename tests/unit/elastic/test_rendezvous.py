@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from megatron_hexi.elastic.launcher.agent import PatientRendezvous
+from megatron_hexi.elastic.launcher.rendezvous import PatientRendezvous
 from megatron_hexi.elastic.store import BROKEN, TRAINING, WANTED
 
 
@@ -34,7 +34,7 @@ def rendezvous(
         pytest.param(1, (), True, 0, 0, id="no room, ranks start"),
         pytest.param(1, (TRAINING,), True, 0, 0, id="no room, ranks train"),
         pytest.param(0, (), True, 1, 1, id="a node is lost while ranks start"),
-        pytest.param(1, (), True, 1, 1, id="a node is lost and a spare has come"),
+        pytest.param(2, (), True, 1, 1, id="a node is lost and a spare has come"),
         pytest.param(0, (TRAINING,), True, 1, 0, id="a node is lost while ranks train: they see it"),
         pytest.param(1, (TRAINING, BROKEN), True, 0, 1, id="others have ended their ranks"),
         pytest.param(1, (BROKEN,), True, 0, 1, id="others have ended their ranks that started"),
@@ -44,11 +44,10 @@ def test_what_ranks_are_started_again_for(waiting, keys, is_full, lost, expected
     assert rendezvous(waiting, keys, is_full, lost).num_nodes_waiting() == expected
 
 
-@pytest.mark.parametrize(("is_full", "told"), [(False, True), (True, False)])
-def test_ranks_that_train_are_told_of_nodes_for_which_there_is_room(is_full, told):
-    patient = rendezvous(3, (TRAINING,), is_full)
-    patient.num_nodes_waiting()
+@pytest.mark.parametrize(("is_full", "lost", "told"), [(False, 0, b"3"), (True, 0, None), (True, 1, b"1")])
+def test_ranks_that_train_are_told_of_nodes_for_which_there_is_room(is_full, lost, told):
+    patient = rendezvous(3, (TRAINING,), is_full, lost)
+    assert patient.num_nodes_waiting() == 0
     assert patient.round is not None
-    assert patient.round.check([WANTED]) == told
-    if told:
-        assert patient.round.get(WANTED) == b"3"
+    assert patient.round.check([WANTED]) == (told is not None)
+    assert told is None or patient.round.get(WANTED) == told
