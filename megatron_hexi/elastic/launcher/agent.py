@@ -267,7 +267,7 @@ def run_agent(launch: AgentSettings) -> int:
             job = dist.PrefixStore(f"hexi.{launch.job}", store)
             if launch.spare:
                 add_spare(job, launch.node, launch.ranks)
-                wait_as_spare(store, job, launch.most, handler.is_closed, launch.wait_s)
+                wait_as_spare(store, job, launch.most, handler.is_closed, _FIRST_CALL_S + launch.wait_s)
             else:
                 _wait_for_all(launch, job)
             life = stack.enter_context(LifeSigns(store_port))
