@@ -103,11 +103,11 @@ def plan(
     Exit code 3 where nothing fits in memory.
     """
     check_outputs([cluster, model_file(job.model)], [out], picture)
-    whole = read_cluster(cluster)
+    request, whole = job.request(), read_cluster(cluster)
     left_out = _numbers(spare or (), whole)
     machines = whole.without(left_out) if left_out else whole
-    planned = _find(machines, job)
-    gains = _find_gains(job.request(), machines, planned) if explain else ()
+    planned = _find(request, machines, job.notes)
+    gains = _find_gains(request, machines, planned) if explain else ()
     if batch_shares:
         rates = unit_rates(planned.plan, planned.job, machines)
         planned = replace(planned, plan=replace(planned.plan, rates=rates))
@@ -176,8 +176,8 @@ def compare(
     Exit code 3 where nothing fits in memory.
     """
     check_outputs([cluster, model_file(job.model)], [], picture)
-    machines = read_cluster(cluster)
-    planned = _find(machines, job, with_baselines=True)
+    request, machines = job.request(), read_cluster(cluster)
+    planned = _find(request, machines, job.notes, with_baselines=True)
     from megatron_hexi.report import comparison
     from megatron_hexi.report.planned import job_line
 
@@ -312,8 +312,9 @@ def _numbers(spares: Sequence[str], cluster: Cluster) -> set[int]:
     return numbers
 
 
-def _find(cluster: Cluster, options: NewJob, *, with_baselines: bool = False) -> Planned:
-    request = options.request()
+def _find(
+    request: Request, cluster: Cluster, notes: Sequence[str], *, with_baselines: bool = False
+) -> Planned:
     planned_kernels(request.job.kernel, cluster)
     from megatron_hexi.planner import find_plan
 
@@ -332,5 +333,4 @@ def _find(cluster: Cluster, options: NewJob, *, with_baselines: bool = False) ->
         gpus = rank_gpus(planned.plan, len(cluster.ranks))
         used = {cluster.ranks[gpu].device.name for gpu in gpus}
         terms = replace(terms, kernel={gpu: kernel for gpu, kernel in kernels.items() if gpu in used})
-    plan, notes = replace(planned.plan, job=terms), (*options.notes, *planned.notes)
-    return replace(planned, plan=plan, notes=notes)
+    return replace(planned, plan=replace(planned.plan, job=terms), notes=(*notes, *planned.notes))

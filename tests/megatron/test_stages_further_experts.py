@@ -41,12 +41,11 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow  # each weight and its gradient says more of the first iterations
 @pytest.mark.parametrize(
     ("layout", "loss"),
     [
-        pytest.param(
-            layout, loss, id=f"{layout}-{loss}", marks=() if layout == "samples" else pytest.mark.slow
-        )
+        pytest.param(layout, loss, id=f"{layout}-{loss}")
         for layout in LAYOUTS
         for loss in (("all", "bias") if layout == "slices" else ("all",))
     ],

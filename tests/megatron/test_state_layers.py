@@ -124,7 +124,7 @@ CASES = {
     "hybrid-experts": Case((*WITH_EXPERTS, *balanced("aux_loss")), "uneven-heads"),
     "mamba-pipeline": Case(MAMBA, "uneven-heads", PIPELINE),
 }
-FAST = {"mamba-uneven-heads", "mamba-no-heads", "delta-uneven-heads", "gpt-uneven-heads"}
+FAST = {"mamba-uneven-heads", "mamba-no-heads", "delta-uneven-heads"}
 
 
 @pytest.mark.parametrize(
