@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hexi.argument_file import Word, located_words
-from megatron_hexi.cost.hugging_face_rotary import NoFlagError
+from megatron_hexi.cost.hugging_face.rotary import NoFlagError
 from megatron_hexi.cost.job import Fusible, Job
 from megatron_hexi.cost.layer_kinds import State
 from megatron_hexi.cost.model import VOCAB_MULTIPLE, Model

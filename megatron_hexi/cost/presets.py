@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megatron_hexi.argument_file import split_words
 from megatron_hexi.cost.bridge import bridge_arguments, is_bridge
-from megatron_hexi.cost.hugging_face import model_from_config
-from megatron_hexi.cost.hugging_face_config import read_config
-from megatron_hexi.cost.hugging_face_constants import NoFlagError, constants_of
+from megatron_hexi.cost.hugging_face.config import read_config
+from megatron_hexi.cost.hugging_face.constants import NoFlagError, constants_of
+from megatron_hexi.cost.hugging_face.models import model_from_config
 from megatron_hexi.cost.megatron_arguments import (
     ArgumentTerms,
     check_arguments,

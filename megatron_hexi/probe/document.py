@@ -171,8 +171,8 @@ class Between:
     Args:
         src: the sending node's number.
         dst: the receiving node's.
-        all_ranks: bytes in all, every rank of both nodes taking part.
-        one_rank: bytes from one rank to one; ``None`` where it was not measured.
+        all_ranks: bytes per second in all, while all ranks of both nodes send or receive.
+        one_rank: bytes per second from one rank to one; ``None`` where it was not measured.
         latency_s: latency of a small message.
     """
 

@@ -25,15 +25,15 @@ _FAILURES = 5
 
 
 class Keeper(RoundThread):
-    """Keeps copies on behalf of a node's agent; a context manager.
+    """Keeps copies of the training's state for a node's agent, and serves them; a context manager.
 
     Args:
-        parent: a file system in memory.
+        parent: folder of a file system in memory, in which a folder for the copies is made.
         store: host and port of the job's store.
         job: prefix of the job's keys.
         address: address at which other nodes reach this one.
         secret: the job's secret.
-        bind: an address of this node to serve copies at instead.
+        bind: address of this node to serve copies at, if not `address`.
     """
 
     def __init__(

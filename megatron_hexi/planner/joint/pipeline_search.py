@@ -287,7 +287,7 @@ class PipelineSearch:
 
 
 def _keep_most(found: dict[int, _CarriedLayers], stages: int, new: _CarriedLayers) -> None:
-    """Keep, at each time, the entry with the most layers for this number of stages."""
+    """Merge entries into those of a number of stages; of each stage time the one with most layers stays."""
     old = found.get(stages, new)
     better = new.layers > old.layers
     found[stages] = _CarriedLayers(*(np.where(better, a, b) for a, b in zip(new, old, strict=True)))

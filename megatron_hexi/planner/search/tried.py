@@ -47,7 +47,7 @@ class TriedGroupings:
         return sorted(self._found.values(), key=promise_of)[:most]
 
     def attempt(self, grouping: Grouping) -> Trial:
-        """Return the trial of a grouping's first layout in its best order, rebalanced if memory is short."""
+        """Return the trial of a grouping in the fastest order of its parts, rebalanced if memory is short."""
         name = _unordered(grouping)
         if name not in self._found:
             layout = self._nested(grouping)
