@@ -184,8 +184,8 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
 def _unfused(args: Namespace) -> tuple[Fusible, ...]:
     """Return the operations that Megatron carries out in several kernels, in the order of `Fusible`.
 
-    Megatron takes norms and optimizer from Transformer Engine or apex if it finds them. Layers of Transformer
-    Engine need that package, and the addition of gradients in matrix products one of both.
+    Norms and optimizer are fused if Transformer Engine or apex is installed. Two arguments show that one is:
+    layers of Transformer Engine need the former, gradient accumulation fusion needs either.
     """
     lacks = args.transformer_impl != "transformer_engine" and not args.gradient_accumulation_fusion
     apart: dict[Fusible, bool] = {

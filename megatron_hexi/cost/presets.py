@@ -150,9 +150,10 @@ def _is_json(text: str, path: Path) -> bool:
 
 
 def model_file(name: str) -> Path | None:
-    """Return the file that a model is read from, which need not exist; ``None``: a preset or a recipe.
+    """Return the file that a model is read from, which need not exist; ``None`` for a preset or a recipe.
 
-    These have their names in any capitals, as Hugging Face spells them; a file of such a name goes before.
+    Names of presets and recipes may have capitals, as on Hugging Face; but if a file has exactly such a name
+    with capitals, the file is meant.
     """
     low = name.lower()
     if (low in presets() or low in recipes()) and (name == low or not os.path.exists(name)):
