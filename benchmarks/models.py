@@ -146,15 +146,15 @@ def page(rows: Sequence[Row], missing: Sequence[str] = ()) -> str:
 
 
 def _gains_of_uneven(rows: Sequence[Row]) -> str:
-    """Return a sentence, behind a space, on what unequal numbers of experts save; may be empty."""
+    """Return a sentence, on a line of its own, on what unequal numbers of experts save; may be empty."""
     saved = [
         1 - row.iteration_s / row.even_experts_s for row in rows if row.iteration_s and row.even_experts_s
     ]
     if not saved:
         return ""
     return (
-        f" Plans with unequal numbers, {len(saved)} of {len(rows)}, "
-        f"take {min(saved):.0%} to {max(saved):.0%} less time."
+        f"\n{len(saved)} of {len(rows)} plans have unequal numbers, which save at most {max(saved):.1%} of the "
+        "time; in one stage of two\nkinds of GPU they save [more](../planner.md#models-with-experts)."
     )
 
 
