@@ -115,7 +115,7 @@ def _layouts(results: Iterable[ScenarioResult]) -> Iterator[str]:
 
 
 def _pairs(results: Iterable[ScenarioResult]) -> Iterator[str]:
-    """A row for each layout that is compared with another than the plan."""
+    """Yield a table with a row for each layout that is compared with another than the plan."""
     rows = [(result, *pair) for result in results for pair in result.compared()]
     if not rows:
         return
@@ -129,7 +129,7 @@ def _pairs(results: Iterable[ScenarioResult]) -> Iterator[str]:
 
 
 def _times(one: Measured, other: Measured) -> tuple[float, float]:
-    """How many times as long a layout takes as another, measured and predicted."""
+    """Return how many times as long a layout takes as another, measured and predicted."""
     assert one.median_s is not None
     assert other.median_s is not None
     return one.median_s / other.median_s, one.predicted_s / other.predicted_s

@@ -174,7 +174,7 @@ SCENARIOS = (
     Scenario(
         "experts",
         "experts",
-        4096,
+        1024,
         "as in two-fast-two-slow, with experts of each layer to deal out",
         sizes=(2, 384, 1536),
         experts=32,

@@ -129,7 +129,11 @@ class TrainingManifests(Manifests):
     ] = None
     spare: Annotated[
         list[str] | None,
-        _option("--spare", "With --elastic: a node that the plan leaves out, and that waits.", "NODE"),
+        _option(
+            "--spare",
+            "With --elastic: a node that the plan leaves out, and that waits; may be repeated.",
+            "NODE",
+        ),
     ] = None
     restarts: Annotated[
         int | None, _option("--restarts", "How often the job may start again; 3 if not given.", "N")

@@ -50,8 +50,8 @@ def place(
     Reads the output of sinfo for all nodes from standard input (the example below).
     Writes HOSTS, a line a rank in rank order, for HEXI_HOSTS; HOSTS.0, HOSTS.1, …, its lines by component of
     the job, for srun --distribution=arbitrary --nodelist; and HOSTS.nodes, a line a host with its node's name
-    and GPUs in the cluster file, for megatron_hexi.elastic --nodes. With --spares, these have a line in the
-    latter two.
+    and GPUs in the cluster file, for megatron_hexi.elastic --nodes. With --spares, hosts of
+    spares have a line in HOSTS.0, HOSTS.1, … and in HOSTS.nodes.
     """
     components = allocated_hosts(os.environ)
     parts = [Path(f"{out}.{number}") for number in range(len(components))]
