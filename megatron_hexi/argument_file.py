@@ -137,7 +137,7 @@ def _split(word: str, line: int, path: Path) -> Iterator[Word]:
 
 
 def _string(quoted: str, first: int, path: Path) -> list[Word]:
-    """Return the words of a string of arguments, which a shell splits at blanks where it is not quoted."""
+    """Return the words of a quoted string of arguments, split as a shell splits an unquoted variable."""
     list(_split(quoted, first, path))  # refuses variables
     body = quoted[1:-1]
     if quoted[0] == '"':  # as a shell reads it, but for joined lines, whose number would be lost
@@ -148,7 +148,7 @@ def _string(quoted: str, first: int, path: Path) -> list[Word]:
 
 
 def _closes(word: str) -> bool:
-    """Whether a word ends in a parenthesis that is not quoted."""
+    """Return whether a word ends in a parenthesis that is not quoted."""
     return word.endswith(")") and _PIECES.findall(word)[-1][0] not in "'\"\\"
 
 

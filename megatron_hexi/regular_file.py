@@ -77,7 +77,7 @@ def check_output(path: str | os.PathLike[str]) -> None:
 
 
 def open_private(path: str, flags: int) -> int:
-    """Open a file as an `opener` of `open`; one that is made may be read and written by its owner only."""
+    """Open a file (an `opener` for `open`); only its owner may read and write a file that this creates."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 

@@ -25,12 +25,12 @@ _speaks: bool | None = None
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun started this rank, and will end it as soon as another rank has ended."""
+    """Return whether torchrun started this rank, and so will end it as soon as another rank has ended."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
 
 
 def is_speaker() -> bool:
-    """Whether this rank prints errors: the first of its node to ask, or one that shares no screen."""
+    """Return whether this rank prints errors: the first of its node to ask, or one with its own screen."""
     global _claim, _speaks
     if _speaks is None:
         shares = under_torchrun() or "SLURM_STEP_ID" in os.environ

@@ -23,7 +23,8 @@ turn on the same data, and their losses must agree.
 - Speeds are [*paced*](../testbed.md#what-a-paced-figure-is-made-of): durations of matrix products and
   attention are modelled, the rest is real. In *by quotas* CPU quotas slow ranks; nothing is modelled.
 - *ring*, *ulysses*, *usp* and *te-a2a+p2p* are uniform, equal parts for all ranks; *proportion* has tokens by
-  speed; *homogeneous* is the GPUs of one kind alone.
+  speed; *homogeneous* is the GPUs of one kind alone. *expert-parallel* is the fastest of Megatron's layouts
+  with as many experts on each rank.
 - Ceiling: the sum of the probe's speeds, without communication.
 """
 #: What no figure says of a scenario.
@@ -99,7 +100,8 @@ def _scenarios(results: Iterable[ScenarioResult]) -> Iterator[str]:
         batch = f"{one.batch} x " if one.batch > 1 else ""
         gain = "-" if one.speed_up is None else f"{one.speed_up:.2f}"
         part = "-" if one.of_ceiling is None else f"{one.of_ceiling:.1%}"
-        apart = f"{max(layout.spread for layout in one.layouts):.1%}"
+        rounds = max(len(layout.seconds) for layout in one.layouts)
+        apart = f"{max(layout.spread for layout in one.layouts):.1%}" if rounds > 1 else "one round"
         work = f"{batch}{one.seq_length} | {one.attention_share:.0%}"
         yield f"| {one.name} | {one.decides} | {work} | {gain} | {part} | {apart} |"
 

@@ -18,9 +18,8 @@ def draw_scenarios(results: Mapping[str, ScenarioResult]) -> Figure:
     for axes, (name, result) in zip(panels, results.items(), strict=True):
         ran = [layout for layout in result.layouts if layout.median_s is not None][::-1]
         rates = [result.tokens_per_s(layout) for layout in ran]
-        colours = [
-            _OURS if layout is result.plan else _UNIFORM if layout.uniform else _OTHERS for layout in ran
-        ]
+        plan = None if any(result.compared()) else result.plan
+        colours = [_OURS if layout is plan else _UNIFORM if layout.uniform else _OTHERS for layout in ran]
         places = range(len(ran))
         axes.barh(places, rates, color=colours, height=0.7)
         predicted = [result.batch * result.seq_length / layout.predicted_s for layout in ran]
@@ -30,6 +29,6 @@ def draw_scenarios(results: Mapping[str, ScenarioResult]) -> Figure:
         axes.set_title(f"{name}: {result.seq_length} tokens", loc="left", fontsize=10)
         axes.set_xlim(left=0)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("tokens/s (red: the plan; blue: equal parts for all; sand: other baselines)")
+    panels[-1].set_xlabel("tokens/s (red: the plan; blue: equal parts for all; sand: others)")
     panels[0].legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=8)
     return figure

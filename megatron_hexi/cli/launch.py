@@ -104,7 +104,7 @@ def launch(
 
 
 def _say_kernels(plan: Plan, cluster: Cluster) -> None:
-    """Print what to type where a kernel of the plan, which the shipped image lacks, is not installed."""
+    """Print a note for each of the plan's kernels that the shipped image lacks, with a flag to avoid it."""
     for line in assumption_lines(None, cluster, plan.job.kernel or {}):
         say(line)
 
@@ -124,15 +124,15 @@ def find_lines(
         plan: the plan.
         cluster: the cluster that it was made for.
         path: the plan's file.
-        cluster_path: the cluster's.
-        model: value of ``--model``; of a file of Megatron's arguments all flags are used.
+        cluster_path: the cluster's file.
+        model: value of ``--model``; if it is a file of Megatron's arguments, all of its flags are used.
         more: the user's own flags.
         written: the file that the flags are written to; ``None``: they are printed only.
 
     Raises:
         HexiError: an unknown model, a plan for another cluster, model or job, or flags that do not work with
             it.
-        NoFlagError: Megatron has no flags for a constant of the model, so that lines would train another one.
+        NoFlagError: Megatron has no flag for a constant of the model, so it would train another model.
     """
     flags = find_flags(plan, str(path), model, more)
     with naming_files(path, cluster_path):
@@ -149,7 +149,7 @@ def find_lines(
 
 
 def find_flags(plan: Plan, path: str, model: str, more: list[str]) -> tuple[str, ...]:
-    """All of Megatron's flags for a plan; arguments and errors as of `find_lines`."""
+    """Return all of Megatron's flags for a plan; for arguments and errors see `find_lines`."""
     given = argument_words(model)
     if unread := unread_fields(model):
         say(f"note: {model}: not read: {', '.join(unread)}")

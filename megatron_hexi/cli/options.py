@@ -107,12 +107,12 @@ def check_limits(numbers: Mapping[str, int | None]) -> None:
 
 
 def count_option(field: str, text: str, panel: str | None = _JOB) -> Any:
-    """Return the option for a number, named like Megatron's field."""
+    """Return the command-line option for a whole number, named like Megatron's argument `field`."""
     return typer.Option(flag_name(field), help=text, metavar="N", rich_help_panel=panel, parser=whole)
 
 
 def job_option(field: str, text: str, *, metavar: str | None = None) -> Any:
-    """Return the option for a field of `Job`, named like Megatron's; without a metavar a pair of flags."""
+    """Return the option for a field of `Job`, named as in Megatron; without a metavar it is two flags."""
     name = flag_name(field) if metavar else "/".join(spell_flag(field, value) for value in (True, False))
     return typer.Option(name, help=text, metavar=metavar, rich_help_panel=_JOB)
 

@@ -147,6 +147,8 @@ def plan(
         if lines is not None:
             again = lines.sbatch[0].removesuffix(" -o job.args")
             print(launch_text(lines, most=_MOST_NODES, more=again))
+            if spare:
+                print(f"# spare {', '.join(spare)}: waits in an elastic job only (docs/surviving.md, Spares)")
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.training.checkpointing import get_checkpoint_tracker_filename
 from safetensors.torch import save_file
 
@@ -16,6 +15,7 @@ from megatron_hexi.convert.hf_to_megatron import sharded
 from megatron_hexi.convert.parts import Weight
 from megatron_hexi.convert.weights import weights_of
 from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.saved_tensors import saved_tensors
 from megatron_hexi.text_file import read_text
 
 #: What describes a model beside its weights, where it is there.
@@ -49,8 +49,8 @@ def convert(checkpoint: Path, like: Path, out: Path) -> None:
     model = read_model(like)
     folder = _iteration(checkpoint)
     try:
-        held = dist_checkpointing.load_tensors_metadata(str(folder))
-    except (CheckpointingException, OSError) as problem:
+        held = saved_tensors(folder)
+    except OSError as problem:
         raise HexiError(
             f"{folder}: not a torch_dist checkpoint ({problem}); save with --ckpt-format torch_dist"
         ) from None
@@ -63,7 +63,7 @@ def convert(checkpoint: Path, like: Path, out: Path) -> None:
             raise HexiError(
                 f"{folder}: holds no {weight.key}, which {like / 'config.json'} asks for; check both"
             )
-        shape, dtype = tuple(held[key].global_shape), held[key].dtype
+        shape, dtype = held[key]
         _check_shape(weight, shape, folder, like)
         own_shape = shape if weight.layer is None else shape[1:]
         targets[str(place)] = sharded(key, weight, torch.empty(own_shape, dtype=dtype))

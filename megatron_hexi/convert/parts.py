@@ -18,14 +18,14 @@ class Weight:
     Attributes:
         key: its name in a torch_dist checkpoint.
         parts: Hugging Face's names for what it is made of, with their shapes.
-        groups: blocks of rows; each block has the rows of each part that belong to it.
-        layer: number of the layer and how many lie under the key, along a first dimension; ``None``: the key
-            is this tensor's alone.
+        groups: number of blocks of rows; a block has its share of each part's rows, one part after another.
+        layer: number of the layer, and how many layers are stacked under the key along the first dimension;
+            ``None``: the key is this tensor's alone.
         experts: routed experts that lie along the first dimension of the layer's tensor; 0: there is no such
             dimension.
-        is_joined: whether the one part has all experts along its first dimension.
-        is_transposed: whether that part has the inputs of each expert before its outputs.
-        is_interleaved: whether outputs in that part are in turn of the gate and of what it multiplies.
+        is_joined: whether there is a single part, with all experts along its first dimension.
+        is_transposed: whether the single part has the inputs of each expert before its outputs.
+        is_interleaved: whether outputs of the gate and of the up projection alternate in the single part.
         is_vocabulary: whether rows are tokens, which Megatron pads to a multiple.
         same_as: other names of the tensor, which Megatron gives it with or without Transformer Engine.
     """

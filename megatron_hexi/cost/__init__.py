@@ -3,7 +3,7 @@
 from megatron_hexi.cost.ceiling import attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.fit import Shortage, find_shortage
 from megatron_hexi.cost.hosts import Hosts, NodeLoad
-from megatron_hexi.cost.hugging_face_rotary import NoFlagError
+from megatron_hexi.cost.hugging_face.rotary import NoFlagError
 from megatron_hexi.cost.iteration import CostModel, IterationCost, estimate
 from megatron_hexi.cost.job import PRECISIONS, RECOMPUTES, Job, job_of_plan, job_terms
 from megatron_hexi.cost.job_check import check_job

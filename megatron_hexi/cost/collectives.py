@@ -67,7 +67,7 @@ def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
 
 
 def _column_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
-    """Return the all-to-alls of a layer without attention, as `all_to_all_bytes` does."""
+    """Return the all-to-alls of a layer without attention, with the bytes of their messages."""
     holder, taker = plan.all_to_all_pairs
     state, tokens = job.model.state, plan.tokens[holder].astype(float)
     columns = outputs = np.zeros(len(holder))

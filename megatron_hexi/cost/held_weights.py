@@ -104,7 +104,7 @@ class HeldWeights:
         return ((rank, whole[self.width[rank]], own[rank]) for rank in bucket.holders)
 
     def _params(self, key: str, width: int) -> int:
-        """Return the number of weights of one row on one rank."""
+        """Return the weights of a key on one of `width` ranks; for a kind of layers, those of one layer."""
         model = self._job.model
         layers = {_layers_key(number): kind.layer_params(width) for number, kind in enumerate(model.kinds)}
         return {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hexi.argument_file import Word, located_words
-from megatron_hexi.cost.hugging_face_rotary import NoFlagError
+from megatron_hexi.cost.hugging_face.rotary import NoFlagError
 from megatron_hexi.cost.job import Fusible, Job
 from megatron_hexi.cost.layer_kinds import State
 from megatron_hexi.cost.model import VOCAB_MULTIPLE, Model
@@ -184,8 +184,8 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
 def _unfused(args: Namespace) -> tuple[Fusible, ...]:
     """Return the operations that Megatron carries out in several kernels, in the order of `Fusible`.
 
-    Megatron takes norms and optimizer from Transformer Engine or apex if it finds them. Layers of Transformer
-    Engine need that package, and the addition of gradients in matrix products one of both.
+    Norms and optimizer are fused if Transformer Engine or apex is installed. Two arguments show that one is:
+    layers of Transformer Engine need the former, gradient accumulation fusion needs either.
     """
     lacks = args.transformer_impl != "transformer_engine" and not args.gradient_accumulation_fusion
     apart: dict[Fusible, bool] = {

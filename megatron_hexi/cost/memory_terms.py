@@ -61,9 +61,9 @@ class Memory(_MemoryTerms):
         activations: activations outside attention, of all micro-batches in flight.
         attention: activations inside attention, of all micro-batches in flight.
         working_set: tensors of the layer being computed: sums, keys and values in flight, all-to-all buffers
-            and recomputed activations; rows under way between stages.
-        logits: tensors of the loss, if the stage has it, as far as they exceed the working set, which comes
-            after it.
+            and recomputed activations; also rows that are being sent between stages.
+        logits: excess of the loss's tensors, if the stage has the loss, over the working set; the two are not
+            needed at the same time.
         reserve: libraries, their workspaces and buffers, and the allocator.
     """
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megatron_hexi.argument_file import split_words
 from megatron_hexi.cost.bridge import bridge_arguments, is_bridge
-from megatron_hexi.cost.hugging_face import model_from_config
-from megatron_hexi.cost.hugging_face_config import read_config
-from megatron_hexi.cost.hugging_face_constants import NoFlagError, constants_of
+from megatron_hexi.cost.hugging_face.config import read_config
+from megatron_hexi.cost.hugging_face.constants import NoFlagError, constants_of
+from megatron_hexi.cost.hugging_face.models import model_from_config
 from megatron_hexi.cost.megatron_arguments import (
     ArgumentTerms,
     check_arguments,
@@ -150,9 +150,10 @@ def _is_json(text: str, path: Path) -> bool:
 
 
 def model_file(name: str) -> Path | None:
-    """Return the file that a model is read from, which need not exist; ``None``: a preset or a recipe.
+    """Return the file that a model is read from, which need not exist; ``None`` for a preset or a recipe.
 
-    These have their names in any capitals, as Hugging Face spells them; a file of such a name goes before.
+    Names of presets and recipes may have capitals, as on Hugging Face; but if a file has exactly such a name
+    with capitals, the file is meant.
     """
     low = name.lower()
     if (low in presets() or low in recipes()) and (name == low or not os.path.exists(name)):

@@ -98,7 +98,7 @@ def repeated_reductions(
     Args:
         job: the job.
         sections: the pipeline stages.
-        rings: rings of the cluster.
+        rings: rings that NCCL forms among the cluster's GPUs.
         shards: number of units that share the optimizer's state; ``None``: the units of the plan.
         experts: experts of each section's units, whose state the expert domains share; ``None``: there are
             none.
@@ -119,13 +119,13 @@ def repeated_reductions(
 
 
 def repeated_turns(job: Job, stages: Iterable[tuple[ModelPart, Ints, int]], rings: Rings) -> tuple[Turn, ...]:
-    """Return the collectives of a repeated stage, in the order in which they run.
+    """Return the collectives of gradients and weights of a repeated stage, in the order in which they run.
 
     Args:
         job: the job.
         stages: for each pipeline stage, its part of the model, the first GPU of each unit in rank order, and
             the number of domains.
-        rings: rings of the cluster.
+        rings: rings that NCCL forms among the cluster's GPUs.
     """
     collectives = weight_collectives(job)
     turns = tuple(Turn([], one.hides_behind) for one in collectives)
@@ -154,7 +154,7 @@ def uneven_reductions(
         mesh: the units of all ranks.
         job: the job.
         sections: the sections of the plan.
-        rings: rings of the cluster.
+        rings: rings that NCCL forms among the cluster's GPUs.
         hosts: host memory of the cluster.
     """
     weights = HeldWeights(job, mesh)

@@ -50,7 +50,7 @@ def replica_lanes(
 def ministage_parts(sections: Sequence[Section], costs: Sequence[StageCost]) -> dict[tuple[int, int], Floats]:
     """Return the part of a stage's work in each of its ministages, by replica and stage: [ministages] each.
 
-    It is that of the stage's first domain. Layers of one kind count equally.
+    The parts are shares of the time of the stage's first domain; layers of one kind count equally.
 
     Args:
         sections: the sections of a plan whose stages differ.

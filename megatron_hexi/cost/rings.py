@@ -23,7 +23,7 @@ _MUCH = 1e12
 
 
 class Rings:
-    """Rings over units of a cluster; rings over the same units are computed once.
+    """Seconds of reduce-scatters and all-gathers on rings; the rings of the same units are computed once.
 
     Args:
         links: the cluster's links.

@@ -159,7 +159,7 @@ def plan_sections(
 
 @lru_cache(maxsize=256)  # with what the job derives from its model
 def _section_job(job: Job, width: int, samples: int, mode: RecomputeMode, latent_exchange: bool) -> Job:
-    """Return the job of a section's units."""
+    """Return the job of one micro-batch in one stage, with the terms of a section's units."""
     return replace(
         job,
         tensor_parallel=width,

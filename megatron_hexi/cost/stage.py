@@ -208,7 +208,7 @@ def _pass_phases(plan: PlanArrays, one: Pass, units: Ints) -> Phases:
 
 
 def exposed_seconds(seconds: Floats | float, layers: int, cover: Floats | float | None) -> Floats | float:
-    """Return the exposed time of a stage's gradients or weights, s: max(t / L, t - L x cover).
+    """Return the exposed seconds of a gradient or weight collective of a stage: max(t / L, t - L x cover).
 
     Gradients may travel behind the backward pass of the last micro-batch and weights behind the forward pass
     of the first, in the time that attention leaves the network free; the part of the last layer (of the
@@ -231,7 +231,7 @@ def free_network(way: Literal["forward", "backward"], units: Bools, layer: Layer
 def exposed_synchronisation(
     sections: Sequence[Section], costs: Sequence[StageCost], reductions: Reductions
 ) -> list[float]:
-    """Return the exposed time of gradients and weights in each replica, s: that of its slowest stage."""
+    """Return the exposed seconds of gradient and weight collectives in each replica's slowest stage."""
     waits = np.zeros(1 + max(int(section.replicas.max()) for section in sections))
     for section, own in zip(sections, section_waits(sections, costs, reductions), strict=True):
         np.maximum.at(waits, section.replicas, own)
@@ -241,7 +241,7 @@ def exposed_synchronisation(
 def section_waits(
     sections: Sequence[Section], costs: Sequence[StageCost], reductions: Reductions
 ) -> list[Floats]:
-    """Return the exposed time of gradients and weights of each domain, s, [sections][domains]."""
+    """Return the exposed seconds of gradient and weight collectives of each domain, [sections][domains]."""
     found = []
     for number, (section, cost) in enumerate(zip(sections, costs, strict=True)):
         layers, waits = section.by_domain(section.parts.layers), np.zeros(len(section.replicas))

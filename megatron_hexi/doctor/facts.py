@@ -153,7 +153,7 @@ class Checkout:
 
     Attributes:
         path: the folder.
-        state: ``unknown`` where there is no diff for the checkout.
+        state: ``unknown`` where this package has no diff for the checkout's version.
         problem: why it is unknown, with a remedy.
     """
 

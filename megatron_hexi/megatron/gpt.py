@@ -218,12 +218,12 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 
 
 def _is_packed(args: Namespace) -> bool:
-    """Whether samples have the ends of their documents."""
+    """Return whether samples tell where their documents end."""
     return bool(args.sft or masks_documents(args))
 
 
 def _needs_dataset(args: Namespace, vp_stage: int | None) -> bool:
-    """Whether this rank reads data: a first tensor-parallel rank that needs tokens or ends of documents."""
+    """Return whether this rank reads data: tensor-parallel rank 0, if it needs tokens or documents' ends."""
     if mpu.get_tensor_model_parallel_rank() != 0:
         return False
     if _is_packed(args):

@@ -28,7 +28,7 @@ from megatron_hexi.patching import Patch
 
 
 def latent_columns_travel() -> bool:
-    """Whether latent columns travel under the active plan."""
+    """Return whether latent columns travel under the active plan."""
     session = active_session()
     return session is not None and session.given.plan.workload.latent_exchange is not None
 
@@ -45,7 +45,10 @@ def _with_columns(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _columns(up: Any, config: Any, tp_group: Any, columns: Tensor) -> tuple[Tensor, None]:
-    """Return the input of a projection, normed if it has a norm, for the rows of all ranks of the unit."""
+    """Return the input of a projection for the rows of all ranks of the unit, and ``None``.
+
+    The input is normalised if the projection includes a norm.
+    """
     weight = getattr(up, "layer_norm_weight", None)
     if weight is not None:  # Transformer Engine's norm and projection in one
         dtype, bias, size = columns.dtype, getattr(up, "layer_norm_bias", None), (columns.shape[-1],)

@@ -32,13 +32,13 @@ _TYPES = {
 
 
 def installed_rows() -> list[Row]:
-    """Return the options of the installed Megatron's parser, in its order, each marked with its version."""
+    """Return the options of the installed Megatron's parser, in its order, each with Megatron's version."""
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     return rows_of(parser, series(megatron.core.__version__))
 
 
 def rows_of(parser: argparse.ArgumentParser, version: str) -> list[Row]:
-    """Return a parser's options, in its order, each marked with a version."""
+    """Return the options of Megatron's parser, in its order, each with Megatron's `version`."""
     actions = [action for action in parser._actions if action.option_strings and action.dest != "help"]
     defaults: dict[str, Any] = {}
     for action in actions:  # of several options of one argument, argparse takes the first default

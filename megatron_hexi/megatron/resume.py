@@ -20,6 +20,7 @@ import torch.distributed
 
 from megatron_hexi.errors import CheckpointError, user_errors
 from megatron_hexi.megatron.folders import iterations_hint, loaded_folder, tracked_iteration
+from megatron_hexi.megatron.saved_tensors import saved_tensors
 from megatron_hexi.options.kinds import hybrid_layers
 from megatron_hexi.patching import Patch
 
@@ -209,7 +210,7 @@ def _wanted(args: Namespace, saved: Namespace) -> bool:
 
 
 def _with_same_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron.core.dist_checkpointing import ShardedTensor, load_tensors_metadata
+    from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     @functools.wraps(original)
@@ -220,8 +221,8 @@ def _with_same_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(tensor, ShardedTensor) and ".bucket_idx_" in tensor.key
         }
         if buckets:
-            saved = load_tensors_metadata(str(checkpoint_dir))
-            saved_buckets = {key: tuple(saved[key].global_shape) for key in buckets if key in saved}
+            saved = saved_tensors(checkpoint_dir)
+            saved_buckets = {key: saved[key][0] for key in buckets if key in saved}
             with user_errors():
                 if saved_buckets != buckets:
                     raise CheckpointError(

@@ -134,6 +134,6 @@ def active_session() -> Session | None:
 
 
 def set_active_session(session: Session | None) -> None:
-    """Train by another session from now on; ``None``: as Megatron does."""
+    """Set the session by which this rank trains from now on; ``None``: without a plan."""
     global _session
     _session = session

@@ -26,11 +26,11 @@ from megatron_hexi.runtime.column_exchange import ColumnExchange
 
 @dataclass(frozen=True)
 class ColumnSection:
-    """Adjacent columns of a projection: of each head, or of each group of heads.
+    """Adjacent columns of a projection, as many for each head, or for each group of heads.
 
     Args:
-        size: columns of a head, or of a group.
-        is_shared: whether they belong to groups.
+        size: number of columns for a head, or for a group of heads.
+        is_shared: whether the heads of a group share them.
     """
 
     size: int

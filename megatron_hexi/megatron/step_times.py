@@ -51,7 +51,7 @@ def _measured(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _waits(kind: Wait) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a function that wraps another so that its time counts as waiting."""
+    """Return a function that wraps a function so that its time counts as waiting."""
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -77,7 +77,7 @@ def _with_timed_requests(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _waits_statically(kind: Wait) -> Callable[[Any], Any]:
-    """Return a function that does for a static method what `_waits` does for a function."""
+    """Return a function that wraps a static method so that its time counts as waiting."""
     build = _waits(kind)
     return lambda original: staticmethod(build(original.__func__))
 

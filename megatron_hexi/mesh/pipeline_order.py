@@ -83,9 +83,9 @@ def _steps(stages: int, stage: int, micro_batches: int, chunks: int) -> Iterator
 
 
 def step_source(stages: int, stage: int, step: PipelineStep, chunks: int) -> tuple[int, PipelineStep] | None:
-    """Return the stage, and its pass, whose output is the input of a pass over a border.
+    """Return the stage and the pass in it whose output is the input of the given pass.
 
-    ``None``: the input crosses no border: tokens, or the gradient of the loss.
+    ``None``: the input is tokens or the gradient of the loss, which no other pass gives.
     """
     by = -1 if step.way == "forward" else 1
     neighbour, chunk = stage + by, step.chunk

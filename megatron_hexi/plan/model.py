@@ -160,12 +160,12 @@ class Stage:
 
     Args:
         domains: domains of the stage, which divide the samples or the micro-batches.
-        layers: range of transformer layers of the stage. Left out for the only stage of a replica: a
-            repeated stage, which each pipeline stage of the job repeats on the next ranks.
+        layers: range of transformer layers of the stage. Left out for a repeated stage: the only one of its
+            replica in the plan, which each pipeline stage of the job repeats on the next ranks.
         recompute: activations that the backward pass recomputes; left out: the job's setting.
         exchange: settings of the exchange of keys and values; left out: the plan's settings.
-        ministages: number of ministages in which the stage runs, or number of layers of each; only the number
-            of `layers` then counts. Left out: the stage runs whole, in 1F1B.
+        ministages: number of ministages in which the stage runs, or number of layers of each; `layers` then
+            says how many layers the stage has, not which. Left out: the stage runs whole, in 1F1B.
         offload: data that waits in host memory while it is not used. `parameters`: weights and gradients of
             ministages that do not run. `optimizer`: the optimizer's fp32 weights and state, whose step is
             computed on the host. `activations`: inputs of a ministage, until the ministage's backward pass.

@@ -29,9 +29,10 @@ def state_heads(attention: tuple[Range, ...], heads: int) -> tuple[Range, ...]:
 
 
 def divided_domain(plan: Plan, has_state: Sequence[bool]) -> tuple[str, int] | None:
-    """Return where a layer with a state runs in a domain of several groups, and how many; ``None``: nowhere.
+    """Return the first place of a layer with a state in a domain of several groups, and their number.
 
-    A state does not pass between groups: a member scans all tokens of its group, the whole sequence.
+    ``None``: there is no such place. A plan with one cannot be trained: a state does not pass between groups,
+    so one group must have the whole sequence.
 
     Args:
         plan: the plan.

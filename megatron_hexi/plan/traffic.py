@@ -84,7 +84,7 @@ def attention_traffic(
 
 
 def exchanges_heads(schedule: Schedule) -> bool:
-    """Whether the rank's group has all-to-alls, which needs several members and at least one token."""
+    """Return whether the rank's group has all-to-alls, which needs several members and at least one token."""
     return len(schedule.members) > 1 and schedule.group_tokens > 0
 
 

@@ -67,7 +67,7 @@ class LeastMemory:
         return [set() for _ in options] if any(load.fullness > 1 for load in loads) else fitting_stages
 
     def _overfull(self, number: int, ministages: int, recompute: Recompute, with_rows: bool) -> Bools:
-        """Whether each unit of a section exceeds its memory, [U]."""
+        """Return whether each unit of a section exceeds its memory, [U]."""
         section, held = self._sections[number]
         job, again = replace(section.job, recompute=recompute), section.part.layers * (recompute != "none")
         part = replace(self._part(number, ministages), again=again, rows_on_host=not with_rows)
@@ -81,7 +81,7 @@ class LeastMemory:
         return np.sum(list(terms.values()), axis=0) > section.placement.usable
 
     def _in_ministages(self, number: int, count: int) -> ModelPart:
-        """Return the part of each unit of a section, cut into so many ministages; 0: it runs whole."""
+        """Return the units' parts of the model with a section cut into `count` ministages; 0: uncut."""
         section, ranges = self._sections[number][0], []
         if not count:
             return replace(section.part, ministages=0)

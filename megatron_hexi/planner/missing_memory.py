@@ -13,15 +13,15 @@ from megatron_hexi.planner.request import Request
 
 @dataclass(frozen=True)
 class MissingMemory:
-    """The memory that a job needs at least once, beside the memory of a cluster's GPUs, GiB.
+    """The memory that a job needs if nothing is held twice, and the memory of a cluster's GPUs, GiB.
 
     Args:
-        static: memory of weights, gradients and optimizer state, each once.
-        sequence: memory of one sequence's activations, with all layers computed again where recomputation is
-            not fixed, and of the layer and the loss that are being computed.
-        there: memory of all GPUs, without what libraries take.
-        counts: number of nodes of each entry of the cluster file with which no memory would be missing; empty
-            if none is missing, or if nodes of the file are lost.
+        static: memory of the whole model's weights, gradients and optimizer state.
+        sequence: memory of one sequence's activations, with all layers recomputed unless recomputation is
+            fixed, and of the layer and the loss that are being computed.
+        there: memory of all GPUs, less what libraries take.
+        counts: for each entry of the cluster file, the number of its nodes that would suffice; empty if the
+            memory suffices already, or if nodes of the file are lost.
     """
 
     static: float
@@ -31,12 +31,12 @@ class MissingMemory:
 
     @property
     def gib(self) -> float:
-        """The GiB that are missing; not above 0 where the sum would do."""
+        """Missing memory, GiB; 0 or less if the GPUs together have enough."""
         return self.static + self.sequence - self.there
 
 
 def missing_memory(request: Request, cluster: Cluster) -> MissingMemory:
-    """Return the memory that is missing when nothing is kept in host memory, and nothing twice.
+    """Return the memory that is missing if nothing is kept in host memory and nothing is held twice.
 
     A plan may need more, because layers are whole and replicas repeat weights, or less, because it offloads.
 
@@ -71,5 +71,5 @@ def missing_memory(request: Request, cluster: Cluster) -> MissingMemory:
 
 
 def _room(usable_gib: float) -> float:
-    """Memory of a GPU without what libraries take, GiB."""
+    """Return the memory of a GPU, less what libraries take, GiB."""
     return max(0.0, usable_gib - RESERVE_BYTES / GIB)

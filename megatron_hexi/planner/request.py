@@ -69,7 +69,7 @@ class Request:
         object.__setattr__(self, "job", replace(self.job, **free))
 
     def _refuse_beside_chunks(self, chunks: int) -> None:
-        """Refuse several chunks a stage for experts, patterns, multi-token prediction and unequal stages."""
+        """Refuse chunks with experts, layer patterns, multi-token prediction and unequal stages."""
         spelt = spell_flag("virtual_stages", chunks)
         if self.job.model.experts is not None:
             raise HexiError(
@@ -93,7 +93,7 @@ class Request:
         return self.rules.allow("ministages") and self.rules.allow("unequal_stages")
 
     def chunk_counts(self, job: Job) -> list[int]:
-        """Numbers of chunks a stage to try: divisors of a stage's layers, or 1 where stages cannot be cut."""
+        """Return the numbers of chunks a stage to try: divisors of its layers, or 1 if it cannot be cut."""
         is_whole = not job.has_equal_stages or job.model.mtp_layers or job.model.pattern
         if job.pipeline_parallel == 1 or is_whole:
             counts = [1]
@@ -102,7 +102,7 @@ class Request:
         return [count for count in counts if self.virtual_stages in (None, count)]
 
     def widths(self, most: int) -> list[int]:
-        """Tensor-parallel sizes to try, up to `most` GPUs, that divide the model."""
+        """Return the tensor-parallel sizes to try: up to `most`, by which the model can be divided."""
         if "tensor_parallel" in self.fixed:
             return [self.job.tensor_parallel]
         experts = self.expert_parallel or math.lcm(*_WIDTHS)  # an expert domain consists of whole units
@@ -111,7 +111,7 @@ class Request:
         ]
 
     def micro_batch_sizes(self) -> list[int]:
-        """Micro-batch sizes to try: one, and more where sequences are short."""
+        """Return the micro-batch sizes to try: one, and more where sequences are short."""
         if "micro_batch_size" in self.fixed:
             return [self.job.micro_batch_size]
         sizes, batch = [1], self.job.global_batch_size
@@ -120,7 +120,7 @@ class Request:
         return sizes
 
     def lacks_sequence_parallel(self, width: int) -> bool:
-        """Whether training refuses a tensor-parallel size: delta nets need sequence parallelism with it."""
+        """Return whether training refuses a tensor-parallel size, as delta nets need sequence parallelism."""
         state = self.job.model.state
         return width > 1 and state is not None and state.kind == "delta" and not self.job.sequence_parallel
 

@@ -67,7 +67,7 @@ class Savings:
         self.trials = 0
 
     def best(self, candidate: Candidate) -> Candidate:
-        """Return the best of a plan that fits and its changed versions."""
+        """Return the fastest among a plan that fits and the variants of it that fit."""
         self._best_s = min(self._best_s, candidate.iteration_s)
         base = self._written_out(candidate)
         if base is None:
@@ -183,7 +183,7 @@ class Savings:
         yield changed
 
     def _is_slower(self, base: Candidate, ministages: int | None, option: MemoryOption) -> bool:
-        """Whether the plan with an option is no faster than the best; timed only if that is in doubt."""
+        """Return whether the plan with an option is no faster than the best; time it only if in doubt."""
         if self._best_s == np.inf:
             return False
         if least_seconds(base, ministages) >= self._best_s:
@@ -191,12 +191,12 @@ class Savings:
         return self._with_option(base, ministages, option).iteration_s >= self._best_s
 
     def _with_option(self, base: Candidate, ministages: int | None, option: MemoryOption) -> Candidate:
-        """The plan with one option for all stages."""
+        """Return the plan with one option for all stages."""
         options = dict.fromkeys(_places(base.plan), option)
         return self._timed(_with(base.plan, ministages, options), base.job)
 
     def _allows(self, option: MemoryOption) -> bool:
-        """Whether the request permits the option's recomputation."""
+        """Return whether the request permits the option's recomputation."""
         return "recompute" not in self._request.fixed or option.recompute == self._request.job.recompute
 
     def _with_equal_layers(self, base: Candidate) -> Iterator[Candidate]:
@@ -213,7 +213,7 @@ class Savings:
     # Shares of the optimizer's state
 
     def _with_state(self, base: Candidate) -> Candidate:
-        """The plan with optimizer state shared in proportion to free memory."""
+        """Return the plan with optimizer state shared in proportion to free memory."""
         room: dict[int, float] = {}
         timing = base.timing
         for section, terms, usable in zip(timing.sections, timing.memory, timing.usable, strict=True):
@@ -282,9 +282,10 @@ def spell_savings(plan: Plan) -> str:
 
 
 def least_seconds(base: Candidate, ministages: int | None = None) -> float:
-    """Return seconds that a plan takes at least with any option: those of its busiest stage without waits.
+    """Return a lower bound of a plan's seconds with any option: those of its busiest stage without waits.
 
-    Recomputation is at most one forward pass. In ministages stages before the last run forward twice.
+    Recomputation takes at most one forward pass, which is left out. With ministages, stages before the last
+    run the forward pass twice.
     """
     found, timing = 0.0, base.timing
     for section, cost in zip(timing.sections, timing.stages, strict=True):
@@ -300,18 +301,18 @@ def least_seconds(base: Candidate, ministages: int | None = None) -> float:
 
 
 def _places(plan: Plan) -> list[tuple[int, int]]:
-    """Indices of each stage: (replica, number of the stage)."""
+    """Return the indices of each stage: (replica, number of the stage)."""
     return [(r, s) for r, replica in enumerate(plan.replicas) for s in range(len(replica.stages))]
 
 
 def recomputes(plan: Plan) -> bool:
-    """Whether some stage recomputes."""
+    """Return whether some stage recomputes."""
     stages = itertools.chain.from_iterable(replica.stages for replica in plan.replicas)
     return any(stage.recompute not in (None, "none") for stage in stages)
 
 
 def _with(plan: Plan, ministages: int | None, options: dict[tuple[int, int], MemoryOption]) -> Plan:
-    """The plan with a memory option for each stage."""
+    """Return the plan with a memory option for each stage."""
 
     def with_option(place: tuple[int, int], stage: Stage) -> Stage:
         mode, offload = options[place]
@@ -321,7 +322,7 @@ def _with(plan: Plan, ministages: int | None, options: dict[tuple[int, int], Mem
 
 
 def _with_members(plan: Plan, change: Callable[[Member], Member]) -> Plan:
-    """The plan with every member changed."""
+    """Return the plan with every member changed."""
 
     def in_group(group: Group) -> Group:
         return replace(group, members=tuple(map(change, group.members)))
@@ -355,7 +356,7 @@ def _with_stages(
 
 
 def _in_samples(plan: Plan, micro_batch_size: int, counts: Sequence[int]) -> Plan:
-    """The plan with each unit as a domain of its own, with samples in proportion to its tokens."""
+    """Return the plan with each unit as a domain of its own, with samples in proportion to its tokens."""
 
     def dealt(_place: tuple[int, int], stage: Stage) -> Stage:
         members = stage.members
@@ -373,7 +374,7 @@ def _in_samples(plan: Plan, micro_batch_size: int, counts: Sequence[int]) -> Pla
 
 
 def _alone(plan: Plan, member: Member, samples: int) -> Domain:
-    """A domain of one unit, which has all tokens and heads of its samples."""
+    """Return a domain of one unit, which has all tokens and heads of its samples."""
     length, heads = plan.workload.seq_length, plan.workload.heads // len(member.ranks)
     whole = replace(member, tokens=length, heads=(0, heads))
     return Domain((Group(((0, length),), (whole,)),), samples)

@@ -10,8 +10,8 @@ from megatron_hexi.patching import MEGATRON_MODULES
 def called_from_megatron() -> bool:
     """Return whether the caller was itself called from Megatron or the training script.
 
-    PyTorch consults the same functions (its optimizers ask `torch.cuda.is_available()`), and has to hear
-    the truth.
+    PyTorch itself calls the functions that stand in for CUDA here (its optimizers call
+    `torch.cuda.is_available()`), and must get true answers.
     """
     caller = sys._getframe(2).f_globals.get("__name__", "")
     return str(caller).startswith(MEGATRON_MODULES)

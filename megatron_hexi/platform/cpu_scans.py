@@ -26,13 +26,13 @@ def causal_convolution(
     """Convolve each channel with the tokens before it in its document.
 
     Args:
-        inputs: [B, S, C].
-        weight: [C, W]; the last tap is the token itself.
-        bias: [C], or ``None``.
+        inputs: channels of each token, [B, S, C].
+        weight: taps of each channel, [C, W]; the last tap is the token itself.
+        bias: bias of each channel, [C], or ``None``.
         documents: number of each token's document, [B, S], ascending; ``None``: one document.
 
     Returns:
-        [B, S, C].
+        The convolved channels, [B, S, C].
     """
     length, taps = inputs.shape[1], weight.shape[1]
     total = inputs * weight[:, -1]
@@ -55,19 +55,20 @@ def state_space_scan(
 ) -> Tensor:
     """Return the outputs of Mamba-2's recurrence.
 
-    The state of a head, [N, P], is multiplied by ``exp(step x rate)`` and grows by the outer product of key
-    and step x input; the output is what the query reads. It is zero where a document begins.
+    At each token the state of a head, [N, P], is multiplied by ``exp(step x rate)``, then the outer product
+    of key and step x input is added; the output is the query times the state. A document begins with a state
+    of zeros.
 
     Args:
-        inputs: [B, S, H, P].
-        steps: [B, S, H], positive.
-        rates: [H], negative.
-        keys: [B, S, G, N]; each serves H / G consecutive heads.
-        queries: likewise.
+        inputs: input of each head (x), [B, S, H, P].
+        steps: step of each head (dt), [B, S, H], positive.
+        rates: decay rate of each head (A), [H], negative.
+        keys: input projections (B in Mamba-2), [B, S, G, N]; each serves H / G consecutive heads.
+        queries: output projections (C in Mamba-2), of the same shape.
         documents: number of each token's document, [B, S], ascending; ``None``: one document.
 
     Returns:
-        [B, S, H, P].
+        The output of each token and head, [B, S, H, P].
     """
     repeated = inputs.shape[2] // keys.shape[2]
     keys, queries = (part.repeat_interleave(repeated, 2) for part in (keys, queries))
@@ -91,20 +92,20 @@ def delta_rule_scan(
 ) -> Tensor:
     """Return the outputs of the gated delta rule.
 
-    The state of a head, [N, P], is multiplied by ``exp(decay)`` and grows by the outer product of key and
-    rate x (value - what the key reads); the output is what the query reads. It is zero where a document
-    begins.
+    At each token the state of a head, [N, P], is multiplied by ``exp(decay)``, then the outer product of key
+    and rate x (value - key times the state) is added; the output is the query times the state. A document
+    begins with a state of zeros.
 
     Args:
-        queries: [B, S, H, N].
-        keys: [B, S, H, N].
-        values: [B, S, H, P].
-        decays: logarithm of each token's decay, [B, S, H], at most 0.
-        rates: [B, S, H].
+        queries: query of each token and head, [B, S, H, N].
+        keys: key of each token and head, [B, S, H, N].
+        values: value of each token and head, [B, S, H, P].
+        decays: logarithm of the decay of each token and head, [B, S, H], at most 0.
+        rates: rate at which each token and head writes to the state (beta), [B, S, H].
         documents: number of each token's document, [B, S], ascending; ``None``: one document.
 
     Returns:
-        [B, S, H, P].
+        The output of each token and head, [B, S, H, P].
     """
     state = values.new_zeros(values.shape[0], values.shape[2], keys.shape[3], values.shape[3])
     outputs = []
@@ -153,11 +154,11 @@ class _Chunk:
         return part[:, self._tokens].transpose(1, 2)
 
     def pairs(self, readers: Tensor, keys: Tensor) -> Tensor:
-        """Return what each token reads of each before it, decayed, [B, H, Q, Q]."""
+        """Return the product of each reader with each key up to it in the chunk, decayed, [B, H, Q, Q]."""
         return (readers @ keys.transpose(2, 3)) * self._between
 
     def read(self, readers: Tensor, state: Tensor) -> Tensor:
-        """Return what each token reads of the state before the chunk, decayed, [B, H, Q, P]."""
+        """Return the product of each reader with the state before the chunk, decayed, [B, H, Q, P]."""
         return (readers @ state) * self._from_before
 
     def carry(self, state: Tensor, keys: Tensor, growth: Tensor) -> Tensor:

@@ -145,14 +145,15 @@ class TransferTimes:
 
 @dataclass(frozen=True)
 class Inside:
-    """Links inside one node.
+    """Measured transfer times inside one node.
 
     Args:
-        node: its number.
-        ports: bytes out of one GPU's port, and as many into it, in messages between all pairs at once.
-        all_to_all: the same by the collective, which may be slower.
-        point_to_point: bytes from one GPU to one other, in pairs, both ways at once; the median pair.
-        latency_s: latency of a small message, the median pair.
+        node: number of the node.
+        ports: times of messages between all pairs of GPUs at once; a size is the bytes that one GPU sends.
+        all_to_all: times of one all-to-all collective, sizes as in `ports`; it may be slower.
+        point_to_point: times of messages between two GPUs, both ways at once, of the median pair; a size is
+            the bytes of one message.
+        latency_s: latency of a small message between two GPUs, s, of the median pair.
     """
 
     node: int
@@ -166,14 +167,14 @@ class Inside:
 
 @dataclass(frozen=True)
 class Between:
-    """Links from one node to another.
+    """Measured transfer times from one node to another.
 
     Args:
-        src: the sending node's number.
-        dst: the receiving node's.
-        all_ranks: bytes in all, every rank of both nodes taking part.
-        one_rank: bytes from one rank to one; ``None`` where it was not measured.
-        latency_s: latency of a small message.
+        src: number of the sending node.
+        dst: number of the receiving node.
+        all_ranks: times while all ranks of both nodes send or receive; a size is the bytes of all messages.
+        one_rank: times of a message from one rank to one other; ``None`` where it was not measured.
+        latency_s: latency of a small message, s.
     """
 
     src: int

@@ -33,12 +33,13 @@ _MAX_BYTES = 2**30
 
 
 def open_record(path: Path) -> None:
-    """Prepare a record for appending, its owner's only where it is new: remove an incomplete last line.
+    """Prepare a record for appending: create the file, or remove an incomplete last line of it.
 
-    A line that a job was killed in the middle of is cut off: what it said was never complete.
+    The last line is incomplete if the job was killed while writing it. A new file is readable by its owner
+    only.
 
     Raises:
-        HexiError: the file is something else, or cannot be written.
+        HexiError: the file is no record, or cannot be written.
     """
     check_output(path)
     try:

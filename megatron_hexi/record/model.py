@@ -88,15 +88,16 @@ class Start:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Times of each rank's iterations, means over an interval, by rank of the job; seconds.
+    """Mean times of an iteration over an interval, in seconds, by rank of the job.
 
     Args:
         step_s: the whole training step.
-        attention_s: part of it waited in attention, for keys, values, gradients and the all-to-alls.
-        gradients_s: waited for the weights' gradients to be added up, and for weights to be gathered.
-        pipeline_s: waited for other pipeline stages.
-        peak_bytes: the most memory so far: allocated on the GPU; on the CPU, resident in the process.
-        experts_s: waited for tokens of other ranks' experts; zeros in records that do not have it.
+        attention_s: part of the step spent waiting in attention for keys, values, gradients and all-to-alls.
+        gradients_s: part spent waiting until the weights' gradients are summed and weights are gathered.
+        pipeline_s: part spent waiting for other pipeline stages.
+        peak_bytes: the most memory so far, bytes: allocated on the GPU; on the CPU, resident in the process.
+        experts_s: part spent waiting for the exchange of tokens with experts on other ranks; zeros in records
+            that do not have it.
     """
 
     step_s: tuple[Real, ...]

@@ -154,7 +154,7 @@ def layout_line(plan: Plan, job: Job) -> str:
 
 
 def kernel_lines(job: Job, cluster: Cluster) -> list[str]:
-    """Return lines with the assumed attention kernels, and what to type where none was stated."""
+    """Return lines with the plan's attention kernels, and notes on kernels that are only assumed."""
     kernels = ", ".join(f"{kernel} on {gpu}" for gpu, kernel in planned_kernels(job.kernel, cluster).items())
     return [f"attention kernel: {kernels}", *assumption_lines(job.kernel, cluster)]
 
@@ -162,12 +162,12 @@ def kernel_lines(job: Job, cluster: Cluster) -> list[str]:
 def assumption_lines(
     kernel: str | None, cluster: Cluster, planned: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Return lines with the kernels that the shipped image lacks, and what to type where they are missing.
+    """Return a note for each assumed kernel that the shipped image lacks, with the flag to plan without it.
 
     Args:
-        kernel: the choice of kernels, which assumes nothing.
-        cluster: its GPUs.
-        planned: a plan's kernels, where only those are of interest.
+        kernel: the user's choice of kernels; ``None``: kernels are assumed.
+        cluster: the cluster whose GPUs are planned for.
+        planned: a plan's kernels, by GPU, if only notes on these are wanted; ``None``: all notes.
     """
     return [
         f"note: {assumed} is assumed on {gpu}; the shipped image has none: without it, plan with "
@@ -178,7 +178,7 @@ def assumption_lines(
 
 
 def host_lines(planned: Planned, cluster: Cluster) -> list[str]:
-    """Return lines with the host memory that a plan uses, and what to type where it was not measured."""
+    """Return lines with the host memory that a plan uses, and a remedy where its size is only assumed."""
     most: dict[str, float] = {}
     for rank in planned.cost.ranks:
         needed = rank.host_memory.total / GIB

@@ -55,7 +55,7 @@ def _headline(run: Run) -> str:
 
 
 def _throughput_words(measured: RunSpeed, predicted: RunSpeed | None) -> Iterator[tuple[str, str | None]]:
-    """Yield throughput in other units, measured and predicted, where the cluster is known."""
+    """Yield tokens/s and TFLOP/s of a GPU, and MFU, as far as known: measured, and predicted or ``None``."""
     spells = {
         "tokens_per_s_per_gpu": "{:,.0f} tokens/s a GPU",
         "model_tflops_per_gpu": "{:,.3g} model TFLOP/s a GPU",

@@ -103,14 +103,14 @@ class DomainAttention:
             key: key [L, B, K, D]; with `matrix`, latent columns [L, B, 1, C].
             value: value [L, B, K, Dv]; with `matrix`, rotary columns [L, B, 1, R].
             scale: softmax scale; ``None``: 1 / sqrt(D). Required with `matrix`.
-            mask: attention mask, the same on all ranks; ``None``: the plan's mask. With documents the shard
-                has the positions `schedules(mask).segments`.
+            mask: attention mask, the same on all ranks; ``None``: the plan's mask. If it has documents, the
+                rank's shard is the segments `self.schedules(mask).segments`.
             sinks: logit of each head's sink [H], the same on all ranks; ``None``: no sinks.
             padding: number of padding rows at the end, L - T; they are not read, and are 0 in the output and
                 in gradients.
-            matrix: with exchanged latent columns, the matrix [H (N + V), C] that computes from them the part
-                without positions of each head's key, N = D - R, and each head's value, V = Dv. The gradient
-                of the matrix is one summand of the sum over all ranks of the domain.
+            matrix: with exchanged latent columns, the up-projection [H (N + Dv), C] of these to each head's
+                value and to its key without the rotary columns, N = D - R. Its gradient on this rank is a
+                part, which is to be summed over the ranks of the domain.
 
         Returns:
             The output [L, B, H, Dv].

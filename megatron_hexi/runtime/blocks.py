@@ -67,13 +67,13 @@ class BlockAttention:
     def forward(
         self, queries: Queries, key: Value, value: Value, spans: Sequence[HeadSpan], calls: Iterable[Call]
     ) -> Iterator[tuple[Range, Rows, Value, Value]]:
-        """Record the forward pass of every call for every span of heads.
+        """Record the forward pass: a run of the kernel for every call and span of heads.
 
         Args:
-            queries: queries, whose rows the calls name.
-            key: keys [B, k, keys, D], whose rows the calls name.
-            value: values [B, k, keys, D], whose rows the calls name.
-            spans: query heads with the KV heads that they read, each with one ratio.
+            queries: queries; each call names the rows that it uses.
+            key: keys [B, k, rows, D]; each call names the rows that it uses.
+            value: values [B, k, rows, D], of the same rows.
+            spans: query heads with the KV heads that they read, equally many query heads per KV head.
             calls: kernel calls, in any order.
 
         Returns:
@@ -97,7 +97,7 @@ class BlockAttention:
     def backward(
         self, queries: Queries, key: Value, value: Value, spans: Sequence[HeadSpan], calls: Iterable[Call]
     ) -> Iterator[tuple[HeadSpan, CallRows, list[Value]]]:
-        """Record the backward pass of every call for every span of heads.
+        """Record the backward pass: a run of the kernel for every call and span of heads.
 
         Returns:
             For each call and span: its heads, its rows, and its exact summands of the gradients of query, key

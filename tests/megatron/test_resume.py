@@ -26,11 +26,8 @@ ITERATIONS = 6
 PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
 #: The plan that goes on, with its ranks; the plan that saved is `groups` of three.
 LOADED_UNDER = {"same": ("groups", 3), "other": ("no-heads", 2), "none": (None, 1)}
-#: Each format in CI; the others on request.
-IN_CI = {
-    ("default", "bf16", "other"),
-    ("reshardable", "fp32", "other"),
-}
+#: In CI; the others on request. Fully reshardable state is resumed in `test_stages_jobs.py`, too.
+IN_CI = {("default", "bf16", "other")}
 MATRIX = [
     pytest.param(*case, id="-".join(case), marks=[] if case in IN_CI else pytest.mark.slow)
     for case in (

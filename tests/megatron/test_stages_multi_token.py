@@ -65,7 +65,7 @@ DEALT = """\
 """
 
 CASES = {
-    "replicas": Case(REPLICAS, FURTHER_TOKENS, slow=False),
+    "replicas": Case(REPLICAS, FURTHER_TOKENS),  # its weights and gradients, one by one, say more
     "samples": Case(SAMPLES, (*FURTHER_TOKENS, *UNTIED), (*SEQUENCE, *SMALL_BUCKETS)),
     "ministages": Case(MINISTAGES, FURTHER_TOKENS, slow=False),
     "dealt": Case(DEALT, FURTHER_TOKENS),

@@ -5,37 +5,35 @@ from __future__ import annotations
 import fcntl
 import shutil
 import tempfile
-import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
-from typing import Self, TextIO
+from typing import TextIO
 
 import torch.distributed as dist
 
 from megatron_hexi.elastic.copies import CopyBoard, drop_older
 from megatron_hexi.elastic.copy_files import copy_folder, copy_path, list_files, pull, serve_files
+from megatron_hexi.elastic.launcher.round_thread import RoundThread
 from megatron_hexi.elastic.speech import say
 
 _PREFIX = "hexi-copies-"
 _LOOK_S = 0.2
-_STORE_S = 10.0
 #: A reason is said when so many looks have failed by it.
 _FAILURES = 5
 
 
-class Keeper:
-    """Keeps copies on behalf of a node's agent; a context manager.
+class Keeper(RoundThread):
+    """Keeps copies of the training's state for a node's agent, and serves them; a context manager.
 
     Args:
-        parent: a file system in memory.
+        parent: folder of a file system in memory, in which a folder for the copies is made.
         store: host and port of the job's store.
         job: prefix of the job's keys.
         address: address at which other nodes reach this one.
         secret: the job's secret.
-        bind: an address of this node to serve copies at instead.
+        bind: address of this node to serve copies at, if not `address`.
     """
 
     def __init__(
@@ -47,24 +45,16 @@ class Keeper:
         secret: bytes,
         bind: str | None = None,
     ) -> None:
+        super().__init__("hexi-keeper", store, _LOOK_S)
         _sweep(parent)
         self.folder, self._lock = _locked_folder(parent)
         self.url = f"{address}:{serve_files(self.folder, secret, address, bind)}"
-        self._store, self._job, self._secret = store, job, secret
-        self._round: tuple[str, int] | None = None
+        self._job, self._secret = job, secret
         self._done: tuple[str, int] | None = None
         self._failures: Counter[tuple[str, str]] = Counter()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="hexi-keeper", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
 
     def __exit__(self, *raised: object) -> None:
-        self._round = None
-        self._stopped.set()
-        self._thread.join(_STORE_S)
+        super().__exit__(*raised)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def begin_round(self, name: str, number: int) -> None:
@@ -75,25 +65,12 @@ class Keeper:
             number: number of this node in it.
         """
         self._failures.clear()
-        self._round = name, number
+        super().begin_round(name, number)
 
-    def _keep(self) -> None:
-        job: dist.Store | None = None
-        while not self._stopped.wait(_LOOK_S):
-            # Where the store is gone for good, the agent says so and ends the node.
-            with suppress(RuntimeError):
-                if job is None:
-                    host, port = self._store
-                    limit = timedelta(seconds=_STORE_S)
-                    store = dist.TCPStore(host, port, wait_for_workers=False, timeout=limit)
-                    job = dist.PrefixStore(self._job, store)
-                if self._round is not None:
-                    self._try_to_take_care(job, *self._round)
-
-    def _try_to_take_care(self, job: dist.Store, name: str, number: int) -> None:
+    def _attend(self, store: dist.Store, name: str, number: int) -> None:
         """Take care of the newest copy; say once in a round why that fails again and again."""
         try:
-            self._take_care(job, name, number)
+            self._take_care(dist.PrefixStore(self._job, store), name, number)
         except OSError as problem:
             self._failures[name, str(problem)] += 1
             # Where the job ends, or goes on without a node, a few fail that nobody needs.

@@ -5,20 +5,17 @@ PyTorch's rendezvous has signs of its own, but does not show them. Its numbers a
 
 from __future__ import annotations
 
-import threading
 import time
-from contextlib import suppress
-from datetime import timedelta
-from typing import Self
 
 import torch.distributed as dist
 
+from megatron_hexi.elastic.launcher.round_thread import RoundThread
+
 #: Seconds between two signs of life of an agent, and how many may be missed.
 SIGN_S, MISSED = 1, 4
-_STORE_S = 10.0
 
 
-class LifeSigns:
+class LifeSigns(RoundThread):
     """Shows in the store of the present round that this node's agent runs; a context manager.
 
     Args:
@@ -26,39 +23,10 @@ class LifeSigns:
     """
 
     def __init__(self, port: int) -> None:
-        self._port = port
-        self._round: tuple[str, int] | None = None
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._show, name="hexi-life", daemon=True)
+        super().__init__("hexi-life", ("127.0.0.1", port), SIGN_S)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._stopped.set()
-        self._thread.join(_STORE_S)
-
-    def begin_round(self, name: str, number: int) -> None:
-        """Begin a round, whose ranks are about to start.
-
-        Args:
-            name: name of the round.
-            number: number of this node in it.
-        """
-        self._round = name, number
-
-    def _show(self) -> None:
-        store: dist.Store | None = None
-        while not self._stopped.wait(SIGN_S):
-            # Where the store is gone for good, the agent says so and ends the node.
-            with suppress(RuntimeError):
-                if store is None:  # a connection that no other thread waits on
-                    limit = timedelta(seconds=_STORE_S)
-                    store = dist.TCPStore("127.0.0.1", self._port, wait_for_workers=False, timeout=limit)
-                if self._round is not None:
-                    name, number = self._round
-                    dist.PrefixStore(name, store).add(_key(number), 1)
+    def _attend(self, store: dist.Store, name: str, number: int) -> None:
+        dist.PrefixStore(name, store).add(_key(number), 1)
 
 
 class RoundLife:

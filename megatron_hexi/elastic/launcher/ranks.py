@@ -21,7 +21,7 @@ def run_rank(entry: str, words: tuple[str, ...], variables: dict[str, str]) -> N
     """Run one rank until the training has ended.
 
     Args:
-        entry: `ENTRY`, or a training script.
+        entry: path of a training script, or the module `ENTRY`.
         words: its arguments.
         variables: environment variables besides torchrun's.
     """

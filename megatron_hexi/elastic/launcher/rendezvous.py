@@ -32,8 +32,9 @@ class PatientRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes for which the ranks are to be started again now.
 
-        Training ranks are told of waiting nodes in the round's store, and end after a checkpoint; they notice
-        lost nodes by themselves. Ranks that start wait for a lost node, and are started again.
+        None while ranks train: these are told of waiting nodes in the round's store and end after a
+        checkpoint, and notice lost nodes by themselves. Ranks that are still starting would wait for a lost
+        node, so it counts.
         """
         waiting = self._inner.num_nodes_waiting()
         if self.round is None or self.life is None or self.round.check([BROKEN]):

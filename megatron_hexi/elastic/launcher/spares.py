@@ -37,10 +37,10 @@ def tell_round(job: dist.Store, name: str, nodes: int) -> None:
 def wait_as_spare(
     store: dist.Store, job: dist.Store, most: int, is_closed: Callable[[], bool], limit_s: float
 ) -> None:
-    """Wait until fewer nodes are there than can take part.
+    """Wait until the job needs this spare node: until fewer nodes are alive than can take part.
 
     Args:
-        store: the store without a prefix.
+        store: the store of the rendezvous, without a prefix for its keys.
         job: the store that survives from one round to the next.
         most: number of nodes that can take part.
         is_closed: tells whether the job has ended.

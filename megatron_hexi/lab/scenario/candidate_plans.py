@@ -47,7 +47,7 @@ class PlacedPlan:
 
 @dataclass(frozen=True, eq=False)
 class PlanPace:
-    """An iteration under some conditions: its seconds, and seconds of work of each rank, [R]."""
+    """Times of an iteration under some conditions: its seconds, and each rank's seconds of work, [R]."""
 
     seconds: float
     busy_s: Floats
@@ -85,7 +85,7 @@ class Plans:
         return placed
 
     def pace(self, placed: PlacedPlan, conditions: Conditions) -> PlanPace:
-        """Return the pace of a plan; lost nodes do not matter."""
+        """Return the times of an iteration of a plan under some conditions, whose lost nodes are ignored."""
         key = placed, conditions = placed, _at_units(conditions, placed)
         if key not in self._paces:
             cost = CostModel(placed.job, self._at(conditions)).estimate(placed.plan)

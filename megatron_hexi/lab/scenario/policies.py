@@ -1,4 +1,4 @@
-"""Policies of a job: keep its plan, follow training's advisor, or always have the best plan."""
+"""Policies of a job: keep its plan, re-plan as training does, or always have the best plan."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class StaticRunner(Runner):
 
 
 class ReplanningRunner(Runner):
-    """A job that follows training's advisor, and restarts with a plan for the others when a node is lost.
+    """A job that is re-planned as in training, and restarts with a plan for the other nodes after a loss.
 
-    It restarts from a checkpoint with a returned node, where that saves more than the threshold.
+    When a node returns, the job restarts from a checkpoint to use it, if that saves more than the threshold.
 
     Args:
         plans: plans of the job.
         recovery: costs of a lost node.
-        replanning: settings of the advisor, and the duration of a swap.
+        replanning: settings of re-planning, and the duration of a swap.
     """
 
     policy = "re-planning"

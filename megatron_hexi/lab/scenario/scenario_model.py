@@ -85,9 +85,9 @@ class Lost:
     """Nodes that fail, and may come back.
 
     Args:
-        nodes: ``h100-0``, ``h100-0..3`` or ``h100``.
-        at: time at which the nodes fail.
-        until: time at which they are back; left out: never.
+        nodes: one node (``h100-0``), several (``h100-0..3``), or all of an entry (``h100``).
+        at: time from the start of the scenario at which the nodes fail: ``90m``, ``1h30m``.
+        until: time from the start at which the nodes are back; left out: never.
     """
 
     nodes: Text

@@ -152,7 +152,10 @@ def _counts(section: Section, kind: int) -> tuple[Floats, Floats, Floats]:
 
 
 def _times(section: Section, replay: SectionReplay) -> tuple[Floats, Floats]:
-    """Return for how many layers each pass counts as replayed, and for how many the last passes stand."""
+    """Return how many layers each replayed pass counts for itself, and how many others it stands for.
+
+    Both are [passes, domains]. The last passes of each direction stand for the layers that were not replayed.
+    """
     laps, layers = replay.laps, replay.whole.layers
     once = np.ones((len(laps), len(section.replicas)))
     more = np.zeros(once.shape)

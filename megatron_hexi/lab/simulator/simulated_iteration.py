@@ -126,9 +126,10 @@ def _replays(cluster: Cluster, timing: Timing, progress: Progress | None) -> lis
 
 
 def _meetings(timing: Timing) -> Iterator[tuple[int, list[int]]]:
-    """Yield a kind of layers and the sections that are replayed together in them.
+    """Yield each kind of layers with each set of sections whose layers of this kind are replayed together.
 
-    Sections of a stage exchange tokens with experts; what recomputes alike goes through its layers in step.
+    In layers with experts, a set is the sections of a stage that recompute alike: they exchange tokens and so
+    go through the layers together. In other layers each section is a set by itself.
     """
     sections = timing.sections
     for kind, job in enumerate(sections[0].job.kinds):

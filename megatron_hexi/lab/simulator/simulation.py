@@ -51,19 +51,20 @@ class RankTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A replayed activity; times of each section of units begin at 0.
+    """A replayed activity; times count from the start of the replay of its section of units.
 
     Args:
         rank: first rank of the tensor-parallel unit.
         lane: ``compute`` or ``network``; spans on a lane of a rank do not overlap.
-        kind: ``token``, ``attention``, ``experts``, ``logits``; ``all_to_all``, ``exchange``,
-            ``expert_all_to_all``, ``tensor_parallel``.
-        name: its name: ``own block``, ``blocks 2``, ``keys 2``.
+        kind: of work ``token`` (in layers, outside attention and routed experts), ``attention``, ``experts``
+            or ``logits``; of communication ``all_to_all``, ``exchange`` (of keys and values),
+            ``expert_all_to_all`` or ``tensor_parallel``.
+        name: name of the activity, such as ``own block``, ``blocks 2`` or ``keys 2``.
         start_s: start of the activity, s.
         end_s: end of the activity, s.
-        layer: layer of the stage, counted among those of its kind.
-        way: ``forward``, ``logits``, ``again`` (recomputed) or ``backward``.
-        layer_kind: number of the kind of layer.
+        layer: number of the layer among the stage's layers of its kind.
+        way: pass of the layer: ``forward``, ``logits``, ``again`` (recomputation) or ``backward``.
+        layer_kind: number of the layer's kind among the model's kinds of layers.
     """
 
     rank: int

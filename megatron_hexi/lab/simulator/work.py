@@ -51,7 +51,7 @@ class ExpertTraffic:
 
     @property
     def reversed(self) -> ExpertTraffic:
-        """The messages back."""
+        """The same messages in the other direction, from experts back to the tokens' ranks."""
         sent = self.messages
         return ExpertTraffic(Messages(sent.dst, sent.src, sent.size), self.dst_gpu, self.src_gpu)
 

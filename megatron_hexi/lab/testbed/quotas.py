@@ -73,10 +73,10 @@ def correct_shares(quotas: Sequence[Quota], speeds: Mapping[int, float]) -> tupl
 
 @contextmanager
 def rank_quotas(cluster: Cluster) -> Iterator[tuple[Quota, ...]]:
-    """Yield the quotas of all ranks; their control groups are removed at the end, even if we are killed.
+    """Yield each rank's quota of processor time; the control groups are removed even if we are killed.
 
     Raises:
-        PlatformError: they may not be made here.
+        PlatformError: this process may not make control groups, or a rank's quota would be too small.
     """
     shares = assign_shares(cluster, sorted(os.sched_getaffinity(0)))
     root = (_V1 if _is_v1() else _V2) / f"hexi-testbed-{os.getpid()}"

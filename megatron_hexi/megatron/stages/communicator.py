@@ -130,7 +130,7 @@ class BorderChannels:
         self._backward_documents: Documents = None
 
     def under(self, mesh: Mesh, view: RankView) -> BorderChannels:
-        """Return channels in the same groups for the rows of another plan; called between two iterations."""
+        """Return channels over the same process groups for the rows of another plan, between iterations."""
         return BorderChannels(mesh, view, self._device, self._is_packed)
 
     def begin(self, activations: int, gradients: int, most_sent: int | None = None) -> None:

@@ -103,7 +103,7 @@ def _with_pieces(original: type) -> type:
             self.pieces.settle_values(module.parameters(recurse=False))
 
         def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-            """Call Megatron's method, after the rows are received whose positions depend on documents."""
+            """Run Megatron's `forward`; first receive its input if the rows depend on the documents."""
             session = active_session()
             assert session is not None
             packed = kwargs.get("packed_seq_params")
@@ -113,7 +113,7 @@ def _with_pieces(original: type) -> type:
             return super().forward(*inputs, **kwargs)
 
         def broadcast_params(self) -> None:
-            """Nothing to do: holders have the same values from the beginning."""
+            """Do nothing: holders have the same values from the beginning."""
 
     return DistributedDataParallel
 
@@ -171,7 +171,7 @@ def _held_by_all(boxes: Sequence[Sequence[Box]]) -> set[tuple[str, Cell]]:
 
 
 def _is_partial(parameter: Parameter, name: str, config: Any) -> bool:
-    """Whether each rank of a unit has a part of the gradient of a weight that all of them hold.
+    """Return whether each rank of a unit has a part of the gradient of a weight that all of them hold.
 
     Otherwise each has the whole gradient. Megatron sums the partial ones over tensor-parallel ranks, and
     leaves or averages the whole ones (``_allreduce_non_tensor_model_parallel_grads``).

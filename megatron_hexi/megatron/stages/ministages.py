@@ -60,7 +60,7 @@ class _Iteration(MinistageIteration):
         pieces.release()
 
     def _forward(self, number: int, micro_batch: int) -> None:
-        """Run the forward pass, and store the rows that entered."""
+        """Run a ministage's forward pass on a micro-batch, and keep its input rows for the backward pass."""
         rows = self._enter(number, micro_batch)
         with torch.no_grad():
             output = self._step(self._slices, number, micro_batch, rows)

@@ -112,7 +112,7 @@ def state_document(
 def read_document(
     state: dict[str, Any],
 ) -> tuple[dict[int, dict[str, Tensor]], list[dict[str, Any]], int]:
-    """Return states by slab, parameter groups and step count from a state dict that Megatron loaded."""
+    """Return states by slab number, parameter groups and step count of a state dict that Megatron loaded."""
     inner = state.get("optimizer", state)
     tensors = state["param_state"]["pieces"] if "param_state" in state else state["pieces"]
     groups = inner["param_groups"]

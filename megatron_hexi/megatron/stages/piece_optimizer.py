@@ -49,10 +49,11 @@ class _OwnedSlab:
     """A slab that this rank owns, with its weights and gradients.
 
     Args:
-        slab: the part of a weight.
-        values: its values in the bucket, in the precision of the model.
-        gradients: its gradients in the bucket.
-        main: its values in fp32: the memory of `values` if the model is fp32 and both are on device or host.
+        slab: the slab.
+        values: the slab's values in the bucket, in the precision of the model.
+        gradients: the slab's gradients in the bucket.
+        main: the slab's values in fp32; it shares the memory of `values` if the model is fp32 and both are
+            on the GPU, or both in host memory.
     """
 
     slab: Slab

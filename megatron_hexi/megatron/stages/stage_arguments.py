@@ -20,7 +20,7 @@ from megatron_hexi.plan.units import Unit
 
 @contextlib.contextmanager
 def as_one_rank(args: Namespace, mesh: Mesh | None) -> Iterator[None]:
-    """Let Megatron check the arguments of a job of one rank, then set this rank's own.
+    """Let Megatron check the arguments as those of a job of one rank, then set those of this rank's stage.
 
     Args:
         args: Megatron's arguments; changed in place.
@@ -43,7 +43,7 @@ def as_one_rank(args: Namespace, mesh: Mesh | None) -> Iterator[None]:
 
 
 def overlaps_values() -> bool:
-    """Whether new weights are broadcast behind the next forward pass, if there is one."""
+    """Return whether new weights are broadcast behind the next forward pass, if there is one."""
     from megatron.training import get_args
 
     args = get_args()

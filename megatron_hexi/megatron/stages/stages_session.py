@@ -103,7 +103,7 @@ def start_stages_session(
 
 
 def schedules_of(mesh: Mesh, place: Unit) -> Schedules:
-    """Return the split tables of a unit, by mask."""
+    """Return the cache of a unit's split tables, which has one for each attention mask."""
     workload = mesh.plan.workload_of(place.domain)
     return Schedules(workload, place.domain, place.member, place.exchange.parts)
 

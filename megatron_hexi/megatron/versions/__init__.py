@@ -19,7 +19,7 @@ type Batch = dict[str, Tensor | None]
 
 
 class Megatron(Protocol):
-    """The interface of the module of each version."""
+    """The functions that the module of each supported version of Megatron provides."""
 
     def train(
         self,

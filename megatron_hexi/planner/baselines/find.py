@@ -119,10 +119,10 @@ def find_baselines(
 def find_faster(
     request: Request, cluster: Cluster, faster_than: float, *, progress: Progress | None = None
 ) -> tuple[Candidate | None, int]:
-    """Return the fastest layout by Megatron's flags, if it is fast enough, and how many were timed.
+    """Return the fastest layout that Megatron's flags can express, and how many layouts were timed.
 
-    Fleets that take longer even at their GPUs' best rates are skipped. On few GPUs, or if no plan is known to
-    fit, the published planners are asked, too.
+    The layout is ``None`` if none is fast enough. Fleets whose lower bound is too slow are skipped. On few
+    GPUs, or if no plan is known to fit, the layouts of published planners compete, too.
 
     Args:
         request: the job, with the terms that are fixed.
@@ -245,7 +245,7 @@ def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
 
 
 def _least_bytes(fleet: Fleet) -> float:
-    """Bytes that a GPU of the smallest stage needs without activations, with the state fully sharded."""
+    """Return the bytes that a GPU of the smallest stage needs at least, without activations."""
     job = fleet.job
     params = float(np.min(part_params(job, ModelPart.of_job(job, np.arange(job.pipeline_parallel)))))
     owned = owned_params(job, params, len(fleet.units))
@@ -255,7 +255,7 @@ def _least_bytes(fleet: Fleet) -> float:
 
 
 def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:
-    """The fleet of each model of GPU; units that stack several models are left out."""
+    """Return a fleet for each model of GPU; units with several models in their stages are left out."""
     owned = [units for devices, units in fleet.models.items() if len(set(devices)) == 1]
     return [fleet if len(units) == len(fleet.units) else fleet.subset(units) for units in owned]
 
@@ -284,7 +284,7 @@ def _published(name: str, best: Candidate | None, cluster: Cluster) -> Baseline:
 
 
 def _no_layout(name: str, fleets: Sequence[Fleet], data_parallel: int | None) -> str:
-    """The reason why a baseline has no layout, for the first choice of flags."""
+    """Return the reason why a baseline has no layout with the first choice of Megatron's flags."""
     if not fleets:
         return "the layers cannot be shared equally by so many pipeline stages, or chunks of these"
     fleet = fleets[0]
@@ -304,20 +304,20 @@ def _spell_layout(name: str, candidate: BaselineLayouts, window: int) -> str:
 
 
 def _spell_flags(job: Job) -> str:
-    """Text of a job's parallel sizes and recomputation."""
+    """Return a job's parallel sizes and recomputation as text."""
     chunks = "" if job.virtual_stages == 1 else f", {job.virtual_stages} chunks a stage"
     recompute = "" if job.recompute == "none" else f", recompute {job.recompute}"
     return f"TP {job.tensor_parallel}, PP {job.pipeline_parallel}{chunks}{recompute}"
 
 
 def _spell_gpus(fleet: Fleet) -> str:
-    """Text: number and model of a fleet's GPUs."""
+    """Return the number and the model of a fleet's GPUs as text."""
     gpus = len(fleet.units) * fleet.job.tensor_parallel * fleet.job.pipeline_parallel
     return f"{gpus} {fleet.kinds[fleet.units[0].kind].name}"
 
 
 def _spell_shortage(trial: Trial) -> str:
-    """Text about the fullest GPU: its rank, the memory it needs and has, and the largest term."""
+    """Return text about the fullest GPU: its rank, the memory it needs and has, and the largest term."""
     short = find_shortage(CostModel(trial.job, trial.fleet.cluster).estimate(trial.plan))
     assert isinstance(short, Shortage), "what does not fit is short of a GPU's memory: none is offloaded"
     return (

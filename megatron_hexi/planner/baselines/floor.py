@@ -150,7 +150,7 @@ class Floor:
         self._step = float(steps[self._device, stages[:, None]].max())
 
     def least_s(self, replicas: int) -> float:
-        """Lower bound of an iteration's seconds with this number of equal replicas, for any layout.
+        """Return a lower bound of an iteration's seconds with this number of equal replicas, for any layout.
 
         The larger of two bounds: all work at the best rates while pipelines fill and drain; and, since
         gradients and weights hide behind one micro-batch at most, these plus the work of the others.
@@ -163,7 +163,7 @@ class Floor:
         return float(self._step + max(filled, others))
 
     def may_fit(self, candidates: Sequence[Sequence[Layout]]) -> Bools:
-        """Whether each candidate may fit in memory, without counting the keys under way.
+        """Return whether each candidate may fit in memory, without counting the keys under way.
 
         Returns:
             [chunks, K].
@@ -231,7 +231,7 @@ class Floor:
         )
 
     def _through(self, chunks: int, stages: Floats, sends: Floats, arrays: _Arrays) -> Floats:
-        """Lower bound of the seconds of each replica's micro-batches, [R].
+        """Return a lower bound of the seconds of each replica's micro-batches, [R].
 
         Args:
             chunks: number of chunks of each stage.
@@ -277,7 +277,7 @@ class Floor:
         return np.array(seconds_by_device)
 
     def _scan(self, arrays: _Arrays, job: Job) -> Floats:
-        """Seconds of the scan beside one head of attention, likewise; none of an MLP alone."""
+        """Return the seconds of the scan beside one head of attention, as in `_attention`; 0 for an MLP."""
         state, totals = job.model.state, arrays.totals.astype(float)
         if state is None:
             return np.zeros((len(self._speeds), 2, len(totals)))
@@ -285,7 +285,7 @@ class Floor:
         return each * np.array([scan_times(speeds, job, totals)[0] for speeds in self._speeds])
 
     def _in_window(self, arrays: _Arrays, job: Job, window: int) -> Floats:
-        """Seconds of one head's attention in a window, in each group on each device, [D, 2, N]."""
+        """Return the seconds of one head's attention in a window, shaped as in `_attention`."""
         totals = arrays.totals.astype(float)
         fastest = [replace(speeds, causal=_best_up_to(window, speeds)) for speeds in self._speeds]
         return np.array([own_block_times(speeds, job, totals, True) for speeds in fastest])
@@ -322,7 +322,7 @@ class Floor:
         return element * np.stack(seconds, axis=-1).max(axis=2)
 
     def _sends(self, arrays: _Arrays, rows: Floats) -> Floats:
-        """Seconds of each replica's sends to the next stage, of the last to the first, [S, R]."""
+        """Return the seconds of each stage's sends to the next one, of the last to the first, [S, R]."""
         by_unit = np.zeros((len(arrays.starts), len(self._fleet.units)))
         by_unit[arrays.candidate[arrays.replica][arrays.group], arrays.units] = rows
         distinct, number = np.unique(by_unit, axis=0, return_inverse=True)
@@ -333,7 +333,7 @@ class Floor:
         return np.array(seconds)[number][arrays.candidate].T
 
     def _shown(self, forward: Floats | float, backward: Floats | float) -> Floats:
-        """Exposed seconds of gradients and weights on each stage, given seconds of a layer's passes."""
+        """Return the exposed seconds of gradient and weight collectives on each stage."""
         layers, shown = self._job.stage_layers, np.zeros(1)
         for turn in self._turns:
             cover = {"forward": forward, "backward": backward, None: None}[turn.hides_behind]
@@ -342,7 +342,7 @@ class Floor:
 
 
 def _best_up_to(size: float, speeds: Speeds) -> Passes:
-    """Rates that hold for every size: the best of causal and full blocks up to this size."""
+    """Return rates that hold for every size: the best of causal and full blocks up to this size."""
     ways = ((speeds.causal.forward, speeds.full.forward), (speeds.causal.backward, speeds.full.backward))
     return Passes(
         *(
@@ -358,7 +358,7 @@ def _numbered(counts: Sequence[int]) -> tuple[Ints, Ints]:
 
 
 def _way_out(cluster: Cluster, node: int) -> float:
-    """Bytes/s of a node's network cards (or of each GPU's card), whatever the links beyond them carry."""
+    """Return the bytes/s of a node's network cards (or each GPU's), whatever the links beyond them carry."""
     if len(cluster.nodes) == 1:
         return np.inf
     if cluster.tiers:

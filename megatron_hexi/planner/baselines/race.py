@@ -128,9 +128,9 @@ def _windows(layouts: Sequence[Layout]) -> Iterator[int]:
 
 
 def _without_exchange(trial: Trial) -> float:
-    """Seconds of an iteration without exposed exchange, which bounds the time with any window.
+    """Return the seconds of an iteration without exposed exchange: a lower bound for every window.
 
-    A pass that becomes shorter hides less of the gradients, but is run at least as often as they are sent.
+    A shorter pass hides less of the gradients' messages, but runs at least as often as these are sent.
     """
     timing = trial.timing
     shown = (

@@ -174,7 +174,7 @@ class StagedJudge:
     def _less_again(
         self, pipelines: Sequence[Pipeline], assignment: _Assignment, candidate: Candidate
     ) -> Candidate:
-        """Return the candidate with the least recomputation on each stage that fits."""
+        """Return the candidate with as little recomputation on each stage as memory allows."""
         size, gpus = candidate.job.micro_batch_size, self._gpus(candidate)
         again = [list(modes) for modes in assignment.again]
         for mode in reversed(RECOMPUTES[:-1]):
@@ -219,7 +219,7 @@ class StagedJudge:
         return Candidate(plan, model.job, model.timing(plan))
 
     def _domains(self, stage: StageChoice, rank: dict[int, int]) -> tuple[Domain, ...]:
-        """One domain for each unit, which has all tokens and heads of its samples."""
+        """Return one domain for each unit, which has all tokens and heads of its samples."""
         job = self.request.job
         several = len(stage.units) > 1
         domains = []
@@ -246,7 +246,7 @@ class StagedJudge:
 
 
 def _fullness(candidate: Candidate) -> list[list[float]]:
-    """The fullest GPU's share of used memory, for each replica and stage."""
+    """Return the fullest GPU's share of used memory, for each replica and stage."""
     full, replicas = candidate.timing.stage_fullness, candidate.plan.replicas
     return [[full[r, s] for s in range(len(replica.stages))] for r, replica in enumerate(replicas)]
 
@@ -266,7 +266,7 @@ def _assign_batch(micro_batches: int, seconds: Sequence[float]) -> tuple[int, ..
 
 
 def spell_stages(plan: Plan, cluster: Cluster) -> str:
-    """Text of a plan, as ``40 x (8 H100, TP 4: 27 layers / 24 A100, TP 8: 37 layers)``.
+    """Return a plan as text, such as ``40 x (8 H100, TP 4: 27 layers / 24 A100, TP 8: 37 layers)``.
 
     Args:
         plan: a plan whose stages may differ.

@@ -103,7 +103,7 @@ class Fleet:
         return {devices: tuple(units) for devices, units in units_of.items() if units}
 
     def kinds_of(self, units: Iterable[int]) -> tuple[int, ...]:
-        """The kinds of these units, ascending."""
+        """Return the kind of each of these units, in ascending order."""
         return tuple(sorted(self.units[unit].kind for unit in units))
 
     def subset(self, units: Iterable[int]) -> Fleet:

@@ -110,7 +110,7 @@ class JointSearch:
         return []
 
     def _columns(self, copies: int) -> ReplicaColumns:
-        """Candidate replicas for one of `copies` equal parts of the fleet and the batch."""
+        """Return candidate replicas for one of `copies` equal parts of the fleet and the batch."""
         micro_batches, pools = self._micro_batches // copies, self._pools.part(copies)
         return ReplicaColumns(self._request, self._timer, pools, self._pipelines, micro_batches)
 
@@ -153,7 +153,7 @@ class JointSearch:
             yield from itertools.islice(_best(part, columns, range(1, 2), most_s), 1)
 
     def _replicas(self, part: ReplicaColumns, shards: int) -> range:
-        """Numbers of replicas in a class, limited to the fixed number and to the batch."""
+        """Return the numbers of replicas in a class, limited to the fixed number and to the batch."""
         most = min(part.micro_batches, sum(part.pools.totals))
         if "data_parallel" in self._request.fixed:
             fixed = self._request.job.data_parallel
@@ -170,12 +170,12 @@ def _error(packed: Packed) -> float:
 
 
 def _least(seconds: float, sets: list[Packed]) -> float:
-    """The least of these seconds and of those of the packed replicas."""
+    """Return the least of `seconds` and the iteration seconds of the sets of packed replicas."""
     return min([seconds, *(packed.seconds for packed in sets)])
 
 
 def _alike(columns: list[Column]) -> list[list[Column]]:
-    """Columns with several stages, grouped by the layers of their stages."""
+    """Return the columns with several stages, grouped by the layers of their stages."""
     by_layers: dict[tuple[int, ...], list[Column]] = {}
     for column in columns:
         if len(column.pipe.stages) > 1:
@@ -220,6 +220,6 @@ def _class_of(replicas: int) -> int:
 
 
 def _name(packed: Packed) -> tuple[object, ...]:
-    """A key that is equal for replicas of the same stages."""
+    """Return a key that is equal for replicas of the same stages."""
     stages = (tuple(stage[:3] for stage in column.pipe.stages) for column in packed.columns)
     return (*zip(stages, packed.micro_batches, strict=True),)

@@ -87,14 +87,14 @@ class LayerTimer:
         return sum(judge.trials for judge in self._judges.values())
 
     def seconds_alone(self, pool: int) -> float:
-        """Seconds of a micro-batch, all layers, on one GPU at its best rates without recomputation."""
+        """Return the seconds of a micro-batch in all layers on one GPU at its best rates; none recomputed."""
         job = replace(self.job(self.widths[0]), recompute="none")
         speeds = device_speeds(self.pools.pools[pool].device, job)
         tokens = self.micro_batch_size * job.seq_length
         return tokens * (token_seconds(speeds, job) + attention_seconds(speeds, job, causal=True))
 
     def job(self, width: int) -> Job:
-        """The job of one micro-batch with units of a tensor-parallel size."""
+        """Return the job of one micro-batch with units of `width` tensor-parallel ranks."""
         return self._fleets[width].job
 
     def placement(self, shape: StageShape) -> tuple[int, str]:
@@ -124,7 +124,7 @@ class LayerTimer:
         return _side_by_side(known) if len(known) == len(alone) else None
 
     def _waiting_factor(self, kinds: tuple[int, ...], width: int) -> float:
-        """The factor by which waiting slows stages of these pools, timed with a few units.
+        """Return the factor by which waiting slows stages of these pools, timed with a few units.
 
         Args:
             kinds: the pools of the stages.
@@ -231,7 +231,7 @@ class LayerTimer:
 
 
 def _only(shape: StageShape, pool: int) -> StageShape:
-    """The part of a stage's shape in one pool."""
+    """Return the part of a stage's shape in one pool."""
     return StageShape(tuple(count * (place == pool) for place, count in enumerate(shape.counts)), shape.width)
 
 
@@ -268,7 +268,7 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
 
 
 def _without_prediction(job: Job) -> Job:
-    """The job with a model without multi-token prediction, whose layers `StageTables` counts."""
+    """Return the job with a model without multi-token prediction, whose layers `StageTables` counts."""
     return job if not job.model.mtp_layers else replace(job, model=replace(job.model, mtp_layers=0))
 
 
@@ -284,7 +284,7 @@ def _attention_again(layer: Layer) -> float:
 
 
 def _spread_sizes(fleet: Fleet, best: Trial, heads: int) -> list[int]:
-    """Group sizes that may be faster across nodes: the present size, and a unit for each head."""
+    """Return group sizes that may be faster across nodes: the present one, and one unit for each head."""
     if fleet.job.model.state is not None:
         return []
     sizes = {max(len(part.units) for part in best.layouts[0].parts), heads}
@@ -292,7 +292,7 @@ def _spread_sizes(fleet: Fleet, best: Trial, heads: int) -> list[int]:
 
 
 def _groupings(fleet: Fleet, heads: int) -> list[Grouping]:
-    """Groupings from one group of all units down to single units: nodes joined, whole, and cut.
+    """Return groupings from one group of all units down to single units: nodes joined, whole, and cut.
 
     Args:
         fleet: the units of the stage; if the model has layers with a state, they are one group.

@@ -35,7 +35,7 @@ _NEVER = -(10**6)
 
 
 class _CarriedLayers(NamedTuple):
-    """The most layers of the last blocks within each time of the grid, and the choices that reach it.
+    """The most layers of the last blocks within each time of the grid, and the choices that reach them.
 
     Args:
         layers: the most layers, [times].
@@ -114,8 +114,8 @@ class PipelineSearch:
             micro_batches: micro-batches that the pipeline processes in an iteration.
             shards: number of replicas that share the optimizer's state.
             timed: whether all stages are timed; else the times of stages on several pools are estimates.
-            took: for each stage, its layers in a timed plan and the seconds that they took: its table is
-                scaled to these. Empty: there is no plan yet.
+            took: for each stage, its number of layers in a timed plan and the seconds that they took, by
+                which the stage's table of times is scaled; empty: there is no timed plan.
         """
         if took:
             return self._layered(shapes, micro_batches, shards, timed, took)
@@ -175,7 +175,7 @@ class PipelineSearch:
         return best
 
     def _ways(self, shapes: Sequence[StageShape]) -> list[float]:
-        """Seconds of activations over each of the borders between p stages, [p - 1]."""
+        """Return the seconds of activations over each of the borders between p stages, [p - 1]."""
         ways: list[float] = []
         for shape, run in itertools.groupby(shapes):
             alike = len(list(run))
@@ -186,7 +186,11 @@ class PipelineSearch:
         return ways
 
     def _times(self) -> Floats:
-        """The grid of times, from all GPUs together to one of the slowest GPUs."""
+        """Return the grid of times that a stage may take, s, ascending by the factor `_STEP`.
+
+        It begins at 1 / (2 `DEEPEST`) of a micro-batch's time on all GPUs together, and ends at twice its
+        time on one of the slowest GPUs.
+        """
         rates = [self._tables.timer.seconds_alone(pool) for pool in range(len(self._pools.pools))]
         together = 1 / sum(count / seconds for count, seconds in zip(self._pools.totals, rates, strict=True))
         low, high = together / (2 * DEEPEST), 2 * max(rates)
@@ -287,7 +291,7 @@ class PipelineSearch:
 
 
 def _keep_most(found: dict[int, _CarriedLayers], stages: int, new: _CarriedLayers) -> None:
-    """Keep, at each time, the entry with the most layers for this number of stages."""
+    """Merge `new` into the entry of a number of stages; at each time the one with more layers stays."""
     old = found.get(stages, new)
     better = new.layers > old.layers
     found[stages] = _CarriedLayers(*(np.where(better, a, b) for a, b in zip(new, old, strict=True)))

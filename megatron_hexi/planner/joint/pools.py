@@ -64,7 +64,7 @@ class StageShape(NamedTuple):
 
 
 def pools_of(counts: Counts) -> list[int]:
-    """Pools with at least one GPU."""
+    """Return the pools with at least one GPU."""
     return [pool for pool, count in enumerate(counts) if count]
 
 
@@ -81,7 +81,7 @@ class Pools:
 
     @classmethod
     def of(cls, cluster: Cluster, speeds: Sequence[float]) -> Pools:
-        """The pools of a cluster.
+        """Return the pools of a cluster.
 
         Args:
             cluster: the cluster.
@@ -106,28 +106,28 @@ class Pools:
         return tuple(pool.device.usable_gib for pool in self.pools)
 
     def part(self, copies: int) -> Pools:
-        """The pools of the first of `copies` equal parts of the nodes."""
+        """Return the pools of the first of `copies` equal parts of the nodes."""
         parts = (replace(pool, nodes=pool.nodes[: len(pool.nodes) // copies]) for pool in self.pools)
         return Pools(self.cluster, list(parts))
 
     def with_memory(self, times: float) -> Pools:
-        """The pools with GPUs of `times` times the memory."""
+        """Return the pools with GPUs of `times` times the memory."""
         cluster = self.cluster.with_memory_margin(1 - times)
         pools = (replace(pool, device=cluster.nodes[pool.nodes[0]].device) for pool in self.pools)
         return Pools(cluster, list(pools))
 
     def aligned(self, pool: int, count: int) -> bool:
-        """Whether stages with this many of a pool's GPUs are whole nodes, or equal parts of a node."""
+        """Return whether stages with this many of a pool's GPUs are whole nodes, or equal parts of a node."""
         size = self.pools[pool].size
         return count % size == 0 or (count < size and size % count == 0)
 
     def tiles(self, pool: int, count: int) -> bool:
-        """Whether stages with this many of a pool's GPUs fill whole nodes together."""
+        """Return whether stages with this many of a pool's GPUs fill whole nodes together."""
         size = self.pools[pool].size
         return count % size == 0 or size % (count % size) == 0
 
     def rounded(self, pool: int, count: int, width: int) -> int:
-        """The most GPUs of a pool, up to `count`, that form stages of whole units."""
+        """Return the most GPUs of a pool, up to `count`, that form stages of whole units."""
         size = self.pools[pool].size
         if count >= size:
             return count // size * size if size % width == 0 else 0
@@ -135,7 +135,7 @@ class Pools:
         return part if part % width == 0 else 0
 
     def some_gpus(self, shape: StageShape) -> list[int]:
-        """GPUs of the cluster that match a shape: the first of each pool."""
+        """Return GPUs of the cluster that match a shape: the first of each pool."""
         chosen = []
         for pool in shape.kinds:
             left = shape.counts[pool]
@@ -146,7 +146,7 @@ class Pools:
         return chosen
 
     def way_out(self, shape: StageShape) -> float:
-        """Bytes/s that a stage's GPUs together can send to other nodes."""
+        """Return the bytes/s that a stage's GPUs together can send to other nodes."""
         if not self.cluster.tiers:
             return math.inf
         bandwidth = 0.0
@@ -158,7 +158,7 @@ class Pools:
         return bandwidth
 
     def crossings(self, shape: StageShape, alike: int) -> list[bool]:
-        """Whether each border between `alike` stages of one shape lies between nodes, [alike - 1].
+        """Return whether each border between `alike` stages of one shape lies between nodes, [alike - 1].
 
         Stages that are parts of a node fill it one after the other.
         """
@@ -166,7 +166,7 @@ class Pools:
         return [gpus >= size or (place + 1) * gpus % size == 0 for place in range(alike - 1)]
 
     def seconds_between(self, first: StageShape, second: StageShape, size: float, crossing: float) -> float:
-        """Estimated seconds for bytes from one stage to the next, over all of their links.
+        """Return the estimated seconds for bytes from one stage to the next, over all of their links.
 
         Args:
             first: the sender's shape.
@@ -185,7 +185,7 @@ class Pools:
         return (1 - crossing) * inside + crossing * self._seconds_outside(first, second, size)
 
     def _seconds_outside(self, first: StageShape, second: StageShape, size: float) -> float:
-        """Seconds between stages on different nodes."""
+        """Return the seconds in which `size` bytes get to a stage on other nodes; see `seconds_between`."""
         tiers = self.cluster.tiers
         if not tiers:
             sender, receiver = self.some_gpus(first)[0], self.some_gpus(second)[-1]
@@ -200,7 +200,7 @@ class Pools:
         return seconds
 
     def _links_out(self, shape: StageShape) -> int:
-        """Number of links of the outermost tier that a stage's GPUs have."""
+        """Return the number of links of the outermost tier that a stage's GPUs have."""
         per = self.cluster.tiers[-1].per
         if per == "gpu":
             return sum(shape.counts)
@@ -210,7 +210,7 @@ class Pools:
 
 
 def _alike(cluster: Cluster, site_of: dict[int, int]) -> list[Pool]:
-    """Pools of a cluster, given the site of each GPU."""
+    """Return the pools of a cluster, given the site of each GPU."""
     alike: dict[tuple[int, int, float, float, Cards | None, int], list[int]] = {}
     for number, node in enumerate(cluster.nodes):
         name = (id(node.device), len(node.ranks), node.bandwidth, node.latency_s, node.cards)

@@ -55,12 +55,12 @@ class Column:
     sync_s: float
 
     def micro_batches(self, seconds: float) -> int:
-        """The most micro-batches in an iteration of this many seconds."""
+        """Return the most micro-batches in an iteration of this many seconds."""
         left = seconds - self.sync_s - self.pipe.fill_s
         return max(0, int(left / self.pipe.period_s * (1 + 1e-12)))
 
     def seconds(self, micro_batches: int) -> float:
-        """Seconds of an iteration with this many micro-batches."""
+        """Return the seconds of an iteration with this many micro-batches."""
         return self.pipe.fill_s + micro_batches * self.pipe.period_s + self.sync_s
 
 
@@ -135,7 +135,7 @@ class ReplicaColumns:
         return list(dict.fromkeys([*columns[:most], *timed[:most]]))
 
     def unlike_seconds(self, columns: Sequence[Column]) -> float:
-        """Seconds that replicas wait because their stages differ (see `Synchronisation`)."""
+        """Return the seconds that replicas wait because their stages differ (see `Synchronisation`)."""
         pipes = list(dict.fromkeys(column.pipe for column in columns))
         return self._sync.unlike_seconds([pipe.stages for pipe in pipes], columns[0].shards)
 
@@ -147,7 +147,7 @@ class ReplicaColumns:
         return replace(column, pipe=pipe, sync_s=self._sync.seconds(pipe.stages, column.shards))
 
     def _some(self, choices: list[Counts], most: int) -> list[Counts]:
-        """At most `most` choices: whole pools, choices of nearly all GPUs, and an even sample of others."""
+        """Return at most `most` choices: whole pools, nearly all GPUs, and an even sample of the others."""
         nearly = [choice for choice in choices if self._share(choice) > _NEARLY_ALL][: most // 3]
         pools = [choice for choice in choices if set(map(truediv, choice, self.pools.totals)) <= {0, 1}]
         whole = dict.fromkeys([*pools[: most // 2], *nearly])
@@ -156,18 +156,18 @@ class ReplicaColumns:
         return [*whole, *(rest[int(number * every)] for number in range(int(len(rest) / every)))]
 
     def _is_even_part(self, counts: Counts) -> bool:
-        """Whether copies of such a replica can use up every GPU of all pools."""
+        """Return whether copies of such a replica can use up every GPU of all pools."""
         parts = {
             total / count if count else 0 for count, total in zip(counts, self.pools.totals, strict=True)
         }
         return len(parts) == 1 and parts.pop().is_integer()
 
     def _share(self, counts: Counts) -> float:
-        """The share of all GPUs' speed that these GPUs have."""
+        """Return the share of all GPUs' speed that these GPUs have."""
         return math.sumprod(counts, self._speeds) / math.sumprod(self.pools.totals, self._speeds)
 
     def _take(self, counts: Counts, replicas: int) -> int:
-        """Estimated micro-batches of a replica on these GPUs; 0 if it cannot be one of that many."""
+        """Return about how many micro-batches one of `replicas` on these GPUs takes; 0: it cannot be one."""
         share, all_of_them = self._share(counts), self.micro_batches
         if replicas == 1:
             return all_of_them if share > self._least_alone else 0
@@ -177,14 +177,14 @@ class ReplicaColumns:
         return max(1, min(round(share * all_of_them), all_of_them - replicas + 1))
 
     def _find_choices(self, needed: float) -> list[Counts]:
-        """Choices of GPUs with enough memory, those with most kinds first."""
+        """Return choices of GPUs with enough memory, those from the most pools first."""
         memory = [pool.device.usable_gib * GIB for pool in self.pools.pools]
         enough = (counts for counts in set(_choices(self.pools)) if math.sumprod(counts, memory) >= needed)
         return sorted(enough, key=lambda counts: (-len(pools_of(counts)), -self._share(counts), counts))
 
 
 def _choices(pools: Pools) -> Iterator[Counts]:
-    """Yield numbers of GPUs of each pool: of a single pool, the same fraction of several, and whole nodes."""
+    """Yield numbers of GPUs of each pool: of one pool, or equal parts or whole nodes of several pools."""
     number, totals = len(pools.pools), pools.totals
     grids = [_sizes(pool.size, len(pool.nodes)) for pool in pools.pools]
     for kind, grid in enumerate(grids):
@@ -210,7 +210,7 @@ def _choices(pools: Pools) -> Iterator[Counts]:
 
 
 def _sizes(size: int, nodes: int) -> list[int]:
-    """Numbers of GPUs from one pool: powers of 2, whole nodes, and equal parts of the pool."""
+    """Return numbers of GPUs to take from one pool: powers of 2, whole nodes, and equal parts of the pool."""
     total = size * nodes
     sizes = {2**power for power in range(total.bit_length()) if 2**power <= total}
     sizes |= {size * count for count in range(1, nodes + 1) if nodes <= 8 or nodes % count == 0}

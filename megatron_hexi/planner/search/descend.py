@@ -21,7 +21,9 @@ _REARRANGEMENTS = 3
 
 
 def descend(tried: TriedGroupings, fleet: Fleet, heads: int) -> None:
-    """Try uniform groupings; from the best, make one class after another a step coarser or finer.
+    """Try uniform groupings, then from the best one make groups larger or smaller, step by step.
+
+    Each step changes the number of groups on all sites of one class: sites of the same kind and size.
 
     Args:
         tried: the search's tried groupings, to which these are added.

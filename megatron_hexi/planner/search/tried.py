@@ -47,7 +47,7 @@ class TriedGroupings:
         return sorted(self._found.values(), key=promise_of)[:most]
 
     def attempt(self, grouping: Grouping) -> Trial:
-        """Return the trial of a grouping's first layout in its best order, rebalanced if memory is short."""
+        """Return the trial of a grouping in the fastest order of its parts, rebalanced if memory is short."""
         name = _unordered(grouping)
         if name not in self._found:
             layout = self._nested(grouping)
@@ -70,16 +70,16 @@ class TriedGroupings:
         return best
 
     def _is_behind(self, trial: Trial) -> bool:
-        """Whether a trial is too slow to become the best; never for a few units."""
+        """Return whether a trial is too slow to become the best; never with few units."""
         if self._best is None or len(self._fleet.units) <= EXHAUSTIVE:
             return False
         short, seconds = self._best.promise
         return not short and trial.iteration_s > _BEHIND * seconds
 
     def _order_matters(self, trial: Trial) -> bool:
-        """Whether another order of groups and members may pay.
+        """Return whether another order of groups and members may be faster.
 
-        It may where a trial waits for keys, and could be the best so far without that wait.
+        It may where a trial waits for keys, and would be the best so far without that wait.
         """
         phases, best = trial.timing.phases, self._best
         if phases.exchange <= _WAITING * phases.total or self._is_behind(trial):
@@ -87,22 +87,22 @@ class TriedGroupings:
         return best is None or best.promise[0] or phases.total - phases.exchange < best.iteration_s
 
     def _nested(self, grouping: Grouping) -> Layout:
-        """The grouping's first layout, with an order of groups and members that evens out the exchange."""
+        """Return the grouping's first layout, its groups and members ordered to even out the exchange."""
         layout = self._guess.layout(grouping, self._micro_batches)
         parts = facing(self._fleet, alternating(self._fleet, layout.parts))
         return Layout(parts, layout.micro_batches)
 
 
 def grouping_of(trial: Trial) -> Grouping:
-    """The units of each group, ascending, of a trial with one replica."""
+    """Return the units of each group of a trial with one replica, ascending in each group."""
     return tuple(tuple(sorted(part.units)) for part in trial.layouts[0].parts)
 
 
 def promise_of(trial: Trial) -> tuple[bool, float]:
-    """Sort key of trials, see `Trial.promise`."""
+    """Return the sort key of a trial, see `Trial.promise`."""
     return trial.promise
 
 
 def _unordered(grouping: Grouping) -> Grouping:
-    """A key of the grouping that ignores the order of groups and members."""
+    """Return a key of the grouping that ignores the order of groups and members."""
     return tuple(sorted(tuple(sorted(group)) for group in grouping))

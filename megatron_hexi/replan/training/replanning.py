@@ -259,7 +259,10 @@ class Replanner:
         self._store.set(f"order/{order.number}", json.dumps(asdict(order)))
 
     def _notice(self, plan: str) -> int:
-        """Return the iterations from an order to its swap: samples already drawn keep their shares."""
+        """Return the number of iterations between the order to swap to a plan and the swap.
+
+        Samples that are drawn already stay divided by the old plan.
+        """
         session = active_session()
         if session is None or session.share is None:
             return _NOTICE

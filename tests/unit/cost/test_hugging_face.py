@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_hexi.cost import read_model
-from megatron_hexi.cost.hugging_face_fields import HARMLESS, HARMLESS_FIELDS, NEEDED, ONLY
-from megatron_hexi.cost.hugging_face_types import TYPES, WRAPPERS
+from megatron_hexi.cost.hugging_face.fields import HARMLESS, HARMLESS_FIELDS, NEEDED, ONLY
+from megatron_hexi.cost.hugging_face.types import TYPES, WRAPPERS
 from megatron_hexi.errors import HexiError
 from tests.support.published_configs import PUBLISHED
 

@@ -23,13 +23,13 @@ class PacedTimes:
 
     Args:
         operations: number of operations.
-        modelled: modelled time, by kind.
-        computing: time really computed; the rest was slept.
-        excess: time by which single operations computed longer than modelled: no head-room.
-        lost: lateness that was given up, or stood at the end.
-        between: processor time, and waiting for a core, between operations: not modelled.
-        exposed: part of `between` before a message, which may have kept other ranks waiting.
-        wall: time from the first operation's begin to the last one's end.
+        modelled: modelled time, by kind of operation.
+        computing: time in which operations computed; for the rest of the modelled time the rank slept.
+        excess: time by which operations computed longer than modelled, summed over those that did.
+        lost: lateness that was not made up: beyond `GIVE_UP_S`, or left at the end.
+        between: processor time and waiting for a core between operations, which are not modelled.
+        exposed: part of `between` that delayed a message, so that other ranks may have waited.
+        wall: time from the start of the first operation to the end of the last one.
     """
 
     operations: int = 0

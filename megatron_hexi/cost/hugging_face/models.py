@@ -6,9 +6,9 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from megatron_hexi.cost.hugging_face_config import Config, read_config
-from megatron_hexi.cost.hugging_face_constants import NoFlagError, constants_of
-from megatron_hexi.cost.hugging_face_layers import (
+from megatron_hexi.cost.hugging_face.config import Config, read_config
+from megatron_hexi.cost.hugging_face.constants import NoFlagError, constants_of
+from megatron_hexi.cost.hugging_face.layers import (
     expert_fields,
     hybrid_pattern,
     state_fields,

@@ -6,10 +6,10 @@ import contextlib
 import json
 from typing import NoReturn
 
-from megatron_hexi.cost.hugging_face_config import Config
-from megatron_hexi.cost.hugging_face_layers import hybrid_pattern
-from megatron_hexi.cost.hugging_face_rotary import NoFlagError, check_rotary_by_kind, rotary_flags
-from megatron_hexi.cost.hugging_face_routers import router_flags
+from megatron_hexi.cost.hugging_face.config import Config
+from megatron_hexi.cost.hugging_face.layers import hybrid_pattern
+from megatron_hexi.cost.hugging_face.rotary import NoFlagError, check_rotary_by_kind, rotary_flags
+from megatron_hexi.cost.hugging_face.routers import router_flags
 
 __all__ = ["NoFlagError", "constants_of"]
 

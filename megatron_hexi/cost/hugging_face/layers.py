@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_hexi.cost.hugging_face_config import Config
+from megatron_hexi.cost.hugging_face.config import Config
 from megatron_hexi.errors import HexiError
 
 Fields = dict[str, Any]

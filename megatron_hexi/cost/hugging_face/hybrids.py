@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megatron_hexi.cost.hugging_face_decoders import DECODER, NO_BIAS, NO_BIASES, ROTARY, SILU
-from megatron_hexi.cost.hugging_face_fields import ModelType, Only
+from megatron_hexi.cost.hugging_face.decoders import DECODER, NO_BIAS, NO_BIASES, ROTARY, SILU
+from megatron_hexi.cost.hugging_face.fields import ModelType, Only
 
 HYBRIDS: Mapping[str, ModelType] = {
     "qwen3_next": ModelType(

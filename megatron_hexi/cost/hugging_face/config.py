@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_hexi.cost.hugging_face_fields import HARMLESS_FIELDS, NEEDED, ONLY, ModelType, Only
-from megatron_hexi.cost.hugging_face_types import TYPES, WRAPPERS
+from megatron_hexi.cost.hugging_face.fields import HARMLESS_FIELDS, NEEDED, ONLY, ModelType, Only
+from megatron_hexi.cost.hugging_face.types import TYPES, WRAPPERS
 from megatron_hexi.errors import HexiError
 
 
@@ -222,7 +222,7 @@ def _check(config: Config, field: str, value: Any, only: Only | None) -> None:
 
 
 def _check_stored(config: Config, value: Any, stored_as: str) -> None:
-    """Refuse quantized weights, unless they are quantized as the type's published weights are."""
+    """Refuse quantized weights, unless by the method of the published weights of this model type."""
     found = value.get("quant_method") if isinstance(value, dict) else value
     if value is not None and found != stored_as:
         only = ONLY["quantization_config"]

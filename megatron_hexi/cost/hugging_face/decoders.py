@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_hexi.cost.hugging_face_fields import NEEDED, Only
+from megatron_hexi.cost.hugging_face.fields import NEEDED, Only
 
 ROTARY: Mapping[str, Any] = {
     "max_position_embeddings": 2048,

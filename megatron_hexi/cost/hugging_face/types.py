@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_hexi.cost.hugging_face_decoders import DECODER, NO_BIAS, NO_BIASES, SILU
-from megatron_hexi.cost.hugging_face_fields import NEEDED, ModelType, Only, Wrapper
-from megatron_hexi.cost.hugging_face_hybrids import HYBRIDS
+from megatron_hexi.cost.hugging_face.decoders import DECODER, NO_BIAS, NO_BIASES, SILU
+from megatron_hexi.cost.hugging_face.fields import NEEDED, ModelType, Only, Wrapper
+from megatron_hexi.cost.hugging_face.hybrids import HYBRIDS
 
 _WINDOWS: Mapping[str, Any] = {
     "use_sliding_window": False,

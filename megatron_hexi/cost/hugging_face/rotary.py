@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from megatron_hexi.cost.hugging_face_config import Config, positive, short
+from megatron_hexi.cost.hugging_face.config import Config, positive, short
 from megatron_hexi.errors import HexiError
 
 Flags = list[tuple[str, str]]
