@@ -1,6 +1,5 @@
 """The page's own sentences; everything with a number that can change is put together in page.py."""
 
-# The sentence on the wider search goes when the whole suite is planned again.
 INTRODUCTION = """\
 # The suite, simulated
 
@@ -8,8 +7,8 @@ INTRODUCTION = """\
 the [cost model](../cost-model.md).
 
 Written by `python -m benchmarks.simulation` with megatron-hexi {version} (`--page`: from
-[simulation.json](simulation.json), which has every cell); do not edit. The saved cells are those of an
-earlier version's wider search (`--thorough`) and of its bound, which counted communication.
+[simulation.json](simulation.json), which has every cell); do not edit. The bound counts no
+communication, so a part of each gap is its own.
 
 Models, sequence lengths, numbers of GPUs and links are those of HexiSeq
 ([arXiv 2605.07569](https://arxiv.org/abs/2605.07569)); the make-up of some
