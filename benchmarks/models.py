@@ -153,8 +153,8 @@ def _gains_of_uneven(rows: Sequence[Row]) -> str:
     if not saved:
         return ""
     return (
-        f"\n{len(saved)} of {len(rows)} plans have unequal numbers, which save at most {max(saved):.1%} of the "
-        "time; in one stage of two\nkinds of GPU they save [more](../planner.md#models-with-experts)."
+        f"\n{len(saved)} of {len(rows)} plans have unequal numbers, which save at most {max(saved):.1%} "
+        "of the time; in one stage of two\nkinds of GPU they save [more](../planner.md#models-with-experts)."
     )
 
 

@@ -29,6 +29,7 @@ from megatron_hexi.megatron.resume import RESUME_PATCHES
 from megatron_hexi.megatron.rotary import ROTARY_PATCHES
 from megatron_hexi.megatron.router_losses import EXPERT_PATCHES
 from megatron_hexi.megatron.samplers import SAMPLER_PATCHES
+from megatron_hexi.megatron.saved_tensors import SAVED_TENSORS
 from megatron_hexi.megatron.stages.patches import STAGES_PATCHES
 from megatron_hexi.megatron.step_times import STEP_TIME_PATCHES
 from megatron_hexi.patching import Patch
@@ -57,6 +58,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *LOSS_SCALE_PATCHES,
         *CHECKPOINT_PATCHES,
         *RESUME_PATCHES,
+        SAVED_TENSORS,
         *group_patches(platform.device),
         *SAMPLER_PATCHES,
         *DOCUMENT_DATASET_PATCHES,

@@ -1,21 +1,30 @@
-"""The tensors that a torch_dist checkpoint holds, without their data."""
+"""The tensors that a torch_dist checkpoint holds, without their data.
+
+`load_tensors_metadata` of megatron-core up to 0.19.2 fails with torch 2.15, whose `TensorProperties` have strides,
+which it hands to `torch.empty`.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron_hexi.patching import Patch
 
 
-def saved_tensors(folder: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def saved_tensors(
+    folder: str | Path, metadata: Metadata | None = None
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the shape and the type of each tensor of a torch_dist checkpoint, by key.
-
-    Megatron's `load_tensors_metadata` returns these, too, but up to megatron-core 0.19.2 it fails with torch
-    2.15, whose `TensorProperties` have strides, which `torch.empty` does not take.
 
     Args:
         folder: one iteration of the checkpoint.
+        metadata: the checkpoint's metadata; ``None``: they are read from the folder.
 
     Raises:
         OSError: there is no torch_dist checkpoint.
@@ -23,8 +32,33 @@ def saved_tensors(folder: str | Path) -> dict[str, tuple[tuple[int, ...], torch.
     # Imported late: Megatron is imported after the CPU platform is installed.
     from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
 
+    if metadata is None:
+        metadata = _get_filesystem_reader(folder).read_metadata()
     return {
         key: (tuple(entry.size), entry.properties.dtype)
-        for key, entry in _get_filesystem_reader(folder).read_metadata().state_dict_metadata.items()
+        for key, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
+
+
+def _without_strides(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    @functools.wraps(original)
+    def load_tensors_metadata(self: Any, checkpoint_dir: Path, metadata: Metadata | None = None) -> Any:
+        return {
+            key: ShardedTensor.from_rank_offsets(
+                key, torch.empty(shape, dtype=dtype, device="meta")
+            ).without_data()
+            for key, (shape, dtype) in saved_tensors(checkpoint_dir, metadata).items()
+        }
+
+    return load_tensors_metadata
+
+
+SAVED_TENSORS = Patch(
+    target="megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata",
+    why="reads what a checkpoint holds with torch 2.15, too",
+    build=_without_strides,
+    parameters=("self", "checkpoint_dir", "metadata"),
+)
