@@ -1,7 +1,7 @@
 """The tensors that a torch_dist checkpoint holds, without their data.
 
-`load_tensors_metadata` of megatron-core up to 0.19.2 fails with torch 2.15, whose `TensorProperties` have strides,
-which it hands to `torch.empty`.
+Megatron's `load_tensors_metadata` fails with torch 2.15 (up to megatron-core 0.19.2): it hands all fields of
+`TensorProperties` to `torch.empty`, which does not take the new one, strides.
 """
 
 from __future__ import annotations

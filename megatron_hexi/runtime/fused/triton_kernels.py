@@ -134,12 +134,14 @@ def move_kernel(
                 value = tl.load(places, mask=mask)
                 for copy in tl.static_range(COPIES):
                     offset, stride = tl.load(line + 2 + 2 * copy), tl.load(line + 3 + 2 * copy)
-                    there = flat + offset + (row * stride)[:, None] + column[None, :]
-                    tl.store(there, value, mask=mask & (offset >= 0))
+                    if offset >= 0:
+                        there = flat + offset + (row * stride)[:, None] + column[None, :]
+                        tl.store(there, value, mask=mask)
             else:
                 sums = tl.zeros([BLOCK, WIDTH], tl.float32)
                 for copy in tl.static_range(COPIES):
                     offset, stride = tl.load(line + 2 + 2 * copy), tl.load(line + 3 + 2 * copy)
-                    there = flat + offset + (row * stride)[:, None] + column[None, :]
-                    sums += tl.load(there, mask=mask & (offset >= 0), other=0.0).to(tl.float32)
+                    if offset >= 0:
+                        there = flat + offset + (row * stride)[:, None] + column[None, :]
+                        sums += tl.load(there, mask=mask, other=0.0).to(tl.float32)
                 tl.store(places, sums.to(part.dtype.element_ty), mask=mask)
