@@ -15,7 +15,7 @@ demo: environment  ## train a small model unevenly on this machine's CPU, and co
 	$(BIN)/python scripts/quickstart/demo.py $(ARGS)
 
 test: lint  ## every check that CI runs; make test ARGS='-k plan' hands words to pytest
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Beside .venv, each in a folder of its own that comes before it on the path.
 WHEELS := $(CURDIR)/build/megatron-core
