@@ -284,8 +284,8 @@ def spell_savings(plan: Plan) -> str:
 def least_seconds(base: Candidate, ministages: int | None = None) -> float:
     """Return a lower bound of a plan's seconds with any option: those of its busiest stage without waits.
 
-    Recomputation takes at most one forward pass, which is left out. With ministages, stages before the last
-    run the forward pass twice.
+    Where the plan recomputes, one forward pass is taken off, which recomputation takes at most. With
+    ministages, stages before the last run the forward pass twice.
     """
     found, timing = 0.0, base.timing
     for section, cost in zip(timing.sections, timing.stages, strict=True):

@@ -77,8 +77,11 @@ def test_a_slow_rank_is_busy_and_those_that_share_its_attention_wait_for_it(atte
         ),
         ("pipeline", 2, proportional_plan(WORKLOAD, [[[1]]]), PIPELINED, MLP_CALLS // 2),
         pytest.param(
-            *("pipeline", 2, proportional_plan(FOUR_LAYERS, [[[1]]])),
-            *((*PIPELINED, *INTERLEAVED), 4 * MLP_CALLS),
+            "pipeline",
+            2,
+            proportional_plan(FOUR_LAYERS, [[[1]]]),
+            (*PIPELINED, *INTERLEAVED),
+            4 * MLP_CALLS,
             marks=pytest.mark.slow,
         ),
     ],

@@ -57,16 +57,6 @@ class Keeper(RoundThread):
         super().__exit__(*raised)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def begin_round(self, name: str, number: int) -> None:
-        """Begin a round, whose ranks are about to start.
-
-        Args:
-            name: name of the round.
-            number: number of this node in it.
-        """
-        self._failures.clear()
-        super().begin_round(name, number)
-
     def _attend(self, store: dist.Store, name: str, number: int) -> None:
         """Take care of the newest copy; say once in a round why that fails again and again."""
         try:

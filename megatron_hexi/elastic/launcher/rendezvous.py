@@ -32,7 +32,7 @@ class PatientRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes for which the ranks are to be started again now.
 
-        None while ranks train: these are told of waiting nodes in the round's store and end after a
+        It is 0 while ranks train: these are told of waiting nodes in the round's store and end after a
         checkpoint, and notice lost nodes by themselves. Ranks that are still starting would wait for a lost
         node, so it counts.
         """

@@ -49,7 +49,7 @@ class _OwnedSlab:
     """A slab that this rank owns, with its weights and gradients.
 
     Args:
-        slab: the slab.
+        slab: the slab, as the plan cuts it from a weight.
         values: the slab's values in the bucket, in the precision of the model.
         gradients: the slab's gradients in the bucket.
         main: the slab's values in fp32; it shares the memory of `values` if the model is fp32 and both are

@@ -107,6 +107,9 @@ def test_a_spare_is_left_out_of_a_plan_for_the_whole_cluster(hexi):
     plan = read_plan("plan.yaml")
     assert set(plan.gpus or ()) <= {gpu for node in nodes[1:] for gpu in node.ranks}
     assert json.loads(out)["launch"]["torchrun"]
+    assert (
+        f"# spare {first}: waits" in hexi("plan", "cluster.yaml", *JOB, "--spare", first, "-o", "p.yaml").out
+    )
     checked = hexi("validate", "plan.yaml", "--cluster", "cluster.yaml", "--recompute-granularity", "full")
     assert (checked.code, "another cluster" in checked.err) == (0, False)
     for wrong, why in ((["h9"], "names no node"), ([node.name for node in nodes], "leaves no node")):
