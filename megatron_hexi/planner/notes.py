@@ -22,12 +22,12 @@ def why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
         unsaved_s: seconds of the best layout's iteration without that; infinite: none fits.
     """
     what = spell_savings(plan)
-    if seconds >= unsaved_s:
+    if seconds >= unsaved_s or not what:
         return ()
     without = "no layout was found that fits"
     if unsaved_s < math.inf:
         without = f"the best layout takes {unsaved_s / seconds - 1:.1%} longer"
-    return (f"{what or "GPUs with the same weights share the optimizer's state"}: without that {without}",)
+    return (f"{what}: without that {without}",)
 
 
 def margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
 from megatron_hexi.planner.bound import Bound, joint_bound, memory_fits
+from megatron_hexi.planner.cp_sat import SEED
 from megatron_hexi.planner.expert_placement import expert_rules
 from megatron_hexi.planner.interleaving import Interleaving
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
@@ -26,7 +27,7 @@ from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.saved_plans import Known, SavedPlans, first_plan
-from megatron_hexi.planner.search.solver import SEED
+from megatron_hexi.planner.savings import spell_savings
 from megatron_hexi.planner.trainable import refuse_untrained
 from megatron_hexi.planner.weak_kinds import spell_weak, weak_kinds
 
@@ -190,6 +191,10 @@ def _search(
     tell("memory", 0, 1)
     saved = SavedPlans(request, cluster, memory, searches, faster_than, known)
     best = saved.made_to_fit() if best is None else saved.best(best, tried)
+    if best is not None and not spell_savings(best.plan):
+        # Found for GPUs with more memory, it fits these as it is: more replicas share its optimizer's state.
+        tried.append(best)
+        unsaved_s = min(unsaved_s, best.iteration_s)
     interleaving = Interleaving(request, cluster.with_memory_margin(1 - memory), faster_than)
     if best is not None:
         best = interleaving.best(best, tried)

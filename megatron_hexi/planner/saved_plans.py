@@ -14,9 +14,10 @@ from megatron_hexi.planner.joint import Candidate, JointSearches
 from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.rivals import best_of_each_kind
-from megatron_hexi.planner.savings import Savings, recomputes, spell_savings
+from megatron_hexi.planner.savings import Savings, recomputes
 
-#: Multiples of the GPUs' memory to plan for, and the most layouts of a search that are changed.
+#: Multiples of the GPUs' memory to plan for, and the most layouts of a search that are changed: the fastest,
+#: and as many of other kinds.
 _ROOMIER, _STARTS = (2.0, 4.0), 3
 #: On up to this many GPUs, plans for GPUs with more memory and of one stage are tried even if a plan fits.
 _FEW_GPUS = 128
@@ -77,8 +78,8 @@ class SavedPlans:
         if is_short_of_memory and len(self._cluster.ranks) <= _FEW_GPUS:
             faster_than = min(self._faster_than, min(changed, key=order_of).iteration_s)
             changed += self._fitting(self._roomier(_ROOMIER[0], self._request, faster_than))
-            changed += self._fitting(self._one_stage(faster_than))
-        best = min((one for one in changed if spell_savings(one.plan)), key=order_of, default=plan)
+            changed += self._fitting(self._one_stage(self._request, faster_than))
+        best = min(changed, key=order_of)
         return plan if best.iteration_s >= plan.iteration_s else best
 
     def made_to_fit(self) -> Candidate | None:
@@ -91,7 +92,7 @@ class SavedPlans:
         searches: list[Callable[[float], list[Candidate]]] = [
             *(partial(self._roomier, times, self._request) for times in _ROOMIER),
             *(partial(self._roomier, max(_ROOMIER), request) for request in self._of_one_width()),
-            self._one_stage,
+            *(partial(self._one_stage, request) for request in (self._request, *self._of_one_width())),
         ]
         for search in searches:
             fitting = self._fitting(search(self._faster_than if best is None else best.iteration_s))
@@ -116,7 +117,9 @@ class SavedPlans:
     def _roomier(self, times: float, request: Request, faster_than: float) -> list[Candidate]:
         """Return the best plans for GPUs with `times` the memory that may beat `faster_than` seconds."""
         plans = self._searches.plans(request, self._cluster, times * self._memory, faster_than)
-        return sorted(plans, key=order_of)[:_STARTS]
+        fastest = sorted(plans, key=order_of)[:_STARTS]
+        others = best_of_each_kind(plans, fastest[0]) if fastest else ()
+        return [*fastest, *(plan for plan in others[:_STARTS] if plan not in fastest)]
 
     def _of_one_width(self) -> list[Request]:
         """Return the request with each tensor-parallel size fixed, where it leaves a choice."""
@@ -126,17 +129,17 @@ class SavedPlans:
         requests = [replace(request, job=request.with_width(width), fixed=fixed) for width in widths]
         return requests if len(widths) > 1 else []
 
-    def _one_stage(self, faster_than: float) -> list[Candidate]:
+    def _one_stage(self, request: Request, faster_than: float) -> list[Candidate]:
         """Return the best plan of a single stage for GPUs with more memory, or none.
 
         The last ministage of such a stage runs only once.
         """
-        job, alone = self._request.job, frozenset({"pipeline_parallel", "data_parallel"})
-        is_ruled_out = any(getattr(job, name) != 1 for name in alone & self._request.fixed)
+        job, alone = request.job, frozenset({"pipeline_parallel", "data_parallel"})
+        is_ruled_out = any(getattr(job, name) != 1 for name in alone & request.fixed)
         if is_ruled_out or len(self._cluster.ranks) > _FEW_GPUS:
             return []
         job = replace(job, pipeline_parallel=1, data_parallel=1)
-        single_stage = replace(self._request, job=job, fixed=self._request.fixed | alone)
+        single_stage = replace(request, job=job, fixed=request.fixed | alone)
         plans = self._searches.plans(single_stage, self._cluster, max(_ROOMIER) * self._memory, faster_than)
         return sorted(plans, key=order_of)[:1]
 

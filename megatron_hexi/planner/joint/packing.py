@@ -15,6 +15,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from megatron_hexi.cost.arrays import Ints
+from megatron_hexi.planner.cp_sat import repeatable_solver
 from megatron_hexi.planner.joint.pools import Counts
 from megatron_hexi.planner.joint.replica_columns import Column
 from megatron_hexi.planner.layouts.deal import assign_in_turn
@@ -23,7 +24,6 @@ from megatron_hexi.planner.layouts.deal import assign_in_turn
 _CLOSE = 1.003
 #: Limit of CP-SAT's deterministic time, about seconds.
 _EFFORT = 0.5
-_SEED = 1
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,7 @@ def _packed(
         model.add(cp_model.LinearExpr.weighted_sum(taken, counts) <= total)
     model.add(cp_model.LinearExpr.weighted_sum(taken, taking.tolist()) >= micro_batches)
     model.add_linear_constraint(sum(taken), replicas[0], replicas[-1])
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = _SEED
-    solver.parameters.max_deterministic_time = _EFFORT
+    solver = repeatable_solver(_EFFORT)
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     chosen = [

@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from ortools.sat.python import cp_model
 
+from megatron_hexi.planner.cp_sat import repeatable_solver
 from megatron_hexi.planner.layouts.layout import A2AGroup, Layout
 from megatron_hexi.planner.layouts.measured import UnitTimes
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 
-SEED = 1
 #: Limit in CP-SAT's own unit, about seconds; only the hardest groupings reach it.
 _DETERMINISTIC_TIME = 0.02
 #: The largest change of a member's heads that is tried.
@@ -56,10 +56,7 @@ def refine(judge: Judge, trial: Trial) -> CpSatResult:
     """Return a balanced trial improved by CP-SAT, which finds tokens and heads together."""
     build = _Build(trial)
     replicas = [build.add_replica(layout) for layout in trial.layouts]
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = SEED
-    solver.parameters.max_deterministic_time = _DETERMINISTIC_TIME
+    solver = repeatable_solver(_DETERMINISTIC_TIME)
     solver.parameters.relative_gap_limit = _GAP
     # Products are linear given their Boolean: the relaxation proves in 10 ms what takes the search 100 ms.
     solver.parameters.linearization_level = 2

@@ -108,6 +108,20 @@ def test_replicas_are_packed_as_well_as_can_be(seed):
     assert packed.least_s <= best * (1 + 1e-9)
 
 
+def test_replicas_as_many_as_micro_batches_are_packed():
+    """OR-Tools 9.15's search for symmetries ends the process at this model, with its two equal sums."""
+    counts = [(3, 0, 0), (1, 2, 0), (0, 4, 0), (0, 0, 4)]
+    columns = [
+        Column(count, Pipe((PipeStage(StageShape(count, 1), 1, "none", 1.0),), (), 1, True), 1, 0.0)
+        for count in counts
+    ]
+    packed = pack(columns, 4, (3, 4, 8), range(4, 5), most_s=1.0)
+    assert packed is not None
+    used = [sum(taken) for taken in zip(*(column.counts for column in packed.columns), strict=True)]
+    assert len(packed.columns) == 4
+    assert all(map(int.__le__, used, (3, 4, 8)))
+
+
 # Thin links
 
 
@@ -213,11 +227,14 @@ def random_shapes(random, pools):
         stages = []
         for _ in range(random.randint(1, 3)):
             pool = random.randrange(len(left))
-            size = pools.pools[pool].size
-            count = random.choice([1, 2, 4, size, 2 * size])
-            width = random.choice([width for width in (1, 2, 4) if count % width == 0])
-            if count <= left[pool] and pools.aligned(pool, count):
-                left[pool] -= count
+            width = random.choice((1, 2, 4))
+            size = pools.usable(pool, width)
+            if not size:
+                continue
+            count = random.choice([width, 2 * width, size, 2 * size])
+            taken = count if count <= size else count // size * pools.pools[pool].size
+            if taken <= left[pool] and pools.tiles(pool, count, width):
+                left[pool] -= taken
                 stages.append(StageShape(tuple(count * (pool == own) for own in range(len(left))), width))
         if stages:
             replicas.append(stages)
@@ -228,6 +245,7 @@ def random_shapes(random, pools):
 def test_no_gpu_is_given_twice_and_ranks_keep_the_runtime_s_rules(seed):
     random = Random(seed)
     names = [("a", "DOUBLE", 4), ("b", "PLAIN", 4), ("c", "DOUBLE", 4), ("d", "PLAIN", 8), ("e", "PLAIN", 4)]
+    names += random.choice([[], [("f", "PLAIN", 7), ("g", "PLAIN", 7), ("h", "DOUBLE", 5)]])
     random.shuffle(names)
     known = cluster(names)
     pools = Pools.of(known, [known.nodes[number].device.memory_gb_s for number in range(len(known.nodes))])
