@@ -7,6 +7,7 @@ down to none.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -24,8 +25,8 @@ NETWORKS = ((50, "gpu"), (25, "gpu"), (25, "node"), (5, "node"), (0.7, "node"))
 MODELS = ("gpt-3b", "gpt-7b", "gpt-13b", "llama3-8b", "qwen3-32b", "llama3-70b")
 #: Usable memory that plans keep free, where any does.
 MARGIN = 0.05
-#: A plan with less fixed may take so much longer than one with more.
-LONGER = 1.002
+#: A plan with less fixed may take so much longer than one with more; so much where nodes lack GPUs.
+LONGER, UNEVEN_LONGER = 1.002, 1.03
 #: An iteration of any layout takes less.
 FOREVER_S = 1e30
 
@@ -56,8 +57,13 @@ class Case:
         return Request(Job(**self.job, **fixed), frozenset(fixed), MARGIN)
 
 
-def random_promise(seed: int) -> Case:
-    """The case of a number: 4 to 64 GPUs of up to three kinds, and one to four numbers to fix."""
+def random_promise(seed: int, *, uneven: bool = False) -> Case:
+    """The case of a number: 4 to 64 GPUs of up to three kinds, and one to four numbers to fix.
+
+    Args:
+        seed: the number.
+        uneven: whether nodes lack up to three GPUs.
+    """
     draw = Random(f"promise {seed}")
     size = draw.choice((2, 4, 4, 8, 8, 8))
     nodes = draw.randint(max(1, 4 // size), min(64 // size, 8))
@@ -69,6 +75,13 @@ def random_promise(seed: int) -> Case:
         f"- {{name: n{place}, count: {count}, gpu: {kind}, gpus: {size}}}"
         for place, (kind, count) in enumerate(zip(kinds, counts, strict=True))
     ]
+    if uneven:
+        lost = Random(f"lost {seed}")
+        kept = [(kind, size - lost.choice((0, 0, 1, 2, 3))) for kind in _repeated(kinds, counts)]
+        kept = [(kind, max(1, left)) for kind, left in kept]
+        entries = [
+            f"- {{name: n{place}, gpu: {kind}, gpus: {left}}}" for place, (kind, left) in enumerate(kept)
+        ]
     network = f"network: {{bandwidth_gb_s: {rate}, latency_us: 10, per: {per}}}"
     text = "\n".join(["name: fleet", "nodes:", *entries, network, ""])
     gpus = size * nodes
@@ -88,6 +101,11 @@ def random_promise(seed: int) -> Case:
     order = draw.sample(sorted(values), draw.randint(1, 4))
     job = {"model": model, "seq_length": length, "global_batch_size": batch}
     return Case(text, read_text(text), job, {name: values[name] for name in order})
+
+
+def _repeated(kinds: Sequence[str], counts: Sequence[int]) -> list[str]:
+    """Each kind as often as its count says."""
+    return [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -129,8 +147,8 @@ def plan_case(case: Case) -> list[Kept]:
     return found
 
 
-def broken(found: list[Kept]) -> list[str]:
-    """What of the promises is not kept, a line each."""
+def broken(found: list[Kept], longer: float = LONGER) -> list[str]:
+    """What of the promises is not kept, a line each; `longer` is how much longer less fixed may take."""
     lines = []
     for one in found:
         if one.megatron_s is not None and (one.seconds is None or one.seconds > one.megatron_s * (1 + 1e-9)):
@@ -138,6 +156,6 @@ def broken(found: list[Kept]) -> list[str]:
     for more, less in itertools.combinations(found, 2):
         if more.seconds is None or (less.keeps_margin and not more.keeps_margin):
             continue  # the one that keeps memory free may be slower
-        if less.seconds is None or less.seconds > more.seconds * LONGER:
+        if less.seconds is None or less.seconds > more.seconds * longer:
             lines.append(f"{less.fixed} fixed: {less.seconds} s, {more.fixed} fixed: {more.seconds} s")
     return lines

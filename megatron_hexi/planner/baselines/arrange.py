@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megatron_hexi.cluster import Cluster
 from megatron_hexi.planner.fleet.units import Fleet
 
 #: Units in the order of their ranks.
@@ -48,6 +49,18 @@ def equal_replicas(fleet: Fleet, count: int, order: Order) -> Iterator[ReplicaUn
         shares = [_runs(sorted(units, key=lambda unit: place[unit]), count) for units in owned]
         mixed = [[unit for share in shares for unit in share[replica]] for replica in range(count)]
         yield tuple(tuple(sorted(units, key=lambda unit: place[unit])) for units in mixed)
+
+
+def nodes_of_one_model(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Return the sets of nodes whose GPUs are of one model: all of it, and those of each size if they differ.
+
+    Users leave out a node that lacks GPUs where it keeps the others from a larger tensor-parallel size.
+    """
+    sets: dict[tuple[int, ...], list[int]] = {}
+    for number, node in enumerate(cluster.nodes):
+        for key in ((id(node.device),), (id(node.device), len(node.ranks))):
+            sets.setdefault(key, []).append(number)
+    return list(dict.fromkeys(map(tuple, sets.values())))
 
 
 def groups(units: Order, degree: int, strided: bool) -> list[Order]:

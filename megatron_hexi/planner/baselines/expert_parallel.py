@@ -21,6 +21,7 @@ from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.plan.layout import apportion, causal_segments, consecutive
 from megatron_hexi.plan.parts import worthwhile_parts
 from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.planner.baselines.arrange import nodes_of_one_model
 from megatron_hexi.planner.baselines.expert_flags import EqualFloor, ExpertFlags
 from megatron_hexi.planner.expert_placement import spread_experts
 from megatron_hexi.planner.features import is_allowed
@@ -42,13 +43,14 @@ def best_equal(
 
     Args:
         request: the job, with the terms that are fixed.
-        cluster: the cluster, of which all GPUs are tried, and the GPUs of each model alone.
+        cluster: the cluster; all of its nodes are tried, and each of `nodes_of_one_model`.
         faster_than: seconds of an iteration; layouts whose lower bound is not below are not timed.
         progress: callback, receives (phase, done, total).
     """
     modes = [request.job.recompute] if "recompute" in request.fixed else RECOMPUTES
     choices: list[tuple[float, Recompute, ExpertFlags, tuple[int, ...]]] = []
-    for nodes in _alike(cluster):
+    everything = tuple(range(len(cluster.nodes)))
+    for nodes in dict.fromkeys([everything, *nodes_of_one_model(cluster)]):
         part = cluster.without(set(range(len(cluster.nodes))).difference(nodes))
         gpus = tuple(gpu for node in nodes for gpu in cluster.nodes[node].ranks)
         floor = EqualFloor(request, part)
@@ -75,15 +77,6 @@ def best_equal(
             if is_allowed(candidate.plan, candidate.job, request):
                 best = candidate if best is None else min(best, candidate, key=order_of)
     return best, trials
-
-
-def _alike(cluster: Cluster) -> list[list[int]]:
-    """Sets of nodes that equal layouts are tried on: all, and those of each GPU model if they differ."""
-    of_model: dict[int, list[int]] = {}
-    for number, node in enumerate(cluster.nodes):
-        of_model.setdefault(id(node.device), []).append(number)
-    everything = list(range(len(cluster.nodes)))
-    return [everything, *(of_model.values() if len(of_model) > 1 else ())]
 
 
 def _choices(request: Request, cluster: Cluster, floor: EqualFloor, most: Recompute) -> Iterator[ExpertFlags]:

@@ -18,6 +18,7 @@ from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.errors import HexiError
+from megatron_hexi.planner.baselines.arrange import nodes_of_one_model
 from megatron_hexi.planner.baselines.expert_parallel import best_equal, spell_equal
 from megatron_hexi.planner.baselines.floor import Floor
 from megatron_hexi.planner.baselines.hexiscale import hexiscale
@@ -255,9 +256,15 @@ def _least_bytes(fleet: Fleet) -> float:
 
 
 def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:
-    """Return a fleet for each model of GPU; units with several models in their stages are left out."""
-    owned = [units for devices, units in fleet.models.items() if len(set(devices)) == 1]
-    return [fleet if len(units) == len(fleet.units) else fleet.subset(units) for units in owned]
+    """Return a fleet for each set of nodes with GPUs of one model that has units of its own."""
+    nodes_of = [
+        {fleet.cluster.ranks[stage[0]].node for stage in fleet_unit.gpus} for fleet_unit in fleet.units
+    ]
+    parts = [
+        [unit for unit, own in enumerate(nodes_of) if own <= set(nodes)]
+        for nodes in nodes_of_one_model(fleet.cluster)
+    ]
+    return [fleet if len(units) == len(fleet.units) else fleet.subset(units) for units in parts if units]
 
 
 def _baseline(

@@ -7,7 +7,8 @@ te-a2a+p2p    as Transformer Engine: groups inside a machine, or everything one 
               query and KV heads; the length divides by 2 x ranks
 proportion    usp's groups of consecutive ranks, or one group a machine; tokens in proportion to speed; heads
               equal, or in proportion too
-homogeneous   usp, which includes the three before it, on the GPUs of one model alone
+homogeneous   usp, which includes the three before it, on the GPUs of one model alone: all of them, or those
+              in nodes of one size
 
 Replicas are equal rectangles. A length that the ranks do not divide is apportioned: one token more for some.
 """

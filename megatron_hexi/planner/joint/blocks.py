@@ -15,7 +15,7 @@ from megatron_hexi.planner.search.groupings import set_partitions
 
 #: The most stages of a block whose stages mix kinds of GPU.
 _DEEPEST_MIXED = 4
-#: The part of a block's GPUs that its equal stages may leave unused.
+#: The part of a block's units that its equal stages may leave unused.
 _LEFT_OVER = 1 / 8
 #: All partitions of up to this many pools are tried; of more pools, some.
 _FEW = 3
@@ -94,11 +94,11 @@ class Blocks:
                     if fixed is not None:
                         blocks.append(StageBlock(StageShape(fixed, width), depth))
                     continue
-                left = sum(counts) - depth * sum(each)
+                used = width * sum(units)
                 aligned = (depth == 1 and len(kinds) > 1) or all(
-                    self._pools.tiles(pool, each[pool]) for pool in kinds
+                    self._pools.tiles(pool, each[pool], width) for pool in kinds
                 )
-                if left <= _LEFT_OVER * sum(counts) and aligned:
+                if used - depth * sum(each) <= _LEFT_OVER * used and aligned:
                     blocks.append(StageBlock(StageShape(each, width), depth))
         return blocks
 

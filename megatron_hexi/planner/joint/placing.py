@@ -53,15 +53,18 @@ def find_gpus(pools: Pools, replicas: Sequence[Sequence[StageShape]]) -> StageGp
     """
     placed: StageGpus = {}
     for pool, node_pool in enumerate(pools.pools):
-        nodes, demands = list(node_pool.nodes), []
+        nodes, demands = list(node_pool.nodes), list[_Demand]()
         for number, shapes in enumerate(replicas):
             for stage, shape in enumerate(shapes):
                 place = StagePlace(number, stage, len(shapes))
-                whole, rest = divmod(shape.counts[pool], node_pool.size)
+                if not shape.counts[pool]:
+                    continue
+                size = pools.usable(pool, shape.width)
+                whole, rest = divmod(shape.counts[pool], size)
                 if whole > len(nodes):
                     return None
                 for node in nodes[:whole]:
-                    placed.setdefault(place, []).extend(pools.cluster.nodes[node].ranks)
+                    placed.setdefault(place, []).extend(pools.cluster.nodes[node].ranks[:size])
                 del nodes[:whole]
                 if rest:
                     demands.append(_Demand(place, shape.width, rest))

@@ -121,26 +121,33 @@ class Pools:
         size = self.pools[pool].size
         return count % size == 0 or (count < size and size % count == 0)
 
-    def tiles(self, pool: int, count: int) -> bool:
-        """Return whether stages with this many of a pool's GPUs fill whole nodes together."""
+    def usable(self, pool: int, width: int) -> int:
+        """Return the GPUs of one of a pool's nodes that units of `width` use; the others stay idle.
+
+        Units lie inside nodes: of a node with 7 GPUs, units of 2 use 6.
+        """
         size = self.pools[pool].size
+        return size - size % width
+
+    def tiles(self, pool: int, count: int, width: int) -> bool:
+        """Return whether stages with this many of a pool's GPUs, in units of `width`, fill nodes together."""
+        size = self.usable(pool, width)
         return count % size == 0 or size % (count % size) == 0
 
     def rounded(self, pool: int, count: int, width: int) -> int:
         """Return the most GPUs of a pool, up to `count`, that form stages of whole units."""
-        size = self.pools[pool].size
-        if count >= size:
-            return count // size * size if size % width == 0 else 0
-        part = max((part for part in range(1, count + 1) if size % part == 0), default=0)
-        return part if part % width == 0 else 0
+        size = self.usable(pool, width)
+        if size and count >= size:
+            return min(count // size, len(self.pools[pool].nodes)) * size
+        return max((part for part in range(width, count + 1, width) if size % part == 0), default=0)
 
     def some_gpus(self, shape: StageShape) -> list[int]:
         """Return GPUs of the cluster that match a shape: the first of each pool."""
         chosen = []
         for pool in shape.kinds:
-            left = shape.counts[pool]
+            left, size = shape.counts[pool], self.usable(pool, shape.width)
             for node in self.pools[pool].nodes:
-                taken = list(self.cluster.nodes[node].ranks[: min(left, self.pools[pool].size)])
+                taken = list(self.cluster.nodes[node].ranks[: min(left, size)])
                 chosen += taken
                 left -= len(taken)
         return chosen
@@ -150,11 +157,12 @@ class Pools:
         if not self.cluster.tiers:
             return math.inf
         bandwidth = 0.0
-        for pool, count in zip(self.pools, shape.counts, strict=True):
+        for number in shape.kinds:
+            pool, used = self.pools[number], self.usable(number, shape.width)
             cards = self.cluster.nodes[pool.nodes[0]].cards
             assert cards is not None
-            whole, rest = divmod(count, pool.size)
-            bandwidth += whole * cards.way_out(pool.size, pool.size) + cards.way_out(rest, pool.size)
+            whole, rest = divmod(shape.counts[number], used)
+            bandwidth += whole * cards.way_out(used, pool.size) + cards.way_out(rest, pool.size)
         return bandwidth
 
     def crossings(self, shape: StageShape, alike: int) -> list[bool]:
@@ -162,7 +170,7 @@ class Pools:
 
         Stages that are parts of a node fill it one after the other.
         """
-        size, gpus = self.pools[shape.kinds[0]].size, sum(shape.counts)
+        size, gpus = self.usable(shape.kinds[0], shape.width), sum(shape.counts)
         return [gpus >= size or (place + 1) * gpus % size == 0 for place in range(alike - 1)]
 
     def seconds_between(self, first: StageShape, second: StageShape, size: float, crossing: float) -> float:
@@ -204,8 +212,7 @@ class Pools:
         per = self.cluster.tiers[-1].per
         if per == "gpu":
             return sum(shape.counts)
-        sizes = [pool.size for pool in self.pools]
-        nodes = (math.ceil(count / size) for count, size in zip(shape.counts, sizes, strict=True))
+        nodes = (math.ceil(shape.counts[pool] / self.usable(pool, shape.width)) for pool in shape.kinds)
         return sum(nodes) if per == "node" else 1
 
 

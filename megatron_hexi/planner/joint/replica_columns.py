@@ -90,6 +90,7 @@ class ReplicaColumns:
         self._choices = self._find_choices(
             float(sum(static_memory(request.job, nothing, params, params, 0).values()))
         )
+        self._always = _always(pools)
         self._least_alone = _LEAST_ALONE if len(self._choices) > _WITH_PIPELINES[0] else 0.0
         #: Whether each choice of GPUs gets pipelines.
         self.is_exhaustive = len(self._choices) <= min(_WITH_PIPELINES)
@@ -147,13 +148,18 @@ class ReplicaColumns:
         return replace(column, pipe=pipe, sync_s=self._sync.seconds(pipe.stages, column.shards))
 
     def _some(self, choices: list[Counts], most: int) -> list[Counts]:
-        """Return at most `most` choices: whole pools, nearly all GPUs, and an even sample of the others."""
+        """Return the choices always tried, and of the others at most `most`.
+
+        These are whole pools, nearly all GPUs, and an even sample.
+        """
+        always = [choice for choice in choices if choice in self._always]
+        choices = [choice for choice in choices if choice not in self._always]
         nearly = [choice for choice in choices if self._share(choice) > _NEARLY_ALL][: most // 3]
         pools = [choice for choice in choices if set(map(truediv, choice, self.pools.totals)) <= {0, 1}]
         whole = dict.fromkeys([*pools[: most // 2], *nearly])
         rest = [choice for choice in choices if choice not in whole]
         every = max(1.0, len(rest) / (most - len(whole)))
-        return [*whole, *(rest[int(number * every)] for number in range(int(len(rest) / every)))]
+        return [*always, *whole, *(rest[int(number * every)] for number in range(int(len(rest) / every)))]
 
     def _is_even_part(self, counts: Counts) -> bool:
         """Return whether copies of such a replica can use up every GPU of all pools."""
@@ -170,7 +176,7 @@ class ReplicaColumns:
         """Return about how many micro-batches one of `replicas` on these GPUs takes; 0: it cannot be one."""
         share, all_of_them = self._share(counts), self.micro_batches
         if replicas == 1:
-            return all_of_them if share > self._least_alone else 0
+            return all_of_them if share > self._least_alone or counts in self._always else 0
         mixed = len(pools_of(counts)) > _MOST_KINDS and not self._is_even_part(counts)
         if mixed or share * all_of_them < _LEAST_SHARE or share > 2 / replicas:
             return 0
@@ -181,6 +187,22 @@ class ReplicaColumns:
         memory = [pool.device.usable_gib * GIB for pool in self.pools.pools]
         enough = (counts for counts in set(_choices(self.pools)) if math.sumprod(counts, memory) >= needed)
         return sorted(enough, key=lambda counts: (-len(pools_of(counts)), -self._share(counts), counts))
+
+
+def _always(pools: Pools) -> set[Counts]:
+    """Return the choices of GPUs that are always tried, since over thin links they may be the best.
+
+    They are a node of each pool, all of it, and the fastest pools together.
+    """
+    totals = pools.totals
+    places = range(len(totals))
+    alone = [
+        tuple(count if pool == kind else 0 for pool in places)
+        for kind, total in enumerate(totals)
+        for count in (pools.pools[kind].size, total)
+    ]
+    fastest = [tuple(totals[pool] if pool < kinds else 0 for pool in places) for kinds in places[2:]]
+    return {*alone, *fastest}
 
 
 def _choices(pools: Pools) -> Iterator[Counts]:
@@ -210,9 +232,13 @@ def _choices(pools: Pools) -> Iterator[Counts]:
 
 
 def _sizes(size: int, nodes: int) -> list[int]:
-    """Return numbers of GPUs to take from one pool: powers of 2, whole nodes, and equal parts of the pool."""
+    """Return numbers of GPUs to take from one pool: powers of 2, whole nodes, and equal parts of the pool.
+
+    Of one node, also as many as units of 2, 4, ... GPUs use.
+    """
     total = size * nodes
-    sizes = {2**power for power in range(total.bit_length()) if 2**power <= total}
+    powers = [2**power for power in range(total.bit_length())]
+    sizes = {*powers, *(size - size % width for width in powers if width <= size)}
     sizes |= {size * count for count in range(1, nodes + 1) if nodes <= 8 or nodes % count == 0}
     sizes |= {total // part for part in _PARTS if total % part == 0}
     return sorted(sizes)

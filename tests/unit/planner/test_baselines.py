@@ -53,9 +53,13 @@ def everything_timed(fleet, data_parallel):
     best: dict = {}
     entrants = [(one, name) for one in candidates(fleet, data_parallel) for name in one.texts]
     entrants = [(one, name) for one, name in entrants if name != "homogeneous"]
+    node_of = [fleet.cluster.ranks[unit.gpus[0][0]].node for unit in fleet.units]
+    size_of = [len(fleet.cluster.nodes[node].ranks) for node in node_of]
     for units in fleet.models.values():
-        part = fleet.subset(units)
-        entrants += [(one, "homogeneous") for one in candidates(part, data_parallel, ("homogeneous",))]
+        sizes = {size_of[unit] for unit in units}
+        for part in (units, *([unit for unit in units if size_of[unit] == size] for size in sizes)):
+            alone = candidates(fleet.subset(part), data_parallel, ("homogeneous",))
+            entrants += [(one, "homogeneous") for one in alone]
     for (one, name), window in itertools.product(entrants, (1, 2, 4)):
         order = judge.try_out(one.fleet, one.layouts, window).order
         best[name] = min(order, best.get(name, order))
