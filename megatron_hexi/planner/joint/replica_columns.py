@@ -20,7 +20,7 @@ from megatron_hexi.planner.request import Request
 
 #: The most choices of GPUs that are tried with pipelines, and as one stage: for a single replica, for one of
 #: several.
-_WITH_PIPELINES, _WITH_ONE_STAGE = (24, 16), (60, 150)
+_WITH_PIPELINES, _WITH_ONE_STAGE = (24, 16), (140, 150)
 #: The most pipelines whose gradients are timed: the fastest, and of one replica the fastest of each depth and
 #: tensor-parallel size. The most of these that are kept, for one replica and for one of several.
 _WITH_GRADIENTS, _KEPT = 4, (3, 1)
@@ -148,18 +148,18 @@ class ReplicaColumns:
         return replace(column, pipe=pipe, sync_s=self._sync.seconds(pipe.stages, column.shards))
 
     def _some(self, choices: list[Counts], most: int) -> list[Counts]:
-        """Return the choices always tried, and of the others at most `most`.
+        """Return at most `most` choices, and those always tried.
 
-        These are whole pools, nearly all GPUs, and an even sample.
+        The former are whole pools, nearly all GPUs, and an even sample of the others.
         """
-        always = [choice for choice in choices if choice in self._always]
-        choices = [choice for choice in choices if choice not in self._always]
         nearly = [choice for choice in choices if self._share(choice) > _NEARLY_ALL][: most // 3]
         pools = [choice for choice in choices if set(map(truediv, choice, self.pools.totals)) <= {0, 1}]
         whole = dict.fromkeys([*pools[: most // 2], *nearly])
         rest = [choice for choice in choices if choice not in whole]
         every = max(1.0, len(rest) / (most - len(whole)))
-        return [*always, *whole, *(rest[int(number * every)] for number in range(int(len(rest) / every)))]
+        sample = (rest[int(number * every)] for number in range(int(len(rest) / every)))
+        always = (choice for choice in choices if choice in self._always)
+        return list(dict.fromkeys([*whole, *sample, *always]))
 
     def _is_even_part(self, counts: Counts) -> bool:
         """Return whether copies of such a replica can use up every GPU of all pools."""
