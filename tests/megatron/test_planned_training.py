@@ -76,6 +76,7 @@ WANTED = [
     ),
     Wanted(4, 2, {"tensor_parallel": 2, "pipeline_parallel": 2}, 2),
     Wanted(2, 4, {"tensor_parallel": 2, "data_parallel": 2}, 2),
+    Wanted(5, 3, {"tensor_parallel": 2, "data_parallel": 1}, 3, interleaved=True),
     Wanted(2, 2, {"pipeline_parallel": 2, "recompute": "full"}, 2),
     Wanted(1, 3, {"pipeline_parallel": 2, "recompute": "selective"}, 2),
     Wanted(4, 4, {"pipeline_parallel": 2, "data_parallel": 2}, 4),

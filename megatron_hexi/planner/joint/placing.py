@@ -59,7 +59,7 @@ def find_gpus(pools: Pools, replicas: Sequence[Sequence[StageShape]]) -> StageGp
                 place = StagePlace(number, stage, len(shapes))
                 if not shape.counts[pool]:
                     continue
-                size = pools.usable(pool, shape.width)
+                size = pools.node_gpus(pool, shape.width)
                 whole, rest = divmod(shape.counts[pool], size)
                 if whole > len(nodes):
                     return None

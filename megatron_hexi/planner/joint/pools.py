@@ -121,8 +121,8 @@ class Pools:
         size = self.pools[pool].size
         return count % size == 0 or (count < size and size % count == 0)
 
-    def usable(self, pool: int, width: int) -> int:
-        """Return the GPUs of one of a pool's nodes that units of `width` use; the others stay idle.
+    def node_gpus(self, pool: int, width: int) -> int:
+        """Return the number of GPUs that units of `width` use of each of a pool's nodes; the others stay idle.
 
         Units lie inside nodes: of a node with 7 GPUs, units of 2 use 6.
         """
@@ -131,12 +131,12 @@ class Pools:
 
     def tiles(self, pool: int, count: int, width: int) -> bool:
         """Return whether stages with this many of a pool's GPUs, in units of `width`, fill nodes together."""
-        size = self.usable(pool, width)
+        size = self.node_gpus(pool, width)
         return count % size == 0 or size % (count % size) == 0
 
     def rounded(self, pool: int, count: int, width: int) -> int:
         """Return the most GPUs of a pool, up to `count`, that form stages of whole units."""
-        size = self.usable(pool, width)
+        size = self.node_gpus(pool, width)
         if size and count >= size:
             return min(count // size, len(self.pools[pool].nodes)) * size
         return max((part for part in range(width, count + 1, width) if size % part == 0), default=0)
@@ -145,7 +145,7 @@ class Pools:
         """Return GPUs of the cluster that match a shape: the first of each pool."""
         chosen = []
         for pool in shape.kinds:
-            left, size = shape.counts[pool], self.usable(pool, shape.width)
+            left, size = shape.counts[pool], self.node_gpus(pool, shape.width)
             for node in self.pools[pool].nodes:
                 taken = list(self.cluster.nodes[node].ranks[: min(left, size)])
                 chosen += taken
@@ -158,7 +158,7 @@ class Pools:
             return math.inf
         bandwidth = 0.0
         for number in shape.kinds:
-            pool, used = self.pools[number], self.usable(number, shape.width)
+            pool, used = self.pools[number], self.node_gpus(number, shape.width)
             cards = self.cluster.nodes[pool.nodes[0]].cards
             assert cards is not None
             whole, rest = divmod(shape.counts[number], used)
@@ -170,7 +170,7 @@ class Pools:
 
         Stages that are parts of a node fill it one after the other.
         """
-        size, gpus = self.usable(shape.kinds[0], shape.width), sum(shape.counts)
+        size, gpus = self.node_gpus(shape.kinds[0], shape.width), sum(shape.counts)
         return [gpus >= size or (place + 1) * gpus % size == 0 for place in range(alike - 1)]
 
     def seconds_between(self, first: StageShape, second: StageShape, size: float, crossing: float) -> float:
@@ -212,7 +212,7 @@ class Pools:
         per = self.cluster.tiers[-1].per
         if per == "gpu":
             return sum(shape.counts)
-        nodes = (math.ceil(shape.counts[pool] / self.usable(pool, shape.width)) for pool in shape.kinds)
+        nodes = (math.ceil(shape.counts[pool] / self.node_gpus(pool, shape.width)) for pool in shape.kinds)
         return sum(nodes) if per == "node" else 1
 
 

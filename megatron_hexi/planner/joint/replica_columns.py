@@ -20,7 +20,7 @@ from megatron_hexi.planner.request import Request
 
 #: The most choices of GPUs that are tried with pipelines, and as one stage: for a single replica, for one of
 #: several.
-_WITH_PIPELINES, _WITH_ONE_STAGE = (24, 16), (140, 150)
+_WITH_PIPELINES, _WITH_ONE_STAGE = (24, 16), (300, 150)
 #: The most pipelines whose gradients are timed: the fastest, and of one replica the fastest of each depth and
 #: tensor-parallel size. The most of these that are kept, for one replica and for one of several.
 _WITH_GRADIENTS, _KEPT = 4, (3, 1)

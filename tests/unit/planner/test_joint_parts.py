@@ -228,7 +228,7 @@ def random_shapes(random, pools):
         for _ in range(random.randint(1, 3)):
             pool = random.randrange(len(left))
             width = random.choice((1, 2, 4))
-            size = pools.usable(pool, width)
+            size = pools.node_gpus(pool, width)
             if not size:
                 continue
             count = random.choice([width, 2 * width, size, 2 * size])
