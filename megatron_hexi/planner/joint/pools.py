@@ -122,7 +122,7 @@ class Pools:
         return count % size == 0 or (count < size and size % count == 0)
 
     def node_gpus(self, pool: int, width: int) -> int:
-        """Return the number of GPUs that units of `width` use of each of a pool's nodes; the others stay idle.
+        """Return how many GPUs of each of a pool's nodes units of `width` use; the others stay idle.
 
         Units lie inside nodes: of a node with 7 GPUs, units of 2 use 6.
         """
