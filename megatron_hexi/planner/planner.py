@@ -191,7 +191,7 @@ def _search(
     tell("memory", 0, 1)
     saved = SavedPlans(request, cluster, memory, searches, faster_than, known)
     best = saved.made_to_fit() if best is None else saved.best(best, tried)
-    if best is not None and not spell_savings(best.plan):
+    if best is not None and best not in tried and not spell_savings(best.plan):
         # Found for GPUs with more memory, it fits these as it is: more replicas share its optimizer's state.
         tried.append(best)
         unsaved_s = min(unsaved_s, best.iteration_s)

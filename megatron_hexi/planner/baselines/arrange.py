@@ -52,7 +52,7 @@ def equal_replicas(fleet: Fleet, count: int, order: Order) -> Iterator[ReplicaUn
 
 
 def nodes_of_one_model(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Return the sets of nodes whose GPUs are of one model: all of it, and those of each size if they differ.
+    """Return sets of nodes with GPUs of one model: all such nodes, and those of each size if sizes differ.
 
     Users leave out a node that lacks GPUs where it keeps the others from a larger tensor-parallel size.
     """

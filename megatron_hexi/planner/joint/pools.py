@@ -137,7 +137,9 @@ class Pools:
     def rounded(self, pool: int, count: int, width: int) -> int:
         """Return the most GPUs of a pool, up to `count`, that form stages of whole units."""
         size = self.node_gpus(pool, width)
-        if size and count >= size:
+        if not size:
+            return 0
+        if count >= size:
             return min(count // size, len(self.pools[pool].nodes)) * size
         return max((part for part in range(width, count + 1, width) if size % part == 0), default=0)
 
