@@ -7,7 +7,6 @@ down to none.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -77,10 +76,10 @@ def random_promise(seed: int, *, uneven: bool = False) -> Case:
     ]
     if uneven:
         lost = Random(f"lost {seed}")
-        kept = [(kind, size - lost.choice((0, 0, 1, 2, 3))) for kind in _repeated(kinds, counts)]
-        kept = [(kind, max(1, left)) for kind, left in kept]
+        kind_of = [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
         entries = [
-            f"- {{name: n{place}, gpu: {kind}, gpus: {left}}}" for place, (kind, left) in enumerate(kept)
+            f"- {{name: n{place}, gpu: {kind}, gpus: {max(1, size - lost.choice((0, 0, 1, 2, 3)))}}}"
+            for place, kind in enumerate(kind_of)
         ]
     network = f"network: {{bandwidth_gb_s: {rate}, latency_us: 10, per: {per}}}"
     text = "\n".join(["name: fleet", "nodes:", *entries, network, ""])
@@ -101,11 +100,6 @@ def random_promise(seed: int, *, uneven: bool = False) -> Case:
     order = draw.sample(sorted(values), draw.randint(1, 4))
     job = {"model": model, "seq_length": length, "global_batch_size": batch}
     return Case(text, read_text(text), job, {name: values[name] for name in order})
-
-
-def _repeated(kinds: Sequence[str], counts: Sequence[int]) -> list[str]:
-    """Each kind as often as its count says."""
-    return [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -148,7 +142,12 @@ def plan_case(case: Case) -> list[Kept]:
 
 
 def broken(found: list[Kept], longer: float = LONGER) -> list[str]:
-    """What of the promises is not kept, a line each; `longer` is how much longer less fixed may take."""
+    """Return a line for each promise that is broken.
+
+    Args:
+        found: what was found with each number of fixed terms.
+        longer: the factor by which a plan with fewer terms fixed may take longer than one with more.
+    """
     lines = []
     for one in found:
         if one.megatron_s is not None and (one.seconds is None or one.seconds > one.megatron_s * (1 + 1e-9)):

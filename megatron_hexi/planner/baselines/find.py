@@ -261,8 +261,8 @@ def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:
         {fleet.cluster.ranks[stage[0]].node for stage in fleet_unit.gpus} for fleet_unit in fleet.units
     ]
     parts = [
-        [unit for unit, own in enumerate(nodes_of) if own <= set(nodes)]
-        for nodes in nodes_of_one_model(fleet.cluster)
+        [unit for unit, own in enumerate(nodes_of) if own <= nodes]
+        for nodes in map(set, nodes_of_one_model(fleet.cluster))
     ]
     return [fleet if len(units) == len(fleet.units) else fleet.subset(units) for units in parts if units]
 

@@ -54,7 +54,7 @@ def test_no_node_alone_is_faster_than_the_fleet():
 
 
 def test_units_use_what_they_can_of_a_node_with_a_dead_gpu():
-    """Of 7 GPUs units of 4 use 4, and units of 2 use 6: a plan with both is faster than without the node."""
+    """A plan has 4 or 6 GPUs of a node of 7, in units of 4 or 2, and is faster than one without the node."""
     text = """
 name: seven
 nodes:
