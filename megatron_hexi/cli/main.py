@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer.main import get_command
@@ -32,12 +32,11 @@ from megatron_hexi.cli import (
     testbed,
 )
 from megatron_hexi.cli.output import print_json
-from megatron_hexi.cli.renamed import with_present_names
 from megatron_hexi.errors import HexiError, NothingFitsError, user_errors
 
 app = typer.Typer(
     help="Long-context training on mixed GPU clusters, as a plugin for Megatron-LM. Options have Megatron's "
-    "names; the former ones (--tensor-parallel, --recompute, …) still work in this release.",
+    "names.",
     rich_markup_mode=None,  # the tables of the other mode cut long names off
     pretty_exceptions_enable=False,  # our faults keep a traceback that can be pasted into an issue
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -70,8 +69,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     with user_errors():
         try:
-            command = get_command(app)
-            code = command.main(_words(command), prog_name="hexi", standalone_mode=False)
+            code = get_command(app).main(prog_name="hexi", standalone_mode=False)
         except typer.TyperException as problem:  # an unknown option, a missing argument
             message = " ".join(problem.format_message().split()).rstrip(".")
             context = getattr(problem, "ctx", None)
@@ -82,16 +80,6 @@ def main() -> None:
             _print_error(problem)
             raise
     sys.exit(code)
-
-
-def _words(command: Any) -> list[str]:
-    """Return the command line, with former names of options replaced by present ones."""
-    words = sys.argv[1:]
-    subcommand = command.commands.get(words[0]) if words else None
-    parameters = [] if subcommand is None else subcommand.params
-    return with_present_names(
-        words, {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
-    )
 
 
 def _print_error(problem: HexiError) -> None:

@@ -15,7 +15,6 @@ from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.check import check_plan
 from megatron_hexi.plan.model import FORMAT_VERSION, Plan
 from megatron_hexi.plan.shorthand import shorten, spelt_out
-from megatron_hexi.plan.version_1 import converted, place_in_version_1
 from megatron_hexi.text_file import write_text_atomically
 from megatron_hexi.yaml_file import YamlFile, read_yaml, spell_place
 from megatron_hexi.yaml_schema import Where, parse, short
@@ -45,16 +44,14 @@ def plan_from_yaml(source: YamlFile) -> Plan:
         )
     if "nodes" in source.data and "workload" not in source.data:
         raise PlanError(f"{source.path}: is a cluster file; give the plan")
-    version = source.data.get("version", 1)
-    if type(version) is not int or version not in (1, FORMAT_VERSION):
+    version = source.data.get("version")
+    if type(version) is not int or version != FORMAT_VERSION:
+        found = f"is {short(version)}" if "version" in source.data else "is missing"
         raise PlanError(
-            f"{source.where(('version',))} is {short(version)}, this megatron-hexi reads 1 and "
-            f"{FORMAT_VERSION}; make the plan again"
+            f"{source.where(('version',))} {found}, this megatron-hexi reads {FORMAT_VERSION}; write "
+            f"version: {FORMAT_VERSION}, or make the plan again"
         )
-    if version == FORMAT_VERSION:
-        return _checked(source.data, source.where)
-    old = converted(source.data, source.where)
-    return _checked(old, lambda place: source.where(place_in_version_1(place)))
+    return _checked(source.data, source.where)
 
 
 def validate_plan(plan: Plan) -> None:

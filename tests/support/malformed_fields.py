@@ -40,7 +40,7 @@ FIELDS = [
         "version: 3",
         1,
         "version is 3",
-        "reads 1 and 2",
+        "reads 2",
         "make the plan again",
     ),
     edit(

@@ -49,13 +49,12 @@ def documents(folder: Path) -> dict[str, tuple[Any, str]]:
     return {
         "plan": (read_plan, GOOD),
         "stages": (read_plan, (folder / "offload.yaml").read_text()),
-        "version-1": (read_plan, GOOD.replace("version: 2", "version: 1")),
         "cluster": (read_cluster, CLUSTER.read_text()),
         "scenario": (scenario, (EXAMPLES / "scenarios" / "congested-link.yaml").read_text()),
     }
 
 
-@pytest.mark.parametrize("name", ["plan", "stages", "version-1", "cluster", "scenario"])
+@pytest.mark.parametrize("name", ["plan", "stages", "cluster", "scenario"])
 @pytest.mark.parametrize("sign", ["", "-"])
 def test_it_is_named(name, sign, tmp_path):
     read, text = documents(tmp_path)[name]

@@ -1,4 +1,4 @@
-"""Plans with stages, units and samples of their own: as files, and what version 1 becomes."""
+"""Plans with stages, units and samples of their own: as files."""
 
 from __future__ import annotations
 
@@ -80,19 +80,6 @@ replicas:
 - stages: [{ministages: 2, domains: [{ranks: [0]}]}]
 """
 
-VERSION_1 = """\
-workload: {seq_length: 64, heads: 8, kv_heads: 4, head_dim: 16, layers: 2, tensor_parallel: 2}
-replicas:
-- stages:
-  - layers: 2
-    domain:
-      groups:
-      - segments: [[0, 64]]
-        members:
-        - {rank: 0, tokens: 40, heads: [0, 3]}
-        - {rank: 1, tokens: 24, heads: [3, 4]}
-"""
-
 
 def test_what_is_read_is_written_byte_for_byte(read):
     assert dump_plan(read(MIXED)) == MIXED
@@ -112,33 +99,15 @@ def test_stages_units_and_samples_are_read(read):
     assert second.domains[1].groups[0].segments == ((0, 64),)
 
 
-def test_version_1_is_read_as_the_stage_that_the_job_repeats(read):
-    plan = read(VERSION_1)
-    assert plan.is_repeated
-    assert plan.workload.tensor_parallel == 2
-    assert [(member.ranks, member.number) for member in plan.members] == [((0, 1), 0), ((2, 3), 1)]
-    assert read(dump_plan(plan)) == plan
-
-
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
-    [
-        (
-            "rank: 1",
-            "rank: x",
-            ":10: replicas[0].stages[0].domain.groups[0].members[1].rank = 'x' is not a whole number",
-        ),
-        ("tokens: 24", "tokens: 23", ":9: replicas[0].stages[0].domain.groups[0].members hold 63 tokens"),
-        ("rank: 1", "rank: 0", ":10: replicas[0].stages[0].domain.groups[0].members[1].rank has 0"),
-        ("- layers: 2", "- layers: 1", ":4: replicas[0].stages[0].layers is 1; leave it out"),
-        ("tensor_parallel: 2", "tensor_parallel: a", ":1: workload.tensor_parallel = 'a'; write a number"),
-        ("    domain:", "    domains:", "is of version 2; write version: 2"),
-    ],
+    ("line", "says"),
+    [("version: 1\n", ":1: version is 1"), ("version: two\n", "'two'"), ("", "version is missing")],
 )
-def test_mistakes_in_version_1_are_told_in_its_own_words(old, new, says, read):
+def test_another_version_is_refused_with_the_line_to_write(line, says, read):
     with pytest.raises(PlanError) as refused:
-        read(VERSION_1.replace(old, new))
+        read(MIXED.replace("version: 2\n", line, 1))
     assert says in str(refused.value)
+    assert "write version: 2" in str(refused.value)
 
 
 @pytest.mark.parametrize(
