@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from megatron_hexi.cluster.entries import STRICT, DeviceEntry, Latency, Memory, Name, Rate, Text
 from megatron_hexi.cluster.planner_rules import ANYTHING, PlannerRules
@@ -31,6 +31,15 @@ Factor = Annotated[float, Field(strict=True, gt=0, le=100, allow_inf_nan=False)]
 #: A rate of a link; zero or ``None`` stands for no link, and a rule names nodes that cannot reach each other.
 MaybeRate = Annotated[float, Field(strict=True, ge=0, le=1e6, allow_inf_nan=False)] | None
 MaybeLatency = Latency | None
+
+
+def _as_hostlist(value: Any) -> Any:
+    """Return a list of host names as Slurm writes it."""
+    is_list = isinstance(value, list) and all(isinstance(host, str) for host in value)
+    return ",".join(value) if is_list else value
+
+
+Hosts = Annotated[Text, BeforeValidator(_as_hostlist)]
 
 _ONE_OR_MANY = re.compile(r"(?P<base>.+)-(?P<first>\d+)(\.\.(?P<last>\d+))?")
 
@@ -103,8 +112,8 @@ class NodeEntry:
         intra: links between the GPUs of each node.
         host: host memory of each node, for offloading.
         network: network cards of each node, in place of the file's `network`.
-        hosts: Slurm's names of the nodes, in order, such as ``h[01-06]``; `count` is then the number of
-            names.
+        hosts: Slurm's names of the nodes, in order, such as ``h[01-06]`` or a list; `count` is then the
+            number of names.
     """
 
     name: Name
@@ -116,7 +125,7 @@ class NodeEntry:
     intra: Intra | None = None
     host: NodeHost | None = None
     network: NodeNetwork | None = None
-    hosts: Text | None = None
+    hosts: Hosts | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_hexi.errors import PlatformError
 from megatron_hexi.hostlist import expand_hostlist
-from megatron_hexi.slurm.gres import gpus_of, names_gpu
+from megatron_hexi.slurm.gres import gpus_of, names_gpu, resources_of
 
 #: What `parse_nodes` reads: a line for each node and partition.
 SINFO = ("sinfo", "--all", "--Node", "--noheader", "--format=%N|%R|%f|%G")
@@ -21,7 +21,7 @@ class SlurmNode:
     Args:
         partitions: names of its partitions.
         features: features that an administrator gave it.
-        gres: its generic resources as Slurm prints them, ``gpu:h100:8``.
+        gres: its generic resources in one order, ``gpu:h100:8,nvme:1``.
     """
 
     partitions: frozenset[str]
@@ -32,11 +32,10 @@ class SlurmNode:
         """Return whether the node has a feature, or is in a partition, of this name."""
         return name in self.features or name in self.partitions
 
-    def has_gpus(self, gpu: str, count: int) -> bool:
-        """Return whether the node has at least `count` GPUs that a cluster file may call `gpu`."""
-        return any(
-            available >= count and names_gpu(kind, gpu) for kind, available in gpus_of(self.gres).items()
-        )
+    def types_of(self, gpu: str, count: int) -> set[str]:
+        """Return the types of which the node has at least `count` GPUs that a cluster file may call `gpu`."""
+        types = gpus_of(self.gres).items()
+        return {kind for kind, available in types if available >= count and names_gpu(kind, gpu)}
 
 
 def parse_nodes(text: str) -> dict[str, SlurmNode]:
@@ -58,7 +57,7 @@ def parse_nodes(text: str) -> dict[str, SlurmNode]:
         nodes[name] = SlurmNode(
             partitions=frozenset({partition}) | (node.partitions if node else frozenset()),
             features=frozenset(features.split(",")) - {"(null)", ""},
-            gres=gres,
+            gres=resources_of(gres),
         )
     if not nodes:
         raise PlatformError(f"standard input names no node; pipe in what {' '.join(SINFO)} prints")

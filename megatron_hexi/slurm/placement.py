@@ -6,7 +6,8 @@ A name of the cluster file stands for
 2. else, where Slurm knows that host, any host of the job that Slurm describes alike (the same partitions,
    features and generic resources), because a job seldom gets the nodes that were measured;
 3. else, where the file names no host, any host of the job with a feature, or in a partition, of that name;
-4. else, where nothing is called so, any host of the job whose generic resources have the node's GPUs.
+4. else, where nothing is called so, any host of the job whose generic resources have the node's GPUs, and no
+   others of the file.
 
 Nodes that the plan does not use need no host; they may be the spares of an elastic job. GPUs of a node are
 alike, so a rank has a host, not a GPU.
@@ -80,7 +81,7 @@ def place(
     ]
     node_of = [cluster.ranks[gpu].node for gpu in find_gpus(plan, cluster)]
     used = [nodes[number] for number in sorted(set(node_of))]
-    host_of = _assign(used, slurm_nodes, hosts)
+    host_of = _assign(used, nodes, slurm_nodes, hosts)
     _check_stand_ins(nodes, host_of, slurm_nodes)
     placed = tuple(host_of[nodes[number].name] for number in node_of)
     spares = _find_spares(nodes, host_of, slurm_nodes, hosts) if with_spares else {}
@@ -113,6 +114,12 @@ class _Node:
         """Return the host among these that has a name of this node."""
         return next((name for name in self.host_names if name in names), None)
 
+    def is_called_so(self, slurm_nodes: Mapping[str, SlurmNode]) -> bool:
+        """Return whether Slurm has a host, a feature or a partition of a name of this node."""
+        return self.named(slurm_nodes) is not None or any(
+            described.is_called(self.entry.name) for described in slurm_nodes.values()
+        )
+
 
 def find_gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
     """Return the cluster's GPU of each rank.
@@ -137,14 +144,19 @@ def find_gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
 
 
 def _assign(
-    nodes: Sequence[_Node], slurm_nodes: Mapping[str, SlurmNode], hosts: Sequence[str]
+    nodes: Sequence[_Node],
+    all_nodes: Sequence[_Node],
+    slurm_nodes: Mapping[str, SlurmNode],
+    hosts: Sequence[str],
 ) -> dict[str, str]:
     """Assign a host to each node: first the host of the same name, then nodes with fewest choices first."""
     host_by_name = {node.name: node.named(hosts) for node in nodes}
     host_of = {name: host for name, host in host_by_name.items() if host is not None}
     used = set(host_of.values())
     free_hosts = [host for host in hosts if host not in used]
-    choices = [(node, _alike(node, slurm_nodes, free_hosts)) for node in nodes if node.name not in host_of]
+    choices = [
+        (node, _alike(node, all_nodes, slurm_nodes, free_hosts)) for node in nodes if node.name not in host_of
+    ]
     for node, choice in sorted(choices, key=lambda pair: len(pair[1])):
         host = next((host for host in choice if host not in used), None)
         if host is None:
@@ -172,15 +184,17 @@ def _find_spares(
             continue
         with contextlib.suppress(ClusterError, PlatformError):
             named = node.named(free)
-            host = named or next(iter(_alike(node, slurm_nodes, free)), None)
+            host = named or next(iter(_alike(node, nodes, slurm_nodes, free)), None)
             if host is not None:
                 _check_stand_ins(nodes, {**host_of, **spares, node.name: host}, slurm_nodes)
                 spares[node.name] = host
     return spares
 
 
-def _alike(node: _Node, slurm_nodes: Mapping[str, SlurmNode], hosts: Sequence[str]) -> list[str]:
-    """Return the hosts that may stand in for this node."""
+def _alike(
+    node: _Node, nodes: Sequence[_Node], slurm_nodes: Mapping[str, SlurmNode], hosts: Sequence[str]
+) -> list[str]:
+    """Return the hosts that may stand in for this node, those last that may be another of the nodes."""
     namesake = node.named(slurm_nodes)
     if namesake is not None:
         return [host for host in hosts if slurm_nodes[host] == slurm_nodes[namesake]]
@@ -191,10 +205,11 @@ def _alike(node: _Node, slurm_nodes: Mapping[str, SlurmNode], hosts: Sequence[st
             f"out to find nodes by the feature, partition or GPUs of {node.entry.name}"
         )
     kind, gpu, gpus = node.entry.name, *node.hardware
-    if any(described.is_called(kind) for described in slurm_nodes.values()):
+    if node.is_called_so(slurm_nodes):
         return [host for host in hosts if slurm_nodes[host].is_called(kind)]
-    if any(described.has_gpus(gpu, gpus) for described in slurm_nodes.values()):
-        return [host for host in hosts if slurm_nodes[host].has_gpus(gpu, gpus)]
+    if any(described.types_of(gpu, gpus) for described in slurm_nodes.values()):
+        fitting = [host for host in hosts if slurm_nodes[host].types_of(gpu, gpus)]
+        return sorted(fitting, key=lambda host: _rival(node, nodes, slurm_nodes[host]) is not None)
     called = sorted({name for host in slurm_nodes.values() for name in host.features | host.partitions})
     types = sorted({type_ for host in slurm_nodes.values() for type_ in gpus_of(host.gres)} - {""})
     raise ClusterError(
@@ -206,9 +221,8 @@ def _alike(node: _Node, slurm_nodes: Mapping[str, SlurmNode], hosts: Sequence[st
 
 def _wanted(node: _Node, slurm_nodes: Mapping[str, SlurmNode]) -> str:
     host = node.named(slurm_nodes)
-    kind = node.entry.name
-    if host is None and any(described.is_called(kind) for described in slurm_nodes.values()):
-        return f"one more with the feature, or in the partition, {kind}"
+    if host is None and node.is_called_so(slurm_nodes):
+        return f"one more with the feature, or in the partition, {node.entry.name}"
     if host is None:
         return f"one more with {node.entry.gpus} {node.entry.gpu} (--gpus-per-node=TYPE:{node.entry.gpus})"
     like = slurm_nodes[host]
@@ -231,6 +245,13 @@ def _check_stand_ins(
         host = host_of.get(node.name)
         if host is None or host in node.host_names:
             continue
+        rival = None if node.is_called_so(slurm_nodes) else _rival(node, nodes, slurm_nodes[host])
+        if rival is not None:
+            raise PlatformError(
+                f"Slurm's type of the GPUs of {host} (gres {slurm_nodes[host].gres}) may be the "
+                f"{node.entry.gpu} of {node.name} or the {rival.entry.gpu} of {rival.name}; name each node's "
+                "hosts in the cluster file (hosts: h[01-06])"
+            )
         for (gpu, gpus), other_node in described[slurm_nodes[host]].items():
             if (gpu, gpus) != node.hardware:
                 raise PlatformError(
@@ -239,6 +260,13 @@ def _check_stand_ins(
                     "may be either; name each node's hosts in the file (hosts: h[01-06]), or let features "
                     "tell them apart"
                 )
+
+
+def _rival(node: _Node, nodes: Sequence[_Node], described: SlurmNode) -> _Node | None:
+    """Return a node with other GPUs that a host's type of GPUs fits as well as this node's."""
+    types = described.types_of(*node.hardware)
+    others = (other for other in nodes if other.entry.gpu != node.entry.gpu)
+    return next((other for other in others if types & described.types_of(*other.hardware)), None)
 
 
 def _counted(names: Sequence[str], what: str) -> str:

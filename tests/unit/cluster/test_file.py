@@ -82,6 +82,7 @@ def test_the_digest_is_of_what_the_file_says(write):
         GOOD.replace("mixed-16", "renamed"),
         GOOD.replace("count: 1, ", ""),
         GOOD.replace("count: 1", "hosts: h1", 1),
+        GOOD.replace("count: 1", "hosts: [h1]", 1),
         GOOD + "levels: []\nfabrics: []\n",
     )
     for same in same_machines:

@@ -169,6 +169,40 @@ def test_gpus_are_found_by_their_type_in_gres():
     assert placed.idle == ("gpu04",)
 
 
+@pytest.mark.parametrize(
+    ("types", "place_of"),
+    [
+        (("a100-40", "a100-80"), {"big-0": "n1", "small-0": "n0"}),
+        (("a100-80", "a100_40gb_new"), {"big-0": "n0", "small-0": "n1"}),
+        (("a100", "a100"), None),
+        (("a100-new", "a100-80"), None),  # a word that is not understood is no memory
+    ],
+)
+def test_gpus_of_one_model_are_told_apart_by_their_memory_or_not_at_all(types, place_of):
+    known = parse_nodes("".join(f"n{i}|gpu|(null)|gpu:{kind}:8\n" for i, kind in enumerate(types)))
+    machines = cluster("big A100-SXM-80GB 1", "small A100-SXM-40GB 1")
+    if place_of is not None:
+        assert place(plan_for(16), machines, known, ["n0", "n1"]).nodes == place_of
+        return
+    ambiguous = r"GPUs of n0 \(gres gpu:.*:8\) may be the A100.* of .*hosts: h\[01-06\]"
+    with pytest.raises(PlatformError, match=ambiguous):
+        place(plan_for(16), machines, known, ["n0", "n1"])
+
+
+def test_a_host_whose_type_is_plain_is_taken_before_an_ambiguous_one():
+    known = parse_nodes("n0|gpu|(null)|gpu:a100:8\nn1|gpu|(null)|gpu:a100-80:8\n")
+    machines = cluster("big A100-SXM-80GB 1", "small A100-SXM-40GB 1")
+    first_eight = plan_for(8, tuple(range(8)))
+    assert place(first_eight, machines, known, ["n0", "n1"]).nodes == {"big-0": "n1"}
+
+
+def test_the_order_of_resources_and_their_sockets_tell_no_nodes_apart():
+    known = parse_nodes(
+        "gpu01|gpu|ib,nvme|gpu:h100:8(S:0-1),nvme:1\ngpu02|gpu|nvme,ib|nvme:1,gpu:h100:8(S:0,1)\n"
+    )
+    assert place(plan_for(8), cluster(f"gpu01 {H100} 1"), known, ["gpu02"]).nodes == {"gpu01-0": "gpu02"}
+
+
 def test_the_reported_site(job, monkeypatch, capsys):
     """Nodes called h100 and a100, which are neither features nor partitions."""
     nodes = "gpu01|gpu|(null)|gpu:h100:2(S:0-1)\ngpu02|gpu|(null)|gpu:a100:2(S:0-1)\n"
@@ -241,10 +275,40 @@ def test_a_host_that_stands_in_is_named(job, monkeypatch, capsys):
         ("a100_7g.80gb", set()),
         ("3g.40gb", set()),
         ("", set()),
+        # As public job scripts request them.
+        ("a100-40", {"A100-SXM-40GB"}),
+        ("a100_80g", {"A100-SXM-80GB", "A100-PCIe-80GB"}),
+        ("a10080gb", {"A100-SXM-80GB", "A100-PCIe-80GB"}),
+        ("a100sxm480gb", {"A100-SXM-80GB"}),
+        ("a100_20g", set()),  # a slice by its memory
+        ("a100_80gb_pcie_3g.40gb", set()),
+        ("h100-96", {"H100-SXM-96GB"}),
+        ("h100-47", set()),
+        ("nvidia_h200_nvl", set()),
+        ("v100-32", {"V100-SXM2-32GB"}),
+        ("v100l", set()),
+        ("teslav100", {"V100-SXM2-32GB", "V100-SXM2-16GB", "V100-PCIe-16GB"}),
+        ("nvidia_gh200_120gb", {"GH200-96GB"}),
+        ("3090", {"RTX3090-24GB"}),
+        ("2080ti", {"RTX2080Ti-11GB"}),
+        ("2080_ti", {"RTX2080Ti-11GB"}),
+        ("gtx2080ti", {"RTX2080Ti-11GB"}),
+        ("2080", set()),
+        ("geforcertx3090", {"RTX3090-24GB"}),
+        ("titanrtx", {"TitanRTX-24GB"}),
+        ("titan_v", set()),
+        ("rtxa6000", {"A6000-48GB"}),
+        ("quadrortx6000", {"Quadro-RTX-6000-24GB"}),
+        ("rtx_6000_ada_generation", {"RTX6000Ada-48GB"}),
+        ("rtx_pro_6000", set()),
+        ("amd_instinct_mi250x", {"MI250X-128GB"}),
+        ("mi250", set()),
+        ("tesla", set()),
     ],
 )
 def test_types_of_gres_name_gpus(kind, gpus):
-    names = [*catalog(), "A100-SXM4-80GB-MIG-3g-40gb"]
+    own = ("A100-SXM4-80GB-MIG-3g-40gb", "Quadro-RTX-6000-24GB", "RTX6000Ada-48GB", "MI250X-128GB")
+    names = [*catalog(), *own]
     assert {gpu for gpu in names if names_gpu(kind, gpu)} == gpus
 
 
@@ -259,6 +323,8 @@ def test_types_of_gres_name_gpus(kind, gpus):
         ("craynetwork:4,gpu:a100:2(S:0,1),gpu:a100:2,gpu:a100_3g.20gb:4", {"a100": 4, "a100_3g.20gb": 4}),
         ("gpu:h100:no_consume:2", {"h100": 2}),
         ("gpu_mem:80,mps:400,shard:a100:8", {}),
+        ("gpu:3090:8,gpu:4090:2(S:0)", {"3090": 8, "4090": 2}),
+        ("gpu:no_consume:4", {"": 4}),
     ],
 )
 def test_gres_is_read(gres, found):
