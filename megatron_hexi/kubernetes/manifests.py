@@ -7,6 +7,7 @@ https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import yaml
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kubernetes.pods import STORE, PodKind, Pods
 from megatron_hexi.kubernetes.products import PRODUCT_LABEL, product_labels
-from megatron_hexi.kubernetes.settings import FOLDER, SHARED_MEMORY, Settings
+from megatron_hexi.kubernetes.settings import FOLDER, SHARED_MEMORY, Settings, check_host_names
 
 #: Largest size of a ConfigMap: https://kubernetes.io/docs/concepts/configuration/configmap/.
 MAX_FILES_BYTES = 2**20
@@ -68,14 +69,28 @@ def manifests_text(objects: Sequence[Mapping[str, Any]]) -> str:
 
 
 class _ManifestDumper(yaml.SafeDumper):
-    """Writes texts of several lines as block scalars, and no aliases."""
+    """Dumps texts in quotes, or as a block of lines, and no aliases.
+
+    Of ``1e3``, ``0o17`` and ``y``, which PyYAML would leave plain, kubectl makes 1000, 15 and true.
+    """
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+        node = super().represent_mapping(tag, mapping, flow_style)
+        for key, _ in node.value:
+            if _FIELD.fullmatch(key.value):
+                key.style = None
+        return node
+
+
+#: Keys that PyYAML quotes where a reader would take them for more than text: neither ``y`` nor numbers.
+_FIELD = re.compile(r"[A-Za-z]\S+")
+
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else '"')
 
 
 _ManifestDumper.add_representer(str, _text)
@@ -216,6 +231,7 @@ def _node_terms(kind: PodKind, settings: Settings) -> list[dict[str, Any]]:
         key: [value] for key, value in settings.labels_of(kind.entry or "").items()
     }
     if not labels and kind.hosts:
+        check_host_names(kind.entry or "", kind.hosts)
         labels = {"kubernetes.io/hostname": kind.hosts}
     if not labels:
         products = product_labels(kind.gpu)

@@ -21,6 +21,8 @@ FOLDER = PurePosixPath("/etc/hexi")
 SHARED_MEMORY = PurePosixPath("/dev/shm")
 
 MAX_NAME = 63
+_MAX_SUBDOMAIN = 253
+_MAX_KEY = _MAX_SUBDOMAIN + 1 + MAX_NAME
 _LABEL = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
 _NAMESPACE = re.compile(_LABEL)
 _SERVICE = re.compile(r"[a-z](?:[-a-z0-9]*[a-z0-9])?")
@@ -129,9 +131,9 @@ class Settings:
         return {**self.resources.get("", {}), **self.resources.get(entry, {})}
 
     def holds(self, path: str) -> bool:
-        """Whether a path in a pod lies in a volume."""
-        folders = {PurePosixPath(path), *PurePosixPath(path).parents}
-        return any(volume.path in folders for volume in self.volumes)
+        """Whether a path in a pod lies in a volume; one with ``..`` may lead out of it."""
+        whole = PurePosixPath(path)
+        return ".." not in whole.parts and any(whole.is_relative_to(volume.path) for volume in self.volumes)
 
 
 def read_volume(text: str) -> Volume:
@@ -149,7 +151,7 @@ def read_volume(text: str) -> Volume:
     if source.startswith("/"):
         if not _is_folder(source):
             raise HexiError(f"--volume {text}: {source} is no plain absolute path of the nodes; give one")
-    elif not _CLAIM.fullmatch(source) or len(source) > 253:
+    elif not _CLAIM.fullmatch(source) or len(source) > _MAX_SUBDOMAIN:
         raise HexiError(f"--volume {text}: {source!r} is no name of a PersistentVolumeClaim; correct it")
     return Volume(source, PurePosixPath(rest[0]), read_only)
 
@@ -173,7 +175,7 @@ def read_labels(texts: Sequence[str], entries: Sequence[str]) -> dict[str, dict[
     for text in texts:
         entry, _, label = text.partition(":")
         key, equals, value = label.partition("=")
-        if not equals or not _KEY.fullmatch(key) or not _VALUE.fullmatch(value):
+        if not equals or not _KEY.fullmatch(key) or len(key) > _MAX_KEY or not _VALUE.fullmatch(value):
             raise HexiError(f"--node-label {text}: give ENTRY:LABEL=VALUE, such as h100:pool=fast")
         _check_entry("--node-label", text, entry, entries)
         if key in found.setdefault(entry, {}):
@@ -194,7 +196,8 @@ def read_resources(texts: Sequence[str], entries: Sequence[str]) -> dict[str, di
         place, equals, count = text.partition("=")
         entry, colon, name = place.rpartition(":")
         well = _QUANTITY if name in _NATIVE else _COUNT
-        if not equals or not (name in _NATIVE or _DEVICE.fullmatch(name)) or not well.fullmatch(count):
+        known = name in _NATIVE or (_DEVICE.fullmatch(name) and len(name) <= _MAX_KEY)
+        if not equals or not known or not well.fullmatch(count):
             raise HexiError(
                 f"--resource {text}: give [ENTRY:]NAME=COUNT, such as rdma/hca_shared_devices_a=1 or "
                 "memory=1Ti"
@@ -207,6 +210,20 @@ def read_resources(texts: Sequence[str], entries: Sequence[str]) -> dict[str, di
             raise HexiError(f"--resource {text}: {name} is given twice; keep one of them")
         found[entry][name] = count
     return found
+
+
+def check_host_names(entry: str, hosts: Sequence[str]) -> None:
+    """Refuse hosts of the cluster file that cannot be nodes of Kubernetes.
+
+    Raises:
+        HexiError: a name is no value of a label.
+    """
+    for host in hosts:
+        if not _VALUE.fullmatch(host):
+            raise HexiError(
+                f"nodes {entry}: the host {host[:80]} cannot be a node's name in Kubernetes; correct "
+                f"hosts: in the cluster file, or give --node-label {entry}:LABEL=VALUE"
+            )
 
 
 def _check_entry(option: str, text: str, entry: str, entries: Sequence[str]) -> None:

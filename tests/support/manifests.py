@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
 import yaml
+from ruamel.yaml import YAML
 
 from megatron_hexi.kubernetes.settings import Settings
 from megatron_hexi.plan import Workload, proportional_plan
@@ -101,6 +103,24 @@ def check_schema(objects):
         for one in document["spec"]["replicatedJobs"]:
             job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, **one["template"]}
             kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
+
+
+def as_readers_see(text):
+    """The objects that YAML 1.1 and YAML 1.2 read, which must be the same.
+
+    A text must be quoted, or a block: what a third reader makes of a plain one (``1e3``, ``0o17``, ``y``; the
+    rules of Go's yaml.v2 are neither version's) is not known.
+    """
+    seen = []
+    for version in ("1.1", "1.2"):
+        reader = YAML(typ="safe", pure=True)
+        reader.version = version
+        seen.append(list(reader.load_all(text)))
+    assert seen[0] == seen[1]
+    events = [event for event in yaml.parse(text) if isinstance(event, yaml.ScalarEvent)]
+    plain = {event.value for event in events if event.style is None}
+    assert all(re.fullmatch(r"true|false|[0-9]+|[A-Za-z]\S+", value) for value in plain), plain
+    return seen[0]
 
 
 def read_back(text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from random import Random
 
@@ -18,7 +19,17 @@ from megatron_hexi.kubernetes.pods import elastic_pods, probe_pods, training_pod
 from megatron_hexi.kubernetes.products import PRODUCT_LABEL, product_labels
 from megatron_hexi.kubernetes.settings import read_labels, read_resources, read_volume
 from tests.support.fleets import read_text
-from tests.support.manifests import FLEET, GPUS, KINDS, MODEL, check_schema, plan_for, read_back, settings
+from tests.support.manifests import (
+    FLEET,
+    GPUS,
+    KINDS,
+    MODEL,
+    as_readers_see,
+    check_schema,
+    plan_for,
+    read_back,
+    settings,
+)
 from tests.support.plans import RANDOMS, examples
 
 
@@ -205,3 +216,33 @@ def test_hosts_and_labels_choose_nodes():
         {"name": "volume-0", "mountPath": "/train"},
         {"name": "volume-1", "mountPath": "/data", "readOnly": True},
     ]
+
+
+#: What one version of YAML or another takes for a number, a boolean, a date, nothing, or a merged mapping.
+AMBIGUOUS = (
+    *("y", "N", "no", "on", "OFF", "True", "null", "NULL", "nan", "inf"),
+    *("1", "1e3", "12e4", "12e4567", "1.0", "1.e3", "0o17", "017", "0b1", "0x1F", "0x1f", "1_000", "1E3"),
+    *("2026-11-28", "1.2.3", "190.5e-3"),
+)
+
+
+@pytest.mark.parametrize("form", ["job", "jobset"])
+def test_every_reader_of_yaml_takes_a_text_for_a_text(form):
+    """Names that Kubernetes takes stay what they are, in each place where the user's words stand."""
+    names = [re.sub("[._]", "-", text.lower()) for text in AMBIGUOUS]
+    chosen = settings(
+        form,
+        namespace="1e3",
+        volumes=tuple(read_volume(f"{name}:/{number}") for number, name in enumerate(names)),
+        labels=read_labels([f"l40s:{text}={text}" for text in AMBIGUOUS], ["l40s"]),
+    )
+    files = {text: text for text in AMBIGUOUS} | {"job.args": "1e3\n#y\n"}
+    objects = manifests(training_pods(plan_for(range(GPUS)), read_text(FLEET), chosen), files, chosen)
+    assert as_readers_see(manifests_text(objects)) == objects
+
+
+def test_hosts_that_no_label_can_hold_are_refused():
+    text = FLEET.replace("gpu: A100-SXM-80GB, gpus: 4", "gpu: A100-SXM-80GB, gpus: 4, hosts: a_/b")
+    pods = training_pods(plan_for(range(GPUS)), read_text(text), settings())
+    with pytest.raises(HexiError, match="nodes a100: the host a_/b cannot be a node's name in Kubernetes"):
+        manifests(pods, {}, settings())
