@@ -17,6 +17,7 @@ from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import (
     argument_words,
     constant_flags,
+    constant_notes,
     model_file,
     model_flags,
     read_model,
@@ -155,4 +156,7 @@ def find_flags(plan: Plan, path: str, model: str, more: list[str]) -> tuple[str,
         say(f"note: {model}: not read: {', '.join(unread)}")
     if given is None:
         given = replace_flags(model_flags(read_model(model), plan.workload.seq_length), constant_flags(model))
+        if "--moe-router-load-balancing-type" not in more:
+            for note in constant_notes(model):
+                say(f"note: {note}")
     return megatron_flags(given, more, plan, path)

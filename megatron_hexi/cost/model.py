@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megatron_hexi.cost.layer_kinds import LARGEST, Experts, Latent, State, Window, built
 from megatron_hexi.cost.layer_weights import layer_matrices, layer_vectors
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.layer_features import MOST_LAYERS
 from megatron_hexi.yaml_schema import short
 
 #: Megatron pads the vocabulary to a multiple of this times the tensor-parallel size
@@ -109,10 +110,11 @@ class Model:
         for field in _SIZES:
             value = getattr(self, field)
             least = 0 if field in _MAY_BE_NONE else 1
-            if type(value) is not int or not least <= value <= LARGEST:
+            most = MOST_LAYERS if field in ("layers", "mtp_layers") else LARGEST
+            if type(value) is not int or not least <= value <= most:
                 raise HexiError(
                     f"model {self.name}: {field} = {short(value)}; write a whole number from {least} to "
-                    f"{LARGEST}"
+                    f"{most}"
                 )
         if self.heads % self.kv_heads:
             raise HexiError(

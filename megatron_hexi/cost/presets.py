@@ -11,6 +11,7 @@ from megatron_hexi.cost.bridge import bridge_arguments, is_bridge
 from megatron_hexi.cost.hugging_face.config import read_config
 from megatron_hexi.cost.hugging_face.constants import NoFlagError, constants_of
 from megatron_hexi.cost.hugging_face.models import model_from_config
+from megatron_hexi.cost.hugging_face.routers import balancing_note
 from megatron_hexi.cost.megatron_arguments import (
     ArgumentTerms,
     check_arguments,
@@ -109,6 +110,16 @@ def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
     if not _is_json(text, path):
         return []
     return [word for pair in constants_of(read_config(text, path)) for word in pair if word]
+
+
+def constant_notes(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return notes on what `constant_flags` gives for a config.json and transformers does not train with."""
+    found = _read(os.fspath(name_or_path))
+    if found is None or not _is_json(found[1], found[0]):
+        return ()
+    config = read_config(found[1], found[0])
+    note = balancing_note(config, constants_of(config))
+    return (note,) if note else ()
 
 
 def unread_fields(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.options.kinds import STATE_LAYERS, hybrid_layers
 
 #: Largest number of layers, far more than any model has; a longer pattern is a mistake and would need memory.
-_MOST_LAYERS = 2**14
+MOST_LAYERS = 2**14
 
 
 def layer_features(args: Namespace, source: str) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def _latent(args: Namespace, source: str) -> dict[str, Any] | None:
 
 
 def _layers(args: Namespace) -> range:
-    return range(min(args.num_layers or 0, _MOST_LAYERS))
+    return range(min(args.num_layers or 0, MOST_LAYERS))
 
 
 def _above_0(flag: str, value: int, source: str) -> int:
@@ -258,7 +258,7 @@ def pattern_text(layers: Sequence[bool]) -> str:
 
 def _value(node: ast.expr) -> Any:
     """Return the value of an expression of integers and lists with + and *; ValueError for any other."""
-    if isinstance(node, ast.Constant) and type(node.value) is int and node.value <= _MOST_LAYERS:
+    if isinstance(node, ast.Constant) and type(node.value) is int and node.value <= MOST_LAYERS:
         return node.value
     if isinstance(node, ast.List):
         return [_value(element) for element in node.elts]
@@ -273,12 +273,12 @@ def _value(node: ast.expr) -> Any:
 
 
 def _repeated(values: list[Any], times: int) -> list[Any]:
-    if len(values) * times > _MOST_LAYERS:
+    if len(values) * times > MOST_LAYERS:
         raise ValueError
     return values * times
 
 
 def _short(values: list[Any]) -> list[Any]:
-    if len(values) > _MOST_LAYERS:
+    if len(values) > MOST_LAYERS:
         raise ValueError
     return values

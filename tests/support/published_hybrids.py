@@ -18,7 +18,7 @@ _USUAL = {
 
 
 def _nemotron(
-    hidden: int, ffn: int, pattern: str, heads: int, state: int, mamba_heads: int
+    hidden: int, ffn: int, pattern: str, heads: int, state: int, mamba_heads: int, **more: Any
 ) -> dict[str, Any]:
     return {
         **_USUAL,
@@ -57,6 +57,7 @@ def _nemotron(
         "use_conv_bias": True,
         "use_mamba_kernels": True,
         "vocab_size": 131072,
+        **more,
     }
 
 
@@ -102,6 +103,24 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         4096, 21504, "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-", 32, 128, 128
     ),
     "nvidia/Nemotron-H-56B-Base-8K": _nemotron(
-        8192, 32768, "M-M-M-M*-" + 9 * "M-M-M-M-M*-" + "M-M-M-M-M-", 64, 256, 256
+        *(8192, 32768, "M-M-M-M*-" + 9 * "M-M-M-M-M*-" + "M-M-M-M-M-", 64, 256, 256),
+        time_step_rank=512,
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _nemotron(
+        *(2688, 1856, 5 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME", 32, 128, 64),
+        mamba_ssm_cache_dtype="float32",
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        n_group=1,
+        n_routed_experts=128,
+        n_shared_experts=1,
+        norm_eps=1e-05,
+        norm_topk_prob=True,
+        num_experts_per_tok=6,
+        num_key_value_heads=2,
+        partial_rotary_factor=1.0,
+        rope_theta=10000,
+        routed_scaling_factor=2.5,
+        topk_group=1,
     ),
 }

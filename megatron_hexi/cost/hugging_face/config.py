@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_hexi.cost.hugging_face.fields import HARMLESS_FIELDS, NEEDED, ONLY, ModelType, Only
+from megatron_hexi.cost.hugging_face.fields import (
+    HARMLESS_FIELDS,
+    NAMES_OF_ONE_FIELD,
+    NEEDED,
+    ONLY,
+    ModelType,
+    Only,
+)
 from megatron_hexi.cost.hugging_face.types import TYPES, WRAPPERS
+from megatron_hexi.cost.layer_kinds import LARGEST
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.layer_features import MOST_LAYERS
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,9 @@ class Config:
             return default
         if type(value) is not int or value < 1:
             self.refuse(field, value, "write a whole number above 0")
+        most = MOST_LAYERS if field in ("num_hidden_layers", "n_layer") else LARGEST
+        if value > most:
+            self.refuse(field, value, f"write a whole number up to {most}")
         return value
 
     def count(self, field: str) -> int:
@@ -144,7 +157,7 @@ def read_config(text: str, path: Path) -> Config:
         if field == "quantization_config" and kind.stored_as:
             _check_stored(config, value, kind.stored_as)
         elif field not in kind.used and field not in kind.harmless and field not in HARMLESS_FIELDS:
-            _check(config, field, value, kind.only.get(field) or ONLY.get(field))
+            _check(config, field, value, kind.only.get(field) or ONLY.get(field) or _repeats(config, field))
     _check_architectures(config, kind)
     return config
 
@@ -189,8 +202,8 @@ def positive(value: Any, field: str, path: Path) -> float:
     Raises:
         HexiError: the value is not a finite number above 0.
     """
-    if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise HexiError(f"{path}: {field} = {short(value)}; write a number above 0")
+    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+        raise HexiError(f"{path}: {field} = {short(value)}; write a finite number above 0")
     return float(value)
 
 
@@ -219,6 +232,18 @@ def _check(config: Config, field: str, value: Any, only: Only | None) -> None:
         config.refuse(field, value, "remove it if the model does not depend on it", problem)
     if value not in only.values:
         config.refuse(field, value, only.remedy, f"{only.what} is not supported")
+
+
+def _repeats(config: Config, field: str) -> Only | None:
+    """Return the value that a field repeats which nothing reads; ``None``: its effect is not known."""
+    kind = TYPES[config.model_type]
+    names = next((names for names in NAMES_OF_ONE_FIELD if field in names), ())
+    read = [name for name in names if name in kind.used or name in kind.only]
+    if len(read) != 1:
+        return None
+    default = kind.used[read[0]] if read[0] in kind.used else kind.only[read[0]].values[0]
+    value = config.values.get(read[0], default)
+    return Only((value,), f"another value than {read[0]} = {short(value)}", "write the same in both")
 
 
 def _check_stored(config: Config, value: Any, stored_as: str) -> None:

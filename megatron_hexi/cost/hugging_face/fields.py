@@ -89,7 +89,24 @@ ONLY: Mapping[str, Only] = {
     ),
     "partial_rotary_factor": Only((1,), "rotary embeddings of a part of each head", "give a model with 1"),
     "rope_interleaved": Only((False,), "rotating neighbours instead of halves", "give a model with false"),
+    "use_mrope": Only((False,), "rotary positions in three dimensions", "give a model with false"),
 }
+
+#: Names by which model types, or the programs that wrote a file, call one field. Of a name that the type does
+#: not have, transformers reads nothing; a file that has it too must say the same.
+NAMES_OF_ONE_FIELD: Sequence[Sequence[str]] = (
+    ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps"),
+    ("hidden_act", "mlp_hidden_act", "hidden_activation", "activation_function"),
+    ("rope_theta", "rotary_emb_base", "rotary_base", "rope_base"),
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    ("hidden_size", "n_embd", "d_model"),
+    ("intermediate_size", "n_inner", "ffn_hidden_size"),
+    ("num_attention_heads", "n_head", "n_heads"),
+    ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_query_groups"),
+    ("head_dim", "attention_head_dim", "kv_channels"),
+    ("num_local_experts", "num_experts", "n_routed_experts"),
+    ("num_experts_per_tok", "experts_per_token", "num_experts_per_token"),
+)
 
 #: Fields of any type that change neither weights nor results of the model, by the reason.
 HARMLESS: Mapping[str, Sequence[str]] = {
@@ -142,8 +159,11 @@ HARMLESS: Mapping[str, Sequence[str]] = {
     "the same products in another order, or with other memory": (
         *("pretraining_tp", "chunk_size_feed_forward", "gradient_checkpointing", "reorder_and_upcast_attn"),
         *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "use_flash_attn"),
-        "_flash_attn_2_enabled",
+        *("_flash_attn_2_enabled", "use_flash_attention", "use_flash_attention_2"),
     ),
-    "a length that nothing depends on": ("n_ctx", "max_sequence_length"),
+    "a length that nothing depends on": (
+        *("n_ctx", "max_sequence_length", "max_seq_len", "seq_length", "model_max_length"),
+    ),
+    "what the type says, or another program reads": ("is_decoder", "transformers.js_config"),
 }
 HARMLESS_FIELDS = frozenset(name for names in HARMLESS.values() for name in names)

@@ -74,7 +74,7 @@ HYBRIDS: Mapping[str, ModelType] = {
             "sliding_window": Only((), "attention in a window in a hybrid", "set it to null"),
             # Megatron's step has no other limits, and fresh ones are drawn from this range.
             "time_step_limit": Only(
-                ([0.0, math.inf], (0.0, math.inf)), "a limit of Mamba's step", "remove it"
+                ([0.0, math.inf], (0.0, math.inf), [0.0, 1e308]), "a limit of Mamba's step", "remove it"
             ),
         },
         {
@@ -82,12 +82,17 @@ HYBRIDS: Mapping[str, ModelType] = {
             "num_local_experts": "n_routed_experts",
             "attention_head_dim": "head_dim",
             "rms_norm_eps": "layer_norm_epsilon",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_dt_limit": "time_step_limit",
         },
         # Rotary embeddings it has none; kernels choose chunks, and Megatron draws fresh steps and weights.
         frozenset(
             {"auto_map", "max_position_embeddings", "rope_theta", "chunk_size", "expand", "n_shared_experts"}
-            | {"use_mamba_kernels", "num_logits_to_keep", "mamba_ssm_cache_dtype", "mamba_dt_limit"}
+            | {"use_mamba_kernels", "num_logits_to_keep", "mamba_ssm_cache_dtype", "time_step_rank"}
             | {"time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"}
+            | {"mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor", "mamba_expand", "mamba_chunk_size"}
             | {"moe_shared_expert_overlap", "mtp_layers_block_type", "mtp_hybrid_override_pattern"}
         ),
     ),

@@ -29,6 +29,20 @@ def router_flags(config: Config) -> Flags:
     return [*_softmax(config), *_balancing(config, "aux_loss", config.share("router_aux_loss_coef"))]
 
 
+def balancing_note(config: Config, flags: Flags) -> str:
+    """Return a note where transformers trains without the flags' load-balancing loss, else an empty text."""
+    coefficient = dict(flags).get("--moe-aux-loss-coeff")
+    if coefficient is None or config.values.get("output_router_logits") is True:
+        return ""
+    why = "computes no load-balancing loss for this type"
+    if config.has("router_aux_loss_coef"):
+        why = "adds the load-balancing loss only where output_router_logits is true"
+    return (
+        f"{config.path}: transformers {why}; the lines train with it (--moe-aux-loss-coeff {coefficient}): "
+        "append --moe-router-load-balancing-type none to train without"
+    )
+
+
 def _softmax(config: Config) -> Flags:
     """Return the flags of a router with a softmax over the chosen experts' scores, or over all scores.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from typing import Any
@@ -48,7 +49,8 @@ def test_weights_are_those_of_transformers(write, name):
 EXTRA_ALIASES = {
     "gpt_oss": {"experts_per_token"},
     "gemma3_text": {"_sliding_window_pattern"},
-    "nemotron_h": {"attention_head_dim", "rms_norm_eps"},
+    "nemotron_h": {"attention_head_dim", "rms_norm_eps"}
+    | {"mamba_n_groups", "mamba_d_conv", "mamba_conv_bias", "mamba_dt_limit"},
 }
 
 
@@ -170,10 +172,10 @@ WINDOWS = QWEN2 | {"use_sliding_window": True, "sliding_window": 64}
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: rotary embeddings of a part"),
         (LLAMA | {"rope_interleaved": True}, "rope_interleaved = true: rotating neighbours"),
         (LLAMA | {"pruned_heads": {"0": [1]}}, "pruned_heads"),
-        (LLAMA | {"rope_theta": "big"}, 'rope_theta = "big"; write a number above 0'),
-        (LLAMA | {"rms_norm_eps": 0}, "rms_norm_eps = 0; write a number above 0"),
+        (LLAMA | {"rope_theta": "big"}, 'rope_theta = "big"; write a finite number above 0'),
+        (LLAMA | {"rms_norm_eps": 0}, "rms_norm_eps = 0; write a finite number above 0"),
         (LLAMA | {"rope_scaling": [8]}, "rope_scaling = [8]; write a mapping, or null"),
-        (LLAMA | {"rope_scaling": {"type": "linear"}}, "factor = null; write a number above 0"),
+        (LLAMA | {"rope_scaling": {"type": "linear"}}, "factor = null; write a finite number above 0"),
         (
             LLAMA | {"rope_scaling": {"type": "linear", "factor": 2, "finetuned": True}},
             "rope_scaling.finetuned = true",
@@ -219,23 +221,26 @@ WINDOWS = QWEN2 | {"use_sliding_window": True, "sliding_window": 64}
         ),
         (DEEPSEEK | {"qk_head_dim": 128}, "qk_head_dim = 128: differs from what the other fields say"),
         (DEEPSEEK | {"n_shared_experts": None}, "n_shared_experts = null; write a whole number above 0"),
-        (DEEPSEEK | {"routed_scaling_factor": 0}, "routed_scaling_factor = 0; write a number above 0"),
+        (DEEPSEEK | {"routed_scaling_factor": 0}, "routed_scaling_factor = 0; write a finite number above 0"),
         (
             DEEPSEEK | {"quantization_config": {"quant_method": "compressed-tensors"}},
             "training quantized weights is not supported",
         ),
         (GPT_OSS | {"attention_bias": False}, "attention_bias = false: experts with biases beside"),
         (GPT_OSS | {"experts_per_token": 2}, "experts_per_token = 2 and num_experts_per_tok = 4 are one"),
-        (GPT_OSS | {"swiglu_limit": 0}, "swiglu_limit = 0; write a number above 0"),
+        (GPT_OSS | {"swiglu_limit": 0}, "swiglu_limit = 0; write a finite number above 0"),
         (
             GPT_OSS | {"layer_types": ["chunked_attention"] * 24},
             "write sliding_attention or full_attention for",
         ),
         (GEMMA | {"final_logit_softcapping": 30.0}, "capped logits is not supported"),
         (GEMMA | {"hidden_activation": "silu"}, 'hidden_activation = "silu": another activation'),
-        (GEMMA | {"rope_local_base_freq": 0}, "rope_local_base_freq = 0; write a number above 0"),
+        (GEMMA | {"rope_local_base_freq": 0}, "rope_local_base_freq = 0; write a finite number above 0"),
         (GEMMA | {"rope_parameters": {"rope_theta": 3}}, "write a mapping with full_attention and sliding"),
-        (GEMMA | {"query_pre_attn_scalar": "big"}, 'query_pre_attn_scalar = "big"; write a number above 0'),
+        (
+            GEMMA | {"query_pre_attn_scalar": "big"},
+            'query_pre_attn_scalar = "big"; write a finite number above 0',
+        ),
         (GEMMA | {"sliding_window_pattern": 0}, "sliding_window_pattern = 0; write a whole number above 0"),
         (VISION | {"text_config": None}, "text_config = null; write the mapping of the language model's"),
         (VISION | {"text_config": {"model_type": "llama"}}, 'text_config.model_type = "llama" in a gemma3'),
@@ -247,7 +252,7 @@ WINDOWS = QWEN2 | {"use_sliding_window": True, "sliding_window": 64}
         ),
         (LLAMA4 | {"no_rope_layers": [1, 0]}, "write 0 or 1 for each of the 48 layers"),
         (LLAMA4 | {"moe_layers": [-1]}, "moe_layers = [-1]; write a list of layers from 0 to 47"),
-        (LLAMA4 | {"floor_scale": 0}, "floor_scale = 0; write a number above 0"),
+        (LLAMA4 | {"floor_scale": 0}, "floor_scale = 0; write a finite number above 0"),
         (LLAMA4 | {"use_qk_norm": 3}, "use_qk_norm = 3; write true or false"),
         (PHI3 | {"lm_head_bias": True}, "a bias of the output layer is not supported"),
         (
@@ -286,3 +291,49 @@ def test_a_field_that_is_not_carried_over_is_refused_by_name(write, config, said
 )
 def test_what_does_not_matter_is_harmless(write, config):
     assert read_model(write(config)).layers == config["num_hidden_layers"]
+
+
+NANO = PUBLISHED["nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"]
+
+
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        # Of NVIDIA's Nemotron 3 Nano, Nemotron-H-56B and Nemotron 3 Ultra as published.
+        (NANO, {"norm_eps": None, "hidden_act": "relu2"}),
+        (NANO, {"time_step_rank": 512, "time_step_limit": [0.0, 1e308], "mamba_n_groups": 8}),
+        (QWEN2, {"use_mrope": False, "seq_length": 32768, "is_decoder": True}),
+        (LLAMA, {"layer_norm_eps": 1e-6, "rotary_emb_base": 10000, "num_kv_heads": 4, "kv_channels": None}),
+        (MIXTRAL, {"experts_per_token": 2}),
+    ],
+)
+def test_a_field_that_nothing_reads_may_repeat_another(write, config, more):
+    assert count(write(config | more)) == count(write(config))
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "said"),
+    [
+        (NANO, {"norm_eps": 1e-6}, "norm_eps = 1e-06: another value than layer_norm_epsilon = 1e-05 is not"),
+        (NANO, {"hidden_act": "silu"}, 'hidden_act = "silu": another value than mlp_hidden_act = "relu2"'),
+        (NANO, {"mamba_dt_limit": [0.0, 1.0]}, "a limit of Mamba's step is not supported; remove it"),
+        (
+            QWEN2,
+            {"use_mrope": True},
+            "use_mrope = true: rotary positions in three dimensions is not supported",
+        ),
+        (LLAMA, {"num_kv_heads": 8}, "num_kv_heads = 8: another value than num_key_value_heads = 4"),
+    ],
+)
+def test_a_field_that_nothing_reads_and_contradicts_another_is_refused(write, config, more, said):
+    with pytest.raises(HexiError, match=re.escape(said)):
+        read_model(write(config | more))
+
+
+@pytest.mark.parametrize("value", [10**9, 10**400, 1e308, -1, "x", [], {}], ids=range(7))
+def test_any_value_of_any_field_is_read_or_refused(write, value):
+    """No list is as long as a number says before it is checked, and no number is too large for a message."""
+    for config in (NANO, LLAMA, QWEN3_MOE, DEEPSEEK, GPT_OSS, LLAMA4, GEMMA, GPT2):
+        for field in TYPES[config["model_type"]].used:
+            with contextlib.suppress(HexiError):
+                read_model(write(config | {field: value}))

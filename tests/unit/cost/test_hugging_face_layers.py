@@ -23,7 +23,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from megatron_hexi.convert.config import read_model as read_to_convert
-from megatron_hexi.cost import NoFlagError, constant_flags, read_model
+from megatron_hexi.cost import NoFlagError, constant_flags, constant_notes, read_model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.parser import known_flags
 from tests.support.published_configs import PUBLISHED
@@ -248,3 +248,22 @@ def test_a_model_with_vision_says_that_vision_is_left_out(write):
 def test_what_is_read_but_not_converted_is_refused_by_name(write, config, said):
     with pytest.raises(HexiError, match=re.escape(said)):
         read_to_convert(write(config))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            PUBLISHED["openai/gpt-oss-20b"],
+            ("only where output_router_logits is true", "--moe-aux-loss-coeff 0.9"),
+        ),
+        (PUBLISHED["openai/gpt-oss-20b"] | {"output_router_logits": True}, ()),
+        (PUBLISHED["openai/gpt-oss-20b"] | {"router_aux_loss_coef": 0}, ()),
+        (PUBLISHED["deepseek-ai/DeepSeek-V3"], ("computes no load-balancing loss for this type",)),
+        (PUBLISHED["Llama-2-7b"], ()),
+    ],
+)
+def test_a_loss_that_transformers_does_not_train_with_is_noted(write, config, said):
+    notes = constant_notes(write(config))
+    assert len(notes) == bool(said)
+    assert all(text in notes[0] for text in said)
