@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_hexi.doctor import gpu_state, machine, patch_state, software, usable_kernels
 from megatron_hexi.doctor.facts import Checkout, Facts
+from megatron_hexi.errors import HexiError
 
 #: Callback: receives the part being examined, the number of parts done, and their total.
 Progress = Callable[[str, int, int], None]
@@ -25,6 +26,7 @@ _PARTS: dict[str, Callable[[], Any]] = {
     "driver": software.find_driver,
     "gpus": software.find_gpus,
     "gpu_states": gpu_state.find_gpu_states,
+    "gpu_links": gpu_state.find_gpu_links,
     "cpu": machine.find_cpu,
     "nccl_plugins": machine.find_nccl_plugins,
     "kernels": usable_kernels.find_kernels,
@@ -53,7 +55,8 @@ def collect(rank: int | None, checkout: Checkout | None = None, progress: Progre
                 parts[name] = find()
         except Exception as problem:  # whatever a broken installation raises is a finding
             line = (str(problem).strip() or "no message").splitlines()[0]
-            unknown.append((name, f"{type(problem).__name__}: {line}"))
+            kind = "" if isinstance(problem, HexiError) else f"{type(problem).__name__}: "
+            unknown.append((name, f"{kind}{line}"))
     return Facts(
         host=socket.gethostname(),
         rank=rank,

@@ -80,7 +80,6 @@ class GpuState:
         default_power_w: power limit as shipped.
         max_clock_mhz: highest clock of its multiprocessors.
         slowed: reasons why its clocks are reduced now.
-        links: link to each GPU of the node, as in ``nvidia-smi topo -m``: ``X``, ``NV18``, ``PIX``, ``SYS``.
     """
 
     name: str
@@ -91,7 +90,6 @@ class GpuState:
     default_power_w: float | None = None
     max_clock_mhz: int | None = None
     slowed: tuple[str, ...] = ()
-    links: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -236,6 +234,7 @@ class Facts:
         torch: ``None`` where it cannot be imported.
         gpus: GPUs that torch sees.
         gpu_states: states of all GPUs of the machine; empty without nvidia-smi.
+        gpu_links: links of each of them to all, as in ``nvidia-smi topo -m``: ``X``, ``NV18``, ``PIX``.
         cpu: the machine's processors.
         nccl_plugins: names of the libraries that NCCL would load.
         kernels: chosen attention kernels; empty without torch.
@@ -255,6 +254,7 @@ class Facts:
     driver: Driver = Driver(None, None)
     gpus: tuple[Gpu, ...] = ()
     gpu_states: tuple[GpuState, ...] = ()
+    gpu_links: tuple[tuple[str, ...], ...] = ()
     cpu: Cpu = Cpu()
     nccl_plugins: tuple[str, ...] = ()
     kernels: tuple[KernelChoice, ...] = ()

@@ -26,6 +26,15 @@ def _parts_unknown(facts: Facts) -> Iterator[Problem]:
     for part, reason in facts.unknown:
         if facts.torch is None and part in _NEED_TORCH:
             continue  # another rule reports that it is missing
+        if part == "gpu_links" and any(other == "gpu_states" for other, _ in facts.unknown):
+            continue  # the same program fails twice
+        if part == "gpu_states" and "not a valid field" not in reason:  # an older driver's answer
+            yield Problem(
+                "error",
+                f"nvidia-smi fails: {reason}",
+                "reset the GPU (nvidia-smi -r as root) or restart the node; dmesg has the driver's lines",
+            )
+            continue
         yield Problem(
             "warning", f"could not inspect {part} ({reason})", "fix that first, then run this again"
         )

@@ -100,9 +100,7 @@ def _alike_kinds(facts: Sequence[Facts]) -> Iterator[tuple[str, list[Facts]]]:
 
 def _links(facts: Facts) -> str:
     """Return the links between the GPUs of a node, such as ``28 x NV18``."""
-    pairs = Counter(
-        link for number, state in enumerate(facts.gpu_states) for link in state.links[number + 1 :]
-    )
+    pairs = Counter(link for number, links in enumerate(facts.gpu_links) for link in links[number + 1 :])
     return ", ".join(f"{count} x {link}" for link, count in sorted(pairs.items()))
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_hexi.errors import PlatformError
+from megatron_hexi.external_tool import output_of
 
 #: Where `ip netns` keeps them. The lab puts an empty file system of its own over /run.
 _FOLDER = Path("/run/netns")
@@ -42,10 +42,10 @@ def run(*words: str | Sequence[str]) -> None:
         PlatformError: it failed; with what it said.
     """
     command = [part for word in words for part in ([word] if isinstance(word, str) else word)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode:
-        text = " ".join(process.stderr.split())
+    try:
+        output_of(command)
+    except PlatformError as problem:
         raise PlatformError(
-            f"`{' '.join(command)}` failed: {text}; the kernel must offer veth, bridge, sch_htb and cls_u32, "
-            "or do without links: --links off"
-        )
+            f"{problem}; the kernel must offer veth, bridge, sch_htb and cls_u32, or do without links: "
+            "--links off"
+        ) from None

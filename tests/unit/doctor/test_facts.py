@@ -16,6 +16,7 @@ from megatron_hexi.doctor.collect import collect
 from megatron_hexi.doctor.facts import Checkout, Facts
 from megatron_hexi.doctor.machine import find_environment, find_network
 from megatron_hexi.doctor.patch_state import patch_state
+from megatron_hexi.doctor.rules import _parts_unknown
 from megatron_hexi.doctor.software import find_driver, find_packages
 from megatron_hexi.patching import Patch
 
@@ -153,3 +154,32 @@ def test_it_imports_nothing_that_only_compiling_needs() -> None:
     """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+LOST = "Unable to determine the device handle for GPU0000:3D:00.0: Unknown Error"
+
+
+@pytest.mark.parametrize(
+    ("script", "severity", "said"),
+    [
+        (f"echo '{LOST}'; exit 255", "error", f"{LOST} (`nvidia-smi --query-gpu"),
+        (f"echo '{LOST}' >&2; exit 9", "error", f"{LOST} (`nvidia-smi"),
+        (f"echo '{LOST}'", "error", f"nvidia-smi fails: {LOST} (printed by"),
+        ("exit 3", "error", "nothing was printed (`nvidia-smi"),
+        ("echo 'Field \"x\" is not a valid field to query.'; exit 2", "warning", "is not a valid field"),
+        (
+            "case $1 in topo) echo no; exit 1;; esac",
+            "warning",
+            "could not inspect gpu_links (no (`nvidia-smi topo",
+        ),
+    ],
+)
+def test_what_nvidia_smi_says_as_it_fails_is_shown(monkeypatch, tmp_path, script, severity, said) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    parts = {part: collecting._PARTS[part] for part in ("gpu_states", "gpu_links")}
+    monkeypatch.setattr(collecting, "_PARTS", parts)
+    found = list(_parts_unknown(collect(None)))
+    assert [problem.severity for problem in found] == [severity]
+    assert said in found[0].what

@@ -68,14 +68,7 @@ def facts_of(nodes: dict[str, Any], gpus: int = 2) -> list[Facts]:
         node = {**KINDS[changes["kind"]], **changes}
         state = {**KINDS[changes["kind"]]["state"], **changes.get("state", {})}
         gpu = Gpu(node["gpu"]["name"], tuple(node["gpu"]["capability"]), node["gpu"]["memory_gib"])
-        states = tuple(
-            GpuState(
-                gpu.name,
-                **state,
-                links=tuple("X" if other == one else node["link"] for other in range(gpus)),
-            )
-            for one in range(gpus)
-        )
+        states = tuple(GpuState(gpu.name, **state) for _ in range(gpus))
         network = interfaces(number, node)
         for local in range(gpus):
             found.append(
@@ -89,6 +82,10 @@ def facts_of(nodes: dict[str, Any], gpus: int = 2) -> list[Facts]:
                     driver=Driver(node["driver"], "13.0"),
                     gpus=(gpu,) * gpus,
                     gpu_states=states,
+                    gpu_links=tuple(
+                        tuple("X" if other == one else node["link"] for other in range(gpus))
+                        for one in range(gpus)
+                    ),
                     cpu=Cpu(**node["cpu"]),
                     nccl_plugins=tuple(node.get("plugins", ())),
                     network=NetworkFacts(network, ports(node), network[-1].addresses),
@@ -163,9 +160,9 @@ Legend:
 
 
 def test_what_nvidia_smi_says_is_read():
-    first, second = read_states(SMI, TOPOLOGY)
-    assert first == GpuState("NVIDIA H100 80GB HBM3", True, True, False, 700, 700, 1980, (), ("X", "NV18"))
+    first, second = read_states(SMI)
+    assert first == GpuState("NVIDIA H100 80GB HBM3", True, True, False, 700, 700, 1980, ())
     assert second.slowed == ("hardware slowdown", "heat")
     assert (second.persistence, second.ecc, second.mig) == (False, None, None)
-    assert read_links(TOPOLOGY) == {0: ("X", "NV18"), 1: ("NV18", "X")}
-    assert read_links("") == {}
+    assert read_links(TOPOLOGY) == (("X", "NV18"), ("NV18", "X"))
+    assert read_links("") == ()
