@@ -120,6 +120,38 @@ class Patch:
         return next(names for part, names in self.parameters.items() if is_installed(part, self.package))
 
 
+def patched(
+    target: str, *, parameters: tuple[str, ...] | Mapping[str, tuple[str, ...]] | None = None, **fields: Any
+) -> Callable[[Callable[..., Any]], Patch]:
+    """Decorate a function that replaces a function of Megatron, and takes the original as its first argument.
+
+    The function becomes a `Patch`.
+
+    Args:
+        target: see `Patch`.
+        parameters: names of the original's parameters; ``None``: those of the decorated function, or any
+            if it takes ``*args`` or ``**kwargs``.
+        fields: further fields of `Patch`.
+    """
+
+    def decorate(change: Callable[..., Any]) -> Patch:
+        def build(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                return change(original, *args, **kwargs)
+
+            return replacement
+
+        own = tuple(inspect.signature(change).parameters.values())[1:]
+        takes_any = any(
+            parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in own
+        )
+        names = None if takes_any else tuple(one.name for one in own)
+        return Patch(target, build=build, parameters=names if parameters is None else parameters, **fields)
+
+    return decorate
+
+
 class PatchSet:
     """Patches that are installed together and removed together, in reverse order."""
 

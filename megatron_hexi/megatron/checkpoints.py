@@ -7,22 +7,25 @@ which would include ours.
 from __future__ import annotations
 
 import copy
-import functools
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
 from megatron_hexi.megatron.session import given_plan
 from megatron_hexi.megatron.stages.stage_checkpoints import with_own_boxes
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import patched
 
 
-def _with_provenance(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def generate_state_dict(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
-        return with_own_boxes(original(without_ours(args), *rest, **kwargs))
-
-    return generate_state_dict
+@patched(
+    "megatron.training.checkpointing:generate_state_dict",
+    why="saves which plan it was in place of our arguments",
+    parameters=(
+        *("args", "model", "optimizer", "opt_param_scheduler", "rng_state", "iteration"),
+        *("optim_sd_kwargs", "model_sd_kwargs", "rerun_state"),
+    ),
+)
+def _with_provenance(original: Callable[..., Any], args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+    return with_own_boxes(original(without_ours(args), *rest, **kwargs))
 
 
 def without_ours(args: Namespace) -> Namespace:
@@ -37,14 +40,4 @@ def without_ours(args: Namespace) -> Namespace:
     return saved
 
 
-CHECKPOINT_PATCHES = (
-    Patch(
-        target="megatron.training.checkpointing:generate_state_dict",
-        why="saves which plan it was in place of our arguments",
-        build=_with_provenance,
-        parameters=(
-            *("args", "model", "optimizer", "opt_param_scheduler", "rng_state", "iteration"),
-            *("optim_sd_kwargs", "model_sd_kwargs", "rerun_state"),
-        ),
-    ),
-)
+CHECKPOINT_PATCHES = (_with_provenance,)

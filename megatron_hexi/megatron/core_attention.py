@@ -20,9 +20,14 @@ from torch import Tensor
 from megatron_hexi.errors import PlanError, user_errors
 from megatron_hexi.megatron.packing import document_ends, packed_shard
 from megatron_hexi.megatron.session import Session, active_session
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import Patch, patched
 from megatron_hexi.plan import Mask
 from megatron_hexi.runtime.compact import compact
+
+_RECOMPUTED = (
+    *("self", "query", "key", "value", "attention_mask", "rotary_pos_emb", "attn_mask_type"),
+    *("attention_bias", "packed_seq_params"),
+)
 
 
 class HexiCoreAttention(MegatronModule):
@@ -198,19 +203,26 @@ def _with_hexi_attention(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _with_compact_inputs(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(original)
-    def _checkpointed_attention_forward(
-        self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        if active_session() is not None:
-            # Where latent columns travel, the value is a weight, which must not be copied.
-            moved = (query, key) if isinstance(value, torch.nn.Parameter) else (query, key, value)
-            query, key, *rest = compact(moved)
-            value = rest[0] if rest else value
-        return original(self, query, key, value, *args, **kwargs)
-
-    return _checkpointed_attention_forward
+@patched(
+    "megatron.core.transformer.attention:Attention._checkpointed_attention_forward",
+    why="saves query, key and value to recompute attention, not the tensor that they were cut from",
+    parameters={"<0.19": _RECOMPUTED, ">=0.19": (*_RECOMPUTED, "core_attention_extra_kwargs")},
+)
+def _with_compact_inputs(
+    original: Callable[..., Tensor],
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    if active_session() is not None:
+        # Where latent columns travel, the value is a weight, which must not be copied.
+        moved = (query, key) if isinstance(value, torch.nn.Parameter) else (query, key, value)
+        query, key, *rest = compact(moved)
+        value = rest[0] if rest else value
+    return original(self, query, key, value, *args, **kwargs)
 
 
 _PARAMETERS = (
@@ -218,10 +230,6 @@ _PARAMETERS = (
     *("cp_comm_type", "pg_collection"),
 )
 
-_RECOMPUTED = (
-    *("self", "query", "key", "value", "attention_mask", "rotary_pos_emb", "attn_mask_type"),
-    *("attention_bias", "packed_seq_params"),
-)
 
 ATTENTION_PATCHES = (
     *(
@@ -240,10 +248,5 @@ ATTENTION_PATCHES = (
             ("multi_latent_attention:MultiLatentAttention", ()),
         )
     ),
-    Patch(
-        target="megatron.core.transformer.attention:Attention._checkpointed_attention_forward",
-        why="saves query, key and value to recompute attention, not the tensor that they were cut from",
-        build=_with_compact_inputs,
-        parameters={"<0.19": _RECOMPUTED, ">=0.19": (*_RECOMPUTED, "core_attention_extra_kwargs")},
-    ),
+    _with_compact_inputs,
 )

@@ -6,7 +6,6 @@ needs pybind11 and a compiler). Megatron runs make in both cases and exits where
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron.session import active_session
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import Patch, patched
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 
@@ -28,30 +27,32 @@ def _with_helpers_elsewhere(original: list[str]) -> list[str]:
     return [*original, *(str(folder) for folder in folders if any(folder.glob("helpers_cpp*.so")))]
 
 
-def _compile_if_missing(original: Callable[[], None]) -> Callable[[], None]:
-    @functools.wraps(original)
-    def compile_helpers() -> None:
-        if importlib.util.find_spec(_HELPERS) is None:
-            original()
+@patched(
+    "megatron.core.datasets.utils:compile_helpers",
+    why="the dataset helpers are compiled only where they are missing: the wheel has them, and no Makefile",
+)
+def _compile_if_missing(
+    original: Callable[[], None],
+) -> None:
+    if importlib.util.find_spec(_HELPERS) is None:
+        original()
 
-    return compile_helpers
 
-
-def _refuse_empty_parts(original: Callable[[Any, int], int]) -> Callable[[Any, int], int]:
-    @functools.wraps(original)
-    def _get_num_epochs(self: Any, num_tokens_per_epoch: int) -> int:
-        if active_session() is not None and num_tokens_per_epoch == 0 and self.num_samples:
-            part = {"train": "training", "valid": "validation"}.get(self.index_split.name, "test")
-            documents = len(self.dataset.document_indices) - 1
-            raise HexiError(
-                f"--split: of the {documents} documents of {self.dataset.path_prefix} none is in the {part} "
-                f"part, of which {self.num_samples} samples are wanted; give that part a larger share, or "
-                "other files with --train-data-path and --valid-data-path"
-                + ("" if part == "training" else ", or --eval-iters 0")
-            )
-        return original(self, num_tokens_per_epoch)
-
-    return _get_num_epochs
+@patched(
+    "megatron.core.datasets.gpt_dataset:GPTDataset._get_num_epochs",
+    why="epochs over a part of a split without documents are counted for ever, for none has a token",
+)
+def _refuse_empty_parts(original: Callable[[Any, int], int], self: Any, num_tokens_per_epoch: int) -> int:
+    if active_session() is not None and num_tokens_per_epoch == 0 and self.num_samples:
+        part = {"train": "training", "valid": "validation"}.get(self.index_split.name, "test")
+        documents = len(self.dataset.document_indices) - 1
+        raise HexiError(
+            f"--split: of the {documents} documents of {self.dataset.path_prefix} none is in the {part} "
+            f"part, of which {self.num_samples} samples are wanted; give that part a larger share, or "
+            "other files with --train-data-path and --valid-data-path"
+            + ("" if part == "training" else ", or --eval-iters 0")
+        )
+    return original(self, num_tokens_per_epoch)
 
 
 HELPERS_PATH = Patch(
@@ -60,16 +61,6 @@ HELPERS_PATH = Patch(
     build=_with_helpers_elsewhere,
 )
 
-COMPILE_HELPERS = Patch(
-    target="megatron.core.datasets.utils:compile_helpers",
-    why="the dataset helpers are compiled only where they are missing: the wheel has them, and no Makefile",
-    build=_compile_if_missing,
-    parameters=(),
-)
+COMPILE_HELPERS = _compile_if_missing
 
-EMPTY_PARTS = Patch(
-    target="megatron.core.datasets.gpt_dataset:GPTDataset._get_num_epochs",
-    why="epochs over a part of a split without documents are counted for ever, for none has a token",
-    build=_refuse_empty_parts,
-    parameters=("self", "num_tokens_per_epoch"),
-)
+EMPTY_PARTS = _refuse_empty_parts

@@ -6,7 +6,6 @@ rank's heads; the projections, norm, kernels and weights are the layer's own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,29 +16,35 @@ from torch.nn import functional
 from megatron_hexi.megatron.packing import document_ends
 from megatron_hexi.megatron.session import Session, active_session, given_plan
 from megatron_hexi.megatron.state_shares import ColumnSection, StateShare, unused
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import patched
 
 _NUMBER = ColumnSection(1)
 
 
-def _by_the_plan(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(
-        self: Any,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        inference_context: Any = None,
-        packed_seq_params: Any = None,
-        sequence_len_offset: int | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        session = active_session()
-        if session is None:
-            args = (attention_mask, inference_context, packed_seq_params, sequence_len_offset)
-            return original(self, hidden_states, *args, **kwargs)
-        return _forward(self, session, hidden_states, packed_seq_params)
-
-    return forward
+@patched(
+    "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet.forward",
+    only=">=0.19",  # before, these layers are refused beside a plan
+    why="the plan says which heads of a delta net a rank scans, and in which order positions arrive",
+    parameters=(
+        *("self", "hidden_states", "attention_mask", "inference_context", "packed_seq_params"),
+        *("sequence_len_offset", "inference_params", "kwargs"),
+    ),
+)
+def _by_the_plan(
+    original: Callable[..., Any],
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None,
+    inference_context: Any = None,
+    packed_seq_params: Any = None,
+    sequence_len_offset: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    session = active_session()
+    if session is None:
+        args = (attention_mask, inference_context, packed_seq_params, sequence_len_offset)
+        return original(self, hidden_states, *args, **kwargs)
+    return _forward(self, session, hidden_states, packed_seq_params)
 
 
 def _forward(layer: Any, session: Session, hidden: Tensor, packed: Any) -> tuple[Tensor, Tensor | None]:
@@ -161,36 +166,22 @@ def _sections(layer: Any) -> tuple[ColumnSection, ColumnSection]:
     return ColumnSection(layer.key_head_dim, is_shared=True), ColumnSection(layer.value_head_dim)
 
 
-def _with_any_heads(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __post_init__(self: Any) -> None:
-        size = self.context_parallel_size
-        if given_plan() is not None and self.experimental_attention_variant == "gated_delta_net":
-            self.context_parallel_size = 1
-        try:
-            original(self)
-        finally:
-            self.context_parallel_size = size
-
-    return __post_init__
+@patched(
+    "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+    only=">=0.19",
+    why="under a plan the ranks of a group need not divide the heads of a delta net",
+)
+def _with_any_heads(original: Callable[..., None], self: Any) -> None:
+    size = self.context_parallel_size
+    if given_plan() is not None and self.experimental_attention_variant == "gated_delta_net":
+        self.context_parallel_size = 1
+    try:
+        original(self)
+    finally:
+        self.context_parallel_size = size
 
 
 DELTA_NET_PATCHES = (
-    Patch(
-        target="megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet.forward",
-        only=">=0.19",  # before, these layers are refused beside a plan
-        why="the plan says which heads of a delta net a rank scans, and in which order positions arrive",
-        build=_by_the_plan,
-        parameters=(
-            *("self", "hidden_states", "attention_mask", "inference_context", "packed_seq_params"),
-            *("sequence_len_offset", "inference_params", "kwargs"),
-        ),
-    ),
-    Patch(
-        target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-        only=">=0.19",
-        why="under a plan the ranks of a group need not divide the heads of a delta net",
-        build=_with_any_heads,
-        parameters=("self",),
-    ),
+    _by_the_plan,
+    _with_any_heads,
 )

@@ -6,35 +6,34 @@ Every stage reads the ends of documents. NVIDIA's ``pretrain_gpt.py`` builds dat
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from megatron_hexi.megatron.session import active_session
 from megatron_hexi.options.kinds import is_packed
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import patched
 
 
-def _on_every_stage(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, cls: Any, sizes: Any, is_built_on_rank: Callable[[], bool], config: Any) -> None:
-        from megatron.core import mpu
-        from megatron.training import get_args
-
-        if active_session() is not None and is_packed(get_args()):
-            # The first tensor-parallel rank reads for the others.
-            original(self, cls, sizes, lambda: mpu.get_tensor_model_parallel_rank() == 0, config)
-        else:
-            original(self, cls, sizes, is_built_on_rank, config)
-
-    return __init__
-
-
-DOCUMENT_DATASET_PATCHES = (
-    Patch(
-        target="megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__",
-        why="every pipeline stage reads where documents end, whatever the script builds data sets on",
-        build=_on_every_stage,
-        parameters=("self", "cls", "sizes", "is_built_on_rank", "config"),
-    ),
+@patched(
+    "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__",
+    why="every pipeline stage reads where documents end, whatever the script builds data sets on",
 )
+def _on_every_stage(
+    original: Callable[..., None],
+    self: Any,
+    cls: Any,
+    sizes: Any,
+    is_built_on_rank: Callable[[], bool],
+    config: Any,
+) -> None:
+    from megatron.core import mpu
+    from megatron.training import get_args
+
+    if active_session() is not None and is_packed(get_args()):
+        # The first tensor-parallel rank reads for the others.
+        original(self, cls, sizes, lambda: mpu.get_tensor_model_parallel_rank() == 0, config)
+    else:
+        original(self, cls, sizes, is_built_on_rank, config)
+
+
+DOCUMENT_DATASET_PATCHES = (_on_every_stage,)

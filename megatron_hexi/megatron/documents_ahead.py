@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.options.kinds import is_packed
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import patched
 from megatron_hexi.runtime.call_rows import on_device
 
 Documents = tuple[int, ...]
@@ -126,34 +126,23 @@ def _raise(problem: Exception) -> Any:
     raise problem
 
 
-def _one_ahead(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+@patched(
+    "megatron.core.rerun_state_machine:RerunDataIterator.__next__",
+    why="derives the split tables of the next micro-batch's documents while this one runs",
+)
+def _one_ahead(original: Callable[[Any], Any], self: Any) -> Any:
     from megatron.training import get_args
 
-    @functools.wraps(original)
-    def __next__(self: Any) -> Any:
-        session = active_session()
-        if session is None:
-            return original(self)
-        args = get_args()
-        # Megatron saves the state of an external loader, which would be one ahead.
-        if (
-            is_packed(args)
-            and args.dataloader_type != "external"
-            and not isinstance(self.iterable, _Prefetched)
-        ):
-            self.iterable = _Prefetched(self.iterable)
-        sample = original(self)  # or a sample that Megatron replays
-        AHEAD.take(sample, session.seq_length)
-        return sample
-
-    return __next__
+    session = active_session()
+    if session is None:
+        return original(self)
+    args = get_args()
+    # Megatron saves the state of an external loader, which would be one ahead.
+    if is_packed(args) and args.dataloader_type != "external" and not isinstance(self.iterable, _Prefetched):
+        self.iterable = _Prefetched(self.iterable)
+    sample = original(self)  # or a sample that Megatron replays
+    AHEAD.take(sample, session.seq_length)
+    return sample
 
 
-DOCUMENTS_AHEAD_PATCHES = (
-    Patch(
-        target="megatron.core.rerun_state_machine:RerunDataIterator.__next__",
-        why="derives the split tables of the next micro-batch's documents while this one runs",
-        build=_one_ahead,
-        parameters=("self",),
-    ),
-)
+DOCUMENTS_AHEAD_PATCHES = (_one_ahead,)

@@ -6,7 +6,6 @@ logs, in one collective for all layers and iterations since.
 
 from __future__ import annotations
 
-import functools
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.megatron.session import active_session
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import patched
 
 
 class ExpertLoads:
@@ -91,25 +90,21 @@ def load_variation(table: Tensor) -> float | None:
 LOADS = ExpertLoads()
 
 
-def _counted(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    @functools.wraps(original)
-    def routing(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        found = original(self, *args, **kwargs)
-        # Passes without gradients are evaluation, or the first pass of recomputed layers. Routers of
-        # multi-token prediction have other layers' numbers.
-        counts = active_session() is not None and torch.is_grad_enabled()
-        if counts and not getattr(self, "is_mtp_layer", False):
-            LOADS.count(self.layer_number, found[1])
-        return found
-
-    return routing
-
-
-EXPERT_LOAD_PATCHES = (
-    Patch(
-        target="megatron.core.transformer.moe.router:TopKRouter.routing",
-        why="counts the rows of each expert, for the measured imbalance",
-        build=_counted,
-        parameters=("self", "logits", "padding_mask"),
-    ),
+@patched(
+    "megatron.core.transformer.moe.router:TopKRouter.routing",
+    why="counts the rows of each expert, for the measured imbalance",
+    parameters=("self", "logits", "padding_mask"),
 )
+def _counted(
+    original: Callable[..., tuple[Tensor, Tensor]], self: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    found = original(self, *args, **kwargs)
+    # Passes without gradients are evaluation, or the first pass of recomputed layers. Routers of
+    # multi-token prediction have other layers' numbers.
+    counts = active_session() is not None and torch.is_grad_enabled()
+    if counts and not getattr(self, "is_mtp_layer", False):
+        LOADS.count(self.layer_number, found[1])
+    return found
+
+
+EXPERT_LOAD_PATCHES = (_counted,)

@@ -24,7 +24,9 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_hexi.megatron.session import active_session
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import patched
+
+_LAYER = "megatron.core.transformer.multi_latent_attention:MLASelfAttention"
 
 
 def latent_columns_travel() -> bool:
@@ -33,15 +35,16 @@ def latent_columns_travel() -> bool:
     return session is not None and session.given.plan.workload.latent_exchange is not None
 
 
-def _with_columns(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if latent_columns_travel():
-            up = self.linear_kv_up_proj
-            up.forward = functools.partial(_columns, up, self.config, self.pg_collection.tp)
-
-    return __init__
+@patched(
+    f"{_LAYER}.__init__",
+    only=">=0.19",  # before, latent columns do not travel
+    why="where latent columns travel, leaves the product that makes keys and values to core attention",
+)
+def _with_columns(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if latent_columns_travel():
+        up = self.linear_kv_up_proj
+        up.forward = functools.partial(_columns, up, self.config, self.pg_collection.tp)
 
 
 def _columns(up: Any, config: Any, tp_group: Any, columns: Tensor) -> tuple[Tensor, None]:
@@ -65,30 +68,36 @@ def _columns(up: Any, config: Any, tp_group: Any, columns: Tensor) -> tuple[Tens
     return copy_to_tensor_model_parallel_region(columns, group=tp_group), None
 
 
-def _with_columns_as_key(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_query_key_value_tensors(
-        self: Any,
-        hidden_states: Tensor,
-        key_value_states: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        packed_seq_params: Any = None,
-        inference_context: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        if latent_columns_travel():
-            return _latent_tensors(self, hidden_states)
-        return original(
-            self,
-            hidden_states,
-            key_value_states,
-            position_ids,
-            packed_seq_params,
-            inference_context,
-            **kwargs,
-        )
-
-    return get_query_key_value_tensors
+@patched(
+    f"{_LAYER}.get_query_key_value_tensors",
+    only=">=0.19",
+    why="gives core attention latent columns and the matrix in place of keys and values",
+    parameters=(
+        *("self", "hidden_states", "key_value_states", "position_ids", "packed_seq_params"),
+        *("inference_context", "inference_params"),
+    ),
+)
+def _with_columns_as_key(
+    original: Callable[..., Any],
+    self: Any,
+    hidden_states: Tensor,
+    key_value_states: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    packed_seq_params: Any = None,
+    inference_context: Any = None,
+    **kwargs: Any,
+) -> Any:
+    if latent_columns_travel():
+        return _latent_tensors(self, hidden_states)
+    return original(
+        self,
+        hidden_states,
+        key_value_states,
+        position_ids,
+        packed_seq_params,
+        inference_context,
+        **kwargs,
+    )
 
 
 def _latent_tensors(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -145,23 +154,7 @@ def _latent_tensors(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, 
     return query, key, layer.linear_kv_up_proj.weight, of_query, columns
 
 
-_LAYER = "megatron.core.transformer.multi_latent_attention:MLASelfAttention"
-
 LATENT_PATCHES = (
-    Patch(
-        target=f"{_LAYER}.__init__",
-        only=">=0.19",  # before, latent columns do not travel
-        why="where latent columns travel, leaves the product that makes keys and values to core attention",
-        build=_with_columns,
-    ),
-    Patch(
-        target=f"{_LAYER}.get_query_key_value_tensors",
-        only=">=0.19",
-        why="gives core attention latent columns and the matrix in place of keys and values",
-        build=_with_columns_as_key,
-        parameters=(
-            *("self", "hidden_states", "key_value_states", "position_ids", "packed_seq_params"),
-            *("inference_context", "inference_params"),
-        ),
-    ),
+    _with_columns,
+    _with_columns_as_key,
 )

@@ -5,14 +5,13 @@ They are those of hybrid models, and the delta nets of a GPT.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import Patch, patched
 from megatron_hexi.platform import Platform
 
 
@@ -31,16 +30,20 @@ def _local_norm(original: type) -> type:
     return WrappedTorchNorm
 
 
-def _local_block(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def build(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> Any:
-        if config.experimental_attention_variant != "gated_delta_net":
-            return original(config, vp_stage, pp_rank)
-        from megatron_hexi.megatron.local_specs import delta_net_block  # as above
+@patched(
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs:"
+    "get_transformer_block_with_experimental_attention_variant_spec",
+    only=">=0.19",
+    why="a GPT's delta nets are specified with Transformer Engine only",
+)
+def _local_block(
+    original: Callable[..., Any], config: Any, vp_stage: int | None = None, pp_rank: int | None = None
+) -> Any:
+    if config.experimental_attention_variant != "gated_delta_net":
+        return original(config, vp_stage, pp_rank)
+    from megatron_hexi.megatron.local_specs import delta_net_block  # as above
 
-        return delta_net_block(config, vp_stage, pp_rank)
-
-    return build
+    return delta_net_block(config, vp_stage, pp_rank)
 
 
 _PATCHES = (
@@ -56,12 +59,5 @@ _PATCHES = (
         why="the norm at the end of a hybrid model is Transformer Engine's, whatever is specified",
         build=_local_norm,
     ),
-    Patch(
-        target="megatron.core.models.gpt.experimental_attention_variant_module_specs:"
-        "get_transformer_block_with_experimental_attention_variant_spec",
-        only=">=0.19",
-        why="a GPT's delta nets are specified with Transformer Engine only",
-        build=_local_block,
-        parameters=("config", "vp_stage", "pp_rank"),
-    ),
+    _local_block,
 )

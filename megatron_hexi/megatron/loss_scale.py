@@ -8,12 +8,11 @@ mean, and gradients only by the remaining factor: a batch with masked tokens has
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from megatron_hexi.megatron.session import active_session
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import patched
 
 
 def scales_losses(settings: Any) -> bool:
@@ -41,35 +40,25 @@ def tokens_in_scale() -> int:
     return get_current_running_global_batch_size() * session.seq_length
 
 
-def _of_a_mean(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def scale_loss(self: Any, loss: Any) -> Any:
-        tokens, scaled = tokens_in_scale(), original(self, loss)
-        return scaled if tokens == 1 else scaled / tokens
+@patched(
+    "megatron.core.optimizer.optimizer:MegatronOptimizer.scale_loss",
+    why="a scaled loss is a part of the mean over the batch, as without a plan",
+)
+def _of_a_mean(original: Callable[..., Any], self: Any, loss: Any) -> Any:
+    tokens, scaled = tokens_in_scale(), original(self, loss)
+    return scaled if tokens == 1 else scaled / tokens
 
-    return scale_loss
 
-
-def _of_what_is_left(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def scale_gradients(self: Any, scaling_factor: Any) -> None:
-        tokens = tokens_in_scale()
-        original(self, scaling_factor if tokens == 1 else scaling_factor * tokens)
-
-    return scale_gradients
+@patched(
+    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.scale_gradients",
+    why="gradients of scaled losses are divided by the batch's tokens already",
+)
+def _of_what_is_left(original: Callable[..., None], self: Any, scaling_factor: Any) -> None:
+    tokens = tokens_in_scale()
+    original(self, scaling_factor if tokens == 1 else scaling_factor * tokens)
 
 
 LOSS_SCALE_PATCHES = (
-    Patch(
-        target="megatron.core.optimizer.optimizer:MegatronOptimizer.scale_loss",
-        why="a scaled loss is a part of the mean over the batch, as without a plan",
-        build=_of_a_mean,
-        parameters=("self", "loss"),
-    ),
-    Patch(
-        target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.scale_gradients",
-        why="gradients of scaled losses are divided by the batch's tokens already",
-        build=_of_what_is_left,
-        parameters=("self", "scaling_factor"),
-    ),
+    _of_a_mean,
+    _of_what_is_left,
 )

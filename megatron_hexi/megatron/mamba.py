@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_hexi.megatron.packing import document_ends
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.state_shares import ColumnSection, StateShare, document_numbers, unused
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import Patch, patched
 from megatron_hexi.plan.state_heads import even_groups
 
 
@@ -155,22 +155,25 @@ def _by_the_plan(original: type) -> Callable[..., Any]:
     return build
 
 
-def _of_own_heads(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(original)
-    def _ssm_training(self: Any, zxBCdt: Tensor, packed_seq_params: Any = None) -> Tensor:
-        session = active_session()
-        if session is None:
-            return original(self, zxBCdt, packed_seq_params)
-        if not self.cp.nheads_local_tpcp:  # kernels take no tensors without heads
-            nothing = zxBCdt + unused(self.cp.weights).to(zxBCdt.dtype)
-            output = self.cp.post_conv_ssm(nothing, packed_seq_params)
-            return self.norm(output) if self.rmsnorm else output
-        if packed_seq_params is not None:
-            numbers = document_numbers(document_ends(packed_seq_params), session.seq_length)
-            packed_seq_params = dataclasses.replace(packed_seq_params, total_tokens=None, seq_idx=numbers)
+@patched(
+    "megatron.core.ssm.mamba_mixer:MambaMixer._ssm_training",
+    only=">=0.19",
+    why="a rank may have no heads, and the state is 0 where a document of the whole sequence begins",
+)
+def _of_own_heads(
+    original: Callable[..., Tensor], self: Any, zxBCdt: Tensor, packed_seq_params: Any = None
+) -> Tensor:
+    session = active_session()
+    if session is None:
         return original(self, zxBCdt, packed_seq_params)
-
-    return _ssm_training
+    if not self.cp.nheads_local_tpcp:  # kernels take no tensors without heads
+        nothing = zxBCdt + unused(self.cp.weights).to(zxBCdt.dtype)
+        output = self.cp.post_conv_ssm(nothing, packed_seq_params)
+        return self.norm(output) if self.rmsnorm else output
+    if packed_seq_params is not None:
+        numbers = document_numbers(document_ends(packed_seq_params), session.seq_length)
+        packed_seq_params = dataclasses.replace(packed_seq_params, total_tokens=None, seq_idx=numbers)
+    return original(self, zxBCdt, packed_seq_params)
 
 
 MAMBA_PATCHES = (
@@ -185,11 +188,5 @@ MAMBA_PATCHES = (
             *("D_cp1", "D_has_hdim"),
         ),
     ),
-    Patch(
-        target="megatron.core.ssm.mamba_mixer:MambaMixer._ssm_training",
-        only=">=0.19",
-        why="a rank may have no heads, and the state is 0 where a document of the whole sequence begins",
-        build=_of_own_heads,
-        parameters=("self", "zxBCdt", "packed_seq_params"),
-    ),
+    _of_own_heads,
 )

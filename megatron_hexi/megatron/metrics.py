@@ -9,7 +9,6 @@ their loads since the last one.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import time
@@ -22,9 +21,20 @@ import torch
 
 from megatron_hexi.megatron.expert_loads import LOADS
 from megatron_hexi.megatron.optional_output import OptionalOutput
-from megatron_hexi.patching import STEP_PARAMETERS, Patch
+from megatron_hexi.patching import STEP_PARAMETERS, patched
 from megatron_hexi.regular_file import check_output
 from megatron_hexi.text_file import append_line
+
+_LOG = (
+    *("loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag"),
+    *("skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "max_attention_logit"),
+    *("pg_collection", "is_first_iteration"),
+)
+#: Parameters of `megatron.training.training:training_log`, by version.
+LOG_PARAMETERS = {
+    "<0.18": _LOG,
+    ">=0.18": (*_LOG, "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"),
+}
 
 #: Our names of losses, by Megatron's.
 _NAMES = {"lm loss": "loss"}
@@ -62,51 +72,49 @@ def record(path: Path, iteration: int, losses: dict[str, float], **values: float
     append_line(path, json.dumps({"iteration": iteration, **named, **values}))
 
 
-def _timed(original: Callable[..., Any]) -> Callable[..., Any]:
+@patched(
+    "megatron.training.training:train_step", why="times a step for --hexi-metrics", parameters=STEP_PARAMETERS
+)
+def _timed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron.training import get_args
 
-    @functools.wraps(original)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        global _step_times
-        if get_args().hexi_metrics is None:
-            return original(*args, **kwargs)
-        begin, cpu_begin = time.perf_counter(), time.process_time()
-        result = original(*args, **kwargs)
-        torch.cuda.synchronize()
-        _step_times = {
-            "seconds": time.perf_counter() - begin,
-            "cpu_seconds": time.process_time() - cpu_begin,
-        }
-        return result
-
-    return train_step
-
-
-def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron.training import get_args
-
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        path = _own_path(get_args())
-        if path is not None:
-            logged = signature.bind(*args, **kwargs).arguments
-            _METRICS.attempt(
-                record,
-                path,
-                logged["iteration"],
-                {name: float(value) for name, value in logged["loss_dict"].items()},
-                grad_norm=_number(logged["grad_norm"]),
-                learning_rate=_number(logged["learning_rate"]),
-                loss_scale=_number(logged["loss_scale"]),
-                skipped=logged["skipped_iter"],
-                **_step_times,
-                **({} if LOADS.latest is None else {"expert_imbalance": LOADS.latest}),
-            )
+    global _step_times
+    if get_args().hexi_metrics is None:
         return original(*args, **kwargs)
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    result = original(*args, **kwargs)
+    torch.cuda.synchronize()
+    _step_times = {
+        "seconds": time.perf_counter() - begin,
+        "cpu_seconds": time.process_time() - cpu_begin,
+    }
+    return result
 
-    return training_log
+
+@patched(
+    "megatron.training.training:training_log",
+    why="writes the file of --hexi-metrics",
+    parameters=LOG_PARAMETERS,
+)
+def _recorded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from megatron.training import get_args
+
+    path = _own_path(get_args())
+    if path is not None:
+        logged = inspect.signature(original).bind(*args, **kwargs).arguments
+        _METRICS.attempt(
+            record,
+            path,
+            logged["iteration"],
+            {name: float(value) for name, value in logged["loss_dict"].items()},
+            grad_norm=_number(logged["grad_norm"]),
+            learning_rate=_number(logged["learning_rate"]),
+            loss_scale=_number(logged["loss_scale"]),
+            skipped=logged["skipped_iter"],
+            **_step_times,
+            **({} if LOADS.latest is None else {"expert_imbalance": LOADS.latest}),
+        )
+    return original(*args, **kwargs)
 
 
 def _own_path(args: Namespace) -> Path | None:
@@ -123,28 +131,7 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-_LOG = (
-    *("loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag"),
-    *("skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "max_attention_logit"),
-    *("pg_collection", "is_first_iteration"),
-)
-#: Parameters of `megatron.training.training:training_log`, by version.
-LOG_PARAMETERS = {
-    "<0.18": _LOG,
-    ">=0.18": (*_LOG, "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"),
-}
-
 METRICS_PATCHES = (
-    Patch(
-        target="megatron.training.training:train_step",
-        why="times a step for --hexi-metrics",
-        build=_timed,
-        parameters=STEP_PARAMETERS,
-    ),
-    Patch(
-        target="megatron.training.training:training_log",
-        why="writes the file of --hexi-metrics",
-        build=_recorded,
-        parameters=LOG_PARAMETERS,
-    ),
+    _timed,
+    _recorded,
 )

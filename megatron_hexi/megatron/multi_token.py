@@ -18,31 +18,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.megatron.session import Session, active_session
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import Patch, patched
+
+_LOSS = (
+    *("hidden_states", "labels", "loss_mask", "output_layer", "output_weight"),
+    *("runtime_gather_output", "is_training", "compute_language_model_loss", "config", "cp_group"),
+)
+
+_MODULE = "megatron.core.transformer.multi_token_prediction"
 
 
-def _over_borders(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def roll_tensor(
-        tensor: Tensor | None,
-        shifts: int = -1,
-        dims: int = -1,
-        cp_group: dist.ProcessGroup | None = None,
-        packed_seq_params: Any = None,
-    ) -> Any:
-        session = active_session()
-        if session is None or tensor is None:
-            return original(tensor, shifts, dims, cp_group, packed_seq_params)
-        shard = session.shard
-        assert dims in (-1, tensor.dim() - 1), "tokens are the last dimension"
-        shifted, total = original(_gathered(tensor, session), shifts, dims)
-        if tensor.is_floating_point():  # a mask; the sum of tokens or positions is not used
-            total = _of_the_micro_batch(total, session)
-        rolled = shifted.index_select(-1, shard.positions)
-        rolled[..., shard.tokens :] = 0
-        return rolled, total
-
-    return roll_tensor
+@patched(f"{_MODULE}:roll_tensor", why="shifts tokens over the borders of the plan's shards")
+def _over_borders(
+    original: Callable[..., Any],
+    tensor: Tensor | None,
+    shifts: int = -1,
+    dims: int = -1,
+    cp_group: dist.ProcessGroup | None = None,
+    packed_seq_params: Any = None,
+) -> Any:
+    session = active_session()
+    if session is None or tensor is None:
+        return original(tensor, shifts, dims, cp_group, packed_seq_params)
+    shard = session.shard
+    assert dims in (-1, tensor.dim() - 1), "tokens are the last dimension"
+    shifted, total = original(_gathered(tensor, session), shifts, dims)
+    if tensor.is_floating_point():  # a mask; the sum of tokens or positions is not used
+        total = _of_the_micro_batch(total, session)
+    rolled = shifted.index_select(-1, shard.positions)
+    rolled[..., shard.tokens :] = 0
+    return rolled, total
 
 
 def _gathered(tensor: Tensor, session: Session) -> Tensor:
@@ -65,28 +70,30 @@ def _of_the_micro_batch(count: Tensor, session: Session) -> Tensor:
     return total
 
 
-def _over_all_tokens(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def process_mtp_loss(*args: Any, **kwargs: Any) -> Tensor:
-        session = active_session()
-        call = signature.bind(*args, **kwargs)
-        mask = call.arguments.get("loss_mask")
-        if session is not None and mask is not None:
-            # Megatron multiplies a head's mean loss by the tokens that count before the shift, so that the
-            # division by all tokens at the end leaves the mean; it takes them from this rank alone. Here the
-            # tokens of all ranks are used, as in the mean, as part of the loss's factor.
-            counted = mask.sum()
-            dist.all_reduce(counted, group=session.attention.domain_group)
-            counted = _of_the_micro_batch(counted, session)
-            config = copy.copy(call.arguments["config"])
-            config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * counted
-            config.calculate_per_token_loss = False
-            call.arguments["config"] = config
-        return original(*call.args, **call.kwargs)
-
-    return process_mtp_loss
+@patched(
+    f"{_MODULE}:process_mtp_loss",
+    why="weighs the losses of further tokens by the counts of all ranks",
+    parameters={
+        "<0.19": (*_LOSS, "packed_seq_params", "scale_logits_fn"),
+        ">=0.19": (*_LOSS, "tp_group", "packed_seq_params", "scale_logits_fn", "input_ids"),
+    },
+)
+def _over_all_tokens(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    session = active_session()
+    call = inspect.signature(original).bind(*args, **kwargs)
+    mask = call.arguments.get("loss_mask")
+    if session is not None and mask is not None:
+        # Megatron multiplies a head's mean loss by the tokens that count before the shift, so that the
+        # division by all tokens at the end leaves the mean; it takes them from this rank alone. Here the
+        # tokens of all ranks are used, as in the mean, as part of the loss's factor.
+        counted = mask.sum()
+        dist.all_reduce(counted, group=session.attention.domain_group)
+        counted = _of_the_micro_batch(counted, session)
+        config = copy.copy(call.arguments["config"])
+        config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * counted
+        config.calculate_per_token_loss = False
+        call.arguments["config"] = config
+    return original(*call.args, **call.kwargs)
 
 
 def _summed(original: Any) -> Any:
@@ -113,61 +120,37 @@ def _summed(original: Any) -> Any:
     return staticmethod(save_metrics_to_tracker)
 
 
-def _with_one_copy(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def setup_embeddings_and_output_layer(self: Any) -> None:
-        session = active_session()
-        has_copy = (
-            session is not None
-            and session.stages is not None
-            and self.share_embeddings_and_output_weights
-            and self.post_process
-            and not self.pre_process
-            and self.mtp_process
-        )
-        if has_copy:
-            # Megatron makes a weight of the output layer here, uses that of the embedding, and then refuses
-            # to save the other.
-            self.output_layer.weight = None
-        original(self)
-        if has_copy:
-            # The output layer adds its gradient to `main_grad` itself, and autograd brings the gradient of
-            # the embedding. With this mark the layer returns zeros to autograd, and DDP adds its gradient.
-            self.shared_embedding_or_output_weight().zero_out_wgrad = True
-
-    return setup_embeddings_and_output_layer
-
-
-_MODULE = "megatron.core.transformer.multi_token_prediction"
-_LOSS = (
-    *("hidden_states", "labels", "loss_mask", "output_layer", "output_weight"),
-    *("runtime_gather_output", "is_training", "compute_language_model_loss", "config", "cp_group"),
+@patched(
+    "megatron.core.models.common.language_module.language_module"
+    ":LanguageModule.setup_embeddings_and_output_layer",
+    why="a last stage that predicts further tokens has one copy of the tied embedding",
+    only=">=0.19",
 )
+def _with_one_copy(original: Callable[..., None], self: Any) -> None:
+    session = active_session()
+    has_copy = (
+        session is not None
+        and session.stages is not None
+        and self.share_embeddings_and_output_weights
+        and self.post_process
+        and not self.pre_process
+        and self.mtp_process
+    )
+    if has_copy:
+        # Megatron makes a weight of the output layer here, uses that of the embedding, and then refuses
+        # to save the other.
+        self.output_layer.weight = None
+    original(self)
+    if has_copy:
+        # The output layer adds its gradient to `main_grad` itself, and autograd brings the gradient of
+        # the embedding. With this mark the layer returns zeros to autograd, and DDP adds its gradient.
+        self.shared_embedding_or_output_weight().zero_out_wgrad = True
+
 
 MULTI_TOKEN_PATCHES = (
-    Patch(
-        target="megatron.core.models.common.language_module.language_module"
-        ":LanguageModule.setup_embeddings_and_output_layer",
-        why="a last stage that predicts further tokens has one copy of the tied embedding",
-        build=_with_one_copy,
-        parameters=("self",),
-        only=">=0.19",
-    ),
-    Patch(
-        target=f"{_MODULE}:roll_tensor",
-        why="shifts tokens over the borders of the plan's shards",
-        build=_over_borders,
-        parameters=("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
-    ),
-    Patch(
-        target=f"{_MODULE}:process_mtp_loss",
-        why="weighs the losses of further tokens by the counts of all ranks",
-        build=_over_all_tokens,
-        parameters={
-            "<0.19": (*_LOSS, "packed_seq_params", "scale_logits_fn"),
-            ">=0.19": (*_LOSS, "tp_group", "packed_seq_params", "scale_logits_fn", "input_ids"),
-        },
-    ),
+    _with_one_copy,
+    _over_borders,
+    _over_all_tokens,
     *(
         Patch(
             target=f"{_MODULE}:MTPLossLoggingHelper.{saver}",

@@ -12,27 +12,29 @@ buckets with three ranks, few with a power of two. Megatron saves the buckets wi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import patched
+
+_PARAMETERS = ("self", "model_sharded_state_dict", "is_loading", "metadata")
 
 
-def _looked_up_without_padding(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
-        padded = [buffer.param_index_map for buffer in self.buffers]
-        try:
-            for buffer in self.buffers:
-                buffer.param_index_map = _unpadded_index_map(buffer)
-            return original(self, *args, **kwargs)
-        finally:
-            for buffer, index_map in zip(self.buffers, padded, strict=True):
-                buffer.param_index_map = index_map
-
-    return sharded_param_state_fully_reshardable
+@patched(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
+    why="saves each parameter's optimizer state also behind the padding of a bucket",
+    parameters=_PARAMETERS,
+)
+def _looked_up_without_padding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    padded = [buffer.param_index_map for buffer in self.buffers]
+    try:
+        for buffer in self.buffers:
+            buffer.param_index_map = _unpadded_index_map(buffer)
+        return original(self, *args, **kwargs)
+    finally:
+        for buffer, index_map in zip(self.buffers, padded, strict=True):
+            buffer.param_index_map = index_map
 
 
 def _unpadded_index_map(buffer: Any) -> dict[Any, tuple[int, int, int]]:
@@ -47,21 +49,22 @@ def _unpadded_index_map(buffer: Any) -> dict[Any, tuple[int, int, int]]:
     }
 
 
-def _filled_to_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
+@patched(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_dp_reshardable",
+    why="fills a bucket's gaps up to the end of its saved data",
+    parameters=_PARAMETERS,
+)
+def _filled_to_the_end(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    @functools.wraps(original)
-    def sharded_param_state_dp_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = original(self, *args, **kwargs)
-        for number in range(len(self.buffers)):
-            for buckets in state[number].values():
-                for part in (part for bucket in buckets for part in bucket):
-                    for key, tensor in part.items():
-                        if isinstance(tensor, ShardedTensor):
-                            part[key] = _cut(tensor)
-        return state
-
-    return sharded_param_state_dp_reshardable
+    state = original(self, *args, **kwargs)
+    for number in range(len(self.buffers)):
+        for buckets in state[number].values():
+            for part in (part for bucket in buckets for part in bucket):
+                for key, tensor in part.items():
+                    if isinstance(tensor, ShardedTensor):
+                        part[key] = _cut(tensor)
+    return state
 
 
 def _cut(tensor: Any) -> Any:
@@ -70,19 +73,7 @@ def _cut(tensor: Any) -> Any:
     return replace(tensor, data=tensor.data[:length], local_shape=(length,))
 
 
-_PARAMETERS = ("self", "model_sharded_state_dict", "is_loading", "metadata")
-
 BUCKET_PATCHES = (
-    Patch(
-        target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
-        why="saves each parameter's optimizer state also behind the padding of a bucket",
-        build=_looked_up_without_padding,
-        parameters=_PARAMETERS,
-    ),
-    Patch(
-        target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_dp_reshardable",
-        why="fills a bucket's gaps up to the end of its saved data",
-        build=_filled_to_the_end,
-        parameters=_PARAMETERS,
-    ),
+    _looked_up_without_padding,
+    _filled_to_the_end,
 )

@@ -13,16 +13,22 @@ from typing import Any
 
 from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.ministages import forward_backward_by_ministages
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import patched
 
 
-def _with_own_sizes(original: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
-    @functools.wraps(original)
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        schedule = original(*args, **kwargs)
-        return schedule if active_session() is None else _with_plan_sizes(schedule)
-
-    return get_forward_backward_func
+@patched(
+    "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+    why="stages send as many rows as this rank holds, and run as many micro-batches as its replica takes",
+    parameters={
+        "<0.19": ("pp_size", "vp_size"),
+        ">=0.19": ("pp_size", "vp_size", "schedule_pg_collection"),
+    },
+)
+def _with_own_sizes(
+    original: Callable[..., Callable[..., Any]], *args: Any, **kwargs: Any
+) -> Callable[..., Any]:
+    schedule = original(*args, **kwargs)
+    return schedule if active_session() is None else _with_plan_sizes(schedule)
 
 
 def _with_plan_sizes(schedule: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,14 +71,4 @@ def _with_plan_sizes(schedule: Callable[..., Any]) -> Callable[..., Any]:
     return forward_backward
 
 
-PIPELINE_PATCHES = (
-    Patch(
-        target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-        why="stages send as many rows as this rank holds, and run as many micro-batches as its replica takes",
-        build=_with_own_sizes,
-        parameters={
-            "<0.19": ("pp_size", "vp_size"),
-            ">=0.19": ("pp_size", "vp_size", "schedule_pg_collection"),
-        },
-    ),
-)
+PIPELINE_PATCHES = (_with_own_sizes,)

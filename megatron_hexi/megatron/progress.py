@@ -6,7 +6,6 @@ Megatron's log, adds to its line, to TensorBoard and to Weights & Biases.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from argparse import Namespace
@@ -23,7 +22,7 @@ from megatron_hexi.megatron.optional_output import OptionalOutput
 from megatron_hexi.megatron.record_writer import RecordWriter
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.step_times import METER
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import patched
 from megatron_hexi.record import Interval, RankTimes
 from megatron_hexi.runtime.waiting import WAITS, StepTimes
 
@@ -121,29 +120,28 @@ def scalars(interval: Interval) -> dict[str, float]:
     return values
 
 
-def _with_progress(original: Callable[..., Any]) -> Callable[..., Any]:
+@patched(
+    "megatron.training.training:training_log",
+    why="gives ranks' busy and waiting time to the record and Megatron's writers",
+    parameters=LOG_PARAMETERS,
+)
+def _with_progress(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron.training import get_args
 
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        global _line_end
-        session = active_session()
-        if session is None:
-            return original(*args, **kwargs)
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        iteration = call.arguments["iteration"]
-        LOADS.end_iteration()
-        _unlogged.append((iteration, call.arguments["loss_dict"].get("lm loss")))
-        if iteration % get_args().log_interval == 0 or call.arguments["is_first_iteration"]:
-            _line_end = _log_interval(session)
-        result = original(*args, **kwargs)
-        _line_end = ""
-        return result
-
-    return training_log
+    global _line_end
+    session = active_session()
+    if session is None:
+        return original(*args, **kwargs)
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    iteration = call.arguments["iteration"]
+    LOADS.end_iteration()
+    _unlogged.append((iteration, call.arguments["loss_dict"].get("lm loss")))
+    if iteration % get_args().log_interval == 0 or call.arguments["is_first_iteration"]:
+        _line_end = _log_interval(session)
+    result = original(*args, **kwargs)
+    _line_end = ""
+    return result
 
 
 def _log_interval(session: Session) -> str:
@@ -181,14 +179,14 @@ def close_interval(session: Session) -> None:
         _log_interval(session)
 
 
-def _with_line_end(original: Callable[[str], None]) -> Callable[[str], None]:
-    @functools.wraps(original)
-    def print_rank_last(message: str) -> None:
-        global _line_end
-        end, _line_end = _line_end, ""
-        original(message + end)
-
-    return print_rank_last
+@patched(
+    "megatron.training.training:print_rank_last",
+    why="adds tokens/s, idle share and ranks' times to Megatron's log line",
+)
+def _with_line_end(original: Callable[[str], None], message: str) -> None:
+    global _line_end
+    end, _line_end = _line_end, ""
+    original(message + end)
 
 
 def _known(losses: Sequence[float]) -> float | None:
@@ -197,16 +195,6 @@ def _known(losses: Sequence[float]) -> float | None:
 
 
 PROGRESS_PATCHES = (
-    Patch(
-        target="megatron.training.training:training_log",
-        why="gives ranks' busy and waiting time to the record and Megatron's writers",
-        build=_with_progress,
-        parameters=LOG_PARAMETERS,
-    ),
-    Patch(
-        target="megatron.training.training:print_rank_last",
-        why="adds tokens/s, idle share and ranks' times to Megatron's log line",
-        build=_with_line_end,
-        parameters=("message",),
-    ),
+    _with_progress,
+    _with_line_end,
 )

@@ -5,7 +5,6 @@ Without this, training runs silently with a loss that is wrong in its fifth digi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,58 +14,64 @@ from torch import Tensor
 
 from megatron_hexi.megatron.packing import packed_shard
 from megatron_hexi.megatron.session import Session, active_session
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import patched
+
+_ROTARY = "megatron.core.models.common.embeddings"
 
 
-def _at_positions(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(original)
-    def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: dist.ProcessGroup) -> Tensor:
-        session = active_session()
-        if session is None:
-            return original(pos_emb, seq_dim, cp_group)
-        assert pos_emb.shape[seq_dim] == session.seq_length, "embeddings must cover the whole sequence"
-        return pos_emb.index_select(seq_dim, session.shard.positions)
+@patched(
+    f"{_ROTARY}.rope_utils:get_pos_emb_on_this_cp_rank",
+    why="takes the embeddings of the plan's positions instead of two equal chunks",
+)
+def _at_positions(
+    original: Callable[..., Tensor], pos_emb: Tensor, seq_dim: int, cp_group: dist.ProcessGroup
+) -> Tensor:
+    session = active_session()
+    if session is None:
+        return original(pos_emb, seq_dim, cp_group)
+    assert pos_emb.shape[seq_dim] == session.seq_length, "embeddings must cover the whole sequence"
+    return pos_emb.index_select(seq_dim, session.shard.positions)
 
-    return get_pos_emb_on_this_cp_rank
 
-
-def _at_positions_in_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(original)
-    def _apply_rotary_pos_emb_thd(
-        t: Tensor,
-        cu_seqlens: Tensor,
-        freqs: Tensor,
-        rotary_interleaved: bool = False,
-        mla_rotary_interleaved: bool = False,
-        mscale: float = 1.0,
-        cp_group: dist.ProcessGroup | None = None,
-        multi_latent_attention: bool | None = None,
-    ) -> Tensor:
-        session = active_session()
-        if session is None:
-            return original(
-                t,
-                cu_seqlens,
-                freqs,
-                rotary_interleaved,
-                mla_rotary_interleaved,
-                mscale,
-                cp_group,
-                multi_latent_attention,
-            )
-        from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
-
-        rows = packed_shard(session, cu_seqlens).in_document
-        turned: Tensor = _apply_rotary_pos_emb_bshd(
-            t.unsqueeze(1),
-            freqs.index_select(0, rows),
-            rotary_interleaved=rotary_interleaved,
-            mla_rotary_interleaved=mla_rotary_interleaved,
-            mscale=mscale,
+@patched(
+    f"{_ROTARY}.rope_utils:_apply_rotary_pos_emb_thd",
+    only=">=0.19",  # before, packed sequences are refused under a plan
+    why="takes the embeddings of the plan's positions in each document instead of two equal chunks",
+)
+def _at_positions_in_documents(
+    original: Callable[..., Tensor],
+    t: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    mla_rotary_interleaved: bool = False,
+    mscale: float = 1.0,
+    cp_group: dist.ProcessGroup | None = None,
+    multi_latent_attention: bool | None = None,
+) -> Tensor:
+    session = active_session()
+    if session is None:
+        return original(
+            t,
+            cu_seqlens,
+            freqs,
+            rotary_interleaved,
+            mla_rotary_interleaved,
+            mscale,
+            cp_group,
+            multi_latent_attention,
         )
-        return turned.squeeze(1)
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-    return _apply_rotary_pos_emb_thd
+    rows = packed_shard(session, cu_seqlens).in_document
+    turned: Tensor = _apply_rotary_pos_emb_bshd(
+        t.unsqueeze(1),
+        freqs.index_select(0, rows),
+        rotary_interleaved=rotary_interleaved,
+        mla_rotary_interleaved=mla_rotary_interleaved,
+        mscale=mscale,
+    )
+    return turned.squeeze(1)
 
 
 def _length(session: Session) -> int:
@@ -77,88 +82,54 @@ def _length(session: Session) -> int:
     return session.shard.rows if alone else session.seq_length
 
 
-def _of_whole_sequence(original: Callable[..., int]) -> Callable[..., int]:
-    @functools.wraps(original)
-    def get_rotary_seq_len(
-        self: Any,
-        inference_context: Any,
-        transformer: Any,
-        transformer_input: Tensor,
-        transformer_config: Any,
-        packed_seq_params: Any = None,
-        *,
-        inference_params: Any = None,
-    ) -> int:
-        session = active_session()
-        if session is not None:
-            return _length(session)
-        return original(
-            self,
-            inference_context,
-            transformer,
-            transformer_input,
-            transformer_config,
-            packed_seq_params,
-            inference_params=inference_params,
-        )
-
-    return get_rotary_seq_len
-
-
-def _cached_whole(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def _set_cos_sin_cache(
-        self: Any, seq_len: int, offset: int, dtype: torch.dtype, packed_seq: bool = False
-    ) -> None:
-        session = active_session()
-        original(self, _length(session) if session else seq_len, offset, dtype, packed_seq)
-
-    return _set_cos_sin_cache
+@patched(
+    f"{_ROTARY}.rotary_pos_embedding:RotaryEmbedding.get_rotary_seq_len",
+    why="the whole sequence is not the local length times the number of ranks",
+)
+def _of_whole_sequence(
+    original: Callable[..., int],
+    self: Any,
+    inference_context: Any,
+    transformer: Any,
+    transformer_input: Tensor,
+    transformer_config: Any,
+    packed_seq_params: Any = None,
+    *,
+    inference_params: Any = None,
+) -> int:
+    session = active_session()
+    if session is not None:
+        return _length(session)
+    return original(
+        self,
+        inference_context,
+        transformer,
+        transformer_input,
+        transformer_config,
+        packed_seq_params,
+        inference_params=inference_params,
+    )
 
 
-_ROTARY = "megatron.core.models.common.embeddings"
+@patched(
+    f"{_ROTARY}.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache",
+    why="YaRN at first caches the embeddings of a shorter sequence, which lacks positions of a plan",
+)
+def _cached_whole(
+    original: Callable[..., None],
+    self: Any,
+    seq_len: int,
+    offset: int,
+    dtype: torch.dtype,
+    packed_seq: bool = False,
+) -> None:
+    session = active_session()
+    original(self, _length(session) if session else seq_len, offset, dtype, packed_seq)
+
 
 ROTARY_PATCHES = (
-    Patch(
-        target=f"{_ROTARY}.rope_utils:get_pos_emb_on_this_cp_rank",
-        why="takes the embeddings of the plan's positions instead of two equal chunks",
-        build=_at_positions,
-        parameters=("pos_emb", "seq_dim", "cp_group"),
-    ),
-    Patch(
-        target=f"{_ROTARY}.rope_utils:_apply_rotary_pos_emb_thd",
-        only=">=0.19",  # before, packed sequences are refused under a plan
-        why="takes the embeddings of the plan's positions in each document instead of two equal chunks",
-        build=_at_positions_in_documents,
-        parameters=(
-            "t",
-            "cu_seqlens",
-            "freqs",
-            "rotary_interleaved",
-            "mla_rotary_interleaved",
-            "mscale",
-            "cp_group",
-            "multi_latent_attention",
-        ),
-    ),
-    Patch(
-        target=f"{_ROTARY}.rotary_pos_embedding:RotaryEmbedding.get_rotary_seq_len",
-        why="the whole sequence is not the local length times the number of ranks",
-        build=_of_whole_sequence,
-        parameters=(
-            "self",
-            "inference_context",
-            "transformer",
-            "transformer_input",
-            "transformer_config",
-            "packed_seq_params",
-            "inference_params",
-        ),
-    ),
-    Patch(
-        target=f"{_ROTARY}.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache",
-        why="YaRN at first caches the embeddings of a shorter sequence, which lacks positions of a plan",
-        build=_cached_whole,
-        parameters=("self", "seq_len", "offset", "dtype", "packed_seq"),
-    ),
+    _at_positions,
+    _at_positions_in_documents,
+    _of_whole_sequence,
+    _cached_whole,
 )

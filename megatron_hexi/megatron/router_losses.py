@@ -18,21 +18,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.megatron.session import Session, active_session
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import Patch, patched
 from megatron_hexi.runtime.waiting import waiting
 
 
-def _without_padding(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    @functools.wraps(original)
-    def routing(self: Any, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        session = active_session()
-        if session is not None:
-            padding = padding_rows(session, logits.shape[0], logits.device)
-            padding = padding[:, None].expand(logits.shape[:2])
-            padding_mask = padding if padding_mask is None else padding | padding_mask
-        return original(self, logits, padding_mask)
-
-    return routing
+@patched(
+    "megatron.core.transformer.moe.router:TopKRouter.routing",
+    why="padding rows do not count in the router's losses",
+)
+def _without_padding(
+    original: Callable[..., tuple[Tensor, Tensor]],
+    self: Any,
+    logits: Tensor,
+    padding_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    session = active_session()
+    if session is not None:
+        padding = padding_rows(session, logits.shape[0], logits.device)
+        padding = padding[:, None].expand(logits.shape[:2])
+        padding_mask = padding if padding_mask is None else padding | padding_mask
+    return original(self, logits, padding_mask)
 
 
 def padding_rows(session: Session, rows: int, device: torch.device) -> Tensor:
@@ -52,34 +57,37 @@ def padding_rows(session: Session, rows: int, device: torch.device) -> Tensor:
     return torch.arange(first, first + rows, device=device) >= session.shard.tokens
 
 
-def _counting_tokens(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def _apply_expert_bias(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        if active_session() is not None and padding_mask is not None:
-            # Megatron 0.19 combines [rows, experts] with [rows], which fits by accident or not at all.
-            routing_map, padding_mask = routing_map & ~padding_mask[:, None], None
-        original(self, routing_map, padding_mask)
+@patched(
+    "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
+    why="padding rows do not count in the expert bias",
+)
+def _counting_tokens(
+    original: Callable[..., None], self: Any, routing_map: Tensor, padding_mask: Tensor | None = None
+) -> None:
+    if active_session() is not None and padding_mask is not None:
+        # Megatron 0.19 combines [rows, experts] with [rows], which fits by accident or not at all.
+        routing_map, padding_mask = routing_map & ~padding_mask[:, None], None
+    original(self, routing_map, padding_mask)
 
-    return _apply_expert_bias
 
-
-def _of_all_ranks(original: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any]]:
-    @functools.wraps(original)
-    def get_tokens_per_expert_and_token_count(
-        routing_map: Tensor,
-        reduce_group: dist.ProcessGroup,
-        topk: int | None = None,
-        with_padding_mask: bool = False,
-    ) -> tuple[Any, Any, Any]:
-        with waiting("experts"):
-            per_expert, local, total = original(routing_map, reduce_group, topk, with_padding_mask)
-        if active_session() is not None:
-            # Megatron multiplies the second by the number of ranks, to scale a loss by the tokens of all
-            # ranks.
-            local = total / dist.get_world_size(reduce_group)
-        return per_expert, local, total
-
-    return get_tokens_per_expert_and_token_count
+@patched(
+    "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
+    why="the tokens of all ranks are not this rank's times the number of ranks",
+)
+def _of_all_ranks(
+    original: Callable[..., tuple[Any, Any, Any]],
+    routing_map: Tensor,
+    reduce_group: dist.ProcessGroup,
+    topk: int | None = None,
+    with_padding_mask: bool = False,
+) -> tuple[Any, Any, Any]:
+    with waiting("experts"):
+        per_expert, local, total = original(routing_map, reduce_group, topk, with_padding_mask)
+    if active_session() is not None:
+        # Megatron multiplies the second by the number of ranks, to scale a loss by the tokens of all
+        # ranks.
+        local = total / dist.get_world_size(reduce_group)
+    return per_expert, local, total
 
 
 def _weighed(original: Callable[..., None], value: str) -> Callable[..., None]:
@@ -104,19 +112,22 @@ def _weighed(original: Callable[..., None], value: str) -> Callable[..., None]:
     return record
 
 
-def _for_all_layers(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def ensure_initialized(self: Any, name: str, num_layers: int, device: Any = None) -> None:
-        from megatron.training import get_args
+@patched(
+    "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.ensure_initialized",
+    why="stages of a hybrid model without experts sum as many values as those with experts",
+    only=">=0.19",  # before, hybrid models are refused beside a plan
+)
+def _for_all_layers(
+    original: Callable[..., None], self: Any, name: str, num_layers: int, device: Any = None
+) -> None:
+    from megatron.training import get_args
 
-        if active_session() is not None:
-            # Stages sum one table of all layers, in which a router has the row of its layer. Where a stage
-            # has no router, Megatron makes a table with a row for each layer with experts only.
-            args = get_args()
-            num_layers = args.num_layers + (args.mtp_num_layers or 0)
-        original(self, name, num_layers, device)
-
-    return ensure_initialized
+    if active_session() is not None:
+        # Stages sum one table of all layers, in which a router has the row of its layer. Where a stage
+        # has no router, Megatron makes a table with a row for each layer with experts only.
+        args = get_args()
+        num_layers = args.num_layers + (args.mtp_num_layers or 0)
+    original(self, name, num_layers, device)
 
 
 def _scaled(original: Any) -> Any:
@@ -165,31 +176,10 @@ def _tokens(session: Session) -> float:
 
 
 EXPERT_PATCHES = (
-    Patch(
-        target="megatron.core.transformer.moe.router:TopKRouter.routing",
-        why="padding rows do not count in the router's losses",
-        build=_without_padding,
-        parameters=("self", "logits", "padding_mask"),
-    ),
-    Patch(
-        target="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
-        why="padding rows do not count in the expert bias",
-        build=_counting_tokens,
-        parameters=("self", "routing_map", "padding_mask"),
-    ),
-    Patch(
-        target="megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
-        why="the tokens of all ranks are not this rank's times the number of ranks",
-        build=_of_all_ranks,
-        parameters=("routing_map", "reduce_group", "topk", "with_padding_mask"),
-    ),
-    Patch(
-        target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.ensure_initialized",
-        why="stages of a hybrid model without experts sum as many values as those with experts",
-        build=_for_all_layers,
-        parameters=("self", "name", "num_layers", "device"),
-        only=">=0.19",  # before, hybrid models are refused beside a plan
-    ),
+    _without_padding,
+    _counting_tokens,
+    _of_all_ranks,
+    _for_all_layers,
     Patch(
         target="megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.backward",
         why="scales a router's losses by the tokens of all ranks, where Megatron took one rank's",

@@ -6,7 +6,6 @@ Megatron's `load_tensors_metadata` fails with torch 2.15 (up to megatron-core 0.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import patched
 
 
 def saved_tensors(
@@ -41,24 +40,21 @@ def saved_tensors(
     }
 
 
-def _without_strides(original: Callable[..., Any]) -> Callable[..., Any]:
+@patched(
+    "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata",
+    why="reads what a checkpoint holds with torch 2.15, too",
+)
+def _without_strides(
+    original: Callable[..., Any], self: Any, checkpoint_dir: Path, metadata: Metadata | None = None
+) -> Any:
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    @functools.wraps(original)
-    def load_tensors_metadata(self: Any, checkpoint_dir: Path, metadata: Metadata | None = None) -> Any:
-        return {
-            key: ShardedTensor.from_rank_offsets(
-                key, torch.empty(shape, dtype=dtype, device="meta")
-            ).without_data()
-            for key, (shape, dtype) in saved_tensors(checkpoint_dir, metadata).items()
-        }
-
-    return load_tensors_metadata
+    return {
+        key: ShardedTensor.from_rank_offsets(
+            key, torch.empty(shape, dtype=dtype, device="meta")
+        ).without_data()
+        for key, (shape, dtype) in saved_tensors(checkpoint_dir, metadata).items()
+    }
 
 
-SAVED_TENSORS = Patch(
-    target="megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata",
-    why="reads what a checkpoint holds with torch 2.15, too",
-    build=_without_strides,
-    parameters=("self", "checkpoint_dir", "metadata"),
-)
+SAVED_TENSORS = _without_strides

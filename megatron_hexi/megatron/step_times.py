@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_hexi.megatron.metrics_interval import is_measured
 from megatron_hexi.megatron.session import active_session
-from megatron_hexi.patching import STEP_PARAMETERS, Patch
+from megatron_hexi.patching import STEP_PARAMETERS, Patch, patched
 from megatron_hexi.runtime.waiting import StepMeter, Wait, waiting
 
 #: The meter of this process.
@@ -32,22 +32,21 @@ class _TimedRequest:
             return self._request.wait()
 
 
-def _measured(original: Callable[..., Any]) -> Callable[..., Any]:
+@patched(
+    "megatron.training.training:train_step",
+    why="measures a step and the waiting in it",
+    parameters=STEP_PARAMETERS,
+)
+def _measured(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron.training import get_args
 
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        if active_session() is None:
-            return original(*args, **kwargs)
-        number = signature.bind(*args, **kwargs).arguments["iteration"] + 1
-        # The first step of a job is logged separately.
-        waits = METER.is_new or is_measured(number, get_args().hexi_metrics_interval)
-        with METER.step(waits):
-            return original(*args, **kwargs)
-
-    return train_step
+    if active_session() is None:
+        return original(*args, **kwargs)
+    number = inspect.signature(original).bind(*args, **kwargs).arguments["iteration"] + 1
+    # The first step of a job is logged separately.
+    waits = METER.is_new or is_measured(number, get_args().hexi_metrics_interval)
+    with METER.step(waits):
+        return original(*args, **kwargs)
 
 
 def _waits(kind: Wait) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -64,16 +63,20 @@ def _waits(kind: Wait) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return build
 
 
-def _with_timed_requests(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def communicate(*args: Any, **kwargs: Any) -> Any:
-        with waiting("pipeline"):
-            from_previous, from_next, requests = original(*args, **kwargs)
-        if isinstance(requests, dict):  # still under way: the schedule waits for each when it must
-            requests = {name: _TimedRequest(request) for name, request in requests.items()}
-        return from_previous, from_next, requests
-
-    return communicate
+@patched(
+    "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
+    why="counts waiting for other pipeline stages",
+    parameters=(
+        *("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape"),
+        "wait_on_reqs",
+    ),
+)
+def _with_timed_requests(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with waiting("pipeline"):
+        from_previous, from_next, requests = original(*args, **kwargs)
+    if isinstance(requests, dict):  # still under way: the schedule waits for each when it must
+        requests = {name: _TimedRequest(request) for name, request in requests.items()}
+    return from_previous, from_next, requests
 
 
 def _waits_statically(kind: Wait) -> Callable[[Any], Any]:
@@ -86,12 +89,7 @@ _ALL_TO_ALL = ("ctx", "group", "input", "output_split_sizes", "input_split_sizes
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 
 STEP_TIME_PATCHES = (
-    Patch(
-        target="megatron.training.training:train_step",
-        why="measures a step and the waiting in it",
-        build=_measured,
-        parameters=STEP_PARAMETERS,
-    ),
+    _measured,
     Patch(
         target=f"{_BUCKETS}.finish_grad_sync",
         why="counts waiting for gradients",
@@ -110,15 +108,7 @@ STEP_TIME_PATCHES = (
         build=_waits("gradients"),
         parameters=("self", "skip_next_bucket_dispatch"),
     ),
-    Patch(
-        target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
-        why="counts waiting for other pipeline stages",
-        build=_with_timed_requests,
-        parameters=(
-            *("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape"),
-            "wait_on_reqs",
-        ),
-    ),
+    _with_timed_requests,
     Patch(
         target="megatron.core.tensor_parallel.mappings:_AllToAll.forward",  # backward passes call it, too
         why="counts waiting for tokens on their way to experts and back",

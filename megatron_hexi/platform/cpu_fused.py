@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import patched
+
+_WHY = "a CPU compiles nothing, and would hold the result of each operation of the gradient"
 
 
 class _RMSNormFunction(torch.autograd.Function):
@@ -70,47 +72,24 @@ def _swiglu_gradient(grad: Tensor, inputs: Tensor) -> Tensor:
     return result
 
 
-def _of_swiglu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
-        return _swiglu_gradient(g, y)
-
-    return swiglu_back
+@patched("megatron.core.fusions.fused_bias_swiglu:swiglu_back", why=_WHY)
+def _of_swiglu(original: Callable[..., Tensor], g: Tensor, y: Tensor) -> Tensor:
+    return _swiglu_gradient(g, y)
 
 
-def _of_biased_swiglu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def bias_swiglu_back(g: Tensor, y: Tensor, bias: Tensor) -> Tensor:
-        return _swiglu_gradient(g, y + bias)
-
-    return bias_swiglu_back
+@patched("megatron.core.fusions.fused_bias_swiglu:bias_swiglu_back", why=_WHY)
+def _of_biased_swiglu(original: Callable[..., Tensor], g: Tensor, y: Tensor, bias: Tensor) -> Tensor:
+    return _swiglu_gradient(g, y + bias)
 
 
-def _of_biased_gelu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def bias_gelu_back(g: Tensor, bias: Tensor, y: Tensor) -> Tensor:
-        inputs = bias + y
-        return torch.ops.aten.gelu_backward.grad_input(g, inputs, approximate="tanh", grad_input=inputs)
+@patched("megatron.core.fusions.fused_bias_gelu:bias_gelu_back", why=_WHY)
+def _of_biased_gelu(original: Callable[..., Tensor], g: Tensor, bias: Tensor, y: Tensor) -> Tensor:
+    inputs = bias + y
+    return torch.ops.aten.gelu_backward.grad_input(g, inputs, approximate="tanh", grad_input=inputs)
 
-    return bias_gelu_back
-
-
-_WHY = "a CPU compiles nothing, and would hold the result of each operation of the gradient"
 
 FUSED_PATCHES = (
-    Patch(
-        target="megatron.core.fusions.fused_bias_swiglu:swiglu_back",
-        why=_WHY,
-        build=_of_swiglu,
-        parameters=("g", "y"),
-    ),
-    Patch(
-        target="megatron.core.fusions.fused_bias_swiglu:bias_swiglu_back",
-        why=_WHY,
-        build=_of_biased_swiglu,
-        parameters=("g", "y", "bias"),
-    ),
-    Patch(
-        target="megatron.core.fusions.fused_bias_gelu:bias_gelu_back",
-        why=_WHY,
-        build=_of_biased_gelu,
-        parameters=("g", "bias", "y"),
-    ),
+    _of_swiglu,
+    _of_biased_swiglu,
+    _of_biased_gelu,
 )

@@ -9,28 +9,31 @@ from typing import Any
 
 import torch
 
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import Patch, patched
 from megatron_hexi.platform.cpu_fused import FUSED_PATCHES, RMSNorm
 from megatron_hexi.platform.cpu_random import HOST_GENERATOR
 
 
-def _no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def warm_up(*args: Any, **kwargs: Any) -> None: ...
+@patched(
+    "megatron.training.initialize:_warmup_jit_function",
+    why="nothing is compiled on a CPU, and its draws depend on the sequence length",
+    parameters={"<0.19": (), ">=0.19": ("tp_size",)},
+)
+def _no_warm_up(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Compile nothing."""
 
-    return warm_up
 
-
-def _host_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def build(*args: Any, **kwargs: Any) -> Any:
-        loader = original(*args, **kwargs)
-        if loader is not None:
-            loader.generator = HOST_GENERATOR
-            loader.pin_memory = False
-        return loader
-
-    return build
+@patched(
+    "megatron.training.datasets.data_samplers:build_pretraining_data_loader",
+    why="the data loader draws its seed from the host's stream, and there is no GPU to pin pages for",
+    parameters=("dataset", "consumed_samples"),
+)
+def _host_data_loader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    loader = original(*args, **kwargs)
+    if loader is not None:
+        loader.generator = HOST_GENERATOR
+        loader.pin_memory = False
+    return loader
 
 
 def _fused_norm(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
@@ -49,28 +52,20 @@ def _fused_norm(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
     return staticmethod(new)
 
 
-def _as_asked(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-    return maybe_move_tensor_to_cpu
+@patched(
+    "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+    why="experts exchange by sizes in numpy, which Megatron makes only on the way from a GPU",
+)
+def _as_asked(
+    original: Callable[..., Any], tensor: Any, as_numpy: bool = False, record_stream: bool = False
+) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 MEGATRON_PATCHES = (
     *FUSED_PATCHES,
-    Patch(
-        target="megatron.training.initialize:_warmup_jit_function",
-        why="nothing is compiled on a CPU, and its draws depend on the sequence length",
-        build=_no_warm_up,
-        parameters={"<0.19": (), ">=0.19": ("tp_size",)},
-    ),
-    Patch(
-        target="megatron.training.datasets.data_samplers:build_pretraining_data_loader",
-        why="the data loader draws its seed from the host's stream, and there is no GPU to pin pages for",
-        build=_host_data_loader,
-        parameters=("dataset", "consumed_samples"),
-    ),
+    _no_warm_up,
+    _host_data_loader,
     Patch(
         target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         why="PyTorch's norm does under sequence parallelism, once its gradients are summed over the ranks; "
@@ -81,10 +76,5 @@ MEGATRON_PATCHES = (
             *("persist_layer_norm", "zero_centered_gamma", "normalization"),
         ),
     ),
-    Patch(
-        target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
-        why="experts exchange by sizes in numpy, which Megatron makes only on the way from a GPU",
-        build=_as_asked,
-        parameters=("tensor", "as_numpy", "record_stream"),
-    ),
+    _as_asked,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,25 +19,26 @@ from megatron_hexi.megatron.stages.stage_checkpoints import (
     _of_whole_models,
     stages_active,
 )
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import Patch, patched
 
 
-def _over_borders(original: Callable[..., Any]) -> Callable[..., Any]:
-    def make_communicator(pp_group: Any, config: Any) -> Any:
-        session = active_session()
-        if session is None or session.stages is None:
-            return original(pp_group=pp_group, config=config)
-        return BorderCommunicator(session.stages.channels, pp_group.rank(), pp_group.size(), config)
+@patched(
+    "megatron.core.pipeline_parallel.schedules:P2PCommunicator",
+    why="rows travel between stages by the plan's table",
+)
+def _over_borders(original: Callable[..., Any], pp_group: Any, config: Any) -> Any:
+    session = active_session()
+    if session is None or session.stages is None:
+        return original(pp_group=pp_group, config=config)
+    return BorderCommunicator(session.stages.channels, pp_group.rank(), pp_group.size(), config)
 
-    return make_communicator
 
-
-def _of_equal_stages(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def report_theoretical_memory(*args: Any, **kwargs: Any) -> Any:
-        return None if stages_active() else original(*args, **kwargs)
-
-    return report_theoretical_memory
+@patched(
+    "megatron.training.theoretical_memory_usage:report_theoretical_memory",
+    why="Megatron's estimate of memory is for one rectangle of ranks",
+)
+def _of_equal_stages(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return None if stages_active() else original(*args, **kwargs)
 
 
 #: Patches of expert layers; before 0.19 plans with stages refuse experts.
@@ -91,11 +91,7 @@ _EXPERTS_OF_STAGES = (
 STAGES_PATCHES = (
     *MINISTAGE_PATCHES,
     *_EXPERTS_OF_STAGES,
-    Patch(
-        target="megatron.core.pipeline_parallel.schedules:P2PCommunicator",
-        why="rows travel between stages by the plan's table",
-        build=_over_borders,
-    ),
+    _over_borders,
     Patch(
         target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
         why="gradients are summed over all holders of a piece of a weight",
@@ -112,11 +108,7 @@ STAGES_PATCHES = (
         why="each rank keeps the optimizer's state of its slabs",
         build=_for_pieces,
     ),
-    Patch(
-        target="megatron.training.theoretical_memory_usage:report_theoretical_memory",
-        why="Megatron's estimate of memory is for one rectangle of ranks",
-        build=_of_equal_stages,
-    ),
+    _of_equal_stages,
     Patch(
         target="megatron.training.checkpointing:get_rng_state",
         why="random states are stored by rank",

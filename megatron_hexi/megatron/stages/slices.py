@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.mesh import MinistageId
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import Patch, patched
 from megatron_hexi.plan.units import Unit
 
 
@@ -155,41 +155,34 @@ def _numbered(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _named(original: Callable[..., None]) -> Callable[..., None]:
+@patched(
+    "megatron.core.transformer.transformer_block:TransformerBlock._build_layers",
+    why="a layer is named by its number, as its state dict expects it",
+)
+def _named(original: Callable[..., None], self: Any) -> None:
     """Name a layer in its block by its number in the stage, as its state dict expects."""
-
-    @functools.wraps(original)
-    def _build_layers(self: Any) -> None:
-        original(self)
-        numbers = layer_numbers(active_session())
-        if numbers is not None:
-            self.layers._modules = {
-                str(number): layer for number, layer in zip(numbers, self.layers, strict=True)
-            }
-
-    return _build_layers
+    original(self)
+    numbers = layer_numbers(active_session())
+    if numbers is not None:
+        self.layers._modules = {
+            str(number): layer for number, layer in zip(numbers, self.layers, strict=True)
+        }
 
 
-def _in_turns(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
+@patched(
+    "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.get_layer_id_list",
+    why="with ministages the layers of a stage, which differ in kind, are not in a row",
+    parameters=("self", "layer_type", "vp_stage", "pp_rank"),
+)
+def _in_turns(original: Callable[..., list[int]], self: Any, *args: Any, **kwargs: Any) -> list[int]:
     """Return the layers of a stage whose specifications are built: with ministages they are not in a row."""
-
-    @functools.wraps(original)
-    def get_layer_id_list(self: Any, *args: Any, **kwargs: Any) -> list[int]:
-        layers = original(self, *args, **kwargs)
-        numbers = layer_numbers(active_session())
-        return layers if numbers is None else [layers[0] + number for number in numbers]
-
-    return get_layer_id_list
+    layers = original(self, *args, **kwargs)
+    numbers = layer_numbers(active_session())
+    return layers if numbers is None else [layers[0] + number for number in numbers]
 
 
 MINISTAGE_PATCHES = (
-    Patch(
-        target="megatron.core.transformer.pipeline_parallel_layer_layout:"
-        "PipelineParallelLayerLayout.get_layer_id_list",
-        why="with ministages the layers of a stage, which differ in kind, are not in a row",
-        build=_in_turns,
-        parameters=("self", "layer_type", "vp_stage", "pp_rank"),
-    ),
+    _in_turns,
     Patch(
         target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
         why="with ministages the layers of a stage are not in a row",
@@ -201,10 +194,5 @@ MINISTAGE_PATCHES = (
         why="with ministages the layers of a stage are not in a row",
         build=_numbered,
     ),
-    Patch(
-        target="megatron.core.transformer.transformer_block:TransformerBlock._build_layers",
-        why="a layer is named by its number, as its state dict expects it",
-        build=_named,
-        parameters=("self",),
-    ),
+    _named,
 )

@@ -11,7 +11,6 @@ iteration n is there for every rank before it begins n + 1.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import math
@@ -35,7 +34,7 @@ from megatron_hexi.megatron.samplers import announce_share, batches_ahead, set_t
 from megatron_hexi.megatron.session import Session, active_session, set_active_session
 from megatron_hexi.megatron.step_times import METER
 from megatron_hexi.options.kinds import is_packed
-from megatron_hexi.patching import STEP_PARAMETERS, Patch
+from megatron_hexi.patching import STEP_PARAMETERS, patched
 from megatron_hexi.plan import Plan, dump_plan, plan_digest, plan_from_yaml
 from megatron_hexi.replan.training.plan_swap import forget_positions, swapped_session, swapped_shares
 from megatron_hexi.replan.training.planner_process import (
@@ -303,38 +302,30 @@ def _plan(session: Session, text: str) -> Plan:
 _replanner: Replanner | None = None
 
 
-def _replanning(original: Callable[..., Any]) -> Callable[..., Any]:
+@patched(
+    "megatron.training.training:train_step",
+    why="swaps plans between two iterations for --hexi-replan-interval",
+    parameters=STEP_PARAMETERS,
+)
+def _replanning(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron.training import get_args
 
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        global _replanner
-        options = get_args()
-        if active_session() is None or options.hexi_replan_interval is None or options.world_size == 1:
-            return original(*args, **kwargs)
-        if _replanner is None:
-            store = job_store(_AGREEMENT)
-            assert store is not None, "there are several ranks"
-            _replanner = Replanner(meeting(store), options, PlannerConnection)
-        iteration = signature.bind(*args, **kwargs).arguments["iteration"]
-        with user_errors():
-            _replanner.before_step(iteration)
-        set_training(True)
-        result = original(*args, **kwargs)
-        set_training(False)
-        _replanner.after_step(result[0])
-        return result
-
-    return train_step
+    global _replanner
+    options = get_args()
+    if active_session() is None or options.hexi_replan_interval is None or options.world_size == 1:
+        return original(*args, **kwargs)
+    if _replanner is None:
+        store = job_store(_AGREEMENT)
+        assert store is not None, "there are several ranks"
+        _replanner = Replanner(meeting(store), options, PlannerConnection)
+    iteration = inspect.signature(original).bind(*args, **kwargs).arguments["iteration"]
+    with user_errors():
+        _replanner.before_step(iteration)
+    set_training(True)
+    result = original(*args, **kwargs)
+    set_training(False)
+    _replanner.after_step(result[0])
+    return result
 
 
-REPLANNING_PATCHES = (
-    Patch(
-        target="megatron.training.training:train_step",
-        why="swaps plans between two iterations for --hexi-replan-interval",
-        build=_replanning,
-        parameters=STEP_PARAMETERS,
-    ),
-)
+REPLANNING_PATCHES = (_replanning,)
