@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -19,6 +20,9 @@ from megatron_hexi.errors import HexiError
 
 #: Far above any real file (a plan for 4096 ranks takes about 0.4 MB), far below what hurts.
 MAX_BYTES = 64 * 2**20
+
+#: What `writing_problem` writes, and at a time.
+_TRIED_BYTES, _BLOCK = 2**20, 2**12
 
 _CHECK = "check the path and its permissions"
 
@@ -74,6 +78,22 @@ def check_output(path: str | os.PathLike[str]) -> None:
     """
     with _beside(Path(path)):
         pass
+
+
+def writing_problem(folder: Path) -> str | None:
+    """Return why a folder, or the nearest one above that is there, takes no file of 1 MiB; ``None``: it does.
+
+    Libraries that write large files may lose the system's reason, such as a full disk.
+    """
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as stream:
+            for _ in range(_TRIED_BYTES // _BLOCK):
+                stream.write(bytes(_BLOCK))
+    except OSError as problem:
+        return problem.strerror
+    return None
 
 
 def open_private(path: str, flags: int) -> int:

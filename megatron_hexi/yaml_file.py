@@ -128,6 +128,8 @@ def _build(
             result[key] = _build(path, value_node, (*place, key), lines, scalars)
         return result
     try:
+        if "\0" in node.value:  # no name of a file, a host or a model has one
+            raise ValueError
         return scalars.construct_object(node)
     except (ValueError, yaml.YAMLError):
         where = f"{path}:{lines[place]}: {spell_place(place)}"

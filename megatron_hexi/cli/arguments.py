@@ -8,12 +8,15 @@ from typing import Annotated
 
 import typer
 
-from megatron_hexi.argument_file import read_words
-from megatron_hexi.cli.options import whole
+from megatron_hexi.argument_file import MAX_BYTES, split_words
+from megatron_hexi.cli.options import output_option, whole
 from megatron_hexi.cli.output import check_outputs, say, tell
+from megatron_hexi.cost.megatron_arguments import check_arguments
 from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import read_plan
 from megatron_hexi.slurm import plan_start
-from megatron_hexi.text_file import write_text_atomically
+from megatron_hexi.text_file import read_text, write_text_atomically
+from megatron_hexi.whole_number import variable_number
 
 app = typer.Typer()
 
@@ -25,10 +28,7 @@ def arguments(
     ],
     plan: Annotated[str, typer.Option(metavar="PLAN.yaml", help="The plan that ranks are placed by.")],
     checkpoints: Annotated[str, typer.Option(metavar="FOLDER", help="Where to save without --save.")],
-    out: Annotated[
-        Path,
-        typer.Option("--out", "-o", metavar="WORDS", help="Where to write the words.", show_default=False),
-    ],
+    out: Annotated[Path, output_option("WORDS", "Where to write the words.")],
     save_interval: Annotated[
         int, typer.Option(metavar="N", help="Iterations from checkpoint to checkpoint.", parser=whole)
     ] = 500,
@@ -39,10 +39,14 @@ def arguments(
     FOLDER and resumes from there. Writes WORDS, each ended by a NUL byte, as mapfile -d '' reads them.
     """
     check_outputs([file], [out], None, "text")
-    again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    words = read_words(file)
-    if not words:
-        raise HexiError(f"{file}: no arguments in it; write Megatron's, for example --num-layers 32")
+    again = variable_number(os.environ, "SLURM_RESTART_COUNT", 0) > 0
+    if save_interval < 1:
+        raise HexiError(f"--save-interval {save_interval}: give a number of iterations above 0")
+    if os.path.exists(checkpoints) and not os.path.isdir(checkpoints):
+        raise HexiError(f"--checkpoints {checkpoints}: is no folder; give one, which need not be there yet")
+    text = read_text(file, MAX_BYTES)
+    check_arguments(text, file, read_plan(plan))
+    words = split_words(text, file)
     start = plan_start(
         words, file, plan=plan, checkpoints=checkpoints, save_interval=save_interval, again=again
     )

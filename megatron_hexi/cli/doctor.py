@@ -36,7 +36,10 @@ def doctor(
         bool, typer.Option("--local", help="Look at this process only, under torchrun or srun too.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="How long to wait for the other ranks of a job.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=1, max=86400, help="How long to wait for the other ranks of a job."
+        ),
     ] = 120,
 ) -> None:
     """Examine this machine, or all ranks of a job.

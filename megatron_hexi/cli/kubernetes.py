@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.main import get_command
 
 from megatron_hexi.argument_file import last_value
 from megatron_hexi.cli import probe as measuring
 from megatron_hexi.cli.bundles import with_bundles
-from megatron_hexi.cli.options import AsJson, Bundle, ClusterPath
+from megatron_hexi.cli.options import AsJson, Bundle, ClusterPath, output_option
 from megatron_hexi.cli.output import check_outputs, print_json, say
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.errors import HexiError
@@ -144,12 +143,6 @@ class TrainingManifests(Manifests):
     ) -> list[dict[str, Any]]:
         """The objects of a training.
 
-        Args:
-            plan: the plan.
-            cluster: the cluster that the plan was made for.
-            path: the cluster's file.
-            flags: all of Megatron's flags.
-
         Raises:
             HexiError: a choice is missing or wrong, or the plan is for another cluster.
         """
@@ -256,10 +249,7 @@ def launch_probe(
         ),
     ],
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", metavar="PROBE.yaml", help="Write the manifests here, not to standard output."
-        ),
+        Path | None, output_option("PROBE.yaml", "Write the manifests here, not to standard output.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -271,18 +261,8 @@ def launch_probe(
     check_outputs([cluster], [out], None)
     machines = read_cluster(cluster)
     settings = job.settings(machines, "probe", restarts=0)
-    measured = _probe_output(words)
-    if not settings.holds(measured):
-        raise HexiError(f"-- -o {measured}: is lost with its pod; give a path in a --volume")
+    measured = measuring.read_words(words)
+    if not settings.holds(str(measured)):
+        raise HexiError(f"-- -o {measured}: is lost with its pod; give a path in a --volume, without ..")
     objects = manifests(probe_pods(machines, settings, words), {}, settings)
     write_manifests(objects, {"cluster": str(cluster)}, out, as_json=as_json)
-
-
-def _probe_output(words: list[str]) -> str:
-    """Return the output path in the words of ``hexi probe``.
-
-    Raises:
-        TyperException: it does not take them.
-    """
-    context = get_command(measuring.app).make_context("hexi launch-probe … --", list(words))
-    return str(context.params["out"])

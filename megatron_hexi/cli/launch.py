@@ -10,7 +10,7 @@ import typer
 from megatron_hexi.argument_file import replace_flags
 from megatron_hexi.cli.bundles import with_bundles
 from megatron_hexi.cli.kubernetes import PLAN_IN_POD, TrainingManifests, write_manifests
-from megatron_hexi.cli.options import MODEL_OF_PLAN, AsJson, ClusterOption, PlanPath
+from megatron_hexi.cli.options import MODEL_OF_PLAN, AsJson, ClusterOption, PlanPath, output_option
 from megatron_hexi.cli.output import check_outputs, print_json, say
 from megatron_hexi.cli.planned_job import naming_files
 from megatron_hexi.cluster import Cluster, read_cluster
@@ -61,11 +61,9 @@ def launch(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="JOB.args",
-            help="Write Megatron's flags, for scripts/slurm/train.sbatch; with --kubernetes the manifests.",
+        output_option(
+            "JOB.args",
+            "Write Megatron's flags, for scripts/slurm/train.sbatch; with --kubernetes the manifests.",
         ),
     ] = None,
     as_json: AsJson = False,

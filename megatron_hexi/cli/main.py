@@ -7,9 +7,10 @@ Documents asked for with ``--json`` go to standard output, everything said besid
 
 from __future__ import annotations
 
-import io
+import itertools
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -33,6 +34,7 @@ from megatron_hexi.cli import (
 )
 from megatron_hexi.cli.output import print_json
 from megatron_hexi.errors import HexiError, NothingFitsError, user_errors
+from megatron_hexi.standard_output import standard_output
 
 app = typer.Typer(
     help="Long-context training on mixed GPU clusters, as a plugin for Megatron-LM. Options have Megatron's "
@@ -65,10 +67,9 @@ def main() -> None:
     Raises:
         SystemExit: always, with the exit code.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be text
-        sys.stdout.reconfigure(errors="backslashreplace")
-    with user_errors():
+    with user_errors(), standard_output():
         try:
+            _refuse_empty(sys.argv[1:])
             code = get_command(app).main(prog_name="hexi", standalone_mode=False)
         except typer.TyperException as problem:  # an unknown option, a missing argument
             message = " ".join(problem.format_message().split()).rstrip(".")
@@ -80,6 +81,13 @@ def main() -> None:
             _print_error(problem)
             raise
     sys.exit(code)
+
+
+def _refuse_empty(words: Sequence[str]) -> None:
+    """Refuse words that are empty, or are after an option's ``=``: what a variable that is not set leaves."""
+    for before, word in itertools.pairwise(("hexi", *itertools.takewhile(lambda word: word != "--", words))):
+        if not word or (word.startswith("--") and word.endswith("=")):
+            raise HexiError(f"{before} {word!r}: is empty (is a variable not set?); give a value")
 
 
 def _print_error(problem: HexiError) -> None:

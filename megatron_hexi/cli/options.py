@@ -28,6 +28,7 @@ from megatron_hexi.cost import (
 )
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.flags import flag_name, spell_flag
+from megatron_hexi.whole_number import whole_number
 
 if TYPE_CHECKING:  # brings the solver, which takes a second
     from megatron_hexi.planner import Request
@@ -50,13 +51,32 @@ ClusterPath = Annotated[Path, typer.Argument(metavar="CLUSTER.yaml", help="The c
 ClusterOption = Annotated[
     Path, typer.Option("--cluster", metavar="CLUSTER.yaml", help="The cluster that the plan is for.")
 ]
-PlanOut = Annotated[
-    Path,
-    typer.Option("--out", "-o", metavar="PLAN.yaml", help="Where to write the plan.", show_default=False),
-]
+
+
+def output_path(text: str | Path) -> Path:
+    """Parse the name of a file to write.
+
+    Raises:
+        BadParameter: it ends as a folder does, or programs would take it for an option, or for a stream.
+    """
+    name = str(text)
+    if name.endswith("/"):
+        raise typer.BadParameter(f"{name!r} is a folder; give the name of a file in it")
+    if name.startswith("-"):
+        raise typer.BadParameter(f"{name!r} begins as an option does; write './{name}'")
+    return Path(name)
+
+
+def output_option(metavar: str, text: str) -> Any:
+    """Return the option for the file that a command writes."""
+    return typer.Option("--out", "-o", metavar=metavar, help=text, show_default=False, parser=output_path)
+
+
+PlanOut = Annotated[Path, output_option("PLAN.yaml", "Where to write the plan.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Picture = Annotated[
-    Path | None, typer.Option(metavar="OUT.png", help="Draw a picture too (.png, .svg, .pdf, …).")
+    Path | None,
+    typer.Option(metavar="OUT.png", help="Draw a picture too (.png, .svg, .pdf, …).", parser=output_path),
 ]
 
 #: As in `megatron_hexi.cost.presets`, which takes too long to read for --help.
@@ -87,12 +107,10 @@ def whole(text: str | int) -> int:
     if isinstance(text, int):
         return text
     factor = _FACTORS.get(text[-1:].upper(), 1)
-    try:
-        return int(text[:-1] if factor > 1 else text) * factor
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text[:40]!r} is not a whole number; write one, as 131072 or 128K"
-        ) from None
+    number = whole_number(text[:-1] if factor > 1 else text)
+    if number is None:
+        raise typer.BadParameter(f"{text[:40]!r} is not a whole number; write one, as 131072 or 128K")
+    return number * factor
 
 
 def check_limits(numbers: Mapping[str, int | None]) -> None:
@@ -369,7 +387,7 @@ class NewJob(PlanFeatures, Training):
         text = self.data_parallel
         if text == "auto":
             return None
-        # A number of more digits is no number of GPUs, and may be too long for Python to read.
-        if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0):
+        replicas = whole_number(text)
+        if replicas is None or replicas < 1:
             raise HexiError(f"--data-parallel-size {text[:40]}: give a number above 0, or auto")
-        return int(text)
+        return replicas

@@ -16,6 +16,7 @@ from rich.segment import Segment
 
 from megatron_hexi.errors import HexiError, printable
 from megatron_hexi.regular_file import check_output
+from megatron_hexi.whole_number import whole_number
 
 if TYPE_CHECKING:  # takes most of a second to import, which a command without a picture need not spend
     from matplotlib.figure import Figure
@@ -52,8 +53,7 @@ def tell(message: str) -> None:
 
 def print_report(report: RenderableType) -> None:
     """Print a report on standard output, as wide as the terminal or as COLUMNS says."""
-    columns = os.environ.get("COLUMNS", "")
-    width_known = sys.stdout.isatty() or (columns.isascii() and columns.isdecimal() and int(columns) > 0)
+    width_known = sys.stdout.isatty() or (whole_number(os.environ.get("COLUMNS", "")) or 0) > 0
     Console(width=None if width_known else _PIPE_WIDTH).print(_Printable(report))
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_hexi.cli.options import AsJson, ClusterOption, PlanPath
+from megatron_hexi.cli.options import AsJson, ClusterOption, PlanPath, output_option
 from megatron_hexi.cli.output import check_outputs, print_json, say, tell
 from megatron_hexi.cli.planned_job import naming_files
 from megatron_hexi.cluster import read_cluster
@@ -32,10 +32,7 @@ app = typer.Typer()
 def place(
     plan: PlanPath,
     cluster: ClusterOption,
-    out: Annotated[
-        Path,
-        typer.Option("--out", "-o", metavar="HOSTS", help="Where to write the hosts.", show_default=False),
-    ],
+    out: Annotated[Path, output_option("HOSTS", "Where to write the hosts.")],
     spares: Annotated[
         bool,
         typer.Option(

@@ -41,13 +41,6 @@ def naming_files(plan: Path, cluster: Path) -> Iterator[None]:
 def estimate_on(plan: Plan, path: Path, job: Job, machines: Cluster, cluster: Path) -> IterationCost:
     """Return the predicted iteration of a plan, with a note where it was made for another cluster.
 
-    Args:
-        plan: the plan.
-        path: the plan's file.
-        job: the job that the plan was made for.
-        machines: the cluster to predict on.
-        cluster: the cluster's file.
-
     Raises:
         HexiError: the plan does not fit the cluster or the job; the message names both files.
     """
@@ -119,10 +112,6 @@ class PlannedJob(Training):
 
     def job(self, plan: Plan, path: Path) -> Job:
         """Return the job that a plan is evaluated for.
-
-        Args:
-            plan: the plan.
-            path: the plan's file, which errors name.
 
         Raises:
             HexiError: neither the plan nor the command line names a model, the model is unknown, its heads or

@@ -21,6 +21,7 @@ from megatron_hexi.cli.options import (
     Picture,
     PlanOut,
     PlanPath,
+    output_path,
 )
 from megatron_hexi.cli.output import (
     check_outputs,
@@ -205,7 +206,11 @@ def simulate(
     job: PlannedJob,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="OUT.json", help="Write every event, for ui.perfetto.dev or chrome://tracing."),
+        typer.Option(
+            metavar="OUT.json",
+            help="Write every event, for ui.perfetto.dev or chrome://tracing.",
+            parser=output_path,
+        ),
     ] = None,
     scenario: Annotated[
         Path | None,

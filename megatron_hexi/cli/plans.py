@@ -165,6 +165,8 @@ def parse_speeds(text: str) -> list[list[float]]:
         HexiError: a part is not a number, or not above 0.
     """
     try:
+        if not text.isascii():  # `float` takes digits of any alphabet
+            raise ValueError
         speeds = [[float(speed) for speed in group.split(",")] for group in text.split("/")]
     except ValueError:
         raise HexiError(

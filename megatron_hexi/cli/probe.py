@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.main import get_command
 
-from megatron_hexi.cli.options import AsJson, Picture, whole
+from megatron_hexi.cli.options import AsJson, Picture, output_option, whole
 from megatron_hexi.cli.output import (
     Progress,
     check_outputs,
@@ -24,7 +25,8 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.flags import flag_name
 
 if TYPE_CHECKING:
-    from megatron_hexi.probe import Measurement, World
+    from megatron_hexi.probe.document import Measurement, Options
+    from megatron_hexi.probe.world import World
 
 # The package that measures imports torch, which takes seconds that no other command need spend.
 
@@ -45,12 +47,7 @@ def _number(field: str, text: str) -> Any:
     "-o cluster.yaml"
 )
 def probe(
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out", "-o", metavar="CLUSTER.yaml", help="Where to write the cluster file.", show_default=False
-        ),
-    ],
+    out: Annotated[Path, output_option("CLUSTER.yaml", "Where to write the cluster file.")],
     kernel: Annotated[
         list[str],
         typer.Option(
@@ -87,19 +84,12 @@ def probe(
     CLUSTER.yaml.partial.json keeps what is measured; the same command resumes from it.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch says of lost ranks, we say once
-    from megatron_hexi import probe as measuring
+    from megatron_hexi.probe import run as measuring
+    from megatron_hexi.probe.world import connect
 
-    with measuring.connect() as world, _said_once(world):
+    with connect() as world, _said_once(world):
         with world.all_or_none():
-            options = measuring.Options(
-                kernels=tuple(kernel),
-                precision=precision,
-                hidden_size=hidden,
-                heads=heads,
-                head_dim=128 if head_dim is None else head_dim,
-                budget_s=60 * ((2 if quick else 10) if budget is None else budget),
-                quick=quick,
-            )
+            options = _options(kernel, precision, hidden, heads, head_dim, budget, quick=quick)
             if world.rank == 0:
                 check_outputs([], [out, measuring.partial_path(out)], picture)
         with progress_bar() if world.rank == 0 else contextlib.nullcontext() as bar:
@@ -111,17 +101,60 @@ def probe(
                 _finish(measured, out, picture, as_json=as_json)
 
 
+def read_words(words: Sequence[str]) -> Path:
+    """Return the output path in the words of ``hexi probe``, which are checked as the command does.
+
+    Raises:
+        TyperException: it does not take them.
+        HexiError: a value is out of range.
+    """
+    given = get_command(app).make_context("hexi launch-probe … --", list(words)).params
+    names = ("kernel", "precision", "hidden", "heads", "head_dim", "budget")
+    _options(*(given[name] for name in names), quick=given["quick"])
+    return Path(given["out"])
+
+
+def _options(
+    kernels: Sequence[str],
+    precision: str,
+    hidden: int | None,
+    heads: int | None,
+    head_dim: int | None,
+    budget_min: float | None,
+    *,
+    quick: bool,
+) -> Options:
+    """Return a probe's options, with defaults for those that are not given.
+
+    Raises:
+        HexiError: a value that cannot be measured.
+    """
+    from megatron_hexi.probe.document import Options
+
+    return Options(
+        kernels=tuple(kernels),
+        precision=precision,
+        hidden_size=hidden,
+        heads=heads,
+        head_dim=128 if head_dim is None else head_dim,
+        budget_s=60 * ((2 if quick else 10) if budget_min is None else budget_min),
+        quick=quick,
+    )
+
+
 def _finish(measured: Measurement, out: Path, picture: Path | None, *, as_json: bool) -> None:
     """Write the cluster file, remove the partial measurement, and print the result."""
     from rich.console import Group
     from rich.text import Text
 
-    from megatron_hexi import probe as measuring
+    from megatron_hexi.probe.assemble import assemble
+    from megatron_hexi.probe.file import write_cluster
+    from megatron_hexi.probe.run import partial_path
     from megatron_hexi.report.catalog_tables import device_report
 
-    data, notes = measuring.assemble(measured, out.stem)
-    cluster, notes = measuring.write_cluster(out, data, notes, measured)
-    measuring.partial_path(out).unlink(missing_ok=True)
+    data, notes = assemble(measured, out.stem)
+    cluster, notes = write_cluster(out, data, notes, measured)
+    partial_path(out).unlink(missing_ok=True)
     say(f"wrote {out}")
     devices = list({node.device.name: node.device for node in cluster.nodes}.values())
     if picture is not None:
@@ -156,7 +189,7 @@ def _said_once(world: World) -> Iterator[None]:
         HexiError: on the rank that speaks.
         SystemExit: on the others, with the same exit code.
     """
-    from megatron_hexi.probe import ElsewhereError, LostRankError
+    from megatron_hexi.probe.world import ElsewhereError, LostRankError
 
     try:
         yield

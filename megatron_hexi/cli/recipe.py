@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from megatron_hexi.cli.options import AsJson
+from megatron_hexi.cli.options import AsJson, output_option
 from megatron_hexi.cli.output import check_outputs, print_json, print_report, say
 from megatron_hexi.cost import Recipe, recipes
 from megatron_hexi.errors import HexiError
@@ -55,10 +55,7 @@ def show(name: Name, as_json: AsJson = False) -> None:
 @recipe.command(epilog="Example: hexi recipe write llama3-8b-128k -o job.args")
 def write(
     name: Name,
-    out: Annotated[
-        Path,
-        typer.Option("--out", "-o", metavar="JOB.args", help="Where to write it.", show_default=False),
-    ],
+    out: Annotated[Path, output_option("JOB.args", "Where to write it.")],
     as_json: AsJson = False,
 ) -> None:
     """Write a recipe to a file, to change it there; --model takes that file too."""

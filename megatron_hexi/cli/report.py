@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_hexi.cli.options import MODEL_OF_REPORT, AsJson, PlanPath
+from megatron_hexi.cli.options import MODEL_OF_REPORT, AsJson, PlanPath, output_option
 from megatron_hexi.cli.output import check_outputs, print_json, print_report, progress_bar, say
 from megatron_hexi.cli.planned_job import PlannedJob, estimate_on
 from megatron_hexi.cluster import Cluster, read_cluster
@@ -29,10 +29,7 @@ def report(
     record: Annotated[
         Path, typer.Option(metavar="RECORD.jsonl", help="What the run wrote for --hexi-record.")
     ],
-    out: Annotated[
-        Path,
-        typer.Option("--out", "-o", metavar="OUT.html", help="Where to write the page.", show_default=False),
-    ],
+    out: Annotated[Path, output_option("OUT.html", "Where to write the page.")],
     cluster: Annotated[
         Path | None,
         typer.Option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import shutil
 import tempfile
 import warnings
@@ -12,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_hexi.errors import HexiError, user_errors
+from megatron_hexi.regular_file import writing_problem
+from megatron_hexi.standard_output import standard_output
 
 _EXAMPLE = """example:
   python -m megatron_hexi.convert hf-to-megatron Llama-3.1-8B weights
@@ -28,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: the user's input is wrong (exit code 2).
     """
     words = _parser().parse_args(argv)
-    with user_errors():
+    with user_errors(), standard_output():
         from megatron_hexi.platform import select_platform
 
         select_platform("cpu").install()  # before Megatron is imported
@@ -41,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 hf_to_megatron.convert(words.hf_folder, out)
             else:
                 megatron_to_hf.convert(words.checkpoint, words.like, out)
-    print(f"written: {words.out}")
+        print(f"written: {words.out}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,24 +59,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     directions = parser.add_subparsers(dest="direction", required=True)
     there = directions.add_parser("hf-to-megatron", help="write a checkpoint, and model.args beside it")
-    there.add_argument("hf_folder", metavar="HF_FOLDER", type=Path, help="with config.json and *.safetensors")
+    there.add_argument(
+        "hf_folder", metavar="HF_FOLDER", type=_path, help="with config.json and *.safetensors"
+    )
     back = directions.add_parser("megatron-to-hf", help="write model.safetensors, config.json and tokenizer")
     back.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        type=Path,
+        type=_path,
         help="a folder that --save wrote, or an iteration in it",
     )
     back.add_argument(
         "--like",
         metavar="HF_FOLDER",
-        type=Path,
+        type=_path,
         required=True,
         help="whose config.json, and tokenizer if it is there, belong to the model",
     )
     for direction in (there, back):
-        direction.add_argument("out", metavar="OUT", type=Path, help="a folder that is not there yet")
+        direction.add_argument("out", metavar="OUT", type=_path, help="a folder that is not there yet")
     return parser
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("is empty (is a variable not set?); give a folder")
+    return Path(text)
 
 
 @contextlib.contextmanager
@@ -83,18 +94,23 @@ def _new_folder(out: Path) -> Iterator[Path]:
     Raises:
         HexiError: something has that name, or the folder around it cannot be written to.
     """
-    if out.exists():
-        raise HexiError(f"{out}: is there already; choose another name, or remove it")
     try:
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(out)
+            raise HexiError(f"{out}: is there already; choose another name, or remove it")
         made = Path(tempfile.mkdtemp(prefix=".hexi-", dir=out.absolute().parent))
     except OSError as problem:
         raise HexiError(
-            f"{out.absolute().parent}: cannot be written to ({problem.strerror}); make it first"
+            f"{out}: cannot be made in {out.absolute().parent} ({problem.strerror}); choose another folder"
         ) from None
     try:
         made.chmod(0o755)
         yield made
         made.rename(out)
+    except Exception as problem:
+        if isinstance(problem, HexiError) or (reason := writing_problem(made)) is None:
+            raise
+        raise HexiError(f"{out}: cannot be written ({reason}); make room there, or choose another") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
 

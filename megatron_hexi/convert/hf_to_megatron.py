@@ -100,6 +100,8 @@ def _places(source: Path) -> dict[str, Path]:
     """
     places: dict[str, Path] = {}
     for path in sorted(source.glob("*.safetensors")):
+        if not path.is_file():  # of a FIFO the library waits for ever
+            raise HexiError(f"{path}: no regular file; save the model with save_pretrained(FOLDER)")
         try:
             with safe_open(path, "pt") as tensors:
                 places |= dict.fromkeys(tensors.keys(), path)

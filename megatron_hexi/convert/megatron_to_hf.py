@@ -15,8 +15,8 @@ from megatron_hexi.convert.hf_to_megatron import sharded
 from megatron_hexi.convert.parts import Weight
 from megatron_hexi.convert.weights import weights_of
 from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.folders import tracked_iteration
 from megatron_hexi.megatron.saved_tensors import saved_tensors
-from megatron_hexi.text_file import read_text
 
 #: What describes a model beside its weights, where it is there.
 _BESIDE = (
@@ -96,8 +96,12 @@ def _check_shape(weight: Weight, shape: tuple[int, ...], folder: Path, like: Pat
 
 
 def _iteration(checkpoint: Path) -> Path:
-    tracker = Path(get_checkpoint_tracker_filename(str(checkpoint)))
-    if not tracker.exists():
+    latest = tracked_iteration(str(checkpoint))
+    if latest is None:
         return checkpoint
-    latest = read_text(tracker).strip()
-    return checkpoint / (latest if latest == "release" else f"iter_{int(latest):07d}")
+    if isinstance(latest, str) and latest != "release":
+        raise HexiError(
+            f"{get_checkpoint_tracker_filename(str(checkpoint))}: {latest[:40]!r} is no iteration; give "
+            "one of its folders, as iter_0000500"
+        )
+    return checkpoint / (latest if isinstance(latest, str) else f"iter_{latest:07d}")

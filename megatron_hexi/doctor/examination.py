@@ -19,6 +19,7 @@ from megatron_hexi.doctor.gather import (
     send_facts,
 )
 from megatron_hexi.doctor.problems import Problem, healthy
+from megatron_hexi.whole_number import whole_number
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,7 @@ def examine(
         HexiError: the other ranks cannot be reached.
     """
     if job is None:
-        rank = os.environ.get("RANK", "")
-        facts = [collect(int(rank) if rank.isdecimal() else None, checkout, progress)]
+        facts = [collect(whole_number(os.environ.get("RANK", "")), checkout, progress)]
         problems = find_job_problems(facts)
         return Examination(facts, problems, healthy(problems))
     local_facts = collect(job.rank, checkout, progress)

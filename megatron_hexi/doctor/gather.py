@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_hexi.doctor.facts import Facts
 from megatron_hexi.errors import HexiError
+from megatron_hexi.whole_number import variable_number
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -50,35 +51,23 @@ class LaunchedJob:
 def find_job(environment: Mapping[str, str]) -> LaunchedJob | None:
     """Return the job for which a launcher started this process; ``None`` where it runs alone.
 
-    Args:
-        environment: variables of torchrun, or derived from SLURM's.
-
     Raises:
         HexiError: the variables contradict each other.
     """
-    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
-    numbers: dict[str, int] = {}
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        text = environment.get(name, "")
-        if not (text.isascii() and text.isdecimal()):
-            raise HexiError(f"{name}={text}: no number; start with torchrun or srun, or give --local")
-        numbers[name] = int(text)
-    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
-        raise HexiError(
-            f"RANK={numbers['RANK']} with WORLD_SIZE={numbers['WORLD_SIZE']}: there is no such rank; "
-            "start with torchrun or srun, or give --local"
-        )
-    if numbers["WORLD_SIZE"] == 1:
+    size = variable_number(environment, "WORLD_SIZE", least=1)
+    rank = variable_number(environment, "RANK", 0 if size == 1 else None, most=size - 1)
+    if size == 1:
         return None
     address = environment.get("MASTER_ADDR")
     if not address:
-        raise HexiError("MASTER_ADDR is not set; start with torchrun or srun, or give --local")
+        raise HexiError("MASTER_ADDR is not set; start with torchrun or srun, which set it")
     return LaunchedJob(
-        numbers["RANK"],
-        numbers["WORLD_SIZE"],
+        rank,
+        size,
         address,
-        numbers["MASTER_PORT"],
+        variable_number(environment, "MASTER_PORT", least=1, most=2**16 - 1),
         environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
     )
@@ -87,10 +76,6 @@ def find_job(environment: Mapping[str, str]) -> LaunchedJob | None:
 @contextlib.contextmanager
 def joined(job: LaunchedJob, timeout_s: float) -> Iterator[Store]:
     """Context with the job's store.
-
-    Args:
-        job: the job.
-        timeout_s: time to wait for the store.
 
     Raises:
         HexiError: it cannot be reached, or served.
@@ -120,11 +105,6 @@ def joined(job: LaunchedJob, timeout_s: float) -> Iterator[Store]:
 def send_facts(store: Store, facts: Facts, timeout_s: float) -> bool:
     """Send this rank's facts to rank 0, and return its verdict.
 
-    Args:
-        store: the job's store.
-        facts: facts of this rank.
-        timeout_s: time to wait for rank 0.
-
     Returns:
         Whether the job is healthy.
 
@@ -148,14 +128,7 @@ def send_facts(store: Store, facts: Facts, timeout_s: float) -> bool:
 def receive_facts(
     store: Store, job: LaunchedJob, local_facts: Facts, timeout_s: float
 ) -> tuple[list[Facts], list[int]]:
-    """On rank 0, return the facts of all ranks that answer in time, in order, and the silent ranks.
-
-    Args:
-        store: the job's store.
-        job: the job.
-        local_facts: rank 0's facts.
-        timeout_s: time to wait for all others together.
-    """
+    """On rank 0, return the facts of all ranks that answer in time, in order, and the silent ranks."""
     deadline = time.monotonic() + timeout_s
     facts, silent = [local_facts], []
     for rank in range(1, job.size):
@@ -182,14 +155,7 @@ def _read(text: bytes, rank: int) -> Facts:
 
 
 def answer(store: Store, job: LaunchedJob, answered: int, *, healthy: bool) -> None:
-    """On rank 0, send the verdict to the others, and wait some seconds for them to read it.
-
-    Args:
-        store: the job's store.
-        job: the job.
-        answered: number of ranks that sent facts, with rank 0.
-        healthy: the verdict.
-    """
+    """On rank 0, send the verdict to the others, and wait some seconds for them to read it."""
     store.set("verdict", _HEALTHY if healthy else "ill")
     deadline = time.monotonic() + _PARTING_S
     while store.add("read", 0) < answered - 1 and time.monotonic() < deadline:

@@ -8,6 +8,7 @@ from packaging.version import Version
 
 from megatron_hexi.doctor.facts import Facts, Gpu, Torch
 from megatron_hexi.doctor.problems import Problem
+from megatron_hexi.whole_number import whole_number
 
 #: The oldest driver branch for each major version of CUDA on data-centre GPUs, by CUDA's minor version
 #: compatibility: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
@@ -87,8 +88,8 @@ def _has_code(torch: Torch, gpu: Gpu) -> bool:
 
 
 def _too_few_gpus(facts: Facts) -> Iterator[Problem]:
-    local_rank = facts.environment.get("LOCAL_RANK", "")
-    if facts.gpus and local_rank.isdecimal() and int(local_rank) >= len(facts.gpus):
+    local_rank = whole_number(facts.environment.get("LOCAL_RANK", "")) or 0
+    if facts.gpus and local_rank >= len(facts.gpus):
         yield Problem(
             "error",
             f"LOCAL_RANK is beyond the GPUs that the rank sees ({len(facts.gpus)}), and says which it takes",

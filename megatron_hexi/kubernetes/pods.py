@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kubernetes.settings import FOLDER, MAX_NAME, Settings
+from megatron_hexi.kubernetes.start import Command
 from megatron_hexi.plan import Plan
 from megatron_hexi.report.launch_lines import find_agents
 from megatron_hexi.slurm import find_gpus
@@ -22,26 +23,6 @@ _PORT = 29500
 _STORE_PORT = 29400
 #: The kind of the pod that keeps an elastic job's store.
 STORE = "store"
-
-
-@dataclass(frozen=True)
-class Command:
-    """A process that a pod starts.
-
-    Args:
-        words: the words of its command line after ``python``.
-        trains: whether Megatron's arguments follow the words.
-        gpus: numbers of the pod's GPUs that the process sees; ``None``: all of them.
-    """
-
-    words: tuple[str, ...]
-    trains: bool = False
-    gpus: tuple[int, ...] | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the command as `start` reads it."""
-        seen = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
-        return {"words": list(self.words), "trains": self.trains, "variables": seen}
 
 
 @dataclass(frozen=True)
@@ -79,10 +60,7 @@ class Pods:
 
     def table(self) -> dict[str, list[list[dict[str, Any]]]]:
         """Return the commands of all pods as `start` reads them."""
-        return {
-            kind: [[command.as_dict() for command in pod] for pod in pods]
-            for kind, pods in self.commands.items()
-        }
+        return {kind: [list(map(asdict, pod)) for pod in pods] for kind, pods in self.commands.items()}
 
 
 def training_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
@@ -104,12 +82,10 @@ def training_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
     commands: dict[int, list[Command]] = {node: [] for node in used}
     for number, (node, agent) in enumerate(zip(node_of, agents, strict=True)):
         inside = sorted(used[node])
-        gpus = tuple(inside.index(gpu) for gpu in agent.gpus)
+        gpus = [inside.index(gpu) for gpu in agent.gpus]
         words = _torchrun(len(gpus), len(agents), number, main)
-        all_gpus = gpus == tuple(range(len(inside)))
-        commands[node].append(
-            Command((*words, "-m", "megatron_hexi.pretrain_gpt"), True, None if all_gpus else gpus)
-        )
+        seen = {} if len(gpus) == len(inside) else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        commands[node].append(Command((*words, "-m", "megatron_hexi.pretrain_gpt"), True, seen))
     return Pods(kinds, {kind.name: [commands[node] for node in kind.nodes] for kind in kinds})
 
 
@@ -167,11 +143,6 @@ def _spares(cluster: Cluster, used: Mapping[int, int], settings: Settings) -> di
 
 def probe_pods(cluster: Cluster, settings: Settings, words: Sequence[str]) -> Pods:
     """Return the pods that measure all nodes of a cluster file, with ranks in the file's order.
-
-    Args:
-        cluster: the machines as far as they are known: entries, counts and GPUs.
-        settings: the user's choices for the job.
-        words: the arguments of ``hexi probe``.
 
     Raises:
         HexiError: a name is too long for Kubernetes.

@@ -164,10 +164,6 @@ def _is_folder(text: str) -> bool:
 def read_labels(texts: Sequence[str], entries: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return the node labels that texts ``ENTRY:LABEL=VALUE`` name, by entry.
 
-    Args:
-        texts: the values of ``--node-label``, as typed.
-        entries: names of the cluster file's entries.
-
     Raises:
         HexiError: an entry is unknown, a label or its value is malformed, or a label is given twice.
     """

@@ -7,58 +7,69 @@ Megatron's arguments, which are added to commands that train. The pod's index is
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+
+from pydantic import TypeAdapter, ValidationError
 
 from megatron_hexi.argument_file import read_words
 from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.text_file import read_text
+from megatron_hexi.whole_number import whole_number
 
 _LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class Command:
+    """A process that a pod starts.
+
+    Args:
+        words: the words of its command line after ``python``.
+        trains: whether Megatron's arguments follow the words.
+        variables: environment variables that it has besides the pod's.
+    """
+
+    words: tuple[str, ...]
+    trains: bool = False
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+_TABLE = TypeAdapter(dict[str, tuple[tuple[Command, ...], ...]])
 
 
 def find_commands(folder: Path, kind: str, index: str) -> list[tuple[list[str], dict[str, str]]]:
     """Return the words after ``python`` and the environment variables of each process of a pod.
 
-    Args:
-        folder: folder of the job's files.
-        kind: name of the pod's kind.
-        index: the pod's index, as the text that Kubernetes gives.
-
     Raises:
         HexiError: a file is missing or malformed, or has no commands for the pod.
     """
     path = folder / "pods.json"
+    text, number = read_text(path), whole_number(index)
     try:
-        pods = json.loads(read_text(path))[kind]
-        commands = [
-            (list(one["words"]), bool(one["trains"]), dict(one["variables"])) for one in pods[int(index)]
-        ]
-    except (ValueError, TypeError, KeyError, IndexError) as problem:
-        if isinstance(problem, HexiError):
-            raise
+        pods = _TABLE.validate_json(text).get(kind, ())
+    except ValidationError:
+        pods = ()
+    if number is None or not 0 <= number < len(pods):
         raise HexiError(
-            f"{path}: has no commands for pod {index!r} of kind {kind!r}; apply all that hexi launch "
-            "--kubernetes wrote"
-        ) from None
+            f"{path}: has no commands for pod {index[:40]!r} of kind {kind[:80]!r}; apply all that hexi "
+            "launch --kubernetes wrote"
+        )
     return [
-        ([*words, *(read_words(folder / "job.args") if trains else ())], variables)
-        for words, trains, variables in commands
+        ([*one.words, *(read_words(folder / "job.args") if one.trains else ())], one.variables)
+        for one in pods[number]
     ]
 
 
 def run_commands(commands: Sequence[tuple[Sequence[str], dict[str, str]]]) -> int:
     """Run processes at the same time until all have ended; the first that fails ends the others.
-
-    Args:
-        commands: the words after ``python`` and the environment variables of each process.
 
     Returns:
         The exit code: 0, or that of the first process to fail.

@@ -9,11 +9,14 @@ from __future__ import annotations
 import copy
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from megatron_hexi.errors import CheckpointError, user_errors
 from megatron_hexi.megatron.session import given_plan
 from megatron_hexi.megatron.stages.stage_checkpoints import with_own_boxes
 from megatron_hexi.patching import patched
+from megatron_hexi.regular_file import writing_problem
 
 
 @patched(
@@ -40,4 +43,24 @@ def without_ours(args: Namespace) -> Namespace:
     return saved
 
 
-CHECKPOINT_PATCHES = (_with_provenance,)
+@patched("megatron.training.checkpointing:save_checkpoint", why="a full disk is one line with the folder")
+def _named(original: Callable[..., Any], iteration: int, *rest: Any, **kwargs: Any) -> Any:
+    """Name the folder and the reason where a checkpoint cannot be written, which Megatron's workers lose."""
+    from megatron.training import get_args
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        return original(iteration, *rest, **kwargs)
+    except (Exception, CheckpointException) as problem:  # torch's is a BaseException
+        folder = get_args().save
+        reason = writing_problem(Path(folder))
+        if reason is None:
+            raise
+        with user_errors():
+            raise CheckpointError(
+                f"--save {folder}: the checkpoint of iteration {iteration} cannot be written ({reason}); "
+                "make room there, and start again: training goes on from the last whole checkpoint"
+            ) from problem
+
+
+CHECKPOINT_PATCHES = (_with_provenance, _named)

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_hexi.errors import HexiError, PlatformError
 from megatron_hexi.hostlist import expand_hostlist
 from megatron_hexi.text_file import read_text
+from megatron_hexi.whole_number import variable_number
 
 #: Names the file of `hexi place`: the host of each rank, a line each, in rank order.
 HOSTS_VARIABLE = "HEXI_HOSTS"
@@ -15,6 +16,7 @@ HOSTS_VARIABLE = "HEXI_HOSTS"
 #: Ports below those that Linux hands out to whoever asks for any (`ip_local_port_range`, from 32768).
 _PORT_BASE = 20000
 _PORT_COUNT = 12000
+_MOST_PORT, _MOST_RANKS = 2**16 - 1, 2**24
 
 
 def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:
@@ -32,16 +34,24 @@ def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:
         environment: usually `os.environ`; changed in place.
 
     Raises:
-        PlatformError: SLURM's variables name no host, the file cannot be read, or SLURM's tasks are not on
-            its hosts.
+        HexiError: a launcher's variable is no number, SLURM's name no host, the file cannot be read, or
+            SLURM's tasks are not on its hosts.
     """
     launched = all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
     in_step = all(
         name in environment for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_GTIDS")
     )
-    if launched or not in_step:
-        return
-    job = int(environment.get("SLURM_HET_JOB_ID") or environment.get("SLURM_JOB_ID", "0"))
+    if in_step and not launched:
+        for name, value in _derived(environment).items():
+            environment.setdefault(name, value)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        variable_number(environment, name, 0, most=_MOST_PORT if name == "MASTER_PORT" else _MOST_RANKS)
+
+
+def _derived(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torch.distributed's variables by those of a task of SLURM's."""
+    has_parts = "SLURM_HET_JOB_ID" in environment
+    job = variable_number(environment, "SLURM_HET_JOB_ID" if has_parts else "SLURM_JOB_ID", 0)
     derived = {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment["SLURM_NTASKS"],
@@ -53,8 +63,7 @@ def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:
         derived |= _placed(environment, Path(environment[HOSTS_VARIABLE]))
     elif "MASTER_ADDR" not in environment:
         derived["MASTER_ADDR"] = _first_host(environment)
-    for name, value in derived.items():
-        environment.setdefault(name, value)
+    return derived
 
 
 def _placed(environment: Mapping[str, str], path: Path) -> dict[str, str]:
@@ -67,13 +76,16 @@ def _placed(environment: Mapping[str, str], path: Path) -> dict[str, str]:
     node = environment.get("SLURMD_NODENAME", "")
     tasks = len(environment["SLURM_GTIDS"].split(","))
     ranks = [rank for rank, host in enumerate(hosts) if host == node]
-    if (len(ranks), len(hosts)) != (tasks, int(environment["SLURM_NTASKS"])):
+    if (len(ranks), len(hosts)) != (tasks, variable_number(environment, "SLURM_NTASKS")):
         raise PlatformError(
             f"{HOSTS_VARIABLE}={path}: {len(ranks)} of its {len(hosts)} ranks are on {node}, SLURM started "
             f"{tasks} of {environment['SLURM_NTASKS']} tasks there; start the step as "
             "scripts/slurm/train.sbatch does"
         )
-    return {"RANK": str(ranks[int(environment["SLURM_LOCALID"])]), "MASTER_ADDR": hosts[0]}
+    return {
+        "RANK": str(ranks[variable_number(environment, "SLURM_LOCALID", most=tasks - 1)]),
+        "MASTER_ADDR": hosts[0],
+    }
 
 
 def _first_host(environment: Mapping[str, str]) -> str:

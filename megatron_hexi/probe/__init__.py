@@ -5,22 +5,3 @@ What to measure is plain data (`sizes`, `rounds`), and so is what becomes of it 
 `links`, which `stages` calls in order. `document` is what lies between, and what an interrupted probe goes
 on from; `run` leads through it.
 """
-
-from megatron_hexi.probe.assemble import assemble
-from megatron_hexi.probe.document import Measurement, Options
-from megatron_hexi.probe.file import write_cluster
-from megatron_hexi.probe.run import partial_path, probe
-from megatron_hexi.probe.world import ElsewhereError, LostRankError, World, connect
-
-__all__ = [
-    "ElsewhereError",
-    "LostRankError",
-    "Measurement",
-    "Options",
-    "World",
-    "assemble",
-    "connect",
-    "partial_path",
-    "probe",
-    "write_cluster",
-]

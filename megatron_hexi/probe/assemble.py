@@ -29,10 +29,6 @@ HOST_SHARE = 0.8
 def assemble(measured: Measurement, name: str) -> tuple[dict[str, Any], list[str]]:
     """Return the cluster file as plain values, nodes in the order of ranks, and notes for its user.
 
-    Args:
-        measured: every stage of a probe.
-        name: name of the cluster.
-
     Raises:
         HexiError: a GPU that the catalogue lacks, of which a curve could not be measured at any size.
     """

@@ -106,14 +106,7 @@ def attention(
 
 
 def stream_gb_s(size: int, device: torch.device, clock: Clock, limit_s: float) -> float:
-    """Measure memory bandwidth by the triad a = b + s c: two arrays read and one written, 10^9 bytes/s.
-
-    Args:
-        size: bytes of each array.
-        device: device whose memory is measured.
-        clock: clock of the device.
-        limit_s: seconds that it may take.
-    """
+    """Measure memory bandwidth, 10^9 bytes/s, by the triad a = b + s c of arrays of `size` bytes."""
     a, b, c = (torch.ones(size // 4, device=device, dtype=torch.float32) for _ in range(3))
     return 3 * size / steady_seconds(lambda: torch.add(b, c, alpha=3.0, out=a), clock, limit_s) / 1e9
 
@@ -122,12 +115,6 @@ def host_copy_gb_s(size: int, device: torch.device, clock: Clock, limit_s: float
     """Measure copies between the device and pinned memory of its host, the slower direction, 10^9 bytes/s.
 
     On a CPU both are the host's memory, and what is timed is a plain copy.
-
-    Args:
-        size: bytes of a copy.
-        device: device to copy from and to.
-        clock: clock of the device.
-        limit_s: seconds that it may take.
 
     Returns:
         ``None`` where there is no memory for it.

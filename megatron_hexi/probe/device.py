@@ -30,12 +30,6 @@ def rank_info(
 ) -> RankInfo:
     """Return the facts of this rank that must not change when a probe is resumed.
 
-    Args:
-        options: options of the probe.
-        device: device of this rank's tensors.
-        environment: the launcher's variables.
-        host_ranks: ranks on this host, which share its memory if they run on the CPU.
-
     Raises:
         HexiError: the device cannot do what was asked.
     """

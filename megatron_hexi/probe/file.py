@@ -19,12 +19,6 @@ def write_cluster(
 ) -> tuple[Cluster, list[str]]:
     """Write the file whole or not at all.
 
-    Args:
-        path: path of the cluster file.
-        data: plain values, as `assemble` gives them.
-        notes: notes for its user; written into it as comments.
-        measured: the measurement that the file was made from.
-
     Returns:
         The cluster as the planner reads it, and all notes.
 

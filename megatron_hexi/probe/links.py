@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hexi.probe.document import TransferTimes
-from megatron_hexi.probe.world import World, lost_ranks
+from megatron_hexi.probe.world import World
 from megatron_hexi.runtime.wire import Message, all_to_all, post
 
 #: Messages there and back.
@@ -62,12 +62,7 @@ class Wire:
         return self._sweep(prepare, lanes)
 
     def all_to_all(self, peers: Sequence[int], lanes: Sequence[Sequence[int]]) -> list[TransferTimes]:
-        """Time an all-to-all of equal messages; return each lane's times by bytes to one peer.
-
-        Args:
-            peers: peers of this rank.
-            lanes: ranks of each lane.
-        """
+        """Time an all-to-all of equal messages; return each lane's times by bytes to one peer."""
 
         def prepare(size: int) -> Callable[[], None]:
             splits = [size if rank in set(peers) else 0 for rank in range(self.world.size)]
@@ -119,7 +114,7 @@ class Wire:
 
     def _seconds(self, work: Callable[[], None]) -> float:
         start = time.perf_counter()
-        with lost_ranks():
+        with self.world.lost_ranks():
             work()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)

@@ -37,11 +37,6 @@ def merge(name: str, nodes: Mapping[int, NodeFound], curves: Mapping[str, Series
     """Return medians over the ranks of each node, and over nodes after dividing by their speeds.
 
     The node of median speed is the reference (of two the faster one).
-
-    Args:
-        name: name of the GPU.
-        nodes: nodes that have it, by number.
-        curves: measured rates of all ranks.
     """
     rates = {rank: _rates_of(rank, curves) for node in nodes.values() for rank in node.ranks}
     by_node = {n: _medians([rates[rank] for rank in node.ranks]) for n, node in nodes.items()}

@@ -38,9 +38,6 @@ def flows(senders: range, receivers: range) -> list[tuple[int, int]]:
 def local_rounds(nodes: Mapping[int, range]) -> list[list[tuple[int, tuple[int, int]]]]:
     """Return rounds in which every two ranks of a node meet once, in all nodes at the same time.
 
-    Args:
-        nodes: ranks of each node, by its number.
-
     Returns:
         Rounds of (node, two of its ranks).
 

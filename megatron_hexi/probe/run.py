@@ -40,13 +40,6 @@ def partial_path(out: Path) -> Path:
 def probe(world: World, options: Options, partial: Path, *, restart: bool, progress: Progress) -> Measurement:
     """Measure what has not been measured yet. Every rank calls it at once, and all get all of it.
 
-    Args:
-        world: the ranks.
-        options: options of the probe.
-        partial: path of the partial measurement, which rank 0 writes.
-        restart: begin anew, whatever is kept.
-        progress: callback, receives the name of each step.
-
     Raises:
         HexiError: a device that cannot do what was asked, ranks that are not numbered node by node, or a kept
             measurement of something else; on the rank that found it.

@@ -56,12 +56,7 @@ class Sizes:
 
 
 def sizes_for(options: Options, kind: str) -> Sizes:
-    """Return sizes for a GPU (``cuda``) or a CPU, which is a hundred times slower.
-
-    Args:
-        options: options of the probe.
-        kind: kind of device.
-    """
+    """Return sizes for a GPU (``cuda``) or a CPU, which is a hundred times slower."""
     gpu = kind == "cuda"
     step = 4 if options.quick else 2
     least_rows, least_tokens = (256, 512) if gpu else (64, 256)
@@ -84,12 +79,7 @@ def point_limit_s(options: Options, sizes: Sizes) -> float:
 
 
 def transfer_limit_s(options: Options, sweeps: int) -> float:
-    """Return the seconds from which on a transfer is long enough to determine the bandwidth.
-
-    Args:
-        options: options of the probe.
-        sweeps: number of passes over all message sizes.
-    """
+    """Return the seconds from which on a transfer is long enough to determine the bandwidth."""
     # A sweep's sizes grow fourfold and each is sent four times: 4 x (1 + 1/4 + …) = 5.3 times the last one,
     # which itself is up to four times as long as the first that is long enough.
     return min(0.5, max(0.005, LINKS_SHARE * options.budget_s / (max(1, sweeps) * 22)))

@@ -6,6 +6,10 @@ import contextlib
 import json
 import os
 import re
+import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,11 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hexi.errors import HexiError
+from megatron_hexi.doctor.gather import find_job
+from megatron_hexi.errors import EXIT_USER_ERROR, HexiError
 from megatron_hexi.platform.slurm import adopt_slurm_environment
+from megatron_hexi.runtime.liveness import Liveness
+from megatron_hexi.speaker import say_error
 
-#: A rank that says nothing for so long is lost. Far above any one point that is measured.
+#: A rank that takes so long for one point that is measured is lost; one without heartbeats is much sooner.
 SILENCE = timedelta(minutes=3)
+LOST_AFTER_S = 60.0
+_LOOK_S = 0.5
+_AGAIN = "run the same command again: what was measured is kept"
 
 
 class LostRankError(HexiError):
@@ -37,11 +47,13 @@ class World:
         rank: number of this rank.
         size: number of ranks.
         store: the job's; ``None`` for a world of one.
+        others: what is known of the other ranks; ``None`` for a world of one.
     """
 
     rank: int
     size: int
     store: dist.Store | None = None
+    others: Liveness | None = None
 
     def meet(self) -> None:
         """Wait until all ranks have called this: a barrier."""
@@ -52,7 +64,7 @@ class World:
         if self.size == 1:
             return [local]
         gathered = [torch.zeros(1, dtype=torch.float64) for _ in range(self.size)]
-        with lost_ranks():
+        with self.lost_ranks():
             dist.all_gather(gathered, torch.tensor([local], dtype=torch.float64))
         return [float(number) for number in gathered]
 
@@ -65,7 +77,7 @@ class World:
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         gathered = [torch.empty_like(padded) for _ in lengths]
-        with lost_ranks():
+        with self.lost_ranks():
             dist.all_gather(gathered, padded)
         return [
             json.loads(bytes(data[:length].tolist())) for data, length in zip(gathered, lengths, strict=True)
@@ -101,26 +113,39 @@ class World:
 
     def data_group(self, device: torch.device) -> dist.ProcessGroup:
         """Return the group that links are measured over: NCCL's on GPUs, else gloo's. A collective call."""
-        with lost_ranks():
+        with self.lost_ranks():
             group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=SILENCE)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
+    @contextlib.contextmanager
+    def lost_ranks(self) -> Iterator[None]:
+        """Turn a process group's error about a lost rank into one line, which names the rank.
 
-@contextlib.contextmanager
-def lost_ranks() -> Iterator[None]:
-    """Turn a process group's error about a lost rank into one line.
+        Raises:
+            LostRankError: a rank died, or said nothing for `SILENCE`.
+        """
+        try:
+            yield
+        except RuntimeError as problem:  # gloo raises nothing more special
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which torchrun ends the ranks that are left
+            fault = self.others.find_fault() if self.others else None
+            known = fault.message if fault else f"a rank no longer answers ({_first_words(problem)})"
+            raise LostRankError(f"{known}; {_AGAIN}") from None
 
-    Raises:
-        LostRankError: a rank died, or said nothing for `SILENCE`.
+
+def end_when_lost(others: Liveness) -> None:
+    """End this process when ranks, or the store, have been silent for `LOST_AFTER_S`; runs in a thread.
+
+    Collectives wait longer: a rank that is slow has heartbeats all the same.
     """
-    try:
-        yield
-    except RuntimeError as problem:  # gloo raises nothing more special
-        raise LostRankError(
-            f"a rank no longer answers ({_first_words(problem)}); see what it said last, and run the same "
-            "command again: what was measured is kept"
-        ) from None
+    since = time.monotonic()
+    while (fault := others.fault) is None or time.monotonic() - since < LOST_AFTER_S:
+        since = time.monotonic() if fault is None else since
+        time.sleep(_LOOK_S)
+    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # the progress bar hides it
+    say_error(f"{show_cursor}hexi: error: {fault.message}; {_AGAIN}")
+    os._exit(EXIT_USER_ERROR)
 
 
 @contextlib.contextmanager
@@ -131,7 +156,7 @@ def connect() -> Iterator[World]:
         HexiError: the launcher's variables are wrong, or a rank never came.
     """
     adopt_slurm_environment(os.environ)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if find_job(os.environ) is None:
         yield World(0, 1)
         return
     try:
@@ -145,9 +170,13 @@ def connect() -> Iterator[World]:
             f"the ranks did not find each other ({_first_words(problem)}); check that every node runs the "
             "same command"
         ) from None
+    others = Liveness(store, rank, size)
+    others.start()
+    threading.Thread(target=end_when_lost, args=(others,), name="hexi-lost", daemon=True).start()
     try:
-        yield World(rank, size, store)
+        yield World(rank, size, store, others)
     finally:
+        others.leave()
         # After a failure the others may be gone, and then there is nothing left to leave in order.
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_hexi.errors import PlatformError
 from megatron_hexi.hostlist import expand_hostlist
 from megatron_hexi.slurm.gres import gpus_of, names_gpu, resources_of
+from megatron_hexi.whole_number import variable_number
 
 #: What `parse_nodes` reads: a line for each node and partition.
 SINFO = ("sinfo", "--all", "--Node", "--noheader", "--format=%N|%R|%f|%G")
@@ -70,15 +70,11 @@ def allocated_hosts(environment: Mapping[str, str]) -> list[list[str]]:
     Raises:
         PlatformError: this is not a job, or a variable of Slurm's is missing.
     """
-    size = environment.get("SLURM_HET_SIZE")
-    if size is not None and re.fullmatch("[0-9]{1,4}", size) is None:
-        raise PlatformError(
-            f"SLURM_HET_SIZE={size[:40]}: is no number of components; leave it as Slurm set it"
-        )
+    size = variable_number(environment, "SLURM_HET_SIZE", 0, most=9999)
     names = (
         ["SLURM_JOB_NODELIST"]
-        if size is None
-        else [f"SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in range(int(size))]
+        if "SLURM_HET_SIZE" not in environment
+        else [f"SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in range(size)]
     )
     hosts = [expand_hostlist(environment.get(name, "")) for name in names]
     for name, component in zip(names, hosts, strict=True):

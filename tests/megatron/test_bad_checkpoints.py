@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 
 import pytest
@@ -30,10 +32,10 @@ def weights(saved, tmp_path):
     return tmp_path / "weights"
 
 
-def refused(forks, tmp_path, words):
+def refused(forks, tmp_path, words, **entry):
     """The one line that all ranks end with."""
     write_plan(Case().plans()[PLAN], tmp_path / "plan.yaml")
-    outcome = forks.launch(tmp_path, ranks=2, args=[*words, "--hexi-plan", "plan.yaml"], timeout=100)
+    outcome = forks.launch(tmp_path, ranks=2, args=[*words, "--hexi-plan", "plan.yaml"], timeout=100, **entry)
     assert outcome.codes == [2, 2], outcome.output
     lines = []
     for output in outcome.output:
@@ -122,3 +124,40 @@ def test_a_typo_is_one_line_that_names_the_nearest_option(forks, tmp_path):
     assert refused(forks, tmp_path, [*JOB, "--tensor-model-parallel-size", "two"]).startswith(
         "argument --tensor-model-parallel-size: invalid int value: 'two'"
     )
+
+
+@pytest.mark.parametrize("format_", ["torch_dist", pytest.param("torch", marks=pytest.mark.slow)])
+def test_a_disk_that_is_full(forks, tmp_path, format_):
+    words = [*JOB, "--save", "saved", "--save-interval", "2", "--ckpt-format", format_]
+    line = refused(forks, tmp_path, words, entry="tests.megatron.full_save")
+    assert line.startswith(
+        "--save saved: the checkpoint of iteration 2 cannot be written (File too large); make"
+    )
+
+
+#: What is no folder of weights, or no new name, for a conversion; and what is said of it.
+UNCONVERTED = {
+    "a FIFO": (("hf-to-megatron", "fifo", "out"), "fifo/model.safetensors: no regular file"),
+    "a name too long": (("hf-to-megatron", "fifo", "x" * 300), "cannot be made in"),
+    "no name": (("hf-to-megatron", "fifo", "."), ".: is there already"),
+    "an empty name": (("hf-to-megatron", "", "out"), "HF_FOLDER: is empty"),
+    "no iteration": (("megatron-to-hf", "weights", "out", "--like", "fifo"), "'x' is no iteration; give"),
+}
+
+
+@pytest.mark.parametrize("kind", UNCONVERTED)
+def test_what_is_not_converted(forks, tmp_path, kind):
+    (tmp_path / "fifo").mkdir()
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    (tmp_path / "fifo/config.json").write_text(
+        json.dumps({**config, "intermediate_size": 8, "vocab_size": 9})
+    )
+    os.mkfifo(tmp_path / "fifo/model.safetensors")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/latest_checkpointed_iteration.txt").write_text("x")
+    words, said = UNCONVERTED[kind]
+    outcome = forks.launch(tmp_path, ranks=1, args=words, entry="tests.megatron.converting", timeout=60)
+    assert outcome.codes == [2], outcome.output
+    assert said in outcome.output[0]
+    assert "Traceback" not in outcome.output[0]
+    assert not (tmp_path / "out").exists()

@@ -7,27 +7,54 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.elastic.planning.survivors import survive
-from megatron_hexi.errors import HexiError
+from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.plan import dump_plan, plan_from_yaml
+from megatron_hexi.standard_output import standard_output
 from megatron_hexi.yaml_file import yaml_from_text
+
+
+@dataclass(frozen=True)
+class PresentNodes:
+    """The document: a job, and the sets of nodes to plan for.
+
+    Args:
+        plan: text of the job's own plan.
+        path: file that the plan was read from, for errors.
+        cluster: the cluster file's path.
+        words: Megatron's arguments.
+        present: node and local number of each started rank, for each set.
+    """
+
+    plan: str
+    path: str
+    cluster: str
+    words: tuple[str, ...]
+    present: tuple[tuple[tuple[str, int], ...], ...]
 
 
 def main() -> None:
     """Read the document on standard input, and print a line of JSON for each of its sets of present nodes."""
-    request = json.loads(sys.stdin.read())
-    for present in request["present"]:
-        print(json.dumps(_answer(request, [(node, local) for node, local in present])), flush=True)
+    with user_errors(), standard_output():
+        try:
+            request = TypeAdapter(PresentNodes).validate_json(sys.stdin.read())
+        except (ValidationError, UnicodeDecodeError):
+            raise HexiError("standard input: names no nodes of a job; start megatron_hexi.elastic") from None
+        for present in request.present:
+            print(json.dumps(_answer(request, present)), flush=True)
 
 
-def _answer(request: dict[str, Any], present: list[tuple[str, int]]) -> dict[str, Any]:
+def _answer(request: PresentNodes, present: tuple[tuple[str, int], ...]) -> dict[str, Any]:
     try:
-        plan = plan_from_yaml(yaml_from_text(Path(request["path"]), request["plan"]))
-        survivors = survive(plan, read_cluster(request["cluster"]), present, request["words"])
+        plan = plan_from_yaml(yaml_from_text(Path(request.path), request.plan))
+        survivors = survive(plan, read_cluster(request.cluster), present, request.words)
     except HexiError as problem:
         return {"error": str(problem)}
     places = [present[rank] for rank in survivors.ranks]

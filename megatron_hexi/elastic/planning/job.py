@@ -62,11 +62,6 @@ class LastingJob:
 def lasting_job(first: Plan, words: Sequence[str], cluster: Cluster) -> LastingJob:
     """Return the job of a command line under its own plan.
 
-    Args:
-        first: the job's own plan.
-        words: Megatron's arguments.
-        cluster: the cluster with all of the job's nodes.
-
     Raises:
         HexiError: an option that the planner does not know, or that no other plan could continue with.
     """

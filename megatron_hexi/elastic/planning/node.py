@@ -6,17 +6,13 @@ import sys
 
 from megatron_hexi.cluster import Cluster, Node, read_cluster
 from megatron_hexi.errors import HexiError, user_errors
+from megatron_hexi.whole_number import whole_number
 
 _MOST_LISTED = 8
 
 
 def find_node(cluster: Cluster, name: str, ranks: int) -> Node:
     """Return the node that a name stands for.
-
-    Args:
-        cluster: the cluster.
-        name: value of ``--node``.
-        ranks: number of ranks that were started under this name.
 
     Raises:
         HexiError: the cluster has no such node, or it has another number of GPUs.
@@ -41,8 +37,11 @@ def main() -> None:
         SystemExit: with 2 where they are not those of a node.
     """
     with user_errors():
-        path, name, ranks = sys.argv[1:]
-        find_node(read_cluster(path), name, int(ranks))
+        path, name, ranks = sys.argv[1:] if len(sys.argv) == 4 else ("", "", "")
+        count = whole_number(ranks)
+        if count is None:
+            raise HexiError("give CLUSTER.yaml NODE RANKS, as megatron_hexi.elastic --spare does")
+        find_node(read_cluster(path), name, count)
 
 
 if __name__ == "__main__":

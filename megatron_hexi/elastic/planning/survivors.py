@@ -66,5 +66,7 @@ def _starts(cluster: Cluster, present: Sequence[tuple[str, int]]) -> dict[int, i
     starts: dict[int, int] = {}
     for rank, (name, local) in enumerate(present):
         node = find_node(cluster, name, sum(node_name == name for node_name, _ in present))
+        if not 0 <= local < len(node.ranks):
+            raise HexiError(f"--node {name}: has no GPU {local}; number its ranks from 0")
         starts[node.ranks[local]] = rank
     return starts

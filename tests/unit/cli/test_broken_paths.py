@@ -28,7 +28,7 @@ UNREADABLE = {
     "a link to a device": ("to-device", "(a device, no regular file)"),
     "a socket": ("socket", "(a socket, no regular file)"),
     "a folder": ("folder", "(a folder, no regular file)"),
-    "nothing": ("", "(a folder, no regular file)"),
+    "nothing": ("", "'': is empty (is a variable not set?); give a value"),
     "a link to itself": ("loop", "(Too many levels of symbolic links)"),
     "links to each other": ("loop-1", "(Too many levels of symbolic links)"),
     "a link to nothing": ("dangling", "(No such file or directory)"),
@@ -83,7 +83,7 @@ UNWRITABLE = {
     "a link to a device": ("to-device", "is a device, no regular file"),
     "a socket": ("socket", "is a socket, no regular file"),
     "a folder": ("folder", "is a folder; give the name of a file in it"),
-    "nothing": ("", "is a folder; give the name of a file in it"),
+    "nothing": ("", "'': is empty (is a variable not set?); give a value"),
     "a link to itself": ("loop", "cannot be written (Too many levels of symbolic links)"),
     "links to each other": ("loop-1", "cannot be written (Too many levels of symbolic links)"),
     "a link into a folder that is not there": ("dangling", "is not there; make it first"),
@@ -162,7 +162,7 @@ def words_with(words, path):
 def test_what_cannot_be_read(folder, monkeypatch, capsys, reader, kind):
     path, said = UNREADABLE[kind]
     error = refused(monkeypatch, capsys, folder, words_with(READERS[reader], path))
-    assert f"{path or '.'}: " in error
+    assert f"{path or repr(path)}: " in error
     assert said in error
 
 
@@ -175,8 +175,10 @@ def test_what_is_no_model(folder, monkeypatch, capsys, reader, kind):
 
 @pytest.mark.parametrize(("verb", "kind"), covering(["patch", "unpatch"], UNREADABLE))
 def test_what_is_no_checkout(folder, monkeypatch, capsys, verb, kind):
-    said = refused(monkeypatch, capsys, folder, words_with((verb, "PATH"), UNREADABLE[kind][0]))
-    assert "pretrain_gpt.py: not there; give the folder of a Megatron-LM checkout" in said
+    path, _ = UNREADABLE[kind]
+    error = refused(monkeypatch, capsys, folder, words_with((verb, "PATH"), path))
+    said = "pretrain_gpt.py: not there; give the folder of a Megatron-LM checkout" if path else "is empty"
+    assert said in error
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "socket", "loop", "folder", "dangling"])
@@ -243,7 +245,7 @@ def test_the_doctor_waits_for_no_checkout(folder, monkeypatch, capsys, path):
 @pytest.mark.parametrize("kind", [kind for kind in UNWRITABLE if "input" not in kind])
 def test_where_no_cluster_file_can_be_written(folder, monkeypatch, capsys, kind):
     path, said = UNWRITABLE[kind]
-    monkeypatch.setattr("megatron_hexi.probe.probe", None)
+    monkeypatch.setattr("megatron_hexi.probe.run.probe", None)
     assert said in refused(monkeypatch, capsys, folder, words_with(("probe", "-o", "PATH"), path))
 
 
@@ -297,7 +299,7 @@ MISNAMED = {
 @pytest.mark.parametrize("command", MISNAMED)
 def test_a_name_that_promises_another_kind_of_file_is_refused(folder, monkeypatch, capsys, command):
     words, option, name, said, ending = MISNAMED[command]
-    monkeypatch.setattr("megatron_hexi.probe.probe", None)
+    monkeypatch.setattr("megatron_hexi.probe.run.probe", None)
     error = refused(monkeypatch, capsys, folder, [*words, option, name])
     assert f"{name}: {said}" in error
     assert f"end it in {ending}" in error

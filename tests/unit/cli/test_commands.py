@@ -187,7 +187,7 @@ def test_proportion_writes_a_plan_that_can_be_read(hexi, tmp_path):
     assert read_plan(path) == proportional_plan(Workload(1021, 8, 4, 16), [[[4, 3, 2], [3]], [[1, 1, 1, 1]]])
 
 
-@pytest.mark.parametrize("speeds", ["4,x", "", "4,,3", "4,0", "4,-1", "nan", "inf", "1/"])
+@pytest.mark.parametrize("speeds", ["4,x", "\u0663", "4,,3", "4,0", "4,-1", "nan", "inf", "1/"])
 def test_proportion_refuses_what_is_no_speed(hexi, tmp_path, speeds):
     path = tmp_path / "plan.yaml"
     result = hexi("proportion", "--speeds", speeds, *SIZES, "-o", path)

@@ -124,7 +124,7 @@ def test_the_launcher_s_job():
     "wrong", [{"RANK": "x"}, {"RANK": "4"}, {"MASTER_PORT": ""}, {"MASTER_ADDR": ""}], ids=str
 )
 def test_a_launcher_that_contradicts_itself_is_refused(wrong):
-    with pytest.raises(HexiError, match="--local"):
+    with pytest.raises(HexiError, match="start with torchrun or srun, which set"):
         find_job(TORCHRUN | wrong)
 
 

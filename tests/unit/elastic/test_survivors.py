@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 
@@ -11,6 +12,8 @@ from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import CostModel, Job
 from megatron_hexi.cost.job import job_of_plan
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
+from megatron_hexi.elastic.planning import __main__ as planning
+from megatron_hexi.elastic.planning import node
 from megatron_hexi.elastic.planning.job import COMMAND_LINE
 from megatron_hexi.elastic.planning.survivors import survive
 from megatron_hexi.elastic.training.copying import TRACKER
@@ -19,6 +22,7 @@ from megatron_hexi.errors import HexiError, NothingFitsError
 from megatron_hexi.plan import JobTerms
 from megatron_hexi.planner import CHOSEN, Request, find_plan, plan_of_whole
 from megatron_hexi.text_file import read_text
+from tests.support.shell import is_one_error_line
 
 UNGROUPED = [
     *("--num-layers", "2", "--hidden-size", "96", "--num-attention-heads", "6", "--swiglu"),
@@ -79,8 +83,7 @@ def test_each_rank_of_the_plan_is_on_a_gpu_that_is_there(cluster, plan, gone):
     assert len(set(found.ranks)) == found.plan.ranks == len(found.plan.gpus)
     for gpu, rank in zip(found.plan.gpus, found.ranks, strict=True):
         name, local = present[rank]
-        node = cluster.nodes[cluster.file.find_nodes(name)[0]]
-        assert gpu == node.ranks[local]
+        assert gpu == cluster.nodes[cluster.file.find_nodes(name)[0]].ranks[local]
     assert {name.removesuffix("-0") if "slow" in name else name for name in found.left_out} == set(gone)
     # As good in the whole cluster as in the part that it was planned in.
     job = job_of_plan(found.plan, model_from_arguments(" ".join(WORDS), COMMAND_LINE), precision="fp32")
@@ -222,3 +225,47 @@ def test_the_newest_whole_checkpoint_is_the_one_to_go_on_from(tmp_path, tracker)
         (tmp_path / TRACKER).write_text(tracker)
     assert newest_checkpoint(tmp_path) == 20
     assert (tmp_path / TRACKER).read_text() == "20"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        "",
+        "[",
+        "{}",
+        "[" * 50_000,
+        '{"present": 5}',
+        '{"plan": "", "path": "", "cluster": "", "words": [], "present": [[["a"]]]}',
+    ],
+)
+def test_a_document_that_is_no_request_is_refused(monkeypatch, capsys, document):
+    monkeypatch.setattr("sys.stdin", io.StringIO(document))
+    with pytest.raises(SystemExit) as ended:
+        planning.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert is_one_error_line(said.err)
+    assert said.out == ""
+
+
+def test_files_that_cannot_be_read_are_the_answer(monkeypatch, capsys):
+    request = {"plan": "a: [", "path": "p.yaml", "cluster": "absent.yaml", "words": [], "present": [[]]}
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(request)))
+    planning.main()
+    assert json.loads(capsys.readouterr().out)["error"].startswith("p.yaml:2: not valid YAML")
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["c.yaml"], ["c.yaml", "n", "x"], ["c.yaml", "n", "\u0663"], ["c.yaml", "n", "1"]]
+)
+def test_the_check_of_a_spare_checks_its_own_words(monkeypatch, capsys, words):
+    monkeypatch.setattr("sys.argv", ["node", *words])
+    with pytest.raises(SystemExit) as ended:
+        node.main()
+    assert ended.value.code == 2
+    assert is_one_error_line(capsys.readouterr().err)
+
+
+def test_a_gpu_that_a_node_does_not_have_is_refused(cluster, plan):
+    with pytest.raises(HexiError, match="--node fast-0: has no GPU 2"):
+        survive(plan, cluster, [("fast-0", 0), ("fast-0", 2)], WORDS)

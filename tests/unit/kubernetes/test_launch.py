@@ -65,6 +65,20 @@ def test_launch_writes_manifests(folder, monkeypatch, capsys, form):
         (f"{LAUNCH} job --image x -- --save /a --finetune", "--finetune begins again at iteration 0"),
         (f"{LAUNCH[:-13]} --image x", "--image: belongs to --kubernetes job|jobset"),
         ("launch-probe cluster.yaml --image x -- -o /w/c.yaml", "is lost with its pod"),
+        ("launch-probe cluster.yaml --image x --volume a:/w -- -o /w/../etc/c.yaml", "is lost with its pod"),
+        (
+            "launch-probe cluster.yaml --image x --volume a:/w -- -o /w/c --budget -5",
+            "--budget -5: is out of",
+        ),
+        ("launch-probe cluster.yaml --image x --volume a:/w -- -o /w/c --budget nan", "--budget nan: is out"),
+        (
+            "launch-probe cluster.yaml --image x --volume a:/w -- -o /w/c --hidden-size 0",
+            "--hidden-size 0: is out",
+        ),
+        (
+            "launch-probe cluster.yaml --image x --volume a:/w -- -o /w/c --precision x",
+            "--precision x: is not",
+        ),
         ("launch-probe cluster.yaml --image x --volume a:/w -- -o /w/c.yaml --heads x", "not a whole number"),
         ("launch-probe cluster.yaml --image x --volume a:/w -- --quick", "--out"),
     ],

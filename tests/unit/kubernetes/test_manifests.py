@@ -115,7 +115,8 @@ def test_kubernetes_takes_the_objects(form, least):
 
 def test_ranks_that_alternate_between_two_nodes_are_two_starts_in_each_pod():
     pods = training_pods(plan_for([0, 3, 1, 4]), read_text(FLEET), settings())
-    assert [[one.gpus for one in pod] for pod in pods.commands["h100-rack-1"]] == [[(0,), (1,)], [(0,), (1,)]]
+    seen = [[one.variables["CUDA_VISIBLE_DEVICES"] for one in pod] for pod in pods.commands["h100-rack-1"]]
+    assert seen == [["0", "1"], ["0", "1"]]
 
 
 @pytest.mark.parametrize("form", ["job", "jobset"])

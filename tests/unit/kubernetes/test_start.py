@@ -69,7 +69,10 @@ def test_the_first_process_that_fails_ends_the_pod():
 
 @pytest.mark.parametrize(
     ("table", "index"),
-    [("{}", "0"), ('{"a": []}', "0"), ('{"a": [[]]}', "x"), ("[", "0"), ('{"a": [[1]]}', "0")],
+    [
+        *(("{}", "0"), ('{"a": []}', "0"), ('{"a": [[]]}', "x"), ("[", "0"), ('{"a": [[1]]}', "0")),
+        *(('{"a": [[]]}', "-1"), ('{"a": [[]]}', "\u0660"), ('{"a":' * 50_000, "0"), ("[" * 50_000, "0")),
+    ],
 )
 def test_a_pod_without_commands_says_so(tmp_path, table, index):
     (tmp_path / "pods.json").write_text(table)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Workload, proportional_plan, write_plan
 from megatron_hexi.slurm import plan_start
 from megatron_hexi.slurm.training import TRACKER
 from tests.support.plans import examples
@@ -126,25 +127,60 @@ def test_the_plan_may_be_named_twice():
 OPTIONS = ("--plan", "plan.yaml", "--checkpoints", "ours", "-o", "words")
 
 
+@pytest.fixture
+def plan():
+    """The plan of `OPTIONS`, for one rank."""
+    write_plan(proportional_plan(Workload(8, 2, 2, 8), [[[1.0]]]), Path("plan.yaml"))
+
+
+@pytest.mark.usefixtures("plan")
 @pytest.mark.parametrize("restarts", [None, "0", "1"])
 def test_the_command_writes_the_words(monkeypatch, capsys, restarts):
     if restarts is not None:
         monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-    PATH.write_text("--title 'run #3' --load base # where it begins")
+    PATH.write_text("--wandb-exp-name 'run #3' --load base # where it begins")
     if restarts == "1":
         saved("ours")
     done = call_hexi(monkeypatch, capsys, ("arguments", PATH, *OPTIONS))
     assert done.code == 0
     load = "ours" if restarts == "1" else "base"
     assert done.out == f"saves in ours; goes on from {load}\n"
-    assert Path("words").read_text().split("\0")[:4] == ["--title", "run #3", "--load", "base"]
+    assert Path("words").read_text().split("\0")[:4] == ["--wandb-exp-name", "run #3", "--load", "base"]
 
 
-@pytest.mark.parametrize("text", ["", "# nothing", "--save 'a", "--finetune"])
+@pytest.mark.usefixtures("plan")
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "# nothing", "--save 'a", "--finetune"),
+        *("[[[[ foo", "--bf16\n[[[[ foo", "--bf16 --no-such 3", "--fp8-format hybrid", "--lr x"),
+    ],
+)
 def test_the_command_writes_nothing_where_it_refuses(monkeypatch, capsys, text):
     PATH.write_text(text)
     done = call_hexi(monkeypatch, capsys, ("arguments", PATH, *OPTIONS))
     assert done.code == 2
     assert is_one_error_line(done.err)
     assert "job.args" in done.err
+    assert not Path("words").exists()
+
+
+@pytest.mark.usefixtures("plan")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-o", "words/"], "'words/' is a folder; give the name of a file in it"),
+        (["-o", "-words"], "'-words' begins as an option does; write './-words'"),
+        (["--save-interval", "0"], "--save-interval 0: give a number of iterations above 0"),
+        (["--plan", "absent.yaml"], "absent.yaml: cannot be read"),
+        (["--checkpoints", "job.args"], "--checkpoints job.args: is no folder"),
+        (["--checkpoints="], "'--checkpoints=': is empty (is a variable not set?)"),
+    ],
+)
+def test_the_command_checks_its_options(monkeypatch, capsys, words, said):
+    PATH.write_text("--bf16")
+    done = call_hexi(monkeypatch, capsys, ("arguments", PATH, *OPTIONS, *words))
+    assert done.code == 2
+    assert is_one_error_line(done.err)
+    assert said in done.err
     assert not Path("words").exists()
