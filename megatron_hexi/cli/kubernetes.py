@@ -12,7 +12,7 @@ import typer
 from megatron_hexi.argument_file import last_value
 from megatron_hexi.cli import probe as measuring
 from megatron_hexi.cli.bundles import with_bundles
-from megatron_hexi.cli.options import AsJson, Bundle, ClusterPath, output_option
+from megatron_hexi.cli.options import AsJson, Bundle, ClusterPath, output_option, whole
 from megatron_hexi.cli.output import check_outputs, print_json, say
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.errors import HexiError
@@ -38,8 +38,8 @@ _FOLDERS = ("--save", "--load", "--pretrained-checkpoint", "--data-path", "--ten
 app = typer.Typer()
 
 
-def _option(name: str, text: str, metavar: str) -> Any:
-    return typer.Option(name, help=text, metavar=metavar, rich_help_panel=_PANEL, show_default=False)
+def _option(name: str, text: str, metavar: str, **more: Any) -> Any:
+    return typer.Option(name, help=text, metavar=metavar, rich_help_panel=_PANEL, show_default=False, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,12 @@ class TrainingManifests(Manifests):
 
     elastic: Annotated[
         int | None,
-        _option("--elastic", "Train on while at least so many nodes are there (docs/surviving.md).", "NODES"),
+        _option(
+            "--elastic",
+            "Train on while at least so many nodes are there (docs/surviving.md).",
+            "NODES",
+            parser=whole,
+        ),
     ] = None
     spare: Annotated[
         list[str] | None,
@@ -135,7 +140,8 @@ class TrainingManifests(Manifests):
         ),
     ] = None
     restarts: Annotated[
-        int | None, _option("--restarts", "How often the job may start again; 3 if not given.", "N")
+        int | None,
+        _option("--restarts", "How often the job may start again; 3 if not given.", "N", parser=whole),
     ] = None
 
     def training(

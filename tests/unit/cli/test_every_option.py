@@ -81,7 +81,12 @@ NOT_FOLDERS = ("", "cluster.yaml/x", "fifo", "latin.yaml", "deep.json", "empty.y
 
 #: What is taken although it looks odd: by option (or command and argument), the values.
 TAKEN = {
-    "--out": {*NAMES, "1e999", "0x10", ":", "a:b=c", "empty.yaml", "deep.json", "9" * 18},
+    "--out": {*NAMES, "1e999", "0x10", ":", "a:b=c", "empty.yaml", "9" * 18},
+    # Text and HTML are not written to a name that ends as YAML does.
+    **{
+        f"{line}: --out": {*NAMES, "1e999", "0x10", ":", "a:b=c", "9" * 18} - {"latin.yaml"}
+        for line in ("launch", "place", "arguments", "recipe write", "report")
+    },
     "--trace": {*NAMES, "1e999", "0x10", ":", "a:b=c", "deep.json", "9" * 18} - {"latin.yaml"},
     "--image": {"nan", "inf", "0", "1.5", "1_0", "1e999", "0x10", "9" * 18, "folder", "fifo", "absent/x"}
     | {"latin.yaml", "deep.json", "empty.yaml", "cluster.yaml/x"},
@@ -91,7 +96,7 @@ TAKEN = {
     "--memory-margin": {"0", "1.5", "+1", " 1 ", "1_0"},
     "--timeout": {"1.5", "+1", " 1 ", "1_0"},
     "--budget": {"1.5", "+1", " 1 ", "1_0"},
-    "--speeds": {"1.5", "+1", " 1 ", "1_0"},
+    "--speeds": {"1.5", "+1", " 1 ", "1_0", "9" * 18},
     "--gpus": {"0"},
     "--megatron": {"folder", "/", ".."},  # a finding of the doctor's
     **{f"launch: {option}": set[str]() for option in ("--image", "--name", "--namespace", "--restarts")},
