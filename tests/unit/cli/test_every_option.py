@@ -96,7 +96,7 @@ TAKEN = {
     "--memory-margin": {"0", "1.5", "+1", " 1 ", "1_0"},
     "--timeout": {"1.5", "+1", " 1 ", "1_0"},
     "--budget": {"1.5", "+1", " 1 ", "1_0"},
-    "--speeds": {"1.5", "+1", " 1 ", "1_0", "9" * 18},
+    "proportion: --speeds": {"1.5", "+1", " 1 ", "1_0", "9" * 18},
     "--gpus": {"0"},
     "--megatron": {"folder", "/", ".."},  # a finding of the doctor's
     **{f"launch: {option}": set[str]() for option in ("--image", "--name", "--namespace", "--restarts")},
@@ -104,7 +104,7 @@ TAKEN = {
     "testbed run: program": {"latin.yaml", "deep.json", "empty.yaml"},
     # Folders that need not be there yet.
     **{
-        f"testbed {verb}: --out": set(BAD) - {*NOT_FOLDERS, "/", "..", "9" * 5000, "-" + "9" * 5000}
+        f"testbed {verb}: --out": set(BAD) - {*NOT_FOLDERS, "/", "..", "\udcff", "9" * 5000, "-" + "9" * 5000}
         for verb in ("run", "check")
     },
     "--checkpoints": set(BAD) - set(NOT_FOLDERS),
