@@ -105,6 +105,7 @@ def _load_extension(framework: str) -> None:
     extension.get_cudnn_version = lambda: 91900
     extension.get_cublasLt_version = lambda: 130000
     extension.rmsnorm_fwd, extension.rmsnorm_bwd = rmsnorm, rmsnorm_gradient
+    extension.multi_tensor_sgd = sgd_step
     for name in ("layernorm_fwd", "layernorm_bwd"):  # chosen from beside RMSNorm's
         setattr(extension, name, getattr(extension, name))
     sys.modules[_EXTENSION] = extension
@@ -240,6 +241,26 @@ def rmsnorm_gradient(
     return (scale[:, None] * (weighted - normal * mean)).to(inputs.dtype), (grad * normal).sum(0).to(
         weight.dtype
     )
+
+
+def sgd_step(chunk_size: int, overflow: Tensor, tensors: Sequence[Sequence[Tensor]], *settings: Any) -> None:
+    """The extension's `multi_tensor_sgd`: a step of SGD, in place.
+
+    Args:
+        chunk_size: unused.
+        overflow: unused: no gradient is infinite.
+        tensors: gradients, weights and momentums.
+        settings: weight decay, momentum, dampening, learning rate, whether Nesterov's, whether the momentums
+            are new, whether weights decay behind the momentum, and the factor of the gradients.
+    """
+    decay, momentum, dampening, rate, nesterov, is_new, decays_behind, factor = settings
+    assert not nesterov
+    assert not decays_behind
+    for gradient, weight, buffer in zip(*tensors, strict=True):
+        change = factor * gradient + decay * weight
+        if momentum:
+            change = buffer.mul_(0 if is_new else momentum).add_(change, alpha=1 if is_new else 1 - dampening)
+        weight.sub_(change, alpha=rate)
 
 
 def _compute_in_torch() -> None:

@@ -62,16 +62,13 @@ def _with_pieces(original: type) -> type:
             self.overlap_param_gather_with_optimizer_step = False
             self.use_forward_hook = False
             self.remove_forward_pre_hook_handles: dict[Any, Any] = {}
-            size = ddp_config.bucket_size or _BUCKET_SIZE if ddp_config.overlap_grad_reduce else None
             stages = session.stages
             #: The ministages of the model; ``None`` where it runs whole.
             self.slices = (
                 None if stages.view.place.ministages is None else StageSlices(module, stages.view.place)
             )
             with user_errors():
-                self.pieces = _piece_buffers(
-                    session, config, module, self.slices, size, ddp_config.grad_reduce_in_fp32
-                )
+                self.pieces = _piece_buffers(session, config, module, self.slices, ddp_config)
             #: Rows that wait between ministages.
             offloads_rows = "activations" in stages.view.place.offload
             self.waiting_rows = HostRows(self.pieces.host) if offloads_rows else DeviceRows()
@@ -123,8 +120,7 @@ def _piece_buffers(
     config: Any,
     module: torch.nn.Module,
     slices: StageSlices | None,
-    bucket_size: int | None,
-    in_fp32: bool,
+    ddp_config: Any,
 ) -> PieceBuffers:
     """Return the buckets of this rank's parameters; a collective of all ranks."""
     assert session.stages is not None
@@ -135,7 +131,8 @@ def _piece_buffers(
     boxes: list[list[Box]] = [[] for _ in mesh.units]
     dist.all_gather_object(boxes, [h.box for h in held])
     weights = {rank: unit.state for rank, unit in enumerate(mesh.units)}
-    buckets = make_buckets(cut_pieces(boxes), weights, bucket_size)
+    pieces = cut_pieces(boxes)
+    buckets = make_buckets(pieces, weights, _bucket_size(ddp_config, sum(piece.size for piece in pieces)))
     names = {parameter: name for name, parameter in module.named_parameters()}
     unit = view.place.ranks
     common = _held_by_all([boxes[rank] for rank in unit])
@@ -155,7 +152,7 @@ def _piece_buffers(
         scale_of,
         view.rank,
         group_of,
-        torch.float32 if in_fp32 else None,
+        torch.float32 if ddp_config.grad_reduce_in_fp32 else None,
         lambda rank: mesh.units[rank].offload,
         session.shard.positions.device,
     )
@@ -163,6 +160,21 @@ def _piece_buffers(
     stage_of = [unit.stage for unit in mesh.units]
     buffers.take_values_from(lambda holders: min(holders, key=lambda rank: (stage_of[rank], rank)))
     return buffers
+
+
+def _bucket_size(ddp_config: Any, weights: int) -> int | None:
+    """Return the number of elements after which a bucket is closed, of a model with so many; ``None``: never.
+
+    It is equal on all ranks; `ddp_config.bucket_size` follows from a rank's own parameters and groups.
+    """
+    from megatron.training import get_args
+
+    args = get_args()
+    if not ddp_config.overlap_grad_reduce:
+        return None
+    if args.ddp_num_buckets is not None:
+        return weights // int(args.ddp_num_buckets)
+    return int(args.ddp_bucket_size or _BUCKET_SIZE)
 
 
 def _held_by_all(boxes: Sequence[Sequence[Box]]) -> set[tuple[str, Cell]]:

@@ -159,20 +159,8 @@ def forward_backward_by_ministages(
 ) -> list[Any]:
     """Run an iteration in ministages, with the arguments and the result of Megatron's schedules.
 
-    Args:
-        forward_step_func: the script's function; called once a ministage and micro-batch, and again
-            before its backward pass if ministages take turns.
-        data_iterator: iterator of micro-batches, alone or in a list.
-        model: the only model chunk, alone or in a list.
-        num_microbatches: micro-batches of this replica.
-        seq_length: rows of this rank times its context-parallel size.
-        micro_batch_size: samples of this rank.
-        decoder_seq_length: see `seq_length`.
-        forward_only: whether it is an evaluation.
-        collect_non_loss_data: passed on.
-        first_val_step: passed on.
-        force_all_reduce: passed on.
-        others: other arguments of Megatron's schedules, which must be ``None``.
+    `forward_step_func` is called once a ministage and micro-batch, and again before its backward pass if
+    ministages take turns. Arguments in `others` must be ``None``.
 
     Returns:
         The loss function's result for each micro-batch; empty except on a last stage.

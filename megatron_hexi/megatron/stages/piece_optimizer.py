@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from torch import Tensor
 from torch.nn import Parameter
@@ -144,19 +145,28 @@ class PieceOptimizer(MixedPrecisionOptimizer):
         """Return the norm of all gradients of the job."""
         if not self.is_on_host:
             return super().get_grad_norm()
-        gradients = self.get_grads_for_grad_norm() if self.owned else []
-        group = self.get_grad_stats_parallel_group()
-        return host_norm(gradients, group, self.get_loss_scale().device)
+        gradients = self._collect_main_grad_data_for_unscaling()
+        return host_norm(gradients, self.get_grad_stats_parallel_group(), self.get_loss_scale().device)
 
-    def clip_grad_norm(self, clip_grad: float) -> Any:
-        """Return the norm of all gradients, and scale them down where it exceeds the limit."""
-        if not self.is_on_host:
-            return super().clip_grad_norm(clip_grad)
+    @torch.no_grad()
+    def step(self) -> tuple[bool, Any, Any]:
+        """Clip the gradients and step, as Megatron's `ChainedOptimizer` does on one rank.
+
+        All ranks of the job must call it. What a rank owns decides on local work alone, where Megatron's own
+        `step` enters a collective only with parameters, and takes the norm only to clip by it.
+
+        Returns:
+            Whether the weights were updated, the norm of all gradients before clipping, and the number of
+            zeros among them; ``None`` where it is not logged.
+        """
+        if self.prepare_grads():
+            return False, None, None
         norm = self.get_grad_norm()
-        if self.get_parameters() and hasattr(self, "_compute_grad_norms_by_group"):
-            self._compute_grad_norms_by_group()  # a collective, in which ranks without offload take part
-        clip_on_host(self.get_parameters(), clip_grad, norm)
-        return norm
+        if self.owned and self.config.clip_grad > 0.0:
+            clip = clip_on_host if self.is_on_host else clip_grad_by_total_norm_fp32
+            clip(self.get_parameters(), self.config.clip_grad, norm)
+        zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        return self.step_with_ready_grads(), norm, zeros
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -195,11 +205,6 @@ class PieceOptimizer(MixedPrecisionOptimizer):
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the state of this rank's slabs, for Megatron to save or to load into.
-
-        Args:
-            model_sharded_state_dict: not used: slabs know their weights.
-            is_loading: whether it is for loading.
-            metadata: metadata of the checkpoint.
 
         Raises:
             PlanError: the checkpoint's format depends on the layout that it was saved under.
@@ -285,14 +290,8 @@ def _for_pieces(original: Callable[..., Any]) -> Callable[..., Any]:
 def _make_optimizer(config: Any, chunk: Any, overrides: Any, world: Any) -> PieceOptimizer:
     """Return Megatron's optimizer over this rank's slabs, with Megatron's parameter groups.
 
-    A collective call of all ranks of the job.
-
-    Args:
-        config: Megatron's optimizer configuration.
-        chunk: the model chunk.
-        overrides: settings of some parameters, as Megatron's `get_megatron_optimizer` takes them; ``None``:
-            Megatron's standard ones.
-        world: the process group of all ranks, over which gradients are clipped.
+    A collective call of all ranks of the job. Without `overrides` of some parameters' settings, Megatron's
+    standard ones hold.
     """
     from megatron.core import optimizer as megatron_optimizer
 
@@ -302,20 +301,22 @@ def _make_optimizer(config: Any, chunk: Any, overrides: Any, world: Any) -> Piec
     group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
     buffers: PieceBuffers = chunk.pieces
     owned = _owned_slabs(buffers)
-    for group in groups:
-        group["params"] = []
+    own: list[list[Parameter]] = [[] for _ in groups]
     for part in owned:
-        groups[group_of[buffers.parameter_of(part.slab)]]["params"].append(part.main)
+        own[group_of[buffers.parameter_of(part.slab)]].append(part.main)
+    is_on_host = buffers.steps_on_host
+    on_host = [{**group, "params": mains} for group, mains in zip(groups, own, strict=True)]
+    for group in groups:  # Transformer Engine's SGD asks the first for its device; a rank may own none
+        group["params"] = [Parameter(torch.empty(0, device=torch.cuda.current_device()))]
     # The inner optimizer alone, which Megatron makes from the arguments.
     plain = copy.copy(config)
     plain.bf16, plain.fp16, plain.use_distributed_optimizer = False, False, False
-    on_host = [dict(group) for group in groups]  # an optimizer adds its own settings to its groups
     made = megatron_optimizer._get_megatron_optimizer_based_on_param_groups(
         plain, [chunk], groups, model_parallel_group=world
     )
-    inner, is_on_host = made.optimizer, buffers.steps_on_host
-    if is_on_host:
-        inner = host_optimizer(on_host, config, buffers.host)
+    inner = host_optimizer(on_host, config, buffers.host) if is_on_host else made.optimizer
+    for group, mains in zip(inner.param_groups, own, strict=True):
+        group["params"] = mains
     scaler = _loss_scaler(config, chunk, world)
     optimizer = PieceOptimizer(inner, config, scaler, made.init_state_fn, buffers, owned, is_on_host)
     for name in ("grad_stats_parallel_group", "tp_group", "expert_tp_group"):
