@@ -32,6 +32,7 @@ from megatron_hexi.megatron.samplers import SAMPLER_PATCHES
 from megatron_hexi.megatron.saved_tensors import SAVED_TENSORS
 from megatron_hexi.megatron.stages.patches import STAGES_PATCHES
 from megatron_hexi.megatron.step_times import STEP_TIME_PATCHES
+from megatron_hexi.megatron.unit_weights import UNIT_WEIGHT_PATCHES
 from megatron_hexi.patching import Patch
 from megatron_hexi.platform import Platform
 from megatron_hexi.replan.training.replanning import REPLANNING_PATCHES
@@ -70,6 +71,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *MAMBA_PATCHES,
         *DELTA_NET_PATCHES,
         *PIPELINE_PATCHES,
+        *UNIT_WEIGHT_PATCHES,
         *STAGES_PATCHES,
         *EXPERT_PATCHES,
         *EXPERT_LOAD_PATCHES,

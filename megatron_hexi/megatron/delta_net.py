@@ -50,11 +50,7 @@ def _by_the_plan(
 def _forward(layer: Any, session: Session, hidden: Tensor, packed: Any) -> tuple[Tensor, Tensor | None]:
     """Return the layer's output for this rank's rows, [L, B, hidden size], and its bias.
 
-    Args:
-        layer: Megatron's layer.
-        session: this rank's session.
-        hidden: [L, B, hidden size]; under sequence parallelism a part of the rows.
-        packed: the ends of documents, or ``None``.
+    `hidden` has the same shape; under sequence parallelism both have a part of the rows.
     """
     share = StateShare(session, layer.num_v_heads_local_tp, layer.num_k_heads_local_tp)
     key, value = _sections(layer)
@@ -73,11 +69,7 @@ def _forward(layer: Any, session: Session, hidden: Tensor, packed: Any) -> tuple
 def _scan(layer: Any, share: StateShare, arrived: Tensor, packed: Any) -> Tensor:
     """Return the gated outputs of own heads for the whole sequence, [S, B, own channels].
 
-    Args:
-        layer: Megatron's layer.
-        share: this rank's heads.
-        arrived: query, key, value, gate, beta and alpha of these heads, [S, B, columns].
-        packed: the ends of documents, or ``None``.
+    `arrived` has query, key, value, gate, beta and alpha of these heads, [S, B, columns].
     """
     key, value = _sections(layer)
     keys, values, heads = (stop - start for start, stop in share.ranges([key, value, _NUMBER]))
@@ -111,14 +103,7 @@ def _scan(layer: Any, share: StateShare, arrived: Tensor, packed: Any) -> Tensor
 
 
 def _convolve(layer: Any, share: StateShare, columns: Tensor, ends: Tensor | None) -> Tensor:
-    """Return the activated convolution of own queries, keys and values, [B, S, columns].
-
-    Args:
-        layer: Megatron's layer.
-        share: this rank's heads.
-        columns: [B, S, columns].
-        ends: 0 and the end of each document, or ``None``.
-    """
+    """Return the activated convolution of own queries, keys and values, [B, S, columns]."""
     key, value = _sections(layer)
     sections = [key, key, value]
     weight = share.cut(layer.conv1d.weight, sections)
@@ -148,10 +133,8 @@ def _convolve(layer: Any, share: StateShare, columns: Tensor, ends: Tensor | Non
 def _of_heads(layer: Any, columns: Tensor, groups: Tensor) -> Tensor:
     """Return the query or key of each own head, [B, S, heads, key size].
 
-    Args:
-        layer: Megatron's layer.
-        columns: columns of the groups that own heads read, [B, S, groups x key size].
-        groups: group of each head, counted from the first of these groups.
+    `columns` are of the groups that own heads read, [B, S, groups x key size], and `groups` is the group
+    of each head, counted from the first of these.
     """
     of_groups = columns.unflatten(-1, (-1, layer.key_head_dim))
     if layer.use_qk_l2norm:

@@ -5,6 +5,8 @@ Under a plan with `workload.latent_exchange` the layer hands the columns and the
 in place of key and value, which multiplies them where they are used. `linear_kv_up_proj` stays the owner of
 the matrix: it is still called, so that its hooks wait for weights that are gathered, and gives its input,
 brought together over tensor-parallel ranks as for its product.
+
+With or without it, all heads read one rotary key: `_with_summed_rotary_columns` adds its gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from torch import Tensor
 from megatron_hexi.megatron.session import active_session
 from megatron_hexi.patching import patched
 
-_LAYER = "megatron.core.transformer.multi_latent_attention:MLASelfAttention"
+_MODULE = "megatron.core.transformer.multi_latent_attention"
+_LAYER = f"{_MODULE}:MLASelfAttention"
 
 
 def latent_columns_travel() -> bool:
@@ -66,6 +69,25 @@ def _columns(up: Any, config: Any, tp_group: Any, columns: Tensor) -> tuple[Tens
     if config.sequence_parallel:
         return gather_from_sequence_parallel_region(columns, group=tp_group), None
     return copy_to_tensor_model_parallel_region(columns, group=tp_group), None
+
+
+def _with_summed_rotary_columns(
+    original: Callable[..., Any], self: Any, hidden_states: Tensor
+) -> tuple[Tensor, Tensor]:
+    of_query, combined = original(self, hidden_states)
+    if active_session() is None or self.tp_group.size() == 1:
+        return of_query, combined
+    config = self.config
+    sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+    if combined.shape[-1] != sum(sizes):  # cut over tensor-parallel ranks, each with all rows
+        combined = gather_from_tensor_model_parallel_region(combined, group=self.tp_group)
+        if config.sequence_parallel:  # the rotary columns are gathered again, and then summed
+            combined = scatter_to_sequence_parallel_region(combined, group=self.tp_group)
+    if not config.sequence_parallel:
+        columns, rotary = combined.split(sizes, dim=-1)
+        rotary = copy_to_tensor_model_parallel_region(rotary, group=self.tp_group)
+        combined = torch.cat([columns, rotary], dim=-1)
+    return of_query, combined
 
 
 @patched(
@@ -119,16 +141,9 @@ def _latent_tensors(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, 
     sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
 
     of_query, combined = layer._qkv_down_projection(hidden_states)
-    is_cut = combined.shape[-1] != sum(sizes)  # over tensor-parallel ranks, each with all rows
-    if is_cut:
-        combined = gather_from_tensor_model_parallel_region(combined, group=layer.tp_group)
     columns, rotary = combined.split(sizes, dim=-1)
-    if config.sequence_parallel and is_cut:
-        columns = scatter_to_sequence_parallel_region(columns, group=layer.tp_group)
-    if config.sequence_parallel and not is_cut:
+    if config.sequence_parallel:
         rotary = gather_from_sequence_parallel_region(rotary, group=layer.tp_group)
-    else:  # each rank has the gradient by its own heads alone
-        rotary = copy_to_tensor_model_parallel_region(rotary, group=layer.tp_group)
 
     if config.q_lora_rank is None:
         query, _ = layer.linear_q_proj(of_query)
@@ -155,6 +170,13 @@ def _latent_tensors(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, 
 
 
 LATENT_PATCHES = (
+    *(
+        patched(
+            f"{_MODULE}:{layer}._qkv_down_projection",
+            why="sums the gradients of rotary columns over the heads of all tensor-parallel ranks",
+        )(_with_summed_rotary_columns)
+        for layer in ("MLASelfAttention", "FusedMLASelfAttention")
+    ),
     _with_columns,
     _with_columns_as_key,
 )

@@ -73,14 +73,9 @@ class PlannedMambaExchange(MambaContextParallel):
         return self.conv1d_weight_cp1, self.conv1d_bias_cp1, self.dt_bias_cp1, self.A_log_cp1, self.D_cp1
 
     def pre_conv_ssm(self, input_: Tensor, packed_seq_params: Any = None) -> Tensor:
-        """Return own heads' columns of the whole sequence.
+        """Return own heads' columns of the whole sequence, [S, B, own columns]: gate, input, B, C, step.
 
-        Args:
-            input_: the projection of this rank's rows, [L, B, columns].
-            packed_seq_params: the ends of documents, or ``None``.
-
-        Returns:
-            [S, B, own columns]: gate, input, B, C, step.
+        `input_` is the projection of this rank's rows, [L, B, columns].
         """
         sections = [self._inner, self._inner, self._state, self._state, ColumnSection(1)]
         share = self._share

@@ -83,12 +83,7 @@ class StateShare:
         return cut[0] if len(cut) == 1 else torch.cat(cut)
 
     def exchange(self, sections: Sequence[ColumnSection], packed: Any = None) -> ColumnExchange:
-        """Return the exchange of a projection with these sections.
-
-        Args:
-            sections: its columns.
-            packed: the ends of documents, or ``None``.
-        """
+        """Return the exchange of a projection with these sections; `packed` has the ends of documents."""
         schedule = self._schedule(packed)
         columns = _columns(schedule.heads, self.heads, self.groups, tuple(sections))
         return ColumnExchange(schedule.shards, schedule.position, columns, self.session.attention.a2a_group)
@@ -112,9 +107,7 @@ class StateShare:
 def document_numbers(ends: Tensor, length: int) -> Tensor:
     """Return the number of each token's document in the whole sequence, [1, S].
 
-    Args:
-        ends: 0 and the end of each document, ascending.
-        length: tokens of the sequence (S).
+    `ends` are 0 and the end of each document, ascending; `length` is S.
     """
     places = torch.arange(length, dtype=ends.dtype, device=ends.device)
     return (

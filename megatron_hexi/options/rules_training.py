@@ -104,17 +104,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "with the options of experts",
         ),
         Refused(
-            "--tensor-model-parallel-size",
-            lambda args: (
-                args.tensor_model_parallel_size > 1
-                and not args.sequence_parallel
-                and "G" in layers_with_state(args)
-            ),
-            "Megatron sums the gradient of a delta net's norm over ranks under sequence parallelism only",
-            "give --sequence-parallel too",
-            "above 1 without --sequence-parallel, with delta net layers",
-        ),
-        Refused(
             "--disable-mamba-mem-eff-path",
             lambda args: not getattr(args, "use_mamba_mem_eff_path", True),
             UNSHOWN,

@@ -237,8 +237,27 @@ def prepare() -> None:
     template = ArgumentParser(allow_abbrev=False)
     megatrons.add_megatron_arguments.__wrapped__(template)
     megatrons.add_megatron_arguments = ours._with_hexi_arguments(functools.partial(give_options, template))
+    _name_all_weights()
     # Nothing of it is garbage; collecting would copy its pages in each rank.
     gc.freeze()
+
+
+def _name_all_weights() -> None:
+    """Let any training end with an error if one of its weights is not in the table of units' weights."""
+    from megatron.training import training
+
+    from megatron_hexi.megatron.unit_weights import holdings
+
+    original = training.get_model
+
+    @functools.wraps(original)
+    def get_model(*args: Any, **kwargs: Any) -> Any:
+        chunks = original(*args, **kwargs)
+        for chunk in chunks if isinstance(chunks, list) else [chunks]:
+            holdings(chunk)
+        return chunks
+
+    training.get_model = get_model
 
 
 def give_options(template: ArgumentParser, parser: ArgumentParser) -> ArgumentParser:

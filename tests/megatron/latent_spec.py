@@ -1,6 +1,7 @@
-"""Multi-latent attention without Transformer Engine, for ``--spec tests.megatron.latent_spec spec``.
+"""Multi-latent attention written out, for ``--spec tests.megatron.latent_spec spec``.
 
-``normed`` in place of ``spec`` is for jobs with --qk-layernorm.
+``normed`` in place of ``spec`` is for jobs with --qk-layernorm, ``transformer_engine`` for such ones with its
+layers.
 
 Megatron's own attention takes no values of another size than keys. This one is written out: no blocks, no
 log-sum-exps, the whole matrix of scores. What plans are held against.
@@ -12,7 +13,11 @@ import copy
 import math
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import is_layer_window_attention
 
@@ -42,14 +47,21 @@ class WrittenOut(torch.nn.Module):
         return torch.einsum("bhqs,sbhd->qbhd", weights, value).flatten(2)
 
 
-def _written_out(qk_layernorm: bool) -> ModuleSpec:
-    spec = copy.deepcopy(
-        get_gpt_layer_local_spec(
-            multi_latent_attention=True, qk_layernorm=qk_layernorm, normalization="RMSNorm"
-        )
-    )
+def _written_out(spec: ModuleSpec) -> ModuleSpec:
+    spec = copy.deepcopy(spec)
     spec.submodules.self_attention.submodules.core_attention = WrittenOut
     return spec
 
 
-spec, normed = _written_out(False), _written_out(True)
+spec, normed = (
+    _written_out(
+        get_gpt_layer_local_spec(
+            multi_latent_attention=True, qk_layernorm=qk_layernorm, normalization="RMSNorm"
+        )
+    )
+    for qk_layernorm in (False, True)
+)
+if HAVE_TE:
+    transformer_engine = _written_out(
+        get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=True, qk_layernorm=True)
+    )

@@ -23,26 +23,27 @@ from megatron_hexi.runtime.value_broadcast import ValueBroadcast
 def _copies_unscaled() -> None:
     from megatron_hexi.megatron.stages import gradients
 
-    gradients._is_partial = lambda *_: True
+    gradients._copies = lambda *_: set()
 
 
-def _parts_as_copies() -> None:
-    """Each rank's own sinks are divided as if all ranks of a unit had them."""
-    from megatron_hexi.megatron.stages import gradients
+def _as_copies(word: str) -> Callable[[], None]:
+    """Gradients of weights with this in their names are divided as if each rank of a unit had the whole."""
 
-    gradients._held_by_all = lambda boxes: {
-        (box.key, box.cell) for own in boxes for box in own if "softmax_offset" in box.key
-    }
+    def plant() -> None:
+        from megatron_hexi.megatron.stages import gradients
+
+        original = gradients._copies
+        gradients._copies = lambda module, *rest: (
+            original(module, *rest) | {weight for name, weight in module.named_parameters() if word in name}
+        )
+
+    return plant
 
 
-def _norm_of_heads_as_a_copy() -> None:
-    """The norm of a delta net's own heads is divided as if each rank of a unit had its whole gradient."""
-    from megatron_hexi.megatron.stages import gradients
+def _a_weight_unknown() -> None:
+    from megatron_hexi.megatron import unit_weights
 
-    original = gradients._is_partial
-    gradients._is_partial = lambda parameter, name, config: (
-        ".out_norm." not in name and original(parameter, name, config)
-    )
+    del unit_weights._HOLDINGS["MLP", "linear_fc2.bias"]
 
 
 def _one_ranks_gradient_infinite() -> None:
@@ -96,8 +97,11 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 #: Those of which only other comparisons say anything.
 OTHER_FAULTS: dict[str, Callable[[], None]] = {
-    "parts-as-copies": _parts_as_copies,
-    "norm-of-heads-as-a-copy": _norm_of_heads_as_a_copy,
+    "sinks-as-copies": _as_copies("softmax_offset"),
+    "norm-of-heads-as-a-copy": _as_copies(".out_norm."),
+    "gate-as-a-copy": _as_copies("gate_weight"),
+    "output-layer-as-a-copy": _as_copies("output_layer"),
+    "a-weight-unknown": _a_weight_unknown,
     "one-ranks-gradient-infinite": _one_ranks_gradient_infinite,
 }
 
@@ -129,16 +133,6 @@ def _bias_of_a_stage() -> None:
     moe_utils.get_updated_expert_bias = get_updated_expert_bias
 
 
-def _experts_as_copies() -> None:
-    """Each rank's own experts are divided as if all ranks of a unit had them."""
-    from megatron_hexi.megatron.stages import gradients
-
-    original = gradients._held_by_all
-    gradients._held_by_all = lambda boxes: (
-        original(boxes) | {(box.key, box.cell) for own in boxes for box in own if ".experts." in box.key}
-    )
-
-
 def _slot_of_another_expert() -> None:
     original = vars(ExpertDomain)["slots"].fget
     swapped = {0: 1, 1: 0}
@@ -160,7 +154,7 @@ def _bias_of_another_layer() -> None:
 EXPERT_FAULTS: dict[str, Callable[[], None]] = {
     "balanced-in-a-domain": _balanced_in_a_domain,
     "bias-of-a-stage": _bias_of_a_stage,
-    "experts-as-copies": _experts_as_copies,
+    "experts-as-copies": _as_copies(".experts."),
     "slot-of-another-expert": _slot_of_another_expert,
 }
 

@@ -2,7 +2,7 @@
 
 Megatron's default layers are Transformer Engine's. Its wheel holds Python alone; what computes is in a C++
 extension that needs CUDA. `install` loads the Python with the few functions of the extension that layers in
-fp32 and bf16 call written in torch: products, grouped products, RMSNorm. Any other function of the extension
+fp32 and bf16 call written in torch: products, grouped products, norms. Any other function of the extension
 raises NotImplementedError with its name. Attention is not emulated: under a plan it is ours.
 
 The wheel is unpacked beside the environment's packages (`scripts/bootstrap.sh`), not among them: with the
@@ -106,8 +106,7 @@ def _load_extension(framework: str) -> None:
     extension.get_cublasLt_version = lambda: 130000
     extension.rmsnorm_fwd, extension.rmsnorm_bwd = rmsnorm, rmsnorm_gradient
     extension.multi_tensor_sgd = sgd_step
-    for name in ("layernorm_fwd", "layernorm_bwd"):  # chosen from beside RMSNorm's
-        setattr(extension, name, getattr(extension, name))
+    extension.layernorm_fwd, extension.layernorm_bwd = layernorm, layernorm_gradient
     sys.modules[_EXTENSION] = extension
 
 
@@ -261,6 +260,28 @@ def sgd_step(chunk_size: int, overflow: Tensor, tensors: Sequence[Sequence[Tenso
         if momentum:
             change = buffer.mul_(0 if is_new else momentum).add_(change, alpha=1 if is_new else 1 - dampening)
         weight.sub_(change, alpha=rate)
+
+
+def layernorm(
+    inputs: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor | None, *settings: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The extension's `layernorm_fwd`, in the terms of `rmsnorm`, with the mean of each row for nothing."""
+    wide = inputs.float()
+    mean = wide.mean(-1)
+    centred = wide - mean[:, None]
+    result, _, scale = rmsnorm(centred, weight, eps, None, *settings)
+    result = (result + bias).to(inputs.dtype)
+    return (result if out is None else out.copy_(result)), mean, scale
+
+
+def layernorm_gradient(
+    grad: Tensor, inputs: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, *settings: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The extension's `layernorm_bwd`: gradients of the input, of the weight and of the bias."""
+    centred = inputs.float() - mean[:, None]
+    of_centred, of_weight = rmsnorm_gradient(grad, centred, scale, weight, *settings)
+    of_input = of_centred - of_centred.mean(-1, keepdim=True)
+    return of_input.to(inputs.dtype), of_weight, grad.reshape(inputs.shape).sum(0).to(weight.dtype)
 
 
 def _compute_in_torch() -> None:

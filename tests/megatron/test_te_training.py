@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_hexi.megatron.unit_weights import _HOLDINGS
 from megatron_hexi.plan import proportional_plan
 from tests.megatron import te_emulated
 from tests.megatron import test_ministages as ministages
 from tests.megatron import test_stages_experts as experts
 from tests.megatron import test_stages_training as stages
+from tests.megatron import test_unit_weights as weights
 from tests.megatron.conftest import References, job
 from tests.megatron.forked import Forks
 from tests.megatron.option_cases import CASES as OPTIONS
@@ -25,6 +27,7 @@ from tests.megatron.test_gpu_training import EXPERTS
 from tests.megatron.test_option_training import check_case, steps
 from tests.megatron.test_stages_training import check_training
 from tests.megatron.test_uneven_training import THREE_AND_ONE, WORKLOAD, largest_difference
+from tests.megatron.unit_gradients import ROUNDING
 from tests.support.expert_layouts import LAYERS, expert_layout
 
 pytestmark = pytest.mark.skipif(
@@ -113,6 +116,45 @@ def test_experts_train_as_one_rank(grouped: tuple[str, ...], te: EmulatedTe, tmp
     reference = te.train(tmp_path / "one", ranks=1, args=words, plan=alone)
     log = te.train(tmp_path / "four", ranks=4, args=words, plan=THREE_AND_ONE)
     assert largest_difference(log, reference) < 1e-5
+
+
+#: Models with every weight that only layers of Transformer Engine have.
+UNIT_MODELS = {
+    "attention": weights.MODELS["attention"],
+    "latent": replace(weights.MODELS["latent"], reference=()),
+    "latent-fused": weights.Model((*weights.MODELS["latent"].words, "--mla-down-proj-fusion"), modes=(True,)),
+    "states": weights.hybrid(
+        "MG*E", *weights.LAYER_NORM, *weights.GATED, "--moe-grouped-gemm", modes=(True,)
+    ),
+    "experts": weights.Model(weights.BIASED, modes=(True,)),
+}
+
+
+@pytest.fixture(scope="module")
+def compared(te: EmulatedTe, tmp_path_factory: pytest.TempPathFactory) -> weights.Compared:
+    return weights.comparison(te, tmp_path_factory.mktemp("units"), alone_under_plan=True)
+
+
+@pytest.mark.parametrize(("name", "is_sequence"), weights.modes(UNIT_MODELS))
+def test_the_table_is_what_two_ranks_show(name: str, is_sequence: bool, compared: weights.Compared):
+    weights.check(compared(UNIT_MODELS[name], is_sequence)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_sequence", [True, False])
+def test_which_gradients_megatron_sums_wrongly(is_sequence: bool, te: EmulatedTe, tmp_path: Path):
+    spec = ("--spec", "tests.megatron.latent_spec", "transformer_engine")
+    model = weights.evenly(replace(UNIT_MODELS["latent"], reference=spec))
+    found = weights.comparison(te, tmp_path)(model, is_sequence, is_stage=None)[0]
+    wrong = {name: one.error for name, one in found.items() if not one.error < ROUNDING}
+    print(f"{is_sequence=}: {max(wrong.values(), default=0.0):.2f}", *wrong)
+    assert bool(wrong) == (not is_sequence)
+
+
+def test_each_row_of_transformer_engine_is_shown_by_some_model(compared: weights.Compared):
+    asked = [compared(UNIT_MODELS[name], is_sequence)[1] for name, is_sequence in weights.modes(UNIT_MODELS)]
+    rows = {row for row in _HOLDINGS if row[1].startswith("te:")}
+    assert rows | {("MoELayer", "router.bias")} <= set.union(*asked)
 
 
 @pytest.mark.slow

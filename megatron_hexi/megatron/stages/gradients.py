@@ -22,7 +22,9 @@ from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.stages.boxes import held_boxes
 from megatron_hexi.megatron.stages.routers import end_iteration
 from megatron_hexi.megatron.stages.slices import StageSlices
-from megatron_hexi.mesh import Box, Cell, cut_pieces, make_buckets
+from megatron_hexi.megatron.unit_weights import Holding, holdings, unknown
+from megatron_hexi.mesh import Box, cut_pieces, make_buckets
+from megatron_hexi.runtime.bucket_buffer import HeldBox
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
 from megatron_hexi.runtime.row_store import DeviceRows, HostRows
 
@@ -133,14 +135,11 @@ def _piece_buffers(
     weights = {rank: unit.state for rank, unit in enumerate(mesh.units)}
     pieces = cut_pieces(boxes)
     buckets = make_buckets(pieces, weights, _bucket_size(ddp_config, sum(piece.size for piece in pieces)))
-    names = {parameter: name for name, parameter in module.named_parameters()}
     unit = view.place.ranks
-    common = _held_by_all([boxes[rank] for rank in unit])
-    copies = {h.parameter for h in held if (h.box.key, h.box.cell) in common}
+    copies = _copies(module, held, [boxes[rank] for rank in unit], config) if len(unit) > 1 else set()
 
     def scale_of(parameter: Parameter) -> float:
-        is_whole = parameter in copies and not _is_partial(parameter, names[parameter], config)
-        return 1.0 / len(unit) if is_whole else 1.0
+        return 1.0 / len(unit) if parameter in copies else 1.0
 
     def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         group = groups.of(ranks, "HOLDERS")
@@ -177,25 +176,22 @@ def _bucket_size(ddp_config: Any, weights: int) -> int | None:
     return int(args.ddp_bucket_size or _BUCKET_SIZE)
 
 
-def _held_by_all(boxes: Sequence[Sequence[Box]]) -> set[tuple[str, Cell]]:
-    """Return the weights and cells of the boxes that all of these ranks hold."""
-    return set.intersection(*({(box.key, box.cell) for box in rank_boxes} for rank_boxes in boxes))
+def _copies(
+    module: torch.nn.Module, held: Sequence[HeldBox], unit: Sequence[Sequence[Box]], config: Any
+) -> set[Parameter]:
+    """Return the parameters whose whole gradient each rank of a unit has; ``unit`` has the ranks' boxes.
 
-
-def _is_partial(parameter: Parameter, name: str, config: Any) -> bool:
-    """Return whether each rank of a unit has a part of the gradient of a weight that all of them hold.
-
-    Otherwise each has the whole gradient. Megatron sums the partial ones over tensor-parallel ranks, and
-    leaves or averages the whole ones (``_allreduce_non_tensor_model_parallel_grads``).
+    Raises:
+        PlanError: it is not known how the ranks hold a parameter.
     """
-    if getattr(parameter, "average_gradients_across_tp_domain", False):
-        return False
-    if config.sequence_parallel and getattr(parameter, "sequence_parallel", False):
-        return True
-    # A rank's own heads of a delta net go through its norm, whose gradient Megatron leaves as it is.
-    return ".out_norm." in name or bool(
-        config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
-    )
+    common = set.intersection(*({(box.key, box.cell) for box in boxes} for boxes in unit))
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    table = holdings(module)
+    for one in held:
+        if (table[one.parameter] is Holding.SPLIT) == ((one.box.key, one.box.cell) in common):
+            raise unknown(names[one.parameter])
+    copied = {parameter for parameter, holding in table.items() if holding is not Holding.SPLIT}
+    return {parameter for parameter in copied if not table[parameter].is_part(config.sequence_parallel)}
 
 
 def _over_all_holders(original: Callable[..., None]) -> Callable[..., None]:
