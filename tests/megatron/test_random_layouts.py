@@ -203,7 +203,7 @@ def numbers(output: str) -> list[dict[str, float]]:
 
 
 #: Of each sort of empty rank and each order of ministages, by few trainings of one rank.
-IN_CI = {*(("empty", seed) for seed in (14, 22, 24, 32, 35)), ("interleaved", 1), ("grouped", 1)}
+IN_CI = {*(("empty", seed) for seed in (14, 22, 24, 32, 35)), ("interleaved", 1)}
 
 
 @pytest.mark.parametrize(
