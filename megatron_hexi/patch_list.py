@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_hexi.elastic.training.copying import COPY_PATCHES
+from megatron_hexi.elastic.training.fencing import FENCE_PATCHES
 from megatron_hexi.elastic.training.goodput import ROUND_PATCHES
 from megatron_hexi.megatron.arguments import argument_patches
 from megatron_hexi.megatron.batch import BATCH_PATCHES
@@ -53,6 +54,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *REPLANNING_PATCHES,
         *ROUND_PATCHES,
         *COPY_PATCHES,
+        *FENCE_PATCHES,
         *PROGRESS_PATCHES,
         *OPTIMIZER_PATCHES,
         *BUCKET_PATCHES,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,6 +19,8 @@ import torch.distributed as dist
 GATE_VARIABLE = "HEXI_RENDEZVOUS"
 STORE_VARIABLE, JOB_VARIABLE, ROUND_VARIABLE = "HEXI_STORE", "HEXI_JOB", "HEXI_ROUND"
 NODE_VARIABLE, LOST_AFTER_VARIABLE = "HEXI_NODE", "HEXI_LOST_AFTER"
+#: Variable with the job's time less this node's clock that is never set, in seconds.
+CLOCK_VARIABLE = "HEXI_CLOCK"
 #: Keys of a round: its ranks train, one of them has failed, and how many nodes wait to be taken in.
 TRAINING, BROKEN, WANTED = "training", "broken", "wanted"
 #: The word behind a spare's line in HOSTS.nodes of hexi place.
@@ -47,6 +50,14 @@ def whole_store(timeout: timedelta) -> dist.Store:
         RuntimeError: the store cannot be reached.
     """
     return dist.PrefixStore(f"hexi.{os.environ[JOB_VARIABLE]}", _store(timeout))
+
+
+def job_time() -> float:
+    """Return the seconds since the epoch by the clock of the store's host, as it was when this node joined.
+
+    It goes on whatever this node's clock is set to.
+    """
+    return time.monotonic() + float(os.environ[CLOCK_VARIABLE])
 
 
 def add_spare(job: dist.Store, node: str, ranks: int) -> None:

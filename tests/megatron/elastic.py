@@ -22,6 +22,7 @@ from megatron_hexi.elastic.launcher.job_store import keep_store
 from megatron_hexi.elastic.secret import SECRET_VARIABLE
 from megatron_hexi.lab.testbed.ports import free_port
 from tests.megatron.launch import environment, read_metrics
+from tests.support.clocks import Clock
 from tests.support.links import HERE, Links
 
 
@@ -36,6 +37,7 @@ class ElasticJob:
         launcher: more options of the launcher.
         links: of the nodes; without, all are this machine.
         spares: names of the nodes that wait until others are lost.
+        clocks: of the nodes whose clock is not this machine's.
     """
 
     def __init__(
@@ -47,9 +49,10 @@ class ElasticJob:
         launcher: Sequence[str] = (),
         links: Links | None = None,
         spares: Sequence[str] = (),
+        clocks: Mapping[str, Clock] | None = None,
     ) -> None:
         self._folder, self._nodes, self._ranks, self._launcher = folder, nodes, ranks or {}, launcher
-        self._links, self._spares = links, spares
+        self._links, self._spares, self._clocks = links, spares, clocks or {}
         self._metrics = folder / "metrics.jsonl"
         self._metrics.touch()
         self._args = [*map(str, args), "--hexi-metrics", str(self._metrics)]
@@ -78,6 +81,8 @@ class ElasticJob:
             if self._links is not None:
                 within, here, there = self._links.within(name), HERE, self._links.address(name)
                 own |= {"GLOO_SOCKET_IFNAME": "eth0"}
+            if name in self._clocks:
+                own |= self._clocks[name].environment
             words += [
                 "--rdzv-endpoint",
                 f"{here}:{self.port}",

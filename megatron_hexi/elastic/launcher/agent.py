@@ -31,24 +31,25 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousParameters,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
 from megatron_hexi.elastic.channel import is_here
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE, COPIES_VARIABLE, COPY_INTERVAL_VARIABLE
+from megatron_hexi.elastic.fence import Fence, begin_present, find_present
 from megatron_hexi.elastic.launcher.job_store import SignedStore, keep_store, open_door
 from megatron_hexi.elastic.launcher.keeper import Keeper
 from megatron_hexi.elastic.launcher.life import MISSED, SIGN_S, LifeSigns, RoundLife
 from megatron_hexi.elastic.launcher.ranks import WORDS_VARIABLE, run_rank
-from megatron_hexi.elastic.launcher.rendezvous import PatientRendezvous
-from megatron_hexi.elastic.launcher.spares import tell_round, wait_as_spare
+from megatron_hexi.elastic.launcher.rendezvous import ClocklessBackend, PatientRendezvous
+from megatron_hexi.elastic.launcher.spares import wait_as_spare
 from megatron_hexi.elastic.secret import SECRET_VARIABLE
 from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import (
     BROKEN,
+    CLOCK_VARIABLE,
     GATE_VARIABLE,
     JOB_VARIABLE,
     LOST_AFTER_VARIABLE,
@@ -132,6 +133,7 @@ class NodeAgent(LocalElasticAgent):
         store: the store without a prefix.
         job: the store that survives from one round to the next.
         store_port: port of this node's loopback at which the store is reached.
+        clock: seconds by which `job_time` is ahead of `time.monotonic`.
         life: shows other agents that this one runs.
         keeper: keeper of this node's copies; ``None``: no copies are made.
     """
@@ -143,6 +145,7 @@ class NodeAgent(LocalElasticAgent):
         store: dist.Store,
         job: dist.Store,
         store_port: int,
+        clock: float,
         life: LifeSigns,
         keeper: Keeper | None,
     ) -> None:
@@ -158,23 +161,30 @@ class NodeAgent(LocalElasticAgent):
         logs = DefaultLogsSpecs(log_dir=launch.log_dir, redirects=std, tee=std)
         super().__init__(spec, logs, start_method=launch.start_method)
         self._launch, self._meeting, self._whole_store, self._job = launch, rendezvous, store, job
-        self._store_port, self._life, self._keeper = store_port, life, keeper
+        self._store_port, self._clock, self._life, self._keeper = store_port, clock, life, keeper
+        self._before = ""
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._before = find_present(self._job)
+        super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         group = cast(Any, worker_group)  # torch declares its fields as none
         store, launch = group.store, self._launch
         if group.group_rank == 0:
-            store.set("name", uuid.uuid4().hex)
+            name = uuid.uuid4().hex
+            begin_present(self._job, name, group.group_world_size, self._before)
+            store.set("name", name)
         name = store.get("name").decode()
         self._meeting.round = dist.PrefixStore(name, self._whole_store)
         self._meeting.life = RoundLife(self._meeting.round, group.group_world_size, _SURELY_MISSED)
+        self._meeting.fence = Fence(self._job, name)
         self._meeting.is_full = group.group_world_size == launch.most
-        if group.group_rank == 0:
-            tell_round(self._job, name, group.group_world_size)
         self._life.begin_round(name, group.group_rank)
         variables = {
             STORE_VARIABLE: f"127.0.0.1:{self._store_port}",
             GATE_VARIABLE: f"{launch.host}:{launch.port}",
+            CLOCK_VARIABLE: str(self._clock),
             JOB_VARIABLE: launch.job,
             ROUND_VARIABLE: name,
             NODE_VARIABLE: launch.node,
@@ -240,26 +250,26 @@ def run_agent(launch: AgentSettings) -> int:
         from multiprocessing import forkserver
 
         forkserver.ensure_running()  # imports while nodes meet
-    parameters = RendezvousParameters(
-        "c10d",
-        f"{launch.host}:{launch.port}",
-        launch.job,
-        launch.least,
-        launch.most,
-        local_addr=launch.address,
-        last_call_timeout=_LAST_CALL_S,
-        keep_alive_interval=SIGN_S,
-        keep_alive_max_attempt=MISSED,
-        join_timeout=launch.wait_s,
-    )
     try:
-        store, store_port = _reach_store(launch)
+        store, store_port, clock = _reach_store(launch)
     except (OSError, dist.DistError):
         return _end(f"no store at {launch.host}:{launch.port}; is a node or --keep-store running there?", 1)
     try:
         # It asks a backend's store for two methods only.
         backend = C10dRendezvousBackend(cast(Any, SignedStore(store, launch.secret)), launch.job)
-        handler = PatientRendezvous(create_handler(store, backend, parameters))
+        handler: PatientRendezvous = PatientRendezvous.from_backend(
+            launch.job,
+            store,
+            ClocklessBackend(backend, _LAST_CALL_S),
+            launch.least,
+            launch.most,
+            launch.address,
+            RendezvousTimeout(
+                join=timedelta(seconds=launch.wait_s), last_call=timedelta(seconds=_LAST_CALL_S)
+            ),
+            keep_alive_interval=SIGN_S,
+            keep_alive_max_attempt=MISSED,
+        )
         with contextlib.ExitStack() as stack:
             keeper = None
             if launch.copy_interval is not None:
@@ -271,7 +281,8 @@ def run_agent(launch: AgentSettings) -> int:
             else:
                 _wait_for_all(launch, job)
             life = stack.enter_context(LifeSigns(store_port))
-            result: RunResult | None = NodeAgent(launch, handler, store, job, store_port, life, keeper).run()
+            agent = NodeAgent(launch, handler, store, job, store_port, clock, life, keeper)
+            result: RunResult | None = agent.run()
     except SignalException:  # this node is to end, the others go on
         return 143
     except RendezvousClosedError:
@@ -292,21 +303,22 @@ def run_agent(launch: AgentSettings) -> int:
     return code
 
 
-def _reach_store(launch: AgentSettings) -> tuple[dist.TCPStore, int]:
-    """Return a client of the job's store, and its port at this node's loopback.
+def _reach_store(launch: AgentSettings) -> tuple[dist.TCPStore, int, float]:
+    """Return a client of the job's store, its port at this node's loopback, and the clock of `job_time`.
 
     The first node on the host of the rendezvous keeps the store.
 
     Raises:
-        HexiError: the store has another secret, or this node cannot keep it.
+        HexiError: the store has another secret or time, or this node cannot keep it.
         OSError, dist.DistError: there is no store.
     """
     with contextlib.suppress(OSError):  # a process of this host keeps it already: the port is taken
         if is_here(launch.host):
             store = keep_store(launch.host, launch.port, launch.secret, launch.bind)
-            return store, store.port
-    port = open_door(launch.host, launch.port, launch.secret)
-    return dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=60)), port
+            return store, store.port, time.time() - time.monotonic()
+    port, clock = open_door(launch.host, launch.port, launch.secret)
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=60))
+    return store, port, clock
 
 
 def _keeper(launch: AgentSettings, store_port: int) -> Keeper:

@@ -6,6 +6,8 @@ passes on its own and its ranks' connections to the gate:
 
     rank --loopback--> door --network, encrypted, secret proved--> gate --loopback--> store
 
+The gate begins each connection with the time by its clock, which nodes compare with their own.
+
 Whoever may run programs on a node can reach the loopback there. Of all values in the store one is unpickled,
 by PyTorch's rendezvous: that one is signed (`SignedStore`).
 """
@@ -20,6 +22,7 @@ import hmac
 import resource
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -41,6 +44,12 @@ from megatron_hexi.elastic.channel import (
 from megatron_hexi.errors import HexiError
 
 _LOOPBACK = "127.0.0.1"
+#: The gate's time, in seconds since the epoch, and how far a node's clock may be from it.
+_TIME = struct.Struct("!d")
+_MOST_APART_S = 1.0
+#: Seconds without any answer of the other host after which a connection between gate and door ends: the agent
+#: of a node that is cut off must not wait for ever, nor miss what a busy network or host delays.
+_CUT_S = 60
 _STORE = timedelta(seconds=60)
 _BLOCK = 1 << 16
 _AGAIN_S = 0.2
@@ -87,29 +96,34 @@ def keep_store(host: str, port: int, secret: bytes, bind: str | None = None) -> 
     async def enter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with entrance.one(str(writer.get_extra_info("peername")[0])):
             await accept_stream(reader, writer, secret)
+        writer.write(_TIME.pack(time.time()))
         await _join(reader, writer, *await asyncio.open_connection(_LOOPBACK, inner_port))
 
     _serve(enter, listening)
     return store
 
 
-def open_door(host: str, port: int, secret: bytes) -> int:
-    """Return a port of this node's loopback at which the job's store is reached; waits until it is there.
+def open_door(host: str, port: int, secret: bytes) -> tuple[int, float]:
+    """Open this node's door to the job's store; waits until the store is there.
 
     Args:
         host: host of the store's gate.
         port: port of the gate.
         secret: the job's secret.
 
+    Returns:
+        The port of this node's loopback at which the store is reached, and the seconds by which the time of
+        the store's host is ahead of `time.monotonic` here.
+
     Raises:
-        HexiError: the gate has another secret, or the server there is no gate.
+        HexiError: the gate has another secret, the server there is no gate, or clocks differ.
         OSError: nothing is there.
     """
     place = f"--rdzv-endpoint {host}:{port}"
     deadline = time.monotonic() + _STORE.total_seconds()
     while True:
         try:
-            connect((host, port), secret, PROOF_S).close()
+            clock = _compare_clocks(place, (host, port), secret)
             break
         except SecretRefusedError:
             raise HexiError(
@@ -130,10 +144,34 @@ def open_door(host: str, port: int, secret: bytes) -> int:
     listening = socket.create_server((_LOOPBACK, 0))
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await _join(reader, writer, *await connect_stream((host, port), secret))
+        gate_reader, gate_writer = await connect_stream((host, port), secret)
+        _bound_silence(gate_writer)
+        await gate_reader.readexactly(_TIME.size)
+        await _join(reader, writer, gate_reader, gate_writer)
 
     _serve(pass_on, listening)
-    return int(listening.getsockname()[1])
+    return int(listening.getsockname()[1]), clock
+
+
+def _compare_clocks(place: str, gate: tuple[str, int], secret: bytes) -> float:
+    """Return the seconds by which the time of the gate's host is ahead of `time.monotonic` here.
+
+    Raises:
+        HexiError: this node's clock differs from the gate's by more than `_MOST_APART_S`.
+        OSError: there is no such gate.
+    """
+    begin = time.monotonic()
+    with connect(gate, secret, PROOF_S) as connection:
+        there = _TIME.unpack(connection.recv(_TIME.size))[0]
+    # It was read there between `begin` and now.
+    half_s = (time.monotonic() - begin) / 2
+    ahead = time.time() - half_s - there
+    if abs(ahead) > _MOST_APART_S + half_s:
+        raise HexiError(
+            f"{place}: this node's clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the "
+            "store's; let NTP set both, for example: chronyc makestep"
+        )
+    return there - begin - half_s
 
 
 _Served = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -144,8 +182,7 @@ def _serve(served: _Served, listening: socket.socket) -> None:
 
     async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(*_CLOSED), contextlib.closing(writer):
-            plain: socket.socket = writer.get_extra_info("socket")
-            plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _bound_silence(writer)
             await served(reader, writer)
 
     async def run() -> None:
@@ -153,6 +190,18 @@ def _serve(served: _Served, listening: socket.socket) -> None:
         await server.serve_forever()
 
     threading.Thread(target=asyncio.run, args=(run(),), name="hexi-gate", daemon=True).start()
+
+
+def _bound_silence(writer: asyncio.StreamWriter) -> None:
+    """Let a connection end where the other host does not answer for `_CUT_S` seconds."""
+    plain: socket.socket = writer.get_extra_info("socket")
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _CUT_S // 4),
+        (socket.TCP_KEEPINTVL, _CUT_S // 4),
+        (socket.TCP_USER_TIMEOUT, _CUT_S * 1000),
+    ):
+        plain.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 async def _join(

@@ -6,6 +6,7 @@ PyTorch's rendezvous has signs of its own, but does not show them. Its numbers a
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Hashable, Mapping
 
 import torch.distributed as dist
 
@@ -29,6 +30,34 @@ class LifeSigns(RoundThread):
         dist.PrefixStore(name, store).add(_key(number), 1)
 
 
+class Silences:
+    """Measures for how long values of other nodes have not changed, whatever their clocks or this one's say.
+
+    Between two looks at most two signs can be missed: a process that was stopped itself, or that waited for
+    the store, has not listened.
+
+    Args:
+        clock: function that returns seconds and is never set.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._looked_at = clock()
+        self._listened_s = 0.0
+        self._seen: dict[Hashable, tuple[object, float]] = {}
+
+    def look[Key: Hashable](self, values: Mapping[Key, object]) -> dict[Key, float]:
+        """Return the seconds for which each value has not changed; those that are left out are forgotten."""
+        now = self._clock()
+        self._listened_s += min(now - self._looked_at, 2 * SIGN_S)
+        self._looked_at = now
+        self._seen = {
+            key: (value, self._seen[key][1] if self._seen.get(key, ())[:1] == (value,) else self._listened_s)
+            for key, value in values.items()
+        }
+        return {key: self._listened_s - self._seen[key][1] for key in values}
+
+
 class RoundLife:
     """Counts the nodes of a round that are there.
 
@@ -43,20 +72,18 @@ class RoundLife:
         self._keys = [_key(number) for number in range(nodes)]
         for key in self._keys:  # those of agents that have not shown life yet
             store.add(key, 0)
-        self._seen = [(b"", time.monotonic())] * nodes
-        self._looked_at = 0.0
+        self._silences = Silences()
+        self._looked_at, self._lost = 0.0, 0
 
     def count_lost(self) -> int:
         """Return the number of nodes that have shown no life lately."""
         now = time.monotonic()
         if now > self._looked_at + SIGN_S / 2:
             self._looked_at = now
-            counts = self._store.multi_get(self._keys)
-            self._seen = [
-                old if count == old[0] else (count, now)
-                for count, old in zip(counts, self._seen, strict=True)
-            ]
-        return sum(now - changed_at > SIGN_S * self._missed for _, changed_at in self._seen)
+            counts = zip(self._keys, self._store.multi_get(self._keys), strict=True)
+            silent = self._silences.look(dict(counts)).values()
+            self._lost = sum(seconds > SIGN_S * self._missed for seconds in silent)
+        return self._lost
 
 
 def _key(number: int) -> str:

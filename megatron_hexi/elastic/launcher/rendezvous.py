@@ -1,44 +1,60 @@
-"""The rendezvous of a job's agents, which starts ranks again for other reasons than PyTorch's does."""
+"""The rendezvous of a job's agents: PyTorch's, without clocks, and with other reasons to start ranks."""
 
 from __future__ import annotations
 
-import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+import pickle
+import time
+import uuid
+from collections.abc import Hashable
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from megatron_hexi.elastic.launcher.life import RoundLife
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+)
+
+from megatron_hexi.elastic.fence import Fence
+from megatron_hexi.elastic.launcher.life import SIGN_S, RoundLife, Silences
+from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import BROKEN, TRAINING, WANTED
 
+_DEADLINE = "deadline"
 
-class PatientRendezvous(RendezvousHandler):
-    """A rendezvous that tells ranks of waiting nodes, for which PyTorch's agent would end the ranks at once.
 
-    Args:
-        inner: PyTorch's rendezvous.
-    """
+class PatientRendezvous(DynamicRendezvousHandler):
+    """Tells ranks of waiting nodes, for which PyTorch's agent would end the ranks at once."""
 
-    def __init__(self, inner: RendezvousHandler) -> None:
-        self._inner = inner
-        #: The store that the present round's ranks share with their agents; ``None``: no ranks run.
-        self.round: dist.Store | None = None
-        #: The life of the present round's nodes, and whether as many as can take part are in it.
-        self.life: RoundLife | None = None
-        self.is_full = False
+    #: The store that the present round's ranks share with their agents; ``None``: no ranks run.
+    round: dist.Store | None = None
+    #: The life of the present round's nodes, its fence, and whether as many as can take part are in it.
+    life: RoundLife | None = None
+    fence: Fence | None = None
+    is_full = False
+    _asked_at = 0.0
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See `RendezvousHandler.next_rendezvous`."""
         self.round = None
-        return self._inner.next_rendezvous()
+        return super().next_rendezvous()
 
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes for which the ranks are to be started again now.
 
         It is 0 while ranks train: these are told of waiting nodes in the round's store and end after a
         checkpoint, and notice lost nodes by themselves. Ranks that are still starting would wait for a lost
-        node, so it counts.
+        node, so it counts. Ranks of a round that is over are started again with this node, which waits.
         """
-        waiting = self._inner.num_nodes_waiting()
-        if self.round is None or self.life is None or self.round.check([BROKEN]):
+        waiting: int = super().num_nodes_waiting()
+        if self.round is None or self.life is None or self.fence is None or self.round.check([BROKEN]):
             return waiting
+        if time.monotonic() > self._asked_at + SIGN_S:
+            self._asked_at = time.monotonic()
+            if closed := self.fence.why_closed():
+                say(f"{closed}. This node's ranks end; it waits to be taken in")
+                return 1
         trains = self.round.check([TRAINING])
         lost = self.life.count_lost() if waiting or not trains else 0
         # PyTorch counts those nodes, too, for which a round that is full had no room.
@@ -49,27 +65,64 @@ class PatientRendezvous(RendezvousHandler):
             self.round.set(WANTED, str(waiting))
         return 0
 
-    def get_backend(self) -> str:
-        """See `RendezvousHandler.get_backend`."""
-        return self._inner.get_backend()
+
+class ClocklessBackend(RendezvousBackend):
+    """Keeps the state of PyTorch's rendezvous without times, which clocks of nodes would read differently.
+
+    PyTorch writes times by its node's clock: each node's last sign of life, and the end of the last call for
+    further nodes. It compares them with the clock of the node that reads them, so nodes whose clocks differ
+    or are set drop each other. Here a random mark is stored in place of each time, and a node that reads it
+    reckons from the moment at which it first saw this mark (`Silences`).
+
+    Args:
+        inner: the backend, whose state only holders of the job's secret can write: it is unpickled.
+        last_call_s: seconds of the last call.
+    """
+
+    def __init__(self, inner: RendezvousBackend, last_call_s: float) -> None:
+        self._inner = inner
+        self._last_call = timedelta(seconds=last_call_s)
+        self._silences = Silences()
+        self._read: dict[Hashable, tuple[datetime, str]] = {}
 
     @property
-    def use_agent_store(self) -> bool:
-        """See `RendezvousHandler.use_agent_store`."""
-        return self._inner.use_agent_store
+    def name(self) -> str:
+        """See `RendezvousBackend.name`."""
+        return str(self._inner.name)
 
-    def is_closed(self) -> bool:
-        """See `RendezvousHandler.is_closed`."""
-        return self._inner.is_closed()
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """See `RendezvousBackend.get_state`."""
+        found = self._inner.get_state()
+        return found and (self._with_times(found[0]), found[1])
 
-    def set_closed(self) -> None:
-        """See `RendezvousHandler.set_closed`."""
-        self._inner.set_closed()
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """See `RendezvousBackend.set_state`."""
+        found = self._inner.set_state(self._with_marks(state), token)
+        return found and (self._with_times(found[0]), found[1], found[2])
 
-    def get_run_id(self) -> str:
-        """See `RendezvousHandler.get_run_id`."""
-        return self._inner.get_run_id()
+    def _with_times(self, pickled: bytes) -> bytes:
+        """Return a state of the store as PyTorch reads it, with times by this node's clock."""
+        state, now = pickle.loads(pickled), datetime.now(UTC)
+        marks: dict[Hashable, str] = dict(state.last_heartbeats)
+        if state.deadline is not None:
+            marks[_DEADLINE] = state.deadline
+        silent = self._silences.look(marks)
+        times = {key: now - timedelta(seconds=seconds) for key, seconds in silent.items()}
+        if state.deadline is not None:
+            times[_DEADLINE] += self._last_call
+            state.deadline = times[_DEADLINE]
+        self._read = {key: (times[key], mark) for key, mark in marks.items()}
+        state.last_heartbeats = {node: times[node] for node in state.last_heartbeats}
+        return pickle.dumps(state)
 
-    def shutdown(self) -> bool:
-        """See `RendezvousHandler.shutdown`."""
-        return self._inner.shutdown()
+    def _with_marks(self, pickled: bytes) -> bytes:
+        """Return a state of PyTorch's as the store keeps it: times that are new get new marks."""
+        state = pickle.loads(pickled)
+        state.last_heartbeats = {node: self._mark(node, at) for node, at in state.last_heartbeats.items()}
+        if state.deadline is not None:
+            state.deadline = self._mark(_DEADLINE, state.deadline)
+        return pickle.dumps(state)
+
+    def _mark(self, key: Hashable, at: datetime) -> str:
+        read, mark = self._read.get(key, (None, ""))
+        return mark if at == read else uuid.uuid4().hex

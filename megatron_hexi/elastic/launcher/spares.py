@@ -6,32 +6,19 @@ end without stopping anything.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
+from megatron_hexi.elastic.fence import find_present, read_present
 from megatron_hexi.elastic.launcher.life import MISSED, RoundLife
 from megatron_hexi.elastic.speech import say
 
-#: Key in the job's store: the present round and its number of nodes.
-_PRESENT = "present"
 #: Key in a round's store: how many spares have asked for a place.
 _ASKED = "asked"
 _LOOK_S = 0.2
-
-
-def tell_round(job: dist.Store, name: str, nodes: int) -> None:
-    """Tell spares that a round begins.
-
-    Args:
-        job: the store that survives from one round to the next.
-        name: name of the round.
-        nodes: number of its nodes.
-    """
-    job.set(_PRESENT, json.dumps([name, nodes]))
 
 
 def wait_as_spare(
@@ -52,13 +39,13 @@ def wait_as_spare(
     """
     deadline = time.monotonic() + limit_s
     say(f"waits as a spare until fewer than {most} nodes are left")
-    while not job.check([_PRESENT]):
+    while not find_present(job):
         if time.monotonic() > deadline:
             raise RendezvousTimeoutError
         time.sleep(_LOOK_S)
     seen, life, place = "", None, 0
     while not is_closed():
-        name, nodes = json.loads(job.get(_PRESENT))
+        name, nodes = read_present(find_present(job))
         present = dist.PrefixStore(name, store)
         if life is None or name != seen:
             seen, life, place = name, RoundLife(present, nodes, MISSED), 0

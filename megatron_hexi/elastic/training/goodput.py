@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import os
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -20,15 +18,13 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_hexi.elastic.speech import say
-from megatron_hexi.elastic.store import TRAINING, WANTED, in_round, round_store, whole_store
+from megatron_hexi.elastic.store import TRAINING, WANTED, in_round, job_time, round_store, whole_store
 from megatron_hexi.elastic.training.copying import copied_last, is_safe
+from megatron_hexi.elastic.training.fencing import ask_fence, end_to_start_again
 from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.patching import STEP_PARAMETERS, Patch
 from megatron_hexi.record import Round
-from megatron_hexi.runtime import stop_watch
 
-#: Exit code of ranks that are to be started again, together with nodes that have come.
-_START_AGAIN = 75
 _STORE = timedelta(seconds=60)
 #: Seconds that a node which has come waits for a copy to be on two nodes.
 _SAFE_S = 40.0
@@ -46,10 +42,10 @@ def begin_round(
         without: names of absent nodes.
         in_memory: whether the state comes from copies in memory.
     """
-    begun = float(job.compare_set("begun", "", str(time.time())))
+    begun = float(job.compare_set("begun", "", str(job_time())))
     last_iteration = json.loads(job.get("done"))["iteration"] if job.check(["done"]) else 0
     first = iteration or 0
-    part = _kept_s(job, iteration) / max(1e-9, time.time() - begun)
+    part = _kept_s(job, iteration) / max(1e-9, job_time() - begun)
     return Round(number, without, first, in_memory, max(0, last_iteration - first), min(1.0, part))
 
 
@@ -100,6 +96,7 @@ class RoundSteps:
 
     def __init__(self, args: Namespace, iteration: int) -> None:
         self._leads = args.rank == 0
+        self._writes = args.rank in (0, args.world_size - 1)  # the record and counts; the log
         self._interval: int = args.save_interval
         self._first = iteration
         self._round, self._job = round_store(_STORE), whole_store(_STORE)
@@ -130,38 +127,37 @@ class RoundSteps:
         if iteration == self._first or not (saved or iteration == copied_last()):
             return
         if self._leads:
+            ask_fence()
             self._job.set(f"kept/{iteration}", str(self._kept_s))
             self._job.set(f"samples/{iteration}", str(self._args.consumed_train_samples))
             waits = self._round.check([WANTED]) and (saved or is_safe(iteration, _SAFE_S))
             self._round.set(f"waits/{iteration}", "1" if waits else "")
         if self._round.get(f"waits/{iteration}"):
-            if self._leads:
-                say(f"iteration {iteration}: saved; starts again with a node that has come")
-            stop_watch()
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            os._exit(_START_AGAIN)
+            say_it = f"iteration {iteration}: saved; starts again with a node that has come"
+            end_to_start_again(say_it if self._leads else "")
 
     def after_step(self, iteration: int, seconds: float) -> None:
-        """Count an iteration.
+        """Count an iteration, before Megatron logs it.
 
         Args:
             iteration: its number, from 1.
             seconds: duration of the iteration.
         """
         self._kept_s += seconds
+        if self._writes:
+            ask_fence()
         if not self._leads:
             return
         if iteration == self._first + 1:
             if self._job.check(["done"]):
-                away = time.time() - json.loads(self._job.get("done"))["at"]
+                away = job_time() - json.loads(self._job.get("done"))["at"]
                 say(f"iteration {iteration} has ended, {away:.1f} s after the last one before the restart")
             self._round.set(TRAINING, "")
-        self._job.set("done", json.dumps({"iteration": iteration, "at": time.time()}))
+        self._job.set("done", json.dumps({"iteration": iteration, "at": job_time()}))
 
     def goodput(self) -> float:
         """Return the goodput: seconds of iterations that no loss undid, over seconds since the job began."""
-        return min(1.0, self._kept_s / max(1e-9, time.time() - self._begun))
+        return min(1.0, self._kept_s / max(1e-9, job_time() - self._begun))
 
 
 _steps: RoundSteps | None = None

@@ -25,6 +25,7 @@ from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE
 from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import NODE_VARIABLE, in_round, round_store, whole_store
 from megatron_hexi.elastic.training.copying import TRACKER, fetch_copy, find_copy
+from megatron_hexi.elastic.training.fencing import ask_fence
 from megatron_hexi.elastic.training.goodput import begin_round, round_words, set_round
 from megatron_hexi.elastic.training.round_plan import PLANNER_TIMEOUT, plan_ahead, plan_for
 from megatron_hexi.errors import HexiError
@@ -108,6 +109,7 @@ def take_part(args: Namespace) -> Plan:
         HexiError: there is no plan for the present nodes; raised on every rank.
         RuntimeError: a rank did not come.
     """
+    ask_fence()
     store = round_store(_STORE)
     started, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = [os.environ[NODE_VARIABLE], int(os.environ["LOCAL_RANK"])]
@@ -134,6 +136,7 @@ def take_part(args: Namespace) -> Plan:
 
 def leave() -> None:
     """Record that the training has ended well, so that this rank is not missed and spare ranks may end."""
+    ask_fence()
     if in_round():
         if int(os.environ["RANK"]) == 0:
             round_store(_STORE).set(_FINISHED, "")

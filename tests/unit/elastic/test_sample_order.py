@@ -22,7 +22,7 @@ def begin(monkeypatch):
     monkeypatch.setattr(goodput, "round_store", lambda _: dist.HashStore())
 
     def begin(iteration, samples, rank=0):
-        args = Namespace(rank=rank, save_interval=2, consumed_train_samples=samples)
+        args = Namespace(rank=rank, world_size=2, save_interval=2, consumed_train_samples=samples)
         return args, goodput.RoundSteps(args, iteration)
 
     return begin

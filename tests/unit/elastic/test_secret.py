@@ -53,7 +53,7 @@ class Job:
         (inside / "weights").write_bytes(b"weights")
         self.files = list_files(inside)
         self.copies = serve_files(folder, SECRET)
-        self.door = open_door("localhost", self.port, SECRET)
+        self.door, _ = open_door("localhost", self.port, SECRET)
 
     def check_untouched(self):
         """A node of the job still reads what it wrote, nothing else is there, and its copies are served."""

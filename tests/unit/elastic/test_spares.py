@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
+from megatron_hexi.elastic.fence import begin_present, find_present
 from megatron_hexi.elastic.launcher import life, spares
-from megatron_hexi.elastic.launcher.spares import tell_round, wait_as_spare
+from megatron_hexi.elastic.launcher.spares import wait_as_spare
 from megatron_hexi.elastic.store import add_spare, find_spares
 
 MOST = 3
@@ -33,7 +34,7 @@ class Waiting:
 
     def begin(self, name: str, nodes: int) -> None:
         """Begin a round."""
-        tell_round(self.job, name, nodes)
+        begin_present(self.job, name, nodes, find_present(self.job))
         self.alive = {f"{name}/life/{number}" for number in range(nodes)}
 
     def lose(self, count: int) -> None:
