@@ -1,5 +1,8 @@
 """Connections between the nodes of an elastic job: encrypted, and only between holders of its secret.
 
+A client first *knocks*: it sends a random number and its HMAC, unencrypted. Strangers get no further, and so
+cost a server neither TLS's buffers nor its arithmetic. Who sends an overheard knock again gets as far as TLS.
+
 TLS with anonymous Diffie-Hellman encrypts without certificates, but does not say who is there. Both ends
 therefore prove the secret for this very connection: an HMAC of their role and of the connection's *channel
 binding* (`tls-unique`, RFC 5929), which is new in each and differs at the two ends of a man in the middle. So
@@ -9,35 +12,34 @@ a proof that was seen elsewhere, or is sent back, is worth nothing. TLS 1.2, sin
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import functools
 import hashlib
 import hmac
+import secrets
 import socket
 import ssl
-import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
 
-from megatron_hexi.elastic.speech import say
 from megatron_hexi.errors import HexiError
 
-#: Seconds within which a peer must prove the secret, and the most connections of an address that have not.
+#: Seconds within which a peer must prove the secret.
 PROOF_S = 10.0
-_PENDING = 256
 _CIPHER = "AECDH-AES256-SHA:@SECLEVEL=0"  # level 0: without certificates; the proofs stand in for them
-_CLIENT, _SERVER = b"megatron-hexi client\0", b"megatron-hexi server\0"
+_KNOCK, _CLIENT, _SERVER = b"megatron-hexi knock\0", b"megatron-hexi client\0", b"megatron-hexi server\0"
+_NUMBER_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
-#: Answer to a wrong proof.
+KNOCK_BYTES = _NUMBER_BYTES + PROOF_BYTES
+#: Answers to a knock, and the answer to a wrong proof.
+_COME_IN, _STAY_OUT = b"+", b"-"
 _REFUSED = bytes(PROOF_BYTES)
-#: Seconds between two lines about refused connections.
-_SAY_S = 60.0
 
 
 class SecretRefusedError(ConnectionError):
     """The peer has another secret, or none."""
+
+
+class OtherServerError(ConnectionError):
+    """The server does not answer as one of this package does."""
 
 
 @functools.cache
@@ -69,8 +71,33 @@ def _proof(secret: bytes, role: bytes, connection: ssl.SSLSocket | ssl.SSLObject
     return hmac.digest(secret, role + binding, "sha256")
 
 
+def knock(secret: bytes) -> bytes:
+    """Return what a client sends first of all."""
+    number = secrets.token_bytes(_NUMBER_BYTES)
+    return number + hmac.digest(secret, _KNOCK + number, "sha256")
+
+
+def _answer_knock(secret: bytes, knocked: bytes) -> bytes:
+    number, digest = knocked[:_NUMBER_BYTES], knocked[_NUMBER_BYTES:]
+    right = hmac.compare_digest(digest, hmac.digest(secret, _KNOCK + number, "sha256"))
+    return _COME_IN if right else _STAY_OUT
+
+
+def _check_knock(answer: bytes) -> None:
+    """Check the answer to this client's knock.
+
+    Raises:
+        SecretRefusedError: the server has another secret.
+        OtherServerError: it is another server.
+    """
+    if answer == _STAY_OUT:
+        raise SecretRefusedError("the secret there is another than this node's")
+    if answer != _COME_IN:
+        raise OtherServerError(f"it answers {answer!r}")
+
+
 def client_proof(secret: bytes, connection: ssl.SSLSocket | ssl.SSLObject) -> bytes:
-    """Return the proof that a client sends first."""
+    """Return the proof that a client sends first over TLS."""
     return _proof(secret, _CLIENT, connection)
 
 
@@ -103,10 +130,14 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> ssl.SSLS
 
     Raises:
         SecretRefusedError: the server has another secret.
+        OtherServerError: it is another server.
         OSError: there is no such server.
     """
     plain = socket.create_connection(address, timeout)
     try:
+        plain.sendall(knock(secret))
+        _check_knock(_exactly(plain, 1, timeout))
+        plain.settimeout(timeout)
         connection = tls_context(False).wrap_socket(plain)
     except BaseException:
         plain.close()
@@ -132,7 +163,11 @@ def accept(plain: socket.socket, secret: bytes) -> ssl.SSLSocket:
         SecretRefusedError: the client has another secret.
         OSError: the connection ends before the client has proved the secret.
     """
+    answer = _answer_knock(secret, _exactly(plain, KNOCK_BYTES, PROOF_S))
     plain.settimeout(PROOF_S)
+    plain.sendall(answer)
+    if answer == _STAY_OUT:
+        raise SecretRefusedError("no proof of the job's secret")
     connection = tls_context(True).wrap_socket(plain, server_side=True)
     try:
         answer, stays = answer_client(secret, connection, _exactly(connection, PROOF_BYTES, PROOF_S))
@@ -146,7 +181,7 @@ def accept(plain: socket.socket, secret: bytes) -> ssl.SSLSocket:
     return connection
 
 
-def _exactly(connection: ssl.SSLSocket, count: int, seconds: float) -> bytes:
+def _exactly(connection: socket.socket, count: int, seconds: float) -> bytes:
     """Return exactly `count` bytes of a peer, received within `seconds` in total."""
     received, end = b"", time.monotonic() + seconds
     while len(received) < count:
@@ -167,15 +202,15 @@ async def connect_stream(
         SecretRefusedError: the server has another secret.
         OSError, EOFError, TimeoutError: there is no such server.
     """
-    host, port = address
-    reader, writer = await asyncio.open_connection(
-        host, port, ssl=tls_context(False), ssl_handshake_timeout=PROOF_S
-    )
+    reader, writer = await asyncio.open_connection(*address)
     try:
-        connection: ssl.SSLObject = writer.get_extra_info("ssl_object")
-        writer.write(client_proof(secret, connection))
-        answer = await asyncio.wait_for(reader.readexactly(PROOF_BYTES), PROOF_S)
-        check_server(secret, connection, answer)
+        async with asyncio.timeout(PROOF_S):
+            writer.write(knock(secret))
+            _check_knock(await reader.readexactly(1))
+            await writer.start_tls(tls_context(False))
+            connection: ssl.SSLObject = writer.get_extra_info("ssl_object")
+            writer.write(client_proof(secret, connection))
+            check_server(secret, connection, await reader.readexactly(PROOF_BYTES))
     except BaseException:
         writer.close()
         raise
@@ -183,114 +218,22 @@ async def connect_stream(
 
 
 async def accept_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """Encrypt a connection to an asyncio server, and let its client prove the secret, within `PROOF_S`.
+    """Let the client of an asyncio server prove the secret, and encrypt the connection, within `PROOF_S`.
 
     Raises:
         SecretRefusedError: the client has another secret.
         OSError, EOFError, TimeoutError: the connection ends before the client has proved the secret.
     """
     async with asyncio.timeout(PROOF_S):
-        await writer.start_tls(tls_context(True))
-        connection: ssl.SSLObject = writer.get_extra_info("ssl_object")
-        answer, stays = answer_client(secret, connection, await reader.readexactly(PROOF_BYTES))
+        answer = _answer_knock(secret, await reader.readexactly(KNOCK_BYTES))
         writer.write(answer)
         await writer.drain()
+        stays = answer == _COME_IN
+        if stays:
+            await writer.start_tls(tls_context(True))
+            connection: ssl.SSLObject = writer.get_extra_info("ssl_object")
+            answer, stays = answer_client(secret, connection, await reader.readexactly(PROOF_BYTES))
+            writer.write(answer)
+            await writer.drain()
     if not stays:
         raise SecretRefusedError("no proof of the job's secret")
-
-
-class Entrance:
-    """Limits and logs connections to a server from peers that have not proved the secret yet.
-
-    Args:
-        server: a name of the server, for the log.
-    """
-
-    def __init__(self, server: str) -> None:
-        self._server, self._lock = server, threading.Lock()
-        self._pending: Counter[str] = Counter()
-        self._said_at = -_SAY_S
-
-    @contextlib.contextmanager
-    def one(self, address: str) -> Iterator[None]:
-        """Context in which a peer proves the secret.
-
-        Args:
-            address: the peer's IP address.
-
-        Raises:
-            SecretRefusedError: too many connections of that address have not proved it yet.
-        """
-        with self._lock:
-            self._pending[address] += 1
-            full = self._pending[address] > _PENDING
-        try:
-            if full:
-                raise SecretRefusedError(f"more than {_PENDING} connections that prove nothing")
-            yield
-        except (OSError, EOFError) as problem:
-            self._say(address, problem)
-            raise
-        finally:
-            with self._lock:
-                self._pending[address] -= 1
-                self._pending += Counter()  # forgets addresses without any
-
-    def _say(self, address: str, problem: Exception) -> None:
-        if time.monotonic() - self._said_at < _SAY_S:
-            return
-        self._said_at = time.monotonic()
-        reason = str(problem)[:100] or type(problem).__name__
-        say(f"{self._server} refused {address} ({reason})")
-
-
-def is_here(name: str) -> bool:
-    """Return whether a host name or address is this node's."""
-    if name in ("localhost", socket.gethostname(), socket.getfqdn()):
-        return True
-    try:
-        _listen_at(str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0]), 0).close()
-    except OSError:
-        return False
-    return True
-
-
-def listen(name: str, port: int, bind: str | None = None) -> socket.socket:
-    """Return a socket that listens at this node's address of a name, not at all of its networks.
-
-    Where the name leads to this node itself only by its loopback (as a host's own name often does) or not at
-    all (a service's), the socket listens on all networks.
-
-    Args:
-        name: host name or address at which other nodes reach this one.
-        port: the port; 0: any.
-        bind: an address of this node to listen at instead.
-
-    Raises:
-        OSError: the port is taken, or `bind` is none of this node's addresses.
-    """
-    if bind is not None:
-        return _listen_at(bind, port)
-    try:
-        address = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
-        loopback = address == "::1" or address.startswith("127.")
-        if not loopback or name in ("localhost", address):
-            return _listen_at(address, port)
-    except socket.gaierror:
-        pass
-    except OSError as problem:
-        if problem.errno != errno.EADDRNOTAVAIL:
-            raise
-    both = socket.has_dualstack_ipv6()
-    return socket.create_server(
-        ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=BACKLOG
-    )
-
-
-#: Connections that may wait to be accepted.
-BACKLOG = 1024
-
-
-def _listen_at(address: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=BACKLOG)

@@ -17,7 +17,8 @@ from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any
 
-from megatron_hexi.elastic.channel import Entrance, accept, connect, listen
+from megatron_hexi.elastic.channel import accept, connect
+from megatron_hexi.elastic.entrance import Entrance, listen
 
 _BLOCK, _PART = 1 << 20, ".part"
 _PULL_S = 60.0
@@ -269,7 +270,7 @@ class _Server(ThreadingHTTPServer):
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Serve a client that proves the secret."""
-        with self._entrance.one(str(client_address[0])):
+        with self._entrance.one(str(client_address[0]), lambda: request.shutdown(socket.SHUT_RDWR)):
             connection = accept(request, self._secret)
         with connection:
             _Handler(connection, client_address, self)

@@ -36,8 +36,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
-from megatron_hexi.elastic.channel import is_here
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE, COPIES_VARIABLE, COPY_INTERVAL_VARIABLE
+from megatron_hexi.elastic.entrance import is_here
 from megatron_hexi.elastic.fence import Fence, begin_present, find_present
 from megatron_hexi.elastic.launcher.job_store import SignedStore, keep_store, open_door
 from megatron_hexi.elastic.launcher.keeper import Keeper

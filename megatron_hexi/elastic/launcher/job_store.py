@@ -21,7 +21,6 @@ import errno
 import hmac
 import resource
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -31,16 +30,15 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_hexi.elastic.channel import (
-    BACKLOG,
     PROOF_S,
-    Entrance,
+    OtherServerError,
     SecretRefusedError,
     accept_stream,
     connect,
     connect_stream,
-    listen,
     tls_context,
 )
+from megatron_hexi.elastic.entrance import BACKLOG, Entrance, listen
 from megatron_hexi.errors import HexiError
 
 _LOOPBACK = "127.0.0.1"
@@ -53,6 +51,8 @@ _CUT_S = 60
 _STORE = timedelta(seconds=60)
 _BLOCK = 1 << 16
 _AGAIN_S = 0.2
+#: Seconds after which a door knocks again at a gate that has closed its connection.
+_CROWDED_S = (0.1, 0.3, 1.0)
 _CLOSED = (OSError, EOFError, asyncio.CancelledError)
 
 
@@ -94,7 +94,7 @@ def keep_store(host: str, port: int, secret: bytes, bind: str | None = None) -> 
     entrance = Entrance(f"the store at {host}:{port}")
 
     async def enter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with entrance.one(str(writer.get_extra_info("peername")[0])):
+        with entrance.one(str(writer.get_extra_info("peername")[0]), writer.transport.abort):
             await accept_stream(reader, writer, secret)
         writer.write(_TIME.pack(time.time()))
         await _join(reader, writer, *await asyncio.open_connection(_LOOPBACK, inner_port))
@@ -130,13 +130,12 @@ def open_door(host: str, port: int, secret: bytes) -> tuple[int, float]:
                 f"{place}: the store there has another secret than this node; give all nodes of the job the "
                 "same --secret-file or HEXI_SECRET, or another port where that store is another job's"
             ) from None
-        except OSError as problem:
-            # A host that is ending closes connections, too.
-            if isinstance(problem, ssl.SSLError) and not isinstance(problem, ssl.SSLEOFError):
-                raise HexiError(
-                    f"{place}: no store of megatron_hexi.elastic answers there "
-                    f"({problem.reason or problem}); give the port at which one does, of the same version"
-                ) from None
+        except OtherServerError as problem:
+            raise HexiError(
+                f"{place}: no store of megatron_hexi.elastic answers there ({problem}); give the port at "
+                "which one does, of the same version"
+            ) from None
+        except OSError:  # a host that is ending closes connections, too
             if time.monotonic() > deadline:
                 raise
             time.sleep(_AGAIN_S)
@@ -144,13 +143,24 @@ def open_door(host: str, port: int, secret: bytes) -> tuple[int, float]:
     listening = socket.create_server((_LOOPBACK, 0))
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        gate_reader, gate_writer = await connect_stream((host, port), secret)
+        gate_reader, gate_writer = await _enter_gate((host, port), secret)
         _bound_silence(gate_writer)
         await gate_reader.readexactly(_TIME.size)
         await _join(reader, writer, gate_reader, gate_writer)
 
     _serve(pass_on, listening)
     return int(listening.getsockname()[1]), clock
+
+
+async def _enter_gate(
+    gate: tuple[str, int], secret: bytes
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Return a connection to the gate, tried again where a crowd there has closed it."""
+    for wait_s in _CROWDED_S:
+        with contextlib.suppress(ConnectionError, EOFError):
+            return await connect_stream(gate, secret)
+        await asyncio.sleep(wait_s)
+    return await connect_stream(gate, secret)
 
 
 def _compare_clocks(place: str, gate: tuple[str, int], secret: bytes) -> float:

@@ -21,16 +21,17 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 
 from megatron_hexi.elastic import channel
 from megatron_hexi.elastic.channel import (
+    KNOCK_BYTES,
     PROOF_BYTES,
     SecretRefusedError,
     accept,
     client_proof,
     connect,
-    is_here,
-    listen,
+    knock,
     tls_context,
 )
 from megatron_hexi.elastic.copy_files import copy_folder, copy_path, list_files, pull, serve_files
+from megatron_hexi.elastic.entrance import is_here, listen
 from megatron_hexi.elastic.launcher.job_store import SignedStore, keep_store, open_door
 from megatron_hexi.elastic.secret import SECRET_VARIABLE, find_secret, secret_of_rank
 from megatron_hexi.errors import HexiError
@@ -105,7 +106,20 @@ def test_plain_words_are_answered_nothing(server, words):
 
 
 def encrypted(server):
-    return tls_context(False).wrap_socket(socket.create_connection(server, 20))
+    """A connection by a knock that was overheard."""
+    plain = socket.create_connection(server, 20)
+    plain.sendall(knock(SECRET))
+    assert plain.recv(1) == b"+"
+    return tls_context(False).wrap_socket(plain)
+
+
+@pytest.mark.parametrize(
+    "words", [knock(OTHER), bytes(KNOCK_BYTES), VALIDATE * 10], ids=["other", "zeros", "store"]
+)
+def test_without_a_knock_there_is_no_tls(server, words):
+    with socket.create_connection(server, 20) as connection:
+        connection.sendall(words)
+        assert everything(connection) == b"-"
 
 
 @pytest.mark.parametrize("proof", ["none", "zeros", "other", "reflected"])
@@ -171,6 +185,8 @@ def test_a_man_in_the_middle_is_refused_by_both(server):
 
     def between():
         plain, _ = tap.accept()
+        assert len(plain.recv(KNOCK_BYTES)) == KNOCK_BYTES
+        plain.sendall(b"+")
         near = tls_context(True).wrap_socket(plain, server_side=True)
         with encrypted(server) as far:
             far.sendall(near.recv(PROOF_BYTES))
@@ -344,6 +360,8 @@ def test_a_proof_that_comes_byte_by_byte_is_not_waited_for(monkeypatch):
     near, far = socket.socketpair()
 
     def drip():
+        far.sendall(knock(SECRET))
+        assert far.recv(1) == b"+"
         with contextlib.suppress(OSError), tls_context(False).wrap_socket(far) as connection:
             for byte in client_proof(SECRET, connection):
                 connection.sendall(bytes([byte]))
