@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from megatron_hexi.elastic.entrance import listen
 from megatron_hexi.elastic.launcher.agent import AgentSettings, run_agent
 from megatron_hexi.elastic.launcher.job_store import keep_store
 from megatron_hexi.elastic.launcher.ranks import ENTRY
 from megatron_hexi.elastic.secret import find_secret
 from megatron_hexi.elastic.store import SPARE
-from megatron_hexi.errors import HexiError, user_errors
+from megatron_hexi.errors import HexiError, printable, user_errors
+from megatron_hexi.regular_file import check_output
 from megatron_hexi.text_file import read_text
+from megatron_hexi.whole_number import whole_number
+
+_MOST_NODES, _MEMORY = 100_000, "/dev/shm"
+#: Options that have an effect beside --keep-store.
+_OF_THE_STORE = ("--keep-store", "--rdzv-endpoint", "--secret-file", "--bind")
 
 _EXAMPLE = """\
 Example, on each of four nodes; two of them suffice. The first line, once, makes the job's secret:
@@ -29,8 +40,67 @@ Example, on each of four nodes; two of them suffice. The first line, once, makes
 """
 
 
+class _OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a `HexiError`."""
+        raise HexiError(f"{printable(message.removeprefix('argument '))[:300]}; see {self.prog} --help")
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        number = whole_number(text)
+        if number is None or not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r}: give a whole number from {least} to {most}")
+        return number
+
+    return read
+
+
+def _seconds(least: float, most: float) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        number = float(text) if re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,12})?", text) else -1.0
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r}: give {least:.0f} to {most:.0f} seconds")
+        return number
+
+    return read
+
+
+def _text(pattern: str, wanted: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if not re.fullmatch(pattern, text) or not text.isprintable():
+            raise argparse.ArgumentTypeError(f"{text[:40]!r}: give {wanted}")
+        return text
+
+    return read
+
+
+_HOST = r"[A-Za-z0-9_.:%-]{1,253}"
+_address = _text(_HOST, "a host's name or address")
+_path = _text(r".{1,4096}", "a path, or leave the option out")
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    name, _, digits = text.rpartition(":")
+    host, port = name.removeprefix("[").removesuffix("]"), whole_number(digits)
+    if port is None or not 0 < port < 2**16 or not re.fullmatch(_HOST, host):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: give HOST:PORT, for example head:29400")
+    return host, port
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    least, most = whole_number(first), whole_number(last if colon else first)
+    if least is None or most is None or not 0 < least <= most <= _MOST_NODES:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: give MIN:MAX, for example 2:4")
+    return least, most
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    """Return the parser; its results have the names of `AgentSettings`."""
+    parser = _OneLineParser(
         prog="python -m megatron_hexi.elastic",
         description="Train on the nodes that are present. Lost nodes are left out and new ones taken in, "
         "each time with a plan for those present, from the last checkpoint.",
@@ -38,100 +108,109 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--nnodes", metavar="MIN:MAX", help="the fewest and the most nodes that train")
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks of this node, one a GPU")
-    parser.add_argument(
+
+    def add(flag: str, kind: Callable[[str], object], metavar: str, text: str, **more: Any) -> None:
+        parser.add_argument(flag, type=kind, metavar=metavar, help=text, **more)
+
+    def switch(flag: str, text: str) -> None:
+        parser.add_argument(flag, action="store_true", help=text)
+
+    add("--nnodes", _nodes, "MIN:MAX", "the fewest and the most nodes that train")
+    add("--nproc-per-node", _whole(1, 1024), "N", "ranks of this node, one a GPU", dest="ranks")
+    add(
         "--nodes",
-        metavar="PATH",
-        help="HOSTS.nodes of hexi place: says --node, --nproc-per-node and --spare of each host",
+        _path,
+        "PATH",
+        "HOSTS.nodes of hexi place: says --node, --nproc-per-node and --spare of each host",
     )
-    parser.add_argument(
-        "--spare",
-        action="store_true",
-        help="wait, with Megatron imported, until fewer than MAX nodes are left",
-    )
-    parser.add_argument(
+    switch("--spare", "wait, with Megatron imported, until fewer than MAX nodes are left")
+    add(
         "--rdzv-endpoint",
+        _endpoint,
+        "HOST:PORT",
+        "the job's store, which the first node on HOST serves unless --keep-store does",
         required=True,
-        metavar="HOST:PORT",
-        help="the job's store, which the first node on HOST serves unless --keep-store does",
     )
-    parser.add_argument(
+    add(
         "--secret-file",
-        metavar="PATH",
-        help="a secret of this job's nodes, in a file that only you may read (default: the variable "
+        _path,
+        "PATH",
+        "a secret of this job's nodes, in a file that only you may read (default: the variable "
         "HEXI_SECRET; a job of one node makes its own)",
     )
-    parser.add_argument(
+    add(
         "--bind",
-        metavar="ADDRESS",
-        help="this node's address to serve the store and copies at (default: that of HOST, and of "
-        "--local-addr)",
+        _address,
+        "ADDRESS",
+        "this node's address to serve the store and copies at (default: that of HOST, and of --local-addr)",
     )
-    parser.add_argument(
-        "--rdzv-id", default="hexi", metavar="NAME", help="the job's name in the store (default: hexi)"
+    add(
+        "--rdzv-id",
+        _text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", "a name of letters, digits, dots and dashes"),
+        "NAME",
+        "the job's name in the store (default: hexi)",
+        dest="job",
+        default="hexi",
     )
-    parser.add_argument(
-        "--keep-store", action="store_true", help="serve the store at --rdzv-endpoint, and nothing else"
-    )
-    parser.add_argument(
+    switch("--keep-store", "serve the store at --rdzv-endpoint, and nothing else")
+    add(
         "--node",
-        default=socket.gethostname(),
-        metavar="NAME",
-        help="this node in the cluster file (default: the host's name)",
+        _text(r"\S{1,253}", "the node's name in the cluster file"),
+        "NAME",
+        "this node in the cluster file (default: the host's name)",
     )
-    parser.add_argument(
+    add(
         "--local-addr",
+        _address,
+        "ADDRESS",
+        "where other nodes reach this one (default: the host's full name)",
+        dest="address",
         default=socket.getfqdn(),
-        metavar="ADDRESS",
-        help="where other nodes reach this one (default: the host's full name)",
     )
-    parser.add_argument(
-        "--max-losses", type=int, default=100, metavar="N", help="end after so many losses (default: 100)"
-    )
-    parser.add_argument(
+    add("--max-losses", _whole(0, 10**6), "N", "end after so many losses (default: 100)", default=100)
+    add(
         "--lost-after",
-        type=float,
+        _seconds(5, 86400),  # heartbeats come twice a second
+        "SECONDS",
+        "silence after which a rank counts as lost (default: 20); an ended process counts at once",
+        dest="lost_after_s",
         default=20.0,
-        metavar="SECONDS",
-        help="silence after which a rank counts as lost (default: 20); an ended process counts at once",
     )
-    parser.add_argument(
+    add(
         "--copy-interval",
-        type=int,
-        metavar="N",
-        help="every N iterations keep a copy of the state in the memory of two nodes (default: never)",
+        _whole(1, 10**9),
+        "N",
+        "every N iterations keep a copy of the state in the memory of two nodes (default: never)",
     )
-    parser.add_argument(
+    add(
         "--copy-folder",
-        default="/dev/shm",
-        metavar="PATH",
-        help="a file system in memory for copies (default: /dev/shm)",
+        _path,
+        "PATH",
+        "a file system in memory for copies (default: /dev/shm)",
+        default=_MEMORY,
     )
-    parser.add_argument(
+    add(
         "--wait-for-nodes",
-        type=float,
+        _seconds(1, 366 * 86400),
+        "SECONDS",
+        "ends where fewer than MIN nodes are there for so long (default: a day)",
+        dest="wait_s",
         default=86400.0,
-        metavar="SECONDS",
-        help="ends where fewer than MIN nodes are there for so long (default: a day)",
     )
-    parser.add_argument(
-        "--ended", metavar="PATH", help="makes this file when the training has ended well, for scripts"
-    )
-    parser.add_argument(
-        "--when-store-lost", metavar="PATH", help="a script that bash runs when the store is gone"
-    )
-    parser.add_argument("--log-dir", metavar="PATH", help="write each rank's output below this folder")
+    add("--ended", _path, "PATH", "makes this file when the training has ended well, for scripts")
+    add("--when-store-lost", _path, "PATH", "a script that bash runs when the store is gone")
+    add("--log-dir", _path, "PATH", "write each rank's output below this folder")
     parser.add_argument(
         "--start-method",
         choices=("forkserver", "spawn"),
         default="forkserver",
         help="forkserver: ranks are forked from a process that has imported Megatron; spawn: each imports it",
     )
-    parser.add_argument(
+    add(
         "--script",
-        metavar="PATH",
-        help="a training script, such as Megatron-LM's pretrain_gpt.py (default: megatron_hexi.pretrain_gpt)",
+        _path,
+        "PATH",
+        "a training script, such as Megatron-LM's pretrain_gpt.py (default: megatron_hexi.pretrain_gpt)",
     )
     parser.add_argument(
         "words", nargs="*", metavar="-- ARGUMENTS", help="Megatron's arguments, and --hexi ones"
@@ -144,11 +223,14 @@ def _this_node(path: Path) -> tuple[str, int, bool]:
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         match line.split():
-            case [name, node, gpus, *more] if gpus.isdecimal() and more in ([], [SPARE]):
+            case [name, node, gpus, *more] if (whole_number(gpus) or 0) > 0 and more in ([], [SPARE]):
                 if name == host:
                     return node, int(gpus), more == [SPARE]
             case _:
-                raise HexiError(f"--nodes {path}, line {number}: {line[:80]!r} is no line of hexi place")
+                raise HexiError(
+                    f"--nodes {path}, line {number}: {line[:80]!r} is no line of hexi place; write the file "
+                    "with it"
+                )
     raise HexiError(f"--nodes {path}: has no line for {host}; give what hexi place wrote for this job")
 
 
@@ -160,63 +242,79 @@ def _check_spare(options: argparse.Namespace) -> None:
     if path is None:
         raise HexiError("--spare: add --hexi-cluster cluster.yaml behind --, as on the other nodes")
     check = [sys.executable, "-m", "megatron_hexi.elastic.planning.node"]
-    code = subprocess.run([*check, path, options.node, str(options.nproc_per_node)], check=False).returncode
+    code = subprocess.run([*check, path, options.node, str(options.ranks)], check=False).returncode
     if code != 0:  # it has said why
         sys.exit(code)
 
 
+def _check_node(options: argparse.Namespace) -> None:
+    """Check that this node can listen, read and write where it is to, before anything starts.
+
+    Raises:
+        HexiError: it cannot; the message has the option and the remedy.
+    """
+    for flag, path in (("--script", options.script), ("--when-store-lost", options.when_store_lost)):
+        if path is not None and not os.path.isfile(path):
+            raise HexiError(f"{flag} {path}: no such file; give the path of a script, or leave {flag} out")
+    needs_copies = options.copy_interval is not None or options.copy_folder != _MEMORY
+    for flag, path in (
+        ("--ended", options.ended),
+        ("--copy-folder", needs_copies and os.path.join(options.copy_folder, "copy")),
+        ("--log-dir", options.log_dir and os.path.join(options.log_dir, "log")),
+    ):
+        if path:
+            try:
+                if flag == "--log-dir":
+                    os.makedirs(options.log_dir, exist_ok=True)
+                check_output(path)
+            except OSError as problem:
+                raise HexiError(
+                    f"{flag} {options.log_dir}: cannot be made ({problem.strerror}); choose another folder"
+                ) from None
+            except HexiError as problem:
+                raise HexiError(f"{flag} {problem}") from None
+    if options.bind is not None:
+        try:
+            listen("", 0, options.bind).close()
+        except OSError as problem:
+            reason = (problem.strerror or "").partition(" (")[0]
+            raise HexiError(
+                f"--bind {options.bind}: cannot be listened at here ({reason}); give an address of this "
+                "node: ip addr lists them"
+            ) from None
+
+
 def _read(words: list[str]) -> tuple[argparse.Namespace, AgentSettings | None]:
     options = _parser().parse_args(words)
-    host, _, port = options.rdzv_endpoint.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise HexiError(f"--rdzv-endpoint {options.rdzv_endpoint}: give HOST:PORT, for example head:29400")
-    options.host, options.port = host, int(port)
+    options.host, options.port = options.rdzv_endpoint
     if options.keep_store:
+        for word in words:
+            if word.startswith("--") and word.partition("=")[0] not in _OF_THE_STORE:
+                raise HexiError(f"--keep-store: {word} has no effect beside it; leave one of them out")
+        _check_node(options)
         options.secret = find_secret(options.secret_file, alone=False)
         return options, None
-    least, _, most = (options.nnodes or "").partition(":")
-    most = most or least
-    if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
-        raise HexiError(f"--nnodes {options.nnodes}: give MIN:MAX, for example 2:4")
-    if options.nodes is not None:
-        options.node, options.nproc_per_node, options.spare = _this_node(Path(options.nodes))
-    if options.nproc_per_node is None or options.nproc_per_node < 1:
-        raise HexiError(f"--nproc-per-node {options.nproc_per_node}: give the number of GPUs of this node")
-    if options.lost_after < 5:
+    if options.words and "--" not in words:
         raise HexiError(
-            f"--lost-after {options.lost_after:g}: heartbeats come twice a second; give 5 or more"
+            f"{options.words[0][:80]!r}: Megatron's arguments come behind --; give a script by --script"
         )
-    if options.copy_interval is not None and options.copy_interval < 1:
-        raise HexiError(f"--copy-interval {options.copy_interval}: give 1 or more iterations")
-    if not os.access(options.copy_folder, os.W_OK):
-        raise HexiError(f"--copy-folder {options.copy_folder}: no folder that can be written in")
-    if options.script is not None and not os.path.isfile(options.script):
-        raise HexiError(f"--script {options.script}: no such training script")
+    if options.nnodes is None:
+        raise HexiError("--nnodes: is missing; give MIN:MAX, for example 2:4")
+    options.least, options.most = options.nnodes
+    if options.nodes is not None:
+        if options.node is not None or options.ranks is not None or options.spare:
+            raise HexiError("--nodes: says --node, --nproc-per-node and --spare; leave these out, or --nodes")
+        options.node, options.ranks, options.spare = _this_node(Path(options.nodes))
+    if options.ranks is None:
+        raise HexiError("--nproc-per-node: is missing; give the number of GPUs of this node")
+    options.node = options.node or socket.gethostname()
+    _check_node(options)
     if options.spare:
         _check_spare(options)
+    options.secret = find_secret(options.secret_file, alone=options.most == 1)
+    options.entry, options.words = options.script or ENTRY, tuple(options.words)
     return options, AgentSettings(
-        least=int(least),
-        most=int(most),
-        spare=options.spare,
-        ranks=options.nproc_per_node,
-        host=host,
-        port=int(port),
-        secret=find_secret(options.secret_file, alone=int(most) == 1),
-        bind=options.bind,
-        job=options.rdzv_id,
-        node=options.node,
-        address=options.local_addr,
-        max_losses=options.max_losses,
-        lost_after_s=options.lost_after,
-        wait_s=options.wait_for_nodes,
-        ended=options.ended,
-        when_store_lost=options.when_store_lost,
-        copy_interval=options.copy_interval,
-        copy_folder=options.copy_folder,
-        log_dir=options.log_dir,
-        start_method=options.start_method,
-        entry=options.script or ENTRY,
-        words=tuple(options.words),
+        **{field.name: getattr(options, field.name) for field in fields(AgentSettings)}
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from itertools import pairwise
 from pathlib import Path
 
 from megatron_hexi.errors import HexiError
@@ -14,6 +15,9 @@ from megatron_hexi.text_file import read_text
 SECRET_VARIABLE = "HEXI_SECRET"
 #: The fewest characters of a secret; fewer could be guessed.
 _LEAST = 16
+#: The fewest distinct characters, and distances from one to the next, of a random one: 16 hexadecimal digits
+#: have fewer once in 100,000.
+_LEAST_DISTINCT = 5
 _MAKE = "openssl rand -hex 32"
 
 
@@ -25,7 +29,7 @@ def find_secret(path: str | None, alone: bool) -> bytes:
         alone: whether no other node takes part.
 
     Raises:
-        HexiError: there is no secret, it is too short, or others may read its file.
+        HexiError: there is no secret, it could be guessed, or others may read its file.
     """
     text = os.environ.get(SECRET_VARIABLE, "")
     if path is not None:
@@ -51,7 +55,16 @@ def find_secret(path: str | None, alone: bool) -> bytes:
         raise HexiError(
             f"{place}: {len(secret)} characters can be guessed, {_LEAST} are needed; take one from: {_MAKE}"
         )
+    if _is_plain(secret):
+        raise HexiError(f"{place}: it is no random one, so it can be guessed; take one from: {_MAKE}")
     return secret
+
+
+def _is_plain(secret: bytes) -> bool:
+    """Return whether a secret is plainly not random: of few characters, a sequence, or a part repeated."""
+    steps = {after - before for before, after in pairwise(secret)}
+    repeats = any(secret[part:] == secret[:-part] for part in range(1, len(secret) // 2 + 1))
+    return len(set(secret)) < _LEAST_DISTINCT or len(steps) < _LEAST_DISTINCT or repeats
 
 
 def secret_of_rank() -> bytes:

@@ -30,16 +30,17 @@ def check_one_half_wrote(job: ElasticJob) -> None:
 
 
 @needs_cc
-@pytest.mark.parametrize("ahead", [6.0, -8.0, 3600.0])
-def test_a_node_whose_clock_differs_is_refused(tmp_path, ahead):
-    clock = Clock(tmp_path / "clock", ahead)
-    with ElasticJob(tmp_path, "1:2", [], clocks={"n1": clock}) as job:
-        job.start("n1")
-        assert job.wait_for_end(60) == {"n1": 2}
-        [line] = job.said("n1").splitlines()
-        seconds, way = re.findall(r"clock is (\d+\.\d) s (ahead of|behind) the store's", line)[0]
-        assert float(seconds) == pytest.approx(abs(ahead), abs=0.5)
-        assert way == ("ahead of" if ahead > 0 else "behind")
+def test_nodes_whose_clocks_differ_are_refused(tmp_path):
+    ahead = {"n1": 6.0, "n2": -8.0, "n3": 3600.0}
+    clocks = {name: Clock(tmp_path / name, seconds) for name, seconds in ahead.items()}
+    with ElasticJob(tmp_path, "1:2", [], clocks=clocks) as job:
+        job.start(*ahead)
+        assert job.wait_for_end(60) == dict.fromkeys(ahead, 2)
+        for name, by in ahead.items():
+            [line] = job.said(name).splitlines()
+            seconds, way = re.findall(r"clock is (\d+\.\d) s (ahead of|behind) the store's", line)[0]
+            assert float(seconds) == pytest.approx(abs(by), abs=0.5)
+            assert way == ("ahead of" if by > 0 else "behind")
 
 
 @needs_cc
@@ -47,7 +48,7 @@ def test_a_node_whose_clock_differs_is_refused(tmp_path, ahead):
 @pytest.mark.parametrize(
     ("step", "waits"),
     [
-        (6.0, False),
+        pytest.param(6.0, False, id="default"),
         *(pytest.param(s, w, marks=pytest.mark.slow) for s in (-8.0, 6.0, 3600.0) for w in (False, True)),
     ],
 )
@@ -70,11 +71,11 @@ def test_a_clock_that_steps_splits_and_stops_nothing(forks, tmp_path, step, wait
             os.kill(job.rank("n0").pid, signal.SIGCONT)
         else:
             clock.set(step)
-            job.wait(partial(more_lines, job, job.lines() + 30))
+            time.sleep(6)  # by PyTorch's own clocks each would have dropped the other
             os.kill(job.rank("n0").pid, signal.SIGKILL)
         took = job.wait(lambda: len(job.rounds()) > 1 and "2 ranks" in job.rounds()[-1], 120)
         print(f"went on with both {took:.1f} s later")
-        job.wait(partial(more_lines, job, job.lines() + 20), 60)
+        job.wait(partial(more_lines, job, job.lines() + 8), 60)
         print("\n".join(job.rounds()))
         assert len(job.rounds()) <= 3
         assert "2 ranks" in job.rounds()[-1]

@@ -58,7 +58,6 @@ from megatron_hexi.elastic.store import (
     STORE_VARIABLE,
     add_spare,
 )
-from megatron_hexi.errors import HexiError
 
 #: Seconds for which more nodes are waited for once the fewest that suffice have come; others join later.
 _LAST_CALL_S = 1
@@ -73,31 +72,14 @@ _SHUTDOWN_S = 6
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """Settings of one node's agent.
+    """Settings of one node's agent: the options of its command line.
 
     Args:
-        least: number of nodes that suffice.
-        most: number of nodes that can take part.
-        spare: whether this node waits until fewer than `most` are left.
-        ranks: number of ranks of this node.
-        host: host of the job's store.
-        port: port of the store's gate.
+        least: number of nodes that suffice; `most` can take part.
         secret: the job's secret.
-        bind: an address of this node to listen at; ``None``: that of the host or of the node.
-        job: name of the job in the store.
-        node: name of this node in the cluster file.
-        address: address at which other nodes reach this one.
-        max_losses: restarts after which the job ends.
-        lost_after_s: seconds of silence after which a rank counts as lost.
-        wait_s: seconds after which the job ends if fewer nodes than suffice are present.
-        ended: file that is made when the training has ended well.
-        when_store_lost: a script for bash, run when the store is gone.
-        copy_interval: iterations from copy to copy of the state in memory; ``None``: none.
-        copy_folder: folder of a file system in memory, for copies.
-        log_dir: folder for the ranks' output; ``None``: ranks write to the agent's output.
-        start_method: start method of `multiprocessing`.
-        entry: the module `ranks.ENTRY`, or a training script, which ranks run.
-        words: the ranks' arguments.
+        job: the job's name in the store.
+        node: this node's name in the cluster file.
+        entry: the module `ranks.ENTRY`, or a training script, which ranks run with `words`.
     """
 
     least: int
@@ -273,7 +255,10 @@ def run_agent(launch: AgentSettings) -> int:
         with contextlib.ExitStack() as stack:
             keeper = None
             if launch.copy_interval is not None:
-                keeper = stack.enter_context(_keeper(launch, store_port))
+                folder, at = Path(launch.copy_folder), ("127.0.0.1", store_port)
+                prefix, address = f"hexi.{launch.job}", launch.address
+                keeper = Keeper(folder, at, prefix, address, launch.secret, launch.bind)
+                stack.enter_context(keeper)
             job = dist.PrefixStore(f"hexi.{launch.job}", store)
             if launch.spare:
                 add_spare(job, launch.node, launch.ranks)
@@ -292,14 +277,20 @@ def run_agent(launch: AgentSettings) -> int:
     except (RendezvousConnectionError, dist.DistError) as problem:
         if launch.when_store_lost is not None:
             subprocess.run(["bash", launch.when_store_lost], check=False)
-        reason = str(problem.__cause__ or problem)[:200]
-        return _end(f"the store at {launch.host}:{launch.port} is gone ({reason})", 1)
+        reason = str(problem.__cause__ or problem).partition("\n")[0][:200]
+        place = f"{launch.host}:{launch.port}"
+        return _end(f"the store at {place} is gone, or this node is cut off from it ({reason})", 1)
     if result is None:  # PyTorch lets nodes beyond the most that take part wait, and ends so with the job
         return _end("the job has ended", 0)
     handler.shutdown()
     code = exit_code(result)
     if code == 0 and launch.ended is not None:
-        Path(launch.ended).touch()
+        try:
+            Path(launch.ended).touch()
+        except OSError as problem:
+            return _end(
+                f"--ended {launch.ended}: cannot be made ({problem.strerror}); the training is done", 1
+            )
     return code
 
 
@@ -319,19 +310,6 @@ def _reach_store(launch: AgentSettings) -> tuple[dist.TCPStore, int, float]:
     port, clock = open_door(launch.host, launch.port, launch.secret)
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=60))
     return store, port, clock
-
-
-def _keeper(launch: AgentSettings, store_port: int) -> Keeper:
-    folder, store = Path(launch.copy_folder), ("127.0.0.1", store_port)
-    try:
-        return Keeper(folder, store, f"hexi.{launch.job}", launch.address, launch.secret, launch.bind)
-    except OSError as problem:
-        if launch.bind is None:
-            raise
-        raise HexiError(
-            f"--bind {launch.bind}: copies cannot be served there ({problem.strerror or problem}); give an "
-            "address of this node: ip addr lists them"
-        ) from None
 
 
 def _wait_for_all(launch: AgentSettings, job: dist.Store) -> None:

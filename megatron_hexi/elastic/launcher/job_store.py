@@ -172,8 +172,10 @@ def _compare_clocks(place: str, gate: tuple[str, int], secret: bytes) -> float:
     """
     begin = time.monotonic()
     with connect(gate, secret, PROOF_S) as connection:
-        there = _TIME.unpack(connection.recv(_TIME.size))[0]
-    # It was read there between `begin` and now.
+        read = connection.recv(_TIME.size)
+    if len(read) != _TIME.size:
+        raise ConnectionError("closed before it said its time")
+    [there] = _TIME.unpack(read)  # between `begin` and now
     half_s = (time.monotonic() - begin) / 2
     ahead = time.time() - half_s - there
     if abs(ahead) > _MOST_APART_S + half_s:
