@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,54 +48,64 @@ class _OneLineParser(argparse.ArgumentParser):
         raise HexiError(f"{printable(message.removeprefix('argument '))[:300]}; see {self.prog} --help")
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
+@dataclass(frozen=True)
+class _ValueKind:
+    """A kind of values: its name in the help, what to give, and the value of a text; ``None``: a bad text."""
+
+    metavar: str
+    wanted: str
+    value: Callable[[str], object]
+
+    def __call__(self, text: str) -> object:
+        value = self.value(text)
+        if value is None:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r}: give {self.wanted}")
+        return value
+
+
+def _whole(least: int, most: int) -> _ValueKind:
+    def value(text: str) -> int | None:
         number = whole_number(text)
-        if number is None or not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r}: give a whole number from {least} to {most}")
-        return number
+        return number if number is not None and least <= number <= most else None
 
-    return read
+    return _ValueKind("N", f"a whole number from {least} to {most}", value)
 
 
-def _seconds(least: float, most: float) -> Callable[[str], float]:
-    def read(text: str) -> float:
+def _seconds(least: int, most: int) -> _ValueKind:
+    def value(text: str) -> float | None:
         number = float(text) if re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,12})?", text) else -1.0
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r}: give {least:.0f} to {most:.0f} seconds")
-        return number
+        return number if least <= number <= most else None
 
-    return read
+    return _ValueKind("SECONDS", f"{least} to {most} seconds", value)
 
 
-def _text(pattern: str, wanted: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if not re.fullmatch(pattern, text) or not text.isprintable():
-            raise argparse.ArgumentTypeError(f"{text[:40]!r}: give {wanted}")
-        return text
-
-    return read
+def _text(metavar: str, pattern: str, wanted: str) -> _ValueKind:
+    return _ValueKind(
+        metavar, wanted, lambda text: text if text.isprintable() and re.fullmatch(pattern, text) else None
+    )
 
 
-_HOST = r"[A-Za-z0-9_.:%-]{1,253}"
-_address = _text(_HOST, "a host's name or address")
-_path = _text(r".{1,4096}", "a path, or leave the option out")
-
-
-def _endpoint(text: str) -> tuple[str, int]:
+def _endpoint(text: str) -> tuple[str, int] | None:
     name, _, digits = text.rpartition(":")
     host, port = name.removeprefix("[").removesuffix("]"), whole_number(digits)
-    if port is None or not 0 < port < 2**16 or not re.fullmatch(_HOST, host):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r}: give HOST:PORT, for example head:29400")
-    return host, port
+    return (host, port) if re.fullmatch(_HOST, host) and port is not None and 0 < port < 2**16 else None
 
 
-def _nodes(text: str) -> tuple[int, int]:
+def _nodes(text: str) -> tuple[int, int] | None:
     first, colon, last = text.partition(":")
     least, most = whole_number(first), whole_number(last if colon else first)
     if least is None or most is None or not 0 < least <= most <= _MOST_NODES:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r}: give MIN:MAX, for example 2:4")
+        return None
     return least, most
+
+
+_HOST = r"[A-Za-z0-9_.:%-]{1,253}"
+_ADDRESS = _text("ADDRESS", _HOST, "a host's name or address")
+_PATH = _text("PATH", r".{1,4096}", "a path, or leave the option out")
+_JOB = _text("NAME", r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", "a name of letters, digits, dots and dashes")
+_NODE = _text("NAME", r"\S{1,253}", "the node's name in the cluster file")
+_NODES = _ValueKind("MIN:MAX", "MIN:MAX, for example 2:4", _nodes)
+_ENDPOINT = _ValueKind("HOST:PORT", "HOST:PORT, for example head:29400", _endpoint)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,112 +119,46 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
 
-    def add(flag: str, kind: Callable[[str], object], metavar: str, text: str, **more: Any) -> None:
-        parser.add_argument(flag, type=kind, metavar=metavar, help=text, **more)
+    def add(flag: str, kind: _ValueKind | None, text: str, **more: Any) -> None:
+        shown = {"action": "store_true"} if kind is None else {"type": kind, "metavar": kind.metavar}
+        parser.add_argument(flag, help=text, **shown, **more)
 
-    def switch(flag: str, text: str) -> None:
-        parser.add_argument(flag, action="store_true", help=text)
-
-    add("--nnodes", _nodes, "MIN:MAX", "the fewest and the most nodes that train")
-    add("--nproc-per-node", _whole(1, 1024), "N", "ranks of this node, one a GPU", dest="ranks")
-    add(
-        "--nodes",
-        _path,
-        "PATH",
-        "HOSTS.nodes of hexi place: says --node, --nproc-per-node and --spare of each host",
-    )
-    switch("--spare", "wait, with Megatron imported, until fewer than MAX nodes are left")
-    add(
-        "--rdzv-endpoint",
-        _endpoint,
-        "HOST:PORT",
-        "the job's store, which the first node on HOST serves unless --keep-store does",
-        required=True,
-    )
-    add(
-        "--secret-file",
-        _path,
-        "PATH",
-        "a secret of this job's nodes, in a file that only you may read (default: the variable "
-        "HEXI_SECRET; a job of one node makes its own)",
-    )
-    add(
-        "--bind",
-        _address,
-        "ADDRESS",
-        "this node's address to serve the store and copies at (default: that of HOST, and of --local-addr)",
-    )
-    add(
-        "--rdzv-id",
-        _text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", "a name of letters, digits, dots and dashes"),
-        "NAME",
-        "the job's name in the store (default: hexi)",
-        dest="job",
-        default="hexi",
-    )
-    switch("--keep-store", "serve the store at --rdzv-endpoint, and nothing else")
-    add(
-        "--node",
-        _text(r"\S{1,253}", "the node's name in the cluster file"),
-        "NAME",
-        "this node in the cluster file (default: the host's name)",
-    )
-    add(
-        "--local-addr",
-        _address,
-        "ADDRESS",
-        "where other nodes reach this one (default: the host's full name)",
-        dest="address",
-        default=socket.getfqdn(),
-    )
-    add("--max-losses", _whole(0, 10**6), "N", "end after so many losses (default: 100)", default=100)
-    add(
-        "--lost-after",
-        _seconds(5, 86400),  # heartbeats come twice a second
-        "SECONDS",
-        "silence after which a rank counts as lost (default: 20); an ended process counts at once",
-        dest="lost_after_s",
-        default=20.0,
-    )
-    add(
-        "--copy-interval",
-        _whole(1, 10**9),
-        "N",
-        "every N iterations keep a copy of the state in the memory of two nodes (default: never)",
-    )
-    add(
-        "--copy-folder",
-        _path,
-        "PATH",
-        "a file system in memory for copies (default: /dev/shm)",
-        default=_MEMORY,
-    )
-    add(
-        "--wait-for-nodes",
-        _seconds(1, 366 * 86400),
-        "SECONDS",
-        "ends where fewer than MIN nodes are there for so long (default: a day)",
-        dest="wait_s",
-        default=86400.0,
-    )
-    add("--ended", _path, "PATH", "makes this file when the training has ended well, for scripts")
-    add("--when-store-lost", _path, "PATH", "a script that bash runs when the store is gone")
-    add("--log-dir", _path, "PATH", "write each rank's output below this folder")
+    add("--nnodes", _NODES, "the fewest and the most nodes that train")
+    add("--nproc-per-node", _whole(1, 1024), "ranks of this node, one a GPU", dest="ranks")
+    add("--nodes", _PATH, "HOSTS.nodes of hexi place: a host's --node, --nproc-per-node and --spare")
+    add("--spare", None, "wait, with Megatron imported, until fewer than MAX nodes are left")
+    store = "the job's store, which the first node on HOST serves unless --keep-store does"
+    add("--rdzv-endpoint", _ENDPOINT, store, required=True)
+    secret = "a secret of this job's nodes, in a file that only you may read (default: the variable "
+    add("--secret-file", _PATH, secret + "HEXI_SECRET; a job of one node makes its own)")
+    at = "this node's address to serve the store and copies at (default: that of HOST, and of --local-addr)"
+    add("--bind", _ADDRESS, at)
+    add("--rdzv-id", _JOB, "the job's name in the store (default: hexi)", dest="job", default="hexi")
+    add("--keep-store", None, "serve the store at --rdzv-endpoint, and nothing else")
+    add("--node", _NODE, "this node in the cluster file (default: the host's name)")
+    address = "where other nodes reach this one (default: the host's full name)"
+    add("--local-addr", _ADDRESS, address, dest="address", default=socket.getfqdn())
+    add("--max-losses", _whole(0, 10**6), "end after so many losses (default: 100)", default=100)
+    lost = "silence after which a rank counts as lost (default: 20); an ended process counts at once"
+    add("--lost-after", _seconds(5, 86400), lost, dest="lost_after_s", default=20.0)  # beats twice a second
+    copies = "every N iterations keep a copy of the state in the memory of two nodes (default: never)"
+    add("--copy-interval", _whole(1, 10**9), copies)
+    add("--copy-folder", _PATH, f"a file system in memory for copies (default: {_MEMORY})", default=_MEMORY)
+    wait = "ends where fewer than MIN nodes are there for so long (default: a day)"
+    add("--wait-for-nodes", _seconds(1, 366 * 86400), wait, dest="wait_s", default=86400.0)
+    add("--ended", _PATH, "makes this file when the training has ended well, for scripts")
+    add("--when-store-lost", _PATH, "a script that bash runs when the store is gone")
+    add("--log-dir", _PATH, "write each rank's output below this folder")
     parser.add_argument(
         "--start-method",
         choices=("forkserver", "spawn"),
         default="forkserver",
         help="forkserver: ranks are forked from a process that has imported Megatron; spawn: each imports it",
     )
-    add(
-        "--script",
-        _path,
-        "PATH",
-        "a training script, such as Megatron-LM's pretrain_gpt.py (default: megatron_hexi.pretrain_gpt)",
-    )
-    parser.add_argument(
-        "words", nargs="*", metavar="-- ARGUMENTS", help="Megatron's arguments, and --hexi ones"
-    )
+    script = "a training script, such as Megatron-LM's pretrain_gpt.py (default: megatron_hexi.pretrain_gpt)"
+    add("--script", _PATH, script)
+    arguments = "Megatron's arguments, and --hexi ones"
+    parser.add_argument("words", nargs="*", metavar="-- ARGUMENTS", help=arguments)
     return parser
 
 

@@ -123,11 +123,6 @@ def check_server(secret: bytes, connection: ssl.SSLSocket | ssl.SSLObject, answe
 def connect(address: tuple[str, int], secret: bytes, timeout: float) -> ssl.SSLSocket:
     """Return a connection to a server that has the secret.
 
-    Args:
-        address: host and port.
-        secret: the job's secret.
-        timeout: seconds for each step, and for later reads and writes.
-
     Raises:
         SecretRefusedError: the server has another secret.
         OtherServerError: it is another server.
@@ -154,10 +149,6 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> ssl.SSLS
 
 def accept(plain: socket.socket, secret: bytes) -> ssl.SSLSocket:
     """Return the connection to a client that has proved the secret.
-
-    Args:
-        plain: the accepted socket, which is used up.
-        secret: the job's secret.
 
     Raises:
         SecretRefusedError: the client has another secret.

@@ -46,12 +46,7 @@ class FoundCopy:
 
 
 class CopyBoard:
-    """Keys in the job's store about the copies of one round.
-
-    Args:
-        job: the store of the whole job.
-        name: name of the round.
-    """
+    """Keys in the job's store about the copies of one round."""
 
     def __init__(self, job: dist.Store, name: str) -> None:
         self._job, self._name = job, name
@@ -116,12 +111,7 @@ class CopyBoard:
 
 
 def find_newest(job: dist.Store, urls: Sequence[str]) -> FoundCopy | None:
-    """Return the newest copy that the present nodes hold together; ``None``: they hold none.
-
-    Args:
-        job: the store of the whole job.
-        urls: URLs at which the present nodes serve their files.
-    """
+    """Return the newest copy that the present nodes hold together; ``None``: they hold none."""
     if not job.check(["copies/round"]):
         return None
     board = CopyBoard(job, job.get("copies/round").decode())
@@ -138,13 +128,6 @@ def find_newest(job: dist.Store, urls: Sequence[str]) -> FoundCopy | None:
 
 def complete_copy(copy: FoundCopy, copies: Path, url: str, job: dist.Store, secret: bytes) -> None:
     """Download the files of a copy that this node lacks.
-
-    Args:
-        copy: the copy.
-        copies: this node's folder of copies.
-        url: URL at which this node serves its copies.
-        job: the store of the whole job.
-        secret: the job's secret.
 
     Raises:
         OSError: a file cannot be downloaded, or there is no room for it.

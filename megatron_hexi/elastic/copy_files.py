@@ -42,10 +42,6 @@ def bare_name(name: str) -> str:
 def copy_path(name: str, iteration: int) -> tuple[str, str]:
     """Return the folders of a copy below a node's folder of copies: the round's, and the iteration's in it.
 
-    Args:
-        name: name of the round that made it.
-        iteration: number of the last iteration in it.
-
     Raises:
         OSError: `name` is not a name of a round.
     """
@@ -55,11 +51,6 @@ def copy_path(name: str, iteration: int) -> tuple[str, str]:
 def copy_folder(copies: Path, name: str, iteration: int) -> Path:
     """Return the folder of a copy, named as Megatron names a checkpoint.
 
-    Args:
-        copies: the node's folder of copies.
-        name: name of the round that made it.
-        iteration: number of the last iteration in it.
-
     Raises:
         OSError: `name` is not a name of a round.
     """
@@ -68,10 +59,6 @@ def copy_folder(copies: Path, name: str, iteration: int) -> Path:
 
 class _Folder:
     """A folder below another, reached by bare names without following a link; a context manager.
-
-    Args:
-        root: a folder of this node's own.
-        names: the names of folders on the way from there.
 
     Raises:
         OSError: an argument is no bare name, or no folder.
@@ -252,13 +239,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
-    """Serves a folder to holders of the job's secret.
-
-    Args:
-        listening: socket that listens.
-        folder: the folder.
-        secret: the job's secret.
-    """
+    """Serves a folder to holders of the job's secret."""
 
     daemon_threads = True
 
@@ -281,12 +262,6 @@ class _Server(ThreadingHTTPServer):
 
 def serve_files(folder: Path, secret: bytes, name: str = "localhost", bind: str | None = None) -> int:
     """Serve a folder until the process ends; return the port.
-
-    Args:
-        folder: the folder; links in it are not followed.
-        secret: the job's secret.
-        name: host name or address at which other nodes reach this one.
-        bind: an address of this node to listen at instead.
 
     Raises:
         OSError: `bind` is none of this node's addresses.

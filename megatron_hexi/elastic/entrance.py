@@ -25,9 +25,6 @@ class Entrance:
 
     Where there are too many, the oldest of the network with the most is closed: nodes prove the secret at
     once, so a flood closes its own.
-
-    Args:
-        server: a name of the server, for the log.
     """
 
     def __init__(self, server: str) -> None:

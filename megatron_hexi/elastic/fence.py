@@ -40,12 +40,7 @@ def begin_present(job: dist.Store, name: str, nodes: int, after: str) -> None:
 
 
 class Fence:
-    """The fence of one round.
-
-    Args:
-        job: the store that survives from one round to the next.
-        name: name of the round.
-    """
+    """The fence of one round."""
 
     def __init__(self, job: dist.Store, name: str) -> None:
         self._job, self._name = job, name

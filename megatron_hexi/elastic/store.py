@@ -61,13 +61,7 @@ def job_time() -> float:
 
 
 def add_spare(job: dist.Store, node: str, ranks: int) -> None:
-    """Record a node that waits until it is needed, so that plans with it are made before.
-
-    Args:
-        job: the store that survives from one round to the next.
-        node: name of the node in the cluster file.
-        ranks: number of its ranks.
-    """
+    """Record a node that waits until it is needed, so that plans with it are made before."""
     job.set(f"{_SPARE}/{job.add(_SPARES, 1)}", json.dumps([node, ranks]))
 
 

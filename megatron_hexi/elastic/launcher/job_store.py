@@ -59,12 +59,6 @@ _CLOSED = (OSError, EOFError, asyncio.CancelledError)
 def keep_store(host: str, port: int, secret: bytes, bind: str | None = None) -> dist.TCPStore:
     """Start the job's store and its gate; they last until the process ends.
 
-    Args:
-        host: name or address at which nodes reach this one.
-        port: port of the gate.
-        secret: the job's secret.
-        bind: an address of this node to listen at instead of the host's.
-
     Raises:
         OSError: the port is taken.
         HexiError: this node may not listen there, or `bind` is no address of this node.
@@ -105,11 +99,6 @@ def keep_store(host: str, port: int, secret: bytes, bind: str | None = None) -> 
 
 def open_door(host: str, port: int, secret: bytes) -> tuple[int, float]:
     """Open this node's door to the job's store; waits until the store is there.
-
-    Args:
-        host: host of the store's gate.
-        port: port of the gate.
-        secret: the job's secret.
 
     Returns:
         The port of this node's loopback at which the store is reached, and the seconds by which the time of
@@ -253,10 +242,6 @@ class SignedStore:
     """The part of a store that PyTorch's rendezvous keeps its state in, each value signed.
 
     A signature depends on key and value alone, so that comparing signed values compares the values.
-
-    Args:
-        store: the store.
-        secret: the job's secret.
     """
 
     def __init__(self, store: dist.Store, secret: bytes) -> None:

@@ -17,11 +17,7 @@ SIGN_S, MISSED = 1, 4
 
 
 class LifeSigns(RoundThread):
-    """Shows in the store of the present round that this node's agent runs; a context manager.
-
-    Args:
-        port: port of this node's loopback at which the job's store is reached.
-    """
+    """Shows in the store of the present round that this node's agent runs; a context manager."""
 
     def __init__(self, port: int) -> None:
         super().__init__("hexi-life", ("127.0.0.1", port), SIGN_S)
@@ -59,13 +55,7 @@ class Silences:
 
 
 class RoundLife:
-    """Counts the nodes of a round that are there.
-
-    Args:
-        store: the round's store.
-        nodes: number of nodes that have begun the round.
-        missed: signs of life that a node may miss.
-    """
+    """Counts the nodes of a round that are there."""
 
     def __init__(self, store: dist.Store, nodes: int, missed: int) -> None:
         self._store, self._missed = store, missed

@@ -18,13 +18,7 @@ ENTRY = "megatron_hexi.pretrain_gpt"
 
 
 def run_rank(entry: str, words: tuple[str, ...], variables: dict[str, str]) -> None:
-    """Run one rank until the training has ended.
-
-    Args:
-        entry: path of a training script, or the module `ENTRY`.
-        words: its arguments.
-        variables: environment variables besides torchrun's.
-    """
+    """Run one rank until the training has ended."""
     os.environ |= variables
     sys.argv[:] = ["pretrain_gpt.py", *words]
     from megatron_hexi.errors import HexiError, user_errors

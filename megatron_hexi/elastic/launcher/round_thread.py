@@ -14,13 +14,7 @@ _STORE_S = 10.0
 
 
 class RoundThread(ABC):
-    """Attends to the present round at regular intervals, from entering its context until leaving it.
-
-    Args:
-        name: name of the thread.
-        store: host and port of the job's store.
-        interval_s: seconds between two calls of `_attend`.
-    """
+    """Attends to the present round at regular intervals, from entering its context until leaving it."""
 
     def __init__(self, name: str, store: tuple[str, int], interval_s: float) -> None:
         self._store, self._interval_s = store, interval_s
@@ -38,12 +32,7 @@ class RoundThread(ABC):
         self._thread.join(_STORE_S)
 
     def begin_round(self, name: str, number: int) -> None:
-        """Begin a round, whose ranks are about to start.
-
-        Args:
-            name: name of the round.
-            number: number of this node in it.
-        """
+        """Begin a round, whose ranks are about to start."""
         self._round = name, number
 
     @abstractmethod

@@ -52,12 +52,7 @@ _SLOW_S = 10.0
 
 
 class Copier:
-    """Writes one rank's part of copies.
-
-    Args:
-        args: Megatron's arguments.
-        copies: this node's folder of copies.
-    """
+    """Writes one rank's part of copies."""
 
     def __init__(self, args: Namespace, copies: Path) -> None:
         self._args, self._copies = args, copies
@@ -87,12 +82,7 @@ class Copier:
         return bool(self._round.get(key))
 
     def copy(self, iteration: int, save: Callable[[], None]) -> None:
-        """Write a copy; a collective of all ranks.
-
-        Args:
-            iteration: number of the last finished iteration.
-            save: Megatron's way to save.
-        """
+        """Write a copy; a collective of all ranks."""
         copy_folder(self._copies, self._name, iteration).mkdir(parents=True, exist_ok=True)
         try:
             with _saved_elsewhere(self._args, self._copies / self._name):

@@ -87,12 +87,7 @@ def _kept_s(job: dist.Store, iteration: int | None) -> float:
 
 
 class RoundSteps:
-    """A rank's work between the iterations of an elastic job.
-
-    Args:
-        args: Megatron's arguments.
-        iteration: last iteration before the round.
-    """
+    """A rank's work between the iterations of an elastic job."""
 
     def __init__(self, args: Namespace, iteration: int) -> None:
         self._leads = args.rank == 0
@@ -137,12 +132,7 @@ class RoundSteps:
             end_to_start_again(say_it if self._leads else "")
 
     def after_step(self, iteration: int, seconds: float) -> None:
-        """Count an iteration, before Megatron logs it.
-
-        Args:
-            iteration: its number, from 1.
-            seconds: duration of the iteration.
-        """
+        """Count an iteration, before Megatron logs it."""
         self._kept_s += seconds
         if self._writes:
             ask_fence()

@@ -200,9 +200,6 @@ def newest_checkpoint(folder: Path) -> int | None:
 
     Megatron writes `metadata.json` last into a checkpoint, then the tracker, which a kill can leave empty.
 
-    Args:
-        folder: folder of ``--save``.
-
     Returns:
         The iteration; ``None``: there is no complete checkpoint.
 

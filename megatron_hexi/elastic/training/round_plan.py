@@ -73,12 +73,7 @@ def plan_for(job: dist.Store, request: dict[str, Any], present: Places) -> dict[
 
 
 def plan_ahead(request: dict[str, Any], present: Places) -> None:
-    """Plan for the loss of each node, in the background of the training; returns at once.
-
-    Args:
-        request: see `plan_for`.
-        present: see `plan_for`.
-    """
+    """Plan for the loss of each node, in the background of the training; returns at once."""
     threading.Thread(target=_plan_ahead, args=(request, present), name="hexi-ahead", daemon=True).start()
 
 
