@@ -118,6 +118,35 @@ def test_a_node_that_is_stopped_for_half_a_minute_writes_nothing_afterwards(fork
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_a_node_that_trained_alone_is_fenced_out_by_the_one_that_came_while_it_was_stopped(forks, tmp_path):
+    """Its rank waits for nobody, so that nothing but the fence ends it."""
+    args = words(tmp_path, TWO, TWO_NODES, 100_000, 5)
+    with ElasticJob(tmp_path, "1:2", args, launcher=PACED[2:]) as job:
+        job.start("n0", "n1")
+        job.wait(partial(more_lines, job, 6))
+        job.kill("n1")
+        job.wait(lambda: len(job.rounds()) == 2)
+        job.wait(partial(more_lines, job, job.lines() + 6))
+        stopped = processes(job, "n0")
+        for process in stopped:
+            process.suspend()
+        job.start("n1")
+        job.wait(lambda: "1 ranks on n1" in job.rounds()[-1], 120)
+        job.wait(partial(more_lines, job, job.lines() + 2), 60)
+        for process in stopped:
+            process.resume()
+        took = job.wait(lambda: job.told("this round is over", "n0"), 10)
+        print(f"fenced out {took:.1f} s after it went on")
+        job.wait(lambda: "2 ranks" in job.rounds()[-1], 120)
+        job.wait(partial(more_lines, job, job.lines() + 8), 60)
+        print("\n".join(job.rounds()))
+        check_one_half_wrote(job)
+        last = max(iteration for iteration, _ in job.losses())
+    check_losses(job, forks, tmp_path, TWO, last)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(os.geteuid() != 0, reason="links need root")
 @pytest.mark.parametrize("seconds", [20, 60, 600])
 @pytest.mark.parametrize("victim", ["n0", "n1"])

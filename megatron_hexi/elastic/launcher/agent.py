@@ -30,7 +30,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
-    RendezvousConnectionError,
+    RendezvousError,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE, COPIES_VARIABLE, COPY_INTERVAL_VARIABLE
 from megatron_hexi.elastic.entrance import is_here
 from megatron_hexi.elastic.fence import Fence, begin_present, find_present
-from megatron_hexi.elastic.launcher.job_store import SignedStore, keep_store, open_door
+from megatron_hexi.elastic.launcher.job_store import keep_store, open_door
 from megatron_hexi.elastic.launcher.keeper import Keeper
 from megatron_hexi.elastic.launcher.life import MISSED, SIGN_S, LifeSigns, RoundLife
 from megatron_hexi.elastic.launcher.ranks import WORDS_VARIABLE, run_rank
@@ -237,12 +237,11 @@ def run_agent(launch: AgentSettings) -> int:
     except (OSError, dist.DistError):
         return _end(f"no store at {launch.host}:{launch.port}; is a node or --keep-store running there?", 1)
     try:
-        # It asks a backend's store for two methods only.
-        backend = C10dRendezvousBackend(cast(Any, SignedStore(store, launch.secret)), launch.job)
+        backend = C10dRendezvousBackend(store, launch.job)
         handler: PatientRendezvous = PatientRendezvous.from_backend(
             launch.job,
             store,
-            ClocklessBackend(backend, _LAST_CALL_S),
+            ClocklessBackend(backend, launch.job, launch.secret, _LAST_CALL_S),
             launch.least,
             launch.most,
             launch.address,
@@ -274,7 +273,7 @@ def run_agent(launch: AgentSettings) -> int:
         return _end("the job has ended", 0)
     except RendezvousTimeoutError:
         return _end(f"fewer than {launch.least} nodes have come within {launch.wait_s:g} s", 1)
-    except (RendezvousConnectionError, dist.DistError) as problem:
+    except (RendezvousError, dist.DistError) as problem:
         if launch.when_store_lost is not None:
             subprocess.run(["bash", launch.when_store_lost], check=False)
         reason = str(problem.__cause__ or problem).partition("\n")[0][:200]

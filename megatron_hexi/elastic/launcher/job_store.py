@@ -9,16 +9,14 @@ passes on its own and its ranks' connections to the gate:
 The gate begins each connection with the time by its clock, which nodes compare with their own.
 
 Whoever may run programs on a node can reach the loopback there. Of all values in the store one is unpickled,
-by PyTorch's rendezvous: that one is signed (`SignedStore`).
+by PyTorch's rendezvous: that one is signed (`rendezvous.ClocklessBackend`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import errno
-import hmac
 import resource
 import socket
 import struct
@@ -236,44 +234,3 @@ def _raise_limit() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-class SignedStore:
-    """The part of a store that PyTorch's rendezvous keeps its state in, each value signed.
-
-    A signature depends on key and value alone, so that comparing signed values compares the values.
-    """
-
-    def __init__(self, store: dist.Store, secret: bytes) -> None:
-        self._store, self._secret = store, secret
-
-    def get(self, key: str) -> bytes:
-        """Return a key's value, as `torch.distributed.Store.get` does.
-
-        Raises:
-            RuntimeError: the value was not signed by a holder of the secret.
-        """
-        return self._verified(key, self._store.get(key))
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Replace a value, as `torch.distributed.Store.compare_set` does.
-
-        Raises:
-            RuntimeError: the value that is there was not signed by a holder of the secret.
-        """
-        before = expected and self._signed(key, expected)
-        return self._verified(key, self._store.compare_set(key, before, self._signed(key, desired)))
-
-    def _signed(self, key: str, value: str) -> str:
-        digest = hmac.digest(self._secret, f"megatron-hexi value\0{key}\0{value}".encode(), "sha256")
-        return f"{base64.b64encode(digest).decode()} {value}"
-
-    def _verified(self, key: str, signed: bytes) -> bytes:
-        value = signed.partition(b" ")[2]
-        try:
-            right = hmac.compare_digest(self._signed(key, value.decode()).encode(), signed)
-        except UnicodeDecodeError:
-            right = False
-        if not right:
-            raise RuntimeError(f"somebody without the job's secret wrote {key} in its store")
-        return value

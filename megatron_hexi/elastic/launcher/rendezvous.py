@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import pickle
 import time
 import uuid
@@ -10,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousBackend,
@@ -22,6 +24,7 @@ from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import BROKEN, TRAINING, WANTED
 
 _DEADLINE = "deadline"
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class PatientRendezvous(DynamicRendezvousHandler):
@@ -74,13 +77,12 @@ class ClocklessBackend(RendezvousBackend):
     or are set drop each other. Here a random mark is stored in place of each time, and a node that reads it
     reckons from the moment at which it first saw this mark (`Silences`).
 
-    Args:
-        inner: the backend, whose state only holders of the job's secret can write: it is unpickled.
-        last_call_s: seconds of the last call.
+    The state is a pickle, so it is signed: only what a holder of the job's secret wrote is unpickled.
     """
 
-    def __init__(self, inner: RendezvousBackend, last_call_s: float) -> None:
-        self._inner = inner
+    def __init__(self, inner: RendezvousBackend, job: str, secret: bytes, last_call_s: float) -> None:
+        self._inner, self._secret = inner, secret
+        self._about = f"megatron-hexi rendezvous\0{job}\0".encode()
         self._last_call = timedelta(seconds=last_call_s)
         self._silences = Silences()
         self._read: dict[Hashable, tuple[datetime, str]] = {}
@@ -100,8 +102,15 @@ class ClocklessBackend(RendezvousBackend):
         found = self._inner.set_state(self._with_marks(state), token)
         return found and (self._with_times(found[0]), found[1], found[2])
 
-    def _with_times(self, pickled: bytes) -> bytes:
-        """Return a state of the store as PyTorch reads it, with times by this node's clock."""
+    def _with_times(self, signed: bytes) -> bytes:
+        """Return a state of the store as PyTorch reads it, with times by this node's clock.
+
+        Raises:
+            RendezvousStateError: it was not signed by a holder of the secret.
+        """
+        digest, pickled = signed[:_DIGEST_BYTES], signed[_DIGEST_BYTES:]
+        if not hmac.compare_digest(digest, self._sign(pickled)):
+            raise RendezvousStateError("somebody without the job's secret wrote the rendezvous in its store")
         state, now = pickle.loads(pickled), datetime.now(UTC)
         marks: dict[Hashable, str] = dict(state.last_heartbeats)
         if state.deadline is not None:
@@ -116,12 +125,16 @@ class ClocklessBackend(RendezvousBackend):
         return pickle.dumps(state)
 
     def _with_marks(self, pickled: bytes) -> bytes:
-        """Return a state of PyTorch's as the store keeps it: times that are new get new marks."""
+        """Return a state of PyTorch's as the store keeps it, signed: times that are new get new marks."""
         state = pickle.loads(pickled)
         state.last_heartbeats = {node: self._mark(node, at) for node, at in state.last_heartbeats.items()}
         if state.deadline is not None:
             state.deadline = self._mark(_DEADLINE, state.deadline)
-        return pickle.dumps(state)
+        marked = pickle.dumps(state)
+        return self._sign(marked) + marked
+
+    def _sign(self, pickled: bytes) -> bytes:
+        return hmac.digest(self._secret, self._about + pickled, "sha256")
 
     def _mark(self, key: Hashable, at: datetime) -> str:
         read, mark = self._read.get(key, (None, ""))

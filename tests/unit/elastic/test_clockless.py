@@ -40,12 +40,18 @@ class Shared(RendezvousBackend):
         return self.state, self.writes, self.state == state
 
 
+def stored(shared: Shared) -> Any:
+    """The state in the store, behind its signature."""
+    assert shared.state is not None
+    return pickle.loads(shared.state[32:])
+
+
 class Node:
     """A node with a wall clock of its own, which PyTorch's rendezvous reads and writes."""
 
     def __init__(self, shared: Shared, name: str, ahead_s: float) -> None:
         self.name, self.ahead_s, self.run_s = name, ahead_s, 0.0
-        self.backend = ClocklessBackend(shared, LAST_CALL_S)
+        self.backend = ClocklessBackend(shared, "job", b"secret", LAST_CALL_S)
         self.backend._silences = Silences(lambda: self.run_s)
         self.token: Any = None
         self.state = SimpleNamespace(last_heartbeats={}, deadline=None)
@@ -133,10 +139,10 @@ def test_the_last_call_ends_for_each_when_he_has_heard_it_for_so_long(nodes):
 def test_what_others_have_written_is_written_back_as_it_was(nodes):
     here, there = nodes.make("here"), nodes.make("there", 3600.0)
     nodes.act(here, "beat")
-    mark = pickle.loads(nodes.shared.state).last_heartbeats["here"]
+    mark = stored(nodes.shared).last_heartbeats["here"]
     there.run_s = 2.0
     nodes.act(there, "beat")
-    marks = pickle.loads(nodes.shared.state).last_heartbeats
+    marks = stored(nodes.shared).last_heartbeats
     assert marks["here"] == mark != marks["there"]
     # One that wrote meanwhile is not overwritten.
     nodes.act(here, "read")

@@ -22,7 +22,7 @@ def begin(monkeypatch):
     monkeypatch.setattr(goodput, "round_store", lambda _: dist.HashStore())
 
     def begin(iteration, samples, rank=0):
-        args = Namespace(rank=rank, world_size=2, save_interval=2, consumed_train_samples=samples)
+        args = Namespace(rank=rank, world_size=3, save_interval=2, consumed_train_samples=samples)
         return args, goodput.RoundSteps(args, iteration)
 
     return begin
@@ -42,3 +42,15 @@ def test_a_round_says_its_first_sample_and_refuses_another(begin, capsys):
         ):
             begin(4, wrong)
     begin(4, 0, rank=1)  # rank 0 speaks for all
+
+
+def test_the_ranks_that_write_ask_the_fence_before_megatron_logs(begin, monkeypatch):
+    monkeypatch.setattr(goodput, "job_time", lambda: 0.0)
+    for rank, asks in enumerate(
+        (True, False, True)
+    ):  # rank 0 writes counts and the record, the last one logs
+        asked: list[bool] = []
+        monkeypatch.setattr(goodput, "ask_fence", lambda to=asked: to.append(True))
+        _, steps = begin(0, 0, rank)
+        steps.after_step(1, 0.1)
+        assert bool(asked) == asks

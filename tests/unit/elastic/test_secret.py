@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hmac
 import os
@@ -12,11 +13,12 @@ import threading
 import time
 from datetime import timedelta
 from random import Random
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from megatron_hexi.elastic import channel
@@ -32,7 +34,8 @@ from megatron_hexi.elastic.channel import (
 )
 from megatron_hexi.elastic.copy_files import copy_folder, copy_path, list_files, pull, serve_files
 from megatron_hexi.elastic.entrance import is_here, listen
-from megatron_hexi.elastic.launcher.job_store import SignedStore, keep_store, open_door
+from megatron_hexi.elastic.launcher.job_store import keep_store, open_door
+from megatron_hexi.elastic.launcher.rendezvous import ClocklessBackend
 from megatron_hexi.elastic.secret import SECRET_VARIABLE, find_secret, secret_of_rank
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kubernetes import manifests
@@ -270,7 +273,15 @@ class Harm:
 
 def rendezvous(store: dist.Store, secret: bytes, job: str) -> Any:
     """The state of PyTorch's rendezvous, as an agent keeps it."""
-    return C10dRendezvousBackend(cast(Any, SignedStore(store, secret)), job)
+    return ClocklessBackend(C10dRendezvousBackend(store, job), job, secret, 1.0)
+
+
+def state(name: str) -> bytes:
+    return pickle.dumps(SimpleNamespace(name=name, last_heartbeats={}, deadline=None))
+
+
+def name_in(found: Any) -> str:
+    return str(pickle.loads(found[0]).name)
 
 
 def test_the_state_of_the_rendezvous_is_unpickled_from_holders_of_the_secret_only(job, tmp_path):
@@ -278,32 +289,40 @@ def test_the_state_of_the_rendezvous_is_unpickled_from_holders_of_the_secret_onl
     store = job.store
     backend = rendezvous(store, SECRET, "signed")
     assert backend.get_state() is None
-    state, token, done = backend.set_state(b"first")
-    assert (state, done) == (b"first", True)
-    assert backend.set_state(b"late")[2] is False
+    found = backend.set_state(state("first"))
+    assert (name_in(found), found[2]) == ("first", True)
+    late = backend.set_state(state("late"))
+    assert (name_in(late), late[2]) == ("first", False)
     other = rendezvous(store, SECRET, "signed")
-    state, token, done = other.set_state(b"second", token)
-    assert (state, done) == (b"second", True)
-    assert backend.get_state() == (b"second", token)
-    with pytest.raises(RendezvousConnectionError):
-        rendezvous(store, OTHER, "signed")
+    found = other.set_state(state("second"), found[1])
+    assert (name_in(found), found[2]) == ("second", True)
+    assert (name_in(backend.get_state()), backend.get_state()[1]) == ("second", found[1])
+    with pytest.raises(RendezvousStateError, match="somebody without the job's secret wrote"):
+        rendezvous(store, OTHER, "signed").get_state()
     key = "torch.rendezvous.signed"
-    good = store.get(key)
+    good = base64.b64decode(store.get(key))
+    harm = pickle.dumps(Harm(tmp_path / "harm"))
     for bad in (
-        pickle.dumps(Harm(tmp_path / "harm")),
+        harm,
+        bytes(32) + harm,
+        good[:32] + harm,
         b"",
         good[:-1],
-        good.replace(b" ", b""),
-        b"\xff " + good,
+        good[1:],
+        good + b"x",
+        b"\xff" + good,
     ):
-        store.set(key, bad.decode("latin-1"))
-        with pytest.raises(RendezvousConnectionError) as raised:
-            backend.get_state()
-        assert "somebody without the job's secret wrote" in str(raised.value.__cause__)
-    # The value of another key is none of this one.
-    rendezvous(store, SECRET, "another")
+        store.set(key, base64.b64encode(bad).decode())
+        for read in (backend.get_state, lambda: backend.set_state(state("third"), b"token")):
+            with pytest.raises(RendezvousStateError, match="somebody without the job's secret wrote"):
+                read()
+    store.set(key, "no base64 at all")
+    with pytest.raises(RendezvousStateError):
+        backend.get_state()
+    # The value of another job is none of this one.
+    rendezvous(store, SECRET, "another").set_state(state("another"))
     store.set(key, store.get("torch.rendezvous.another").decode())
-    with pytest.raises(RendezvousConnectionError):
+    with pytest.raises(RendezvousStateError):
         backend.get_state()
     assert not list(tmp_path.iterdir())
 
