@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from megatron_hexi.elastic.fence import Fence
 from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import ROUND_VARIABLE, in_round, whole_store
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import patched
 from megatron_hexi.runtime import stop_watch
 
 #: Exit code of ranks that are to be started again, with other nodes.
@@ -45,25 +45,22 @@ def ask_fence() -> None:
         end_to_start_again(f"rank {os.environ['RANK']}: {reason}")
 
 
-def _behind_the_fence(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def write(*args: Any, **kwargs: Any) -> Any:
-        ask_fence()
-        return original(*args, **kwargs)
-
-    return write
-
-
-FENCE_PATCHES = (
-    Patch(
-        target="megatron.training.checkpointing:save_checkpoint",
-        why="ranks of a round that is over save nothing, under megatron_hexi.elastic",
-        build=_behind_the_fence,
-    ),
-    Patch(
-        target="megatron.core.dist_checkpointing.core:save_config",
-        why="no checkpoint of a round that is over becomes complete, under megatron_hexi.elastic",
-        build=_behind_the_fence,
-        parameters=("config", "checkpoint_dir"),
-    ),
+@patched(
+    "megatron.training.checkpointing:save_checkpoint",
+    why="ranks of a round that is over save nothing, under megatron_hexi.elastic",
 )
+def _save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    ask_fence()
+    return original(*args, **kwargs)
+
+
+@patched(
+    "megatron.core.dist_checkpointing.core:save_config",
+    why="no checkpoint of a round that is over becomes complete, under megatron_hexi.elastic",
+)
+def _complete(original: Callable[..., Any], config: Any, checkpoint_dir: str) -> Any:
+    ask_fence()
+    return original(config, checkpoint_dir)
+
+
+FENCE_PATCHES = (_save, _complete)

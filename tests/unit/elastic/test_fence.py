@@ -52,13 +52,13 @@ def test_a_rank_of_a_round_that_is_over_writes_nothing_and_says_why(monkeypatch,
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(fencing, "_fence", functools.cache(fencing._fence.__wrapped__))
-    write = patch.build(written.append)
-    write("while present")
+    write = patch.build(lambda what, _: written.append(what))
+    write("while present", "folder")
     begin_present(job, "later", 1, find_present(job))
     with pytest.raises(SystemExit) as ended:
-        write("afterwards")
+        write("afterwards", "folder")
     assert (ended.value.code, written) == (75, ["while present"])
     assert "hexi: elastic: rank 3: this round is over" in capsys.readouterr().err
     monkeypatch.delenv(ROUND_VARIABLE)
-    write("in a job that is not elastic")
+    write("in a job that is not elastic", "folder")
     assert len(written) == 2
