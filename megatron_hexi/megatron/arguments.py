@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import re
@@ -19,6 +18,7 @@ from megatron_hexi.megatron.plan_arguments import check_interleaving, take_plan
 from megatron_hexi.megatron.session import given_plan
 from megatron_hexi.megatron.stages.stage_arguments import as_one_rank
 from megatron_hexi.options.refusals import refuse_yaml_configuration
+from megatron_hexi.options.suggestion import nearest_option
 from megatron_hexi.patching import Patch
 from megatron_hexi.platform import Platform, adjust_cpu_arguments
 from megatron_hexi.platform.select import PLATFORM_FLAG, PLATFORM_NAMES, say
@@ -147,18 +147,17 @@ def _with_hexi_arguments(original: Callable[[ArgumentParser], Any]) -> Callable[
     def add_megatron_arguments(parser: ArgumentParser) -> Any:
         with user_errors():
             refuse_yaml_configuration(sys.argv)
-        parser.error = functools.partial(_refuse_words, parser)  # type: ignore[method-assign]
+        parser.error = _refuse_words  # type: ignore[method-assign]
         return add_hexi_arguments(original(parser))
 
     return add_megatron_arguments
 
 
-def _refuse_words(parser: ArgumentParser, message: str) -> NoReturn:
+def _refuse_words(message: str) -> NoReturn:
     """Replace `ArgumentParser.error`, which prints two thousand lines of usage first."""
     with user_errors():
-        known = [name for name in parser._option_string_actions if name.startswith("--")]
         wrong = re.findall(r"(?<!\S)--[\w-]+", message) if message.startswith("unrecognized") else []
-        near = [close for word in wrong for close in difflib.get_close_matches(word, known, 1)]
+        near = [close for word in wrong if (close := nearest_option(word))]
         hint = f"did you mean {' '.join(near)}? " if near else ""
         raise HexiError(f"{' '.join(message.split())}; {hint}--help lists all options")
     raise AssertionError  # user_errors ends the process

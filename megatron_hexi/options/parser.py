@@ -7,7 +7,6 @@ data/parser.jsonl holds the options of every supported version, one option per l
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import json
 import re
@@ -124,8 +123,10 @@ def _why_unknown(word: str) -> str:
             f"{flag}: megatron-core {assumed_series()} has no such argument ({', '.join(in_versions)} has); "
             "remove it"
         )
-    near = difflib.get_close_matches(flag, known_flags(), n=1, cutoff=0.8)
-    remedy = f"did you mean {near[0]}?" if near else "correct or remove it"
+    from megatron_hexi.options.suggestion import nearest_option  # it asks the registry, which reads this
+
+    near = nearest_option(flag)
+    remedy = f"did you mean {near}?" if near else "correct or remove it"
     return f"{flag[:60]}: Megatron {VERSIONS[0]} to {VERSIONS[-1]} has no such argument; {remedy}"
 
 
