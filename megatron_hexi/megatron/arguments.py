@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import sys
+import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -170,9 +171,16 @@ def _with_hexi_checks(original: Callable[..., Any], platform: Platform) -> Calla
             given = {word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--")}
             prepare_arguments(args, given, platform)
         plan = given_plan()
-        with as_one_rank(args, plan.mesh if plan else None):
-            validated = original(args, defaults)
         with user_errors():
+            with as_one_rank(args, plan.mesh if plan else None):
+                try:
+                    validated = original(args, defaults)
+                except (AssertionError, ValueError) as problem:
+                    if plan is None:  # Megatron's own job, and its own words
+                        raise
+                    check = traceback.extract_tb(problem.__traceback__)[-1].line
+                    said = " ".join(str(problem).split()) or check
+                    raise HexiError(f"Megatron refuses the arguments: {said}; correct them") from None
             check_interleaving(validated)
         return validated
 

@@ -130,8 +130,8 @@ FREE: Final = {
         --rl-* --grpo-* --langrl-env-config --logits-load-decode-threads --logits-load-ignore-errors
         --logits-load-kd-loss-alpha --logits-load-msc-prefetch-depth --logits-load-prefetch-factor
         --logits-save-dtype --logits-save-top-* --fp8-amax-* --fp8-interval --fp8-margin
-        --fp8-recipe --fp8-param-gather --fp8-output-proj --fp8-quantizer-factory --no-fp8-wgrad
-        --first-last-layers-bf16 --num-layers-at-* --fp4-param-gather --fp4-quantizer-factory
+        --fp8-recipe --fp8-output-proj --fp8-quantizer-factory --no-fp8-wgrad
+        --first-last-layers-bf16 --num-layers-at-* --fp4-quantizer-factory
         --fp4-recipe --te-precision-config-file --kitchen-* --reuse-grad-buf-for-mxfp8-param-ag
         --keep-fp8-transpose-cache --cuda-graph-modules --cuda-graph-scope --cuda-graph-warmup-steps
         --optimizer-cuda-graph --qk-clip-alpha --qk-clip-threshold --no-tp-comm-*
@@ -140,7 +140,7 @@ FREE: Final = {
         --enable-full-sharding-in-hsdp --suggested-communication-unit-size
         --torch-fsdp2-no-reshard-after-forward --no-use-layer-wise-param-layout
         --relative-attention-* --mrope-section --dsa-* --no-dsa-*
-        --ep-overlap-early-attn-memory-release --overlap-dispatch-backward-with-experts-wgrad
+        --overlap-dispatch-backward-with-experts-wgrad
         --decoder-num-layers --inprocess-*
     """,
     "for models or programs other than the training of a GPT": """

@@ -51,6 +51,7 @@ class Refused:
         values: values of the option that are refused; empty: all values.
         beside: kind of plan with which the option is refused.
         versions: versions of megatron-core in which the option is refused (PEP 440); empty: all versions.
+        against: other arguments beside which Megatron itself refuses the option; empty: the plan does.
     """
 
     option: str
@@ -60,23 +61,28 @@ class Refused:
     values: str = ""
     beside: PlanKind = "any"
     versions: str = ""
+    against: str = ""
 
     @property
     def name(self) -> str:
         """A unique name of the rule; several rules may refuse one option, for different jobs."""
-        return self.option + ("" if self.beside == "any" else f"-{self.beside}") + self.versions
+        beside = self.against.replace(" ", "_") or ("" if self.beside == "any" else self.beside)
+        return self.option + (f"-{beside}" if beside else "") + self.versions
 
     @property
     def opponent(self) -> str:
         """The kind of plan, or the program, that refuses the option, for the error message."""
-        return {
-            "any": "--hexi-plan",
-            "unequal": "unequal replicas",
-            "repeated": "unequal replicas whose stages have no layers of their own",
-            "stages": "stages that have layers of their own",
-            "planned": "hexi plan",
-            "script": "megatron_hexi.pretrain_gpt",
-        }[self.beside]
+        return (
+            self.against
+            or {
+                "any": "--hexi-plan",
+                "unequal": "unequal replicas",
+                "repeated": "unequal replicas whose stages have no layers of their own",
+                "stages": "stages that have layers of their own",
+                "planned": "hexi plan",
+                "script": "megatron_hexi.pretrain_gpt",
+            }[self.beside]
+        )
 
     @property
     def message(self) -> str:

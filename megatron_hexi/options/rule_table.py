@@ -6,6 +6,7 @@ from megatron_hexi.options import (
     rules_attention,
     rules_command_line,
     rules_experts,
+    rules_megatron,
     rules_parallelism,
     rules_planning,
     rules_replicas,
@@ -23,4 +24,5 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
     **rules_experts.OPTIONS,
     **rules_planning.OPTIONS,
     **rules_command_line.OPTIONS,
+    **rules_megatron.OPTIONS,
 }

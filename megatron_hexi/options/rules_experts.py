@@ -105,7 +105,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         ),
         *(
             beside_stages(f"--{name.replace('_', '-')}", _is_set(name), UNSHOWN)
-            for name in ("moe_latent_size", "moe_use_upcycling", "moe_router_padding_for_quantization")
+            for name in ("moe_latent_size", "moe_use_upcycling")
         ),
     ),
 }

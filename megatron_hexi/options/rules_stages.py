@@ -93,13 +93,13 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "use adam or sgd",
             "any but adam and sgd",
         ),
-        beside_stages("--use-precision-aware-optimizer", _keeps_other_state, _OWN_STATE),
         beside_stages(
             "--optimizer-cpu-offload",
             lambda args: getattr(args, "optimizer_cpu_offload", False),
             _OWN_STATE,
             "give the plan's stages offload: [optimizer]",
         ),
+        beside_stages("--use-precision-aware-optimizer", _keeps_other_state, _OWN_STATE),
         beside_stages(
             "--ckpt-format",
             lambda args: args.ckpt_format != "torch_dist",

@@ -14,11 +14,12 @@ from megatron_hexi.options import release
 from megatron_hexi.options.kinds import Refused
 from megatron_hexi.options.parser import parse_words
 from megatron_hexi.options.refusals import refuse_unsupported, refuse_yaml_configuration, refused
+from tests.megatron.contradictions import CONTRADICTIONS
 from tests.megatron.option_cases import LATENT, PACKED
 from tests.megatron.test_uneven_training import MODEL
 
 # The words that make Megatron's parser set the option, where it is more than the flag alone.
-OPTION_WORDS = {
+OPTION_WORDS = CONTRADICTIONS | {
     "--attention-backend": "--attention-backend flash",
     "--attention-dropout": "--attention-dropout 0.1",
     "--cp-comm-type": "--cp-comm-type a2a",
@@ -78,19 +79,24 @@ OPTION_WORDS = {
     "--window-size": "--window-size 128,128",
     "--num-experts-stages<0.19": "--num-experts 4",
     "--moe-token-dispatcher-type-stages": "--num-experts 4 --moe-token-dispatcher-type allgather",
-    "--moe-latent-size-stages": "--moe-latent-size 32",
+    "--load-main-params-from-ckpt-stages": "--load-main-params-from-ckpt --no-load-optim",
+    "--moe-latent-size-stages": ("--num-experts 4 --moe-token-dispatcher-type alltoall --moe-latent-size 32"),
+    "--moe-use-upcycling-stages": "--moe-use-upcycling --save out --save-interval 2",
     "--mtp-num-layers-stages<0.19": "--mtp-num-layers 1",
     "--mtp-detach-heads-stages": "--mtp-num-layers 1 --mtp-detach-heads",
+    "--optimizer-cpu-offload-stages": "--optimizer-cpu-offload --use-precision-aware-optimizer",
     "--optimizer-stages": "--optimizer muon",
     "--ckpt-format-stages": "--ckpt-format torch",
     "--microbatch-group-size-per-virtual-pipeline-stage-stages": (
         "--microbatch-group-size-per-virtual-pipeline-stage 4"
     ),
-    "--non-persistent-ckpt-type-stages": "--non-persistent-ckpt-type local",
+    "--non-persistent-ckpt-type-stages": (
+        "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir here"
+    ),
     "--check-weight-hash-across-dp-replicas-interval-stages": (
         "--check-weight-hash-across-dp-replicas-interval 2"
     ),
-    "--moe-latent-size-planned": "--moe-latent-size 32",
+    "--moe-latent-size-planned": "--num-experts 4 --moe-latent-size 32",
     "--mtp-use-repeated-layer-planned": "--mtp-num-layers 1 --mtp-use-repeated-layer",
     "--hybrid-override-pattern-planned": "--hybrid-override-pattern *-",
     "--spec-planned": "--spec my.layers spec",

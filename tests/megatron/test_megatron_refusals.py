@@ -1,0 +1,41 @@
+"""What Megatron's own checks would stop is refused before: by a rule for each, and among random options."""
+
+from __future__ import annotations
+
+import contextlib
+from argparse import ArgumentParser
+from random import Random
+
+import pytest
+
+from megatron_hexi.errors import HexiError
+from tests.megatron.contradictions import CONTRADICTIONS
+from tests.megatron.one_rank_jobs import JOBS, choices, megatron_parser, printed_flags, refused_by_megatron
+from tests.support.plans import SHARE
+
+
+@pytest.fixture(scope="module")
+def parser() -> ArgumentParser:
+    return megatron_parser()
+
+
+def test_megatron_refuses_what_each_rule_for_it_refuses(parser, tmp_path):
+    """And nothing of the job without these words, so no rule refuses what would train."""
+    for name, words in CONTRADICTIONS.items():
+        job = f"{JOBS['rotary']} {words}"
+        assert refused_by_megatron(job.split(), parser, held=False), name
+        with pytest.raises(HexiError):
+            printed_flags(job, tmp_path)
+
+
+def test_megatron_takes_what_is_printed_for_random_pairs_of_options(parser, tmp_path):
+    random, words = Random(1), choices()
+    taken = dict.fromkeys(JOBS, 0)
+    for _ in range(max(30, round(300 * SHARE))):
+        kind = random.choice(list(JOBS))
+        job = [JOBS[kind], *(" ".join(random.choice(words)) for _ in range(2))]
+        with contextlib.suppress(HexiError):  # refused by name
+            flags = printed_flags(" ".join(job), tmp_path)
+            assert refused_by_megatron(flags, parser) == "", job[1:]
+            taken[kind] += 1
+    assert all(taken.values())
