@@ -7,6 +7,7 @@ from megatron_hexi.elastic.training.fencing import FENCE_PATCHES
 from megatron_hexi.elastic.training.goodput import ROUND_PATCHES
 from megatron_hexi.megatron.arguments import argument_patches
 from megatron_hexi.megatron.batch import BATCH_PATCHES
+from megatron_hexi.megatron.checkpoint_files import CHECKPOINT_FILE_PATCHES
 from megatron_hexi.megatron.checkpoints import CHECKPOINT_PATCHES
 from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
 from megatron_hexi.megatron.datasets import COMPILE_HELPERS, EMPTY_PARTS, HELPERS_PATH
@@ -60,6 +61,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *BUCKET_PATCHES,
         *LOSS_SCALE_PATCHES,
         *CHECKPOINT_PATCHES,
+        *CHECKPOINT_FILE_PATCHES,
         *RESUME_PATCHES,
         SAVED_TENSORS,
         *group_patches(platform.device),

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.training.checkpointing import get_checkpoint_tracker_filename
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_hexi.convert.config import read_model
+from megatron_hexi.convert.config import ConvertedModel, read_model
 from megatron_hexi.convert.hf_to_megatron import sharded
 from megatron_hexi.convert.parts import Weight
 from megatron_hexi.convert.weights import weights_of
 from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.checkpoint_files import CHECKPOINT_FILE_PATCHES, lacks, why_unreadable
 from megatron_hexi.megatron.folders import tracked_iteration
 from megatron_hexi.megatron.saved_tensors import saved_tensors
+from megatron_hexi.patching import PatchSet
 
 #: What describes a model beside its weights, where it is there.
 _BESIDE = (
@@ -48,13 +53,41 @@ def convert(checkpoint: Path, like: Path, out: Path) -> None:
     """
     model = read_model(like)
     folder = _iteration(checkpoint)
-    try:
-        held = saved_tensors(folder)
-    except OSError as problem:
-        raise HexiError(
-            f"{folder}: not a torch_dist checkpoint ({problem}); save with --ckpt-format torch_dist"
-        ) from None
+    with _reading(folder):
+        tensors = _tensors(model, folder, like)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    for name in _BESIDE:
+        if (like / name).is_file():
+            shutil.copyfile(like / name, out / name)
 
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Turn errors about a checkpoint's files into a `HexiError`, and run no program that they name."""
+    if damage := lacks(folder):
+        raise _unreadable(folder, damage)
+    patches = PatchSet(CHECKPOINT_FILE_PATCHES)
+    patches.install()
+    try:
+        yield
+    except (Exception, CheckpointException) as problem:  # torch's is a BaseException
+        if damage := why_unreadable(problem):
+            raise _unreadable(folder, damage) from None
+        raise
+    finally:
+        patches.remove()
+
+
+def _unreadable(folder: Path, damage: str) -> HexiError:
+    return HexiError(
+        f"{folder}: no readable torch_dist checkpoint: {damage}; copy it again, or save with --ckpt-format "
+        "torch_dist"
+    )
+
+
+def _tensors(model: ConvertedModel, folder: Path, like: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors in Hugging Face's format, by name."""
+    held = saved_tensors(folder)
     weights = weights_of(model, keys_by_layer="decoder.layers.0.self_attention.linear_proj.weight" in held)
     targets = {}
     for place, weight in enumerate(weights):
@@ -79,10 +112,7 @@ def convert(checkpoint: Path, like: Path, out: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for place, weight in enumerate(weights):
         tensors |= weight.split(loaded.pop(str(place)))
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    for name in _BESIDE:
-        if (like / name).is_file():
-            shutil.copyfile(like / name, out / name)
+    return tensors
 
 
 def _check_shape(weight: Weight, shape: tuple[int, ...], folder: Path, like: Path) -> None:

@@ -12,6 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_hexi.errors import CheckpointError, HexiError
+from megatron_hexi.megatron.checkpoint_files import lacks
 
 #: Folders that Megatron makes where they are missing, by the names of their arguments.
 _WRITTEN = ("save", "tensorboard_dir", "data_cache_path", "wandb_save_dir")
@@ -31,7 +32,7 @@ def check_folders(args: Namespace) -> None:
     Raises:
         HexiError: a part of a folder's path is a file, or is closed to this user; with a plan, ``--save`` has
             no interval, or one that Megatron cannot keep.
-        CheckpointError: ``--load`` holds no checkpoint, or not the wanted iteration.
+        CheckpointError: ``--load`` holds no checkpoint, not the wanted iteration, or a damaged one.
     """
     for name in _WRITTEN:
         path = getattr(args, name, None)
@@ -70,6 +71,11 @@ def tracked_iteration(folder: str) -> int | str | None:
         return None
     text = Path(path).read_bytes()[:80].decode(errors="replace").strip()
     return int(text) if text.isascii() and text.isdecimal() else text
+
+
+def iteration_folder(folder: Path, iteration: int | str | None) -> Path:
+    """Return the folder of an iteration as `tracked_iteration` returns it."""
+    return folder / (f"iter_{iteration:07d}" if isinstance(iteration, int) else str(iteration))
 
 
 def iterations_hint(folder: Path, without: int | str | None = None) -> str:
@@ -131,15 +137,19 @@ def _check_loaded(args: Namespace) -> None:
             f"{option}: holds no checkpoint (no file {_TRACKER}); give the folder that --save wrote, or "
             f"leave {source[0]} out to begin anew"
         )
-    name = iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"
-    if isinstance(iteration, str) and name != "release":
+    if isinstance(iteration, str) and iteration != "release":
         raise CheckpointError(
-            f"{option}: {subject} {name!r}, which is no iteration; {iterations_hint(folder)}"
+            f"{option}: {subject} {iteration!r}, which is no iteration; {iterations_hint(folder)}"
         )
-    if not os.path.isdir(folder / name):
+    path = iteration_folder(folder, iteration)
+    if not path.is_dir():
         raise CheckpointError(
-            f"{option}: {subject} {iteration}, and there is no folder {name}; "
+            f"{option}: {subject} {iteration}, and there is no folder {path.name}; "
             f"{iterations_hint(folder, iteration)}"
+        )
+    if damage := lacks(path):
+        raise CheckpointError(
+            f"{option}: iteration {iteration} cannot be read: {damage}; {iterations_hint(folder, iteration)}"
         )
 
 

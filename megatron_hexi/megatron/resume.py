@@ -7,10 +7,7 @@ ranks end with exit code 0 and without a message.
 from __future__ import annotations
 
 import functools
-import json
-import pickle
 import re
-import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +16,13 @@ from typing import Any
 import torch.distributed
 
 from megatron_hexi.errors import CheckpointError, user_errors
-from megatron_hexi.megatron.folders import iterations_hint, loaded_folder, tracked_iteration
+from megatron_hexi.megatron.checkpoint_files import first_problem, lacks, why_unreadable
+from megatron_hexi.megatron.folders import (
+    iteration_folder,
+    iterations_hint,
+    loaded_folder,
+    tracked_iteration,
+)
 from megatron_hexi.megatron.saved_tensors import saved_tensors
 from megatron_hexi.options.kinds import hybrid_layers
 from megatron_hexi.patching import Patch
@@ -41,10 +44,6 @@ _MODEL = (
     *("num_query_groups", "kv_channels", "num_experts", "moe_ffn_hidden_size", "swiglu", "add_bias_linear"),
     *("untie_embeddings_and_output_weights", "normalization", "multi_latent_attention", "qk_layernorm"),
 )
-#: Errors of Megatron and torch where a file of a checkpoint is missing, truncated or of another kind.
-_UNREADABLE = (EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile, json.JSONDecodeError)
-#: Text in their messages that tells damaged files from weights of another model.
-_DAMAGED = re.compile("PytorchStreamReader|Ran out of input|central directory|unpickl|corrupt", re.IGNORECASE)
 _SCHEDULE = re.compile(r"class input value (\S+) and checkpoint\s*value (\S+) for (.+) do not match")
 
 
@@ -159,27 +158,25 @@ def _named(original: Callable[..., Any]) -> Callable[..., Any]:
     from torch.distributed.checkpoint.api import CheckpointException
 
     @functools.wraps(original)
-    def load_checkpoint(*rest: Any, **kwargs: Any) -> Any:
+    def load(first: Any, *rest: Any, **kwargs: Any) -> Any:
         try:
-            return original(*rest, **kwargs)
+            return original(first, *rest, **kwargs)
         except (Exception, CheckpointException) as problem:  # torch's is a BaseException
-            args = get_args()
+            args = first if isinstance(first, Namespace) else get_args()
             message = _why(problem, args)
             if message is None:
                 raise
             with user_errors():
                 raise CheckpointError(f"{' '.join(loaded_folder(args) or ())}: {message}") from problem
 
-    return load_checkpoint
+    return load
 
 
 def _why(problem: BaseException, args: Namespace) -> str | None:
     """Return an error message about a checkpoint with the remedy; ``None`` if the cause is unknown."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint.api import CheckpointException
 
-    if isinstance(problem, CheckpointException):  # of several ranks
-        problem, _ = next(iter(problem.failures.values()))
+    problem = first_problem(problem)
     text = " ".join(str(problem).split())
     if schedule := _SCHEDULE.search(text):
         here, there, setting = schedule.groups()
@@ -191,14 +188,12 @@ def _why(problem: BaseException, args: Namespace) -> str | None:
             "--override-opt-param-scheduler to go on by this job's, or --use-checkpoint-opt_param-scheduler "
             "by the checkpoint's"
         )
-    last = f"{type(problem).__name__}: {text[:300]}".removesuffix(": ")
-    is_checkpoints = isinstance(problem, (CheckpointingException, RuntimeError, AssertionError, KeyError))
-    if isinstance(problem, _UNREADABLE) or (is_checkpoints and _DAMAGED.search(text)):
-        _, folder = loaded_folder(args) or ("", "")
-        step = args.ckpt_step if args.ckpt_step is not None else tracked_iteration(folder)
-        hint = iterations_hint(Path(folder), step)
-        return f"iteration {step} cannot be read ({last}); a file of it is damaged or missing; {hint}"
+    folder = Path((loaded_folder(args) or ("", ""))[1])
+    step = args.ckpt_step if args.ckpt_step is not None else tracked_iteration(str(folder))
+    if damage := lacks(iteration_folder(folder, step)) or why_unreadable(problem):
+        return f"iteration {step} cannot be read: {damage}; {iterations_hint(folder, step)}"
     if isinstance(problem, CheckpointingException) or "size mismatch" in text or "shape mismatch" in text:
+        last = f"{type(problem).__name__}: {text[:300]}"
         return f"its weights are not those of this model ({last}); load a checkpoint of this model"
     return None
 
@@ -240,10 +235,13 @@ _EARLIER = ("load_dir", "args", "rank0", "sharded_state_dict", "checkpointing_co
 _OF_LOAD = ("validate_access_integrity", "strict")
 
 RESUME_PATCHES = (
-    Patch(
-        target="megatron.training.checkpointing:load_checkpoint",
-        why="names the cause where a checkpoint cannot be loaded",
-        build=_named,
+    *(
+        Patch(
+            target=f"megatron.training.checkpointing:{name}",
+            why="names the cause where a checkpoint cannot be loaded",
+            build=_named,
+        )
+        for name in ("load_checkpoint", "load_args_from_checkpoint")
     ),
     Patch(
         target="megatron.training.checkpointing:_load_base_checkpoint",

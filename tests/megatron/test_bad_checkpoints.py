@@ -70,7 +70,7 @@ def remove_file(weights):
 def test_a_damaged_checkpoint(damage, forks, weights, tmp_path):
     damage(weights)
     line = refused(forks, tmp_path, [*JOB, "--load", weights])
-    assert line.startswith(f"--load {weights}: iteration 4 cannot be read (")
+    assert line.startswith(f"--load {weights}: iteration 4 cannot be read: a file of it is damaged or ")
     assert line.endswith("it holds 2 too: add --ckpt-step 2 to go on from there")
 
 

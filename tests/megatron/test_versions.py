@@ -54,7 +54,8 @@ def test_every_patch_fits(version: str) -> None:
 @pytest.mark.parametrize("version", ["0.16.1", "0.20.0"])
 def test_every_patch_refuses_another_version(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patching, "_version", lambda package: version)
-    wanted = PatchSet(all_patches(select_platform("cpu"))).patches
+    every = PatchSet(all_patches(select_platform("cpu"))).patches
+    wanted = [patch for patch in every if patch.package == "megatron-core"]
     assert len(wanted) > 30
     for patch in wanted:
         with pytest.raises(PatchError, match=f"written for megatron-core >=0.17,<0.20, found {version}"):
