@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from megatron_hexi.speaker import await_end, say_error, under_torchrun
@@ -23,6 +23,15 @@ class HexiError(ValueError):
     """
 
     exit_code: ClassVar[int] = EXIT_USER_ERROR
+
+
+def raise_all(faults: Sequence[str], error: type[HexiError] = HexiError) -> None:
+    """Raise one error with all of some messages, numbered if there are several; without any, return."""
+    if len(faults) > 1:
+        numbered = " ".join(f"({number}) {fault}" for number, fault in enumerate(faults, 1))
+        raise error(f"{len(faults)} mistakes: {numbered}")
+    if faults:
+        raise error(faults[0])
 
 
 class PlanError(HexiError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from megatron_hexi.cost.hugging_face.rotary import NoFlagError
 from megatron_hexi.cost.job import Fusible, Job
 from megatron_hexi.cost.layer_kinds import State
 from megatron_hexi.cost.model import VOCAB_MULTIPLE, Model
-from megatron_hexi.errors import HexiError
+from megatron_hexi.errors import HexiError, raise_all
 from megatron_hexi.options.job_terms import CHUNK_FLAGS
-from megatron_hexi.options.kinds import PlanKind, masks_documents
+from megatron_hexi.options.kinds import PlanKind, Refused, masks_documents
 from megatron_hexi.options.layer_features import pattern_text, query_size
 from megatron_hexi.options.meaning import model_features, resolve
-from megatron_hexi.options.parser import Parsed, parse_words
+from megatron_hexi.options.parser import Parsed, parse_and_judge
 from megatron_hexi.options.plan_experts import has_running_mean
 from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.options.refusals import find_refused
@@ -66,47 +66,59 @@ class ArgumentTerms:
     chunks: str = ""
 
 
-def read_arguments(text: str, path: Path) -> Parsed:
+def read_arguments(text: str, path: Path, plan: Plan | None = None) -> Parsed:
     """Parse a file of Megatron's arguments as Megatron takes them, older spellings resolved.
 
     Args:
         text: the text of the file.
         path: the file, for errors.
+        plan: a plan that is to support its options; ``None``: any plan that the planner makes.
 
     Raises:
-        HexiError: Megatron does not have or refuses an argument, or no plan supports it; by name.
+        HexiError: arguments that Megatron does not have or refuses, that no plan supports or that a model
+            lacks; each by name.
     """
     words = located_words(text, path)
     if not any(word.text.startswith("--") for word in words):
         raise HexiError(f"{path}: no arguments in it; write Megatron's, for example --num-layers 32")
-    parsed = parse_words(words, str(path))
+    parsed, faults = parse_and_judge(words, str(path))
     args = parsed.args
     for flag, value in ADDED.items():
         if flag not in parsed.given:  # the printed lines say it
             setattr(args, flag.removeprefix("--").replace("-", "_"), int(value))
-    option = find_refused(_in_own_stages(args), "planned")
-    if option is not None:
-        raise HexiError(f"{_place(option.option, words, path)}: {option.message}")
-    resolve(args, str(path))
+    options = find_refused(_in_own_stages(args), "planned")
+    if plan is not None:
+        options += find_refused(args if plan.is_repeated else _in_own_stages(args), kind_of(plan))
+    faults += _messages(options, words, path)
+    try:
+        resolve(args, str(path))
+    except HexiError as problem:
+        faults.append(str(problem))
+    raise_all([*faults, *(f"{path}: {flag} is missing; add it" for flag in _missing(parsed))])
     return parsed
 
 
-def check_arguments(text: str, path: Path, plan: Plan) -> None:
-    """Check a file of Megatron's arguments against a plan.
+def _missing(parsed: Parsed) -> Iterator[str]:
+    """Yield the flags that a model needs, or its other flags, and that are not there."""
+    args, given = parsed
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        if getattr(args, name) is None and not (name == "vocab_size" and args.padded_vocab_size):
+            yield f"--{name.replace('_', '-')}"
+    if args.group_query_attention and FLAGS["kv_heads"] not in given:
+        yield f"{FLAGS['kv_heads']} (beside --group-query-attention)"
+    if args.position_embedding_type == "learned_absolute" and args.max_position_embeddings is None:
+        yield "--max-position-embeddings, or --position-embedding-type rope,"
 
-    Raises:
-        HexiError: see `read_arguments`; also if the plan does not support an option.
-    """
-    args = read_arguments(text, path).args
-    option = find_refused(args if plan.is_repeated else _in_own_stages(args), kind_of(plan))
-    if option is not None:
-        raise HexiError(f"{_place(option.option, located_words(text, path), path)}: {option.message}")
 
-
-def _place(flag: str, words: Sequence[Word], path: Path) -> str:
-    """Return the file, and the line of a flag's first mention, if it is in the file."""
-    lines = [word.line for word in words if word.text.partition("=")[0] == flag]
-    return f"{path}, line {lines[0]}" if lines else str(path)
+def _messages(options: Iterable[Refused], words: Sequence[Word], path: Path) -> list[str]:
+    """Return a message for each refused option, with the line of its first mention, if it is in the file."""
+    lines = {word.text.partition("=")[0]: word.line for word in reversed(words)}
+    return list(
+        dict.fromkeys(
+            f"{path}{f', line {lines[option.option]}' if option.option in lines else ''}: {option.message}"
+            for option in options
+        )
+    )
 
 
 def _in_own_stages(args: Namespace) -> Namespace:
@@ -124,15 +136,9 @@ def model_from_arguments(text: str, path: Path) -> Model:
     LayerNorm, biases, learned positions, tied embeddings.
 
     Raises:
-        HexiError: see `read_arguments`; also if a flag is missing.
+        HexiError: see `read_arguments`.
     """
-    args, given = read_arguments(text, path)
-    if args.group_query_attention and FLAGS["kv_heads"] not in given:
-        raise HexiError(f"{path}: --group-query-attention without --num-query-groups; add it")
-    for flag in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-        if getattr(args, flag) is None and not (flag == "vocab_size" and args.padded_vocab_size):
-            raise HexiError(f"{path}: --{flag.replace('_', '-')} is missing; add it")
-    return _model(args, path)
+    return _model(read_arguments(text, path).args, path)
 
 
 def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
@@ -204,16 +210,13 @@ def _restricting(args: Namespace, text: str, path: Path) -> dict[str, tuple[str,
     found: dict[str, tuple[str, ...]] = {}
     args = _in_own_stages(args)
     if args.num_experts:  # a plan says where experts are in stages with layers only
-        option = find_refused(args, "stages")
-        if option is not None:
-            raise HexiError(f"{_place(option.option, located_words(text, path), path)}: {option.message}")
+        raise_all(_messages(find_refused(args, "stages"), located_words(text, path), path))
         if has_running_mean(args):  # `options.plan_experts` refuses them
             found["--moe-router-load-balancing-type global_aux_loss"] = ("ministages",)
         return found
     for feature, kind in _FEATURES.items():
-        option = find_refused(args, kind)
-        if option is not None:
-            found[option.option] = (*found.get(option.option, ()), feature)
+        for option in dict.fromkeys(refused.option for refused in find_refused(args, kind)):
+            found[option] = (*found.get(option, ()), feature)
     if masks_documents(args) and not found:  # no stage may deal whole micro-batches
         found["--dataloader-inter-document-masking"] = ("unequal_stages",)
     return found
@@ -221,10 +224,6 @@ def _restricting(args: Namespace, text: str, path: Path) -> dict[str, tuple[str,
 
 def _model(args: Namespace, path: Path) -> Model:
     learned = args.position_embedding_type == "learned_absolute"
-    if learned and args.max_position_embeddings is None:
-        raise HexiError(
-            f"{path}: --max-position-embeddings is missing; add it, or --position-embedding-type rope"
-        )
     padded = args.padded_vocab_size
     return Model(
         name=str(path),

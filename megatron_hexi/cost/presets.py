@@ -14,8 +14,8 @@ from megatron_hexi.cost.hugging_face.models import model_from_config
 from megatron_hexi.cost.hugging_face.routers import balancing_note
 from megatron_hexi.cost.megatron_arguments import (
     ArgumentTerms,
-    check_arguments,
     model_from_arguments,
+    read_arguments,
     terms_from_arguments,
 )
 from megatron_hexi.cost.model import Model
@@ -87,7 +87,7 @@ def check_options(name_or_path: str | os.PathLike[str], plan: Plan) -> None:
     """
     found = _read(os.fspath(name_or_path))
     if found is not None and not _is_json(found[1], found[0]):
-        check_arguments(found[1], found[0], plan)
+        read_arguments(found[1], found[0], plan)
 
 
 def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:

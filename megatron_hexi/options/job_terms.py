@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatron_hexi.errors import PlanError
+from megatron_hexi.errors import PlanError, raise_all
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.check_interleaving import interleaving_fault
 from megatron_hexi.plan.flags import FLAGS
@@ -98,13 +98,13 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
     Raises:
         PlanError: the command line contradicts the plan; the message has both values.
     """
-    changed = []
+    changed, faults = [], []
     for setting in _settings(plan):
         value = getattr(args, setting.argument)
         if setting.flag in given:
             if value != setting.value:
                 words = setting.flag if value is True else f"{setting.flag} {value}"
-                raise PlanError(
+                faults.append(
                     f"{args.hexi_plan}: {setting.place} is {setting.stated}, the command line has {words}; "
                     f"leave {setting.flag} out, or make a plan for it"
                 )
@@ -112,6 +112,7 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
             setattr(args, setting.argument, setting.value)
             if setting.value not in (False, None):
                 changed.append(setting.spelt)
+    raise_all(faults, PlanError)
     chunks = plan.job.virtual_stages
     if chunks is not None:
         fault = interleaving_fault(chunks, args.pipeline_model_parallel_size, args.num_layers)

@@ -76,7 +76,7 @@ class Refused:
             self.against
             or {
                 "any": "--hexi-plan",
-                "unequal": "unequal replicas",
+                "unequal": "unequal replicas, or stages that have layers of their own",
                 "repeated": "unequal replicas whose stages have no layers of their own",
                 "stages": "stages that have layers of their own",
                 "planned": "hexi plan",

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_hexi.argument_file import Word
-from megatron_hexi.errors import HexiError
+from megatron_hexi.argument_file import Word, without_flags
+from megatron_hexi.errors import HexiError, raise_all
 from megatron_hexi.options.release import VERSIONS, assumed_series
 
 DATA = Path(__file__).parent / "data" / "parser.jsonl"
@@ -86,21 +86,53 @@ def parse_words(words: Sequence[Word], source: str) -> Parsed:
         source: file or command line of the words, for errors.
 
     Raises:
-        HexiError: there is an unknown option, a word that belongs to no option, or a wrong value; the message
-            names line and flag.
+        HexiError: there are unknown options, words that belong to no option, or wrong values; the message
+            names each with its line.
+    """
+    parsed, faults = parse_and_judge(words, source)
+    raise_all(faults)
+    return parsed
+
+
+def parse_and_judge(words: Sequence[Word], source: str) -> tuple[Parsed, list[str]]:
+    """Parse words as Megatron's command line, without those that it cannot take.
+
+    Args:
+        words: words of an argument file or of a command line.
+        source: file or command line of the words, for errors.
+
+    Returns:
+        The arguments, and a message for each fault: see `parse_words`.
     """
     lines = {word.text.partition("=")[0]: word.line for word in words if word.text.startswith("--")}
-    try:
-        args, unknown_words = _parser(assumed_series()).parse_known_args([word.text for word in words])
-    except _ParseError as problem:
-        flags = [flag for flag in re.findall(r"--[\w-]+", str(problem)) if flag in lines]
-        place = _place(source, lines.get(flags[0]) if flags else None)
-        raise HexiError(f"{place}: {problem}; correct that flag") from None
-    if unknown_words:
-        unknown = next((word for word in unknown_words if word.startswith("--")), unknown_words[0])
-        source_word = next((word for word in reversed(words) if word.text == unknown), None)
-        raise HexiError(f"{_place(source, source_word and source_word.line)}: {_why_unknown(unknown)}")
-    return Parsed(args, frozenset(lines))
+    taken: list[str] = [_PlacedText(word.text, number) for number, word in enumerate(words)]
+    faults = []
+    while True:
+        try:
+            args, unknown = _parser(assumed_series()).parse_known_args(taken)
+            break
+        except _ParseError as problem:
+            flags = [flag for flag in re.findall(r"--[\w-]+", str(problem)) if flag in lines]
+            faults.append(
+                f"{_place(source, lines.get(flags[0]) if flags else None)}: {problem}; correct that flag"
+            )
+            fewer = without_flags(taken, set(flags[:1]))
+            if len(fewer) == len(taken):
+                raise HexiError(faults[-1]) from None
+            taken = fewer
+    reasons: dict[str, list[Word]] = {}
+    last = -1
+    for text in unknown:
+        number = text.number
+        if text.startswith("--") or number != last + 1:  # else a value of an unknown option
+            reasons.setdefault(_why_unknown(text), []).append(words[number])
+        last = number
+    faults += [
+        f"{_place(source, *(word.line for word in found))}: "
+        f"{', '.join(word.text.partition('=')[0][:60] for word in found)}: {reason}"
+        for reason, found in reasons.items()
+    ]
+    return Parsed(args, frozenset(lines)), faults
 
 
 def known_flags() -> frozenset[str]:
@@ -108,26 +140,42 @@ def known_flags() -> frozenset[str]:
     return frozenset(flag for row in (*read_rows(), *HEXI_ROWS) for flag in row.flags)
 
 
-def _place(source: str, line: int | None) -> str:
-    return f"{source}, line {line}" if line else source
+class _PlacedText(str):
+    """A word that knows its place on the command line; argparse returns unknown words as it got them."""
+
+    def __new__(cls, text: str, number: int) -> _PlacedText:
+        placed = super().__new__(cls, text)
+        placed.number = number
+        return placed
+
+    number: int
+
+
+def _place(source: str, *lines: int | None) -> str:
+    """Return the source, and its lines as far as they are known."""
+    known = sorted({line for line in lines if line})
+    if not known:
+        return source
+    return f"{source}, line{'s' * (len(known) > 1)} {', '.join(map(str, known))}"
 
 
 def _why_unknown(word: str) -> str:
-    """Return an error message for an unknown word, with similar options."""
+    """Return why Megatron does not take a word, and a remedy, with similar options."""
     flag = word.partition("=")[0]
     if not flag.startswith("--"):
-        return f"{word[:40]}: belongs to no argument; remove it, or write the argument before it"
+        return "belongs to no argument; remove it, or write the argument before it"
+    if flag.replace("_", "-") in _LAUNCHER:
+        return "is the launcher's; leave it out (hexi launch prints torchrun's lines)"
     in_versions = sorted({series for row in read_rows() if flag in row.flags for series in row.versions})
     if in_versions:
         return (
-            f"{flag}: megatron-core {assumed_series()} has no such argument ({', '.join(in_versions)} has); "
-            "remove it"
+            f"megatron-core {assumed_series()} has no such argument ({', '.join(in_versions)} has); remove it"
         )
     from megatron_hexi.options.suggestion import nearest_option  # it asks the registry, which reads this
 
     near = nearest_option(flag)
     remedy = f"did you mean {near}?" if near else "correct or remove it"
-    return f"{flag[:60]}: Megatron {VERSIONS[0]} to {VERSIONS[-1]} has no such argument; {remedy}"
+    return f"Megatron {VERSIONS[0]} to {VERSIONS[-1]} has no such argument; {remedy}"
 
 
 class _ParseError(Exception):
@@ -157,6 +205,14 @@ def _keywords(row: Row) -> dict[str, Any]:
     return keywords | ({"type": _TYPES[row.type]} if row.type else {})
 
 
+#: Options of torchrun and of torch.distributed.launch that scripts write beside Megatron's.
+_LAUNCHER = frozenset(
+    f"--{name}"
+    for name in (
+        *("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "local-rank"),
+        *("rdzv-id", "rdzv-backend", "rdzv-endpoint", "rdzv-conf", "standalone", "max-restarts", "no-python"),
+    )
+)
 _ACTIONS: dict[str, Any] = {
     "true": "store_true",
     "false": "store_false",

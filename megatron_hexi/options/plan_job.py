@@ -75,12 +75,11 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
         PlanError: job and plan contradict each other; the message has both values.
     """
     path = args.hexi_plan
-    for flag in (*PARALLEL_SIZES, *STAGE_FLAGS):
-        if flag in given:
-            raise PlanError(
-                f"{flag} does not work with {path}: its stages say which ranks and layers they have; "
-                "leave it out"
-            )
+    if sizes := [flag for flag in (*PARALLEL_SIZES, *STAGE_FLAGS) if flag in given]:
+        raise PlanError(
+            f"{', '.join(sizes)}: not with {path}, whose stages say which ranks and layers they have; leave "
+            f"{'it' if len(sizes) == 1 else 'them'} out"
+        )
     if args.world_size != plan.ranks:
         raise PlanError(
             f"{path}: the plan numbers {plan.ranks} ranks, the job has {args.world_size}; start {plan.ranks} "
@@ -165,12 +164,13 @@ def check_workload(args: Namespace, plan: Plan) -> None:
             args.tensor_model_parallel_size,
         ),
     )
-    for name, planned, flag, value in sizes:
-        if planned is not None and planned != value:
-            raise PlanError(
-                f"{args.hexi_plan}: workload.{name} is {planned}, the job has {flag} {value}; "
-                "use a plan made for this job"
-            )
+    different = [
+        f"workload.{name} is {planned}, the job has {flag} {value}"
+        for name, planned, flag, value in sizes
+        if planned is not None and planned != value
+    ]
+    if different:
+        raise PlanError(f"{args.hexi_plan}: {'; '.join(different)}; use a plan made for this job")
     _check_states(args, plan)
     if not workload.causal:
         raise PlanError(

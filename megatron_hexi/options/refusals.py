@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 
-from megatron_hexi.errors import PlanError
+from megatron_hexi.errors import PlanError, raise_all
 from megatron_hexi.options.kinds import PlanKind, Refused
 from megatron_hexi.options.release import is_assumed
 from megatron_hexi.options.rule_table import OPTIONS
@@ -26,33 +26,33 @@ def refused() -> list[Refused]:
     return [option for options in OPTIONS.values() for option in options if isinstance(option, Refused)]
 
 
-def find_refused(args: Namespace, plan: PlanKind) -> Refused | None:
-    """Return the first rule that refuses an option of a job with a plan of this kind, or ``None``.
+def find_refused(args: Namespace, plan: PlanKind) -> list[Refused]:
+    """Return the rules that refuse options of a job with a plan of this kind, its own kind's first.
 
     Args:
         args: Megatron's arguments.
         plan: the kind of plan.
     """
-    for option in sorted(refused(), key=lambda option: option.beside != plan):
-        applies = option.beside in _KINDS[plan] and (not option.versions or is_assumed(option.versions))
-        if applies and option.used(args):
-            return option
-    return None
+    return [
+        option
+        for option in sorted(refused(), key=lambda option: option.beside != plan)
+        if option.beside in _KINDS[plan]
+        and (not option.versions or is_assumed(option.versions))
+        and option.used(args)
+    ]
 
 
 def refuse_unsupported(args: Namespace, plan: PlanKind) -> None:
-    """Refuse a job with an option that a plan of this kind does not support.
+    """Refuse a job with options that a plan of this kind does not support.
 
     Args:
         args: Megatron's arguments.
         plan: the kind of plan.
 
     Raises:
-        PlanError: the job has such an option; the message has the option, the reason and the remedy.
+        PlanError: the job has such options; the message has each option, its reason and its remedy.
     """
-    option = find_refused(args, plan)
-    if option is not None:
-        raise PlanError(option.message)
+    raise_all([option.message for option in find_refused(args, plan)], PlanError)
 
 
 def refuse_yaml_configuration(argv: Sequence[str]) -> None:

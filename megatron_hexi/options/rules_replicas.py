@@ -39,7 +39,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "--sft",
             lambda args: args.sft,
             "Megatron pads conversations by the context-parallel size, and averages their losses over ranks",
-            "make a plan with equal replicas: --data-parallel-size N in place of auto",
+            "make a plan with --no-unequal-replicas --no-unequal-stages",
         ),
         beside_unequal(
             "--dataloader-type",

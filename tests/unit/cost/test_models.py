@@ -210,11 +210,14 @@ def test_a_window_that_is_not_used_is_harmless(tmp_path):
         (LLAMA3_8B_ARGUMENTS + "--hidden-size", "expected one argument; correct that flag"),
         (LLAMA3_8B_ARGUMENTS.replace("--num-layers 32", ""), "--num-layers is missing; add it"),
         (LLAMA3_8B_ARGUMENTS.replace("32   #", "x   #"), "invalid int value: 'x'; correct that flag"),
-        (LLAMA3_8B_ARGUMENTS.replace("--num-query-groups 8", ""), "without --num-query-groups; add it"),
+        (
+            LLAMA3_8B_ARGUMENTS.replace("--num-query-groups 8", ""),
+            "--num-query-groups (beside --group-query-attention) is missing; add it",
+        ),
         ("--num-layers 2 --hidden-size 10 --num-attention-heads 3 --vocab-size 9", "add --kv-channels"),
         (
             "--num-layers 2 --hidden-size 9 --num-attention-heads 3 --vocab-size 9",
-            "--max-position-embeddings is",
+            "--max-position-embeddings, or --position-embedding-type rope, is missing",
         ),
         ("--num-layers '2", "line 1: '2: is not closed; close the quotes"),
         ("a plan: no", "no arguments in it"),
@@ -228,6 +231,32 @@ def test_broken_arguments_are_one_clear_error(tmp_path, text, said):
         read_model(path)
     assert str(path) in str(problem.value)
     assert "\n" not in str(problem.value)
+
+
+def test_all_mistakes_of_a_file_are_one_error(tmp_path):
+    """Unknown, wrong, refused, contradicting and missing ones, each with its line."""
+    path = tmp_path / "job.args"
+    path.write_text(
+        "--num-layers 2 --hidden-size 10 --num-attention-heads 3\n--swiglu --squared-relu\n"
+        "--num-epochs 32 9\n--num-rollout 7\n--lr x --min-lr y\n--fp8-format hybrid\n"
+        "--attention-backend fused\n--lr-decay-style cosine stray\n--nproc_per_node 8\n"
+    )
+    with pytest.raises(HexiError) as problem:
+        read_model(path)
+    mistakes = re.split(r" \(\d+\) ", str(problem.value).replace(f"{path}", "job.args"))
+    assert [re.split("; |: (?:its|a) ", mistake)[0] for mistake in mistakes] == [
+        "10 mistakes:",
+        "job.args, line 5: argument --lr: invalid float value: 'x'",
+        "job.args, line 5: argument --min-lr: invalid float value: 'y'",
+        "job.args, lines 3, 4: --num-epochs, --num-rollout: Megatron 0.17 to 0.19 has no such argument",
+        "job.args, line 8: stray: belongs to no argument",
+        "job.args, line 9: --nproc_per_node: is the launcher's",
+        "job.args, line 7: --attention-backend does not work with --hexi-plan",
+        "job.args, line 6: --fp8-format does not work with --hexi-plan",
+        "job.args: --swiglu and --squared-relu are two activations",
+        "job.args: --vocab-size is missing",
+        "job.args: --max-position-embeddings, or --position-embedding-type rope, is missing",
+    ]
 
 
 @pytest.mark.parametrize(("name", "known"), [("Qwen3-8B", "qwen3-8b"), ("Llama3-8B-32K", "llama3-8b-32k")])

@@ -72,7 +72,7 @@ def test_a_preset_is_the_published_model(name, published):
 @pytest.mark.parametrize("name", sorted(PRESETS.keys() - NO_FLAGS.keys()))
 def test_printed_flags_are_read_back_as_the_same_model(name, tmp_path, monkeypatch):
     # Whether training takes such a model is another question.
-    monkeypatch.setattr("megatron_hexi.cost.megatron_arguments.find_refused", lambda *_: None)
+    monkeypatch.setattr("megatron_hexi.cost.megatron_arguments.find_refused", lambda *_: [])
     path = tmp_path / "job.args"
     path.write_text(shlex.join(replace_flags(model_flags(read_model(name), 4096), constant_flags(name))))
     assert shapes(read_model(path)) == shapes(read_model(name))

@@ -200,7 +200,10 @@ def test_lines_that_would_not_start_are_refused(given, said):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("--sft --no-rope-fusion", r"does not work with unequal replicas: .*--data-parallel-size N"),
+        (
+            "--sft --no-rope-fusion --fp8-format hybrid",
+            r"^2 mistakes: .* unequal replicas, or stages .*: .*--no-unequal-stages .*--fp8-format does",
+        ),
         ("--num-experts 4", r"does not work with unequal replicas .*; give the stages layers: \[0, L\]"),
     ],
 )
