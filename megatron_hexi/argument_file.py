@@ -2,7 +2,8 @@
 
 Blanks and ends of lines separate words. Quotes hold a word together, a backslash takes the next character as
 it is, and at the end of a line it is a blank. A ``#`` that begins a word begins a comment, to the end of the
-line; inside a word it is an ordinary character. Nothing is filled in: a variable is an error.
+line; inside a word it is an ordinary character. A variable is an error, unless it has a literal default:
+``${NAME:-default}`` is read as the default.
 
 A script's own wrapper is taken off: of ``ARGS=( … )``, ``ARGS+=( … )`` and ``ARGS="…"`` the words inside are
 read. Where a file has such wrappers, nothing but comments may stand outside them.
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_hexi.errors import HexiError
+from megatron_hexi.other_files import is_launch_script, refuse_other_files, script_error
 from megatron_hexi.text_file import read_text
 
 #: A launch script has a few kilobytes.
@@ -32,9 +34,7 @@ _TOKEN = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _VARIABLE = re.compile(r"\$[\w{(]|`")
-#: A line of YAML: a key that is a flag, or a key with nothing behind it.
-_YAML = re.compile(r"^\s*(?:---\s*$|-?-?[A-Za-z_][\w-]*:(?:\s|$))", re.MULTILINE)
-_FLAG = re.compile(r"(?:^|\s)--\w[\w-]*(?=[\s=]|$)")
+_DEFAULT = re.compile(r"\$\{[A-Za-z_]\w*:?-([^${}`'\"\\]*)\}")
 
 
 class Word(NamedTuple):
@@ -79,12 +79,64 @@ def located_words(text: str, path: Path) -> list[Word]:
         path: the file, for errors.
 
     Raises:
-        HexiError: a quote or an array is not closed, a variable stands where a shell would fill it in, words
-            stand outside the arrays of a script, or the file is YAML; with file and line.
+        HexiError: a quote or an array is not closed, variables stand where a shell would fill them in, words
+            stand outside the arrays of a script, or the file is of another kind; with file and lines.
     """
-    _refuse_yaml(text, path)
-    inside: list[Word] = []
-    outside: list[Word] = []
+    return _read(text, path).words
+
+
+def literal_defaults(text: str, path: Path) -> list[Word]:
+    """Return the variables of a file of arguments in place of which their defaults are read, with lines.
+
+    Raises:
+        HexiError: see `located_words`.
+    """
+    return _read(text, path).defaults
+
+
+class _Reading(NamedTuple):
+    """Words of a file: all that a shell passes on, and those with variables: defaults, and without."""
+
+    words: list[Word]
+    defaults: list[Word]
+    variables: list[Word]
+
+
+def _read(text: str, path: Path) -> _Reading:
+    """Return the words of a file of arguments. For arguments and errors see `located_words`."""
+    refuse_other_files(text, path)
+    try:
+        reading, stray = _read_words(text, path)
+    except HexiError as problem:
+        if is_launch_script(text):
+            raise script_error(path, str(problem).removeprefix(f"{path}, ")) from None
+        raise
+    refused = sorted([*reading.variables, *stray[:1]], key=lambda word: word.line)
+    if not refused:
+        return reading
+    lines = sorted({word.line for word in refused})
+    place = f"line{'s' * (len(lines) > 1)} {', '.join(map(str, lines[:8]))}{', …' * (len(lines) > 8)}"
+    if is_launch_script(text):
+        raise script_error(path, f"{place}: {refused[0].text[:40]}")
+    if reading.variables:
+        words = ", ".join(word.text[:40] for word in reading.variables[:8])
+        raise HexiError(
+            f"{path}, {place}: {words}: variables are not filled in; write the value, or put the word in "
+            "single quotes"
+        )
+    raise HexiError(
+        f"{path}, line {stray[0].line}: {stray[0].text[:40]}: stands outside the script's arguments; keep "
+        "only Megatron's arguments, as --num-layers 32, or arrays of them"
+    )
+
+
+def _read_words(text: str, path: Path) -> tuple[_Reading, list[Word]]:
+    """Return the words of a file, and those outside the arrays of a script.
+
+    Raises:
+        HexiError: a quote or an array is not closed, or a NUL byte.
+    """
+    inside, outside = _Reading([], [], []), _Reading([], [], [])
     opened: Word | None = None
     wrapped = False
     for token, line in _tokens(text, path):
@@ -92,22 +144,18 @@ def located_words(text: str, path: Path) -> list[Word]:
             opened, wrapped = Word(token[0], line), True
         elif token.lastgroup == "string":
             wrapped = True
-            inside += _string(token["string"], line, path)
+            _split_string(token["string"], line, path, inside)
         else:
             # An unquoted parenthesis that closes an array may stand right behind its last word.
             word, closes = token[0], opened is not None and _closes(token[0])
             if content := word[:-1] if closes else word:
-                (inside if opened else outside).extend(_split(content, line, path))
+                _split(content, line, path, inside if opened else outside)
             opened = None if closes else opened
     if opened is not None:
         raise HexiError(f"{path}, line {opened.line}: {opened.text}: is not closed; close the parenthesis")
-    if wrapped and outside:
-        stray = outside[0]
-        raise HexiError(
-            f"{path}, line {stray.line}: {stray.text[:40]}: stands outside the script's arguments; keep only "
-            "Megatron's arguments, as --num-layers 32, or arrays of them"
-        )
-    return inside if wrapped else outside
+    if not wrapped:
+        return outside, []
+    return inside, sorted((*outside.words, *outside.variables), key=lambda word: word.line)
 
 
 def _tokens(text: str, path: Path) -> Iterator[tuple[re.Match[str], int]]:
@@ -125,42 +173,44 @@ def _tokens(text: str, path: Path) -> Iterator[tuple[re.Match[str], int]]:
         line += token[0].count("\n")
 
 
-def _split(word: str, line: int, path: Path) -> Iterator[Word]:
+def _split(word: str, line: int, path: Path, reading: _Reading) -> None:
+    """Add a word to a reading, as a shell splits it and takes its quotes off."""
+    filled = _filled(word, line, path, reading)
+    if filled is not None:
+        reading.words.extend(Word(text, line) for text in shlex.split(filled))
+
+
+def _filled(word: str, line: int, path: Path, reading: _Reading) -> str | None:
+    """Return a word with literal defaults for variables; ``None`` if others remain."""
     if "\0" in word:
         raise HexiError(f"{path}, line {line}: a NUL byte; is it the right file?")
-    if any(_VARIABLE.search(piece) for piece in _PIECES.findall(word) if piece[0] not in "'\\"):
-        raise HexiError(
-            f"{path}, line {line}: {word[:40]}: variables are not filled in; write the value, or put "
-            "the word in single quotes"
-        )
-    yield from (Word(text, line) for text in shlex.split(word))
+    pieces = _PIECES.findall(word)
+    for number, piece in enumerate(pieces):
+        if piece[0] not in "'\\":
+            reading.defaults.extend(Word(match[0], line) for match in _DEFAULT.finditer(piece))
+            pieces[number] = _DEFAULT.sub(r"\1", piece)
+            if _VARIABLE.search(pieces[number]):
+                reading.variables.append(Word(word, line))
+                return None
+    return "".join(pieces)
 
 
-def _string(quoted: str, first: int, path: Path) -> list[Word]:
-    """Return the words of a quoted string of arguments, split as a shell splits an unquoted variable."""
-    list(_split(quoted, first, path))  # refuses variables
-    body = quoted[1:-1]
-    if quoted[0] == '"':  # as a shell reads it, but for joined lines, whose number would be lost
+def _split_string(quoted: str, first: int, path: Path, reading: _Reading) -> None:
+    """Add the words of a quoted string of arguments, split as a shell splits an unquoted variable."""
+    filled = _filled(quoted, first, path, reading)
+    if filled is None:
+        return
+    body = filled[1:-1]
+    if filled[0] == '"':  # as a shell reads it, but for joined lines, whose number would be lost
         body = re.sub(r'\\([$`"\\])', r"\1", body.replace("\\\n", " \n"))
-    return [
+    reading.words.extend(
         Word(word, first + number) for number, line in enumerate(body.split("\n")) for word in line.split()
-    ]
+    )
 
 
 def _closes(word: str) -> bool:
     """Return whether a word ends in a parenthesis that is not quoted."""
     return word.endswith(")") and _PIECES.findall(word)[-1][0] not in "'\"\\"
-
-
-def _refuse_yaml(text: str, path: Path) -> None:
-    """Refuse YAML: as words, its keys would be unknown arguments."""
-    match = _YAML.search(text)
-    if match is not None and (path.suffix in (".yaml", ".yml") or not _FLAG.search(text)):
-        line = text.count("\n", 0, match.start() + len(match[0]) - len(match[0].lstrip())) + 1
-        raise HexiError(
-            f"{path}, line {line}: {match[0].strip().rstrip(':')}: this file is YAML; write its entries as "
-            "flags on Megatron's command line, as --num-layers 32"
-        )
 
 
 def last_value(words: Sequence[str], flag: str, path: Path) -> str | None:

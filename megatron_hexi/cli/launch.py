@@ -21,7 +21,7 @@ from megatron_hexi.cost import (
     model_file,
     model_flags,
     read_model,
-    unread_fields,
+    reading_notes,
 )
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan, read_plan
@@ -150,8 +150,8 @@ def find_lines(
 def find_flags(plan: Plan, path: str, model: str, more: list[str]) -> tuple[str, ...]:
     """Return all of Megatron's flags for a plan; for arguments and errors see `find_lines`."""
     given = argument_words(model)
-    if unread := unread_fields(model):
-        say(f"note: {model}: not read: {', '.join(unread)}")
+    for note in reading_notes(model):
+        say(f"note: {model}: {note}")
     if given is None:
         given = replace_flags(model_flags(read_model(model), plan.workload.seq_length), constant_flags(model))
         if "--moe-router-load-balancing-type" not in more:

@@ -19,6 +19,7 @@ from typer.main import get_command
 import megatron_hexi
 from megatron_hexi.cli import (
     arguments,
+    capture,
     devices,
     doctor,
     kubernetes,
@@ -54,6 +55,7 @@ for _commands in (
     probe,
     place,
     arguments,
+    capture,
     recipe,
     report,
     testbed,

@@ -23,8 +23,8 @@ from megatron_hexi.cost import (
     Job,
     read_model,
     read_terms,
+    reading_notes,
     refuse_imbalance,
-    unread_fields,
 )
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.flags import flag_name, spell_flag
@@ -217,9 +217,8 @@ class Training(Bundle):
                 say(f"note: {arguments} says {' '.join(starmap(spell_flag, from_file.items()))}")
             if terms.free:
                 say(f"note: {arguments}: plans do not depend on {', '.join(terms.free)}")
-            unread = unread_fields(str(arguments))
-            if unread:
-                say(f"note: {arguments}: not read: {', '.join(unread)}")
+            for note in reading_notes(arguments):
+                say(f"note: {arguments}: {note}")
             stated |= from_file
         if stated.get("precision") == "fp8":
             raise HexiError(

@@ -22,7 +22,7 @@ from megatron_hexi.cost.presets import (
     presets,
     read_model,
     read_terms,
-    unread_fields,
+    reading_notes,
 )
 from megatron_hexi.cost.ranks import Pace, RankCost
 from megatron_hexi.cost.recipes import Recipe, recipes
@@ -68,10 +68,10 @@ __all__ = [
     "presets",
     "read_model",
     "read_terms",
+    "reading_notes",
     "recipes",
     "refuse_imbalance",
     "shipped_kernels",
     "token_seconds",
     "unit_rates",
-    "unread_fields",
 ]

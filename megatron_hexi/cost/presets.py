@@ -6,7 +6,7 @@ import difflib
 import os
 from pathlib import Path
 
-from megatron_hexi.argument_file import split_words
+from megatron_hexi.argument_file import literal_defaults, split_words
 from megatron_hexi.cost.bridge import bridge_arguments, is_bridge
 from megatron_hexi.cost.hugging_face.config import read_config
 from megatron_hexi.cost.hugging_face.constants import NoFlagError, constants_of
@@ -122,16 +122,26 @@ def constant_notes(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
     return (note,) if note else ()
 
 
-def unread_fields(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Return the sections and fields of a Megatron Bridge configuration that are not read.
+def reading_notes(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return notes on what of a file is not read, or read as something else: one for each kind.
 
-    The result is empty for other kinds of models.
+    They are sections and fields of a Megatron Bridge configuration, and variables of a file of arguments.
 
     Raises:
         HexiError: see `read_model`.
     """
     found = _source(os.fspath(name_or_path))
-    return bridge_arguments(found[1], found[0]).unread if found and is_bridge(found[1]) else ()
+    if found is None or _is_json(found[1], found[0]):
+        return ()
+    path, text = found
+    if is_bridge(text):
+        unread = bridge_arguments(text, path).unread
+        return (f"not read: {', '.join(unread)}",) if unread else ()
+    defaults = literal_defaults(text, path)
+    if not defaults:
+        return ()
+    listed = ", ".join(f"{word.text} (line {word.line})" for word in defaults)
+    return (f"the environment is not read, these defaults are: {listed}",)
 
 
 def _read(name: str) -> tuple[Path, str] | None:

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 from megatron_hexi.argument_file import Word, without_flags
 from megatron_hexi.errors import HexiError, raise_all
@@ -122,7 +122,7 @@ def parse_and_judge(words: Sequence[Word], source: str) -> tuple[Parsed, list[st
             taken = fewer
     reasons: dict[str, list[Word]] = {}
     last = -1
-    for text in unknown:
+    for text in cast("list[_PlacedText]", unknown):
         number = text.number
         if text.startswith("--") or number != last + 1:  # else a value of an unknown option
             reasons.setdefault(_why_unknown(text), []).append(words[number])

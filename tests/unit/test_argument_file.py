@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.argument_file import last_value, read_words, split_words
+from megatron_hexi.argument_file import Word, last_value, literal_defaults, read_words, split_words
 from megatron_hexi.errors import HexiError
 from tests.support.plans import examples
 
@@ -67,6 +67,60 @@ def test_the_file_of_the_documentation():
     ],
 )
 def test_what_a_shell_would_not_take_or_fill_in_is_refused(text, said):
+    with pytest.raises(HexiError, match=re.escape(said)):
+        split_words(text, PATH)
+
+
+def test_all_variables_are_named_at_once():
+    with pytest.raises(HexiError, match=r"^job\.args, lines 1, 3: \$A, \$B/c: variables are not"):
+        split_words("--save $A\n--lr 1\n--load $B/c", PATH)
+
+
+def test_a_variable_with_a_literal_default_is_read_as_it():
+    text = "--rotary-base \"${BASE:-1000000}\"\n--lr ${LR-1e-3} ${MORE:-} '${BASE:-2}'"
+    assert split_words(text, PATH) == ["--rotary-base", "1000000", "--lr", "1e-3", "${BASE:-2}"]
+    defaults = literal_defaults(text, PATH)
+    assert defaults == [Word("${BASE:-1000000}", 1), Word("${LR-1e-3}", 2), Word("${MORE:-}", 2)]
+
+
+@pytest.mark.parametrize("outer", ["${LR:-$OTHER}", "${LR:+1}", "${LR:-$(pwd)}", "${#LR}", "${LR:=1}"])
+def test_other_ways_to_fill_in_are_refused(outer):
+    with pytest.raises(HexiError, match="variables are not filled in"):
+        split_words(f"--lr {outer}", PATH)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "#!/bin/bash\nA=$1\nB=( --lr $A )\n",
+            "(lines 2, 3: A=$1); hexi capture -o job.args -- bash job.args",
+        ),
+        ("torchrun --nnodes $N x.py --lr 1", "(line 1: $N); hexi capture"),
+        (
+            "srun bash -c don't --lr 1 \"",
+            "is a shell script, of which nothing is run here (line 1: 't: is not",
+        ),
+        (
+            "import torch\nfrom megatron.bridge import x\n",
+            "line 1: this file is Python; of a Megatron Bridge",
+        ),
+        ("# c\nfrom a.b import (\n", "line 2: this file is Python"),
+        (
+            "A=(\n --lr 1\n --rollout-batch-size 32\n)",
+            "line 3: --rollout-batch-size: slime does not train under",
+        ),
+        (
+            "python3 -m verl.trainer.main_ppo a=$b",
+            "line 1: verl.trainer: verl does not train under a plan yet",
+        ),
+        (
+            "policy:\n  megatron_cfg:\n    enabled: true",
+            "line 2: megatron_cfg:: NeMo-RL does not train under",
+        ),
+    ],
+)
+def test_files_of_other_kinds_are_told_by_their_kind(text, said):
     with pytest.raises(HexiError, match=re.escape(said)):
         split_words(text, PATH)
 

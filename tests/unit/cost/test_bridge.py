@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_hexi.cost import argument_words, read_model, read_terms, unread_fields
+from megatron_hexi.cost import argument_words, read_model, read_terms, reading_notes
 from megatron_hexi.cost.bridge_fields import LEFT_FIELDS
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.parser import read_rows
@@ -35,7 +35,7 @@ def test_the_job_of_a_recipe():
     assert terms.fields["precision"] == "bf16"
     assert (terms.fields["tensor_parallel"], terms.fields["pipeline_parallel"]) == (4, 2)
     assert {"--lr", "--train-iters", "--tokenizer-model"} <= set(terms.free)
-    assert "logger" in unread_fields(FILES / "qwen3-30b-a3b.yaml")
+    assert " logger," in reading_notes(FILES / "qwen3-30b-a3b.yaml")[0]
 
 
 @pytest.mark.parametrize(
@@ -94,12 +94,12 @@ def test_what_megatron_makes_for_itself_is_named_as_not_read(tmp_path):
         text = text.replace(f"  {field}: null", f"  {field}: {value}")
     path = tmp_path / "run_config.yaml"
     path.write_text(text, encoding="utf-8")
-    assert {"model.init_method", "model.finalize_model_grads_func"} <= set(unread_fields(path))
+    assert {"model.init_method", "model.finalize_model_grads_func"} <= set(reading_notes(path)[0].split(", "))
     assert read_terms(path) == read_terms(FILES / "qwen3-30b-a3b.yaml")
 
 
 def test_defaults_are_not_named_as_not_read():
-    unread = unread_fields(FILES / "llama3-8b.yaml")
+    unread = reading_notes(FILES / "llama3-8b.yaml")[0].split(", ")
     assert "model.deallocate_pipeline_outputs" in unread  # on, where Megatron's default is off
     assert not {"model.batch_p2p_comm", "model.transformer_impl", "model.perform_initialization"} & set(
         unread
