@@ -25,8 +25,10 @@ def main() -> None:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main as torchrun
 
-    # Its report of the failure is printed below, where no rank has printed an error.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    # Its report of the failure is printed below, where no rank has printed an error. What else it logs of a
+    # failure is about files of its own ("no error file defined for parent").
+    for name in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
     try:
         torchrun()
     except ChildFailedError as problem:

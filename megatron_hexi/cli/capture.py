@@ -40,11 +40,11 @@ def capture(
         typer.Option("--out", "-o", metavar="JOB.args", help="Where to write them.", show_default=False),
     ],
 ) -> None:
-    """Write the arguments that a launch script starts Megatron with, for --model.
+    """Write Megatron's arguments of a launch script.
 
-    Runs the command with stand-ins for torchrun, python, srun and mpirun first on PATH, and ends it at its
-    first start of a training, which does not take place. What comes before is done. A program that it calls
-    by an absolute path is not stood in for, and starts.
+    They are what --model takes. Runs the command with stand-ins for torchrun, python, srun and mpirun first
+    on PATH, and ends it at its first start of a training, which does not take place. What comes before is
+    done. A program that it calls by an absolute path is not stood in for, and starts.
     """
     files = [Path(word) for word in command if os.path.isfile(word)]
     check_outputs(files, [out], None, "text")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,7 @@ from megatron_hexi.report.launch_lines import (
     launch_lines,
     launch_text,
     megatron_flags,
+    trial_notes,
 )
 from megatron_hexi.report.planned import assumption_lines
 from megatron_hexi.text_file import write_text_atomically
@@ -83,12 +85,15 @@ def launch(
     kind = "text" if kubernetes.kubernetes is None else "YAML"
     check_outputs([plan, cluster, model_file(named)], [out], None, kind)
     machines = read_cluster(cluster)
+    for note in reading_notes(named):
+        say(f"note: {named}: {note}")
     if kubernetes.kubernetes is not None:
         flags = find_flags(planned, PLAN_IN_POD, named, more or [])
         _say_kernels(planned, machines)
         with naming_files(plan, cluster):
             objects = kubernetes.training(planned, machines, cluster, flags)
         write_manifests(objects, files, out, as_json=as_json)
+        say_trial(flags, named, more or [])
         return
     kubernetes.refuse_without_form()
     lines = find_lines(planned, machines, plan, cluster, named, more or [], out)
@@ -96,6 +101,7 @@ def launch(
     if out is not None:
         write_text_atomically(out, flags_text(lines.flags))
         say(f"wrote {out}")
+    say_trial(lines.flags, named, more or [])
     if as_json:
         print_json(files | launch_dict(lines))
     else:
@@ -104,7 +110,7 @@ def launch(
 
 def _say_kernels(plan: Plan, cluster: Cluster) -> None:
     """Print a note for each of the plan's kernels that the shipped image lacks, with a flag to avoid it."""
-    for line in assumption_lines(None, cluster, plan.job.kernel or {}):
+    for line in assumption_lines(cluster, plan.job.kernel or {}):
         say(line)
 
 
@@ -150,11 +156,17 @@ def find_lines(
 def find_flags(plan: Plan, path: str, model: str, more: list[str]) -> tuple[str, ...]:
     """Return all of Megatron's flags for a plan; for arguments and errors see `find_lines`."""
     given = argument_words(model)
-    for note in reading_notes(model):
-        say(f"note: {model}: {note}")
     if given is None:
         given = replace_flags(model_flags(read_model(model), plan.workload.seq_length), constant_flags(model))
         if "--moe-router-load-balancing-type" not in more:
             for note in constant_notes(model):
                 say(f"note: {note}")
     return megatron_flags(given, more, plan, path)
+
+
+def say_trial(flags: Sequence[str], model: str, more: Sequence[str]) -> None:
+    """Print what of a training's flags was made up or is missing, unless all but the model is a trial."""
+    words = argument_words(model)
+    if words or more:
+        for note in trial_notes(flags, [*(words or ()), *more]):
+            say(f"note: {note}")

@@ -213,11 +213,18 @@ class Training(Bundle):
         terms = None if arguments is None else read_terms(arguments)
         if terms is not None:
             from_file = {name: terms.fields[name] for name in names if name in terms.fields.keys() - stated}
-            if from_file:
-                say(f"note: {arguments} says {' '.join(starmap(spell_flag, from_file.items()))}")
+            said = {name: value for name, value in from_file.items() if name not in terms.defaults}
+            if said:
+                say(f"note: {arguments} says {' '.join(starmap(spell_flag, said.items()))}")
+            left = {name: value for name, value in from_file.items() if name in terms.defaults}
+            if left:
+                say(
+                    f"note: {arguments} leaves Megatron's defaults: "
+                    f"{' '.join(starmap(spell_flag, left.items()))}{_better(left)}"
+                )
             if terms.free:
                 say(f"note: {arguments}: plans do not depend on {', '.join(terms.free)}")
-            for note in reading_notes(arguments):
+            for note in reading_notes(str(arguments)):
                 say(f"note: {arguments}: {note}")
             stated |= from_file
         if stated.get("precision") == "fp8":
@@ -227,6 +234,17 @@ class Training(Bundle):
             )
         check_limits({name: stated[name] for name in LIMITS if name in stated})
         return stated
+
+
+def _better(left: Mapping[str, Any]) -> str:
+    """Return which of the terms that a file leaves at Megatron's defaults would save time or memory."""
+    gains = {
+        "distributed_optimizer": "memory of each replica",
+        "overlap_gradients": "time beside several replicas",
+        "sequence_parallel": "memory beside tensor parallelism",
+    }
+    words = [f"{spell_flag(name, True)} saves {gain}" for name, gain in gains.items() if name in left]
+    return f" ({', '.join(words)})" if words else ""
 
 
 def unfused_terms(model: str) -> dict[str, Any]:

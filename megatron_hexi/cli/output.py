@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,8 @@ _ENDINGS = {
     "another format": ("csv", "docx", "gz", "jsonl", "md", "toml", "tsv", "xlsx", "xml", "zip"),
 }
 
+#: Seconds between two lines of progress in a file or a pipe.
+_LINE_S = 10.0
 # Wide enough for a line a rank when the output goes to a file or a pipe.
 _PIPE_WIDTH = 160
 
@@ -146,10 +149,10 @@ def write_picture(figure: Figure, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Progress | None]:
-    """Show a bar on standard error while work is under way; yields ``None`` where no terminal shows it."""
+def progress_bar() -> Iterator[Progress]:
+    """Show a bar on standard error while work is under way; a line every ten seconds if it is no terminal."""
     if not sys.stderr.isatty():
-        yield None
+        yield _progress_lines()
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -167,3 +170,17 @@ def progress_bar() -> Iterator[Progress | None]:
             bar.update(task, description=what, completed=done, total=total)
 
         yield progress
+
+
+def _progress_lines() -> Progress:
+    """Return a callback that says how far work is, once in `_LINE_S` seconds."""
+    begun = last = time.monotonic()
+
+    def progress(what: str, done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _LINE_S:
+            last = now
+            say(f"{what}: {done:,} of {total:,} after {now - begun:.0f} s")
+
+    return progress

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_hexi.cli.bundles import with_bundles
-from megatron_hexi.cli.launch import find_lines
+from megatron_hexi.cli.launch import find_lines, say_trial
 from megatron_hexi.cli.options import (
     AsJson,
     ClusterOption,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 # The planner, the simulator and matplotlib take a second to import: only the commands that use them do, and
 # not before their input was found to be right.
 
-#: Starts of torchrun that `hexi plan` prints; `hexi launch` prints all.
+#: Names of nodes that an error lists.
 _MOST_NODES = 4
 
 app = typer.Typer()
@@ -133,6 +133,7 @@ def plan(
     lines: LaunchLines | None = None
     with _without_flags():
         lines = find_lines(written, whole, out, cluster, job.model, [])
+        say_trial(lines.flags, job.model, [])
     if as_json:
         files = {"plan": str(out), "cluster": str(cluster)}
         document = {"job": job_dict(planned.job)} | planned_dict(planned, machines)
@@ -146,8 +147,7 @@ def plan(
         if explain:
             print_report(gains_report(planned, gains))
         if lines is not None:
-            again = lines.sbatch[0].removesuffix(" -o job.args")
-            print(launch_text(lines, most=_MOST_NODES, more=again))
+            print(launch_text(lines))
             if spare:
                 print(f"# spare {', '.join(spare)}: waits in an elastic job only (docs/surviving.md, Spares)")
 
@@ -250,7 +250,7 @@ def simulate(
             replayed,
             simulated_job,
             machines,
-            progress=progress and (lambda done, total: progress("replaying", done, total)),
+            progress=lambda done, total: progress("replaying", done, total),
         )
     differences = simulator.compare_with_model(simulation, cost)
     if trace is not None:
@@ -286,7 +286,7 @@ def _play(
     with progress_bar() as progress:
         played = play_scenario(
             *(scenario, events, plan, simulated_job, request, machines),
-            progress=progress and (lambda done, total: progress("playing", done, total)),
+            progress=lambda done, total: progress("playing", done, total),
         )
     if picture is not None:
         from megatron_hexi.lab.scenario.scenario_picture import draw_scenario

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -92,7 +93,8 @@ def probe(
             options = _options(kernel, precision, hidden, heads, head_dim, budget, quick=quick)
             if world.rank == 0:
                 check_outputs([], [out, measuring.partial_path(out)], picture)
-        with progress_bar() if world.rank == 0 else contextlib.nullcontext() as bar:
+        shows_bar = world.rank == 0 and sys.stderr.isatty()
+        with progress_bar() if shows_bar else contextlib.nullcontext() as bar:
             measured = measuring.probe(
                 world, options, measuring.partial_path(out), restart=restart, progress=_progress(world, bar)
             )

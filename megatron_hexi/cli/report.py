@@ -71,7 +71,7 @@ def report(
                 planned,
                 job,
                 machines,
-                progress=progress and (lambda done, total: progress("replaying", done, total)),
+                progress=lambda done, total: progress("replaying", done, total),
             )
         timeline, simulated_s = draw_timeline(simulation, planned), simulation.iteration_s
     page = run_page(run, planned, _title(plan, job, machines), cost, timeline, simulated_s)

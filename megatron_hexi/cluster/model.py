@@ -6,7 +6,7 @@ In this module GB is 10^9 bytes, a bandwidth holds per direction, and a latency 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -280,6 +280,27 @@ class ClusterFile:
     def fabric_names(self) -> tuple[str, ...]:
         """Names of all fabrics, in the order of the nodes."""
         return tuple(dict.fromkeys(network.fabric for network in self.networks))
+
+    def over_meeting_cards(self) -> ClusterFile:
+        """Return a file of the same nodes in one fabric: each node has the cards by which fabrics meet alone.
+
+        With several entries in `fabrics` the cards are those of the slowest. Of cards that all nodes of a
+        fabric share, each node is given one, which is too much.
+        """
+        slowest = min(self.fabrics, key=lambda link: link.bandwidth_gb_s or (link.gbit_s or 0.0) / 8)
+        nodes = [
+            replace(
+                entry,
+                network=NodeNetwork(
+                    cards=entry.gpus if slowest.per == "gpu" else 1,
+                    gbit_s=slowest.gbit_s,
+                    bandwidth_gb_s=slowest.bandwidth_gb_s,
+                    latency_us=own.latency_us + slowest.latency_us,
+                ),
+            )
+            for entry, own in zip(self.nodes, self.networks, strict=True)
+        ]
+        return replace(self, nodes=tuple(nodes), network=None, fabrics=())
 
     @cached_property
     def hosts(self) -> tuple[str | None, ...]:

@@ -217,6 +217,14 @@ class Cluster:
         )
         return Cluster(file, nodes, ranks, find_tiers(file, nodes, ranks))
 
+    def over_meeting_cards(self) -> Cluster:
+        """Return this cluster with `ClusterFile.over_meeting_cards`: all traffic over where fabrics meet."""
+        file = self.file.over_meeting_cards()
+        pairs = zip(file.networks, file.nodes, strict=True)
+        cards = [_cards(network, entry.gpus) for network, entry in pairs for _ in range(entry.count)]
+        nodes = tuple(replace(node, cards=own) for node, own in zip(self.nodes, cards, strict=True))
+        return Cluster(file, nodes, self.ranks, find_tiers(file, nodes, self.ranks))
+
     def _devices(self, node: int) -> list[Device]:
         return [self.ranks[rank].device for rank in self.nodes[node].ranks]
 

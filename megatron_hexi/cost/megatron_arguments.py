@@ -56,6 +56,7 @@ class ArgumentTerms:
         context_parallel: ranks that share a sequence, which a plan chooses anew; ``None``: not given.
         expert_parallel: number of ranks of an expert domain, which a plan keeps; ``None``: not given.
         chunks: the flag that cuts stages into chunks, with its value, which a plan chooses anew; empty: none.
+        defaults: names of `fields` that have Megatron's default because the file says nothing.
     """
 
     fields: Mapping[str, Any]
@@ -64,6 +65,7 @@ class ArgumentTerms:
     context_parallel: int | None = None
     expert_parallel: int | None = None
     chunks: str = ""
+    defaults: frozenset[str] = frozenset()
 
 
 def read_arguments(text: str, path: Path, plan: Plan | None = None) -> Parsed:
@@ -174,8 +176,8 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
     unfused = _unfused(args)
     terms["unfused"] = None if unfused == Job.unfused else unfused
     stated = {name: value for name, value in terms.items() if value is not None}
-    if args.seq_length is not None:
-        stated = _MEGATRON_DEFAULTS | stated
+    defaults = _MEGATRON_DEFAULTS.keys() - stated if args.seq_length is not None else ()
+    stated |= {name: _MEGATRON_DEFAULTS[name] for name in _MEGATRON_DEFAULTS if name in defaults}
     free = tuple(flag for flag in sorted(given) if class_of(flag) == "free" and flag not in _KERNELS)
     size = args.context_parallel_size if FLAGS["context_parallel"] in given else None
     experts = args.expert_model_parallel_size if FLAGS["expert_parallel"] in given else None
@@ -184,7 +186,8 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
         for flag in CHUNK_FLAGS
         if flag in given
     ]
-    return ArgumentTerms(stated, free, _restricting(args, text, path), size, experts, " ".join(chunks))
+    restricting = _restricting(args, text, path)
+    return ArgumentTerms(stated, free, restricting, size, experts, " ".join(chunks), frozenset(defaults))
 
 
 def _unfused(args: Namespace) -> tuple[Fusible, ...]:

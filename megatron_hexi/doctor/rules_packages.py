@@ -71,9 +71,15 @@ def _broken(facts: Facts) -> Iterator[Problem]:
 
 
 def _optional(facts: Facts) -> Iterator[Problem]:
-    """Report packages that Megatron uses by default on a GPU."""
+    """Report packages that Megatron's logs need, and those that it uses by default on a GPU."""
     if not facts.gpus:
         return
+    if facts.package("tensorboard").version is None:
+        yield Problem(
+            "note",
+            "tensorboard is not installed: --tensorboard-dir writes nothing",
+            "pip install tensorboard, where the last rank runs",
+        )
     if facts.package("transformer-engine").version is None:
         yield Problem(
             "warning",

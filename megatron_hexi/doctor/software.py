@@ -32,6 +32,7 @@ _IMPORTED: dict[str, tuple[tuple[str, ...], str]] = {
     "tilelang": (("tilelang",), "tilelang"),
     "mamba-ssm": (("mamba-ssm",), "mamba_ssm.ops.triton.ssd_combined"),
     "causal-conv1d": (("causal-conv1d",), "causal_conv1d"),
+    "tensorboard": (("tensorboard",), "tensorboard"),
     "ortools": (("ortools",), "ortools.sat.python.cp_model"),
 }
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from megatron_hexi.errors import HexiError
 from megatron_hexi.patching import Patch
 
 
@@ -84,9 +86,22 @@ def _spare(
         output = OptionalOutput(flag)
         try:
             original(args)
-        except OSError as problem:  # Megatron goes on without a writer where its library is missing, too
+        except OSError as problem:
             output.warn(problem)
+        except ModuleNotFoundError as problem:
+            raise HexiError(
+                f"{flag} needs {problem.name}, which is not installed; pip install {problem.name}"
+            ) from None
         writer = getattr(global_vars, variable)
+        lacks = writer is None and importlib.util.find_spec("tensorboard") is None
+        asked = flag == "--tensorboard-dir" and args.tensorboard_dir
+        if lacks and asked and args.rank == args.world_size - 1:  # Megatron goes on
+            print(
+                f"hexi: warning: [rank {args.rank}] {flag} {args.tensorboard_dir}: nothing is written, "
+                "tensorboard is not installed; pip install tensorboard",
+                file=sys.stderr,
+                flush=True,
+            )
         if writer is not None:
             setattr(global_vars, variable, GuardedWriter(writer, output, methods))
 

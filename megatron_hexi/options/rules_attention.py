@@ -81,7 +81,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             lambda args: args.use_rope_scaling and args.rope_scaling_factor != 8,
             "Megatron ignores it and builds the model with 8",
             "leave it out, and train models with that factor only",
-            "any but 8",
+            "any but 8, with --use-rope-scaling",
         ),
         shown("--position-embedding-type yarn", "yarn-groups"),
         shown("--position-embedding-type learned_absolute", "learned-positions-groups"),

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import IterationCost
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner.joint import Candidate
-from megatron_hexi.planner.savings import spell_savings
+from megatron_hexi.planner.savings import saving_features, spell_savings
 
 
 def why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
@@ -26,7 +27,9 @@ def why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
         return ()
     without = "no layout was found that fits"
     if unsaved_s < math.inf:
-        without = f"the best layout takes {unsaved_s / seconds - 1:.1%} longer"
+        flags = [spell_flag(feature, False) for feature in saving_features(plan)]
+        plainer = f" (plan with {' '.join(flags)})" if flags else ""
+        without = f"the best layout takes {unsaved_s / seconds - 1:.1%} longer{plainer}"
     return (f"{what}: without that {without}",)
 
 

@@ -281,6 +281,13 @@ def spell_savings(plan: Plan) -> str:
     return ", ".join(words)
 
 
+def saving_features(plan: Plan) -> list[str]:
+    """Return the fields of `PlannerRules` that name what `spell_savings` says, as far as there are any."""
+    ministages = any(replica.ministages is not None for replica in plan.replicas)
+    used = {"ministages": ministages, "offload": any(stage.offload for stage in plan.stages)}
+    return [feature for feature, is_used in used.items() if is_used]
+
+
 def least_seconds(base: Candidate, ministages: int | None = None) -> float:
     """Return a lower bound of a plan's seconds with any option: those of its busiest stage without waits.
 

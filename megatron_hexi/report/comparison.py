@@ -66,11 +66,13 @@ class Comparison:
         results: the fastest first, those without a layout last.
         ceiling_tokens_per_s: ceiling of all the cluster's GPUs.
         lower_bound_s: lower bound of an iteration's seconds.
+        is_mixed: whether the cluster has GPUs of several models.
     """
 
     results: tuple[Result, ...]
     ceiling_tokens_per_s: float
     lower_bound_s: float
+    is_mixed: bool = True
 
     @property
     def best_uniform(self) -> Result | None:
@@ -81,6 +83,11 @@ class Comparison:
     def best_baseline(self) -> Result | None:
         """The fastest result besides the plan."""
         return next((r for r in self.results if r.name != OURS and r.tokens_per_s is not None), None)
+
+    @property
+    def one_kind(self) -> Result | None:
+        """The fastest result on the GPUs of one model alone; ``None`` if these are all of the cluster."""
+        return next((r for r in self.results if r.name == "homogeneous" and self.is_mixed), None)
 
     @property
     def ours(self) -> Result:
@@ -141,7 +148,9 @@ def compare(planned: Planned, cluster: Cluster) -> Comparison:
         )
     # The sort is stable: the plan comes before a baseline that is just as fast.
     results.sort(key=lambda result: -(result.tokens_per_s or 0.0))
-    return Comparison(tuple(results), cluster_ceiling(planned.job, cluster), planned.bound.iteration_s)
+    is_mixed = len({rank.device.name for rank in cluster.ranks}) > 1
+    ceiling = cluster_ceiling(planned.job, cluster)
+    return Comparison(tuple(results), ceiling, planned.bound.iteration_s, is_mixed)
 
 
 def comparison_report(planned: Planned, cluster: Cluster) -> Report:
@@ -150,7 +159,7 @@ def comparison_report(planned: Planned, cluster: Cluster) -> Report:
     ceiling = f"ceiling: {comparison.ceiling_tokens_per_s:,.0f} tokens/s"
     return Report(
         Text(job_line(planned.job, cluster)),
-        *(Text(line) for line in kernel_lines(planned.job, cluster)),
+        *(Text(line) for line in kernel_lines(planned, cluster)),
         comparison_table(comparison),
         Text(ceiling),
         Text(bound_line(planned)),
@@ -219,15 +228,24 @@ def _layout(result: Result) -> str:
     return f"{result.layout}: {result.why_not}" if result.layout else result.why_not
 
 
+def alone_text(comparison: Comparison) -> str:
+    """Return how the plan compares with the fastest GPUs alone, as text; empty where nothing does."""
+    alone = comparison.one_kind
+    if alone is None or alone.tokens_per_s is None:
+        return ""
+    return f"{_times(comparison.ours, alone)} {alone.layout.partition(':')[0]}"
+
+
 def _verdict(comparison: Comparison) -> str:
-    """Return a line that compares the plan with the best baselines."""
+    """Return a line that compares the plan with the fastest GPUs alone, and with the best baselines."""
     best, fastest = comparison.best_uniform, comparison.best_baseline
-    facts = []
+    alone = alone_text(comparison)
+    facts = [alone] if alone else []
     if best is None:
         facts.append("no layout that gives every GPU the same can do this job")
     else:
         facts.append(f"{_times(comparison.ours, best)} the fastest uniform layout ({best.name})")
-    if fastest is not None and fastest is not best:
+    if fastest is not None and fastest is not best and (fastest is not comparison.one_kind or not alone):
         facts.append(f"{_times(comparison.ours, fastest)} the fastest baseline ({fastest.name})")
     return f"{OURS}: " + ", ".join(facts)
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from megatron_hexi.report.comparison import OURS, Comparison, Result
+from megatron_hexi.report.comparison import OURS, Comparison, Result, alone_text
 from megatron_hexi.report.labels import set_title, wrap
 from megatron_hexi.report.time_units import spell_time, time_unit
 
@@ -90,6 +90,8 @@ def _draw_speeds(axes: Axes, comparison: Comparison) -> None:
     axes.set_xlim(0, 1.03 * max(ceiling, bound))
     best = comparison.best_uniform
     label = "tokens/s, predicted" + (f"; 1.00x: {best.name}, the fastest uniform layout" if best else "")
+    if alone := alone_text(comparison):
+        label += f"; {OURS}: {alone}"
     axes.set_xlabel(wrap(label, _WIDTH, _LINES))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     handles = [

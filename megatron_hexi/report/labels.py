@@ -6,6 +6,7 @@ wrapped and shortened, and text in a bar is drawn only where the bar has room fo
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Sequence
@@ -85,7 +86,7 @@ class BarLabel(Text):
     Args:
         axes: axes of the bar.
         bar: its left and right end, and its bottom and top, in the axes' units.
-        texts: texts of which the first that fits is drawn, if any.
+        texts: texts of which the first that fits is drawn, upright in a narrow bar, if any does.
         style: arguments of `matplotlib.text.Text`.
     """
 
@@ -108,7 +109,8 @@ class BarLabel(Text):
         """Choose the first text that fits into the bar; return whether there is one."""
         assert self.axes is not None
         (left, bottom), (right, top) = self.axes.transData.transform(self._corners)
-        for text in self._texts:
+        for rotation, text in itertools.product((0, 90), self._texts):
+            self.set_rotation(rotation)
             self.set_text(text)
             extent = self.get_window_extent(renderer)
             if extent.width <= _FILL * abs(right - left) and extent.height <= _FILL * abs(top - bottom):

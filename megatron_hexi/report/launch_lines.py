@@ -38,6 +38,8 @@ _TRIAL = {
     "--eval-interval": "1000",
     "--log-interval": "1",
 }
+#: Lines of a trial's flags that change nothing of the training.
+_QUIET = ("--eval-interval 1000", "--log-interval 1")
 #: Flags with which the user has data.
 _DATA = ("--data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
 #: Flags with which the job's schedule counts samples, not iterations.
@@ -123,6 +125,25 @@ def megatron_flags(model_words: Sequence[str], more: Sequence[str], plan: Plan, 
     flags = ("--hexi-plan", path, *pinned, *words, *_trial(names, args, plan), *more)
     check_flags(flags, plan)
     return flags
+
+
+def trial_notes(flags: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Return notes on flags that were made up for a trial, and on flags that a real training lacks.
+
+    Args:
+        flags: the flags of `megatron_flags`.
+        given: words of the user: those of a file of arguments, and on the command line.
+    """
+    names, given_names = ({word.partition("=")[0] for word in words} for words in (flags, given))
+    made_up = {*_TRIAL, "--train-iters", "--train-samples"} & names - given_names
+    told = [line for line in _flag_lines(flags) if line.partition(" ")[0] in made_up and line not in _QUIET]
+    lacking = {
+        "--save FOLDER (nothing is saved without)": "--save" not in names,
+        "--tokenizer-type": names.isdisjoint(("--mock-data", "--tokenizer-type", "--tokenizer-model")),
+    }
+    missing = [flag for flag, lacks in lacking.items() if lacks]
+    notes = [f"made up for a trial: {', '.join(told)}; give your own"] if told else []
+    return [*notes, f"not given: {', '.join(missing)}"] if missing else notes
 
 
 def check_flags(flags: Sequence[str], plan: Plan) -> None:
@@ -233,14 +254,8 @@ def launch_dict(lines: LaunchLines) -> dict[str, Any]:
     return values | {"torchrun": [{"node": node, "line": line} for node, line in lines.torchrun]}
 
 
-def launch_text(lines: LaunchLines, *, most: int | None = None, more: str = "") -> str:
-    """Return the commands as a shell reads them: the flags, then torchrun for each node, then Slurm's.
-
-    Args:
-        lines: the commands.
-        most: number of torchrun commands to show; ``None``: all.
-        more: sentence that says where to find the other nodes' lines.
-    """
+def launch_text(lines: LaunchLines) -> str:
+    """Return the commands as a shell reads them: the flags, then torchrun for each node, then Slurm's."""
     data = " Synthetic data until you give your own." if "--mock-data" in lines.flags else ""
     text = [f"# Megatron's flags; the plan sets the others.{data}"]
     text += ["FLAGS=(", *(f"  {line}" for line in _flag_lines(lines.flags)), ")"]
@@ -249,9 +264,7 @@ def launch_text(lines: LaunchLines, *, most: int | None = None, more: str = "") 
             "# Nodes have the cluster file's names here: put in addresses (--master-addr) and partitions,",
             "# or say hosts: at the nodes there, by which these lines then go.",
         ]
-    text += [f"{line}  # {node}" for node, line in lines.torchrun[:most]]
-    if most is not None and len(lines.torchrun) > most:
-        text.append(f"# and {len(lines.torchrun) - most} nodes more: {more}")
+    text += [f"{line}  # {node}" for node, line in lines.torchrun]
     return "\n".join([*text, "# or with Slurm", *lines.sbatch])
 
 

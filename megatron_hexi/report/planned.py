@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Job, Model, assumed_kernels, ceiling_tokens_per_s, planned_kernels
+from megatron_hexi.cost import Job, Model, assumed_kernels, ceiling_tokens_per_s, estimate, planned_kernels
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.plan.experts import expert_domains
+from megatron_hexi.plan.kernels import join_kernels
 from megatron_hexi.plan.units import domain_rows, rank_gpus
 from megatron_hexi.report.estimate import phases_line, spell_seconds, spell_throughput
 from megatron_hexi.report.layer_names import kind_names
@@ -23,6 +24,8 @@ from megatron_hexi.report.share_lines import find_shares, shares_table, spell_re
 if TYPE_CHECKING:  # brings the solver, which a report does not need
     from megatron_hexi.planner import Planned
 
+#: Part of an iteration from which on a kernel that is not in the shipped image is worth a note.
+_MATTERS = 0.01
 #: Gap to the lower bound below which a plan counts as the best.
 _BEST = 5e-4
 
@@ -41,7 +44,7 @@ def planned_report(planned: Planned, cluster: Cluster) -> Report:
         Text(speed_line(planned, cluster)),
         Text(f"layout: {layout_line(planned.plan, planned.job)}"),
         *(Text(line) for line in expert_lines(planned.plan, cluster)),
-        *(Text(line) for line in kernel_lines(planned.job, cluster)),
+        *(Text(line) for line in kernel_lines(planned, cluster)),
         Text(bound_line(planned)),
         Text(phases_line(planned.cost)),
         shares_table(shares, planned.job),
@@ -153,27 +156,35 @@ def layout_line(plan: Plan, job: Job) -> str:
     return f"{', '.join(words)}, micro-batch {job.micro_batch_size}"
 
 
-def kernel_lines(job: Job, cluster: Cluster) -> list[str]:
+def kernel_lines(planned: Planned, cluster: Cluster) -> list[str]:
     """Return lines with the plan's attention kernels, and notes on kernels that are only assumed."""
-    kernels = ", ".join(f"{kernel} on {gpu}" for gpu, kernel in planned_kernels(job.kernel, cluster).items())
-    return [f"attention kernel: {kernels}", *assumption_lines(job.kernel, cluster)]
+    job = planned.job
+    kernels = planned_kernels(job.kernel, cluster)
+    lines = [f"attention kernel: {', '.join(f'{kernel} on {gpu}' for gpu, kernel in kernels.items())}"]
+    for gpu, (assumed, shipped) in assumed_kernels(job.kernel, cluster).items():
+        own = dataclasses.replace(job, kernel=join_kernels(kernels | {gpu: shipped}))
+        plan = dataclasses.replace(planned.plan, job=dataclasses.replace(planned.plan.job, kernel=None))
+        longer = estimate(plan, own, cluster).iteration_s / planned.cost.iteration_s - 1
+        if longer >= _MATTERS:
+            lines.append(
+                f"note: {assumed} is assumed on {gpu}; the shipped image has {shipped}, with which this plan "
+                f"takes {longer:.1%} longer: build {assumed}, or plan with --kernel {gpu}={shipped}"
+            )
+    return lines
 
 
-def assumption_lines(
-    kernel: str | None, cluster: Cluster, planned: Mapping[str, str] | None = None
-) -> list[str]:
-    """Return a note for each assumed kernel that the shipped image lacks, with the flag to plan without it.
+def assumption_lines(cluster: Cluster, planned: Mapping[str, str]) -> list[str]:
+    """Return a note for each of a plan's kernels that the shipped image lacks, with the one that it has.
 
     Args:
-        kernel: the user's choice of kernels; ``None``: kernels are assumed.
-        cluster: the cluster whose GPUs are planned for.
-        planned: a plan's kernels, by GPU, if only notes on these are wanted; ``None``: all notes.
+        cluster: the cluster that was planned for.
+        planned: the plan's kernels, by GPU.
     """
     return [
-        f"note: {assumed} is assumed on {gpu}; the shipped image has none: without it, plan with "
+        f"note: {assumed} was assumed on {gpu}; the shipped image has none: without it, plan with "
         f"--kernel {gpu}={shipped}"
-        for gpu, (assumed, shipped) in assumed_kernels(kernel, cluster).items()
-        if planned is None or planned.get(gpu) == assumed
+        for gpu, (assumed, shipped) in assumed_kernels(None, cluster).items()
+        if planned.get(gpu) == assumed
     ]
 
 
@@ -198,6 +209,23 @@ def host_lines(planned: Planned, cluster: Cluster) -> list[str]:
             )
         lines.append(f"note: {line}")
     return lines
+
+
+def fabric_lines(planned: Planned, cluster: Cluster) -> list[str]:
+    """Return a note where a plan's GPUs are in several fabrics, which NCCL does not use side by side."""
+    gpus = rank_gpus(planned.plan, len(cluster.ranks))
+    used = (cluster.nodes[cluster.ranks[gpu].node].cards for gpu in gpus)
+    fabrics = list(dict.fromkeys(cards.fabric for cards in used if cards is not None))
+    if len(fabrics) <= 1:
+        return []
+    meeting = estimate(planned.plan, planned.job, cluster.over_meeting_cards())
+    longer = meeting.iteration_s / planned.cost.iteration_s - 1
+    note = (
+        f"times count {' and '.join(fabrics)} side by side, which NCCL's variables do not give: with all "
+        f"traffic on the cards where they meet, as hexi doctor sets it, this plan takes {longer:.1%} longer "
+        "(docs/cluster-file.md, Several fabrics)"
+    )
+    return [f"note: {note}"]
 
 
 def _listed(sizes: list[int]) -> str:
@@ -225,7 +253,8 @@ def cluster_ceiling(job: Job, cluster: Cluster) -> float:
 
 
 def _notes(planned: Planned, cluster: Cluster) -> list[str]:
-    lines = [*(f"note: {note}" for note in planned.notes), *host_lines(planned, cluster)]
+    lines = [f"note: {note}" for note in planned.notes]
+    lines += [*host_lines(planned, cluster), *fabric_lines(planned, cluster)]
     if planned.plan.gpus is not None:
         lines.append(
             "note: ranks must be started on the GPUs that the plan names, as the lines below do "

@@ -170,13 +170,15 @@ class Watch:
             self.tell(str(error), error.exit_code)
             self._exit(error.exit_code)
         self._claim()
-        fault = None
+        fault, in_collective = None, False
         if isinstance(error, RuntimeError):  # what torch.distributed raises where a peer is gone
-            place = _place(next(frame for frame, _ in reversed(list(traceback.walk_tb(trace)))))
+            frame = next(frame for frame, _ in reversed(list(traceback.walk_tb(trace))))
+            module, place = frame.f_globals.get("__name__", ""), _place(frame)
+            in_collective = module in _CARRIERS or module.startswith("torch.distributed.")
             if place != self._wait_place:
                 self._wait_place, self._wait_since = place, clock_time()
             fault = self._others.find_fault()
-        if fault is None or fault.code == FAILED:
+        if fault is None or (fault.code == FAILED and not in_collective):
             self._previous_hook(kind, error, trace)
         if fault is None:
             summary = f"{kind.__name__}: {(str(error).splitlines() or [''])[0][:300]}"

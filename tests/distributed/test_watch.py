@@ -62,6 +62,7 @@ def test_a_rank_that_is_gone_is_named_by_every_survivor(who, how, forks, tmp_pat
         assert f"[rank {rank}] lost rank {who} on host " in end.error
         assert "since " in end.error
         assert "This rank was in " in end.error
+        assert "Traceback" not in end.log
         assert end.code == 1
 
 

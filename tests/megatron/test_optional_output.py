@@ -6,14 +6,16 @@ import errno
 import io
 import os
 import re
+import sys
 from argparse import Namespace
 
 import pytest
+from megatron.training import global_vars
 
 from megatron_hexi import text_file
 from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron import metrics
-from megatron_hexi.megatron.optional_output import GuardedWriter, OptionalOutput
+from megatron_hexi.megatron.optional_output import WRITER_PATCHES, GuardedWriter, OptionalOutput
 from megatron_hexi.plan import write_plan
 from megatron_hexi.text_file import append_line
 from tests.megatron.test_uneven_training import MODEL, THREE_AND_ONE
@@ -75,6 +77,26 @@ def test_of_a_writer_only_what_writes_is_spared(capsys):
     assert writer.run.id == 7
     with pytest.raises(KeyError):
         writer.use_artifact()
+
+
+@pytest.mark.parametrize(("rank", "folder", "warns"), [(1, "a", True), (0, "a", False), (1, None, False)])
+def test_a_missing_tensorboard_is_said_by_the_rank_that_would_write(rank, folder, warns, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    patch = next(patch for patch in WRITER_PATCHES if "tensorboard" in patch.target)
+    args = Namespace(tensorboard_dir=folder, rank=rank, world_size=2, tensorboard_queue_size=1)
+    patch.build(global_vars._set_tensorboard_writer)(args)
+    said = "--tensorboard-dir a: nothing is written, tensorboard is not installed; pip install tensorboard"
+    assert (said in capsys.readouterr().err) is warns
+
+
+def test_a_missing_library_of_a_writer_is_an_error_with_what_to_type():
+    def set_writer(args):
+        raise ModuleNotFoundError("No module named 'wandb'", name="wandb")
+
+    patch = next(patch for patch in WRITER_PATCHES if "wandb" in patch.target)
+    with pytest.raises(HexiError, match=r"--wandb-project needs wandb, .*; pip install wandb"):
+        patch.build(set_writer)(Namespace())
 
 
 def test_a_rank_checks_only_the_file_that_it_writes(tmp_path):

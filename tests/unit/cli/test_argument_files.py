@@ -17,10 +17,17 @@ def test_a_file_of_arguments_is_the_job(hexi, asked):
     assert asked[0][0].fixed == {"micro_batch_size", "recompute"}
     assert (job.seq_length, job.micro_batch_size, job.global_batch_size) == (4096, 2, 4)
     assert (job.precision, job.recompute, job.distributed_optimizer) == ("bf16", "selective", False)
-    said, unread, *_ = done.err.splitlines()
+    said, left, unread, *_, lacks = done.err.splitlines()
     assert said.startswith("note: job.args says ")
-    for words in ("--seq-length 4096", "--recompute-granularity selective", "--no-use-distributed-optimizer"):
+    for words in ("--seq-length 4096", "--recompute-granularity selective"):
         assert words in said
+    assert left == (
+        "note: job.args leaves Megatron's defaults: --no-use-distributed-optimizer --no-overlap-grad-reduce "
+        "--no-sequence-parallel (--use-distributed-optimizer saves memory of each replica, "
+        "--overlap-grad-reduce saves time beside several replicas, --sequence-parallel saves memory beside "
+        "tensor parallelism)"
+    )
+    assert lacks == "note: not given: --save FOLDER (nothing is saved without)"
     assert unread == "note: job.args: plans do not depend on --lr, --train-iters"
     terms = read_plan("plan.yaml").job
     assert (terms.micro_batch_size, terms.global_batch_size, terms.recompute) == (2, 4, "selective")

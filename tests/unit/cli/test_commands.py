@@ -18,6 +18,7 @@ from tests.support.shell import call_hexi, is_one_error_line
 
 COMMANDS = [
     "arguments",
+    "capture",
     "catalog",
     "compare",
     "doctor",

@@ -3,8 +3,10 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -114,7 +116,8 @@ def test_every_option_reaches_the_planner(hexi, asked):
     assert (job.model.name, job.seq_length) == ("gpt-3b", 16384)
     switches = job.distributed_optimizer, job.overlap_gradients, job.sequence_parallel
     assert switches == (False, False, False)
-    assert (with_baselines, progress) == (True, None)
+    assert with_baselines
+    assert progress
 
 
 def test_defaults(hexi, asked):
@@ -242,14 +245,19 @@ def test_a_closed_folder_is_refused(folder, monkeypatch):
         check_outputs([], [Path("closed/plan.yaml")], None)
 
 
-def test_progress_is_for_terminals_only(monkeypatch):
+def test_a_terminal_shows_a_bar_and_a_file_a_line_every_ten_seconds(monkeypatch, capsys):
+    now = iter((0.0, 9.0, 11.0, 20.0, 21.5))
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
     with progress_bar() as tell:
-        assert tell is None
+        for done in range(1, 5):
+            tell("trying layouts", 1000 * done, 4000)
+    lines = ["trying layouts: 2,000 of 4,000 after 11 s", "trying layouts: 4,000 of 4,000 after 22 s"]
+    assert capsys.readouterr().err.splitlines() == lines
+    monkeypatch.undo()
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stderr", terminal)
     with progress_bar() as tell:
-        assert tell
         tell("trying layouts", 3, 1000)
         tell("done", 1000, 1000)
     assert "done" in terminal.getvalue()
@@ -270,10 +278,14 @@ def test_a_refusal_is_one_line_in_json_mode_too(hexi):
 
 
 def test_a_plan_says_which_kernels_it_counts_on(hexi, asked):
-    words = ("plan", "cluster.yaml", *JOB, "-o", "plan.yaml")
+    words = ("plan", "cluster.yaml", *JOB[:2], "--seq-length", "128K", "-o", "plan.yaml")
     out = hexi(*words).out
     assert "attention kernel: flash-attn-3 on H100-SXM-80GB, flash-attn-2 on A100-SXM-80GB" in out
+    longer = r"the shipped image has cudnn, with which this plan takes (\d+\.\d)% longer: build"
+    assert float(re.search(longer, " ".join(out.split()))[1]) >= 1
     assert "plan with --kernel H100-SXM-80GB=cudnn" in " ".join(out.split())
+    short = hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml").out  # attention is little of it
+    assert "the shipped image" not in short
     chosen = hexi(*words, "--kernel", "H100=cudnn,A100=flash-attn-2", "--json")
     found = {"H100-SXM-80GB": "cudnn", "A100-SXM-80GB": "flash-attn-2"}
     assert json.loads(chosen.out)["kernels"] == found
@@ -311,4 +323,4 @@ def test_another_model_s_flags_do_not_join_a_plan(hexi, asked):
     assert hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml").code == 0
     joined = hexi("launch", "plan.yaml", "--cluster", "cluster.yaml", "--model", "llama3-70b")
     assert joined.code == 2
-    assert "plan.yaml: workload.heads is 32, the job has --num-attention-heads 64; use a plan" in joined.err
+    assert "plan.yaml: workload.heads is 32, the job has --num-attention-heads 64; workload.kv" in joined.err

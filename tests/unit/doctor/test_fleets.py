@@ -33,6 +33,7 @@ PACKAGES = (
     Package("megatron-core", "0.19.2", ">=0.19,<0.20"),
     Package("transformer-engine", "2.16.0"),
     Package("apex", "0.1"),
+    Package("tensorboard", "2.20"),
 )
 CODE = ("sm_80", "sm_89", "sm_90", "sm_100")
 #: What test_doctor_rules.py says of versions and variables that differ.

@@ -36,6 +36,7 @@ def a_node(**changes: object) -> Facts:
         Package("megatron-core", "0.19.2", ">=0.19,<0.20"),
         Package("transformer-engine", "2.16.0"),
         Package("apex", "0.1"),
+        Package("tensorboard", "2.20"),
         Package("flash-attn", "2.8.3"),
         Package("ortools", "9.15.6755", ">=9.11"),
     )
@@ -142,6 +143,12 @@ def test_with_transformer_engine_megatron_still_asks_for_apex() -> None:
     assert problem.severity == "note"
     assert "fused_weight_gradient_mlp_cuda" in problem.what
     assert "--no-gradient-accumulation-fusion" in problem.remedy
+
+
+def test_logs_that_would_not_be_written_are_told_of() -> None:
+    problem = the_problem(with_package(a_node(), Package("tensorboard", None)))
+    assert problem.severity == "note"
+    assert "--tensorboard-dir writes nothing" in problem.what
 
 
 def test_a_cudnn_that_torch_refuses_is_an_error() -> None:

@@ -81,7 +81,8 @@ def test_a_note_says_what_it_gains(fast):
     gain = whole / fast.cost.iteration_s - 1
     count = fast.plan.replicas[0].ministages
     assert note == (
-        f"stages run in {count} interleaved ministages: without that the best layout takes {gain:.1%} longer"
+        f"stages run in {count} interleaved ministages: without that the best layout takes {gain:.1%} longer "
+        "(plan with --no-ministages)"
     )
     assert features_of(fast.plan) == ("ministages", "unequal_stages")
 

@@ -291,10 +291,9 @@ def test_the_kernel_that_the_image_lacks_is_named_with_what_to_type(tmp_path):
     cluster = read_cluster(tmp_path / "cluster.yaml")
     (gpu,) = assumed_kernels(None, cluster)
     assert gpu.startswith("H100")
-    (line,) = assumption_lines(None, cluster, {gpu: "flash-attn-3"})
+    (line,) = assumption_lines(cluster, {gpu: "flash-attn-3"})
     assert line.endswith(f"without it, plan with --kernel {gpu}=cudnn")
-    assert assumption_lines(None, cluster, {gpu: "cudnn"}) == []
-    assert assumption_lines(f"{gpu}=cudnn", cluster) == []
+    assert assumption_lines(cluster, {gpu: "cudnn"}) == []
 
 
 def test_a_kernel_that_the_shipped_image_lacks_is_not_asked_for():

@@ -10,11 +10,12 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 from rich.console import Console
 
+from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import ceiling_tokens_per_s, estimate
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, proportional_plan
-from megatron_hexi.report.comparison import compare, comparison_dict, comparison_report
+from megatron_hexi.report.comparison import alone_text, compare, comparison_dict, comparison_report
 from megatron_hexi.report.comparison_picture import draw_comparison
-from megatron_hexi.report.planned import host_lines, planned_dict, planned_report
+from megatron_hexi.report.planned import fabric_lines, host_lines, planned_dict, planned_report
 from megatron_hexi.report.share_lines import find_shares, spell_layout, spell_nodes, spell_recomputed
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.planned import baseline, make_planned
@@ -201,7 +202,7 @@ def raced():
             baseline("usp", 0.8 * alone, layout="2 groups of 2"),
             baseline("te-a2a+p2p", why_not="needs 99.0 GiB", layout="one group of 4"),
             baseline("proportion", 0.9 * alone, uniform=False),
-            baseline("homogeneous", alone, uniform=False),
+            baseline("homogeneous", alone, uniform=False, layout="2 DOUBLE alone: one group of 2"),
         ],
     )
 
@@ -225,8 +226,15 @@ def test_the_table_has_every_result_and_every_reason(raced):
     assert f"{0.8 * raced.cost.tokens_per_s:,.0f}" in line
     assert "[red]3 ranks do not divide 4 heads" in text
     assert "one group of 4: needs 99.0 GiB" in text
-    assert "hexi: 1.25 times as fast as the fastest uniform layout (usp)" in text
-    assert "1.00 times as fast as the fastest baseline (homogeneous)" in text
+    told = "hexi: 1.00 times as fast as 2 DOUBLE alone, 1.25 times as fast as the fastest uniform"
+    assert f"{told} layout (usp)" in text
+    assert "the fastest baseline" not in text  # said first
+
+
+def test_gpus_of_one_kind_are_not_compared_with_themselves(raced):
+    comparison = dataclasses.replace(compare(raced, FOUR), is_mixed=False)
+    assert comparison.one_kind is None
+    assert alone_text(comparison) == ""
 
 
 def test_the_document_of_a_comparison(raced):
@@ -323,6 +331,38 @@ def test_host_memory_that_nobody_measured_is_said_to_be_assumed_with_its_size():
     assert line.startswith("note: host memory beside H100-SXM-80GB: 61.3 of 200 GiB a GPU are used")
     assert host.estimate
     assert "both are assumed: say under host: in the cluster file what is there" in line
+
+
+FABRICS = """\
+name: two
+nodes:
+- {name: fast, gpu: H100-SXM-80GB, gpus: 2, network: {cards: 2, gbit_s: 400, fabric: infiniband}}
+- {name: near, gpu: H100-SXM-80GB, gpus: 2, network: {cards: 2, gbit_s: 400, fabric: infiniband}}
+- {name: far, gpu: H100-SXM-80GB, gpus: 2, network: {cards: 1, gbit_s: 0.5, latency_us: 7, fabric: roce}}
+fabrics: [{meet: [infiniband, roce], gbit_s: 0.5, latency_us: 20, per: node}]
+"""
+ONE_NETWORK = """\
+name: two
+nodes:
+- {name: fast, gpu: H100-SXM-80GB, gpus: 2, network: {gbit_s: 0.5, latency_us: 30}}
+- {name: near, gpu: H100-SXM-80GB, gpus: 2, network: {gbit_s: 0.5, latency_us: 30}}
+- {name: far, gpu: H100-SXM-80GB, gpus: 2, network: {gbit_s: 0.5, latency_us: 27}}
+"""
+
+
+def test_a_plan_over_two_fabrics_is_timed_over_the_cards_where_they_meet_too(tmp_path):
+    for name, text in (("two.yaml", FABRICS), ("one.yaml", ONE_NETWORK)):
+        (tmp_path / name).write_text(text)
+    two, one = (read_cluster(tmp_path / name) for name in ("two.yaml", "one.yaml"))
+    planned = make_planned(tiny_job(), two, [[[1], [1], [1], [1], [1], [1]]])
+    (note,) = fabric_lines(planned, two)
+    slower = estimate(planned.plan, planned.job, one).iteration_s / planned.cost.iteration_s - 1
+    assert slower > 0.01
+    assert "times count infiniband and roce side by side, which NCCL's variables do not give" in note
+    assert f"this plan takes {slower:.1%} longer" in note
+    inside = make_planned(tiny_job(), two, [[[1] * 4]], gpus=(0, 1, 2, 3))
+    assert fabric_lines(inside, two) == []
+    assert fabric_lines(make_planned(tiny_job(), one, [[[1] * 6]]), one) == []
 
 
 def test_a_notebook_shows_reports_as_html(planned):
