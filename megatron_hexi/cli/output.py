@@ -61,11 +61,7 @@ def print_report(report: RenderableType) -> None:
 
 
 class _Printable:
-    """A report without the control characters of names in it; colours are the console's own.
-
-    Args:
-        report: a report for rich.
-    """
+    """A report without the control characters of names in it; colours are the console's own."""
 
     def __init__(self, report: RenderableType) -> None:
         self._report = report

@@ -55,38 +55,22 @@ def read_terms(name_or_path: str | os.PathLike[str]) -> ArgumentTerms | None:
     """Return the job of a recipe or a file of Megatron's arguments; ``None`` for other kinds of models.
 
     Raises:
-        HexiError: see `read_model`.
+        HexiError: see `read_model`, also of the functions below.
     """
-    name = os.fspath(name_or_path)
-    found = _read(name)
-    if found is None:
-        return None
-    path, text = found
-    return None if _is_json(text, path) else terms_from_arguments(text, path)
+    found = _arguments(name_or_path)
+    return found and terms_from_arguments(found[1], found[0])
 
 
 def argument_words(name_or_path: str | os.PathLike[str]) -> list[str] | None:
-    """Return the words of a recipe, or of a file of Megatron's arguments; ``None`` for other kinds of models.
-
-    Raises:
-        HexiError: see `read_model`.
-    """
-    name = os.fspath(name_or_path)
-    found = _read(name)
-    if found is None:
-        return None
-    path, text = found
-    return None if _is_json(text, path) else split_words(text, path)
+    """Return the words of a recipe, or of a file of Megatron's arguments; ``None`` for other kinds."""
+    found = _arguments(name_or_path)
+    return found and split_words(found[1], found[0])
 
 
 def check_options(name_or_path: str | os.PathLike[str], plan: Plan) -> None:
-    """Check the options of a file of Megatron's arguments against a plan; other kinds of models have none.
-
-    Raises:
-        HexiError: see `read_model`; also if the plan does not support an option.
-    """
-    found = _read(os.fspath(name_or_path))
-    if found is not None and not _is_json(found[1], found[0]):
+    """Refuse options of a file of Megatron's arguments that a plan does not support; others have none."""
+    found = _arguments(name_or_path)
+    if found is not None:
         read_arguments(found[1], found[0], plan)
 
 
@@ -142,6 +126,12 @@ def reading_notes(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
         return ()
     listed = ", ".join(f"{word.text} (line {word.line})" for word in defaults)
     return (f"the environment is not read, these defaults are: {listed}",)
+
+
+def _arguments(name_or_path: str | os.PathLike[str]) -> tuple[Path, str] | None:
+    """Return the file and the text of Megatron's arguments; ``None`` for other kinds of models."""
+    found = _read(os.fspath(name_or_path))
+    return None if found is None or _is_json(found[1], found[0]) else found
 
 
 def _read(name: str) -> tuple[Path, str] | None:

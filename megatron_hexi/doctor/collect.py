@@ -38,13 +38,7 @@ _PARTS: dict[str, Callable[[], Any]] = {
 
 
 def collect(rank: int | None, checkout: Checkout | None = None, progress: Progress | None = None) -> Facts:
-    """Return the facts about this machine and this process.
-
-    Args:
-        rank: this process's number in the job; ``None`` without a launcher.
-        checkout: facts about a Megatron-LM checkout.
-        progress: callback with the part being examined.
-    """
+    """Return the facts about this machine and this process."""
     parts: dict[str, Any] = {}
     unknown: list[tuple[str, str]] = []
     for done, (name, find) in enumerate(_PARTS.items()):

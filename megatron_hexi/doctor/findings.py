@@ -32,12 +32,7 @@ _OF_ONE_RANK = ("RANK", "LOCAL_RANK")
 
 
 def doctor_report(facts: Sequence[Facts], problems: Sequence[Problem]) -> RenderableType:
-    """Return problems first, then tables of software, kernels, patches, network and variables.
-
-    Args:
-        facts: facts of the ranks that answered, in rank order.
-        problems: problems, the worst first.
-    """
+    """Return problems first, then tables of software, kernels, patches, network and variables."""
     tables = (_software, _kernels, _patches, _network, _environment)
     return Group(*_findings(problems), *(part for table in tables if (part := table(facts)) is not None))
 

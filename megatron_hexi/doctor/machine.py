@@ -33,9 +33,6 @@ _PLUGINS = ("nccl-net", "nccl-tuner")
 def find_network(infiniband: Path = _INFINIBAND) -> NetworkFacts:
     """Return interfaces, InfiniBand ports, and the addresses of the machine's own name.
 
-    Args:
-        infiniband: the kernel's folder of InfiniBand devices.
-
     Raises:
         ImportError: psutil is not installed.
     """
@@ -43,12 +40,7 @@ def find_network(infiniband: Path = _INFINIBAND) -> NetworkFacts:
 
 
 def find_cpu(cpus: Path = _CPUS, numa: Path = _NUMA) -> Cpu:
-    """Return vendor and model of the processors, and the number of NUMA nodes.
-
-    Args:
-        cpus: the kernel's list of processors.
-        numa: its folder of NUMA nodes.
-    """
+    """Return vendor and model of the processors, and the number of NUMA nodes."""
     fields: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in cpus.read_text(errors="replace").splitlines():
@@ -61,11 +53,7 @@ def find_cpu(cpus: Path = _CPUS, numa: Path = _NUMA) -> Cpu:
 
 
 def find_nccl_plugins(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the names of the plugin libraries that NCCL would load.
-
-    Args:
-        environment: whose ``LD_LIBRARY_PATH`` is searched before the system's folders.
-    """
+    """Return the names of the plugin libraries that NCCL would load."""
     folders = [Path(folder) for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if folder]
     return tuple(
         f"lib{name}.so"

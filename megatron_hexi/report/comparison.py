@@ -107,12 +107,7 @@ class Comparison:
 
 
 def compare(planned: Planned, cluster: Cluster) -> Comparison:
-    """Return the results of a plan and its baselines.
-
-    Args:
-        planned: the plan, with all its baselines.
-        cluster: the plan's cluster.
-    """
+    """Return the results of a plan and its baselines."""
     shares = find_shares(planned.plan, planned.job, planned.cost, cluster)
     cost = planned.cost
     again = spell_recomputed(planned.plan, planned.job)

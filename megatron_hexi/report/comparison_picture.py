@@ -40,10 +40,6 @@ def draw_comparison(comparison: Comparison, title: str) -> Figure:
     """Draw tokens/s on the left, seconds of an iteration by phase on the right; the fastest at the top.
 
     The ceiling and the lower bound are lines; a baseline without a layout shows the reason.
-
-    Args:
-        comparison: the results.
-        title: title of the figure.
     """
     results = comparison.results
     figure = Figure(figsize=(15, 2.6 + 0.62 * len(results)), layout="constrained")

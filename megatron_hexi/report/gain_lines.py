@@ -13,12 +13,7 @@ if TYPE_CHECKING:  # brings the solver, which a report does not need
 
 
 def gains_report(planned: Planned, gains: Sequence[Gain]) -> RenderableType:
-    """Return a line for each feature: the best plan without it, and the option that asks for that.
-
-    Args:
-        planned: the plan.
-        gains: gains of the features that it uses.
-    """
+    """Return a line for each feature: the best plan without it, and the option that asks for that."""
     if not gains:
         return Text("gains: the plan is one of Megatron's own flags")
     return Group(*(Text(_line(planned, gain)) for gain in gains))

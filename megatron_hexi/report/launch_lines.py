@@ -128,12 +128,7 @@ def megatron_flags(model_words: Sequence[str], more: Sequence[str], plan: Plan, 
 
 
 def trial_notes(flags: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return notes on flags that were made up for a trial, and on flags that a real training lacks.
-
-    Args:
-        flags: the flags of `megatron_flags`.
-        given: words of the user: those of a file of arguments, and on the command line.
-    """
+    """Return notes on flags that were made up for a trial, and on flags that a real training lacks."""
     names, given_names = ({word.partition("=")[0] for word in words} for words in (flags, given))
     made_up = {*_TRIAL, "--train-iters", "--train-samples"} & names - given_names
     told = [line for line in _flag_lines(flags) if line.partition(" ")[0] in made_up and line not in _QUIET]
@@ -148,10 +143,6 @@ def trial_notes(flags: Sequence[str], given: Sequence[str]) -> list[str]:
 
 def check_flags(flags: Sequence[str], plan: Plan) -> None:
     """Check flags against their plan, as each rank does before it allocates anything.
-
-    Args:
-        flags: all flags of Megatron, with the plan's.
-        plan: the plan.
 
     Raises:
         HexiError: see `megatron_flags`.
@@ -225,16 +216,6 @@ def launch_lines(
     written: str | None = None,
 ) -> LaunchLines:
     """Return the commands of a plan.
-
-    Args:
-        plan: the plan.
-        cluster: the plan's cluster.
-        flags: the flags of `megatron_flags`.
-        plan_path: the plan's file.
-        cluster_path: the cluster's file.
-        model: a value of ``--model``.
-        more: the user's own flags, which a command that writes a file of the flags repeats.
-        written: a file that has the flags; ``None``: the first of Slurm's commands writes one.
 
     Raises:
         PlanError: the plan was made for another cluster.

@@ -31,12 +31,7 @@ _BEST = 5e-4
 
 
 def planned_report(planned: Planned, cluster: Cluster) -> Report:
-    """Return the plan in a few lines and a table.
-
-    Args:
-        planned: the plan with its prediction.
-        cluster: the plan's cluster.
-    """
+    """Return the plan in a few lines and a table."""
     shares = find_shares(planned.plan, planned.job, planned.cost, cluster)
     return Report(
         Text(job_line(planned.job, cluster)),
@@ -174,12 +169,7 @@ def kernel_lines(planned: Planned, cluster: Cluster) -> list[str]:
 
 
 def assumption_lines(cluster: Cluster, planned: Mapping[str, str]) -> list[str]:
-    """Return a note for each of a plan's kernels that the shipped image lacks, with the one that it has.
-
-    Args:
-        cluster: the cluster that was planned for.
-        planned: the plan's kernels, by GPU.
-    """
+    """Return a note for each of a plan's kernels that the shipped image lacks, with the one that it has."""
     return [
         f"note: {assumed} was assumed on {gpu}; the shipped image has none: without it, plan with "
         f"--kernel {gpu}={shipped}"

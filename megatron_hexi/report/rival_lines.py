@@ -18,13 +18,7 @@ if TYPE_CHECKING:  # brings the solver, which a report does not need
 
 
 def rivals_report(planned: Planned, cluster: Cluster, *, explain: bool = False) -> RenderableType:
-    """Return the next best layouts: a line each, or a table of time and memory.
-
-    Args:
-        planned: the plan, with its rivals.
-        cluster: the plan's cluster.
-        explain: whether to show the table.
-    """
+    """Return the next best layouts: a line each, or a table of time and memory."""
     if not planned.rivals and not explain:
         return Text("next best: no other kind of layout that fits came within 10 % of it")
     rows = _rows(planned, cluster)

@@ -30,12 +30,7 @@ _NAMES = re.compile(r'(\bid="|url\(#|href="#)')
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing in the page.
-
-    Args:
-        svg: text of the SVG.
-        alt: description for readers who do not see it.
-    """
+    """A drawing in the page."""
 
     svg: Markup
     alt: str

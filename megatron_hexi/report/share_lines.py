@@ -152,14 +152,7 @@ def _runs(cuts: Sequence[tuple[tuple[object, ...], _Cut]]) -> list[_Run]:
 
 
 def find_shares(plan: Plan, job: Job, cost: IterationCost, cluster: Cluster) -> tuple[ShareLine, ...]:
-    """Return the lines of the table of shares, in plan order.
-
-    Args:
-        plan: the plan.
-        job: the plan's job.
-        cost: the cost model's prediction.
-        cluster: the plan's cluster.
-    """
+    """Return the lines of the table of shares, in plan order."""
     facts = _RankFacts.of(plan, cost, cluster)
     equal = job.global_batch_size // job.micro_batch_size // len(plan.replicas)
     length = plan.workload.seq_length

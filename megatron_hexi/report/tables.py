@@ -45,12 +45,7 @@ _COLUMNS: dict[str, Callable[[Plan, Sequence[UnitSummary]], bool]] = {
 
 
 def plan_report(plan: Plan, rows: Sequence[UnitSummary]) -> RenderableType:
-    """Return the plan for a terminal: workload, units, and the planner's estimate.
-
-    Args:
-        plan: the plan.
-        rows: its units.
-    """
+    """Return the plan for a terminal: workload, units, and the planner's estimate."""
     parts: list[RenderableType] = [Text(_workload_line(plan.workload)), units_table(plan, rows)]
     if (plan.job.virtual_stages or 1) > 1:
         parts.append(Text(_chunks_line(plan.job)))
