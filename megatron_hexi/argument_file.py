@@ -61,10 +61,6 @@ def read_words(path: Path) -> list[str]:
 def split_words(text: str, path: Path) -> list[str]:
     """Return the words of a file of arguments.
 
-    Args:
-        text: contents of the file.
-        path: the file, for errors.
-
     Raises:
         HexiError: see `located_words`.
     """
@@ -73,10 +69,6 @@ def split_words(text: str, path: Path) -> list[str]:
 
 def located_words(text: str, path: Path) -> list[Word]:
     """Return the words of a file of arguments, each with its line.
-
-    Args:
-        text: contents of the file.
-        path: the file, for errors.
 
     Raises:
         HexiError: a quote or an array is not closed, variables stand where a shell would fill them in, words

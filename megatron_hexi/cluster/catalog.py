@@ -67,10 +67,6 @@ def unknown_device(name: str, known: Iterable[str]) -> str:
 def catalog_with(entries: Mapping[str, DeviceEntry], source: YamlFile) -> Mapping[str, Device]:
     """Return the catalogue, extended and overridden by the devices and measured curves of a cluster file.
 
-    Args:
-        entries: the cluster file's devices by name.
-        source: the cluster file, for errors.
-
     Raises:
         ClusterError: an entry lacks a field that the catalogue does not have either, or breaks a rule.
     """

@@ -23,11 +23,6 @@ def check_size(file: ClusterFile, source: YamlFile) -> None:
 def check_cluster(file: ClusterFile, devices: Mapping[str, Device], source: YamlFile) -> None:
     """Check that a cluster file obeys all rules.
 
-    Args:
-        file: the cluster file, whose values have the right types and whose size passed `check_size`.
-        devices: devices of the catalogue and of the file, by name.
-        source: the YAML document of the file, for line numbers in errors.
-
     Raises:
         ClusterError: a rule is broken; the message names the first such rule.
     """

@@ -16,10 +16,6 @@ _EXAMPLE = "{gbit_s: 100, latency_us: 10, per: node}"
 def check_network(file: ClusterFile, source: YamlFile) -> None:
     """Check the networks and fabrics of a cluster file, but not its levels and its matrix.
 
-    Args:
-        file: the cluster file, whose values have the right types.
-        source: the YAML document of the file, for line numbers in errors.
-
     Raises:
         ClusterError: a rule is broken; the message names the first such rule.
     """

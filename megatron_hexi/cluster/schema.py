@@ -14,11 +14,6 @@ from megatron_hexi.yaml_schema import parse, short
 def parse_file[T](kind: TypeAdapter[T], source: YamlFile, shape: str) -> T:
     """Parse a YAML document into a value of a type.
 
-    Args:
-        kind: the type.
-        source: the YAML document.
-        shape: description of a correct file, for the error about an empty or wholly different file.
-
     Raises:
         ClusterError: the document does not fit the type; the message names the file, line, place, value and
             remedy of the first error.

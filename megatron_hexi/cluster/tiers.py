@@ -15,11 +15,6 @@ def find_tiers(file: ClusterFile, nodes: Sequence[Node], ranks: Sequence[Rank]) 
     """Return the tiers of links, from the inside out, of a cluster file without a matrix.
 
     A file without a network has no tiers.
-
-    Args:
-        file: the cluster file.
-        nodes: the cluster's nodes, with their cards.
-        ranks: the cluster's ranks.
     """
     if not file.networks:
         return ()

@@ -270,12 +270,7 @@ class Cluster:
 
 
 def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
-    """Build the cluster that a checked cluster file describes.
-
-    Args:
-        file: the cluster file.
-        devices: devices of the catalogue and of the file, by name.
-    """
+    """Build the cluster that a checked cluster file describes."""
     nodes_devices: list[tuple[Node, Sequence[Device]]] = []
     for number, entry in enumerate(file.nodes):
         device = devices[entry.gpu].at_speed(entry.speed)

@@ -63,10 +63,6 @@ def is_bridge(text: str) -> bool:
 def bridge_arguments(text: str, path: Path) -> BridgeArguments:
     """Translate a Bridge configuration into Megatron's arguments.
 
-    Args:
-        text: the YAML, for which `is_bridge` holds.
-        path: path of its file, for errors.
-
     Raises:
         HexiError: a field whose value no argument of Megatron expresses; with line, field, value and remedy.
     """

@@ -60,14 +60,7 @@ _SINGLE = (
 
 @dataclass(frozen=True)
 class _Setting:
-    """One of Megatron's arguments with the value that the plan gives it.
-
-    Args:
-        place: place of the setting in the plan.
-        stated: value of the setting in the plan.
-        flag: flag of Megatron's argument.
-        value: value of Megatron's argument.
-    """
+    """One of Megatron's arguments with the value that the plan gives it."""
 
     place: str
     stated: Any
@@ -86,11 +79,6 @@ class _Setting:
 
 def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
     """Set Megatron's arguments by the plan's `job`, and refuse a command line that contradicts the plan.
-
-    Args:
-        args: Megatron's arguments, before Megatron's own checks; changed in place.
-        given: flags that the user wrote.
-        plan: the plan.
 
     Returns:
         The arguments that were set, as command-line text.

@@ -18,10 +18,6 @@ MOST_LAYERS = 2**14
 def layer_features(args: Namespace, source: str) -> dict[str, Any]:
     """Return the fields of `megatron_hexi.cost.Model` that describe the kinds of a model's layers.
 
-    Args:
-        args: Megatron's arguments, after `resolve`.
-        source: file or command line of the arguments, for errors.
-
     Raises:
         HexiError: a pattern does not fit the model's number of layers, or latent attention has weights that
             the cost model does not count.
@@ -40,10 +36,6 @@ def layer_features(args: Namespace, source: str) -> dict[str, Any]:
 
 def layers_by_state(args: Namespace, source: str) -> tuple[bool, ...]:
     """Return for each layer of the model whether it passes a state along the sequence.
-
-    Args:
-        args: Megatron's arguments.
-        source: file or command line of the arguments, for errors.
 
     Raises:
         HexiError: the pattern of delta nets does not fit the model's number of layers.
@@ -116,10 +108,6 @@ def mamba_state(args: Namespace, source: str) -> dict[str, Any]:
     """Return the fields of `State` of Mamba layers.
 
     Without a number of heads, all heads together are twice as wide as the model (MambaMixer).
-
-    Args:
-        args: Megatron's arguments.
-        source: file or command line of the arguments, for errors.
 
     Raises:
         HexiError: the size of a head does not divide that width.

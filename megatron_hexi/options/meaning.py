@@ -16,10 +16,6 @@ from megatron_hexi.options.layer_features import layer_features
 def resolve(args: Namespace, source: str) -> None:
     """Replace older spellings of arguments by current ones, and set arguments that follow from others.
 
-    Args:
-        args: Megatron's arguments as parsed; changed in place.
-        source: file or command line of the arguments, for errors.
-
     Raises:
         HexiError: arguments contradict each other in Megatron.
     """
@@ -49,10 +45,6 @@ def resolve(args: Namespace, source: str) -> None:
 
 def model_features(args: Namespace, source: str) -> dict[str, Any]:
     """Return the fields of `megatron_hexi.cost.Model` that describe the parts of a layer.
-
-    Args:
-        args: Megatron's arguments, after `resolve`.
-        source: file or command line of the arguments, for errors.
 
     Raises:
         HexiError: `layer_features` refuses the arguments.

@@ -81,10 +81,6 @@ def _row(document: dict[str, Any]) -> Row:
 def parse_words(words: Sequence[Word], source: str) -> Parsed:
     """Parse words as Megatron's command line.
 
-    Args:
-        words: words of an argument file or of a command line.
-        source: file or command line of the words, for errors.
-
     Raises:
         HexiError: there are unknown options, words that belong to no option, or wrong values; the message
             names each with its line.
@@ -96,10 +92,6 @@ def parse_words(words: Sequence[Word], source: str) -> Parsed:
 
 def parse_and_judge(words: Sequence[Word], source: str) -> tuple[Parsed, list[str]]:
     """Parse words as Megatron's command line, without those that it cannot take.
-
-    Args:
-        words: words of an argument file or of a command line.
-        source: file or command line of the words, for errors.
 
     Returns:
         The arguments, and a message for each fault: see `parse_words`.

@@ -12,10 +12,6 @@ from megatron_hexi.plan.experts import held_experts
 def check_experts(args: Namespace, plan: Plan) -> None:
     """Check the experts of a job against a plan whose stages state their layers.
 
-    Args:
-        args: Megatron's arguments, before Megatron's own checks.
-        plan: the plan.
-
     Raises:
         PlanError: job and plan contradict each other; the message has both values.
     """

@@ -66,11 +66,6 @@ def hold_job(args: Namespace, given: set[str], plan: Plan) -> list[str]:
 def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
     """Check a job against a plan whose stages state their layers.
 
-    Args:
-        args: Megatron's arguments, before Megatron's own checks.
-        given: flags that the user wrote.
-        plan: the plan.
-
     Raises:
         PlanError: job and plan contradict each other; the message has both values.
     """
@@ -301,10 +296,6 @@ def check_ranks(args: Namespace, plan: Plan) -> None:
 
 def replica_shares(args: Namespace, plan: Plan) -> tuple[Share, ...] | None:
     """Return each replica's share of the global batch.
-
-    Args:
-        args: Megatron's arguments, with a global batch size.
-        plan: the plan.
 
     Returns:
         The share of each replica; ``None`` if the replicas are equal, so that Megatron assigns micro-batches.

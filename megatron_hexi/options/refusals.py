@@ -27,12 +27,7 @@ def refused() -> list[Refused]:
 
 
 def find_refused(args: Namespace, plan: PlanKind) -> list[Refused]:
-    """Return the rules that refuse options of a job with a plan of this kind, its own kind's first.
-
-    Args:
-        args: Megatron's arguments.
-        plan: the kind of plan.
-    """
+    """Return the rules that refuse options of a job with a plan of this kind, its own kind's first."""
     return [
         option
         for option in sorted(refused(), key=lambda option: option.beside != plan)
@@ -44,10 +39,6 @@ def find_refused(args: Namespace, plan: PlanKind) -> list[Refused]:
 
 def refuse_unsupported(args: Namespace, plan: PlanKind) -> None:
     """Refuse a job with options that a plan of this kind does not support.
-
-    Args:
-        args: Megatron's arguments.
-        plan: the kind of plan.
 
     Raises:
         PlanError: the job has such options; the message has each option, its reason and its remedy.

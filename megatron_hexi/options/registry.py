@@ -24,19 +24,12 @@ ADDED: Final = {"--attention-dropout": "0", "--hidden-dropout": "0", "--eval-ite
 
 
 def class_of(flag: str) -> OptionClass:
-    """Return the class of an option.
-
-    Args:
-        flag: a spelling of the option in any supported version.
-    """
+    """Return the class of an option."""
     return class_and_reason(flag)[0]
 
 
 def class_and_reason(flag: str) -> tuple[OptionClass, str]:
     """Return the class of an option, and the reason for this class.
-
-    Args:
-        flag: a spelling of the option in any supported version.
 
     Raises:
         LookupError: the option has no class, or two classes.

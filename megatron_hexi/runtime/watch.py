@@ -95,12 +95,7 @@ class Watch:
         self._give_signals_back()
 
     def tell(self, message: str, code: int) -> None:
-        """Post the reason why this rank ends, and wait until all ranks have read it.
-
-        Args:
-            message: error message, one line.
-            code: exit code of all ranks.
-        """
+        """Post the reason why this rank ends, and wait until all ranks have read it."""
         if os.getpid() == self._process and not self._closed.is_set():
             self._claim()
             self._others.tell(self._others.own_fault(message, code))
