@@ -219,12 +219,7 @@ def routed_times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Float
 
 
 def expert_messages(sections: Sequence[Section], placed: Sequence[ExpertsOnRanks]) -> ExpertMessages:
-    """Return the messages from the ranks of one stage to the ranks that hold experts, in one layer.
-
-    Args:
-        sections: the sections of one stage, for a model with experts.
-        placed: the experts of each section's units.
-    """
+    """Return the messages from the ranks of one stage to the ranks that hold experts, in one layer."""
     return _domain_messages(*_exchange_of(sections, placed))
 
 

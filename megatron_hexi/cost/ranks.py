@@ -85,12 +85,7 @@ def paces(ranks: Sequence[RankCost]) -> tuple[Pace, ...]:
 
 
 def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
-    """Return time and memory of each rank of the job, by rank.
-
-    Args:
-        cluster: the cluster.
-        timing: time and memory of an iteration, in arrays over units.
-    """
+    """Return time and memory of each rank of the job, by rank."""
     ranks: list[RankCost] = []
     waited = np.array(timing.synchronisation)
     for section, cost, optimizer, memory, host_memory in zip(

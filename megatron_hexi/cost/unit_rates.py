@@ -27,11 +27,6 @@ _LEAST = 1e-6
 def unit_rates(plan: Plan, job: Job, cluster: Cluster) -> UnitRates:
     """Return speed and memory of each unit of a plan without pipeline stages, in rank order.
 
-    Args:
-        plan: the plan.
-        job: the job of the plan.
-        cluster: the cluster that the plan runs on.
-
     Raises:
         PlanError: the plan gives stages their layers, the job has several pipeline stages, or layers have a
             state, whose heads are the plan's in every batch.

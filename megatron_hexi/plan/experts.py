@@ -52,10 +52,6 @@ def expert_domains(stage: Stage, total: int) -> tuple[tuple[HeldExperts, ...], .
     """Return the expert domains of a stage: for each, the experts of its ranks, in ascending order of rank.
 
     A unit without experts belongs to the expert domain before it, or to the first.
-
-    Args:
-        stage: the stage.
-        total: number of experts of a layer.
     """
     domains: list[list[HeldExperts]] = [[]]
     together = 0  # experts of the last domain's ranks; the slices of an expert count once

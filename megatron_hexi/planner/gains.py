@@ -26,13 +26,7 @@ class Gain:
 
 
 def find_gains(request: Request, cluster: Cluster, plan: Plan) -> tuple[Gain, ...]:
-    """Return the gain of each feature that a plan uses, by planning once more without that feature.
-
-    Args:
-        request: the request that the plan was made for.
-        cluster: the cluster that the plan was made for.
-        plan: the plan.
-    """
+    """Return the gain of each feature that a plan uses, by planning once more without that feature."""
     gains = []
     for feature in features_of(plan):
         rules = replace(request.rules, **{feature: False})

@@ -47,12 +47,7 @@ class Interleaving:
         self.trials = 0
 
     def best(self, plan: Candidate, found: Sequence[Candidate]) -> Candidate:
-        """Return the best of a plan, and of this and other plans with their ministages interleaved.
-
-        Args:
-            plan: the best plan found, which fits.
-            found: plans that fit.
-        """
+        """Return the best of a plan, and of this and other plans with their ministages interleaved."""
         best = plan
         if not self._request.may_interleave:
             return best

@@ -39,10 +39,6 @@ def missing_memory(request: Request, cluster: Cluster) -> MissingMemory:
     """Return the memory that is missing if nothing is kept in host memory and nothing is held twice.
 
     A plan may need more, because layers are whole and replicas repeat weights, or less, because it offloads.
-
-    Args:
-        request: the job, and what of it is fixed.
-        cluster: the cluster that the job is to run on.
     """
     recompute = request.job.recompute if "recompute" in request.fixed else "full"
     job = replace(

@@ -47,13 +47,7 @@ def margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:
 
 
 def left_out(best: Candidate, cluster: Cluster, tried: Sequence[Candidate]) -> tuple[str, ...]:
-    """A note on the GPUs without work, with the time of plans that use more GPUs; empty if all work.
-
-    Args:
-        best: the chosen plan.
-        cluster: the cluster with all GPUs.
-        tried: plans that were timed and fit.
-    """
+    """A note on the GPUs without work, with the time of plans that use more GPUs; empty if all work."""
     used = gpus_of(best.plan, cluster)
     idle = [gpu for gpu in range(len(cluster.ranks)) if gpu not in used]
     if not idle:

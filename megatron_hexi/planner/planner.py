@@ -216,10 +216,6 @@ def _check_nodes(cluster: Cluster) -> None:
 def check_depth(stages: int, layers: int) -> None:
     """Refuse a pipeline that is deeper than any that is planned.
 
-    Args:
-        stages: the number of stages asked for.
-        layers: the number of the model's layers.
-
     Raises:
         HexiError: there are more stages than layers, or than the planner tries.
     """

@@ -61,12 +61,7 @@ class SavedPlans:
         return self._savings.trials
 
     def best(self, plan: Candidate, found: list[Candidate]) -> Candidate:
-        """Return the best of a plan, its variants that save memory, and such variants of other plans.
-
-        Args:
-            plan: the best plan found, which fits.
-            found: plans that fit.
-        """
+        """Return the best of a plan, its variants that save memory, and such variants of other plans."""
         starts = [plan, *best_of_each_kind(found, plan)[: _STARTS - 1]]
         # Samples in place of tokens are worth most where all layers are on all GPUs.
         whole = (one for one in found if all(len(replica.stages) == 1 for replica in one.plan.replicas))

@@ -128,10 +128,6 @@ class Config:
 def read_config(text: str, path: Path) -> Config:
     """Return the config.json of a text, after checking that every field is used, harmless or supported.
 
-    Args:
-        text: the text of the file.
-        path: the file, for messages.
-
     Raises:
         HexiError: the text is not JSON, its type is unknown, its class is no causal language model, or a
             field is not supported or not known; with file, field, value and remedy.
@@ -193,11 +189,6 @@ def _language_model(values: dict[str, Any], path: Path) -> tuple[dict[str, Any],
 
 def positive(value: Any, field: str, path: Path) -> float:
     """Return a value as a number.
-
-    Args:
-        value: the value.
-        field: name of its field, for the message.
-        path: the file, for the message.
 
     Raises:
         HexiError: the value is not a finite number above 0.

@@ -24,10 +24,6 @@ def model_from_config(text: str, path: Path) -> Model:
     Constants that Megatron has no flag for do not matter here: no weight, time or memory depends on them.
     For a model with vision the language model is returned; its `source` says so.
 
-    Args:
-        text: the text of the file.
-        path: the file, for messages.
-
     Raises:
         HexiError: the text is not JSON, its type is unknown, or a field is missing, unusable, unknown or not
             supported; with file, field, value and remedy.

@@ -46,11 +46,6 @@ class Event:
 def find_events(scenario: Scenario, cluster: Cluster, source: YamlFile) -> tuple[Event, ...]:
     """Return all events of a scenario, in the order in which they begin.
 
-    Args:
-        scenario: the scenario file.
-        cluster: the cluster.
-        source: the file, for errors.
-
     Raises:
         HexiError: a name that the cluster does not have, a time after the end, or too many events.
     """

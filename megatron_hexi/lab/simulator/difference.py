@@ -53,12 +53,7 @@ class Difference:
 
 
 def compare_with_model(simulation: Simulation, cost: IterationCost) -> tuple[Difference, ...]:
-    """Return the differences by phase, and last of the whole iteration.
-
-    Args:
-        simulation: simulation of a plan.
-        cost: prediction of the same plan, job, cluster and GPUs.
-    """
+    """Return the differences by phase, and last of the whole iteration."""
     model, simulated = cost.phases.by_name, simulation.phases.by_name
     least = _SAME * cost.iteration_s
     moves = simulated["all_to_all"] - model["all_to_all"]

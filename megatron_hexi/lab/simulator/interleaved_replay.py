@@ -11,12 +11,7 @@ _WORK, _ROWS = "work", "rows"
 
 
 def replay_interleaved(pipeline: InterleavedPipeline, replica: int) -> tuple[list[PipelineSpan], float]:
-    """Return the passes of micro-batches in each stage, and the time at which the last one ends.
-
-    Args:
-        pipeline: the stages.
-        replica: number of the replica.
-    """
+    """Return the passes of micro-batches in each stage, and the time at which the last one ends."""
     graph = TaskGraph()
     depth, count = pipeline.parts.shape
     orders = [pipeline_steps(depth, stage, pipeline.micro_batches, count) for stage in range(depth)]

@@ -25,12 +25,7 @@ _ROWS_IN, _ROWS_OUT = "rows in", "rows out"
 
 
 def replay_ministages(pipeline: MinistagePipeline, replica: int) -> tuple[list[PipelineSpan], float]:
-    """Return the passes of micro-batches in each stage, and the time at which gradients are reduced.
-
-    Args:
-        pipeline: the stages.
-        replica: number of the replica.
-    """
+    """Return the passes of micro-batches in each stage, and the time at which gradients are reduced."""
     graph = TaskGraph()
     depth, count = pipeline.parts.shape
     orders = [ministage_passes(count, gives_loss=stage == depth - 1) for stage in range(depth)]

@@ -32,13 +32,7 @@ _LINKS = 8
 def timeline_report(
     simulation: Simulation, cost: IterationCost, differences: Sequence[Difference]
 ) -> RenderableType:
-    """Return the simulation for a terminal: summary, ranks, busiest links, and the cost model.
-
-    Args:
-        simulation: simulation of a plan.
-        cost: the cost model's prediction of the same.
-        differences: differences between the two.
-    """
+    """Return the simulation for a terminal: summary, ranks, busiest links, and the cost model."""
     return Group(
         Text(_headline(simulation, cost)),
         Text(_replayed_line(simulation)),
@@ -91,13 +85,7 @@ def differences_table(differences: Sequence[Difference]) -> Table:
 def timeline_dict(
     simulation: Simulation, cost: IterationCost, differences: Sequence[Difference]
 ) -> dict[str, Any]:
-    """Return the simulation without its events as plain values: seconds, bytes, tokens/s.
-
-    Args:
-        simulation: simulation of a plan.
-        cost: the cost model's prediction of the same.
-        differences: differences between the two.
-    """
+    """Return the simulation without its events as plain values: seconds, bytes, tokens/s."""
     return {
         "iteration_s": simulation.iteration_s,
         "tokens_per_s": simulation.tokens_per_s,

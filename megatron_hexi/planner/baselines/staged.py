@@ -266,12 +266,7 @@ def _assign_batch(micro_batches: int, seconds: Sequence[float]) -> tuple[int, ..
 
 
 def spell_stages(plan: Plan, cluster: Cluster) -> str:
-    """Return a plan as text, such as ``40 x (8 H100, TP 4: 27 layers / 24 A100, TP 8: 37 layers)``.
-
-    Args:
-        plan: a plan whose stages may differ.
-        cluster: the cluster that the plan is for.
-    """
+    """Return a plan as text, such as ``40 x (8 H100, TP 4: 27 layers / 24 A100, TP 8: 37 layers)``."""
     gpus = rank_gpus(plan, len(cluster.ranks))
     replicas = []
     for replica in plan.replicas:

@@ -24,14 +24,7 @@ from megatron_hexi.planner.search.guess import group_cap
 
 
 def balance(judge: Judge, rates: Rates, trial: Trial, rounds: int) -> Trial:
-    """Return the best of a trial and its rebalanced layouts.
-
-    Args:
-        judge: the judge that times layouts.
-        rates: best rates of the trial's fleet.
-        trial: a trial of one domain.
-        rounds: the most layouts to time.
-    """
+    """Return the best of a trial and its rebalanced layouts."""
     best = trial
     for _ in range(rounds):
         following = rebalanced(rates, trial)

@@ -32,13 +32,7 @@ _LEVERAGE = 5.0
 
 
 def polish(judge: Judge, trial: Trial, budget: int) -> Trial:
-    """Return the best layout found by at most `budget` more trials.
-
-    Args:
-        judge: the judge that times layouts.
-        trial: a trial of one domain.
-        budget: the most layouts to time.
-    """
+    """Return the best layout found by at most `budget` more trials."""
     end = judge.trials + budget
 
     def keep(layout: Layout, window: int) -> bool:
