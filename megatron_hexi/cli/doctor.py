@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,8 +51,8 @@ def doctor(
     from megatron_hexi.doctor import doctor_dict, doctor_report, examine, launched_job
 
     job = None if local else launched_job()
-    first = os.environ.get("RANK", "0") == "0"
-    with progress_bar() if first else contextlib.nullcontext() as progress:
+    shows_bar = os.environ.get("RANK", "0") == "0" and sys.stderr.isatty()
+    with progress_bar() if shows_bar else contextlib.nullcontext() as progress:
         findings = examine(job, _look_at(megatron), timeout, progress)
     if findings.facts:
         if as_json:
