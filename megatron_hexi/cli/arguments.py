@@ -11,7 +11,7 @@ import typer
 from megatron_hexi.argument_file import MAX_BYTES, split_words
 from megatron_hexi.cli.options import output_option, whole
 from megatron_hexi.cli.output import check_outputs, say, tell
-from megatron_hexi.cost.megatron_arguments import check_arguments
+from megatron_hexi.cost.megatron_arguments import read_arguments
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import read_plan
 from megatron_hexi.slurm import plan_start
@@ -45,7 +45,7 @@ def arguments(
     if os.path.exists(checkpoints) and not os.path.isdir(checkpoints):
         raise HexiError(f"--checkpoints {checkpoints}: is no folder; give one, which need not be there yet")
     text = read_text(file, MAX_BYTES)
-    check_arguments(text, file, read_plan(plan))
+    read_arguments(text, file, read_plan(plan))
     words = split_words(text, file)
     start = plan_start(
         words, file, plan=plan, checkpoints=checkpoints, save_interval=save_interval, again=again

@@ -153,7 +153,7 @@ def _settings(row: Row) -> Iterator[tuple[str, ...]]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     capability = torch.cuda.get_device_capability
-    torch.cuda.get_device_capability = lambda *_, **__: (9, 0)  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda *_, **__: (9, 0)
     try:
         with (
             warnings.catch_warnings(),
