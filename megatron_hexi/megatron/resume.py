@@ -48,12 +48,7 @@ _SCHEDULE = re.compile(r"class input value (\S+) and checkpoint\s*value (\S+) fo
 
 
 def check_model(folder: str, args: Namespace, saved: Namespace) -> None:
-    """Refuse a checkpoint of another model.
-
-    Args:
-        folder: the folder of ``--load``, for the message.
-        args: this job's arguments.
-        saved: the arguments in the checkpoint.
+    """Refuse a checkpoint of another model, by its arguments.
 
     Raises:
         CheckpointError: the models differ; the message has the options and both values.
@@ -83,13 +78,9 @@ def _spelt(names: Sequence[str], values: Namespace) -> str:
 
 
 def check_optimizer_state(folder: str, args: Namespace, saved: Namespace, sharding: str | None) -> None:
-    """Refuse a checkpoint whose optimizer state Megatron cannot load into this job.
+    """Refuse a checkpoint whose optimizer state Megatron cannot load into this job, by its arguments.
 
-    Args:
-        folder: the folder of ``--load``, for the message.
-        args: this job's arguments.
-        saved: the arguments in the checkpoint.
-        sharding: the checkpoint's ``distrib_optim_sharding_type``; ``None`` where it has none.
+    Its ``distrib_optim_sharding_type`` is ``None`` where it has none.
 
     Raises:
         CheckpointError: Megatron cannot load it; the message has the option, both values, and the remedy.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,43 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def optimizer_of(checkpoint: Path) -> dict[str, Any]:
-    """The optimizer's settings, step count and loss scale."""
+def differences(one: Path, other: Path) -> list[str]:
+    """Names of tensors, and of what lies beside them, in which two checkpoints are not equal bit for bit.
+
+    Not compared: the jobs' arguments, and random states, which are kept by rank.
+    """
+    first, second = tensors_of(one), tensors_of(other)
+    unequal = [name for name in first.keys() & second.keys() if not torch.equal(first[name], second[name])]
+    unequal += first.keys() ^ second.keys()
+    beside = [{name: _plain(value) for name, value in _flat(common_of(held))} for held in (one, other)]
+    names = beside[0].keys() | beside[1].keys()
+    unequal += [name for name in names if beside[0].get(name) != beside[1].get(name)]
+    return sorted(unequal)
+
+
+def _flat(tree: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """All leaves of nested dictionaries and lists, with their places."""
+    if isinstance(tree, (dict, list, tuple)):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _flat(value, f"{at}.{key}" if at else str(key))
+    else:
+        yield at, tree
+
+
+def _plain(value: Any) -> Any:
+    """A number as it is, since 2 steps are 2.0; anything else as text."""
+    return value if isinstance(value, (int, float)) else str(value)
+
+
+def common_of(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors and the job's arguments."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
-    found: dict[str, Any] = load_common_state_dict(str(checkpoint))["optimizer"]
+    found: dict[str, Any] = load_common_state_dict(str(checkpoint))
+    return {key: value for key, value in found.items() if key != "args"}
+
+
+def optimizer_of(checkpoint: Path) -> dict[str, Any]:
+    """The optimizer's settings, step count and loss scale."""
+    found: dict[str, Any] = common_of(checkpoint)["optimizer"]
     return found

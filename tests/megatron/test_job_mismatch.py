@@ -234,13 +234,13 @@ def test_deterministic_mode_is_honoured_by_the_choice_of_a_kernel(take):
 
 
 def test_every_rank_says_what_is_wrong_and_ends_with_exit_code_2(forks, tmp_path):
-    (tmp_path / "plan.yaml").write_text("workload: {seq_length: 0}\n")
+    (tmp_path / "plan.yaml").write_text("version: 2\nworkload: {seq_length: 0}\n")
     outcome = forks.launch(tmp_path, ranks=2, args=[*DATA, "--hexi-plan", "plan.yaml"], timeout=90)
     assert outcome.codes == [2, 2]
     for rank, output in enumerate(outcome.output):
         [line] = [line for line in output.splitlines() if line.startswith("hexi: error:")]
         assert line == (
-            f"hexi: error: [rank {rank}] plan.yaml:1: workload.seq_length = 0 is too small; the least is 1"
+            f"hexi: error: [rank {rank}] plan.yaml:2: workload.seq_length = 0 is too small; the least is 1"
         )
         assert "Traceback" not in output
 

@@ -12,9 +12,11 @@ import torch
 
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.terms import Recompute
-from tests.megatron.checkpoint_contents import optimizer_of, tensors_of
+from tests.megatron.checkpoint_contents import differences, optimizer_of, tensors_of
 from tests.megatron.conftest import job, skip_what_is_not_there
+from tests.megatron.forked import ENTRY
 from tests.megatron.option_cases import APART, ONE_EACH, PACKED
+from tests.megatron.planted import RESUME_FAULTS
 from tests.megatron.test_uneven_training import MODEL, largest_difference
 from tests.support.stage_layouts import FOUR_LAYERS, LAYOUTS, stage_layout
 
@@ -174,11 +176,11 @@ def trainings(forks, references, tmp_path_factory):
     return train
 
 
-def go_on(forks, folder, holder, kind, words):
+def go_on(forks, folder, holder, kind, words, entry=ENTRY):
     layout, ranks, more = HOLDERS[holder]
     plan = stage_layout(layout, folder) if layout else None
     args = [*MODEL, *FOUR_LAYERS, *ITERATIONS, *{**FORMATS, **MORE_FORMATS}[kind], *more, *words]
-    return forks.train(folder, ranks=ranks, args=args, plan=plan)
+    return forks.train(folder, ranks=ranks, args=args, plan=plan, entry=entry)
 
 
 IN_CI = {
@@ -247,3 +249,43 @@ def steps(optimizer: dict[str, Any]) -> float:
     """The step count of an optimizer's common state."""
     inner = optimizer.get("optimizer", optimizer)
     return float(inner["state"]["common_step"] if "state" in inner else inner["param_groups"][0]["step"])
+
+
+#: With trainings that other tests have made.
+RESUMED_IN_CI = {("offload", "distributed"), ("samples", "fp16")}
+#: What shows a fault, where it is not offload in fp16.
+FAULTY = {"a-step-short": ("offload", "distributed")}
+
+
+@pytest.mark.parametrize(
+    ("holder", "kind"),
+    [
+        pytest.param(holder, kind, marks=[] if (holder, kind) in RESUMED_IN_CI else pytest.mark.slow)
+        for holder, (layout, *_) in HOLDERS.items()
+        if layout
+        for kind in (*FORMATS, "sgd")
+    ],
+)
+def test_a_job_that_goes_on_is_the_job_without_a_break(holder, kind, trainings, forks, tmp_path):
+    assert broken_and_whole(holder, kind, trainings, forks, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(one, marks=[] if one == "a-step-short" else pytest.mark.slow) for one in RESUME_FAULTS],
+)
+def test_the_comparison_finds_what_is_lost(fault, trainings, forks, tmp_path):
+    holder, kind = FAULTY.get(fault, ("offload", "fp16"))
+    lost = broken_and_whole(
+        holder, kind, trainings, forks, tmp_path, ("--planted", fault), "tests.megatron.planted"
+    )
+    print(f"{fault}: {len(lost)} differences, {lost[:2]}")
+    assert lost
+
+
+def broken_and_whole(holder, kind, trainings, forks, folder, words=(), entry=ENTRY):
+    """Where the checkpoint after four iterations is another one if the job goes on from that after two."""
+    weights, _ = trainings(holder, kind)
+    saving = ["--load", weights, "--save", folder / "again", "--save-interval", "4", *words]
+    go_on(forks, folder, holder, kind, saving, entry)
+    return differences(weights / "iter_0000004", folder / "again" / "iter_0000004")

@@ -6,7 +6,6 @@ of a tensor-parallel rank, both halves of a gated projection, the padded vocabul
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ def held_boxes(module: torch.nn.Module) -> list[HeldBox]:
         PlanError: a parameter is missing, in whole or in part, in Megatron's ``sharded_state_dict``.
     """
     from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     by_storage = {
@@ -38,8 +38,8 @@ def held_boxes(module: torch.nn.Module) -> list[HeldBox]:
     boxes: list[HeldBox] = []
     elements: dict[str, int] = dict.fromkeys((name for name, _ in by_storage.values()), 0)
     describe: Any = module.sharded_state_dict
-    for leaf in _leaves(describe(metadata=metadata)):
-        built = _leaves(leaf.build()) if isinstance(leaf, ShardedTensorFactory) else [leaf]
+    for leaf in nested_values(describe(metadata=metadata)):
+        built = nested_values([leaf.build()]) if isinstance(leaf, ShardedTensorFactory) else [leaf]
         for tensor in built:
             if not isinstance(tensor, ShardedTensor) or tensor.data is None:
                 continue
@@ -85,14 +85,3 @@ def _depths(module: torch.nn.Module) -> dict[str, int]:
         seen_layers = seen_layers or layer is not None
         depths[name] = layer if layer is not None else behind if seen_layers or "embedding" not in name else 0
     return depths
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, dict):
-        for value in tree.values():
-            yield from _leaves(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _leaves(value)
-    else:
-        yield tree

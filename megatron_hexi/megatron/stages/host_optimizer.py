@@ -19,13 +19,7 @@ from megatron_hexi.runtime.host_memory import HostMemory
 
 
 def host_optimizer(groups: list[dict[str, Any]], config: Any, host: HostMemory) -> torch.optim.Optimizer:
-    """Return torch's optimizer over parameters in host memory, with its state there.
-
-    Args:
-        groups: Megatron's parameter groups.
-        config: Megatron's configuration, of adam or sgd.
-        host: host memory for the state.
-    """
+    """Return torch's adam or sgd over Megatron's parameter groups in host memory, with its state there."""
     made: torch.optim.Optimizer
     if config.optimizer == "adam":
         kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
@@ -55,11 +49,6 @@ def host_norm(gradients: Sequence[Tensor], group: Any, device: torch.device) -> 
     """Return the norm of all gradients of the job, where this rank's are on the host.
 
     All ranks must call it; Megatron computes the norms of the others in the same sum of squares.
-
-    Args:
-        gradients: gradients of this rank.
-        group: group of all ranks.
-        device: device of collectives.
     """
     squares = sum(
         float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients

@@ -22,22 +22,14 @@ MASTER_NAMES = tuple(_MASTERS.values())
 
 
 def state_names(config: Any) -> tuple[str, ...]:
-    """Return the names of the optimizer's state of each weight, without weight and step count.
-
-    Args:
-        config: Megatron's configuration, of adam or sgd.
-    """
+    """Return the names of the state of each weight in adam or sgd, without weight and step count."""
     if config.optimizer == "adam":
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.sgd_momentum else ()
 
 
 def master_name(metadata: dict[str, Any] | None, is_half: bool) -> str | None:
-    """Return the name of the fp32 weights in a checkpoint; ``None`` where it has none.
-
-    Args:
-        metadata: metadata of the checkpoint.
-        is_half: whether the model's own weights are not fp32.
+    """Return the name of the fp32 weights in a checkpoint; ``None`` where it has none beside the model's.
 
     Raises:
         PlanError: the format depends on the layout that it was saved under.
@@ -83,15 +75,9 @@ def state_document(
     is_half: bool,
     scaler: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict for a checkpoint of Megatron.
+    """Return an optimizer's state dict for a checkpoint of Megatron, with the tensors of `sharded_state`.
 
-    Args:
-        tensors: the result of `sharded_state`.
-        groups: parameter groups, without parameters.
-        step: number of steps.
-        metadata: metadata of the checkpoint.
-        is_half: whether the model's own weights are not fp32.
-        scaler: the loss scaler's state; ``None`` where losses are not scaled.
+    Groups are without parameters; the scaler's state is ``None`` where losses are not scaled.
     """
     kind = (metadata or {}).get("distrib_optim_sharding_type")
     scaling = {} if scaler is None else {"grad_scaler": scaler}

@@ -86,20 +86,21 @@ def _own_box(tensor: Any) -> Any:
 
 def _own_boxes(factory: Any) -> Any:
     """Return a factory whose tensors are single boxes."""
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     build, merge = factory.build_fn, factory.merge_fn
     stacked = next(
-        leaf.prepend_axis_num for leaf in _leaves(factory.build()) if isinstance(leaf, ShardedTensor)
+        leaf.prepend_axis_num for leaf in nested_values([factory.build()]) if isinstance(leaf, ShardedTensor)
     )
 
     def build_boxes(*args: Any, **kwargs: Any) -> Any:
-        return _mapped(
-            build(*args, **kwargs), lambda leaf: _unstacked(leaf) if isinstance(leaf, ShardedTensor) else leaf
+        return dict_list_map_outplace(
+            lambda leaf: _unstacked(leaf) if isinstance(leaf, ShardedTensor) else leaf, build(*args, **kwargs)
         )
 
     def merge_boxes(loaded: Any) -> Any:
-        return merge(_mapped(loaded, lambda tensor: tensor.view(tensor.shape[stacked:])))
+        return merge(dict_list_map_outplace(lambda tensor: tensor.view(tensor.shape[stacked:]), loaded))
 
     return replace(factory, build_fn=build_boxes, merge_fn=merge_boxes)
 
@@ -110,24 +111,6 @@ def _unstacked(tensor: Any) -> Any:
     return replace(
         tensor, data=tensor.data.view(shape), local_shape=shape, axis_fragmentations=None, prepend_axis_num=0
     )
-
-
-def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, dict):
-        return {key: _mapped(value, function) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_mapped(value, function) for value in tree)
-    return function(tree)
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    if isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _leaves(value)
-    else:
-        yield tree
 
 
 def _by_rank(original: Callable[..., Any]) -> Callable[..., Any]:
