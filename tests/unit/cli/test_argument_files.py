@@ -22,10 +22,9 @@ def test_a_file_of_arguments_is_the_job(hexi, asked):
     for words in ("--seq-length 4096", "--recompute-granularity selective"):
         assert words in said
     assert left == (
-        "note: job.args leaves Megatron's defaults: --no-use-distributed-optimizer --no-overlap-grad-reduce "
-        "--no-sequence-parallel (--use-distributed-optimizer saves memory of each replica, "
-        "--overlap-grad-reduce saves time beside several replicas, --sequence-parallel saves memory beside "
-        "tensor parallelism)"
+        "note: job.args leaves Megatron's defaults: no --use-distributed-optimizer, which saves memory with "
+        "several replicas, no --overlap-grad-reduce with --overlap-param-gather, which saves time there, no "
+        " --sequence-parallel, which saves memory with tensor parallelism"
     )
     assert lacks == "note: not given: --save FOLDER (nothing is saved without)"
     assert unread == "note: job.args: plans do not depend on --lr, --train-iters"
