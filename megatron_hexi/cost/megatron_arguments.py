@@ -96,7 +96,9 @@ def read_arguments(text: str, path: Path, plan: Plan | None = None) -> Parsed:
         resolve(args, str(path))
     except HexiError as problem:
         faults.append(str(problem))
-    raise_all([*faults, *(f"{path}: {flag} is missing; add it" for flag in _missing(parsed))])
+    if plan is None:  # a training may have its vocabulary from the tokenizer
+        faults += [f"{path}: {flag} is missing; add it" for flag in _missing(parsed)]
+    raise_all(faults)
     return parsed
 
 

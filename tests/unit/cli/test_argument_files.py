@@ -24,7 +24,7 @@ def test_a_file_of_arguments_is_the_job(hexi, asked):
     assert left == (
         "note: job.args leaves Megatron's defaults: no --use-distributed-optimizer, which saves memory with "
         "several replicas, no --overlap-grad-reduce with --overlap-param-gather, which saves time there, no "
-        " --sequence-parallel, which saves memory with tensor parallelism"
+        "--sequence-parallel, which saves memory with tensor parallelism"
     )
     assert lacks == "note: not given: --save FOLDER (nothing is saved without)"
     assert unread == "note: job.args: plans do not depend on --lr, --train-iters"

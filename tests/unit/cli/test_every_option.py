@@ -47,6 +47,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "probe": ("-o", "out.yaml"),
     "place": ("plan.yaml", "--cluster", "cluster.yaml", "-o", "hosts"),
     "arguments": ("job.args", "--plan", "plan.yaml", "--checkpoints", "saved", "-o", "words"),
+    "capture": ("-o", "out.args", "--", "sh", "-c", "torchrun x.py --lr 1e-4"),
     "recipe list": (),
     "recipe show": ("llama3-8b-128k",),
     "recipe write": ("llama3-8b-128k", "-o", "out.args"),
