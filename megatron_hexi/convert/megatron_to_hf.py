@@ -19,7 +19,7 @@ from megatron_hexi.convert.parts import Weight
 from megatron_hexi.convert.weights import weights_of
 from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron.checkpoint_files import CHECKPOINT_FILE_PATCHES, lacks, why_unreadable
-from megatron_hexi.megatron.folders import tracked_iteration
+from megatron_hexi.megatron.folders import iteration_folder, tracked_iteration
 from megatron_hexi.megatron.saved_tensors import saved_tensors
 from megatron_hexi.patching import PatchSet
 
@@ -134,4 +134,4 @@ def _iteration(checkpoint: Path) -> Path:
             f"{get_checkpoint_tracker_filename(str(checkpoint))}: {latest[:40]!r} is no iteration; give "
             "one of its folders, as iter_0000500"
         )
-    return checkpoint / (latest if isinstance(latest, str) else f"iter_{latest:07d}")
+    return iteration_folder(checkpoint, latest)

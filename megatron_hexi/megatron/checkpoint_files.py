@@ -6,7 +6,6 @@ call whatever these name, which is ``os.system`` in a checkpoint that was made f
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import pickle
@@ -20,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import patched
 
 #: What ``.metadata`` may name, beside torch's data types.
 _ALLOWED = {
@@ -119,47 +118,34 @@ def _read_metadata(stream: BinaryIO) -> Metadata:
     return metadata
 
 
-def _by_allowed_names(original: Callable[..., Metadata]) -> Callable[..., Metadata]:
-    @functools.wraps(original)
-    def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
-            try:
-                metadata = _read_metadata(stream)
-            except Exception as problem:  # torch would look for other metadata after any but its own error
-                error = pickle.UnpicklingError(str(problem))
-                raise CheckpointException("metadata", {0: _wrap_exception(error)}) from None
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-    return read_metadata
-
-
-def _checked_object(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
-        torch.load(value, map_location="cpu")  # by the lists of torch and Megatron; the original takes any
-        value.seek(0)
-        original(self, read_item, value)
-
-    return load_bytes
-
-
-CHECKPOINT_FILE_PATCHES = (
-    Patch(
-        target="torch.distributed.checkpoint.filesystem:FileSystemReader.read_metadata",
-        why="reads a checkpoint's metadata without running what they name",
-        build=_by_allowed_names,
-        parameters=("self", "args", "kwargs"),
-        package="torch",
-        versions=">=2.11",
-    ),
-    Patch(
-        target="torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",
-        why="reads objects of a checkpoint without running what they name",
-        build=_checked_object,
-        parameters=("self", "read_item", "value"),
-        package="torch",
-        versions=">=2.11",
-    ),
+@patched(
+    "torch.distributed.checkpoint.filesystem:FileSystemReader.read_metadata",
+    why="reads a checkpoint's metadata without running what they name",
+    package="torch",
+    versions=">=2.11",
 )
+def _by_allowed_names(original: Callable[..., Metadata], self: Any, *args: Any, **kwargs: Any) -> Metadata:
+    with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
+        try:
+            metadata = _read_metadata(stream)
+        except Exception as problem:  # torch would look for other metadata after any but its own error
+            error = pickle.UnpicklingError(str(problem))
+            raise CheckpointException("metadata", {0: _wrap_exception(error)}) from None
+    metadata.storage_meta = metadata.storage_meta or StorageMeta()
+    metadata.storage_meta.load_id = self.load_id
+    return metadata
+
+
+@patched(
+    "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",
+    why="reads objects of a checkpoint without running what they name",
+    package="torch",
+    versions=">=2.11",
+)
+def _checked_object(original: Callable[..., None], self: Any, read_item: Any, value: io.BytesIO) -> None:
+    torch.load(value, map_location="cpu")  # by the lists of torch and Megatron; the original takes any name
+    value.seek(0)
+    original(self, read_item, value)
+
+
+CHECKPOINT_FILE_PATCHES = (_by_allowed_names, _checked_object)

@@ -33,24 +33,18 @@ def differences(one: Path, other: Path) -> list[str]:
     first, second = tensors_of(one), tensors_of(other)
     unequal = [name for name in first.keys() & second.keys() if not torch.equal(first[name], second[name])]
     unequal += first.keys() ^ second.keys()
-    beside = [{name: _plain(value) for name, value in _flat(common_of(held))} for held in (one, other)]
-    names = beside[0].keys() | beside[1].keys()
-    unequal += [name for name in names if beside[0].get(name) != beside[1].get(name)]
+    beside = [dict(_flat(common_of(checkpoint))) for checkpoint in (one, other)]
+    unequal += [key for key in {**beside[0], **beside[1]} if beside[0].get(key) != beside[1].get(key)]
     return sorted(unequal)
 
 
 def _flat(tree: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """All leaves of nested dictionaries and lists, with their places."""
+    """Places and values of all leaves of nested dictionaries and lists; tensors as numbers."""
     if isinstance(tree, (dict, list, tuple)):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from _flat(value, f"{at}.{key}" if at else str(key))
     else:
-        yield at, tree
-
-
-def _plain(value: Any) -> Any:
-    """A number as it is, since 2 steps are 2.0; anything else as text."""
-    return value if isinstance(value, (int, float)) else str(value)
+        yield at, tree.tolist() if isinstance(tree, torch.Tensor) else tree
 
 
 def common_of(checkpoint: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tests.megatron.checkpoint_contents import differences, optimizer_of, tensor
 from tests.megatron.conftest import job, skip_what_is_not_there
 from tests.megatron.forked import ENTRY
 from tests.megatron.option_cases import APART, ONE_EACH, PACKED
-from tests.megatron.planted import RESUME_FAULTS
+from tests.megatron.planted_losses import RESUME_FAULTS
 from tests.megatron.test_uneven_training import MODEL, largest_difference
 from tests.support.stage_layouts import FOUR_LAYERS, LAYOUTS, stage_layout
 
@@ -211,7 +211,12 @@ def test_any_layout_goes_on_from_any_other(saver, loader, kind, trainings, forks
 
 
 #: Beside `FORMATS`: what stock Megatron does not load.
-MORE_FORMATS = {"sgd": ("--optimizer", "sgd"), "nothing-stepped-yet": ("--fp16",)}
+MORE_FORMATS = {
+    "sgd": ("--optimizer", "sgd"),
+    "nothing-stepped-yet": ("--fp16",),
+    # Two of three steps before the scale grows.
+    "growing": ("--fp16", "--initial-loss-scale", "16", "--loss-scale-window", "3"),
+}
 LOADS = [
     pytest.param(
         *one, id="-to-".join(one[:2]) + f"-{one[2]}", marks=[] if one in LOADS_IN_CI else pytest.mark.slow
@@ -254,7 +259,7 @@ def steps(optimizer: dict[str, Any]) -> float:
 #: With trainings that other tests have made.
 RESUMED_IN_CI = {("offload", "distributed"), ("samples", "fp16")}
 #: What shows a fault, where it is not offload in fp16.
-FAULTY = {"a-step-short": ("offload", "distributed")}
+FAULTY = {"a-step-short": ("offload", "distributed"), "growth-from-the-start": ("offload", "growing")}
 
 
 @pytest.mark.parametrize(
