@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from megatron_hexi.argument_file import MAX_BYTES, split_words
-from megatron_hexi.cli.options import output_option, whole
-from megatron_hexi.cli.output import check_outputs, say, tell
+from megatron_hexi.cli.options import whole
+from megatron_hexi.cli.output import check_outputs, output_option, say, tell
 from megatron_hexi.cost.megatron_arguments import read_arguments
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import read_plan

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_hexi.cli import training_start
-from megatron_hexi.cli.output import check_outputs, say
+from megatron_hexi.cli.output import check_outputs, output_option, say
 from megatron_hexi.errors import HexiError
 from megatron_hexi.other_files import refuse_other_loops
 from megatron_hexi.report.launch_lines import flags_text
@@ -35,10 +35,7 @@ def capture(
     command: Annotated[
         list[str], typer.Argument(metavar="-- COMMAND …", help="The command that starts your training.")
     ],
-    out: Annotated[
-        Path,
-        typer.Option("--out", "-o", metavar="JOB.args", help="Where to write them.", show_default=False),
-    ],
+    out: Annotated[Path, output_option("JOB.args", "Where to write them.")],
 ) -> None:
     """Write Megatron's arguments of a launch script.
 

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_hexi.cli.options import AsJson, Picture
-from megatron_hexi.cli.output import check_outputs, print_json, print_report, write_picture
+from megatron_hexi.cli.output import AsJson, Picture, check_outputs, print_json, print_report, write_picture
 from megatron_hexi.cluster import catalog as known_devices
 from megatron_hexi.cluster import device as known_device
 from megatron_hexi.report.catalog_tables import catalog_table, device_dict, device_report

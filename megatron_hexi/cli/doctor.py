@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_hexi.cli.checkout import checkout_is_patched
-from megatron_hexi.cli.options import AsJson
-from megatron_hexi.cli.output import print_json, print_report, progress_bar
+from megatron_hexi.cli.output import AsJson, print_json, print_report, progress_bar
 from megatron_hexi.errors import EXIT_USER_ERROR, HexiError
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import typer
 from megatron_hexi.argument_file import last_value
 from megatron_hexi.cli import probe as measuring
 from megatron_hexi.cli.bundles import with_bundles
-from megatron_hexi.cli.options import AsJson, Bundle, ClusterPath, output_option, whole
-from megatron_hexi.cli.output import check_outputs, print_json, say
+from megatron_hexi.cli.options import Bundle, ClusterPath, whole
+from megatron_hexi.cli.output import AsJson, check_outputs, output_option, print_json, say
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kubernetes.manifests import SECRET_KEY, manifests, manifests_text, secret_name

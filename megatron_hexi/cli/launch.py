@@ -11,8 +11,8 @@ import typer
 from megatron_hexi.argument_file import replace_flags
 from megatron_hexi.cli.bundles import with_bundles
 from megatron_hexi.cli.kubernetes import PLAN_IN_POD, TrainingManifests, write_manifests
-from megatron_hexi.cli.options import MODEL_OF_PLAN, AsJson, ClusterOption, PlanPath, output_option
-from megatron_hexi.cli.output import check_outputs, print_json, say
+from megatron_hexi.cli.options import MODEL_OF_PLAN, ClusterOption, PlanPath
+from megatron_hexi.cli.output import AsJson, check_outputs, output_option, print_json, say
 from megatron_hexi.cli.planned_job import naming_files
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import (

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
@@ -180,3 +181,30 @@ def _progress_lines() -> Progress:
             say(f"{what}: {done:,} of {total:,} after {now - begun:.0f} s")
 
     return progress
+
+
+def output_path(text: str | Path) -> Path:
+    """Parse the name of a file to write.
+
+    Raises:
+        BadParameter: it ends as a folder does, or programs would take it for an option, or for a stream.
+    """
+    name = str(text)
+    if name.endswith("/"):
+        raise typer.BadParameter(f"{name!r} is a folder; give the name of a file in it")
+    if name.startswith("-"):
+        raise typer.BadParameter(f"{name!r} begins as an option does; write './{name}'")
+    return Path(name)
+
+
+def output_option(metavar: str, text: str) -> Any:
+    """Return the option for the file that a command writes."""
+    return typer.Option("--out", "-o", metavar=metavar, help=text, show_default=False, parser=output_path)
+
+
+PlanOut = Annotated[Path, output_option("PLAN.yaml", "Where to write the plan.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+Picture = Annotated[
+    Path | None,
+    typer.Option(metavar="OUT.png", help="Draw a picture too (.png, .svg, .pdf, …).", parser=output_path),
+]

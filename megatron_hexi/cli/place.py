@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from megatron_hexi.cli.options import AsJson, ClusterOption, PlanPath, output_option
-from megatron_hexi.cli.output import check_outputs, print_json, say, tell
+from megatron_hexi.cli.options import ClusterOption, PlanPath
+from megatron_hexi.cli.output import AsJson, check_outputs, output_option, print_json, say, tell
 from megatron_hexi.cli.planned_job import naming_files
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.errors import HexiError

@@ -13,18 +13,13 @@ import typer
 
 from megatron_hexi.cli.bundles import with_bundles
 from megatron_hexi.cli.launch import find_lines, say_trial
-from megatron_hexi.cli.options import (
+from megatron_hexi.cli.options import ClusterOption, ClusterPath, NewJob, PlanPath
+from megatron_hexi.cli.output import (
     AsJson,
-    ClusterOption,
-    ClusterPath,
-    NewJob,
     Picture,
     PlanOut,
-    PlanPath,
-    output_path,
-)
-from megatron_hexi.cli.output import (
     check_outputs,
+    output_path,
     print_json,
     print_report,
     progress_bar,

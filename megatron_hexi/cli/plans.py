@@ -9,15 +9,18 @@ from typing import Annotated, Any
 import typer
 
 from megatron_hexi.cli.bundles import with_bundles
-from megatron_hexi.cli.options import (
+from megatron_hexi.cli.options import PlanPath, check_limits, count_option
+from megatron_hexi.cli.output import (
     AsJson,
     Picture,
     PlanOut,
-    PlanPath,
-    check_limits,
-    count_option,
+    check_outputs,
+    print_json,
+    print_report,
+    say,
+    tell,
+    write_picture,
 )
-from megatron_hexi.cli.output import check_outputs, print_json, print_report, say, tell, write_picture
 from megatron_hexi.cli.planned_job import PlannedJob, estimate_on
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import find_shortage, planned_kernels

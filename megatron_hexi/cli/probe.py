@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.main import get_command
 
-from megatron_hexi.cli.options import AsJson, Picture, output_option, whole
+from megatron_hexi.cli.options import whole
 from megatron_hexi.cli.output import (
+    AsJson,
+    Picture,
     Progress,
     check_outputs,
+    output_option,
     print_json,
     print_report,
     progress_bar,

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from megatron_hexi.cli.options import AsJson, output_option
-from megatron_hexi.cli.output import check_outputs, print_json, print_report, say
+from megatron_hexi.cli.output import AsJson, check_outputs, output_option, print_json, print_report, say
 from megatron_hexi.cost import Recipe, recipes
 from megatron_hexi.errors import HexiError
 from megatron_hexi.text_file import write_text_atomically

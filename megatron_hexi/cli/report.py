@@ -7,8 +7,16 @@ from typing import Annotated
 
 import typer
 
-from megatron_hexi.cli.options import MODEL_OF_REPORT, AsJson, PlanPath, output_option
-from megatron_hexi.cli.output import check_outputs, print_json, print_report, progress_bar, say
+from megatron_hexi.cli.options import MODEL_OF_REPORT, PlanPath
+from megatron_hexi.cli.output import (
+    AsJson,
+    check_outputs,
+    output_option,
+    print_json,
+    print_report,
+    progress_bar,
+    say,
+)
 from megatron_hexi.cli.planned_job import PlannedJob, estimate_on
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import Job

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_hexi.cli.options import AsJson, ClusterPath
-from megatron_hexi.cli.output import print_json, print_report
+from megatron_hexi.cli.options import ClusterPath
+from megatron_hexi.cli.output import AsJson, print_json, print_report
 from megatron_hexi.lab.testbed.command import run_testbed
 from megatron_hexi.lab.testbed.report import testbed_report
 

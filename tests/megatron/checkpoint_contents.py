@@ -48,7 +48,7 @@ def _flat(tree: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def common_of(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors and the job's arguments."""
+    """Return the state that a checkpoint holds beside tensors and the job's arguments."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     found: dict[str, Any] = load_common_state_dict(str(checkpoint))

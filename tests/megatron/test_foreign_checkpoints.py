@@ -23,7 +23,7 @@ JOB = (*MODEL, "--train-iters", "2", "--lr-decay-iters", "2")
 
 
 class Program:
-    """What a pickle calls as it is read: here it leaves a file."""
+    """Called when the pickle is read: leaves a file behind."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -46,7 +46,7 @@ def in_place_of_metadata(folder: Path, program: Program) -> None:
 
 
 def in_metadata(folder: Path, program: Program) -> None:
-    """Which a job reads on from, as if there were nothing else in them."""
+    """The rest of the metadata is right, so that a job would read on from it."""
     metadata = metadata_of(folder)
     metadata.planner_data = program
     write_metadata(folder, metadata)

@@ -1,4 +1,4 @@
-"""What Megatron's own checks would stop is refused before: by a rule for each, and among random options."""
+"""Options that Megatron's own checks stop are refused before: by a rule each, and among random options."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ def test_the_comparison_finds_what_is_lost(fault, trainings, forks, tmp_path):
 
 
 def broken_and_whole(holder, kind, trainings, forks, folder, words=(), entry=ENTRY):
-    """Where the checkpoint after four iterations is another one if the job goes on from that after two."""
+    """Return the tensors that differ after four iterations if the job is interrupted after two."""
     weights, _ = trainings(holder, kind)
     saving = ["--load", weights, "--save", folder / "again", "--save-interval", "4", *words]
     go_on(forks, folder, holder, kind, saving, entry)

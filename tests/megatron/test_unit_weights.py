@@ -241,7 +241,7 @@ def evenly(model: Model) -> Model:
     ],
 )
 def test_which_gradients_megatron_sums_wrongly(name: str, is_sequence: bool, compared: Compared):
-    """What `docs/options.md` says of trainings without a plan."""
+    """The claims of `docs/options.md` about trainings without a plan."""
     found = compared(evenly(MODELS[name]), is_sequence, is_stage=None)[0]
     wrong = {weight: one.error for weight, one in found.items() if not one.error < ROUNDING}
     print(f"{name}, {is_sequence=}: {max(wrong.values(), default=0.0):.2f}", *wrong)

@@ -34,7 +34,7 @@ ROUNDING, PLAIN = 1e-4, 2e-2
 
 @dataclass(frozen=True)
 class Weight:
-    """What ranks of a unit show of a weight.
+    """The gradients of one weight on the ranks of a unit.
 
     Attributes:
         shown: ``split``, ``part``, ``whole``, or how far it is from each of these.

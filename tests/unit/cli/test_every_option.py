@@ -47,7 +47,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "probe": ("-o", "out.yaml"),
     "place": ("plan.yaml", "--cluster", "cluster.yaml", "-o", "hosts"),
     "arguments": ("job.args", "--plan", "plan.yaml", "--checkpoints", "saved", "-o", "words"),
-    "capture": ("-o", "out.args", "--", "sh", "-c", "torchrun x.py --lr 1e-4"),
+    "capture": ("-o", "out.args", "--", "bash", "train.sh"),
     "recipe list": (),
     "recipe show": ("llama3-8b-128k",),
     "recipe write": ("llama3-8b-128k", "-o", "out.args"),
@@ -86,7 +86,7 @@ TAKEN = {
     # Text and HTML are not written to a name that ends as YAML does.
     **{
         f"{line}: --out": {*NAMES, "1e999", "0x10", ":", "a:b=c", "9" * 18} - {"latin.yaml"}
-        for line in ("launch", "place", "arguments", "recipe write", "report")
+        for line in ("launch", "place", "arguments", "capture", "recipe write", "report")
     },
     "--trace": {*NAMES, "1e999", "0x10", ":", "a:b=c", "deep.json", "9" * 18} - {"latin.yaml"},
     "--image": {"nan", "inf", "0", "1.5", "1_0", "1e999", "0x10", "9" * 18, "folder", "fifo", "absent/x"}
@@ -102,6 +102,7 @@ TAKEN = {
     "--megatron": {"folder", "/", ".."},  # a finding of the doctor's
     **{f"launch: {option}": set[str]() for option in ("--image", "--name", "--namespace", "--restarts")},
     "probe: --kernel": set(BAD) - {""},  # the ranks look for it
+    "capture: command": set(BAD),  # any program's words
     "testbed run: program": {"latin.yaml", "deep.json", "empty.yaml"},
     # Folders that need not be there yet.
     **{
@@ -143,6 +144,7 @@ def folder(tmp_path, monkeypatch):
     for place in ("megatron_hexi.probe.run.probe", "megatron_hexi.doctor.examine"):
         monkeypatch.setattr(place, end)
     monkeypatch.setattr(testbed, "_supervised", end)
+    monkeypatch.setattr("megatron_hexi.cli.capture._run", end)
     monkeypatch.setattr(testbed, "check_tools", lambda: None)
     monkeypatch.setattr(testbed, "find_isolation", lambda: "none")
     return tmp_path

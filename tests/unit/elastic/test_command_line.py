@@ -1,4 +1,4 @@
-"""What is wrong on the command line of a node is one line with a remedy, before anything starts."""
+"""Mistakes on the command line of a node are one line with a remedy, before anything starts."""
 
 from __future__ import annotations
 

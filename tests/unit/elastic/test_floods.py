@@ -90,7 +90,7 @@ def test_a_flood_costs_the_store_s_host_little_and_a_node_comes_in(many_files, n
 
 
 def test_a_node_comes_in_while_a_flood_lasts(many_files, tmp_path):
-    """Where copies are served, each unproven connection has a thread."""
+    """The server of copies has a thread for each unproven connection."""
     secret = secrets.token_hex(32).encode()
     port, ends = serve_files(tmp_path, secret, "127.0.0.1"), threading.Event()
     threads = threading.active_count()
