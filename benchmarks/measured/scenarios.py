@@ -74,7 +74,7 @@ class Scenario:
     def job(self) -> Job:
         """What is trained, as the planner takes it."""
         return Job(
-            model=model_from_arguments(" ".join(words(self.model)), Path("benchmarks/measured/scenarios.py")),
+            model=model_from_arguments(" ".join(words(self.model)), Path("scenarios")),
             seq_length=self.seq_length,
             micro_batch_size=self.micro_batch,
             global_batch_size=self.batch,

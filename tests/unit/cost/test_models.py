@@ -182,7 +182,8 @@ def test_a_window_that_is_not_used_is_harmless(tmp_path):
             "--window-attn-skip-freq has 2 entries, the model has 32 layers; give one for each",
         ),
         (
-            LLAMA3_8B_ARGUMENTS + "--multi-latent-attention --no-rope-fusion",
+            LLAMA3_8B_ARGUMENTS.replace("--group-query-attention", "")
+            + "--multi-latent-attention --no-rope-fusion",
             "--multi-latent-attention without --qk-layernorm is not read: its weights are not counted; add",
         ),
         (

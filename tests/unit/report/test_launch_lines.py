@@ -28,7 +28,8 @@ network: {bandwidth_gb_s: 25}
 @pytest.mark.parametrize("name", sorted(presets().keys() - preset_problems().keys()))
 def test_flags_of_a_model_are_read_as_that_model(name, tmp_path):
     model = presets()[name]
-    read = model_from_arguments(" ".join(model_flags(model, 4096)), tmp_path / "job.args")
+    scores = ("--moe-router-score-function", "sigmoid")  # among a preset's constants
+    read = model_from_arguments(" ".join((*model_flags(model, 4096), *scores)), tmp_path / "job.args")
     assert read.norm_params(1) == model.norm_params(1)  # which None says, too, where biases are as elsewhere
     read = dataclasses.replace(read, norm_biases=model.norm_biases)
     assert dataclasses.replace(read, name=model.name, source=model.source) == model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,7 @@ ARGUMENTS = """\
 # nothing, and it's no quote
 --lr \\
 1e-3
---title "run #3 of 'a b'" --tag a#b
+--wandb-exp-name "run #3 of 'a b'" --wandb-entity a#b
 """
 
 PLAIN = {"": "a\nb\nb\n", ".0": "a\nb\nb\n"}
@@ -86,6 +87,8 @@ def submit(forks, tmp_path):
         player.write_text(PLAYER.format(python=sys.executable))
         player.chmod(0o755)
     (tmp_path / "job.args").write_text(ARGUMENTS)
+    for name in ("plan.yaml", "my plan.yaml"):
+        shutil.copy(REPOSITORY / "docs" / "images" / "plan.yaml", tmp_path / name)
 
     def run(script, hosts=PLAIN, fails=None, **variables):
         environment = {
@@ -131,7 +134,16 @@ def test_a_plain_job_is_one_step(submit):
         *("srun", "--ntasks=3", "--distribution=arbitrary", "--nodelist=logs/7/hosts.0"),
         *("--output=logs/7/%N.log", "--open-mode=append", "--kill-on-bad-exit=1", "--wait=300"),
         *("--cpu-bind=none", *container, "python", "-m", "megatron_hexi.pretrain_gpt"),
-        *("--num-layers", "2", "--lr", "1e-3", "--title", "run #3 of 'a b'", "--tag", "a#b"),
+        *(
+            "--num-layers",
+            "2",
+            "--lr",
+            "1e-3",
+            "--wandb-exp-name",
+            "run #3 of 'a b'",
+            "--wandb-entity",
+            "a#b",
+        ),
         *("--hexi-plan", "plan.yaml", "--save", "checkpoints", "--load", "checkpoints"),
         *("--save-interval", "500", "--ckpt-format", "torch_dist"),
     ]
@@ -165,7 +177,7 @@ def test_an_elastic_job_has_one_task_a_node_which_meet_where_the_script_runs(sub
         assert f"--nodelist=logs/7/tasks.{group}" in part
         assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} < set(part)
         command = part[part.index("python") :]
-        assert command[: command.index("--title")] == [
+        assert command[: command.index("--wandb-exp-name")] == [
             *("python", "-m", "megatron_hexi.elastic", "--nnodes", "1:2", "--nodes", "logs/7/hosts.nodes"),
             *("--wait-for-nodes", "60", "--rdzv-endpoint", "b:20007", "--rdzv-id", "7"),
             *("--ended", "logs/7/ended", "--when-store-lost", "logs/7/alone"),
