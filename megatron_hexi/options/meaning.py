@@ -30,7 +30,7 @@ def resolve(args: Namespace, source: str) -> None:
     _resolve_activation(args, source)
     if args.add_bias_linear:
         args.add_qkv_bias = True
-    if args.kv_channels is None and args.hidden_size and args.num_attention_heads:
+    if args.kv_channels is None and None not in (args.hidden_size, args.num_attention_heads):
         if args.num_attention_heads < 1 or args.hidden_size % args.num_attention_heads:
             raise HexiError(
                 f"{source}: --num-attention-heads {args.num_attention_heads} does not divide --hidden-size "
