@@ -139,8 +139,6 @@ class _Translation:
 
     def _argument(self, place: Place, value: Any, rows: Sequence[Row]) -> None:
         row = rows[0]
-        if row.dest == "cross_entropy_fusion_impl":
-            value = "native"  # the same loss; Megatron's script refuses Transformer Engine's kernel
         if row.kind != "store" and isinstance(value, int):
             value = bool(value)
         if value == row.default:

@@ -122,9 +122,11 @@ ACTIVATIONS: Final[dict[tuple[str, bool], str | None]] = {
     ("quick_gelu", True): "--quick-geglu",
     ("squared_relu", False): "--squared-relu",
 }
-#: Fields of other sections that Megatron's script or a plan chooses.
+#: Fields outside `LEFT_FIELDS` that Megatron's script or a plan chooses. The script refuses the fused cross
+#: entropy of Transformer Engine, which Bridge's loop takes; its own computes the same loss.
 DECIDED: Final = frozenset(
     (
+        ("model", "cross_entropy_fusion_impl"),
         ("ddp", "average_in_collective"),
         ("ddp", "grad_reduce_in_fp32"),
         ("ddp", "data_parallel_sharding_strategy"),

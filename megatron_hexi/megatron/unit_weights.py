@@ -1,4 +1,4 @@
-"""How the ranks of a tensor-parallel unit hold each weight of a model, and its gradient.
+"""A table of how the ranks of a tensor-parallel unit hold each weight of a model, and its gradient.
 
 Megatron marks the weights whose gradients it sums over these ranks, and some marks are missing or wrong
 (`docs/stages.md`). Under a plan the table below decides instead. Its test compares the gradients of two
@@ -25,7 +25,7 @@ from megatron_hexi.runtime.bucket_buffer import main_grad
 
 
 class Holding(Enum):
-    """How the ranks of a unit hold a weight: its parts (`SPLIT`), or all of it on each rank."""
+    """Ways in which the ranks of a unit hold a weight: in parts (`SPLIT`), or whole on each rank."""
 
     #: Each rank holds rows, columns or experts of its own, with their gradient.
     SPLIT = "split"
@@ -89,7 +89,8 @@ TABLE: dict[str, dict[Holding, str]] = {
     },
 }
 
-_HOLDINGS = {
+#: The table by layer and name, without `*`.
+HOLDINGS = {
     (layer, pattern.replace("*", leaf)): holding
     for layer, patterns in TABLE.items()
     for holding, words in patterns.items()
@@ -121,8 +122,8 @@ def _holding(modules: dict[str, Module], name: str) -> Holding:
         inside = _NUMBER.sub("", ".".join(parts[start:]))
         for base in type(modules[".".join(parts[:start])]).__mro__:
             for spelled in (inside, f"{'te' if is_te else 'local'}:{inside}"):
-                if (base.__name__, spelled) in _HOLDINGS:
-                    return _HOLDINGS[base.__name__, spelled]
+                if (base.__name__, spelled) in HOLDINGS:
+                    return HOLDINGS[base.__name__, spelled]
     raise unknown(name)
 
 

@@ -44,7 +44,7 @@ def _as_copies(word: str) -> Callable[[], None]:
 def _a_weight_unknown() -> None:
     from megatron_hexi.megatron import unit_weights
 
-    del unit_weights._HOLDINGS["MLP", "linear_fc2.bias"]
+    del unit_weights.HOLDINGS["MLP", "linear_fc2.bias"]
 
 
 def _one_ranks_gradient_infinite() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hexi.megatron.unit_weights import _HOLDINGS
+from megatron_hexi.megatron.unit_weights import HOLDINGS
 from megatron_hexi.plan import proportional_plan
 from tests.megatron import te_emulated
 from tests.megatron import test_ministages as ministages
@@ -153,7 +153,7 @@ def test_which_gradients_megatron_sums_wrongly(is_sequence: bool, te: EmulatedTe
 
 def test_each_row_of_transformer_engine_is_shown_by_some_model(compared: weights.Compared):
     asked = [compared(UNIT_MODELS[name], is_sequence)[1] for name, is_sequence in weights.modes(UNIT_MODELS)]
-    rows = {row for row in _HOLDINGS if row[1].startswith("te:")}
+    rows = {row for row in HOLDINGS if row[1].startswith("te:")}
     assert rows | {("MoELayer", "router.bias")} <= set.union(*asked)
 
 

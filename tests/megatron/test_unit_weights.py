@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hexi.megatron.unit_weights import _HOLDINGS
+from megatron_hexi.megatron.unit_weights import HOLDINGS
 from megatron_hexi.plan import Domain, Group, JobTerms, Member, Plan, Replica, Stage, Workload
 from tests.megatron.conftest import job
 from tests.megatron.forked import Forks, Trainer
@@ -175,7 +175,7 @@ def test_the_table_is_what_two_ranks_show(name: str, is_sequence: bool, compared
 def test_each_row_is_shown_by_some_model(compared: Compared):
     """Transformer Engine's rows are shown by `test_te_training.py`."""
     shown = set.union(*(compared(MODELS[name], is_sequence)[1] for name, is_sequence in modes(MODELS)))
-    rows = {row for row in _HOLDINGS if not row[1].startswith("te:")}
+    rows = {row for row in HOLDINGS if not row[1].startswith("te:")}
     assert shown == rows - {("MoELayer", "router.bias")}
 
 

@@ -120,7 +120,7 @@ def main() -> None:
             rows.add(row)
             return super().__getitem__(row)
 
-    unit_weights._HOLDINGS = Asked(unit_weights._HOLDINGS)
+    unit_weights.HOLDINGS = Asked(unit_weights.HOLDINGS)
 
     def finalize_model_grads(model: list[Any], *args: Any, **kwargs: Any) -> None:
         held = [box for chunk in model for box in chunk.module.held_boxes]
