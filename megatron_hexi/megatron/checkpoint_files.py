@@ -143,7 +143,8 @@ def _by_allowed_names(original: Callable[..., Metadata], self: Any, *args: Any, 
     versions=">=2.11",
 )
 def _checked_object(original: Callable[..., None], self: Any, read_item: Any, value: io.BytesIO) -> None:
-    torch.load(value, map_location="cpu")  # by the lists of torch and Megatron; the original takes any name
+    # By the lists of torch and Megatron, whatever the environment says; the original takes any name.
+    torch.load(value, map_location="cpu", weights_only=True)
     value.seek(0)
     original(self, read_item, value)
 
