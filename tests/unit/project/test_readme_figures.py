@@ -12,14 +12,16 @@ def test_published_times_are_told_with_median_and_worst():
     page = (RESULTS / "published.md").read_text()
     found = re.search(r"^- time, \d+ rows: median ([\d.]+)%, worst ([\d.]+)%$", page, re.MULTILINE)
     assert found is not None
-    assert f"within {found[1]} % in the median" in README
-    assert f"within {found[2]} % at worst" in README
+    assert f"median error of {found[1]} % on" in README
+    assert f"median error {found[1]} % (" in README
+    assert f", {found[2]} % at worst" in README
+    assert f"worst {found[2]} %" in README
     longer = re.search(r"takes ([\d.]+)% longer than the fastest published in the median, ([\d.]+)% at", page)
     assert longer is not None
     for kind in ("layouts of dense models", "mixtures of experts"):
         row = re.search(rf"^  - {kind}, \d+ rows: median ([\d.]+)%", page, re.MULTILINE)
         assert row is not None
-        assert f"{kind} within {row[1]} %" in README
+        assert f"{kind} {row[1]} %" in README
     assert f"{longer[1]} % longer than the fastest in the median, {longer[2]} % at worst" in README
 
 
