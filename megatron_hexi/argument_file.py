@@ -208,11 +208,6 @@ def _closes(word: str) -> bool:
 def last_value(words: Sequence[str], flag: str, path: Path) -> str | None:
     """Return the value of a flag, given as ``--flag value`` or ``--flag=value``; the last, as in Megatron.
 
-    Args:
-        words: words of the file.
-        flag: the flag, with its hyphens.
-        path: the file, for errors.
-
     Raises:
         HexiError: the flag has no value.
     """

@@ -46,7 +46,6 @@ class NothingFitsError(HexiError):
     """No plan fits in the cluster's memory; the message says what is short, and what would fit.
 
     Args:
-        message: the message for people.
         details: the same as plain values, which ``--json`` adds.
     """
 

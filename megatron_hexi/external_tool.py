@@ -14,10 +14,6 @@ _MOST_SAID = 500
 def output_of(command: Sequence[str], seconds: float | None = None) -> str:
     """Return what a program prints.
 
-    Args:
-        command: the program and its arguments.
-        seconds: limit of its time.
-
     Raises:
         FileNotFoundError: there is no such program.
         PlatformError: it failed or did not end; with all that it printed, on one line.

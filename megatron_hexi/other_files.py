@@ -64,12 +64,7 @@ def is_launch_script(text: str) -> bool:
 
 
 def script_error(path: Path, why: str) -> HexiError:
-    """Return the error for a launch script, which must be run to know its arguments.
-
-    Args:
-        path: the script.
-        why: its lines that hold more than arguments.
-    """
+    """Return the error for a launch script, which must be run to know its arguments."""
     return HexiError(
         f"{path}: is a shell script, of which nothing is run here ({why}); hexi capture -o job.args -- bash "
         f"{shlex.quote(str(path))} runs it up to the start of the training and writes Megatron's arguments: "

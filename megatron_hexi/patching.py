@@ -53,7 +53,6 @@ class Patch:
     Args:
         target: ``"package.module:attribute"`` or ``"package.module:Class.attribute"``.
         why: the purpose in a sentence, shown by ``hexi doctor``.
-        build: returns the replacement of the original.
         parameters: names of the original's parameters, in order; by version (PEP 440) where they differ;
             ``None`` where the target is no function.
         versions: the versions of `package` for which the replacement is right (PEP 440).

@@ -35,12 +35,6 @@ def read_bytes(
 ) -> bytes:
     """Return the contents of a file, or of a pipe such as that of ``<(…)``.
 
-    Args:
-        path: the file.
-        max_bytes: limit of the size, far above any real file of its kind.
-        remedy: remedy where it cannot be read.
-        size_remedy: remedy where it is too large.
-
     Raises:
         HexiError: it cannot be read, is neither a regular file nor a pipe with a writer, or is too large.
     """
@@ -108,7 +102,6 @@ def write_atomically(path: str | os.PathLike[str], content: bytes, private: bool
     its owner.
 
     Args:
-        path: the file.
         content: its bytes.
         private: whether a new file may be read and written by its owner only.
 

@@ -20,9 +20,6 @@ _USAGE = (
 def main(argv: list[str]) -> None:
     """Run a training script as ``python SCRIPT …`` would, with the adaptor imported first.
 
-    Args:
-        argv: the script and its arguments.
-
     Raises:
         SystemExit: help was asked for, the script is missing, or its arguments are wrong (exit code 2).
     """

@@ -42,9 +42,6 @@ def is_speaker() -> bool:
 def say_error(line: str) -> bool:
     """If this rank prints errors, print one to standard error and leave it for torchrun.
 
-    Args:
-        line: the error, without a line break.
-
     Returns:
         Whether it printed the error.
     """

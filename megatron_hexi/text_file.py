@@ -18,12 +18,6 @@ def read_text(
 ) -> str:
     """Return the contents of a file in UTF-8, without a byte order mark.
 
-    Args:
-        path: the file.
-        max_bytes: limit of the size, far above any real file of its kind.
-        remedy: remedy where it cannot be read.
-        content_remedy: remedy where it is not text, or too large.
-
     Raises:
         HexiError: the file cannot be read, is too large, or is no text.
     """
@@ -38,8 +32,6 @@ def write_text_atomically(path: str | os.PathLike[str], text: str, private: bool
     """Write a file atomically: a reader never sees a part of it.
 
     Args:
-        path: the file.
-        text: its contents.
         private: whether a new file may be read and written by its owner only.
 
     Raises:
@@ -53,7 +45,6 @@ def append_line(path: Path, line: str) -> None:
 
     Args:
         path: the file; its folder must exist.
-        line: the line, without its end.
 
     Raises:
         HexiError: it cannot be written.

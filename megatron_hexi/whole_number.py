@@ -31,10 +31,7 @@ def variable_number(
 
     Args:
         environment: usually `os.environ`.
-        name: name of the variable.
         default: the number if it is not set; ``None``: it must be.
-        least: the smallest number that it may be.
-        most: the largest.
 
     Raises:
         HexiError: it is no such number, or is not set.

@@ -29,8 +29,6 @@ class YamlFile:
     """A document with the lines of its parts.
 
     Args:
-        path: the file that it was read from.
-        data: plain Python values.
         lines: line number (from 1) of each place.
     """
 

@@ -62,12 +62,6 @@ Label = Annotated[str, Field(max_length=200), AfterValidator(_without_control_ch
 def parse[T](kind: TypeAdapter[T], data: Any, where: Where, error: type[HexiError]) -> T:
     """Return plain values as a type.
 
-    Args:
-        kind: the type.
-        data: plain values from YAML.
-        where: spells a place for an error.
-        error: the class of errors.
-
     Raises:
         HexiError: an `error` about the first value that does not fit: place, value, remedy.
     """

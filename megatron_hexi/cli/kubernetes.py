@@ -96,7 +96,6 @@ class Manifests(Bundle):
         """The choices, checked.
 
         Args:
-            cluster: the cluster of the settings' entries.
             name: name of the job where the settings give none.
             more: fields of `Settings` that other commands lack.
 

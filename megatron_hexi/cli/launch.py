@@ -126,12 +126,7 @@ def find_lines(
     """Return the commands that start the training of a plan.
 
     Args:
-        plan: the plan.
-        cluster: the cluster that it was made for.
-        path: the plan's file.
-        cluster_path: the cluster's file.
         model: value of ``--model``; if it is a file of Megatron's arguments, all of its flags are used.
-        more: the user's own flags.
         written: the file that the flags are written to; ``None``: they are printed only.
 
     Raises:

@@ -184,9 +184,6 @@ class Training(Bundle):
     def _stated(self, arguments: str | None) -> dict[str, Any]:
         """Return the fields of `Job` that are given on the command line, or else in a file of arguments.
 
-        Args:
-            arguments: argument of `read_terms`; the flags taken from it are printed.
-
         Raises:
             HexiError: a number beyond any job, or a file that cannot be read.
         """

@@ -92,7 +92,6 @@ def check_outputs(
         outputs: files that it will write, the picture aside, first the one that the user names; ``None``
             where not asked for.
         picture: path of the picture; ``None`` where not asked for.
-        kind: format of the first output: YAML, HTML, JSON or text.
 
     Raises:
         HexiError: what is no regular file or cannot be one, one file for two purposes, a name that ends as

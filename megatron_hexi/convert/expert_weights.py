@@ -28,7 +28,6 @@ def expert_weights(layer: CheckpointLayer, found: Collection[str]) -> list[Weigh
     """Return the weights of a layer's router and experts.
 
     Args:
-        layer: a layer with experts.
         found: names of the Hugging Face tensors that there are; without any, those of published models.
     """
     experts = layer.model.shapes.experts

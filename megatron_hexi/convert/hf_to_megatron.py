@@ -28,7 +28,6 @@ def convert(source: Path, out: Path) -> None:
     that adds rows starts them at zero.
 
     Args:
-        source: a folder with config.json and safetensors files.
         out: the folder, as ``--load`` takes it.
 
     Raises:

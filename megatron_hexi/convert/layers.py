@@ -21,7 +21,6 @@ class CheckpointLayer:
         """Return the names in both formats of one of this layer's tensors, from names relative to the layer.
 
         Args:
-            key: Megatron's name.
             parts: Hugging Face's names, and shapes.
             same_as: Megatron's other name, if there is one.
             form: way in which the parts lie in the matrix (see `Weight`).

@@ -45,8 +45,6 @@ def convert(checkpoint: Path, like: Path, out: Path) -> None:
 
     Args:
         checkpoint: a folder as ``--save`` writes it (the latest iteration is taken), or one iteration in it.
-        like: a folder with the config.json of the model.
-        out: the folder.
 
     Raises:
         HexiError: the checkpoint is not in the format torch_dist, or does not hold the model of config.json.

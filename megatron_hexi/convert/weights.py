@@ -28,7 +28,6 @@ def weights_of(
     """Return all weights of a model.
 
     Args:
-        model: the model.
         found: names of the Hugging Face tensors that there are; experts that lie in one of them are taken
             from it. Without: the names of published models.
         keys_by_layer: whether each layer has keys of its own in Megatron's checkpoint; ``None``: where its

@@ -35,8 +35,6 @@ class FoundCopy:
     """A copy of the state, all of whose files are on nodes that are present.
 
     Args:
-        name: name of the round that made it.
-        iteration: number of the last iteration in it.
         files: size in bytes, SHA-256 and URLs of the nodes that hold it, of each file, by name.
     """
 

@@ -164,10 +164,7 @@ def pull(
     Args:
         urls: HOST:PORT of nodes that may have it.
         path: folders of the copy there, as `copy_path` returns them.
-        name: name of the file.
         expected: size in bytes and SHA-256 of the file.
-        folder: folder for the file.
-        secret: the job's secret.
 
     Raises:
         OSError: a name is no bare name, no node has the file, or there is no room.

@@ -31,9 +31,6 @@ def begin_present(job: dist.Store, name: str, nodes: int, after: str) -> None:
     """Make a round the present one, unless another has begun meanwhile.
 
     Args:
-        job: the store that survives from one round to the next.
-        name: name of the round.
-        nodes: number of its nodes.
         after: what `find_present` returned before the nodes of this round met.
     """
     job.compare_set(_PRESENT, after, json.dumps([name, nodes]))

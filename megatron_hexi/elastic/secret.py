@@ -26,7 +26,6 @@ def find_secret(path: str | None, alone: bool) -> bytes:
 
     Args:
         path: file of ``--secret-file``, if any.
-        alone: whether no other node takes part.
 
     Raises:
         HexiError: there is no secret, it could be guessed, or others may read its file.

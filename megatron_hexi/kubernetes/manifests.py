@@ -33,9 +33,7 @@ def manifests(pods: Pods, files: Mapping[str, str], settings: Settings) -> list[
     """Return all objects of a job, in the order to apply them.
 
     Args:
-        pods: the job's pods.
         files: texts of the files that pods find in `FOLDER` besides their commands, by file name.
-        settings: the user's choices for the job.
 
     Raises:
         HexiError: nodes whose label is unknown, or files that are too large for a ConfigMap.

@@ -30,11 +30,7 @@ class PodKind:
     """Pods that differ in their index only.
 
     Args:
-        name: name of the kind, a DNS label.
         entry: entry of the cluster file that describes the nodes; ``None``: the pods need no GPU.
-        gpu: model of the nodes' GPUs, as the cluster file calls it.
-        gpus: number of GPUs that each pod asks for.
-        nodes: number of each pod's node in the cluster file, by the pod's index.
         hosts: host names of these nodes, as far as the cluster file gives them.
     """
 
@@ -171,12 +167,6 @@ def _kinds(
     cluster: Cluster, used: Mapping[int, int], settings: Settings, others: Sequence[PodKind] = ()
 ) -> tuple[PodKind, ...]:
     """Return the kinds of pods: one for all nodes of an entry of which equally many GPUs are used.
-
-    Args:
-        cluster: the machines.
-        used: number of GPUs that are used, by number of the node.
-        settings: the user's choices for the job.
-        others: further kinds of the job's pods, whose names are taken.
 
     Raises:
         HexiError: a name is too long for Kubernetes.

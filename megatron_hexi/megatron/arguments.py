@@ -115,8 +115,6 @@ def prepare_arguments(args: Namespace, given: set[str], platform: Platform) -> N
 
     Args:
         args: Megatron's arguments; changed in place.
-        given: flags that the user wrote.
-        platform: the platform of this job.
 
     Raises:
         HexiError: the arguments cannot be carried out.

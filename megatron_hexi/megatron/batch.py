@@ -25,7 +25,6 @@ def cut_batch(batch: Batch, session: Session) -> Batch:
 
     Args:
         batch: tensors [B, S] by name, ``None`` where absent; with ends of documents, B is 1.
-        session: this rank's session.
 
     Returns:
         The batch with tensors [B, L].

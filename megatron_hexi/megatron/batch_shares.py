@@ -23,7 +23,6 @@ def check_batch_shares(args: Namespace, plan: Plan | None) -> None:
     """Refuse jobs that cannot have different rows in every batch.
 
     Args:
-        args: Megatron's arguments.
         plan: the job's plan; ``None`` without a plan.
 
     Raises:

@@ -49,11 +49,7 @@ _DAMAGED = re.compile(
 
 
 def lacks(folder: Path) -> str | None:
-    """Return what is wrong with the small files of a torch_dist checkpoint; ``None`` in other formats, too.
-
-    Args:
-        folder: one iteration of the checkpoint.
-    """
+    """Return what is wrong with the small files of a torch_dist checkpoint; ``None`` in other formats."""
     config = folder / "metadata.json"
     if not config.is_file():
         return None
@@ -101,9 +97,6 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def _read_metadata(stream: BinaryIO) -> Metadata:
     """Return the metadata of a checkpoint.
-
-    Args:
-        stream: of its file ``.metadata``.
 
     Raises:
         pickle.UnpicklingError: it names what is no part of metadata, or a file that is not beside it.

@@ -75,7 +75,6 @@ def documents_of(sample: Any, seq_length: int) -> Documents | None:
 
     Args:
         sample: a sample of a data loader; ends of documents [1, n], padded with the sequence's length.
-        seq_length: tokens of the sequence.
     """
     if not isinstance(sample, dict):
         return None

@@ -49,10 +49,6 @@ class ExpertLoads:
     def take(self, args: Namespace, device: torch.device | str) -> float | None:
         """Return the imbalance of the iterations since the last call; a collective of all ranks.
 
-        Args:
-            args: Megatron's arguments.
-            device: device of the sent counts.
-
         Returns:
             The `load_variation` of all ranks' rows; ``None`` where the model has no experts.
         """

@@ -26,9 +26,6 @@ _ITERATION = re.compile(r"iter_(\d{7})")
 def check_folders(args: Namespace) -> None:
     """Refuse folders that cannot be written in, or that hold no checkpoint to load.
 
-    Args:
-        args: Megatron's arguments, not yet checked.
-
     Raises:
         HexiError: a part of a folder's path is a file, or is closed to this user; with a plan, ``--save`` has
             no interval, or one that Megatron cannot keep.

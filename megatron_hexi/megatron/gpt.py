@@ -153,12 +153,7 @@ def reduce_loss(
 
 
 def build_datasets(sample_counts: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Return the training, validation and test sets.
-
-    Args:
-        sample_counts: number of samples of each set.
-        vp_stage: the virtual pipeline stage of this rank.
-    """
+    """Return the training, validation and test sets."""
     args = get_args()
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     builder = BlendedMegatronDatasetBuilder(

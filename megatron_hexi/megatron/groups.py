@@ -75,11 +75,6 @@ def group_patches(device: torch.device) -> tuple[Patch, ...]:
 def start_session(given: GivenPlan, device: torch.device, options: GroupOptions) -> Session:
     """Return this rank's session: its groups and split tables, made after Megatron's own groups.
 
-    Args:
-        given: the plan.
-        device: device of this rank's tensors.
-        options: options of the groups.
-
     Raises:
         PlanError: Megatron's groups are not those that the plan was checked for.
     """
@@ -141,13 +136,7 @@ def _with_agreement(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _agree(given: GivenPlan | None, args: Namespace, store: dist.Store | None) -> None:
-    """Agree on the plan before ranks make groups, then watch each other.
-
-    Args:
-        given: this rank's plan.
-        args: Megatron's arguments.
-        store: the store that Megatron was given for its groups.
-    """
+    """Agree on the plan before ranks make groups, then watch each other."""
     global _store
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     if getattr(args, "fake_process_group", False):  # one process stands for all; not in every version

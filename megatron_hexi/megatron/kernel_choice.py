@@ -34,12 +34,6 @@ def kernel_choice(text: str) -> str:
 def choose_kernel(args: Namespace, plan: Plan, device: torch.device, dtype: torch.dtype) -> KernelDispatch:
     """Return the attention kernel of this rank.
 
-    Args:
-        args: Megatron's arguments.
-        plan: the plan.
-        device: device of this rank's tensors.
-        dtype: type of these tensors.
-
     Raises:
         PlanError: the command line has another kernel for this GPU than the plan; the message has both.
         PlatformError: the kernel of the command line refuses the device or the tensors.

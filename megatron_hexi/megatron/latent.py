@@ -126,7 +126,6 @@ def _latent_tensors(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, 
     """Return what Megatron's method returns, with latent columns for a key and the matrix for a value.
 
     Args:
-        layer: multi-latent attention.
         hidden_states: [L, B, hidden].
 
     Returns:

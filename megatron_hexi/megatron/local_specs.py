@@ -82,7 +82,6 @@ def delta_net_block(
     Args:
         config: Megatron's configuration of the transformer; its `linear_attention_freq` says which layers
             are delta nets.
-        vp_stage: the virtual stage.
         pp_rank: the stage; ``None``: this rank's.
     """
     usual = copy.copy(config)

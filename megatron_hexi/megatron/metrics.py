@@ -60,10 +60,8 @@ def record(path: Path, iteration: int, losses: dict[str, float], **values: float
     """Append an iteration to a metrics file.
 
     Args:
-        path: the file.
         iteration: counted from 1.
         losses: the losses by Megatron's names (``"lm loss"``), each the mean over the batch's tokens.
-        values: further numbers of the iteration.
 
     Raises:
         HexiError: the file cannot be written.

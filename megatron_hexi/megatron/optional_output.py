@@ -20,11 +20,7 @@ from megatron_hexi.patching import Patch
 
 
 class OptionalOutput:
-    """An output of a training, which goes on without it where writing fails.
-
-    Args:
-        name: the flag that asks for it.
-    """
+    """An output of a training, which goes on without it where writing fails."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -61,7 +57,6 @@ class GuardedWriter:
 
     Args:
         writer: TensorBoard's `SummaryWriter`, or the module `wandb`.
-        output: the output that prints a warning when writing fails.
         methods: patterns of the names of methods that write, whose results are not used.
     """
 

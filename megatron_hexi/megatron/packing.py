@@ -26,8 +26,6 @@ class PackedShard:
     """This rank's part of a sequence of documents.
 
     Args:
-        documents: lengths of the documents.
-        shard: the rank's rows.
         in_document: position of each row in its document, [L].
     """
 
@@ -44,7 +42,6 @@ def packed_shard(session: Session, ends: Tensor) -> PackedShard:
     """Return this rank's part of a sequence.
 
     Args:
-        session: this rank's session.
         ends: 0 and the end of each document, ascending, [documents + 1] or [1, documents + 1].
 
     Raises:

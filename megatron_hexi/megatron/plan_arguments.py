@@ -27,8 +27,6 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
 
     Args:
         args: Megatron's arguments, not yet checked; changed in place.
-        given: flags that the user wrote.
-        device: device of this rank's tensors.
 
     Returns:
         Flags that were set because the plan needs them and the user had not written them.
@@ -88,9 +86,6 @@ def check_interleaving(args: Namespace) -> None:
     """Check that an interleaved pipeline can run each replica's micro-batches.
 
     It runs micro-batches in groups; Megatron would fail late, and on the ranks of one replica alone.
-
-    Args:
-        args: Megatron's arguments, checked by Megatron.
 
     Raises:
         PlanError: a replica takes too few micro-batches, or leaves too few for its last group.

@@ -20,7 +20,6 @@ class GroupOptions:
     """Options of each process group that Megatron makes, used for the plan's groups too.
 
     Args:
-        timeout: time-out of a collective.
         communicators: options of NCCL's communicators by Megatron's names of groups, from the file of
             ``--nccl-communicator-config-path``. Those of `cp` hold for the plan's groups.
     """

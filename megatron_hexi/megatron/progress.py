@@ -51,12 +51,7 @@ def gather_interval(
     """Return the measurements of all ranks, on every rank; collectives of all ranks.
 
     Args:
-        iterations: numbers of the iterations.
         losses: loss of each iteration; ``None`` where this rank does not know it.
-        steps: times of each iteration on this rank.
-        tokens: tokens of an iteration.
-        session: this rank's session, for the device of its tensors.
-        args: Megatron's arguments.
     """
     count = len(steps)
     known = [math.nan if loss is None else float(loss) for loss in losses]

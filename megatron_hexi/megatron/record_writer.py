@@ -16,12 +16,7 @@ from megatron_hexi.record import Interval, Start, append_to_record
 
 
 class RecordWriter:
-    """Writer of the job's record, if it has one: all ranks make a writer, rank 0 writes.
-
-    Args:
-        session: this rank's session.
-        args: Megatron's arguments.
-    """
+    """Writer of the job's record, if it has one: all ranks make a writer, rank 0 writes."""
 
     def __init__(self, session: Session, args: Namespace) -> None:
         self._path = None if args.hexi_record is None else Path(args.hexi_record)
@@ -32,10 +27,6 @@ class RecordWriter:
         """Append an interval, after the job's start if that is not written yet.
 
         A swapped plan begins with another start.
-
-        Args:
-            interval: the interval.
-            digest: digest of the plan of its iterations.
 
         Raises:
             HexiError: it cannot be written.

@@ -44,11 +44,6 @@ def padding_rows(session: Session, rows: int, device: torch.device) -> Tensor:
     """Return which of a rank's rows are padding, [rows] of bool.
 
     Under sequence parallelism the rank's rows are a part of the shard's.
-
-    Args:
-        session: this rank's session.
-        rows: number of the rank's rows.
-        device: device of the result.
     """
     from megatron.core import parallel_state
 
@@ -154,13 +149,7 @@ def _share(session: Session) -> float:
 
 
 def _part(session: Session, name: str) -> float:
-    """Return the weight of this rank's loss in the micro-batch's loss, the sum over the ranks of its stage.
-
-    Args:
-        session: this rank's session.
-        name: Megatron's name of the loss. The z-loss is a mean over the rank's rows, the balancing loss of
-            sequences one over its samples; others are parts of the sum already.
-    """
+    """Return the weight of this rank's loss in its micro-batch's loss, a sum over the ranks of the stage."""
     assert session.stages is not None
     samples, stages = session.stages.view.place.samples, session.stages
     part = (samples[1] - samples[0]) / stages.mesh.micro_batch_size

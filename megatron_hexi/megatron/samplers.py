@@ -33,7 +33,6 @@ def batches_ahead(workers: int, share: Share) -> int:
 
     Args:
         workers: number of the loader's workers; each has two micro-batches ahead.
-        share: the rank's share of the batch.
     """
     return -(-2 * workers // share.count) if workers else 0
 

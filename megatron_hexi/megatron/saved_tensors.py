@@ -22,7 +22,6 @@ def saved_tensors(
     """Return the shape and the type of each tensor of a torch_dist checkpoint, by key.
 
     Args:
-        folder: one iteration of the checkpoint.
         metadata: the checkpoint's metadata; ``None``: they are read from the folder.
 
     Raises:

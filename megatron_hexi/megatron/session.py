@@ -24,9 +24,6 @@ class GivenPlan:
     """The plan of the command line, checked against the job.
 
     Args:
-        plan: the plan.
-        path: the plan's file.
-        digest: digest of the plan.
         kernel: name of the attention kernel, or ``auto``.
         row_multiple: number that divides the rows of every local tensor: the tensor-parallel size under
             sequence parallelism, else 1.
@@ -76,12 +73,9 @@ class Session:
     """Everything that this rank derived from the plan.
 
     Args:
-        given: the plan.
-        attention: this rank's attention, for every layer.
         shard: this rank's rows outside attention; with documents, see `packing.packed_shard`.
         share: micro-batches of its replica in each global batch; ``None``: Megatron assigns them.
         stages: this rank's part in stages that differ; ``None`` where Megatron's own groups suffice.
-        replica: number of its replica.
         since: the first iteration of this plan after a swap; 0: there was no swap.
     """
 

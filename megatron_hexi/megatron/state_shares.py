@@ -26,12 +26,7 @@ from megatron_hexi.runtime.column_exchange import ColumnExchange
 
 @dataclass(frozen=True)
 class ColumnSection:
-    """Adjacent columns of a projection, as many for each head, or for each group of heads.
-
-    Args:
-        size: number of columns for a head, or for a group of heads.
-        is_shared: whether the heads of a group share them.
-    """
+    """Adjacent columns of a projection, as many for each head, or for each group of heads."""
 
     size: int
     is_shared: bool = False
@@ -42,9 +37,7 @@ class StateShare:
     """The heads of a layer with a state, and this rank's.
 
     Args:
-        session: this rank's session.
         heads: heads of the layer (on this tensor-parallel rank).
-        groups: groups of heads that share keys and queries.
     """
 
     session: Session

@@ -25,9 +25,7 @@ class HeldRows:
     """The rows of a stage's [S, B, hidden] activations that one rank holds.
 
     Args:
-        rank: number of the rank in the job.
         positions: ranges of positions of the sequence that the rank holds, ascending, without padding.
-        samples: range of samples of the micro-batch.
         rows: number of rows of the rank's tensor per sample, padding included (L).
     """
 
@@ -70,8 +68,6 @@ class RowMessage:
 
     Args:
         source: rank in the sending stage; gradients are sent from `target` to `source`.
-        target: rank in the receiving stage.
-        blocks: blocks of rows, in the order in which they lie in the message.
     """
 
     source: int
@@ -88,8 +84,6 @@ def held_rows(mesh: Mesh, rank: int, documents: tuple[int, ...] | None = None) -
     """Return the rows that a rank holds outside attention and outside tensor-parallel layers.
 
     Args:
-        mesh: the mesh, with the units of all ranks.
-        rank: number of the rank in the job.
         documents: lengths of the documents of the sequence; ``None``: the sequence is one document.
     """
     unit = mesh.units[rank]
@@ -121,10 +115,6 @@ def border_messages(
     in the reverse direction: every rank that holds a row in the target stage holds the row's whole gradient.
 
     Args:
-        mesh: the mesh, with the units of all ranks.
-        replica: number of the replica.
-        source: number of the stage that sends.
-        target: number of the stage that receives.
         documents: lengths of the documents of the sequence; ``None``: the sequence is one document.
         domains: for each of the two stages, the number of the domain that processes the micro-batch;
             ``None``: all domains process some of its samples.
@@ -145,7 +135,6 @@ def row_messages(sources: Sequence[HeldRows], targets: Sequence[HeldRows]) -> tu
 
     Args:
         sources: rows of the sending ranks; together these include every row of the targets.
-        targets: rows of the receiving ranks.
 
     Returns:
         One message for each pair of ranks that transfers rows, ordered by source and target.
@@ -171,11 +160,7 @@ def row_messages(sources: Sequence[HeldRows], targets: Sequence[HeldRows]) -> tu
 
 
 class _HolderIndex:
-    """An index from positions to the ranks that hold them, with size linear in the number of ranks.
-
-    Args:
-        holders: rows of the ranks to index, which all hold the same samples.
-    """
+    """An index from positions to the ranks that hold them, with size linear in the number of ranks."""
 
     def __init__(self, holders: Sequence[HeldRows]) -> None:
         #: Positions at which the set of holders changes, ascending; `_owners` has the holders from there on.
@@ -197,13 +182,7 @@ class _HolderIndex:
 def _divided(
     spans: tuple[Range, ...], owners: tuple[int, ...], turn: int
 ) -> Iterable[tuple[int, tuple[Range, ...]]]:
-    """Divide positions equally among owners; yield each owner with its part, if not empty.
-
-    Args:
-        spans: ranges of positions.
-        owners: ranks that hold all of these positions.
-        turn: index of the owner that gets the first part; the other owners follow in order.
-    """
+    """Divide positions equally among owners; yield each owner with its part, if not empty."""
     total, count = sum(stop - start for start, stop in spans), len(owners)
     cuts = [total * number // count for number in range(count + 1)]
     for number, (start, stop) in enumerate(itertools.pairwise(cuts)):

@@ -51,12 +51,7 @@ class ExpertDomain:
 
 
 def job_experts(plan: Plan, total: int) -> Mapping[int, tuple[ExpertDomain, HeldExperts]]:
-    """Return, for each rank of the job, the rank's expert domain and the experts that the rank holds.
-
-    Args:
-        plan: a plan that passed its checks, with layers in every stage.
-        total: number of experts of a layer.
-    """
+    """Return, for each rank of the job, the rank's expert domain and the experts that the rank holds."""
     found: dict[int, tuple[ExpertDomain, HeldExperts]] = {}
     first = 0
     for replica in plan.replicas:

@@ -11,9 +11,7 @@ class Mesh:
     """The units of all ranks of a job, and the sets of ranks that cooperate; equal on all ranks.
 
     Args:
-        plan: a plan that passed its checks, with layers in every stage.
         micro_batch_size: samples of a micro-batch (B).
-        sequence_parallel: whether the ranks of a unit divide the rows outside tensor-parallel layers.
     """
 
     def __init__(self, plan: Plan, micro_batch_size: int, sequence_parallel: bool) -> None:

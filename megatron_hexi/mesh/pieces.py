@@ -29,7 +29,6 @@ class Box:
     Args:
         key: name of the weight, the same on all ranks; one name may stand for all layers, stacked along the
             first axis.
-        cell: the part of the weight.
         shape: shape of the whole weight.
         depth: place of the weight in the order in which the forward pass uses weights; equal on all ranks.
         ministage: the only ministage that uses the box; ``None``: no ministage or several use it.
@@ -47,9 +46,6 @@ class Piece:
     """A part of a weight that each rank holds either whole or not at all.
 
     Args:
-        key: name of the weight.
-        cell: the part of the weight.
-        shape: shape of the whole weight.
         depth: smallest depth of the boxes that contain the piece; there the backward pass completes its
             gradient.
         holders: ranks that hold the piece, ascending.
@@ -81,9 +77,6 @@ def cell_contains(outer: Cell, inner: Cell) -> bool:
 
 def cut_pieces(boxes: Sequence[Sequence[Box]]) -> tuple[Piece, ...]:
     """Cut all weights, axis by axis, into pieces that each rank holds either whole or not at all.
-
-    Args:
-        boxes: boxes of each rank.
 
     Returns:
         The pieces in the order in which the backward pass completes their gradients, last layer first; equal

@@ -37,7 +37,6 @@ def passes_ahead[N: _Number](stages: int, stage: N, chunks: int) -> N:
     """Return the number of passes that a stage runs forward before 1F1B begins, if there are enough.
 
     Args:
-        stages: number of stages in the pipeline.
         stage: number of the stage, from 0, or an array of such numbers.
         chunks: number of chunks of each stage's layers; several are run as by Megatron's
             `get_pp_rank_microbatches`.
@@ -51,10 +50,7 @@ def pipeline_steps(stages: int, stage: int, micro_batches: int, chunks: int = 1)
     """Return the passes of a stage in one iteration, in order.
 
     Args:
-        stages: number of stages of the replica.
         stage: number of the stage, from 0.
-        micro_batches: number of micro-batches of the replica.
-        chunks: number of chunks of each stage's layers.
     """
     return tuple(
         step for step in _steps(stages, stage, micro_batches, chunks) if step.micro_batch < micro_batches
@@ -118,9 +114,7 @@ def most_kept(stages: int, stage: int, micro_batches: int, sizes: Sequence[float
     """Return the most layers whose activations a stage keeps at a time, from forward to backward pass.
 
     Args:
-        stages: number of stages of the replica.
         stage: number of the stage, from 0.
-        micro_batches: number of micro-batches of the replica.
         sizes: number of layers of each chunk of the stage; a layer counts once for each micro-batch.
     """
     kept = most = 0.0

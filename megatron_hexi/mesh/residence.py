@@ -26,7 +26,6 @@ class MinistagePass:
     """A pass of all micro-batches, one after the other, through one ministage.
 
     Args:
-        ministage: number of the ministage.
         way: `forward`, which keeps the ministage's input rows; `backward`, which recomputes the ministage
             from these rows; or `turn`, for the ministage with the loss: forward and backward of each
             micro-batch in turn.
@@ -54,7 +53,6 @@ def ministage_passes(
     """Return the passes of a stage's ministages in one iteration, in order.
 
     Args:
-        ministages: number of ministages of the stage.
         gives_loss: whether the stage is the last of its replica.
         forward_only: whether the iteration is an evaluation, without backward passes.
     """
@@ -113,8 +111,6 @@ def bucket_residence(bucket: Bucket, rank: int, offload: Collection[Offload]) ->
     memory.
 
     Args:
-        bucket: the bucket.
-        rank: a holder of the bucket.
         offload: data of the rank's stage that the plan offloads.
     """
     ministage = bucket.ministage_of(rank)
@@ -132,7 +128,6 @@ def is_summed_last(bucket: Bucket, offload_of: Callable[[int], Collection[Offloa
     these in the same order.
 
     Args:
-        bucket: the bucket.
         offload_of: a function that returns, for a rank, the data of its stage that the plan offloads.
     """
     residences = (bucket_residence(bucket, rank, offload_of(rank)) for rank in bucket.holders)

@@ -21,9 +21,6 @@ class Slab:
     """A part of a piece, cut along rows, whose optimizer state one rank owns.
 
     Args:
-        key: name of the weight.
-        cell: the part of the weight.
-        shape: shape of the whole weight.
         owner: rank that keeps the slab's optimizer state.
         start: index of the slab's first element in the bucket.
     """
@@ -46,7 +43,6 @@ class Bucket:
 
     Args:
         holders: ranks that hold the bucket, ascending.
-        pieces: pieces of the bucket, in order.
         starts: index of the first element of each piece in the bucket.
         slabs: slabs that divide the bucket's elements among owners; the slabs of one owner are adjacent.
         depth: smallest depth of the pieces; there the backward pass completes all gradients of the bucket.
@@ -130,9 +126,6 @@ def _bucket(
     For one bucket, shares are exact to one row of a piece; for several buckets, to two rows.
 
     Args:
-        holders: ranks that hold the bucket.
-        pieces: pieces of the bucket.
-        weights: weights of the ranks in the division.
         owned: number of elements that each holder owns in earlier buckets; updated.
     """
     starts = (0, *itertools.accumulate(piece.size for piece in pieces))

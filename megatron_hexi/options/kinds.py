@@ -30,8 +30,6 @@ class Supported:
 
     Args:
         flags: flags as on the command line, with a value if only that value is supported.
-        test: name of the test that shows the support.
-        note: restrictions and hints for users.
     """
 
     flags: str
@@ -44,12 +42,8 @@ class Refused:
     """A rule that refuses an option in a job with a plan.
 
     Args:
-        option: flag of the option, as on the command line.
         used: a function that tells, from Megatron's arguments, whether the job uses the option.
-        reason: reason for the error message why a plan does not support the option.
-        remedy: remedy for the error message.
         values: values of the option that are refused; empty: all values.
-        beside: kind of plan with which the option is refused.
         versions: versions of megatron-core in which the option is refused (PEP 440); empty: all versions.
         against: other arguments beside which Megatron itself refuses the option; empty: the plan does.
     """
@@ -111,9 +105,6 @@ def given(
     """Return a rule that refuses an option whenever it is set.
 
     Args:
-        option: flag of the option.
-        reason: reason for the error message why a plan does not support the option.
-        remedy: remedy for the error message.
         name: name of the argument, if it cannot be derived from the flag.
         since: first version of megatron-core in which the option is refused.
         until: first version of megatron-core in which the option is no longer refused.

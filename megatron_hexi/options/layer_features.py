@@ -210,10 +210,7 @@ def layer_pattern(flag: str, pattern: str | list[int], layers: int, source: str)
     """Parse a pattern of layers and return one value for each layer.
 
     Args:
-        flag: the option whose value is the pattern, for errors.
         pattern: a list of 0 and 1, or Megatron's expression of such lists: "[0]*3+[1]*58".
-        layers: number of layers.
-        source: file or command line of the pattern, for errors.
 
     Raises:
         HexiError: the pattern is another expression, or has another number of layers.

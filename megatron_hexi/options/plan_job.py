@@ -40,8 +40,6 @@ def hold_job(args: Namespace, given: set[str], plan: Plan) -> list[str]:
     Args:
         args: Megatron's arguments, before Megatron's own checks, with ``world_size`` and ``hexi_plan``;
             changed in place.
-        given: flags that the user wrote.
-        plan: the plan.
 
     Returns:
         Flags that the plan needs and that were set because the user had not written them.

@@ -13,7 +13,6 @@ def vocabulary_step(plan: Plan, divisor: int) -> int:
     """Return the number of rows of which the padded vocabulary under a plan is a multiple.
 
     Args:
-        plan: the plan.
         divisor: ``--make-vocab-size-divisible-by``, of a tensor-parallel rank as Megatron counts.
     """
     if plan.workload.padded_vocabulary is not None:
@@ -26,7 +25,6 @@ def keep_vocabulary(args: Namespace, first: Plan, plan: Plan) -> None:
 
     Args:
         args: Megatron's arguments, not yet checked; changed in place.
-        first: the job's own plan.
         plan: a plan whose tensor-parallel sizes divide the rows.
     """
     step = vocabulary_step(first, args.make_vocab_size_divisible_by)

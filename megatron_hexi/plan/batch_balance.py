@@ -44,7 +44,6 @@ class _Pace:
         """Return the pace of a group whose units have these paces and divide the work in proportion to speed.
 
         Args:
-            paces: paces of the group's units.
             attended: memory of a token of the group, relative to the memory of a token that the unit holds.
         """
         return cls(
@@ -70,9 +69,7 @@ def balanced_domain(domain: Domain, documents: tuple[int, ...], rates: UnitRates
     """Return the domain with segments, tokens and heads that balance one batch of documents.
 
     Args:
-        domain: the plan's domain.
         documents: lengths of the documents; their sum is the domain's number of tokens.
-        rates: rates of the plan's units.
 
     Returns:
         The balanced domain. If the plan's own shares (`packed_domain`) are balanced enough, or no better
@@ -108,8 +105,6 @@ def unit_seconds(domain: Domain, documents: Sequence[int], rates: UnitRates) -> 
 
     Args:
         domain: the domain, with the shares of this batch.
-        documents: lengths of the documents.
-        rates: rates of the plan's units.
     """
     heads = max(member.heads[1] for member in domain.members)
     ends = [stop for _, stop in consecutive(documents)]
@@ -199,10 +194,8 @@ def _level(
     """Divide an amount of work among workers so that all of them finish at the same time.
 
     Args:
-        total: amount to divide.
         busy: seconds for which each worker is busy already.
         costs: seconds per unit of the amount, of each worker.
-        room: largest amount that each worker can take.
 
     Returns:
         The amount of each worker, (finish - busy) / cost limited to 0 … room; ``None`` if the rooms add up

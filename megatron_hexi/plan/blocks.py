@@ -145,11 +145,6 @@ class _Piece:
 def own_blocks(group: Group, mask: Mask, seq_length: int) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
     """Return the blocks of a group's queries with the group's own keys.
 
-    Args:
-        group: a group with tokens.
-        mask: the attention mask.
-        seq_length: tokens of the sequence.
-
     Returns:
         Blocks that contain every query exactly once, and the further blocks that a sliding window needs.
     """
@@ -174,12 +169,6 @@ def exchange_blocks(group: Group, source: Group, mask: Mask, seq_length: int) ->
     """Return the keys of `source` that the queries of `group` see, with the blocks to compute.
 
     Adjacent blocks with equal keys are merged.
-
-    Args:
-        group: the group whose queries are computed.
-        source: the other group, which holds the keys.
-        mask: the attention mask.
-        seq_length: tokens of the sequence.
     """
     if not mask.causal:
         whole = Block((0, group.tokens), (0, source.tokens))

@@ -28,7 +28,6 @@ def check_plan(plan: Plan, where: Where) -> None:
 
     Args:
         plan: the plan; its values already have the right types.
-        where: a function that spells a place in the plan for an error message.
 
     Raises:
         PlanError: a rule is broken; the message names the place, value and remedy of the first such rule.
@@ -64,7 +63,6 @@ def require_repeated(plan: Plan, action: str) -> None:
     """Refuse a plan with several stages or domains, or with uneven shares of the optimizer's state.
 
     Args:
-        plan: a plan that passed its checks.
         action: verb for the error message, such as ``train by``: the operation that needs one repeated stage.
 
     Raises:
@@ -90,10 +88,7 @@ def refuse_stages(plan: Plan, subject: str, reason: str, remedy: str) -> None:
     """Refuse a plan whose stages state their layers, for an option that needs one repeated stage.
 
     Args:
-        plan: a plan that passed its checks.
         subject: beginning of the error message: the option and the plan's file.
-        reason: clause of the error message that says why the option does not work with these stages.
-        remedy: remedy in the error message.
 
     Raises:
         PlanError: the plan's stages state their layers.

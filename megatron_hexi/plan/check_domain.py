@@ -16,12 +16,6 @@ from megatron_hexi.yaml_schema import Where
 def check_domain(workload: Workload, domain: Domain, place: Place, where: Where) -> None:
     """Check the positions, tokens and heads of a domain whose units have been checked.
 
-    Args:
-        workload: the plan's workload.
-        domain: the domain.
-        place: place of the domain's groups in the plan.
-        where: a function that spells a place in the plan for an error message.
-
     Raises:
         PlanError: a rule is broken; the message names the place, value and remedy of the first such rule.
     """

@@ -13,12 +13,6 @@ from megatron_hexi.yaml_schema import Where
 def check_experts(workload: Workload, stage: Stage, place: Place, where: Where) -> None:
     """Check the experts that the units of a stage hold.
 
-    Args:
-        workload: the plan's workload.
-        stage: a stage whose units have been checked.
-        place: place of the stage's domains in the plan.
-        where: a function that spells a place in the plan for an error message.
-
     Raises:
         PlanError: a rule is broken.
     """

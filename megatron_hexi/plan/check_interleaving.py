@@ -14,7 +14,6 @@ def check_interleaving(plan: Plan, where: Where) -> None:
 
     Args:
         plan: the plan; its other rules hold.
-        where: spells a place for an error.
 
     Raises:
         PlanError: Megatron could not run the chunks.
@@ -38,7 +37,6 @@ def interleaving_fault(
 
     Args:
         chunks: virtual stages of each pipeline stage; 1: its layers run in one go, as 1F1B does.
-        stages: pipeline stages.
         layers: number of layers of the model; ``None``: not known.
         micro_batches: micro-batches of each replica, as far as they are known. Megatron runs as many at a
             time as there are stages, and the last group must be complete.

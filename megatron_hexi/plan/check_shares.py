@@ -11,13 +11,6 @@ from megatron_hexi.yaml_schema import Where
 def check_shares(plan: Plan, replica: Replica, stage: Stage, place: Place, where: Where) -> None:
     """Check how the domains of a stage divide micro-batches.
 
-    Args:
-        plan: the plan.
-        replica: the stage's replica.
-        stage: the stage.
-        place: place of the stage's domains in the plan.
-        where: a function that spells a place in the plan for an error message.
-
     Raises:
         PlanError: a rule is broken.
     """

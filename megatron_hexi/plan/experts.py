@@ -17,7 +17,6 @@ class HeldExperts:
     """The experts that one rank holds in each layer with experts.
 
     Args:
-        rank: the rank.
         experts: range of expert numbers; may be empty.
         part: number of the slice of each expert's hidden columns that the rank holds, from 0.
         parts: number of slices into which the experts are cut; 1: the rank holds whole experts.
@@ -35,12 +34,7 @@ class HeldExperts:
 
 
 def held_experts(member: Member, total: int) -> tuple[HeldExperts, ...]:
-    """Return the experts that each rank of a unit holds.
-
-    Args:
-        member: the unit.
-        total: number of experts of a layer.
-    """
+    """Return the experts that each rank of a unit holds."""
     ranges = member.experts or ((0, total),)
     if len(ranges) > 1:
         return tuple(HeldExperts(rank, own) for rank, own in zip(member.ranks, ranges, strict=True))

@@ -42,8 +42,6 @@ def head_spans(heads: Range, ratio: int, origin: int | None = None) -> tuple[Hea
     """Cut a range of query heads into the fewest spans: at most three (a part, whole groups, a part).
 
     Args:
-        heads: range of query heads.
-        ratio: query heads per KV head.
         origin: the member's first query head, where `heads` are only some of the member's heads.
     """
     origin = heads[0] if origin is None else origin

@@ -21,7 +21,6 @@ def packed_domain(domain: Domain, documents: tuple[int, ...]) -> Domain:
     """Return a domain whose segments are cut document by document, with unchanged tokens for each group.
 
     Args:
-        domain: the plan's domain.
         documents: lengths of the documents; their sum is the domain's number of tokens.
     """
     tokens = [group.tokens for group in domain.groups]
@@ -36,7 +35,6 @@ def zigzag(documents: Sequence[Range], tokens: Sequence[int]) -> list[list[Range
     """Cut each document in a weighted zigzag over all groups; return the positions of each group.
 
     Args:
-        documents: range of positions of each document.
         tokens: number of tokens of each group; their sum equals the sum of the documents' lengths.
 
     Returns:
@@ -62,7 +60,6 @@ def proportional_table(rows: Sequence[int], columns: Sequence[int]) -> list[list
     from its exact share by more than one per halving.
 
     Args:
-        rows: sum of each row.
         columns: sum of each column; their total equals the total of `rows`.
     """
     if len(columns) == 1:

@@ -33,7 +33,6 @@ class Batch(NamedTuple):
     """Messages that are posted and waited for together.
 
     Args:
-        cargo: kind of the messages.
         step: step of the exchange, from 0; for an all-to-all, the number of the half of the heads.
         part: part of the step, from 0.
     """
@@ -96,8 +95,6 @@ def attention_program(
     """Return the operations of a rank in the forward or backward pass of attention, in order.
 
     Args:
-        backward: whether to return the backward pass.
-        parts: number of parts of each step of the exchange.
         window: number of steps whose keys are in flight ahead of the step in use.
         halves: number of all-to-alls that carry the query heads in each direction, 1 or 2.
         turn: number of the part of the last step in which the half of the heads whose output is sent first

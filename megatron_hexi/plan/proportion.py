@@ -22,9 +22,7 @@ def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], f
     """Return a domain whose groups and members have work in proportion to their speeds.
 
     Args:
-        workload: the model and the sequence.
         speeds: for each group, the relative speed of each of its members; units are numbered in this order.
-        first_unit: number of the first unit.
 
     Raises:
         PlanError: there is no group, a group has no members, or a speed is not positive or far too large.
@@ -50,10 +48,6 @@ def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], f
 def check_speeds(speeds: Sequence[Sequence[float]], given: str) -> None:
     """Refuse a speed that is not positive, or far too large.
 
-    Args:
-        speeds: for each group, the relative speed of each of its members.
-        given: the option or the value that the speeds come from, which the error begins with.
-
     Raises:
         PlanError: a speed is refused; the message has its number, counted from 1 over all groups.
     """
@@ -76,7 +70,6 @@ def proportional_plan(
     """Return a plan with one domain per replica, whose units have work in proportion to their speeds.
 
     Args:
-        workload: the model and the sequence.
         replicas: relative speed of each member of each group of each replica.
         window: prefetch depth of the exchange of keys and values, in steps.
 

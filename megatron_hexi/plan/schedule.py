@@ -42,7 +42,6 @@ class Transfer:
     """A message of keys and values between two ranks.
 
     Args:
-        peer: the other rank, as an index into the domain's ranks.
         kv: range of KV heads in the message, counted over the layer.
         rows: tokens in the message, as ranges of indices into the tokens of the owner's group, ascending.
     """
@@ -67,7 +66,6 @@ class Part:
         pieces: the part's query heads with the KV heads that they read, counted from the part's first heads;
             two pieces if the half of the heads whose output is sent first ends within the part.
         receives: messages that the rank receives: the KV heads that the part's query heads read, in order.
-        sends: messages that the rank sends.
     """
 
     number: int
@@ -93,7 +91,6 @@ class Step:
 
     Args:
         parts: parts in which the keys are sent; a single part in all steps but the first.
-        blocks: blocks of the rank's queries and the received keys, which the heads of every part compute.
     """
 
     parts: tuple[Part, ...]
@@ -124,9 +121,6 @@ class Schedule:
         members: ranks of the rank's group, as indices into the domain's ranks, ascending.
         position: index of the rank in `members`.
         segments: positions of the sequence that the rank holds outside attention.
-        shards: number of tokens of each member of the group.
-        heads: range of query heads of each member of the group.
-        kv: range of KV heads of each member of the group.
         halves: for each all-to-all in one direction, one or two, the query heads of each member that it
             carries.
         spans: the rank's query heads with the KV heads that they read, for the kernels.
@@ -134,7 +128,6 @@ class Schedule:
             group's block in these halves.
         own: blocks of the own group's keys that contain every query exactly once.
         own_beside: further blocks of the own group's keys, which a sliding window needs.
-        steps: steps of the exchange with the other groups.
     """
 
     index: int
@@ -186,7 +179,6 @@ class Schedule:
         """Return the rank's operations in the forward or backward pass of attention, in order.
 
         Args:
-            backward: whether to return the backward pass.
             window: number of exchange steps in flight ahead of the step in use.
         """
         parts, turn = tuple(len(step.parts) for step in self.steps), 0
@@ -215,9 +207,6 @@ def build_schedule(
     """Return the split tables of one rank, for a plan that passed its checks.
 
     Args:
-        workload: the plan's workload.
-        domain: a domain of the plan.
-        index: the rank, as an index into the domain's ranks.
         parts: largest number of parts in which the keys of the first exchange step are sent; more than one
             also splits the all-to-alls in two.
         mask: the attention mask; ``None``: the workload's mask. With documents the groups hold other segments
@@ -302,10 +291,6 @@ class Schedules:
     """Cache of one rank's split tables, which are derived for each attention mask on demand.
 
     Args:
-        workload: the plan's workload.
-        domain: a domain of the plan.
-        index: the rank, as an index into the domain's ranks.
-        parts: largest number of parts in which the keys of the first exchange step are sent.
         rates: rates of the plan's units, if each batch is balanced by them.
     """
 
@@ -350,11 +335,6 @@ def kv_owners(heads: Range, owners: tuple[Range, ...], ratio: int) -> tuple[tupl
     """Return the members of a group that send KV heads to a user, a rank of another group.
 
     Cached, because the ranks of a domain ask the same of every group.
-
-    Args:
-        heads: the user's range of query heads.
-        owners: range of query heads of each member of the owning group.
-        ratio: query heads per KV head.
 
     Returns:
         Pairs of a member's position in its group and the range of KV heads that this member sends, in the

@@ -23,8 +23,6 @@ class Share:
 
     Args:
         first: number of the first micro-batch of the share, from 0.
-        count: number of micro-batches in the share.
-        total: number of micro-batches in the global batch.
     """
 
     first: int
@@ -47,8 +45,6 @@ def assign_micro_batches(plan: Plan, global_batch_size: int, micro_batch_size: i
     """Return each replica's share of the global batch: the share stated in the plan, or else an equal share.
 
     Args:
-        plan: the plan.
-        global_batch_size: number of sequences in an iteration.
         micro_batch_size: number of sequences in a micro-batch; the same for all replicas.
 
     Raises:
@@ -78,9 +74,6 @@ def assign_in_turn(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     The assignment follows from the plan and from no clock, so every rank knows it. A domain that processes n
     micro-batches is taken to need 1 / n of an iteration for each. The next micro-batch goes to the domain
     that is free first; among several, to the domain with most micro-batches; then to the first.
-
-    Args:
-        counts: number of micro-batches of each domain.
 
     Returns:
         The numbers of the micro-batches of each domain, ascending.

@@ -23,7 +23,6 @@ def spelt_out(data: dict[str, Any], where: Where) -> tuple[dict[str, Any], Where
 
     Args:
         data: plain values of the plan, perhaps malformed; not changed.
-        where: a function that spells a place in the file for an error message.
 
     Returns:
         The plain values with groups in every domain, and a function that spells a place in the expanded plan

@@ -22,7 +22,6 @@ def state_heads(attention: tuple[Range, ...], heads: int) -> tuple[Range, ...]:
     A member without heads of attention has none; one with few of them may have none either.
 
     Args:
-        attention: query heads of each member.
         heads: heads of the layer, over all members.
     """
     return tuple(consecutive(apportion(heads, [stop - start for start, stop in attention])))
@@ -35,7 +34,6 @@ def divided_domain(plan: Plan, has_state: Sequence[bool]) -> tuple[str, int] | N
     so one group must have the whole sequence.
 
     Args:
-        plan: the plan.
         has_state: for each layer of the model, whether it passes a state along the sequence.
     """
     for number, replica in enumerate(plan.replicas):
@@ -52,10 +50,6 @@ def even_groups(heads: Range, shared_by: int) -> tuple[int, ...]:
     """Return groups, counted from the first that these heads read, each of which serves as many of them.
 
     Kernels take heads in groups of one size. Where the range cuts a group, groups are repeated.
-
-    Args:
-        heads: consecutive heads.
-        shared_by: heads that share a group.
     """
     start, stop = heads
     size = math.gcd(start, stop, shared_by)

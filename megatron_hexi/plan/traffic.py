@@ -15,7 +15,6 @@ class Traffic:
     """Messages and bytes that a rank sends in the forward or backward pass of one attention layer.
 
     Args:
-        all_to_alls: number of all-to-alls in the rank's group.
         all_to_all_bytes: bytes that the rank sends to other members of its group in these all-to-alls.
         messages: number of point-to-point messages that the rank sends to other groups.
         message_bytes: bytes of these point-to-point messages.
@@ -54,8 +53,6 @@ def attention_traffic(
 
     Args:
         schedule: the rank's split tables.
-        head_dim: size of one head.
-        batch: sequences of a micro-batch.
         element_bytes: bytes of one tensor element.
         value_dim: size of one head's value; ``None``: `head_dim`.
         exchanged: columns of a KV head that are exchanged; ``None``: the columns of key and value.

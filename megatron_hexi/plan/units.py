@@ -20,18 +20,12 @@ class DomainRow:
     """A row of the table of domains: properties of one domain, which all units of the domain share.
 
     Args:
-        replica: number of the replica.
-        stage: number of the stage in the replica.
-        depth: number of stages of the replica.
-        number: number of the domain in the stage.
         domain: groups and members of the domain; for a repeated stage, with the ranks of the first stage.
         first_rank: offset to add to the ranks of `domain`.
         layers: range of the stage's transformer layers; with ministages, only the number of layers counts;
             ``None``: unknown, for a repeated stage.
-        samples: number of samples of each micro-batch that the domain processes.
         micro_batches: numbers of the micro-batches that the domain processes, ascending; ``None``: all.
         recompute: activations that the stage's backward pass recomputes; ``None``: the job's setting.
-        exchange: settings of the exchange of keys and values.
         ministages: layers of each ministage of the stage; ``None``: the stage runs whole.
         interleaved: whether the replica runs its ministages in interleaved 1F1B.
         offload: data of the stage that waits in host memory while it is not used.
@@ -77,7 +71,6 @@ class Unit(DomainRow):
         member: number of the unit among the members of the domain.
         group: number of the A2A group in the domain.
         tokens: tokens of the unit's shard.
-        heads: range of query heads that each rank of the unit computes in attention.
         state: weight of the unit in the division of the optimizer's state among units with the same weights.
     """
 
@@ -95,7 +88,6 @@ def domain_rows(
     """Return a row for each domain of a plan, in the order of replicas, stages and domains.
 
     Args:
-        plan: a plan that passed its checks.
         micro_batch_size: samples of a micro-batch (B).
         stages: number of pipeline stages of the job, for a plan with a repeated stage.
         layers: number of layers of the model, for a plan with a repeated stage; ``None``: the rows of such a
@@ -180,7 +172,6 @@ def job_ranks(plan: Plan, stages: int) -> int:
     """Return the number of ranks of a job that trains by a plan.
 
     Args:
-        plan: the plan.
         stages: number of pipeline stages of the job, for a plan with a repeated stage.
     """
     return plan.ranks * (stages if plan.is_repeated else 1)
@@ -203,7 +194,6 @@ def rank_gpus(plan: Plan, gpus: int) -> Sequence[int]:
     """Return the number, in the order of the cluster file, of the GPU of each rank of the job.
 
     Args:
-        plan: the plan.
         gpus: number of GPUs of the cluster; a plan that names no GPUs uses all of them in file order.
     """
     return range(gpus) if plan.gpus is None else plan.gpus

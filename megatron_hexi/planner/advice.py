@@ -96,7 +96,6 @@ def nothing_fits(request: Request, cluster: Cluster, planner: Planner, *, proven
 
     Args:
         request: the request without a plan.
-        cluster: the cluster that it was planned for.
         planner: returns the plan of another request on a cluster, or ``None``.
         proven: whether the bound proves that no layout fits; else the search found none.
     """

@@ -42,8 +42,6 @@ def expert_rules(
     not `unequal`, all have equal numbers of experts on their ranks.
 
     Args:
-        job: the job.
-        cluster: the cluster that the job runs on.
         fixed: ranks that each expert domain must have; ``None``: chosen.
         unequal: whether ranks of an expert domain may hold different numbers of experts.
     """
@@ -69,9 +67,6 @@ def placement(rule: ExpertRule, units: int, width: int, *, is_mixed: bool) -> tu
     """Return a key of the placement on a stage, the same for all rules that place experts alike there.
 
     Args:
-        rule: the rule.
-        units: number of units of the stage.
-        width: number of ranks of a unit.
         is_mixed: whether GPUs of the stage differ.
     """
     return _count_domains(rule.ranks, units, units * width), rule.by if is_mixed else "equal"
@@ -92,7 +87,6 @@ def spread_experts(
 
     Args:
         domains: all domains of the stage, which share the samples of a micro-batch.
-        total: number of experts of a layer.
         domain_ranks: approximate number of ranks of an expert domain; ``None``: all ranks of the stage.
         weight: returns a rank's weight, to which its number of experts is proportional.
     """

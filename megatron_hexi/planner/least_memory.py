@@ -48,7 +48,6 @@ class LeastMemory:
 
         Args:
             ministages: ministages of each stage; 0: stages run whole.
-            options: the options to check.
         """
         stages = {
             (replica, section.number) for section, _ in self._sections for replica in section.replica.tolist()

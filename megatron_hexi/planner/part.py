@@ -15,8 +15,6 @@ def plan_of_whole(plan: Plan, cluster: Cluster, left_out: Collection[int]) -> Pl
 
     Args:
         plan: a plan for `cluster.without(left_out)`.
-        cluster: the whole cluster.
-        left_out: numbers of the nodes that are left out.
     """
     numbers = [rank.rank for rank in cluster.ranks if rank.node not in left_out]
     made = plan.provenance and replace(plan.provenance, cluster_digest=cluster_digest(cluster))

@@ -43,7 +43,6 @@ def find_plan(
 
     Args:
         request: the job, with the terms that are fixed; the planner chooses the others.
-        cluster: the cluster that the job runs on.
         with_baselines: whether to time every baseline, too. The plan is the same in both cases: never slower
             than the best layout of Megatron's flags, nor on up to 8 GPUs than those of published planners.
         progress: callback, receives (phase, done, total).
@@ -97,8 +96,6 @@ class _SearchResult:
         best: the fastest plan that fits; ``None``: none was found.
         tried: plans that were timed and fit, none of which saves memory but by recomputation.
         unsaved_s: seconds of an iteration of the fastest of `tried`; infinite: there is none.
-        memory: the part of each GPU's usable memory that plans may use.
-        trials: number of layouts that were timed, besides those of the joint searches.
     """
 
     best: Candidate | None
@@ -158,13 +155,8 @@ def _search(
     """Search for the fastest plan that fits, at first with the margin of memory kept free.
 
     Args:
-        request: the request, with a placement of experts.
-        cluster: the cluster that the job runs on.
-        searches: the joint searches of this planning.
-        tell: callback, receives (phase, done, total).
         faster_than: seconds of an iteration of a plan found with another placement or exchange; if finite,
             layouts of Megatron's flags have been tried, and are not tried again.
-        known: plans whose variants were compared with the best before (`SavedPlans`).
     """
     trials = 0
     for memory in dict.fromkeys((1 - request.memory_margin, 1.0)):

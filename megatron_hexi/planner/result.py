@@ -19,7 +19,6 @@ class Planned:
     Args:
         plan: the plan, with its estimate and provenance.
         job: the job with the terms that the planner chose.
-        cost: the cost of the plan, predicted by the cost model.
         bound: the lower bound over all plans.
         baselines: the baselines with their best layouts; empty if they were not asked for.
         trials: number of layouts that were timed.

@@ -18,7 +18,6 @@ def best_of_each_kind(found: Iterable[Candidate], best: Candidate) -> tuple[Cand
 
     Args:
         found: plans that fit, in any order.
-        best: the chosen plan.
     """
     seen = {_kind(best)}
     rivals: list[Candidate] = []

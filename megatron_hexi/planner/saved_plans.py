@@ -32,7 +32,6 @@ class SavedPlans:
 
     Args:
         request: the job, with the terms that are fixed.
-        cluster: the cluster that the job runs on.
         memory: the part of each GPU's usable memory that plans may use, from 0 to 1.
         searches: the joint searches, which find plans without savings.
         faster_than: seconds of an iteration that a variant must beat.

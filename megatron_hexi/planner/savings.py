@@ -54,7 +54,6 @@ class Savings:
 
     Args:
         request: the job, with the terms that are fixed.
-        cluster: the cluster that the job runs on.
         faster_than: seconds of an iteration of the fastest plan that is known to fit.
     """
 
@@ -146,10 +145,7 @@ class Savings:
         """Yield the plan with the first option that fits at each stage; nothing if a stage fits with none.
 
         Args:
-            base: the plan.
-            least: lower bounds of the memory of its stages.
             ministages: ministages of each stage; ``None``: stages run whole, and those that fit are kept.
-            options: the options, in the order in which they are tried.
         """
         options = [option for option in options if self._allows(option)]
         fitting = least.may_fit(ministages or 0, options)
@@ -347,8 +343,6 @@ def _with_stages(
     """Return the plan with every stage changed.
 
     Args:
-        plan: the plan.
-        change: returns the new stage, given ((replica, number of the stage), stage).
         counts: micro-batches of each replica; ``None``: as in the plan.
     """
     replicas = (

@@ -26,7 +26,6 @@ class WeakKind:
     """A kind of GPU that a plan uses, and the best plan without it.
 
     Args:
-        name: name of the GPU's model.
         gpus: number of such GPUs that the plan uses.
         without: the best plan found that uses none of them.
     """
@@ -42,9 +41,6 @@ def weak_kinds(
     """Plan without each kind of GPU that has a small share of the cluster's speed.
 
     Args:
-        request: the job.
-        cluster: the cluster with all GPUs.
-        best: the best plan on all GPUs.
         search: returns the best plan on a cluster with some of the nodes; ``None``: none is found.
 
     Returns:

@@ -15,7 +15,6 @@ def written_out(plan: Plan, job: Job, counts: Sequence[int] | None = None) -> tu
 
     Args:
         plan: the plan; stages that have `layers` stay as they are.
-        job: the plan's job.
         counts: micro-batches of each replica; ``None``: those that the plan states.
     """
     if domain_rows(plan)[0].layers is not None:

@@ -62,8 +62,6 @@ def steady_seconds(work: Work, clock: Clock, limit_s: float) -> float:
     """Return the seconds of one call: the median of up to nine samples, after a warm-up.
 
     Args:
-        work: the work to time.
-        clock: clock of its device.
         limit_s: no further sample is taken that would go beyond; one always is.
     """
     spent, warm_up_s = 0.0, min(_WARM_UP_S, limit_s / 4)

@@ -37,11 +37,8 @@ def measure_points(
     """Measure one kind of work at every size, from the smallest up.
 
     Args:
-        name: name of the work, for notes on skipped sizes.
         sizes: ascending.
-        flops: FLOPs of a size.
         prepare: makes the tensors of a size, and what is to be timed.
-        clock: clock of the device.
         limit_s: seconds a size; from the first that would take longer, by the rate so far, all are skipped.
         meet: told what comes next, waits for the other ranks: all load the machine at once.
     """

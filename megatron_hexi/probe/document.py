@@ -31,10 +31,8 @@ class Options:
 
     Args:
         kernels: attention kernels; ``auto`` is what a job on that GPU would choose.
-        precision: data type of matrices and attention.
         hidden_size: hidden size of the weights; 4096 on GPUs and 1024 on CPUs if not given.
         heads: number of attention heads; 8 on GPUs and 2 on CPUs if not given.
-        head_dim: their size.
         budget_s: seconds that it all may take, roughly.
         quick: measure at fewer sizes.
 
@@ -76,8 +74,6 @@ class HostCards:
 
     Args:
         fabric: ``infiniband`` or ``roce``.
-        count: number of cards that are up.
-        gbit_s: line rate of each.
     """
 
     fabric: str
@@ -94,7 +90,6 @@ class RankInfo:
     Args:
         host: its host's name.
         group: the launcher's number of its node; empty if it has none.
-        local_rank: its number on its node.
         kind: ``cuda`` or ``cpu``.
         gpu: torch's name of its GPU; a CPU's model name.
         memory_bytes: memory of the GPU; on a CPU the rank's share of the host's, or its limit.
@@ -148,7 +143,6 @@ class Inside:
     """Measured transfer times inside one node.
 
     Args:
-        node: number of the node.
         ports: times of messages between all pairs of GPUs at once; a size is the bytes that one GPU sends.
         all_to_all: times of one all-to-all collective, sizes as in `ports`; it may be slower.
         point_to_point: times of messages between two GPUs, both ways at once, of the median pair; a size is
@@ -170,8 +164,6 @@ class Between:
     """Measured transfer times from one node to another.
 
     Args:
-        src: number of the sending node.
-        dst: number of the receiving node.
         all_ranks: times while all ranks of both nodes send or receive; a size is the bytes of all messages.
         one_rank: times of a message from one rank to one other; ``None`` where it was not measured.
         latency_s: latency of a small message, s.
@@ -193,19 +185,11 @@ class Measurement:
     Args:
         version: version of this document's format.
         started: date, UTC.
-        hexi: version of megatron-hexi.
-        options: options of the probe.
-        ranks: all ranks, in rank order.
-        done: names of the stages that are done.
         usable_bytes: memory that each rank found free.
-        stream_gb_s: memory bandwidth that each rank reached.
         host_bytes: each rank's part of its host's memory that is free.
         host_gb_s: GB/s of each rank between device and host, the slower direction; ``None``: no room.
         host_stream_gb_s: bandwidth of the host's memory that each rank reached, all at once.
         curves: rates by name: ``matmul``, or a kernel, mask and direction (``cudnn causal forward``).
-        skipped: reasons for sizes that were not measured.
-        inside: links inside every node of several ranks.
-        between: links between every two nodes, in both directions.
         together: transfers between all ranks of different nodes at once.
     """
 

@@ -30,9 +30,6 @@ class Wire:
     """Sends test messages from a rank.
 
     Args:
-        world: the ranks.
-        device: device of this rank.
-        group: all ranks, on the backend that a job would use.
         sizes: bytes of messages, ascending.
         limit_s: a transfer that takes so long ends its sweep over the sizes.
     """
@@ -46,12 +43,7 @@ class Wire:
     def exchange(
         self, flows: Sequence[tuple[int, int]], lanes: Sequence[Sequence[int]]
     ) -> list[TransferTimes]:
-        """Time point-to-point messages sent at once; return each lane's times by bytes of one message.
-
-        Args:
-            flows: sender and receiver of each message.
-            lanes: ranks of each lane.
-        """
+        """Time point-to-point messages sent at once; return each lane's times by bytes of one message."""
 
         def prepare(size: int) -> Callable[[], None]:
             rank = self.world.rank

@@ -25,7 +25,6 @@ class Merged:
     Args:
         curves: TFLOP/s at the sizes measured, by name.
         speeds: speed of each of its nodes by number, against the curves; 1 where it is within `STRAGGLER`.
-        notes: notes on how the ranks differ.
     """
 
     curves: Mapping[str, Mapping[int, float]]

@@ -45,9 +45,7 @@ def by_node(
     in one fabric; between fabrics there is one bandwidth for each node, slower than the cards.
 
     Args:
-        nodes: the nodes in the order of ranks.
         whole: GB/s of each pair, all ranks sending.
-        latency_us: latency of each pair.
         gains: bandwidth of all ranks of a pair over that of one rank each; ``None``: not measured.
 
     Returns:

@@ -47,8 +47,6 @@ class NodeFound:
     """A node: its name in the file, its ranks, and their devices.
 
     Args:
-        name: name in the file.
-        ranks: ranks on the node.
         kind: ``cuda`` or ``cpu``.
         gpu: torch's name of its GPUs.
         host: its name for Slurm; empty where several nodes are on one host.

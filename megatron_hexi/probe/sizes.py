@@ -25,11 +25,7 @@ class Sizes:
     """Sizes to measure at on one rank.
 
     Args:
-        rows: rows of matrix products.
-        tokens: tokens of attention.
         hidden: the weight is [4 hidden, hidden].
-        heads: heads of attention.
-        head_dim: their size.
         stream_bytes: bytes of each of the three arrays of the memory stream, well beyond any cache.
         largest_message: bytes from one rank to another.
         host_stream_bytes: the same of the host's memory.
@@ -89,7 +85,6 @@ def message_sizes(sizes: Sizes, usable_bytes: int, peers: int) -> tuple[int, ...
     """Return sizes of a message, bytes: from 64 KiB up, by factors of four.
 
     Args:
-        sizes: sizes of the probe.
         usable_bytes: free memory of the rank that has least; an eighth of it is taken each way.
         peers: messages that a rank sends, and receives, at once.
     """

@@ -44,11 +44,6 @@ class Stages:
     """The stages of a probe, bound to this rank.
 
     Args:
-        world: the ranks.
-        options: options of the probe.
-        device: device of this rank.
-        info: facts of this rank.
-        nodes: nodes that the ranks are on.
         host_ranks: ranks on this rank's host.
     """
 

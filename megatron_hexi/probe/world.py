@@ -44,8 +44,6 @@ class World:
     """The process group of a probe, and this rank's place in it.
 
     Args:
-        rank: number of this rank.
-        size: number of ranks.
         store: the job's; ``None`` for a world of one.
         others: what is known of the other ranks; ``None`` for a world of one.
     """

@@ -28,7 +28,6 @@ class Round:
         without: nodes of the cluster file that are absent.
         resumed: iteration that it resumes from; 0 at the beginning.
         in_memory: whether its state came from copies in memory.
-        undone: iterations that are done again.
         goodput: seconds of iterations that no loss undid, of all seconds since the job began, by then.
     """
 
@@ -50,20 +49,14 @@ class Start:
         started: time of the start, ISO 8601 with the zone.
         digest: digest of the plan (``plan_digest``).
         platform: ``cuda`` or ``cpu``.
-        devices: model of each rank's device, by rank of the job.
         micro_batch_size: Megatron's argument; so are the following.
-        global_batch_size: sequences of an iteration.
-        pipeline_parallel: stages.
         virtual_stages: chunks of each stage.
         recompute: ``none``, ``selective`` or ``full``.
         precision: ``bf16``, ``fp16`` or ``fp32``.
         distributed_optimizer: whether the optimizer's state is cut over ranks.
-        overlap_gradients: whether gradients travel behind the backward pass.
-        sequence_parallel: whether tensor-parallel ranks share the rows of norms.
         swapped_at: the first iteration under this plan, which took another's place while the job ran
             (``--hexi-replan-interval``); ``None``: the job was started.
         round: round of an elastic job; ``None`` in any other job.
-        version: version of the file format.
     """
 
     started: Label
@@ -91,7 +84,6 @@ class RankTimes:
     """Mean times of an iteration over an interval, in seconds, by rank of the job.
 
     Args:
-        step_s: the whole training step.
         attention_s: part of the step spent waiting in attention for keys, values, gradients and all-to-alls.
         gradients_s: part spent waiting until the weights' gradients are summed and weights are gathered.
         pipeline_s: part spent waiting for other pipeline stages.
@@ -146,7 +138,6 @@ class Interval:
         seconds: seconds of each iteration's training step, on the rank where it took longest.
         losses: loss of each iteration, a mean over its tokens.
         tokens: tokens of one iteration, over all replicas.
-        ranks: times of ranks, means over these iterations.
         expert_imbalance: standard deviation over mean of the rows of an expert, a mean over these iterations
             and layers; ``None`` without experts.
     """
@@ -179,7 +170,6 @@ class Record:
     """A whole record: at least one start with at least one interval.
 
     Args:
-        path: the file that it was read from.
         legs: part of the record of each start, in the order of time.
     """
 

@@ -18,7 +18,6 @@ def check_replanning(args: Namespace, plan: Plan | None) -> None:
     """Refuse a job that cannot be re-planned.
 
     Args:
-        args: Megatron's arguments.
         plan: the job's; ``None`` without one.
 
     Raises:
@@ -58,11 +57,7 @@ def check_replanning(args: Namespace, plan: Plan | None) -> None:
 
 
 def can_move(plan: Plan) -> bool:
-    """Return whether tokens, heads, samples or micro-batches of a plan can go to other units without weights.
-
-    Args:
-        plan: a plan that passed its checks.
-    """
+    """Whether tokens, heads, samples or micro-batches of a plan can move to other units without weights."""
     rows = domain_rows(plan)
     shares = any(row.domain.samples is not None for row in rows)
     replicas = len(plan.replicas) > 1 and rows[0].layers is not None and not plan.takes_micro_batches

@@ -40,7 +40,6 @@ class Result:
         why_not: why there is no layout; empty where there is one.
         uniform: whether all of its GPUs get equal work, whatever their kind.
         throughput: `tokens_per_s` in other units; ``None`` without a layout.
-        recompute: layers that the backward pass recomputes, as text.
     """
 
     name: str
@@ -64,9 +63,7 @@ class Comparison:
 
     Args:
         results: the fastest first, those without a layout last.
-        ceiling_tokens_per_s: ceiling of all the cluster's GPUs.
         lower_bound_s: lower bound of an iteration's seconds.
-        is_mixed: whether the cluster has GPUs of several models.
     """
 
     results: tuple[Result, ...]

@@ -84,7 +84,6 @@ class BarLabel(Text):
     """A text in the middle of a bar, which is drawn only where it fits into the bar.
 
     Args:
-        axes: axes of the bar.
         bar: its left and right end, and its bottom and top, in the axes' units.
         texts: texts of which the first that fits is drawn, upright in a narrow bar, if any does.
         style: arguments of `matplotlib.text.Text`.

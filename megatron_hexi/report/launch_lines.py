@@ -57,10 +57,7 @@ class Agent:
 
     Args:
         node: its host, if the cluster file names it, or else its name there.
-        entry: the node's entry in the cluster file.
         gpus: numbers of its GPUs in the node, ascending as ranks are.
-        first_rank: its first rank in the job.
-        whole: whether these are all GPUs of the node.
     """
 
     node: str
@@ -75,7 +72,6 @@ class LaunchLines:
     """Commands and flags of a training.
 
     Args:
-        flags: all flags of Megatron, with the plan's.
         torchrun: node and line, in the order of ranks.
         sbatch: the lines for Slurm, which run from anywhere in the repository.
         unnamed: nodes whose hosts the cluster file does not say: lines have its own names of them, and
@@ -95,7 +91,6 @@ def megatron_flags(model_words: Sequence[str], more: Sequence[str], plan: Plan, 
         model_words: Megatron's flags of the model, and of the job where a file states it.
         more: the user's flags; they replace flags of the same name.
         plan: the plan; flags that it sets are left out.
-        path: the plan's file.
 
     Raises:
         HexiError: a flag that Megatron does not have, or that does not work with such a plan; a model or a

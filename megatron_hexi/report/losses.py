@@ -28,7 +28,6 @@ def draw_losses(losses: Mapping[str, Sequence[float]], limit: float | None = Non
     Args:
         losses: a name and a loss for each iteration, of the reference and then of up to two trainings that
             are compared with it; they may be shorter.
-        limit: limit of the relative differences, drawn as a line.
     """
     reference, *compared = losses.values()
     figure = Figure(figsize=(8, 6), layout="constrained")

@@ -51,8 +51,6 @@ def draw_plan(plan: Plan, rows: Sequence[UnitSummary], gpus: Sequence[str] = ())
     and groups of one unit (all heads) have no row where others do.
 
     Args:
-        plan: the plan.
-        rows: its units.
         gpus: the model of GPU of each rank, if known; else kinds are taken from the names of nodes.
     """
     paint = Paint.of(rows, gpus or node_kinds(plan, rows))

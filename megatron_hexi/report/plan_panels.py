@@ -47,11 +47,7 @@ class PlanPanel:
     """A panel with rows of bars.
 
     Args:
-        title: title of the panel.
-        unit: unit of its axis.
-        end: end of its axis.
         rows: names of the rows by place, from the top.
-        bars: all bars.
     """
 
     title: str
@@ -129,8 +125,6 @@ class Paint:
 
     Args:
         kinds: kinds of GPUs, in rank order; empty where unknown.
-        units: colour of each unit, by its number.
-        kind_of: number of each unit's kind, by its number.
     """
 
     kinds: list[str]

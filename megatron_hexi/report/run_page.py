@@ -47,9 +47,6 @@ def run_page(
     """Return the page.
 
     Args:
-        run: the run.
-        plan: the plan of the training.
-        title: title of the page.
         cost: the cost model's prediction, if any.
         timeline: picture of a simulated iteration; ``None`` without a simulation.
         simulated_s: seconds of the simulated iteration.

@@ -35,23 +35,14 @@ class RankRun:
     """A rank: its part of the plan, and its mean iteration; predictions are ``None`` without any.
 
     Args:
-        rank: its number in the job.
-        member: its number in the plan.
-        stage: its pipeline stage.
-        device: model of its device.
-        tokens: tokens of its shard.
-        heads: its query heads in attention.
         busy_s: seconds without waiting.
         attention_s: seconds of waiting in attention.
         gradients_s: seconds of waiting for gradients and weights.
         pipeline_s: seconds of waiting for other stages.
         experts_s: seconds of waiting for tokens on their way to experts and back.
         idle_share: part of its step spent waiting, from 0 to 1.
-        peak_gib: peak memory.
         predicted_busy_s: predicted seconds of work.
         predicted_wait_s: predicted seconds of exposed communication, and of waiting for slower ranks.
-        predicted_gib: predicted peak memory.
-        usable_gib: usable memory of its device.
     """
 
     rank: int
@@ -107,15 +98,12 @@ class Run:
         plan_digest: SHA-256 (hex) of its plan.
         started: time of the first start, ISO 8601.
         platform: ``cuda`` or ``cpu``.
-        starts: number of starts.
         iterations: recorded iterations, ascending.
         losses: loss of each; ``None`` where it was not finite.
         seconds: seconds of each.
         timed: number of iterations in the means below.
-        measured: measured means.
         predicted: their prediction; ``None`` without one.
         ranks: ranks of the job, ascending.
-        notes: notes for the reader.
         expert_imbalance: measured standard deviation over mean of the rows of an expert; ``None`` without
             experts.
         assumed_imbalance: imbalance of experts' loads that the plan was made for; ``None`` without experts.
@@ -164,8 +152,6 @@ def describe_run(record: Record, plan: Plan, cost: IterationCost | None = None) 
     """Return the measurements of a recorded run, and the prediction for its plan.
 
     Args:
-        record: the run's record.
-        plan: the plan of the training.
         cost: the cost model's prediction; ``None``: the plan's own estimate is used.
 
     Raises:

@@ -27,8 +27,6 @@ class ShareLine:
     """Members of similar groups in similar replicas, on one kind of GPU.
 
     Args:
-        replicas: numbers of the replicas.
-        micro_batches: micro-batches of each replica in an iteration.
         stages: numbers of adjacent similar stages in the replica.
         layers: layers of each of these; ``None``: as the job says.
         ministages: ministages of each of these; ``None``: they run whole.
@@ -36,15 +34,11 @@ class ShareLine:
         offload: data of each of these that waits in host memory; ``None``: nothing.
         recompute: recomputation of the stages; ``None``: the job's setting.
         tensor_parallel: tensor-parallel size of a member.
-        groups: number of groups in each stage.
-        members: members on this kind of GPU, in each group.
         device: model of GPU; several where a member's pipeline stages differ.
-        nodes: nodes of all of them.
         tokens: tokens of a member, the least and the most.
         share: part of the sequence that they hold in a stage, from 0 to 1.
         heads: heads of a member, the least and the most, on one tensor-parallel rank.
         memory_gib: memory of the fullest GPU.
-        usable_gib: usable memory of that GPU.
     """
 
     replicas: tuple[int, ...]
@@ -233,7 +227,6 @@ def spell_recomputed(plan: Plan, job: Job) -> str:
     """Return the recomputed layers of a plan as text: ``none``, ``full``, or ``full: 33 of 80 layers``.
 
     Args:
-        plan: the plan.
         job: the plan's job: for stages without a setting, and for the number of repeated stages.
     """
     counts: dict[str, int] = {}

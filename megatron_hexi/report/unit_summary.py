@@ -19,29 +19,18 @@ class UnitSummary:
     """A unit, and the traffic of one of its ranks in one attention layer for one sequence in bf16.
 
     Args:
-        rank: number of the unit in the plan.
-        ranks: its ranks.
-        replica: index of its replica.
-        stage: index of its stage in the replica.
         layers: the layers of the stage; ``None``: all, and the job's pipeline repeats it.
         ministages: the layers of each of its ministages; ``None``: it runs whole.
         order: order of the ministages; ``None``: one after the other.
         offload: data of the stage that waits in host memory; ``None``: nothing.
         recompute: recomputation of the stage; ``None``: the job's setting.
-        domain: index of its domain in the stage.
         samples: samples of each micro-batch that the domain takes; ``None``: all.
         micro_batches: whole micro-batches of an iteration that the domain takes; ``None``: all.
-        group: index of its group in the domain.
         group_name: the group's name; may be empty.
-        tokens: size of its shard.
         share: part of the sequence in its shard, from 0 to 1.
-        heads: its query heads in attention.
         kv_heads: the KV heads that its query heads read.
-        segments: its positions of the sequence.
         state: its share of the optimizer's state, relative to other units.
         experts: ranges of experts of its ranks, or one range that they divide; ``None``: all, divided.
-        forward: traffic of the forward pass.
-        backward: traffic of the backward pass.
     """
 
     rank: int

@@ -48,9 +48,6 @@ def job_store(timeout: timedelta) -> dist.Store | None:
     The store is available before process groups. torch.distributed uses the same server later
     (``multi_tenant``).
 
-    Args:
-        timeout: time to wait for the store.
-
     Returns:
         The store; ``None`` in a job of one rank, or if the environment describes no job.
 
@@ -87,7 +84,6 @@ def tell_problem(problem: str, code: int) -> None:
     The function prints nothing, and gives up if the other ranks do not come.
 
     Args:
-        problem: error message, one line.
         code: exit code of the `PlanError` that the other ranks raise.
     """
     with contextlib.suppress(PlanError, RuntimeError):
@@ -110,11 +106,7 @@ def agree_on_plan(
 
     Args:
         store: the job's store with a prefix that is used for nothing else.
-        rank: number of this rank in the job.
-        world_size: number of ranks of the job.
         digest: digest of this rank's plan; `NO_PLAN` without a plan.
-        path: path of the plan's file.
-        timeout: time to wait for the other ranks.
         problem: this rank's error message, one line, such as a file that it cannot write; empty without one.
 
     Raises:
@@ -185,11 +177,9 @@ def agree_on_shapes(
     use it at the same time.
 
     Args:
-        workload: the model and the sequence of the plan.
         schedule: this rank's split tables.
         tensors: query [T, B, H, D], key [T, B, K, D] and value [T, B, K, Dv]; with exchanged latent columns,
             query, latent columns [T, B, 1, C] and rotary columns [T, B, 1, R].
-        group: process group of the domain.
         agreed: kinds on which all ranks agreed before; a new kind is added.
 
     Raises:

@@ -39,7 +39,6 @@ class Arriving:
     """An all-to-all under way from the tokens' layout [T, B, H, D] to the heads' layout [B, h, G, D].
 
     Args:
-        recorder: recorder that compiles the pass.
         parts: tensors to send, [T, B, H, D]; H and D may differ between tensors.
         tables: for each tensor, the heads that are sent to each member.
         schedule: the rank's split tables.
@@ -84,9 +83,7 @@ class Leaving:
     The sums are written directly into the message, which is then sent.
 
     Args:
-        recorder: recorder that compiles the pass.
         sums: sums to send, [B, h, G, D] each.
-        tables: for each sum, the heads that each member sends.
         schedule: the rank's split tables.
         group: process group of the A2A group.
 
@@ -128,11 +125,8 @@ def arrive(
     for fp64).
 
     Args:
-        recorder: recorder that compiles the pass.
         halves: the all-to-alls of all halves of the heads; the last may carry further tensors.
-        half: number of the half to wait for.
         padding: number of rows of zeros after the tokens.
-        parts: tensors that the call for the half before returned.
 
     Returns:
         The tensors, [L, B, H, D], which are complete when all halves have arrived.

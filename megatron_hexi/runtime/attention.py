@@ -50,9 +50,7 @@ class DomainAttention:
     the old object.
 
     Args:
-        workload: the model and the sequence of the plan.
         schedules: this rank's split tables.
-        domain_group: process group of the domain, in rank order.
         a2a_group: process group of the rank's A2A group, in rank order.
         window: number of exchange steps in flight ahead of the step in use.
         kernel_name: name of an attention kernel, or ``auto``.
@@ -78,9 +76,6 @@ class DomainAttention:
         """Create the communicators of `domain_group` and `a2a_group`, while no communication is under way.
 
         All ranks of the domain must call this method before any of them computes attention.
-
-        Args:
-            device: device of query, key and value.
         """
         connect(self.domain_group, device)
         connect(self.a2a_group, device)

@@ -55,9 +55,7 @@ class BlockAttention:
     """A recorder of kernel calls over blocks, for any ranges of query heads.
 
     Args:
-        recorder: recorder that compiles the pass.
         kernel: kernels among which each block's kernel is chosen.
-        scale: softmax scale.
     """
 
     recorder: Recorder
@@ -74,7 +72,6 @@ class BlockAttention:
             key: keys [B, k, rows, D]; each call names the rows that it uses.
             value: values [B, k, rows, D], of the same rows.
             spans: query heads with the KV heads that they read, equally many query heads per KV head.
-            calls: kernel calls, in any order.
 
         Returns:
             For each call and span: its heads, its query rows, output [B, heads, Q, D] and log-sum-exp

@@ -17,8 +17,6 @@ class HeldBox:
     """A box of a weight with its place in the parameter that holds it.
 
     Args:
-        box: the box.
-        parameter: the parameter that holds the box.
         strides: strides of the box's axes, in elements of the parameter.
         offset: offset of the box's first element in the parameter.
     """
@@ -44,9 +42,7 @@ class BucketBuffer:
         bucket: table of the bucket's pieces and owners.
         residence: memory, device or host, in which this rank keeps the bucket over an iteration.
         group: process group of the holders; ``None`` if only this rank holds the bucket.
-        values: values of the weights, flat.
         gradients: gradients, flat; after the sum over holders only the rank's own share is defined.
-        own_run: slice of the elements that this rank owns.
         stored_values: part of `values` that the rank keeps while the memory of `values` is released;
             ``None``: it is never released.
         stored_gradients: part of `gradients` that the rank keeps while the memory of `gradients` is released,
@@ -54,7 +50,6 @@ class BucketBuffer:
         copied: pieces of parameters that have their own memory: box, cell, and slice of the bucket.
         viewed: parameters that are views of `values`, with their slices of the bucket.
         scales: factors, other than 1, by which slices of the gradients are multiplied before the sum.
-        waits_for: parameters whose gradients are not complete yet.
     """
 
     bucket: Bucket

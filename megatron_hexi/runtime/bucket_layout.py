@@ -30,8 +30,6 @@ def lay_out(
         bucket: table of the bucket's pieces and owners.
         residence: memory, device or host, in which this rank keeps the bucket over an iteration.
         group: process group of the holders; ``None`` if only this rank holds the bucket.
-        boxes: for each piece, the box of this rank that contains the piece.
-        rank: number of this rank.
         gradient_dtype: type in which gradients are accumulated; ``None``: the type of the weights.
         host: host memory of this rank.
     """

@@ -73,9 +73,6 @@ class CallRows:
     """The rows of queries and keys of a kernel call, and the sizes of its blocks.
 
     Args:
-        queries: rows of the queries.
-        keys: rows of the keys.
-        causal: whether the blocks of the call are causal.
         sequences: sizes of the blocks; ``None``: the call has a single block.
     """
 

@@ -33,8 +33,6 @@ class Value(NamedTuple):
     """A placeholder, during compilation, for a tensor of the pass or for a slice of a tensor.
 
     Args:
-        number: number of the tensor in the pass.
-        whole: shape of the whole tensor.
         ranges: range of each dimension that the slice contains.
     """
 
@@ -56,13 +54,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferPlace:
-    """The position of a tensor in a buffer, in elements.
-
-    Args:
-        shape: shape of the tensor.
-        strides: strides of its dimensions.
-        offset: offset of its first element.
-    """
+    """The position of a tensor in a buffer, in elements."""
 
     shape: Shape
     strides: Shape
@@ -79,7 +71,6 @@ class Launch(NamedTuple):
 
     Args:
         run: function that takes the tensors read and returns the new tensor, or a sequence of new tensors.
-        reads: tensors that the launch reads.
         writes: number of the new tensor, or slice of the numbers of the new tensors.
         last: numbers of the tensors that no later launch reads.
     """
@@ -103,9 +94,6 @@ class CompiledPass:
 
     Args:
         phases: operations of the program, each with the launches that carry it out.
-        tensors: number of tensors in the pass.
-        results: tensors that the pass returns.
-        shapes: shapes of the results.
     """
 
     phases: Sequence[tuple[Operation, list[Launch]]]
@@ -115,9 +103,6 @@ class CompiledPass:
 
     def __call__(self, *inputs: Tensor | None) -> list[Any]:
         """Run the pass.
-
-        Args:
-            inputs: tensors with the number, shapes and types for which the pass was compiled.
 
         Returns:
             The tensors for the values that `Recorder.compile` was given.
@@ -134,12 +119,7 @@ class CompiledPass:
 
 
 class Recorder:
-    """A recorder that compiles a pass: it adds launches to a list in place of computing.
-
-    Args:
-        dtype: type of the tensors of the pass.
-        device: device of the tensors of the pass.
-    """
+    """A recorder that compiles a pass: it adds launches to a list in place of computing."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -185,8 +165,6 @@ class Recorder:
         """Record views of a buffer that `empty` allocated; return their placeholders.
 
         Args:
-            buffer: the buffer.
-            places: place of each view in the buffer.
             are_read: whether kernels read the views. On CUDA, views whose rows are not aligned are then
                 copied (see `dispatch.aligned`).
         """

@@ -28,11 +28,9 @@ class KeyExchange:
     """The exchange of keys and values on one rank: sends to their users, and receives from other owners.
 
     Args:
-        recorder: recorder that compiles the pass.
         key: keys that the rank owns, [B, k, G, Dk].
         value: values that the rank owns, [B, k, G, Dv].
         schedule: the rank's split tables.
-        group: process group of the domain.
     """
 
     def __init__(
@@ -107,10 +105,8 @@ class GradientReturn:
     The rank sends gradients of keys and values that it received, and sums gradients of those that it owns.
 
     Args:
-        recorder: recorder that compiles the pass.
         keys: sum of the gradients of the rank's keys; complete when all parts have been waited for.
         values: sum of the gradients of the rank's values; complete when all parts have been waited for.
-        exchange: the exchange that carried the keys and values.
         schedule: the rank's split tables.
     """
 
@@ -127,7 +123,6 @@ class GradientReturn:
         """Start the return of a part's gradients.
 
         Args:
-            part: the part.
             gradient: gradients of the keys and values that the rank received in this part,
                 [k, B, S, Dk + Dv]; ``None`` if it received none.
         """

@@ -36,9 +36,7 @@ class Fault:
     """A fault: the reason why all ranks end, posted by one rank.
 
     Args:
-        rank: number of the rank that posts the fault.
         message: error message, one line, with the rank's host and process.
-        code: exit code of all ranks.
     """
 
     rank: int
@@ -51,7 +49,6 @@ class Silence:
     """A silent rank, whose heartbeats have stopped.
 
     Args:
-        rank: number of the rank in the job.
         place: host and process of the rank.
         since: local time of the rank's last heartbeat, as hours, minutes and seconds.
         seconds: seconds since the last heartbeat.
@@ -68,8 +65,6 @@ class Heartbeats:
 
     Args:
         store: a clone of the job's store, since it is used from another thread.
-        rank: number of this rank in the job.
-        world_size: number of ranks of the job.
         clock: function that returns the time in seconds, to measure silences.
     """
 

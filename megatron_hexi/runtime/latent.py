@@ -46,9 +46,7 @@ class Expansion:
     """A recorder of the products that compute keys and values from latent columns, and of their gradients.
 
     Args:
-        recorder: recorder that compiles the pass.
         matrix: matrix [H (N + V), C], with the key rows and then the value rows of each head.
-        sizes: numbers of columns of a head.
         first: number of the rank's first head.
     """
 

@@ -31,13 +31,7 @@ _NAMED = 8
 
 
 class Liveness:
-    """The thread that sends one rank's heartbeats and learns the state of the other ranks.
-
-    Args:
-        store: the job's store.
-        rank: number of this rank in the job.
-        world_size: number of ranks of the job.
-    """
+    """The thread that sends one rank's heartbeats and learns the state of the other ranks."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._heartbeats = Heartbeats(store.clone(), rank, world_size)

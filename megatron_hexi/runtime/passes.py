@@ -49,9 +49,6 @@ class Inputs(NamedTuple):
         query: shape of the query, [L, B, H, D].
         key: shape of the key, [L, B, K, D]; with `matrix`, of the latent columns, [L, B, 1, C].
         value: shape of the value, [L, B, K, Dv]; with `matrix`, of the rotary columns, [L, B, 1, R].
-        dtype: type of query, key and value.
-        device: device of query, key and value.
-        has_sinks: whether heads have sinks.
         padding: number of padding rows after the tokens, L - T.
         matrix: shape [H (N + V), C] of the matrix that computes keys and values from latent columns;
             ``None``: latent columns are not exchanged.
@@ -111,11 +108,8 @@ class AttentionLayer:
     Args:
         schedule: the rank's split tables for the mask.
         kernel: kernels among which each block's kernel is chosen.
-        scale: softmax scale.
-        domain_group: process group of the domain, in rank order.
         a2a_group: process group of the rank's A2A group, in rank order.
         window: number of exchange steps in flight ahead of the step in use.
-        inputs: kind of the tensors.
     """
 
     schedule: Schedule

@@ -31,7 +31,6 @@ class PassingBuckets:
     """The buckets whose full memory is on the device only during the passes of one ministage.
 
     Args:
-        buffers: tensors of these buckets, in the order of the table of buckets.
         staying: parameters whose memory is not released, since parts of them are in buckets that stay on the
             device.
         host: host memory of this rank.
@@ -173,7 +172,6 @@ class Storages:
 
     Args:
         tensors: tensors, none of which shares its storage with another.
-        are_here: whether the storages have memory at first.
     """
 
     def __init__(self, tensors: Sequence[Tensor], are_here: bool = True) -> None:

@@ -53,14 +53,10 @@ class PieceBuffers:
     """All buckets of one rank, with the methods that Megatron calls on a buffer and on a group of buckets.
 
     Args:
-        buckets: buckets of all ranks, in the order of the table.
-        boxes: boxes that the parameters of this rank hold.
         scale_of: function that returns the factor for a parameter's gradient before the sum over holders.
-        rank: number of this rank.
         group_of: function that creates a process group; all ranks of the job call it in the same order.
         gradient_dtype: type in which gradients are accumulated; ``None``: the type of the weights.
         offload_of: function that returns, for a rank, the data of its stage that waits in host memory.
-        device: device of the parameters.
     """
 
     def __init__(

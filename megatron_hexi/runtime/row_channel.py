@@ -32,10 +32,7 @@ class RowChannel:
     """One rank's end of one direction of a border.
 
     Args:
-        messages: all messages of this direction for one micro-batch.
-        held: rows that this rank holds.
         group: process group of the ranks of both stages, used for this direction only.
-        device: device of the rows.
     """
 
     def __init__(
@@ -54,12 +51,7 @@ class RowChannel:
         self.sent_bytes = 0
 
     def set_table(self, messages: Sequence[RowMessage], held: HeldRows) -> None:
-        """Use another table from the next micro-batch on; each micro-batch of documents has its own table.
-
-        Args:
-            messages: all messages of this direction for one micro-batch.
-            held: rows that this rank holds.
-        """
+        """Use another table from the next micro-batch on; each micro-batch of documents has its own table."""
         if messages is self._table:
             return
         self._table, self._held = messages, held
@@ -94,7 +86,6 @@ class RowChannel:
 
         Args:
             shape: shape of the rows of this rank, [L, b, hidden].
-            dtype: type of the rows.
         """
         if self._arriving is not None:
             return

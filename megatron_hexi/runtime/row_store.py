@@ -22,7 +22,6 @@ class RowStore(Protocol):
         """Return stored rows, which stay in the store.
 
         Args:
-            where: key of the rows.
             following: key of the rows that are needed next; ``None``: none are.
         """
 

@@ -22,8 +22,6 @@ class Term(NamedTuple):
     """One term of a `RowSum`: a tensor, and the heads and rows of the sum to which it is added.
 
     Args:
-        heads: range of the sum's heads to which the term is added.
-        rows: rows of the sum to which the term is added.
         value: the term, [B, heads, Q, D].
         log_sum_exp: log-sum-exp of the term, [B, heads, Q], for an output of attention; otherwise ``None``.
     """
@@ -45,11 +43,9 @@ class RowSum:
     section 3.1).
 
     Args:
-        recorder: recorder that compiles the pass.
         shape: shape of the sum, [B, h, G, D].
         few: whether a row has at most `MOST_TERMS` terms. Otherwise terms are added two at a time, so that
             waiting terms never need more memory than `MOST_TERMS` terms.
-        weighed: whether terms have log-sum-exps.
         sinks: logits [h] that take part in the log-sum-exp and have no value.
     """
 

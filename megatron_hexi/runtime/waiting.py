@@ -31,7 +31,6 @@ class StepTimes:
     """The duration of one training step on this rank, and the part of it spent waiting.
 
     Args:
-        seconds: duration of the step, s.
         waited: seconds spent waiting, by kind of wait; empty if waits were not measured.
     """
 

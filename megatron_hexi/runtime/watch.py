@@ -50,9 +50,6 @@ class Watch:
     """The watch of one rank, which ends the rank's process, with a message, if the job cannot go on.
 
     Args:
-        store: the job's store.
-        rank: number of this rank in the job.
-        world_size: number of ranks of the job.
         lost_after_s: seconds of silence of another rank after which this rank ends; ``None``: this rank ends
             when a wait times out.
     """

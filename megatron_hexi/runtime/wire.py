@@ -59,10 +59,6 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
     NCCL creates the communicator in the first call on a group, in which each rank waits for all others.
     Point-to-point messages cannot be this call, because a rank without messages would be missing
     (`torch.distributed.batch_isend_irecv`). Gloo creates the communicator with the group.
-
-    Args:
-        group: the process group.
-        device: device of the tensors that the ranks will send.
     """
     if dist.get_world_size(group) > 1:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -78,11 +74,8 @@ def all_to_all(
     """Start an all-to-all of flat tensors.
 
     Args:
-        received: tensor for the received elements, in rank order.
-        sent: elements to send, in rank order.
         received_sizes: number of elements to receive from each rank; may be 0.
         sent_sizes: number of elements to send to each rank; may be 0.
-        group: the process group.
     """
     transfers = Transfers()
     target = received

@@ -100,7 +100,6 @@ def _readings(name: str, model: str = "") -> Iterator[_GpuName]:
     """Yield the readings of a name: each of its words may be the model, as ``sxm4-a100`` shows.
 
     Args:
-        name: the name, in lower case.
         model: a model that may stand before its memory without a blank, as in ``a10080gb``.
     """
     mig = _SLICE.search(name)

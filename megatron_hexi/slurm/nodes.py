@@ -19,7 +19,6 @@ class SlurmNode:
     """A node as Slurm describes it. Nodes with equal descriptions are taken to be alike.
 
     Args:
-        partitions: names of its partitions.
         features: features that an administrator gave it.
         gres: its generic resources in one order, ``gpu:h100:8,nvme:1``.
     """

@@ -58,9 +58,6 @@ def place(
     """Find a host for every rank.
 
     Args:
-        plan: the plan.
-        cluster: the cluster that it was made for.
-        slurm_nodes: all of Slurm's nodes, by name.
         hosts: hosts of the job, in Slurm's order, which does not matter.
         with_spares: whether hosts without ranks wait as spares, as far as the cluster file has them.
 

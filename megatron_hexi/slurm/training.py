@@ -23,13 +23,7 @@ _EVERY_START = {
 
 @dataclass(frozen=True)
 class TrainingStart:
-    """Arguments and checkpoint folders of a training's start.
-
-    Args:
-        words: all of its arguments.
-        save: folder for checkpoints.
-        load: folder to resume from, if it has a checkpoint.
-    """
+    """Arguments and checkpoint folders of a training's start."""
 
     words: tuple[str, ...]
     save: str
@@ -46,12 +40,8 @@ def plan_start(
     starts the job again.
 
     Args:
-        words: the user's arguments.
-        path: their file, for errors.
         plan: the file that ranks are placed by.
         checkpoints: folder for checkpoints, if the user names none.
-        save_interval: iterations between checkpoints, if the user does not give them.
-        again: whether Slurm has started this job before.
 
     Raises:
         HexiError: the training could not go on after a failure, or the plan is another one.

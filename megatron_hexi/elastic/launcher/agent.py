@@ -76,9 +76,6 @@ class AgentSettings:
 
     Args:
         least: number of nodes that suffice; `most` can take part.
-        secret: the job's secret.
-        job: the job's name in the store.
-        node: this node's name in the cluster file.
         entry: the module `ranks.ENTRY`, or a training script, which ranks run with `words`.
     """
 
@@ -110,10 +107,6 @@ class NodeAgent(LocalElasticAgent):
     """PyTorch's agent; names each round of ranks in the store, and does not restart after a user's mistake.
 
     Args:
-        launch: settings of this node's agent.
-        rendezvous: rendezvous with the agents of other nodes.
-        store: the store without a prefix.
-        job: the store that survives from one round to the next.
         store_port: port of this node's loopback at which the store is reached.
         clock: seconds by which `job_time` is ahead of `time.monotonic`.
         life: shows other agents that this one runs.

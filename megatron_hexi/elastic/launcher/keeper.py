@@ -32,7 +32,6 @@ class Keeper(RoundThread):
         store: host and port of the job's store.
         job: prefix of the job's keys.
         address: address at which other nodes reach this one.
-        secret: the job's secret.
         bind: address of this node to serve copies at, if not `address`.
     """
 

@@ -37,13 +37,7 @@ class RoundThread(ABC):
 
     @abstractmethod
     def _attend(self, store: dist.Store, name: str, number: int) -> None:
-        """Attend to a round; a `RuntimeError` of the store is taken for its absence.
-
-        Args:
-            store: the job's store, by a connection that no other thread waits on.
-            name: name of the round.
-            number: number of this node in it.
-        """
+        """Attend to a round; a `RuntimeError` of the store is taken for its absence."""
 
     def _run(self) -> None:
         store: dist.Store | None = None

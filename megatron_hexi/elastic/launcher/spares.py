@@ -28,9 +28,6 @@ def wait_as_spare(
 
     Args:
         store: the store of the rendezvous, without a prefix for its keys.
-        job: the store that survives from one round to the next.
-        most: number of nodes that can take part.
-        is_closed: tells whether the job has ended.
         limit_s: seconds within which a round must have begun.
 
     Raises:

@@ -26,10 +26,6 @@ class PresentNodes:
     """The document: a job, and the sets of nodes to plan for.
 
     Args:
-        plan: text of the job's own plan.
-        path: file that the plan was read from, for errors.
-        cluster: the cluster file's path.
-        words: Megatron's arguments.
         present: node and local number of each started rank, for each set.
     """
 

@@ -35,10 +35,7 @@ def survive(
     """Return a plan for the nodes that are present.
 
     Args:
-        plan: the job's own plan.
-        cluster: the cluster that it was made for.
         present: node in the cluster file, and number there, of each started rank.
-        words: Megatron's arguments.
 
     Raises:
         HexiError: a node that the cluster file does not have, or with another number of GPUs; two of one

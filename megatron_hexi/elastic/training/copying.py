@@ -142,7 +142,6 @@ def find_copy(job: dist.Store, present: list[str], checkpoint: int | None) -> di
     """Return the newest copy that the nodes hold, if it is newer than the checkpoint; called by rank 0.
 
     Args:
-        job: the store that survives from one round to the next.
         present: URL of the copies of each started rank's node.
         checkpoint: iteration of the newest checkpoint; ``None``: there is none.
 
@@ -162,7 +161,6 @@ def fetch_copy(store: dist.Store, chosen: dict[str, Any]) -> Path | None:
     """Complete a copy on every node; called by all started ranks, with the same result on each.
 
     Args:
-        store: store of the round.
         chosen: the copy that rank 0 chose, as `find_copy` returns it.
 
     Returns:

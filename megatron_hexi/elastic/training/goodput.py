@@ -36,10 +36,8 @@ def begin_round(
     """Return the facts of a new round: where it resumes, and which iterations were lost.
 
     Args:
-        job: the store that survives from one round to the next.
         number: number of the round, from 1.
         iteration: iteration of the loaded state; ``None`` if nothing is loaded.
-        without: names of absent nodes.
         in_memory: whether the state comes from copies in memory.
     """
     begun = float(job.compare_set("begun", "", str(job_time())))

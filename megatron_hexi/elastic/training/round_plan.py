@@ -39,7 +39,6 @@ def plan_for(job: dist.Store, request: dict[str, Any], present: Places) -> dict[
     """Return the plan for the nodes that are present.
 
     Args:
-        job: the store that survives from one round to the next.
         request: request to `megatron_hexi.elastic.planning`, without ``present``.
         present: node and local number of each started rank.
 

@@ -28,10 +28,7 @@ class PlacedPlan:
     """A plan on the cluster's GPUs.
 
     Args:
-        plan: the plan.
-        job: the plan's job.
         units: the cluster's GPUs of each tensor-parallel unit.
-        nodes: nodes of the cluster that it uses.
     """
 
     plan: Plan
@@ -58,9 +55,6 @@ class Plans:
 
     Args:
         plan: the job's first plan.
-        job: the job of this plan.
-        request: the planner's request for other plans.
-        cluster: the cluster of the file.
     """
 
     def __init__(self, plan: Plan, job: Job, request: Request, cluster: Cluster) -> None:

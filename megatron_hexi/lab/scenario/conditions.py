@@ -18,7 +18,6 @@ class Conditions:
     Args:
         speeds: ranks with a factor on their curves.
         links: links, as `Cluster.at_bandwidths` names them, with a factor on their bandwidth.
-        lost: lost nodes.
     """
 
     speeds: tuple[tuple[int, float], ...] = ()

@@ -24,11 +24,8 @@ class Course:
     """The result of a policy.
 
     Args:
-        policy: name of the policy.
         iterations: iterations done and kept at the end, with the part of the current one.
         lost_iterations: iterations since the last checkpoint that were lost with a node.
-        restarts: number of restarts of the job.
-        swaps: number of swaps of plans in the running job.
         pieces: tokens/s over time, in order.
     """
 
@@ -46,12 +43,7 @@ class Course:
 
 
 class Runner(ABC):
-    """A job under a policy, with whole iterations and the part of the current one.
-
-    Args:
-        plans: plans of the job.
-        recovery: costs of a lost node.
-    """
+    """A job under a policy, with whole iterations and the part of the current one."""
 
     policy: str
 

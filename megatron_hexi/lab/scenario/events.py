@@ -23,14 +23,9 @@ class Event:
     """A change of the cluster that holds from one time to another.
 
     Args:
-        what: kind of event.
-        name: name of the GPU, link or node.
         begin_s: seconds since the start.
-        end_s: likewise.
         factor: factor on speed or bandwidth; 0 for lost nodes.
-        ranks: ranks whose speed it changes.
         links: links whose bandwidth it changes, as `Cluster.at_bandwidths` names them.
-        nodes: lost nodes.
     """
 
     what: EventKind

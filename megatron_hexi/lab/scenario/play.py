@@ -26,10 +26,7 @@ class PlayedScenario:
 
     Args:
         lasts_s: seconds of the scenario.
-        events: events of the cluster.
-        tokens: tokens of an iteration.
         undisturbed_s: seconds of an iteration of the given plan without events.
-        courses: courses of the policies: static, re-planning, oracle.
     """
 
     lasts_s: float
@@ -63,13 +60,8 @@ def play_scenario(
     plan.
 
     Args:
-        scenario: the scenario.
         events: its events, in the order in which they begin.
         plan: the job's first plan.
-        job: the plan's job.
-        request: the planner's request for other plans.
-        cluster: the cluster of the file.
-        progress: callback: receives the periods done and their total.
 
     Raises:
         HexiError: the plan is not for this cluster or job.

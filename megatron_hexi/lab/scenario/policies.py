@@ -30,11 +30,6 @@ class ReplanningRunner(Runner):
     """A job that is re-planned as in training, and restarts with a plan for the other nodes after a loss.
 
     When a node returns, the job restarts from a checkpoint to use it, if that saves more than the threshold.
-
-    Args:
-        plans: plans of the job.
-        recovery: costs of a lost node.
-        replanning: settings of re-planning, and the duration of a swap.
     """
 
     policy = "re-planning"

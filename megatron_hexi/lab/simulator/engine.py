@@ -66,11 +66,8 @@ class Log:
     Args:
         marks: time at which each unit passed each point of each layer pass, [passes, points, U].
         activities: work and batches, in the order in which they ended.
-        waits: time without work.
         left: start of each message, [M].
         arrived: arrival of each message, [M].
-        meetings: transfers that shared links.
-        end: end of the replay.
     """
 
     marks: Floats
@@ -83,13 +80,7 @@ class Log:
 
 
 class Engine:
-    """The execution of a program on the network.
-
-    Args:
-        program: instructions of the units.
-        table: routes of the messages.
-        progress: callback: receives the parts done and their total.
-    """
+    """The execution of a program on the network."""
 
     def __init__(self, program: StageProgram, table: RouteTable, progress: Progress | None = None) -> None:
         units = len(program.units)

@@ -31,7 +31,6 @@ class KindTimes:
     """Times of one micro-batch in all layers of one kind.
 
     Args:
-        replicas: phases of each domain.
         forward: seconds of each domain's forward pass, without recomputation and logits, [domains].
         token: seconds of token work of each unit, [U].
         attention: likewise.
@@ -81,7 +80,6 @@ def extend_stage(section: Section, replays: Sequence[SectionReplay], cost: Stage
     """Return the times of all layers of the stages of a section.
 
     Args:
-        section: the units.
         replays: a replay of some layers, for each kind of layer in the stage.
         cost: cost of the stage by the cost model, for work and sends.
     """

@@ -39,7 +39,6 @@ class FairNetwork:
     """A network of links with fair shares.
 
     Args:
-        table: the routes.
         route: number of each transfer's route.
         size: bytes of each transfer.
         sets: set of each transfer; the cost model assumes that a set is under way together.

@@ -38,10 +38,7 @@ class PipelineRow:
     """A stage of replicas that run alike, or a domain of it that takes whole micro-batches.
 
     Args:
-        replicas: numbers of the replicas.
-        stage: number of the stage.
         lane: see `PipelineSpan`.
-        spans: spans of the first of these replicas, in order.
     """
 
     replicas: tuple[int, ...]
@@ -92,7 +89,6 @@ def draw_pipeline(
     Args:
         figure: figure to draw in, with the height `pipeline_height`.
         rows: rows of `pipeline_rows`.
-        simulation: simulation of the plan.
         plan: plan for the layers of the stages; ``None``: labels have none.
     """
     axes = figure.subplots()

@@ -25,9 +25,7 @@ def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) 
     """Return the passes of micro-batches in each stage.
 
     Args:
-        pipeline: the stages.
         forward: seconds of a micro-batch's forward pass in each stage; the rest is the backward pass.
-        replica: number of the replica.
     """
     count = len(pipeline.stages)
     seconds = [
@@ -90,9 +88,7 @@ def pipeline_phases(pipeline: Pipeline, forward: Sequence[float], spans: Sequenc
     """Return the phases of a replica: of the slowest stage, exposed sends, and the bubble.
 
     Args:
-        pipeline: the stages.
         forward: see `replay_pipeline`.
-        spans: the replay.
     """
     slowest = max(pipeline.stages, key=lambda phases: phases.total) * pipeline.micro_batches
     end = at_once = max(span.end_s for span in spans)

@@ -35,14 +35,7 @@ MOST_MESSAGES = 5_000
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """The replay of units that meet in some layers.
-
-    Args:
-        program: instructions of the units.
-        table: the routes that messages took.
-        log: events of the replay.
-        layers: number of layers.
-    """
+    """The replay of units that meet in some layers."""
 
     program: StageProgram
     table: RouteTable
@@ -111,8 +104,6 @@ class SectionReplay:
 
     Args:
         whole: the replay, in which other sections may have taken part.
-        kind: number of the kind of layers.
-        plan: arrays of the units.
         units: their place among all units of the replay.
     """
 
@@ -165,8 +156,6 @@ def replay_layers(
         costs: costs of their stages, for experts, logits and all-reduces.
         experts: experts of their units; ``None``: layers of this kind have none.
         kind: number of the kind among the model's.
-        cluster: the cluster.
-        progress: callback: receives the parts done and their total.
         layers: number of layers; ``None``: `LEAST_LAYERS`, or more up to `MOST_MESSAGES`.
 
     Returns:
@@ -208,10 +197,7 @@ def layer_passes(layers: int, most: int, mode: RecomputeMode, has_logits: bool) 
     Backward passes recompute as the job says.
 
     Args:
-        layers: number of layers to replay.
         most: number of layers of the longest stage, whose last ones are replayed backward.
-        mode: part of a layer that is computed again.
-        has_logits: whether the loss follows.
     """
     laps = [LayerPass("forward", layer) for layer in range(layers)]
     if has_logits:

@@ -15,11 +15,9 @@ class RouteTable:
     """All routes in use.
 
     Args:
-        names: names of the links.
         capacity: capacity of the links, bytes/s, and infinity for one more, [N + 1].
         links: links of each route, [R, K]; shorter routes are padded with the infinite link.
         weights: load of a transfer on each of them, [R, K].
-        latency: latency of each route, s.
         alone: bytes/s of a transfer that does not share its route.
         own: links of each route, without padding.
     """
@@ -34,11 +32,7 @@ class RouteTable:
 
 
 class Routes:
-    """A table of a cluster's routes, built on demand.
-
-    Args:
-        cluster: the cluster.
-    """
+    """A table of a cluster's routes, built on demand."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -50,8 +44,6 @@ class Routes:
         """Return the number of the route between each pair of GPUs.
 
         Args:
-            src: the sending GPUs.
-            dst: the receiving GPUs.
             width: GPUs of a unit, each of which sends to its counterpart: a GPU's own links are loaded once,
                 links that the unit shares `width` times.
         """

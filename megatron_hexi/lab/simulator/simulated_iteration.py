@@ -38,12 +38,8 @@ def simulate(
     """Simulate an iteration of a plan.
 
     Args:
-        plan: a plan that passed its checks.
-        job: the job.
-        cluster: the cluster.
         gpus: the cluster's GPU of each rank of the job; ``None``: the plan's, or else all of the cluster in
             file order.
-        progress: callback: receives the parts done and their total, about a hundred times.
 
     Raises:
         PlanError: the plan was made for another job.
@@ -232,7 +228,6 @@ def _carried(replay: SectionReplay, times: Floats) -> Floats:
     """Return bytes that a section sends on each link in an iteration.
 
     Args:
-        replay: its replay.
         times: number of each unit's layer passes, [passes, U].
     """
     program, table, first = replay.whole.program, replay.whole.table, replay.units.start

@@ -16,11 +16,7 @@ class RankTimeline:
     """A rank's part of an iteration; times are seconds and add up to the iteration.
 
     Args:
-        rank: its number in the job.
-        gpu: its number in the cluster.
         name: name of the GPU: ``h100-0/3``.
-        device: model of GPU.
-        stage: its pipeline stage.
         unit: number of its unit: in the stage if the plan repeats one, else in the plan.
         section: number of the units that were replayed together; their spans have a common start.
         busy: work by kind: ``token``, ``attention``, ``experts`` where the model has some, ``logits``,
@@ -28,7 +24,6 @@ class RankTimeline:
         communication_s: waiting while its own messages are under way, all-reduces inside a unit, and exposed
             time of gradients and weights.
         idle_s: waiting for others, and for the pipeline to fill and drain.
-        idle_share: part of the iteration that it idles.
     """
 
     rank: int
@@ -54,14 +49,11 @@ class Span:
     """A replayed activity; times count from the start of the replay of its section of units.
 
     Args:
-        rank: first rank of the tensor-parallel unit.
         lane: ``compute`` or ``network``; spans on a lane of a rank do not overlap.
         kind: of work ``token`` (in layers, outside attention and routed experts), ``attention``, ``experts``
             or ``logits``; of communication ``all_to_all``, ``exchange`` (of keys and values),
             ``expert_all_to_all`` or ``tensor_parallel``.
         name: name of the activity, such as ``own block``, ``blocks 2`` or ``keys 2``.
-        start_s: start of the activity, s.
-        end_s: end of the activity, s.
         layer: number of the layer among the stage's layers of its kind.
         way: pass of the layer: ``forward``, ``logits``, ``again`` (recomputation) or ``backward``.
         layer_kind: number of the layer's kind among the model's kinds of layers.
@@ -83,10 +75,7 @@ class PipelineSpan:
     """A micro-batch in a stage of a replica, from the start of the iteration.
 
     Args:
-        replica: number of the replica.
-        stage: number of its stage.
         way: ``forward``, ``backward``, or ``turn`` for both of a replica's last ministage.
-        micro_batch: number among those of the replica.
         lane: number among the stage's domains that take whole micro-batches; 0 where all domains share each.
         start_s: start of the activity, s.
         end_s: end of the activity, s.
@@ -108,10 +97,8 @@ class LinkUse:
     """The use of a link in an iteration, by all-to-alls, exchange, and tokens of experts.
 
     Args:
-        name: name of the link.
         bytes: bytes that cross it.
         busy_share: part of the iteration that these bytes take at the link's full rate.
-        most_at_once: most transfers that shared it at a time.
     """
 
     name: str
@@ -125,8 +112,6 @@ class Meeting:
     """Transfers that shared a full link although the cost model assumes that they never do.
 
     Args:
-        link: name of the link.
-        kinds: their contents.
         share: part of the replayed time in which they shared it.
     """
 
@@ -140,10 +125,6 @@ class Scattering:
     """Transfers of one set that the cost model assumes to share a link, and that did not all share it.
 
     Args:
-        kind: their contents.
-        link: name of the link.
-        counted: number of transfers that the model counts together.
-        met: most transfers that shared the link at a time.
         spared_s: seconds of the transfers that did not.
     """
 
@@ -160,7 +141,6 @@ class Findings:
 
     Args:
         meetings: shared links, the longest time first.
-        scatterings: the scattering that spares most, for each kind.
         lead: time between the first and the last group of a replica at the end of a layer, as a part of the
             layer.
         unready: time between the first and the last member of a group that is ready for an all-to-all,
@@ -185,11 +165,8 @@ class Simulation:
         phases: phases along the critical path; they add up to `iteration_s`.
         ranks: ranks of the job, ascending.
         spans: replayed activities: a few layers of one micro-batch, forward and backward.
-        pipeline: the micro-batches in their stages, by replica and stage.
         links: links, the busiest first.
-        findings: effects that the cost model ignores.
         layers: number of replayed layers of each stage and kind; the largest where they differ.
-        stage_layers: number of layers of each stage, likewise.
         kinds: names of the model's kinds of layers; one empty name where all are alike.
     """
 

@@ -66,7 +66,6 @@ def draw_timeline(simulation: Simulation, plan: Plan | None = None) -> Figure:
     has one row, waiting is blank, and spans of the layers before and after are faint.
 
     Args:
-        simulation: simulation of the plan.
         plan: plan for the title, and for replica and stage of rows; ``None``: there are none.
     """
     stages = pipeline_rows(simulation)
@@ -125,15 +124,7 @@ def _draw_layer(
 
 @dataclass(frozen=True)
 class _Scales:
-    """The axes of the panels.
-
-    Args:
-        differ: whether each stage's layer takes the whole width, since times are very different.
-        widths: widths of the panels, relative to each other.
-        ends: ends of their axes.
-        names: names of their axes.
-        unit: unit of time of the axes, unless scales differ.
-    """
+    """The axes of the panels."""
 
     differ: bool
     widths: list[float]

@@ -31,7 +31,6 @@ class LayerPass(NamedTuple):
     """A forward or backward pass of one layer, or the logits.
 
     Args:
-        way: the kind of pass.
         layer: number of the layer; of the last layer for logits.
         whole: whether token work is part of it; recomputed core attention has none.
     """
@@ -46,16 +45,11 @@ class UnitBatch:
     """One unit's messages of one set, which it posts at once.
 
     Args:
-        unit: number of the unit.
-        lap: number of the layer pass.
         phase: ``all_to_all``, ``exchange`` or ``expert_all_to_all``.
         carries: contents as text, such as ``keys``.
         step: step of the exchange, from 1; 0 for an all-to-all.
         part: part of the step, from 1; 0 where it has one part only.
-        messages: numbers of the messages.
-        left: number of messages that have not arrived.
         began: start of the first message; negative before.
-        ended: arrival of the last message.
     """
 
     unit: int
@@ -121,16 +115,11 @@ class StageProgram:
     """The instructions of all units of a stage.
 
     Args:
-        units: the instructions of each unit.
-        laps: the layer passes, in order.
         src: sending unit of each message, [M].
         dst: receiving unit, [M].
         size: bytes on one GPU, [M].
         route: number of each message's route, [M].
         sets: set of each message; the cost model assumes that a set is under way together, [M].
-        set_kinds: contents of each set, as text.
-        set_laps: layer pass of each set.
-        batches: the sender's and the receiver's batch of each message.
     """
 
     units: list[list[Instruction]]
@@ -149,7 +138,6 @@ class SectionWork(NamedTuple):
     """The units of a section, and their work in each layer of one kind.
 
     Args:
-        layer: work of one layer.
         window: exchange steps under way ahead of the step in use.
         logits: seconds of output matrix and loss of each unit, both directions, [U].
         logits_sums: seconds of their all-reduce inside each unit, [U].
@@ -305,8 +293,6 @@ def build_program(
     """Return the instructions of each unit of a stage, section by section.
 
     Args:
-        sections: units with their work in one layer.
-        laps: layer passes in order, at least one.
         routes: routes of the cluster; those that messages take are added.
         traffic: messages to routed experts, with units numbered over all sections; ``None``: there are none.
     """

@@ -63,7 +63,6 @@ def expert_traffic(
 
     Args:
         sections: sections of one stage, whose units are counted from the first section's on.
-        experts: experts of their units.
     """
     placed = [held for held in experts if held is not None]
     if not placed:
@@ -87,12 +86,10 @@ class LayerWork:
         own: seconds of the own group's block.
         share: part of each unit's heads in the first half.
         blocks: seconds of blocks, by step of the exchange and part.
-        unit_steps: number of steps in each unit's replica.
         turn: part of the last step in which the first half of the heads ends.
         early: part of that part's work in the first half.
         halves: number of all-to-alls in which query heads travel each way.
         attends: whether it has core attention, which alone is computed again where layers are not.
-        sent: messages of the forward and of the backward pass.
     """
 
     token: Times
@@ -118,9 +115,6 @@ def layer_work(plan: PlanArrays, job: Job, stage: UnitGpus, layer: Layer) -> Lay
     """Return the work of a layer, step by step.
 
     Args:
-        plan: the plan.
-        job: the job.
-        stage: GPUs of the units.
         layer: the cost model's layer, from which all-reduces inside units and experts are taken.
     """
     token, own = (Times(*seconds) for seconds in unit_times(plan, job, stage))

@@ -41,7 +41,6 @@ def run_testbed(
     """Emulate a cluster, run a job on it, and measure what was emulated.
 
     Args:
-        path: the cluster file.
         folder: the run folder, new or empty; ``None``: one with a name of the time.
         speeds: ``paced``, ``quota`` or ``none``.
         links: whether links are emulated, ``on`` or ``off``.

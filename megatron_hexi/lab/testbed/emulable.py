@@ -18,9 +18,6 @@ def check_emulable(cluster: Cluster, source: YamlFile, speeds: Speeds, *, links:
     """Refuse a cluster that the testbed cannot emulate.
 
     Args:
-        cluster: the cluster to emulate.
-        source: the cluster file, which gives line numbers for errors.
-        speeds: method that makes ranks slow.
         links: whether the file's links are wanted.
 
     Raises:

@@ -42,7 +42,6 @@ class Ended:
     Args:
         code: the exit code of the rank that failed first, torchrun's if no rank has said why, or 0.
         records: record of each rank; ``None`` for a rank that was killed.
-        failure: error message for the user.
     """
 
     code: int
@@ -54,8 +53,6 @@ def run_job(lab: Lab, cluster: Cluster, name: str, program: Sequence[str], *, sh
     """Run a program on all ranks of the lab.
 
     Args:
-        lab: the lab.
-        cluster: the cluster that it emulates.
         name: name of the job's logs and records.
         program: torchrun's arguments after its own options.
         show: pass on what the first and the last rank print.

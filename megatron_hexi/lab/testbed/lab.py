@@ -34,8 +34,6 @@ class Quota:
     """A GPU's part of the machine.
 
     Args:
-        cgroup: folder of its control group.
-        core: the core that it is pinned to.
         share: share of that core, 0 to 1.
     """
 
@@ -50,7 +48,6 @@ class Lab:
 
     Args:
         folder: the run folder, absolute; its `cluster` is the file that is emulated.
-        speeds: method that makes ranks slow.
         links: whether each node and rank has a network namespace with the file's links.
         isolation: way in which the lab gets namespaces of its own.
         gpus: the GPUs of the file that the job's ranks are, in rank order.

@@ -28,8 +28,6 @@ class LinkMeasured:
     """A measurement of the link between two ranks, in one direction.
 
     Args:
-        source: the rank that sends.
-        target: the one that receives.
         tier: ``node`` inside a node, ``network`` between nodes.
         asked_gb_s: bandwidth by the file, 10^9 bytes/s.
         measured_gb_s: measured bandwidth, of a message that takes a second.

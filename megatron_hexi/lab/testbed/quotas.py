@@ -57,7 +57,6 @@ def correct_shares(quotas: Sequence[Quota], speeds: Mapping[int, float]) -> tupl
     """Return quotas raised for ranks that were too slow and lowered for others; they take effect at once.
 
     Args:
-        quotas: quota of each GPU of the file.
         speeds: measured over requested speed, by number of the GPU.
     """
     shares = [quota.share / speeds.get(gpu, 1.0) for gpu, quota in enumerate(quotas)]

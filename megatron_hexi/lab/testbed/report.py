@@ -11,11 +11,7 @@ from rich.text import Text
 
 
 def testbed_report(document: Mapping[str, Any]) -> RenderableType:
-    """Return tables of speeds and links, requested and measured, and of how a paced job kept its pace.
-
-    Args:
-        document: the document of testbed.json.
-    """
+    """Return tables of speeds and links, requested and measured, and of how a paced job kept its pace."""
     parts: list[RenderableType] = [Text(document["method"])]
     names = {row["gpu"]: row["name"] for row in document["gpus"]}
     for when, measured in document["measured"].items():

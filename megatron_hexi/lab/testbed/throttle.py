@@ -18,8 +18,6 @@ class Throttle:
     """A GPU at another speed for some time.
 
     Args:
-        gpu: its number in the cluster file.
-        factor: factor on all its curves.
         begin_s: begin, s after the rank's first paced operation.
         end_s: end, s after that; ``None``: until the job ends.
     """
@@ -36,10 +34,6 @@ class Throttle:
 
 def parse_throttle(text: str, gpus: int) -> Throttle:
     """Parse a throttle: ``2=0.5@60..180`` is GPU 2 at half its speed from second 60 to 180.
-
-    Args:
-        text: the words.
-        gpus: number of GPUs of the cluster.
 
     Raises:
         HexiError: they say something else.

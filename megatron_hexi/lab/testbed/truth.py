@@ -19,7 +19,6 @@ class SpeedMeasured:
     """A measurement of one GPU's speed under the synthetic load.
 
     Args:
-        gpu: its number in the file.
         asked_s: time of a cycle of the load. Paced: by the file. Quota: in the file's ratios, with the mean
             speed of all as it was measured.
         measured_s: measured seconds of a cycle.
@@ -40,8 +39,6 @@ class PaceMeasured:
     """A measurement of how well a rank of a paced job kept its pace.
 
     Args:
-        gpu: its number in the file.
-        operations: number of paced operations.
         asked_s: modelled seconds of these operations.
         measured_s: seconds that they took: modelled, and lost.
         overrun: share of the modelled time by which operations computed longer than modelled.

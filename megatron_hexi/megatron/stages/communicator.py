@@ -30,15 +30,7 @@ _Domains = tuple[int | None, int | None]
 
 
 class _Direction:
-    """The rows that this rank sends or receives over one border in one direction.
-
-    Args:
-        mesh: the units of all ranks.
-        rank: this rank.
-        ends: numbers of the stages where it begins and ends.
-        group: process group of the direction.
-        device: device of the rows.
-    """
+    """The rows that this rank sends or receives over one border in one direction."""
 
     def __init__(
         self, mesh: Mesh, rank: int, ends: tuple[int, int], group: dist.ProcessGroup, device: torch.device
@@ -97,12 +89,6 @@ class BorderChannels:
     With documents, a rank's rows depend on the micro-batch. A stage learns the documents when its model is
     called, after the schedule has received the rows: so it returns a tensor that is filled later. Gradients
     come in the order of the activations, and so do their documents.
-
-    Args:
-        mesh: the units of all ranks.
-        view: the groups of this rank.
-        device: device of the rows.
-        is_packed: whether sequences consist of documents.
     """
 
     def __init__(self, mesh: Mesh, view: RankView, device: torch.device, is_packed: bool) -> None:
@@ -224,9 +210,6 @@ class BorderCommunicator:
     """Methods of Megatron's ``P2PCommunicator`` that its non-interleaved schedule calls.
 
     Args:
-        channels: channels of this rank.
-        stage: number of its stage.
-        stages: number of stages of its replica.
         config: Megatron's configuration.
     """
 

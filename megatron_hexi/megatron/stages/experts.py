@@ -23,15 +23,7 @@ from megatron_hexi.plan.experts import HeldExperts
 
 @dataclass(frozen=True)
 class ExpertsView:
-    """The experts of one rank, and the groups of its layers.
-
-    Args:
-        held: the experts that the rank holds.
-        domain: its expert domain.
-        dispatch: the group of the ranks of its expert domain.
-        micro_batch: the group of the ranks of its stage that together hold the tokens of one micro-batch.
-        sequence: the group of the ranks that together hold the tokens of its sequences.
-    """
+    """The experts of one rank, and the groups of its layers."""
 
     held: HeldExperts
     domain: ExpertDomain
@@ -41,13 +33,7 @@ class ExpertsView:
 
 
 def make_experts_view(mesh: Mesh, groups: MeshGroups, total: int) -> ExpertsView:
-    """Make the groups of all expert layers, and return this rank's; all ranks of the job must call it.
-
-    Args:
-        mesh: the units of all ranks.
-        groups: makes the process groups.
-        total: number of experts of a layer.
-    """
+    """Make the groups of all expert layers, and return this rank's; all ranks of the job must call it."""
     by_rank = job_experts(mesh.plan, total)
     own: dict[str, dist.ProcessGroup] = {}
     for rank, unit in enumerate(mesh.units):
@@ -131,14 +117,7 @@ def _with_global_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _renumbered(tree: Any, axis: int, first: int, total: int) -> Any:
-    """Return boxes of local experts, which Megatron numbers from 0 on, as boxes among all experts.
-
-    Args:
-        tree: tensors, factories of tensors, and objects of a checkpoint.
-        axis: axis of the experts.
-        first: number of the first local expert.
-        total: number of experts of a layer.
-    """
+    """Return boxes of local experts, which Megatron numbers from 0 on, as boxes among all experts."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     def at_axis(values: tuple[int, ...], value: int) -> tuple[int, ...]:

@@ -23,10 +23,6 @@ class PipelineView(dist.ProcessGroup):
     """The pipeline of one rank: a rank of each stage, itself at its own stage.
 
     Megatron reads its size and ranks. They differ between ranks of a stage, so nothing can be sent on it.
-
-    Args:
-        ranks: a rank of each stage.
-        rank: this rank.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
@@ -48,12 +44,7 @@ class PipelineView(dist.ProcessGroup):
 
 @dataclass
 class MeshGroups:
-    """The process groups of a job, each made once, by all ranks in one order.
-
-    Args:
-        rank: this rank.
-        options: options of every group.
-    """
+    """The process groups of a job, each made once, by all ranks in one order."""
 
     rank: int
     options: GroupOptions
@@ -74,12 +65,7 @@ class MeshGroups:
 
 @dataclass(frozen=True)
 class BorderGroups:
-    """The groups of one border, one for each direction.
-
-    Args:
-        forward: group of activations.
-        backward: group of gradients.
-    """
+    """The groups of one border, one for each direction."""
 
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
@@ -90,16 +76,11 @@ class RankView:
     """The groups of one rank.
 
     Args:
-        rank: its number in the job.
-        place: its unit.
-        unit: its tensor-parallel ranks.
-        domain: the ranks with which it exchanges keys.
         a2a: the ranks of its A2A group.
         loss: one rank of each unit that computes the loss; this rank alone if it is not among them.
         before: groups of the border to the stage before; with ministages, the last stage is before the first.
             ``None``: there is no such border.
         behind: groups of the border to the stage behind, likewise.
-        world: all ranks of the job.
     """
 
     rank: int
@@ -157,9 +138,6 @@ def set_megatron_groups(
     """Replace Megatron's groups by those of a rank.
 
     Args:
-        mesh: the units of all ranks.
-        view: the groups of this rank.
-        alone: a group of this rank alone.
         expert_slices: the ranks that divide this rank's experts between them.
     """
     from megatron.core import parallel_state

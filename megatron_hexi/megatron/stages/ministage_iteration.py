@@ -16,10 +16,6 @@ class MinistageIteration:
     """One iteration of one rank in ministages; subclasses run it.
 
     Args:
-        session: this rank's session.
-        model: its only model chunk.
-        step: runs the model, given its slices, a ministage's number, a micro-batch's number and its rows.
-        micro_batches: micro-batches of the replica.
         shape: shape of the rows between ministages, [L, b, hidden].
         batches: the batches, set to a micro-batch before the model runs it; ``None``: this rank has none.
     """

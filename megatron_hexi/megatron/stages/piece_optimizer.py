@@ -47,15 +47,7 @@ from megatron_hexi.runtime.piece_buffers import PieceBuffers
 
 @dataclass(frozen=True)
 class _OwnedSlab:
-    """A slab that this rank owns, with its weights and gradients.
-
-    Args:
-        slab: the slab, as the plan cuts it from a weight.
-        values: the slab's values in the bucket, in the precision of the model.
-        gradients: the slab's gradients in the bucket.
-        main: the slab's values in fp32; it shares the memory of `values` if the model is fp32 and both are
-            on the GPU, or both in host memory.
-    """
+    """A slab that this rank owns, with its weights and gradients."""
 
     slab: Slab
     values: Tensor
@@ -89,7 +81,6 @@ class PieceOptimizer(MixedPrecisionOptimizer):
         config: Megatron's configuration.
         grad_scaler: Megatron's loss scaler; ``None`` where losses are not scaled.
         init_state_fn: initializes the state of parameters that have none.
-        buffers: the weights and gradients of this rank.
         owned: the slabs whose optimizer state this rank keeps.
         is_on_host: whether the slabs, their state and their gradients are in host memory.
     """

@@ -26,7 +26,6 @@ class StageSlices:
 
     Args:
         model: Megatron's model, wrapped or not.
-        place: this rank's unit.
     """
 
     def __init__(self, model: Any, place: Unit) -> None:

@@ -23,10 +23,7 @@ class StagesSession:
     """A rank's mesh, groups and channels.
 
     Args:
-        mesh: the units of all ranks.
         groups: the process groups made so far; groups of weights' holders are added when the model is built.
-        view: the groups of this rank.
-        channels: channels to the neighbouring stages.
         experts: experts of this rank; ``None``: the model has none.
         micro_batch: the group of this stage's ranks, if further tokens are predicted and domains share the
             samples of a micro-batch; else ``None``.
@@ -54,13 +51,7 @@ def start_stages_session(
     All ranks of the job must call it, in place of Megatron's own function.
 
     Args:
-        given: the plan.
-        mesh: the units of all ranks.
-        groups: makes the process groups.
-        device: device of this rank's tensors.
-        is_packed: whether sequences consist of documents.
         experts: number of experts of a layer; ``None``: the model has none.
-        predicts_further: whether the model predicts further tokens than the next.
     """
     view = make_view(mesh, groups)
     experts_view = None if experts is None else make_experts_view(mesh, groups, experts)

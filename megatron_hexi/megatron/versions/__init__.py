@@ -31,7 +31,6 @@ class Megatron(Protocol):
 
         Args:
             build_datasets: returns the training, validation and test sets.
-            forward_step: runs the model on a micro-batch.
             embedding_ranks: returns the ranks of a pipeline that hold the word embedding.
         """
 
@@ -40,7 +39,6 @@ class Megatron(Protocol):
 
         Args:
             batch: the micro-batch on the first rank; empty on others.
-            is_packed: whether it has the ends of documents.
             sizes: other arguments of Megatron 0.19's `get_batch_on_this_tp_rank`.
         """
 
@@ -48,7 +46,6 @@ class Megatron(Protocol):
         """Return this context-parallel rank's part of a micro-batch.
 
         Args:
-            batch: whole sequences.
             per_sequence: whether packed sequences are cut as a whole, not document by document.
         """
 

@@ -27,9 +27,7 @@ def build_gpt(
     Args:
         pre_process: whether it embeds tokens.
         post_process: whether it has the output layer.
-        vp_stage: its virtual pipeline stage.
         config: configuration of its transformer; by default the command line's.
-        pg_collection: its process groups.
     """
     print_rank_0("building GPT model ...")
     args = get_args()

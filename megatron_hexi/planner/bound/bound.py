@@ -86,7 +86,6 @@ def joint_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -
 
     Args:
         request: the job, with the terms that are fixed.
-        cluster: the cluster with all GPUs.
         found_s: seconds of an iteration that is known to be possible; the bound is at most that.
 
     Raises:

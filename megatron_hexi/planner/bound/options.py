@@ -69,7 +69,6 @@ class Places:
         """Return all positions, for ranges of layers and ministages, and the given ranges of sequences.
 
         Args:
-            layers: layers of the model.
             stages: stages of each replica; ``None``: any number. A single stage has all layers.
             shares: ranges of sequences that a replica processes.
         """
@@ -97,7 +96,6 @@ class UnitOptions:
     Args:
         job: the job with that tensor-parallel size, one sequence a micro-batch and no recomputation.
         node: a node with such GPUs.
-        places: the positions.
         sizes: the least and the most sequences of a micro-batch.
         mixed: whether a stage may recompute some of its layers.
 

@@ -43,7 +43,6 @@ class _Ends(NamedTuple):
         works: amounts of the two works of each vertex, [2, vertices, options].
         idle: values in the fill rows of a kind's GPUs without work, and of one of each work,
             [1 + works, options].
-        scale: factor of the fill rows.
     """
 
     possible: Bools
@@ -60,7 +59,6 @@ class BoundProgram:
 
     Args:
         request: the job, with the terms that are fixed.
-        cluster: the cluster with all GPUs.
         sizes: the least and the most sequences of a micro-batch.
         alike: a program for other sizes, with whose prices and columns this one starts.
 
@@ -160,7 +158,6 @@ class BoundProgram:
 
         Args:
             whole: bytes of x of each mode on all GPUs together.
-            has_depth: whether pipelines have a fixed number of stages.
         """
         places, modes = self._places, len(self._modes)
         q, deepest, turns = self._layers / places.high, self._layers / places.low, places.parts > 0

@@ -19,7 +19,6 @@ class Rates:
     seconds of all passes through all layers of a micro-batch.
 
     Args:
-        fleet: the fleet whose units are rated.
         window: prefetch depth of the exchange, in steps.
         shards: units that share the optimizer's state; ``None``: the fleet's.
         micro_batches: micro-batches of an iteration; a pipeline keeps several at a time.

@@ -40,7 +40,6 @@ class UnitKind:
     """A kind of units: the same models of GPU on the same stages.
 
     Args:
-        devices: model of GPU on each stage.
         tokens_per_s: tokens/s of one such unit alone, if all its GPUs work at the slowest one's best rates.
     """
 
@@ -58,8 +57,6 @@ class Fleet:
     """The units that a cluster has for a job.
 
     Args:
-        cluster: the cluster.
-        job: the job.
         kinds: kinds of units, the fastest first.
         units: the units in canonical order: units of a site follow each other.
         part: the part of the model that units hold, if they are one of several unequal stages; ``None``: the

@@ -44,10 +44,8 @@ class Assembly:
     """Builds plans for one micro-batch size; equal stages are searched once.
 
     Args:
-        request: the request that is planned.
         timer: the timer of layers, with the jobs of each tensor-parallel size.
         search: the pipeline search, which assigns layers to stages.
-        pools: the pools of the cluster's GPUs.
     """
 
     def __init__(self, request: Request, timer: LayerTimer, search: PipelineSearch, pools: Pools) -> None:
@@ -67,7 +65,6 @@ class Assembly:
         """Return the plan of packed replicas; ``None``: the nodes cannot be cut into their stages.
 
         Args:
-            packed: the replicas.
             polished: whether every domain is polished, and refined by CP-SAT; not while plans are compared.
             faster_than: seconds of an iteration of a known plan that fits; layers of several kinds are not
                 moved between the stages of a plan that is far slower.

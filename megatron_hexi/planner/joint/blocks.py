@@ -32,7 +32,6 @@ class Blocks:
     """The blocks into which a replica's GPUs can be cut.
 
     Args:
-        pools: the pools of the cluster.
         widths: tensor-parallel sizes that are tried.
         deepest: the most stages of a block.
         size: number of tensor-parallel units of a stage; ``None``: any number.
@@ -43,11 +42,7 @@ class Blocks:
         self.options = cache(self._options)
 
     def orders(self, counts: Counts) -> Iterator[tuple[Counts, ...]]:
-        """Yield partitions of the pools into blocks, in a few orders: by speed both ways, and by memory.
-
-        Args:
-            counts: GPUs of each pool.
-        """
+        """Yield partitions of the pools into blocks, in a few orders: by speed both ways, and by memory."""
         kinds = pools_of(counts)
         for partition in _partitions(kinds):
             blocks = [
@@ -69,7 +64,6 @@ class Blocks:
         """Possible blocks on these GPUs: equal stages, aligned with nodes, few GPUs left over.
 
         Args:
-            counts: GPUs of each pool.
             only: the tensor-parallel size; ``None``: all sizes are tried.
         """
         blocks = []
@@ -104,14 +98,7 @@ class Blocks:
 
 
 def _trimmed(each: Counts, kinds: list[int], width: int, size: int) -> Counts | None:
-    """Return a stage's GPUs reduced to `size` units, from the last pool first; ``None``: it has fewer.
-
-    Args:
-        each: the stage's GPUs of each pool.
-        kinds: pools that the stage must have at least one unit of.
-        width: GPUs of a unit.
-        size: number of units of the reduced stage.
-    """
+    """Return a stage's GPUs reduced to `size` units, from the last pool first; ``None``: it has fewer."""
     counts, surplus = list(each), sum(each) // width - size
     for pool in reversed(kinds):
         less = max(0, min(surplus, counts[pool] // width - 1))

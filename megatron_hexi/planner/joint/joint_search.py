@@ -38,8 +38,6 @@ class JointSearch:
     """Searches the layouts of one micro-batch size.
 
     Args:
-        request: the request that is planned.
-        timer: the timer of layers on the cluster's GPUs.
         memory: factor of the GPUs' memory that plans may use.
     """
 

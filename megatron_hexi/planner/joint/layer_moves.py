@@ -28,13 +28,7 @@ _MOST_TRIALS = 200
 
 
 class _Move(NamedTuple):
-    """A boundary between two stages of a replica that is moved.
-
-    Args:
-        replica: number of the replica.
-        stage: number of the stage before the boundary.
-        layers: first layer of that stage, the new boundary, and the layer behind the next stage's last.
-    """
+    """A boundary between two stages of a replica that is moved."""
 
     replica: int
     stage: int
@@ -46,7 +40,6 @@ def with_layers_moved(best: Candidate, model: CostModel) -> Candidate:
 
     Args:
         best: a plan; one with a repeated stage has no layers to move, and is returned unchanged.
-        model: the cost model of its job.
     """
     left = _MOST_TRIALS
     while True:
@@ -71,9 +64,6 @@ class _LeastOrder:
     The two stages' passes are known from one layer of each kind. All other stages of a replica stay as they
     are, unless other replicas share their weights: then sums of gradients, optimizer's step and memory of all
     stages may change, and count nothing.
-
-    Args:
-        base: the plan.
     """
 
     def __init__(self, base: Candidate) -> None:

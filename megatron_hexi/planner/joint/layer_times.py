@@ -102,13 +102,7 @@ class LayerTimer:
         return placement(self.experts, shape.units, shape.width, is_mixed=len(shape.kinds) > 1)
 
     def _layer(self, shape: StageShape, timed: bool) -> LayerTimes | None:
-        """Return a layer on a stage of this shape; ``None``: the shape is impossible.
-
-        Args:
-            shape: the GPUs of the stage.
-            timed: whether it is timed by a trial; else a layer on several pools is estimated from the pools'
-                own times, and from the waiting of a small stage on the same pools.
-        """
+        """Return a layer on a stage of this shape; ``None``: the shape is impossible."""
         if timed or len(shape.kinds) == 1:
             name = shape, self.placement(shape)
             if name not in self.known.layers:
@@ -124,12 +118,7 @@ class LayerTimer:
         return _side_by_side(known) if len(known) == len(alone) else None
 
     def _waiting_factor(self, kinds: tuple[int, ...], width: int) -> float:
-        """Return the factor by which waiting slows stages of these pools, timed with a few units.
-
-        Args:
-            kinds: the pools of the stages.
-            width: tensor-parallel size.
-        """
+        """Return the factor by which waiting slows stages of these pools, timed with a few units."""
         pools = self.pools.pools
         most = max(1, _WAITING_UNITS * width // len(kinds))
         counts = tuple(
@@ -292,12 +281,7 @@ def _spread_sizes(fleet: Fleet, best: Trial, heads: int) -> list[int]:
 
 
 def _groupings(fleet: Fleet, heads: int) -> list[Grouping]:
-    """Return groupings from one group of all units down to single units: nodes joined, whole, and cut.
-
-    Args:
-        fleet: the units of the stage; if the model has layers with a state, they are one group.
-        heads: query heads of a tensor-parallel rank, the most units of a group.
-    """
+    """Return groupings from one group of all units down to single units: nodes joined, whole, and cut."""
     sites, units = fleet.sites, tuple(range(len(fleet.units)))
     if fleet.job.model.state is not None:
         return [(units,)] if len(units) <= heads else []

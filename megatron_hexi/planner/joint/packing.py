@@ -31,8 +31,6 @@ class Packed:
     """Replicas of a plan.
 
     Args:
-        columns: a column for each replica.
-        micro_batches: micro-batches of each replica.
         seconds: seconds of the iteration that the columns predict.
         least_s: lower bound of the seconds of any set of the columns.
     """
@@ -57,7 +55,6 @@ def pack(
 
     Args:
         columns: the candidate replicas.
-        micro_batches: micro-batches of an iteration.
         totals: GPUs of each pool.
         replicas: numbers of replicas that a set may have.
         least_s: a known lower bound of the seconds of any set.
@@ -146,8 +143,6 @@ def _most(gpus: Ints, taking: Ints, totals: Ints) -> float:
 
     Args:
         gpus: GPUs of each column from each pool, [columns, pools].
-        taking: micro-batches of each column.
-        totals: GPUs of each pool.
     """
     alone = gpus == gpus.sum(axis=1, keepdims=True)
     prices = np.max(taking[:, None] / np.maximum(gpus, 1), axis=0, where=alone, initial=0)

@@ -49,12 +49,7 @@ class _CarriedLayers(NamedTuple):
 
 
 class PipelineSearch:
-    """Searches pipelines with the tables of one micro-batch size.
-
-    Args:
-        request: the request that is planned.
-        tables: the tables of stages.
-    """
+    """Searches pipelines with the tables of one micro-batch size."""
 
     def __init__(self, request: Request, tables: StageTables) -> None:
         self._tables, self._pools = tables, tables.pools
@@ -209,13 +204,7 @@ class PipelineSearch:
         """Return the most layers of a block's stages together, by the number of its stages.
 
         Args:
-            counts: the block's GPUs of each pool.
             width: tensor-parallel size; ``None``: any.
-            behind: number of stages after the block.
-            most: the most micro-batches under way on a stage.
-            is_first: whether the block is the first of the pipeline.
-            is_last: whether the block is the last of the pipeline.
-            shards: number of replicas that share the optimizer's state.
         """
         by_depth: dict[int, _CarriedLayers] = {}
         for number, (shape, depth) in enumerate(self._blocks.options(counts, width)):

@@ -23,8 +23,6 @@ class PipeStage(NamedTuple):
     """A stage of a pipeline.
 
     Args:
-        shape: the GPUs that it runs on.
-        layers: its number of layers.
         recompute: its recomputation.
         seconds: seconds of a micro-batch, forward and backward.
     """
@@ -109,7 +107,6 @@ def moved_layers(
 
     Args:
         seconds: seconds of each stage with 1 to L layers, [L] each; inf: they do not fit.
-        dealt: layers of each stage, to begin with.
         ways: seconds that a micro-batch travels over each border, activations and gradients added, [p - 1].
         micro_batches: micro-batches that the pipeline processes.
     """

@@ -24,9 +24,6 @@ class Pool:
     """Equal nodes on one site.
 
     Args:
-        device: the model of their GPUs.
-        size: number of GPUs of each node.
-        nodes: the nodes' numbers in the cluster.
         site: number of the part of the outermost network level that they are in.
     """
 
@@ -45,7 +42,6 @@ class StageShape(NamedTuple):
     """The GPUs of a stage, by number from each pool.
 
     Args:
-        counts: GPUs of each pool.
         width: number of GPUs of a tensor-parallel unit.
     """
 
@@ -72,7 +68,6 @@ class Pools:
     """The pools of a cluster.
 
     Args:
-        cluster: the cluster.
         pools: its pools, the fastest GPUs first.
     """
 
@@ -84,7 +79,6 @@ class Pools:
         """Return the pools of a cluster.
 
         Args:
-            cluster: the cluster.
             speeds: tokens/s of the job on one GPU of each node at its best rates.
         """
         levels = cluster.fast_domains()

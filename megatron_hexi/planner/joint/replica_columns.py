@@ -68,10 +68,7 @@ class ReplicaColumns:
     """Candidate replicas for one micro-batch size.
 
     Args:
-        request: the request that is planned.
-        timer: the timer of layers.
         pools: the pools of all of the fleet, or of a part of it.
-        search: the pipeline search.
         micro_batches: micro-batches of an iteration on these pools.
     """
 

@@ -45,8 +45,6 @@ class JointSearches:
         """Return plans that fit, over all micro-batch sizes.
 
         Args:
-            request: the request that is planned.
-            cluster: the cluster that the job runs on.
             memory: factor of the GPUs' memory that plans may use.
             faster_than: seconds of an iteration; plans that are predicted to be slower are left out.
         """

@@ -39,8 +39,6 @@ class StageTables:
     """Tables of all stages for one job's micro-batches, each computed when it is first asked for.
 
     Args:
-        request: the request that is planned.
-        timer: the timer of the stages' layers.
         pools: the pools of GPUs, with the memory that plans may use.
     """
 
@@ -57,7 +55,6 @@ class StageTables:
         """Return the table of a stage at its position in the pipeline; ``None``: it is impossible.
 
         Args:
-            shape: the GPUs of the stage.
             under_way: number of micro-batches whose activations it keeps at a time.
             is_first: whether it has the embedding.
             is_last: whether it has the loss.
@@ -144,7 +141,6 @@ def _stretch(layer: LayerTimes, room: Floats, taken: Floats) -> Floats:
     places all tokens. Bytes are taken to be in proportion to tokens.
 
     Args:
-        layer: times and memory of the stage's layer.
         room: bytes for activations on each pool's units, [pools, ...].
         taken: bytes of activations if all units have their share of tokens, [pools, ...].
     """

@@ -24,14 +24,12 @@ class LayerTimes:
         free_backward: seconds of the backward pass in which the network is free.
         again: seconds that recomputing core attention takes.
         logits: seconds of the loss in both passes, with those of multi-token prediction.
-        units: number of units of each pool.
         tokens: the most tokens of a unit of each pool.
         kept: bytes kept for a layer and micro-batch under way, by mode of recomputation, [modes, pools].
         working: bytes of the layer that is computed, by mode of recomputation, [modes, pools].
         logits_bytes: bytes of the loss, and those that multi-token prediction keeps besides its layers.
         border_bytes: bytes of each border between stages.
         experts: the most routed experts on a GPU of each pool, in each layer that has experts.
-        expert_copies: number of expert domains of the stage.
     """
 
     forward: float

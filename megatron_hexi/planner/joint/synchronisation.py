@@ -38,12 +38,7 @@ class Synchronisation:
         self._of_layer = cache(self._layer_seconds)
 
     def seconds(self, stages: Sequence[PipeStage], shards: int) -> float:
-        """Exposed seconds of gradients, weights and the optimizer's step, on the slowest stage.
-
-        Args:
-            stages: stages of a replica.
-            shards: number of replicas that hold the same weights.
-        """
+        """Exposed seconds of gradients, weights and the optimizer's step, on the slowest stage."""
         last = len(stages) - 1
         # Embeddings that both ends of a pipeline hold are summed between them.
         ends = {0: stages[last].shape, last: stages[0].shape} if last else {}
@@ -58,10 +53,6 @@ class Synchronisation:
         Gradients of stages that hold the same layers are summed together, and a stage is in as many sums as
         there are different stages that it shares layers with. So layers between two borders that all replicas
         have are summed one after the other, and not at the same time.
-
-        Args:
-            replicas: stages of each replica.
-            shards: number of replicas that hold the same weights.
         """
         borders = [[0, *itertools.accumulate(stage.layers for stage in stages)] for stages in replicas]
         common = sorted(set.intersection(*map(set, borders)))
@@ -101,16 +92,7 @@ class Synchronisation:
         shards: int,
         end: StageShape | None,
     ) -> float:
-        """Exposed seconds of a stage's gradients and weights, and of the optimizer's step.
-
-        Args:
-            shape: the GPUs of the stage.
-            layers: its number of layers.
-            is_first: whether it has the embedding.
-            is_last: whether it has the output matrix.
-            shards: number of replicas that hold the same weights.
-            end: the other end of the pipeline, for the first and last stage; it may hold the embedding too.
-        """
+        """Exposed seconds of a stage's gradients and weights, and of the optimizer's step."""
         job, part = self._timer.job(shape.width), ModelPart(layers, 0, is_first, is_last, 1)
         params = int(part_params(job, part))
         is_shared = job.model.tied_embeddings or job.model.mtp_layers > 0

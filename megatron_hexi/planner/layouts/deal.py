@@ -49,7 +49,6 @@ def assign_heads(heads: int, seconds: Sequence[float], caps: Sequence[int] | Non
     """Return the number of heads of each member such that the largest heads x seconds is least.
 
     Args:
-        heads: number of heads to assign.
         seconds: seconds that each member needs for one head.
         caps: the most heads of each member; exceeded if heads are left when all have reached theirs.
     """
@@ -62,7 +61,6 @@ def assign_tokens(tokens: int, weights: Floats, caps: Floats | None = None) -> t
     Caps that together hold fewer than `tokens` are exceeded, all by the same factor.
 
     Args:
-        tokens: number of tokens to assign.
         weights: weight of each member, at least one above 0.
         caps: the most tokens of each member.
     """

@@ -28,7 +28,6 @@ class A2AGroup:
 
     Args:
         units: its members, as numbers in the fleet, in the order of their heads.
-        tokens: tokens of each member.
         heads: query heads (of one tensor-parallel rank) of each member.
     """
 
@@ -107,14 +106,7 @@ def with_experts(workload: Workload, job: Job) -> Workload:
 def build_domain(
     fleet: Fleet, layout: Layout, ranks: Mapping[int, tuple[int, ...]], gpu: Mapping[int, int] | Sequence[int]
 ) -> Domain:
-    """Build the domain of a layout.
-
-    Args:
-        fleet: the fleet whose units the layout numbers.
-        layout: the layout.
-        ranks: the plan's ranks of each unit.
-        gpu: the cluster's GPU of each rank of the plan.
-    """
+    """Build the domain of a layout."""
     workload = fleet.job.workload()
     segments = (causal_segments if workload.causal else full_segments)([part.total for part in layout.parts])
     groups = []

@@ -23,8 +23,6 @@ class Candidate:
     """A plan with its timing.
 
     Args:
-        plan: the plan.
-        job: the job as the plan runs it.
         timing: the plan's timing by the cost model.
     """
 
@@ -68,8 +66,6 @@ class Trial(Candidate):
     """A candidate built from layouts.
 
     Args:
-        fleet: the fleet whose units the layouts number.
-        layouts: the layout of each replica.
         window: prefetch depth of the exchange, in steps.
     """
 
@@ -87,7 +83,6 @@ class Judge:
     """Times layouts of any fleet (units to plan, `planner.fleet.Fleet`) of one job and cluster.
 
     Args:
-        fleet: a fleet of that job and cluster.
         shards: number of units that share the optimizer's state; ``None``: all units of the layouts.
     """
 

@@ -27,8 +27,6 @@ def descend(tried: TriedGroupings, fleet: Fleet, heads: int) -> None:
 
     Args:
         tried: the search's tried groupings, to which these are added.
-        fleet: the units.
-        heads: query heads of a unit's rank.
     """
     classes = site_classes(fleet)
     units = len(fleet.units)

@@ -34,7 +34,6 @@ class DomainSearch:
 
     Args:
         judge: the judge that times layouts.
-        fleet: the units of the domain.
         micro_batches: micro-batches that the domain's replica processes in an iteration.
     """
 

@@ -39,9 +39,7 @@ def group_counts(size: int, sites: int, units: int, heads: int) -> list[int]:
 
     Args:
         size: number of units of each site.
-        sites: number of sites.
         units: number of units of the whole fleet.
-        heads: query heads of each group.
     """
     # Besides numbers that divide the sites, those with one head a unit, or two.
     merged = {*_counts(sites), *(max(1, round(sites * size * each / heads)) for each in (1, 2))}
@@ -77,10 +75,6 @@ def mixed_groupings(fleet: Fleet, heads: int) -> Iterator[Grouping]:
 
     Groups by number of heads have as many units as there are heads, or half as many, the fastest first, node
     by node or spread over nodes; the last group has the remaining units.
-
-    Args:
-        fleet: the units.
-        heads: query heads of each group.
     """
     number = {gpu: unit for unit, fleet_unit in enumerate(fleet.units) for gpu in fleet_unit.gpus[0]}
     for partition in fleet.cluster.fast_domains()[1:]:

@@ -18,10 +18,6 @@ class _GroupRates:
     """Rates and memory of a group of units, without other groups.
 
     Args:
-        heads: heads of each member.
-        speed: tokens/s of the group.
-        cap: the most tokens that the group's memory holds.
-        weights: weight of each member, to which its tokens are proportional.
         free: bytes of each member's memory for tokens.
         inside: bytes of each member's memory that a token of the group takes inside attention.
     """
@@ -35,12 +31,7 @@ class _GroupRates:
 
 
 class FirstGuess:
-    """First layouts for any grouping of a fleet's units; groups of the same kinds are worked out once.
-
-    Args:
-        fleet: the units.
-        rates: their best rates.
-    """
+    """First layouts for any grouping of a fleet's units; groups of the same kinds are worked out once."""
 
     def __init__(self, fleet: Fleet, rates: Rates) -> None:
         self._fleet, self._rates = fleet, rates
@@ -87,7 +78,6 @@ def group_cap(total: int, inside: Floats, free: Floats, token_bytes: float) -> f
     together need x total.
 
     Args:
-        total: the group's present tokens.
         inside: bytes of each member inside attention, at the present tokens.
         free: bytes of each member for `inside` and for tokens.
         token_bytes: bytes of one token held.

@@ -31,7 +31,6 @@ class TriedGroupings:
 
     Args:
         judge: the judge that times layouts.
-        fleet: the units of the domain.
         rates: best rates of the units, for first layouts.
         micro_batches: micro-batches that the domain's replica processes in an iteration.
     """

@@ -37,11 +37,9 @@ class Advice:
     Args:
         iteration: number of the last iteration considered.
         speeds: speed of each rank, relative to the fastest, by its own history.
-        changed: ranks whose speed has changed since the last advice.
         present_s: seconds of an iteration under the present plan at these speeds, as predicted.
         best_s: the same under the best plan found.
         plan: plan to swap to; ``None``: keep the present one.
-        reason: why.
         restart: a plan that is faster by more than the threshold than the best found, with other layers in
             its stages; ``None``: none was found. Layers do not move while the job runs.
         restart_s: seconds of an iteration under it.
@@ -68,7 +66,6 @@ class Advisor:
 
     Args:
         plan: the job's first plan.
-        job: the job.
         cluster: the cluster of the file; speeds are relative to it.
         threshold: the least gain that is worth a swap, as a part of an iteration.
         interval: iterations in which a swap must pay back.
@@ -108,7 +105,6 @@ class Advisor:
         """Return advice from measured times.
 
         Args:
-            iteration: the last one that was measured.
             busy_s: seconds without waiting, by iteration and rank.
             swap_s: seconds of a swap.
         """

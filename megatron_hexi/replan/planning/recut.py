@@ -19,14 +19,7 @@ from megatron_hexi.replan.planning.stage_cut import cut_domain
 
 
 def recut(plan: Plan, job: Job, cluster: Cluster, shares: bool = False) -> Plan:
-    """Return the plan with the best tokens, heads, segments and samples found for its groups on this cluster.
-
-    Args:
-        plan: the plan.
-        job: the plan's job.
-        cluster: the cluster at its present speeds.
-        shares: whether replicas may take other numbers of micro-batches.
-    """
+    """Return the plan with the best tokens, heads, segments and samples found for its groups on a cluster."""
     model = CostModel(job, cluster)
 
     def order(candidate: Plan) -> tuple[float, float]:

@@ -26,15 +26,7 @@ _ROOMIER = 4.0
 
 
 def cut_domain(row: DomainRow, plan: Plan, micro_batches: int, job: Job, cluster: Cluster) -> Domain:
-    """Return a domain with the best tokens, heads and segments found for its groups.
-
-    Args:
-        row: the domain, and the stage that it is in.
-        plan: the plan.
-        micro_batches: number of micro-batches that its replica takes in an iteration.
-        job: the plan's job.
-        cluster: the cluster at its present speeds.
-    """
+    """Return a domain with the best tokens, heads and segments found for its groups."""
     domain = row.domain
     if len(domain.members) == 1:
         return domain

@@ -16,11 +16,6 @@ from megatron_hexi.plan import Plan, Schedules, Share, Stage, assign_micro_batch
 def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
     """Return the session of another plan with the same ranks in the same groups.
 
-    Args:
-        session: the present session.
-        plan: the other plan.
-        iteration: the first iteration under it.
-
     Raises:
         PlanError: the plan has other groups or another model, or other shares of the batch where Megatron
             deals them.
@@ -68,7 +63,6 @@ def grouping(plan: Plan, dealt: bool) -> list[tuple[Any, ...]]:
     """Return the part of a plan that a swap must not change.
 
     Args:
-        plan: the plan.
         dealt: whether micro-batches are dealt by the plan: then replicas' shares may change.
 
     Returns:

@@ -16,11 +16,7 @@ from megatron_hexi.options.meaning import model_features
 
 
 class PlannerConnection:
-    """A connection to the planner's process that never blocks; on rank 0.
-
-    Args:
-        opening: the first document that it is given.
-    """
+    """A connection to the planner's process that never blocks; on rank 0."""
 
     def __init__(self, opening: dict[str, Any]) -> None:
         command = [sys.executable, "-m", "megatron_hexi.replan.planning.advisor"]

@@ -78,7 +78,6 @@ class Replanner:
 
     Args:
         store: the job's store; a part of it that nothing else uses.
-        args: Megatron's arguments.
         advice: makes the planner, on rank 0.
     """
 

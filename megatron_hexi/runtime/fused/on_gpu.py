@@ -161,12 +161,9 @@ def launch(
     """Launch a kernel of `triton_kernels`.
 
     Args:
-        kernel: name of the kernel.
         grid: numbers of programs along both axes.
         reads: tensors that the kernel reads once, for tests and benchmarks that count bytes.
         writes: tensors that the kernel writes once, for tests and benchmarks that count bytes.
-        arguments: arguments of the kernel.
-        constants: constants with which the kernel is compiled.
     """
     getattr(_kernels(), kernel)[grid](*arguments, **constants)
 

@@ -95,11 +95,6 @@ def copy_rows(rows: Rows, target: Tensor, source: Tensor) -> None:
 def pack(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> Callable[..., None]:
     """Return a function that writes heads of tensors to a flat message.
 
-    Args:
-        slots: places of heads in the message.
-        heads: number of heads of each tensor.
-        device: device of the tensors.
-
     Returns:
         A function of the flat message and the tensors, [T, B, heads, D].
     """

@@ -15,9 +15,6 @@ class Slot:
     """The place of heads of a tensor [T, B, heads, D] in a flat message.
 
     Args:
-        part: number of the tensor.
-        heads: range of the tensor's heads.
-        size: size of a head.
         offset: offset of the slot's first element in the message.
         stride: elements from one row (of tokens and batch) to the next.
     """

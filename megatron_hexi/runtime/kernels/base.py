@@ -30,8 +30,6 @@ class Sequences:
     """Sizes of the blocks of a kernel call, whose rows follow one another; no block is empty.
 
     Args:
-        queries: number of queries of each block.
-        keys: number of keys of each block.
         query_ends: 0, followed by the end of each block's queries, int32, on the kernel's device.
         key_ends: 0, followed by the end of each block's keys, int32, on the kernel's device.
     """
@@ -56,8 +54,6 @@ class BlockKind(NamedTuple):
     Args:
         query: shape of the query, [B, H, Q, D].
         key: shape of the key, [B, K, S, D].
-        causal: whether the blocks are causal.
-        device: device of the tensors.
         sequences: sizes of the blocks; ``None``: the call has a single block.
     """
 

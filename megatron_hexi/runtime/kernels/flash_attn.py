@@ -38,8 +38,6 @@ class FlashAttentionKernel(KernelOnOffer):
     sequence.
 
     Args:
-        name: name of the kernel in flags and logs.
-        module: name of the module with the kernel's functions.
         capability: CUDA compute capabilities for which the kernel is built: the least, and the first above.
         deterministic: whether all releases with the argument `deterministic` obey it.
         one_function: whether the functions for one sequence also take several sequences.

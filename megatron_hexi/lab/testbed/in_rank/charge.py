@@ -61,8 +61,6 @@ class Charger:
 
         Args:
             operation: an operation that the charge `knows`.
-            arguments: positional arguments of the call.
-            result: result of the call.
         """
         packet = operation.overloadpacket
         if packet is _FORWARD:

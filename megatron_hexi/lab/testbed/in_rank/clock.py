@@ -22,7 +22,6 @@ class PacedTimes:
     """Times of paced operations, in seconds unless said otherwise.
 
     Args:
-        operations: number of operations.
         modelled: modelled time, by kind of operation.
         computing: time in which operations computed; for the rest of the modelled time the rank slept.
         excess: time by which operations computed longer than modelled, summed over those that did.
@@ -72,7 +71,6 @@ class PacedClock:
 
         Args:
             begin: result of `begin`.
-            kind: kind of operation.
             seconds: modelled seconds of the operation.
         """
         pace, due, now = self.pace, begin + seconds - self._late, time.perf_counter()

@@ -13,13 +13,7 @@ from megatron_hexi.lab.testbed.throttle import Throttle, speed_at
 
 
 class Pacing(TorchDispatchMode):
-    """Paces every operation of the thread that enters it, autograd's included.
-
-    Args:
-        charger: charger of the rank's device.
-        clock: clock of the rank.
-        throttles: throttles of the rank's device.
-    """
+    """Paces every operation of the thread that enters it, autograd's included."""
 
     def __init__(self, charger: Charger, clock: PacedClock, throttles: Sequence[Throttle] = ()) -> None:
         super().__init__()
