@@ -75,7 +75,7 @@ def check_output(path: str | os.PathLike[str]) -> None:
 
 
 def writing_problem(folder: Path) -> str | None:
-    """Return why a folder, or the nearest one above that is there, takes no file of 1 MiB; ``None``: it does.
+    """Return why a folder, or the nearest existing one above, takes no file of 1 MiB; ``None`` if one fits.
 
     Libraries that write large files may lose the system's reason, such as a full disk.
     """
@@ -127,7 +127,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes, private: bool
 
 @contextlib.contextmanager
 def _beside(path: Path) -> Iterator[tuple[FileIO, Path, os.stat_result | None]]:
-    """Context with a new file in the target's folder, the target, and its status if it exists.
+    """Yield a new file in the target's folder, the target, and the status of an existing target.
 
     The new file is removed at the end, unless it has replaced the target.
     """

@@ -40,7 +40,7 @@ def is_speaker() -> bool:
 
 
 def say_error(line: str) -> bool:
-    """If this rank prints errors, print one to standard error and leave it for torchrun.
+    """Print an error to standard error and leave it for torchrun, if this rank prints errors.
 
     Returns:
         Whether it printed the error.

@@ -32,7 +32,7 @@ class _StandardStream(io.FileIO):
 
 @contextlib.contextmanager
 def standard_output() -> Iterator[None]:
-    """Context in which a standard output that is closed or full is an error of the user's.
+    """Turn a closed or full standard output, inside this context, into an error of the user's.
 
     What is lost of standard error is lost silently. Names of files, which need not be text, are escaped.
 

@@ -12,7 +12,7 @@ from megatron_hexi.cli.options import Bundle
 
 
 def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:
-    """Return the command with each bundle among its parameters replaced by one keyword for each field."""
+    """Expand each `Bundle` parameter (a dataclass of options) into one keyword per field, for Typer."""
     signature = inspect.signature(command, eval_str=True)
     kinds: dict[str, type[Any]] = {
         name: parameter.annotation

@@ -152,7 +152,7 @@ def checkout_is_patched(checkout: Path, diffs: Sequence[Path] | None = None) -> 
 
 
 def _matching(checkout: Path, diffs: Sequence[Path] | None) -> tuple[list[FileChange], dict[str, bytes]]:
-    """Return the diff whose originals, patched or not, are the checkout's files, and the files' contents."""
+    """Find the diff that fits this checkout, patched or not; return it with the files' contents."""
     candidates = known_diffs() if diffs is None else list(diffs)
     refusals: list[str] = []
     for diff in candidates:

@@ -93,7 +93,7 @@ class Manifests(Bundle):
                 )
 
     def settings(self, cluster: Cluster, name: str, **more: Any) -> Settings:
-        """The choices, checked.
+        """Return the checked settings of a job.
 
         Args:
             name: name of the job where the settings give none.
@@ -146,7 +146,7 @@ class TrainingManifests(Manifests):
     def training(
         self, plan: Plan, cluster: Cluster, path: Path, flags: tuple[str, ...]
     ) -> list[dict[str, Any]]:
-        """The objects of a training.
+        """Return the Kubernetes objects of a training run.
 
         Raises:
             HexiError: a choice is missing or wrong, or the plan is for another cluster.
@@ -187,7 +187,7 @@ _FLAGS = Path("Megatron's flags")
 
 
 def _resuming(flags: tuple[str, ...]) -> tuple[str, ...]:
-    """The flags with which every start goes on from the last checkpoint; as they are where none is saved.
+    """Return the flags with which every start resumes from the last checkpoint; the same if none is saved.
 
     Raises:
         HexiError: flags that load something else at every start.

@@ -146,7 +146,7 @@ def write_picture(figure: Figure, path: Path) -> None:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Show a bar on standard error while work is under way; a line every ten seconds if it is no terminal."""
+    """Show a progress bar on standard error; a line every ten seconds where standard error is no terminal."""
     if not sys.stderr.isatty():
         yield _progress_lines()
         return

@@ -89,7 +89,7 @@ def _path(text: str) -> Path:
 
 @contextlib.contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder; it takes its final name when complete, and is removed on an error.
+    """Yield a temporary folder, which takes its final name when complete, and is removed on an error.
 
     Raises:
         HexiError: something has that name, or the folder around it cannot be written to.

@@ -78,7 +78,7 @@ def border_seconds(
     micro_batches: Ints,
     tables: BorderTables,
 ) -> tuple[list[Floats], list[Floats]]:
-    """Return the seconds that each micro-batch is under way over each border between stages of a replica.
+    """Return the seconds that each micro-batch is in transit over each border between stages of a replica.
 
     With ministages the border from the last stage to the first comes last.
 
@@ -131,7 +131,7 @@ def border_seconds(
 def interleaved_borders(
     job: Job, sections: Sequence[Section], links: LinkTable, micro_batches: Ints
 ) -> tuple[list[Floats], list[Floats]]:
-    """Return the seconds that a chunk's gradients are under way over each border of a repeated stage.
+    """Return the seconds that a chunk's gradients are in transit over each border of a repeated stage.
 
     Activations are counted in the time of the stage that sends them (`stage_cost`), so their seconds are 0.
 

@@ -134,7 +134,7 @@ def section_holdings(
     Args:
         section: the section.
         micro_batches: number of micro-batches of each replica of the plan, [replicas].
-        flights: most keys that the units' exchange has under way.
+        flights: most keys that the units' exchange has in flight.
         experts: experts of the units' ranks; ``None``: the model has none.
     """
     turns = section.turns(micro_batches)

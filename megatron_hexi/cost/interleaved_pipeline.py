@@ -20,8 +20,8 @@ class InterleavedPipeline:
 
     Args:
         lanes: each stage as a lane that takes all micro-batches, [p].
-        there: seconds that a micro-batch's activations are under way over each border, [p].
-        back: seconds that its gradients are under way over each border, [p].
+        there: seconds that a micro-batch's activations are in transit over each border, [p].
+        back: seconds that its gradients are in transit over each border, [p].
         parts: part of a stage's work in layers that each ministage has, [p, ministages].
     """
 
@@ -70,7 +70,7 @@ class InterleavedPipeline:
         return part * (lane.phases.total - logits - lane.forward_s) + logits * is_end
 
     def border_s(self, stage: int, step: PipelineStep) -> float:
-        """Return the seconds that the input of a stage's pass is under way over its border."""
+        """Return the seconds that the input of a stage's pass is in transit over its border."""
         return float(self.there[stage - 1] if step.way == "forward" else self.back[stage])
 
     def seconds(self) -> float:

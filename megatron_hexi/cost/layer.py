@@ -92,7 +92,7 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Seconds of a layer's passes, and the keys that its exchange has under way.
+    """Seconds of a layer's passes, and the keys that its exchange has in flight.
 
     `attention_again` is recomputed core attention; ``None`` without selective recomputation.
     """
@@ -278,7 +278,7 @@ def by_group(plan: PlanArrays, values: Floats) -> Floats:
 
 
 def unit_times(plan: PlanArrays, job: Job, stage: UnitGpus) -> Floats:
-    """Return the seconds of each unit's token work and own group's block, forward and backward, [2, 2, U].
+    """Return seconds [work, pass, unit]: token-wise work and attention inside the group; forward, backward.
 
     In a layer with a state, the scan of the unit's heads takes the place of the block; a layer of an MLP
     alone has neither.

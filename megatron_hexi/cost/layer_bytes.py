@@ -189,7 +189,7 @@ def prediction_bytes(job: Job, tokens: Floats) -> Floats:
 
 
 def border_bytes(job: Job, tokens: Floats) -> Floats:
-    """Return the bytes of the activations under way over one border between stages, on one GPU."""
+    """Return the bytes of the activations in flight over one border between stages, on one GPU."""
     return BORDER_ROWS * input_bytes(job, tokens)
 
 

@@ -165,7 +165,7 @@ class State:
 
     @property
     def group_columns(self) -> int:
-        """Columns of a group in the projection: keys and queries."""
+        """Columns of a state group in the input projection's output: its keys and queries (Mamba's B, C)."""
         return 2 * self.key_dim
 
     @property

@@ -80,11 +80,11 @@ def _attention_vectors(model: Model, tensor_parallel: int) -> int:
 
 
 def _state_vectors(model: Model, state: State, tensor_parallel: int) -> int:
-    """Return the number of weights of heads with a state (Megatron's MambaMixer and GatedDeltaNet).
+    """Return the parameters of a Mamba or gated-delta-net layer outside its projections, on one rank.
 
-    Of each channel the taps of the convolution. Mamba: a bias of it, of each head a decay, a step and a skip,
-    and a norm of all outputs. Delta nets: of each head a decay and a step, and on every rank one norm of a
-    head's output. Neither has biases of its projections, whatever other layers have.
+    They are the convolution, decay, time step, skip and norm (Megatron's MambaMixer and GatedDeltaNet).
+    Mamba has a bias of the convolution, decay, step and skip of each head, and a norm of all outputs; a
+    delta net decay and step of each head, and one norm of a head's output. Neither has projection biases.
     """
     channels, heads = state.channels // tensor_parallel, state.heads // tensor_parallel
     if state.kind == "mamba":

@@ -115,7 +115,7 @@ class Holdings:
         heads: number of query heads (of one tensor-parallel rank).
         kv: number of KV heads that these read.
         micro_batches: number of micro-batches that the unit takes.
-        flights: most keys that its exchange has under way.
+        flights: most keys that its exchange has in flight.
         experts: number of routed experts in each layer with experts; a slice is a part of one.
         routed_rows: number of rows of a micro-batch that its experts compute; those of a slice count in part.
     """
@@ -294,7 +294,7 @@ def token_bytes(
     """Return the bytes on a GPU without tokens, for each token of its unit, and for each attended token.
 
     A unit with h of the H heads attends to h / H of its group's tokens. The exchange is taken to have as many
-    keys under way as the unit's group has.
+    keys in flight as the unit's group has.
 
     Args:
         job: the unit's job.

@@ -86,9 +86,9 @@ class MinistagePipeline:
 
     Args:
         lanes: lanes of each stage, [p]; together they take each micro-batch once.
-        there: seconds that a micro-batch's activations are under way over each border, [borders,
+        there: seconds that a micro-batch's activations are in transit over each border, [borders,
             micro-batches].
-        back: seconds that its gradients are under way over each border, [borders, micro-batches].
+        back: seconds that its gradients are in transit over each border, [borders, micro-batches].
         parts: part of a stage's work in layers that each ministage has, [p, ministages].
         passing: transfers of each stage's weights, gradients and rows, [p].
     """
@@ -162,7 +162,7 @@ class MinistagePipeline:
         return self.passing[stage].rows if enter else 0.0
 
     def border_s(self, stage: int, sweep: MinistagePass) -> Floats:
-        """Return the seconds that a pass's output is under way to the next stage, [micro-batches]."""
+        """Return the seconds that a pass's output is in transit to the next stage, [micro-batches]."""
         ways, number = (self.there, stage) if sweep.way == "forward" else (self.back, stage - 1)
         if sweep.way == "backward":
             number %= len(self.lanes)

@@ -198,7 +198,7 @@ class Model:
 
     @cached_property
     def has_state(self) -> tuple[bool, ...]:
-        """For each layer, whether it passes a state along the sequence."""
+        """Whether a state passes along the sequence, for each layer."""
         return tuple(kind.has_state for kind in self._kind_of_layers)
 
     @cached_property

@@ -2,7 +2,7 @@
 
 A message takes as long as the busiest link on its route needs for all the bytes of all messages that cross
 it, plus the latency of its route. A set of messages takes as long as its longest. Sharing is thus counted as
-if all messages were under way from the first byte to the last; a fair network delivers a set no faster.
+if all messages were in flight from the first byte to the last; a fair network delivers a set no faster.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ class Pipeline:
     Args:
         stages: seconds of a micro-batch in each stage by phase, forward and backward, with its exposed sends,
             [p].
-        there: seconds that activations are under way over each border while both stages compute, [p - 1];
+        there: seconds that activations are in transit over each border while both stages compute, [p - 1];
             with chunks [p], where the border from the last stage to the first comes last.
-        back: seconds that gradients are under way over each border, of the same shape.
+        back: seconds that gradients are in transit over each border, of the same shape.
         micro_batches: number of micro-batches; with chunks a multiple of p.
         chunks: number of chunks of each stage's layers, all of equal length.
     """
@@ -63,9 +63,9 @@ def period_s(stages: ArrayLike, there: ArrayLike, back: ArrayLike, passes: int, 
 
     Args:
         stages: seconds of a pass in each stage, forward and backward, [p].
-        there: seconds that activations are under way over each border while both stages compute, [p - 1], or
+        there: seconds that activations are in transit over each border while both stages compute, [p - 1], or
             [p] with chunks.
-        back: seconds that gradients are under way over each border, of the same shape.
+        back: seconds that gradients are in transit over each border, of the same shape.
         passes: number of passes.
         chunks: number of chunks of each stage's layers.
     """

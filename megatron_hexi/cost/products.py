@@ -146,7 +146,7 @@ def unwritten(curve: Curve, memory: float, element: float) -> Curve:
 
 
 def written(rate: float, memory: float, element: float) -> Curve:
-    """Return the curve of one size from which `unwritten` makes this rate, TFLOP/s."""
+    """Return the one-point curve that `unwritten` turns into `rate`, TFLOP/s: its inverse."""
     columns = CURVE_IN + CURVE_OUT
     each = 1 / (rate * 1e12) + columns * element / memory / (6 * CURVE_IN * CURVE_OUT)
     return Curve((1.0,), (1 / each / 1e12,), "")

@@ -61,7 +61,7 @@ class StageCost:
 
     @property
     def flights(self) -> Flights:
-        """Most keys that the exchange of any kind of layer has under way."""
+        """Most keys that the exchange of any kind of layer has in flight."""
         first, *more = (layer.flights for layer in self.kinds)
         for flights in more:
             received, sent = (
@@ -113,7 +113,7 @@ def stage_cost(
     send = 0.0
     if following is not None:
         # Megatron's interleaved schedule waits for activations (schedules.py, `post_forward`), and leaves
-        # gradients under way; the model's last chunk sends none.
+        # gradients in flight; the model's last chunk sends none.
         parts = section.parts
         turns = 2 if parts.chunks == 1 else parts.chunks - int(np.any(parts.is_last))
         send = turns * pipeline_seconds(known.links, job, rows, stage.gpus, following)

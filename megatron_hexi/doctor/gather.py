@@ -75,7 +75,7 @@ def find_job(environment: Mapping[str, str]) -> LaunchedJob | None:
 
 @contextlib.contextmanager
 def joined(job: LaunchedJob, timeout_s: float) -> Iterator[Store]:
-    """Context with the job's store.
+    """Yield the job's store, with this rank joined to it.
 
     Raises:
         HexiError: it cannot be reached, or served.
@@ -128,7 +128,7 @@ def send_facts(store: Store, facts: Facts, timeout_s: float) -> bool:
 def receive_facts(
     store: Store, job: LaunchedJob, local_facts: Facts, timeout_s: float
 ) -> tuple[list[Facts], list[int]]:
-    """On rank 0, return the facts of all ranks that answer in time, in order, and the silent ranks."""
+    """Return, on rank 0, the facts of all ranks that answer in time, in order, and the silent ranks."""
     deadline = time.monotonic() + timeout_s
     facts, silent = [local_facts], []
     for rank in range(1, job.size):
@@ -155,7 +155,7 @@ def _read(text: bytes, rank: int) -> Facts:
 
 
 def answer(store: Store, job: LaunchedJob, answered: int, *, healthy: bool) -> None:
-    """On rank 0, send the verdict to the others, and wait some seconds for them to read it."""
+    """Send the verdict to the other ranks, from rank 0, and wait some seconds for them to read it."""
     store.set("verdict", _HEALTHY if healthy else "ill")
     deadline = time.monotonic() + _PARTING_S
     while store.add("read", 0) < answered - 1 and time.monotonic() < deadline:

@@ -42,5 +42,5 @@ def worst_first(problems: list[Problem]) -> list[Problem]:
 
 
 def healthy(problems: list[Problem]) -> bool:
-    """Whether there is no error."""
+    """Whether no problem is an error."""
     return all(problem.severity != "error" for problem in problems)

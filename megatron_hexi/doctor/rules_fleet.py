@@ -35,7 +35,7 @@ def _set_alike(facts: Sequence[Facts], *names: str) -> bool:
 
 
 def _cpu_vendors(facts: Sequence[Facts]) -> Iterator[Problem]:
-    """NVIDIA/nccl#1136: the tuner assumes another network overhead on AMD, so ranks choose differently."""
+    """Find CPUs of two vendors (NVIDIA/nccl#1136): the tuner assumes another network overhead on AMD."""
     vendors = [_VENDORS.get(rank_facts.cpu.vendor, rank_facts.cpu.vendor) for rank_facts in facts]
     nccl = _older_nccl(facts, _VENDORS_ALIGNED)
     if len(set(vendors) - {""}) < 2 or nccl is None or _set_alike(facts, "NCCL_NET_OVERHEAD"):
@@ -49,7 +49,7 @@ def _cpu_vendors(facts: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def _architectures(facts: Sequence[Facts]) -> Iterator[Problem]:
-    """NVIDIA/nccl#1184 and #1366, notes of 2.24.3 and 2.26.2: generations choose differently too."""
+    """Find GPUs of two generations, which choose differently (nccl#1184, #1366; notes of 2.24.3, 2.26.2)."""
     gpus = [", ".join(dict.fromkeys(gpu.name for gpu in rank_facts.gpus)) for rank_facts in facts]
     generations = {gpu.capability for rank_facts in facts for gpu in rank_facts.gpus}
     machines = {rank_facts.cpu.machine for rank_facts in facts} - {""}
@@ -68,7 +68,7 @@ def _architectures(facts: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def _plugins(facts: Sequence[Facts]) -> Iterator[Problem]:
-    """NVIDIA/nccl#1634: a rank with a network plugin cannot communicate with one without."""
+    """Find plugins on some ranks only, which cannot communicate with the others (NVIDIA/nccl#1634)."""
     for plugin, variable in (
         ("libnccl-net.so", "NCCL_NET_PLUGIN"),
         ("libnccl-tuner.so", "NCCL_TUNER_PLUGIN"),

@@ -91,7 +91,7 @@ def _link_layers(facts: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def _cards(facts: Sequence[Facts]) -> Iterator[Problem]:
-    """NVIDIA/nccl#1277: fast cards have other names on other nodes, and NCCL also uses slow ones."""
+    """Find fast cards with other names on other nodes, where NCCL also uses slow ones (NVIDIA/nccl#1277)."""
     hosts = [host for host in _hosts(facts) if _up(host)]
     fast = [_names(_fastest(_up(host))) for host in hosts]
     selected = [_selected_cards(host) for host in hosts]
@@ -117,7 +117,7 @@ def _cards(facts: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def _vendors(facts: Sequence[Facts]) -> Iterator[Problem]:
-    """NVIDIA/nccl#1526: cards of two vendors fail over RoCE until all use one index of addresses."""
+    """Find cards of two vendors, which fail over RoCE until all use one GID index (NVIDIA/nccl#1526)."""
     hosts = [host for host in _hosts(facts) if _up(host)]
     vendors = [", ".join(sorted({port.vendor for port in _fastest(_up(host))} - {""})) for host in hosts]
     if len(set(vendors) - {""}) > 1:
@@ -137,7 +137,7 @@ def _vendors(facts: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def _merged_ports(facts: Sequence[Facts]) -> Iterator[Problem]:
-    """NVIDIA/nccl#1422: NCCL merges the ports of a card on some hosts only."""
+    """Find cards with ports that NCCL merges on some hosts only (NVIDIA/nccl#1422)."""
     hosts = [host for host in _hosts(facts) if _up(host)]
     ports = [max(Counter(port.device for port in _fastest(_up(host))).values()) for host in hosts]
     if len(set(ports)) > 1 and not all(host.environment.get("NCCL_IB_MERGE_NICS") == "0" for host in hosts):
@@ -172,7 +172,7 @@ def _slowest(interfaces: Mapping[str, Interface]) -> int:
 
 
 def _interfaces(facts: Sequence[Facts]) -> Iterator[Problem]:
-    """NVIDIA/nccl#794: interfaces of one network have other names, and one name does not fit all nodes."""
+    """Find interfaces of one network whose names differ: no name fits all nodes (NVIDIA/nccl#794)."""
     hosts = _hosts(facts)
     common = _common_interfaces(hosts) if len(hosts) >= _SEVERAL else None
     if common is None:

@@ -163,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _this_node(path: Path) -> tuple[str, int, bool]:
-    """Return this host's node in the cluster file, its number of GPUs, and whether it is a spare."""
+    """Return this host's node in the cluster file, its number of GPUs, and whether the node is a spare."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         match line.split():

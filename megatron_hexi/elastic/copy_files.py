@@ -159,7 +159,7 @@ def pull(
     folder: Path,
     secret: bytes,
 ) -> None:
-    """Download a file from the first node that has it unchanged; it appears whole or not at all.
+    """Download a file, whole or not at all, from the first node that has it unchanged.
 
     Args:
         urls: HOST:PORT of nodes that may have it.

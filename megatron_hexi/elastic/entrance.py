@@ -35,7 +35,7 @@ class Entrance:
 
     @contextlib.contextmanager
     def one(self, address: str, close: Callable[[], object]) -> Iterator[None]:
-        """Context in which a peer proves the secret.
+        """Let a peer prove the secret; a context that ends with the proof.
 
         Args:
             address: the peer's IP address.

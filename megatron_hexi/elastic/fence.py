@@ -43,7 +43,7 @@ class Fence:
         self._job, self._name = job, name
 
     def why_closed(self) -> str | None:
-        """Return why the round may not write any more; ``None``: it may.
+        """Return why the round may not write any more; ``None`` while writing is allowed.
 
         Raises:
             RuntimeError: the store does not answer.

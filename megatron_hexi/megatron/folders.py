@@ -41,7 +41,7 @@ def check_folders(args: Namespace) -> None:
 
 
 def loaded_folder(args: Namespace) -> tuple[str, str] | None:
-    """Return the option and the folder that a job loads its weights from; ``None``: it loads none."""
+    """Return the option and the folder that a job loads its weights from; ``None`` if nothing is loaded."""
     folders = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in _READ if getattr(args, name)]
     last = folders[-1] if folders else None
     return next((pair for pair in folders if tracked_iteration(pair[1]) is not None), last)

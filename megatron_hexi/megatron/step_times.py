@@ -22,7 +22,7 @@ METER = StepMeter()
 
 
 class _TimedRequest:
-    """A message under way between stages, whose wait is measured."""
+    """A message in flight between stages, whose wait is measured."""
 
     def __init__(self, request: Any) -> None:
         self._request = request
@@ -74,7 +74,7 @@ def _waits(kind: Wait) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def _with_timed_requests(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with waiting("pipeline"):
         from_previous, from_next, requests = original(*args, **kwargs)
-    if isinstance(requests, dict):  # still under way: the schedule waits for each when it must
+    if isinstance(requests, dict):  # still in flight: the schedule waits for each when it must
         requests = {name: _TimedRequest(request) for name, request in requests.items()}
     return from_previous, from_next, requests
 

@@ -35,7 +35,7 @@ def layer_features(args: Namespace, source: str) -> dict[str, Any]:
 
 
 def layers_by_state(args: Namespace, source: str) -> tuple[bool, ...]:
-    """Return for each layer of the model whether it passes a state along the sequence.
+    """Return for each layer of the model whether a state passes along the sequence.
 
     Raises:
         HexiError: the pattern of delta nets does not fit the model's number of layers.
@@ -143,7 +143,7 @@ def _delta(args: Namespace) -> dict[str, Any]:
 
 
 def _delta_layers(args: Namespace, source: str) -> dict[str, Any] | None:
-    """Gated delta nets in place of attention in some layers of a GPT."""
+    """Return the layers of a GPT that have a gated delta net in place of attention."""
     if getattr(args, "experimental_attention_variant", None) != "gated_delta_net":
         return None
     flag, frequency = "--linear-attention-freq", args.linear_attention_freq

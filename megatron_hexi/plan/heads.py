@@ -71,7 +71,7 @@ def heads_first(heads: Range, ratio: int) -> int:
 
 
 def spans_in_two(heads: Range, ratio: int) -> tuple[tuple[HeadSpan, ...], tuple[HeadSpan, ...]]:
-    """Return the spans of the first and the second half of a member's heads (`heads_first`).
+    """Split a member's heads where `heads_first` says, and return the spans of each half.
 
     Heads count from the member's first head.
     """

@@ -182,7 +182,7 @@ class Stage:
 
     @property
     def takes_micro_batches(self) -> bool:
-        """Whether the domains of the stage divide whole micro-batches, not the samples of each."""
+        """Whether the stage assigns whole micro-batches to its domains, not samples of each."""
         return any(domain.micro_batches is not None for domain in self.domains)
 
     @property
@@ -312,7 +312,7 @@ class Plan:
 
     @property
     def takes_micro_batches(self) -> bool:
-        """Whether the domains of any stage divide whole micro-batches."""
+        """Whether any stage assigns whole micro-batches to its domains, not samples of each."""
         return any(stage.takes_micro_batches for stage in self.stages)
 
     @property

@@ -215,7 +215,7 @@ def _thinned(asked: _Variant) -> Iterator[_Variant]:
 
 
 def _spell_memory(missing: MissingMemory) -> str:
-    """Text: the memory that the job needs at least, that all GPUs have, and that is missing."""
+    """Return as text the memory that the job needs at least, that all GPUs have, and that is missing."""
     needed = (
         f"weights, gradients and optimizer state take {missing.static:,.0f} GiB once, one sequence about "
         f"{missing.sequence:,.0f}, and all GPUs together have {missing.there:,.0f}"
@@ -224,7 +224,7 @@ def _spell_memory(missing: MissingMemory) -> str:
 
 
 def _spell_counts(missing: MissingMemory) -> str:
-    """Text: the numbers of nodes with which no memory is missing, any one of which would do."""
+    """Return as text the numbers of nodes with which no memory is missing, any one of which would do."""
     if not missing.counts:
         return ""
     counts = ", or ".join(itertools.starmap(_spell_nodes, missing.counts.items()))

@@ -41,7 +41,7 @@ def _has_unequal_experts(plan: Plan) -> bool:
 
 
 def _size(stage: Stage) -> tuple[object, ...]:
-    """The properties that stages at the same position of equal replicas share."""
+    """Return the properties that stages at the same position of equal replicas share."""
     widths = tuple(sorted(len(member.ranks) for member in stage.members))
     return stage.layers, widths, stage.recompute, stage.ministages, stage.offload
 
@@ -57,7 +57,7 @@ USES: Final[dict[str, Callable[[Plan], bool]]] = {
 
 
 def features_of(plan: Plan) -> tuple[str, ...]:
-    """Names of the features that a plan uses, which are fields of `PlannerRules`."""
+    """Return the names of the features that a plan uses, which are fields of `PlannerRules`."""
     return tuple(name for name, uses in USES.items() if uses(plan))
 
 

@@ -61,7 +61,7 @@ class Interleaving:
         return best
 
     def _interleaved(self, start: Candidate, count: int, faster_than: float) -> Candidate | None:
-        """Return a plan in so many ministages; ``None``: it takes too long, or more memory than there is."""
+        """Return a plan in a number of ministages; ``None`` if too slow, or if memory does not suffice."""
         recomputes: _Recomputes = {
             (r, s): "selective" if isinstance(stage.recompute, int) else stage.recompute or "none"
             for r, replica in enumerate(start.plan.replicas)

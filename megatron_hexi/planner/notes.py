@@ -34,7 +34,7 @@ def why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
 
 
 def margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:
-    """A warning if the plan keeps less than `margin`, a share of usable memory, free; else empty."""
+    """Return a warning if the plan keeps less than `margin`, a share of usable memory, free; else empty."""
     fullest = max(cost.ranks, key=lambda rank: rank.memory_gib / rank.usable_gib)
     free = 1 - fullest.memory_gib / fullest.usable_gib
     if free >= margin - 1e-9:
@@ -47,7 +47,7 @@ def margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:
 
 
 def left_out(best: Candidate, cluster: Cluster, tried: Sequence[Candidate]) -> tuple[str, ...]:
-    """A note on the GPUs without work, with the time of plans that use more GPUs; empty if all work."""
+    """Return a note on GPUs without work, with the time of plans that use more GPUs; empty if all work."""
     used = gpus_of(best.plan, cluster)
     idle = [gpu for gpu in range(len(cluster.ranks)) if gpu not in used]
     if not idle:
@@ -65,5 +65,5 @@ def left_out(best: Candidate, cluster: Cluster, tried: Sequence[Candidate]) -> t
 
 
 def gpus_of(plan: Plan, cluster: Cluster) -> set[int]:
-    """The cluster's GPUs that a plan uses."""
+    """Return the cluster's GPUs that a plan uses."""
     return set(rank_gpus(plan, len(cluster.ranks)))

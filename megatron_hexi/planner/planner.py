@@ -106,7 +106,7 @@ class _SearchResult:
 
 
 def _first_trained(searches: JointSearches, request: Request, cluster: Cluster) -> Candidate | None:
-    """Return the first plan that fits and that training accepts; ``None``: there is none."""
+    """Return the first plan that fits and that training accepts; ``None`` if no plan does."""
     try:
         refuse_untrained(request)
         return first_plan(searches, request, cluster)

@@ -60,7 +60,7 @@ class SavedPlans:
         return self._savings.trials
 
     def best(self, plan: Candidate, found: list[Candidate]) -> Candidate:
-        """Return the best of a plan, its variants that save memory, and such variants of other plans."""
+        """Return the fastest of a plan, its memory-saving variants, and those of the best other plans."""
         starts = [plan, *best_of_each_kind(found, plan)[: _STARTS - 1]]
         # Samples in place of tokens are worth most where all layers are on all GPUs.
         whole = (one for one in found if all(len(replica.stages) == 1 for replica in one.plan.replicas))
@@ -96,7 +96,7 @@ class SavedPlans:
         return first_plan(self._searches, self._request, self._cluster)  # the planner of `advice`
 
     def _fitting(self, overdrawn: list[Candidate]) -> list[Candidate]:
-        """For plans that overdraw memory, return variants that fit and are faster than the best so far."""
+        """Return, for plans that overdraw memory, variants that fit and are faster than the best so far."""
         tried = map(self._savings.made_to_fit, filter(self._is_new, overdrawn))
         return [changed for changed in tried if changed is not None]
 
@@ -139,7 +139,7 @@ class SavedPlans:
 
 
 def first_plan(searches: JointSearches, request: Request, cluster: Cluster) -> Candidate | None:
-    """Return the first plan that fits, with as few replicas as possible; ``None``: there is none.
+    """Return the first plan that fits, with as few replicas as possible; ``None`` if no plan does.
 
     If none fits, a plan for GPUs with more memory is changed to save memory.
     """

@@ -196,7 +196,10 @@ class Savings:
         return "recompute" not in self._request.fixed or option.recompute == self._request.job.recompute
 
     def _with_equal_layers(self, base: Candidate) -> Iterator[Candidate]:
-        """Yield the plan with equal layers in a replica's stages, which allows the most ministages."""
+        """Yield the plan with every replica's layers split evenly over its stages, unless they are already.
+
+        Even stages allow the most ministages.
+        """
 
         def equal(place: tuple[int, int], stage: Stage) -> Stage:
             counts = apportion(base.job.model.layers, [1.0] * len(base.plan.replicas[place[0]].stages))

@@ -81,7 +81,7 @@ def _on_all(plan: Candidate, cluster: Cluster, left_out: set[int]) -> Candidate:
 
 
 def spell_weak(kinds: Sequence[WeakKind], best: Candidate) -> tuple[str, ...]:
-    """Notes on the kinds of GPU that shorten an iteration by little."""
+    """Return notes on the kinds of GPU that shorten an iteration by little."""
     notes = []
     for kind in sorted(kinds, key=lambda kind: order_of(kind.without)):
         brings = kind.without.iteration_s / best.iteration_s - 1

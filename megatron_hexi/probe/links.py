@@ -1,7 +1,7 @@
 """Measures messages: inside nodes, between nodes, and all at once.
 
 Every rank calls the same functions in the same order. A *lane* is a set of ranks whose messages are measured
-together while those of other lanes are under way: a node, or two nodes that send to each other.
+together while those of other lanes are in flight: a node, or two nodes that send to each other.
 """
 
 from __future__ import annotations

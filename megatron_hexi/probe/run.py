@@ -26,7 +26,7 @@ from megatron_hexi.probe.nodes import find_nodes
 from megatron_hexi.probe.stages import Stages
 from megatron_hexi.probe.world import World
 
-#: Told what is under way, how many stages are done, and how many there are.
+#: Told what is in progress, how many stages are done, and how many there are.
 Progress = Callable[[str, int, int], None]
 
 _RANKS = TypeAdapter(tuple[RankInfo, ...])

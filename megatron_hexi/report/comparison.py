@@ -53,7 +53,7 @@ class Result:
 
     @property
     def iteration_s(self) -> float | None:
-        """Seconds of an iteration."""
+        """Predicted seconds per iteration; ``None`` without a layout."""
         return None if self.phases is None else self.phases.total
 
 

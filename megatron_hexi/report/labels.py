@@ -105,7 +105,7 @@ class BarLabel(Text):
             super().draw(renderer)
 
     def choose(self, renderer: RendererBase | None = None) -> bool:
-        """Choose the first text that fits into the bar; return whether there is one."""
+        """Choose the first text that fits into the bar; return whether one does."""
         assert self.axes is not None
         (left, bottom), (right, top) = self.axes.transData.transform(self._corners)
         for rotation, text in itertools.product((0, 90), self._texts):

@@ -322,7 +322,7 @@ def _round_note(ended: Round) -> str:
 
 
 def _expert_imbalance(intervals: Sequence[Interval]) -> float | None:
-    """Return the mean over iterations; ``None`` where no interval has it."""
+    """Return the mean expert imbalance, weighted by each interval's iterations; ``None`` if unrecorded."""
     known = [
         (interval.expert_imbalance, len(interval.iterations))
         for interval in intervals

@@ -36,7 +36,7 @@ HeadTable = Sequence[Range]
 
 
 class Arriving:
-    """An all-to-all under way from the tokens' layout [T, B, H, D] to the heads' layout [B, h, G, D].
+    """An all-to-all in flight from the tokens' layout [T, B, H, D] to the heads' layout [B, h, G, D].
 
     Args:
         parts: tensors to send, [T, B, H, D]; H and D may differ between tensors.
@@ -78,7 +78,7 @@ class Arriving:
 
 
 class Leaving:
-    """An all-to-all under way from the heads' layout back to the tokens' layout.
+    """An all-to-all in flight from the heads' layout back to the tokens' layout.
 
     The sums are written directly into the message, which is then sent.
 

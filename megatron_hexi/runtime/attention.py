@@ -46,7 +46,7 @@ _KEPT = 32
 class DomainAttention:
     """Core attention of one rank under a plan, as a differentiable function.
 
-    After a swap of plans another object with its own compiled passes is used; passes under way finish with
+    After a swap of plans another object with its own compiled passes is used; passes in flight finish with
     the old object.
 
     Args:
@@ -73,7 +73,7 @@ class DomainAttention:
     )
 
     def connect(self, device: torch.device) -> None:
-        """Create the communicators of `domain_group` and `a2a_group`, while no communication is under way.
+        """Create the communicators of `domain_group` and `a2a_group`, while no communication is in flight.
 
         All ranks of the domain must call this method before any of them computes attention.
         """

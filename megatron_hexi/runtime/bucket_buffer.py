@@ -67,7 +67,7 @@ class BucketBuffer:
     works: list[dist.Work | None] = field(default_factory=list)
 
     def runs(self) -> Iterable[tuple[int, slice]]:
-        """Yield each owner with the slice of elements that it owns."""
+        """Yield each owning rank and its slice of the bucket."""
         for rank in self.bucket.holders:
             start, stop = self.bucket.run(rank)
             if start < stop:
@@ -108,7 +108,7 @@ class BucketBuffer:
             part.copy_(self.values[span].view(part.shape))
 
     def collect(self) -> None:
-        """Copy values of the parameters that have their own memory into the bucket, and `keep` them."""
+        """Copy parameters that are stored outside the bucket into it, then update what is stored (`keep`)."""
         for box, cell, span in self.copied:
             self.values[span] = box.view(box.parameter.data, cell).reshape(-1)
         self.keep()
@@ -143,7 +143,7 @@ def start_reduction(buffer: BucketBuffer) -> None:
 
 
 def send_values(buffer: BucketBuffer) -> list[dist.Work | None]:
-    """Start to broadcast each owner's values of a bucket to all holders; return the operations under way."""
+    """Start to broadcast each owner's values of a bucket to all holders; return the operations in flight."""
     assert buffer.group is not None
     return [
         dist.broadcast(buffer.values[span], owner, group=buffer.group, async_op=True)
@@ -163,7 +163,7 @@ def set_main_grad(parameter: Parameter, gradient: Tensor) -> None:
 
 
 def wait_all(works: Sequence[dist.Work | None]) -> None:
-    """Wait for collectives under way on process groups that contain this rank."""
+    """Wait for collectives in flight on process groups that contain this rank."""
     for work in works:
         assert work is not None, "this rank is in the group"
         work.wait()

@@ -3,7 +3,7 @@
 The pass is compiled with a `Recorder`: tensors are replaced by `Value`s, which have a number and a shape but
 no contents, and each operation is added to the list with its constants bound and its slices resolved. The
 list is run in one loop, in which a tensor is dropped after the last launch that reads it. Only constants such
-as row indices outlive a call, so a compiled pass may be under way several times at once. A compiled pass is
+as row indices outlive a call, so a compiled pass may be in flight several times at once. A compiled pass is
 valid for one plan.
 """
 

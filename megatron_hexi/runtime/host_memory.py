@@ -69,7 +69,7 @@ class HostMemory:
 
     @contextlib.contextmanager
     def coming_back(self) -> Iterator[None]:
-        """Context in which copies from host memory, and collectives, run in parallel with computation.
+        """Run copies from host memory, and collectives, in parallel with computation inside this context.
 
         Copies to host memory that were started before finish first. `arrival` waits for copies that were
         started within the context.
@@ -100,7 +100,7 @@ class HostMemory:
 
     @contextlib.contextmanager
     def _way(self, number: int) -> Iterator[Any]:
-        """Context of the stream of a copy direction, after all work of the device so far.
+        """Enter the stream of a copy direction, after all work of the device so far.
 
         Yields the stream; ``None`` without streams.
         """
@@ -116,7 +116,7 @@ class HostMemory:
 
 
 class Arrival:
-    """A copy from host memory that is under way.
+    """A copy from host memory in flight.
 
     Args:
         event: CUDA event after the copy; ``None``: the copy is done.

@@ -92,7 +92,7 @@ class Liveness:
         return fault
 
     def own_fault(self, message: str, code: int) -> Fault:
-        """Return a `Fault` of this rank, without posting it."""
+        """Build the `Fault` that blames this rank; `tell` posts it."""
         rank, host = self._heartbeats.rank, self._heartbeats.host
         return Fault(rank, f"rank {rank} on host {host}: {message}", code)
 

@@ -50,7 +50,7 @@ class PassingBuckets:
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Start to gather the buckets' values from all owners, unless they are gathered or under way."""
+        """Start to gather the buckets' values from all owners, unless they are gathered or in flight."""
         if self._values.are_here:
             return
         self._values.take()
@@ -126,7 +126,7 @@ class PassingBuckets:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Context in which parameters have all their values: on the device, or in host memory if offloaded.
+        """Give parameters all their values in this context: on the device, or in host memory if offloaded.
 
         Offloaded parameters are tensors in host memory within the context, and the device needs memory for
         one bucket at a time.
@@ -199,7 +199,7 @@ class Storages:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Context in which the tensors have memory."""
+        """Give the tensors memory inside this context."""
         self.take()
         yield
         self.release()

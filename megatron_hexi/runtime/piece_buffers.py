@@ -77,7 +77,7 @@ class PieceBuffers:
         self.buckets: list[BucketBuffer] = []
         self._by_parameter: dict[Parameter, list[BucketBuffer]] = {}
         self._launched = 0
-        #: Whether the micro-batch under way is the last of the batch; set by Megatron.
+        #: Whether the current micro-batch is the last of the batch; set by Megatron.
         self.is_last_microbatch = True
         #: Parameters whose gradients a later backward pass of another part of the model completes.
         self.unfinished: frozenset[Parameter] = frozenset()
@@ -203,7 +203,7 @@ class PieceBuffers:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Context in which parameters have all weights, for a checkpoint; a collective of all ranks."""
+        """Give parameters all weights inside this context, for a checkpoint; a collective of all ranks."""
         self.settle_values()
         with contextlib.ExitStack() as stack:
             for passing in self._passing.values():
@@ -217,7 +217,7 @@ class PieceBuffers:
 
     @contextlib.contextmanager
     def ministage_pass(self, current: MinistagePass) -> Iterator[None]:
-        """Context of a ministage's pass, in which the ministage's weights are on the device.
+        """Keep a ministage's weights on the device inside this context, during its pass.
 
         The weights of the next pass are fetched meanwhile. At the end the gradients of the pass begin to be
         reduced, and the reduction of the gradients of the pass before is complete.
@@ -253,7 +253,7 @@ class PieceBuffers:
             self._launch()
 
     def start_grad_sync(self, *_: object) -> None:
-        """Start the sums of all buckets that are not under way, except sums after the backward pass."""
+        """Start the sums of all buckets that are not in flight, except sums after the backward pass."""
         while self._launched < len(self._first):
             self._launch()
 
@@ -320,4 +320,4 @@ class PieceBuffers:
     def _post_param_sync(self) -> None: ...
 
     def free_overlap_buffers(self) -> None:
-        """Do nothing: there are no such buffers."""
+        """Do nothing, for want of overlap buffers."""

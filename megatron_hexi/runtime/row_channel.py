@@ -1,7 +1,7 @@
 """Send and receive rows asynchronously over the border between two stages, by the tables of `mesh.border`.
 
-A channel is one rank's end of one direction of a border. Sends stay under way while the rank goes on
-computing. Receives are posted one micro-batch ahead. So a rank has messages of both directions under way at
+A channel is one rank's end of one direction of a border. Sends stay in flight while the rank goes on
+computing. Receives are posted one micro-batch ahead. So a rank has messages of both directions in flight at
 once, and their order alone would let neither direction end: each direction has its own process group, and the
 device must let messages of both groups make progress at the same time. NCCL has a stream for each group; not
 tested on GPUs.
@@ -42,7 +42,7 @@ class RowChannel:
         self._device = device
         self._table: Sequence[RowMessage] | None = None
         self.set_table(messages, held)
-        #: Sends under way, each with the number of its micro-batch among all that were sent.
+        #: Sends in flight, each with the number of its micro-batch among all that were sent.
         self._leaving: deque[tuple[int, Transfers]] = deque()
         #: Number of micro-batches sent so far.
         self.sent = 0
@@ -130,7 +130,7 @@ class RowChannel:
         return torch.cat([self._cut(rows, block).flatten() for block in message.blocks])
 
     def _run(self, message: RowMessage) -> slice | None:
-        """Return the slice of this rank's rows in a message; ``None`` if it must be packed.
+        """Return a message's rows as one slice of this rank's; ``None`` if not contiguous, so to be packed.
 
         A slice needs consecutive rows of all samples of this rank.
         """

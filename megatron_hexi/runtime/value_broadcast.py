@@ -25,7 +25,7 @@ class ValueBroadcast:
 
     def __init__(self, buffers: Sequence[BucketBuffer], renew: Callable[[BucketBuffer], None]) -> None:
         self._order, self._renew = buffers[::-1], renew
-        #: Broadcasts under way by bucket, in the order of their start.
+        #: Broadcasts in flight by bucket, in the order of their start.
         self._works: dict[int, list[dist.Work | None]] = {}
 
     @property

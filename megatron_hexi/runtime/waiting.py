@@ -88,7 +88,7 @@ class StepMeter:
 
 
 def waiting(kind: Wait) -> AbstractContextManager[None]:
-    """Context whose time counts as waiting, if a step is being measured; nested waits count once."""
+    """Count the time of this context as waiting, if a step is being measured; nested waits count once."""
     global _begun
     _begun += 1
     return nullcontext() if _current is None or _current.waits else _current.wait(kind)
@@ -131,10 +131,10 @@ def _event() -> torch.cuda.Event:
 
 
 def waits_begun() -> int:
-    """Return the number of waits that this process has begun; it grows while the process makes progress."""
+    """Return the number of waits that this process has begun; while this grows, the process progresses."""
     return _begun
 
 
-#: The step under way in this process, if its waits are measured.
+#: The current step of this process, if its waits are measured.
 _current: _Step | None = None
 _begun = 0

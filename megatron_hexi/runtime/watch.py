@@ -151,7 +151,7 @@ class Watch:
     def _on_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """`sys.excepthook`: print the error, post it, and end with the exit code of all ranks."""
+        """Print the error, post it, and end with the exit code of all ranks (`sys.excepthook`)."""
         if os.getpid() != self._process or not issubclass(kind, Exception):
             self._previous_hook(kind, error, trace)
             return
@@ -194,7 +194,7 @@ class Watch:
             self._exit(code)
 
     def _is_ended(self) -> bool:
-        """Wait for torchrun to end this rank, as `speaker.await_end` does; return whether it did."""
+        """Wait for torchrun to end this rank, as `speaker.await_end` does; return whether this happened."""
         until = time.monotonic() + ENDED_S
         while self._terminated_at is None and time.monotonic() < until:
             self._receive_signal()

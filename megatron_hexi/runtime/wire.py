@@ -30,7 +30,7 @@ class Message(NamedTuple):
 
 @dataclass
 class Transfers:
-    """Messages under way, whose tensors must not be used before `wait` returns."""
+    """Messages in flight, whose tensors must not be used before `wait` returns."""
 
     _works: list[dist.Work] = field(default_factory=list)
     _staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)

@@ -118,5 +118,5 @@ def _readings(name: str, model: str = "") -> Iterator[_GpuName]:
 
 
 def _agree(a: frozenset[str] | frozenset[int], b: frozenset[str] | frozenset[int]) -> bool:
-    """Return whether two sets share an item, or one is empty: it does not say."""
+    """Return whether two sets share an item, or one is empty and so says nothing."""
     return not a or not b or bool(a & b)

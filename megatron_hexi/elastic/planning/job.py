@@ -99,7 +99,7 @@ def _chunks(args: Namespace, given: frozenset[str]) -> int:
 
 
 def _fixed_by(given: frozenset[str], model: Model) -> str | None:
-    """Return a flag that stages with layers of their own would contradict; ``None``: there is none.
+    """Return a flag that stages with layers of their own would contradict; ``None`` if no flag does.
 
     Raises:
         HexiError: the model has experts, which lie in such stages alone.

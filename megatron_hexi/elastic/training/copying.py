@@ -82,7 +82,7 @@ class Copier:
         return bool(self._round.get(key))
 
     def copy(self, iteration: int, save: Callable[[], None]) -> None:
-        """Write a copy; a collective of all ranks."""
+        """Write an in-memory checkpoint of the training state; a collective of all ranks."""
         copy_folder(self._copies, self._name, iteration).mkdir(parents=True, exist_ok=True)
         try:
             with _saved_elsewhere(self._args, self._copies / self._name):
@@ -97,7 +97,7 @@ class Copier:
         self._written_at = time.monotonic()
 
     def wait_until_safe(self, iteration: int, seconds: float) -> bool:
-        """Wait until a copy is on two nodes; return whether it is."""
+        """Wait until a copy is on two nodes; return whether this was in time."""
         deadline = time.monotonic() + seconds
         while self._board.safe() != iteration and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -194,7 +194,7 @@ def copied_last() -> int | None:
 
 
 def is_safe(iteration: int, seconds: float) -> bool:
-    """Wait until a copy is on two nodes; return whether it is."""
+    """Wait until a copy is on two nodes; return whether this was in time."""
     return _copier is not None and _copier.wait_until_safe(iteration, seconds)
 
 

@@ -67,7 +67,7 @@ class Runner(ABC):
         self.run_until(period.end_s, period)
 
     def begun(self) -> None:  # noqa: B027 - most have nothing to note
-        """Called after the job was started with another plan; does nothing unless a subclass overrides it."""
+        """React to a start of the job with another plan; nothing unless a subclass overrides it."""
 
     def go_through(self, period: Period) -> None:
         """Run through a period."""

@@ -35,7 +35,7 @@ class KindTimes:
         token: seconds of token work of each unit, [U].
         attention: likewise.
         experts: work on routed experts, likewise.
-        communication: waiting while its own messages are under way, likewise.
+        communication: waiting while its own messages are in flight, likewise.
         times: number of layers for which each layer pass counts, [passes, U].
         layer: the cost model's, with simulated times.
     """
@@ -60,7 +60,7 @@ class StageTimes:
         token: seconds of token work of each unit, [U].
         attention: likewise.
         experts: work on routed experts, likewise.
-        communication: waiting while its own messages are under way, likewise, exposed sends included.
+        communication: waiting while its own messages are in flight, likewise, exposed sends included.
         times: number of layers for which each layer pass counts, [passes, U] for each replay.
         cost: cost of the stage by the cost model, with simulated times of a layer, for communication that
             layers hide.

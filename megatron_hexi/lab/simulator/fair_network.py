@@ -1,4 +1,4 @@
-"""Transfers under way: shared links, rates and arrivals.
+"""Transfers in flight: shared links, rates and arrivals.
 
 Only transfers that are joined by links, directly or through others, change each other's rates. Such a part of
 the network is recomputed when one of its transfers begins or ends.
@@ -41,7 +41,7 @@ class FairNetwork:
     Args:
         route: number of each transfer's route.
         size: bytes of each transfer.
-        sets: set of each transfer; the cost model assumes that a set is under way together.
+        sets: set of each transfer; the cost model assumes that a set is in flight together.
         kinds: contents of the transfers of each set, as text.
     """
 

@@ -49,9 +49,9 @@ class Replay:
 
     @cached_property
     def exposed(self) -> Floats:
-        """Seconds in which a unit waits while its own messages are under way, [passes, U].
+        """Seconds in which a unit waits while its own messages are in flight, [passes, U].
 
-        A unit that waits while none of its messages is under way is idle.
+        A unit that waits while none of its messages is in flight is idle.
         """
         seconds = np.zeros((len(self.laps), len(self.program.units)))
         times = self._under_way
@@ -72,7 +72,7 @@ class Replay:
 
     @cached_property
     def wire(self) -> Floats:
-        """Seconds in which any of a unit's messages is under way, [passes, U]."""
+        """Seconds in which any of a unit's messages is in flight, [passes, U]."""
         seconds = np.zeros((len(self.laps), len(self.program.units)))
         for unit, times in enumerate(self._under_way):
             for lap, start, stop in times:
@@ -81,7 +81,7 @@ class Replay:
 
     @cached_property
     def _under_way(self) -> list[list[tuple[int, float, float]]]:
-        """For each unit when messages are under way: layer pass, start and end, in order."""
+        """The intervals of each unit with messages in flight: (layer pass, start, end), in order."""
         program, log = self.program, self.log
         units = np.concatenate([program.src, program.dst])
         left, arrived = np.tile(log.left, 2), np.tile(log.arrived, 2)
@@ -124,12 +124,12 @@ class SectionReplay:
 
     @property
     def exposed(self) -> Floats:
-        """Seconds in which each unit waits while its own messages are under way, [passes, U]."""
+        """Seconds in which each unit waits while its own messages are in flight, [passes, U]."""
         return self.whole.exposed[:, self.units]
 
     @property
     def wire(self) -> Floats:
-        """Seconds in which any of a unit's messages is under way, [passes, U]."""
+        """Seconds in which any of a unit's messages is in flight, [passes, U]."""
         return self.whole.wire[:, self.units]
 
     def durations(self) -> Floats:

@@ -21,7 +21,7 @@ class RankTimeline:
         section: number of the units that were replayed together; their spans have a common start.
         busy: work by kind: ``token``, ``attention``, ``experts`` where the model has some, ``logits``,
             ``optimizer``; recomputation included.
-        communication_s: waiting while its own messages are under way, all-reduces inside a unit, and exposed
+        communication_s: waiting while its own messages are in flight, all-reduces inside a unit, and exposed
             time of gradients and weights.
         idle_s: waiting for others, and for the pipeline to fill and drain.
     """

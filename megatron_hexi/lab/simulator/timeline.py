@@ -17,7 +17,7 @@ from megatron_hexi.report.estimate import spell_seconds, spell_throughput
 from megatron_hexi.report.tables import spell_bytes
 
 _RANKS_CAPTION = (
-    "seconds of an iteration; communication: waiting while its own messages are under way; idle: for others"
+    "seconds of an iteration; communication: waiting while its own messages are in flight; idle: for others"
 )
 _LINKS_CAPTION = (
     "all-to-alls and exchange of an iteration; busy: at full rate; at once: the most that shared it"

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_hexi.lab.simulator.simulation import Simulation
 
-#: The exchange and all-to-alls may be under way at once.
+#: The exchange and all-to-alls may be in flight at once.
 _THREADS = ("compute", "network", "exchange")
 _MICRO = 1e6
 

@@ -119,7 +119,7 @@ class StageProgram:
         dst: receiving unit, [M].
         size: bytes on one GPU, [M].
         route: number of each message's route, [M].
-        sets: set of each message; the cost model assumes that a set is under way together, [M].
+        sets: set of each message; the cost model assumes that a set is in flight together, [M].
     """
 
     units: list[list[Instruction]]
@@ -138,7 +138,7 @@ class SectionWork(NamedTuple):
     """The units of a section, and their work in each layer of one kind.
 
     Args:
-        window: exchange steps under way ahead of the step in use.
+        window: exchange steps in flight ahead of the step in use.
         logits: seconds of output matrix and loss of each unit, both directions, [U].
         logits_sums: seconds of their all-reduce inside each unit, [U].
         gpus: first GPU of each unit, [U].

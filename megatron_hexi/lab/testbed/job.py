@@ -131,7 +131,7 @@ def _used_nodes(lab: Lab, cluster: Cluster) -> Counter[int]:
 
 @contextmanager
 def _followed(logs: Sequence[Path]) -> Iterator[Any]:
-    """Yield a function that prints what was appended to these files; it is called once more at the end."""
+    """Yield a function that prints what was appended to these files, called once more at the end."""
     read = dict.fromkeys(logs, 0)
 
     def follow() -> None:

@@ -110,7 +110,7 @@ def _send(address: tuple[str, int], size: int, quiet: threading.Barrier) -> floa
 
 
 def _receive(connection: socket.socket, size: int) -> float:
-    """Receive what `_send` sends. Return bytes/s once the stream is under way."""
+    """Receive what `_send` sends. Return bytes/s once the stream has started."""
     connection.settimeout(_TIMEOUT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for _ in range(_ROUND_TRIPS):

@@ -1,4 +1,4 @@
-"""A port for the ranks of a job to meet at."""
+"""Find a free port for the rendezvous of a job's ranks."""
 
 from __future__ import annotations
 

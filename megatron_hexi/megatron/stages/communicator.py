@@ -1,6 +1,6 @@
 """Messages between pipeline stages that differ, in place of Megatron's pipeline communicator.
 
-Megatron's 1F1B schedule calls it like its own. The order of calls is known, so sends stay under way and the
+Megatron's 1F1B schedule calls it like its own. The order of calls is known, so sends stay in flight and the
 receive of the next micro-batch is posted while this one is computed. Each direction has a group of its own.
 """
 
@@ -19,7 +19,7 @@ from megatron_hexi.megatron.stages.mesh_groups import RankView
 from megatron_hexi.mesh import HeldRows, Mesh, RowMessage, border_messages, held_rows
 from megatron_hexi.runtime.row_channel import RowChannel
 
-#: Micro-batches under way in one direction. In 1F1B, interleaved or not, a stage receives the last but one
+#: Micro-batches in flight in one direction. In 1F1B, interleaved or not, a stage receives the last but one
 #: without waiting for anything that comes after the last was sent, so the sender may wait for it.
 _MOST_LEAVING = 2
 
@@ -37,7 +37,7 @@ class _Direction:
     ) -> None:
         replica = mesh.units[rank].replica
 
-        @lru_cache(maxsize=16)  # the micro-batches under way
+        @lru_cache(maxsize=16)  # the micro-batches in flight
         def table(documents: Documents, domains: _Domains) -> tuple[tuple[RowMessage, ...], HeldRows]:
             messages = border_messages(mesh, replica, *ends, documents, domains)
             return messages, held_rows(mesh, rank, documents)
@@ -103,7 +103,7 @@ class BorderChannels:
         if view.behind is not None:
             self._activations_out = _Direction(mesh, rank, (stage, behind), view.behind.forward, device)
             self._gradients_in = _Direction(mesh, rank, (behind, stage), view.behind.backward, device)
-        #: With ministages one after the other: sends that may be under way, in order, and their greatest
+        #: With ministages one after the other: sends that may be in flight, in order, and their greatest
         #: number.
         self._sent: deque[tuple[_Direction, int]] = deque()
         self._most_sent: int | None = None
@@ -125,7 +125,7 @@ class BorderChannels:
         Args:
             activations: number of micro-batches whose rows are received; with ministages, over all of them.
             gradients: number of micro-batches whose gradients are received, likewise.
-            most_sent: largest number of micro-batches under way in both directions together; ``None``: each
+            most_sent: largest number of micro-batches in flight in both directions together; ``None``: each
                 direction has a limit of its own, as in 1F1B.
         """
         self._most_sent = most_sent
@@ -173,14 +173,14 @@ class BorderChannels:
             unfilled.copy_(self._activations_in.receive(unfilled.shape, unfilled.dtype, documents))
 
     def send_activations(self, rows: Tensor) -> None:
-        """Send a micro-batch's rows to the stage behind, if there is one."""
+        """Send a micro-batch's rows to the next stage; does nothing on the last."""
         if self._activations_out is not None:
             documents = self._documents[self._ministage][-1] if self._is_packed else None
             self._activations_out.send(rows, documents)
             self._note_sent(self._activations_out)
 
     def receive_gradients(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Begin a backward pass, and return the gradients of the stage behind; ``None`` at the last stage."""
+        """Start a backward pass and receive output gradients from the next stage; ``None`` on the last."""
         self.begin_backward()
         if self._gradients_in is None:
             return None
@@ -191,7 +191,7 @@ class BorderChannels:
         self._backward_documents = self._documents[self._ministage].popleft() if self._is_packed else None
 
     def send_gradients(self, rows: Tensor) -> None:
-        """Send the gradients of a micro-batch's rows to the stage before, if there is one."""
+        """Send the gradients of a micro-batch's rows to the previous stage; does nothing on the first."""
         if self._gradients_out is not None:
             self._gradients_out.send(rows, self._backward_documents)
             self._note_sent(self._gradients_out)
@@ -225,11 +225,11 @@ class BorderCommunicator:
         return self._activations(tensor_shapes, isinstance(tensor_shapes, list))
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """Return the gradients of the stage behind."""
+        """Return the gradients from the next stage."""
         return self._gradients(tensor_shapes, isinstance(tensor_shapes, list))
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
-        """Send activations to the stage behind."""
+        """Send activations to the next stage."""
         self._channels.send_activations(_only(output_tensors))
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
@@ -237,7 +237,7 @@ class BorderCommunicator:
         self._channels.send_gradients(_only(input_tensor_grads))
 
     def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """Send activations to the stage behind, and return its gradients."""
+        """Send activations to the next stage, and return the gradients from there."""
         self.send_forward(output_tensors, is_last_stage)
         return self._gradients(tensor_shapes, isinstance(output_tensors, list))
 

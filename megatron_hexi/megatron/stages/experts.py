@@ -75,11 +75,11 @@ class NoExperts(torch.nn.Module):
         return states * probs.unsqueeze(-1).to(states.dtype), None
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Return an empty state: there are no weights."""
+        """Return an empty state, for want of weights."""
         return {}
 
     def backward_dw(self) -> None:
-        """Nothing to do: there are no weights."""
+        """Do nothing, for want of weights."""
 
 
 def _with_own_experts(original: Callable[..., None]) -> Callable[..., None]:

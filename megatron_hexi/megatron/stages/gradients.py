@@ -45,7 +45,7 @@ def _with_pieces(original: type) -> type:
             return super().__new__(PieceDataParallel if uneven else cls)
 
     class PieceDataParallel(DistributedDataParallel):
-        """Megatron's wrapper with the buckets of pieces as its only buffer and its only group of buckets."""
+        """Megatron's DistributedDataParallel with one `PieceBuffers` as its only buffer and bucket group."""
 
         def __init__(
             self,

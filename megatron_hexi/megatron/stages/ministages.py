@@ -48,7 +48,7 @@ class _Iteration(MinistageIteration):
         pieces.release()
         for current in ministage_passes(count, self._slices.gives_loss(count - 1), forward_only):
             # A ministage's rows of a micro-batch arrive after those of the ministage before were received by
-            # all stages: so at most one message for each micro-batch is under way.
+            # all stages: so at most one message for each micro-batch is in flight.
             own = len(self._own)
             self._channels.begin(own, own, most_sent=own)
             with pieces.ministage_pass(current), self._slices.only(current.ministage):

@@ -102,7 +102,7 @@ def end_iteration(model: list[Any], stages: StagesSession) -> None:
 
 
 def _row(router: Any) -> int:
-    """The row of a router's layer in the table of all layers.
+    """Return the row of a router's layer in the table of all layers.
 
     Layers of multi-token prediction, which Megatron numbers from 1 again, follow the others.
     """

@@ -81,7 +81,7 @@ class StageSlices:
 
     @contextlib.contextmanager
     def only(self, number: int) -> Iterator[None]:
-        """Context in which the model is one ministage, also while its backward pass recomputes layers."""
+        """Make the model one ministage inside a context, also while its backward pass recomputes layers."""
         first, last = self.takes_tokens(number), self.gives_loss(number)
         model, decoder = self._model, self._decoder
         with contextlib.ExitStack() as stack:
@@ -113,7 +113,7 @@ class StageSlices:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Context in which an object has other attributes."""
+    """Give an object other attributes inside a context."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)

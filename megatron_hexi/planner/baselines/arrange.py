@@ -64,19 +64,19 @@ def nodes_of_one_model(cluster: Cluster) -> list[tuple[int, ...]]:
 
 
 def groups(units: Order, degree: int, strided: bool) -> list[Order]:
-    """Groups of `degree` units: consecutive ones or, if `strided`, units at equal distances in the order."""
+    """Return groups of `degree` units: consecutive or, if `strided`, at equal distances in the order."""
     if strided:
         return [units[first :: len(units) // degree] for first in range(len(units) // degree)]
     return [units[first : first + degree] for first in range(0, len(units), degree)]
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a number, ascending."""
+    """Return all divisors of a number, ascending."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _paths(fleet: Fleet, sites: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Each site's path from the outermost level inwards, each part named by its first site."""
+    """Return each site's path from the outermost level inwards, each part named by its first site."""
     paths: list[list[int]] = [[] for _ in sites]
     firsts = [fleet.units[site[0]].gpus[0][0] for site in sites]
     for partition in reversed(fleet.cluster.fast_domains()[1:]):

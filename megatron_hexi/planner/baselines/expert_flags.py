@@ -64,7 +64,7 @@ class EqualFloor:
         self._exchange = cache(self._exchange_seconds)
 
     def seconds(self, flags: ExpertFlags, recompute: Recompute) -> float:
-        """Lower bound of an iteration's seconds: 1F1B's period on the slowest GPU, the rest on the fastest.
+        """Return a lower bound of an iteration, s: 1F1B's period on the slowest GPU, the rest on the fastest.
 
         Matrix products run at the rate of the rows that each GPU has, all-to-alls of experts over the
         cluster's links, attention at its best rate; other communication is left out.
@@ -125,7 +125,7 @@ class EqualFloor:
         return self._request.job.global_batch_size // (replicas * self._request.micro_batch_sizes()[0])
 
     def _layer_seconds(self, device: Device, flags: ExpertFlags, recompute: Recompute) -> float:
-        """Seconds of a mean layer; if there are several stages, of the layer kind that takes least."""
+        """Return the seconds of a mean layer; with several stages, of the layer kind that takes least."""
         job = self._job(flags, recompute)
         speeds = device_speeds(device, job)
         units = flags.context * flags.tensor
@@ -149,7 +149,7 @@ class EqualFloor:
         return sum(layers * seconds for layers, seconds in kinds) / job.model.layers
 
     def _routed_rows(self, flags: ExpertFlags) -> Floats:
-        """Rows of a GPU's experts, if all units of an expert domain have equal tokens, [1]."""
+        """Return the rows of a GPU's experts, if all units of an expert domain have equal tokens, [1]."""
         job = self._request.job
         experts = job.model.experts
         assert experts is not None
@@ -158,7 +158,7 @@ class EqualFloor:
         return busiest_rows(job, np.array([experts.count // flags.expert]), rows)
 
     def _exchange_seconds(self, flags: ExpertFlags) -> float:
-        """Seconds of one all-to-all of a layer's experts, in the stage where it takes least."""
+        """Return the seconds of one all-to-all of a layer's experts, in the stage where it takes least."""
         job, ranks = self._job(flags, "none"), self._gpus // flags.pipeline
         experts = job.model.experts
         assert experts is not None

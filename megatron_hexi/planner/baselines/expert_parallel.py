@@ -115,7 +115,7 @@ def _choices(request: Request, cluster: Cluster, floor: EqualFloor, most: Recomp
 
 
 def _expert_sizes(count: int, width: int, context: int, replicas: int) -> list[int]:
-    """Expert-parallel sizes: the ranks of whole units of a replica, or of several replicas.
+    """Return expert-parallel sizes: the ranks of whole units of a replica, or of several replicas.
 
     If they were fewer than a unit's ranks, the unit would hold copies of experts, which saves nothing.
     """
@@ -142,7 +142,7 @@ def _candidate(
     gpus: tuple[int, ...],
     model: Callable[[Job], CostModel],
 ) -> Candidate | None:
-    """The layout of these flags on some GPUs of a cluster, timed; ``None``: the model cannot be cut so."""
+    """Return the timed layout of these flags on some GPUs; ``None``: the model cannot be cut in this way."""
     job = replace(
         request.with_width(flags.tensor),
         pipeline_parallel=1,
@@ -160,7 +160,7 @@ def _candidate(
 
 
 def spell_equal(found: Candidate) -> str:
-    """Text of a layout of `best_equal`: its GPUs, Megatron's parallel sizes and recomputation."""
+    """Return a layout of `best_equal` as text: its GPUs, Megatron's parallel sizes and recomputation."""
     plan, (stage, *_) = found.plan, found.plan.replicas[0].stages
     assert plan.workload.experts is not None
     members = stage.domains[0].members
@@ -206,7 +206,7 @@ def equal_plan(flags: ExpertFlags, job: Job, gpus: int) -> Plan:
 
 
 def _domains(flags: ExpertFlags, job: Job, first: int) -> tuple[Domain, ...]:
-    """The domains of a stage whose ranks begin at `first`: one for each merged replica."""
+    """Return the domains of a stage with ranks from `first` on: one for each merged replica."""
     domains = []
     for sample in range(flags.merged):
         ranks = [

@@ -99,7 +99,7 @@ class _Arrays(NamedTuple):
         )
 
     def beside(self, values: Floats) -> tuple[Floats, Floats]:
-        """For each group, return sums over its replica's outer groups and its inner ones, [..., N, C]."""
+        """Return, for each group, sums over its replica's outer groups and its inner ones, [..., N, C]."""
         before = np.cumsum(values, axis=-2) - values
         outside = before - before[..., self.begin, :][..., self.replica, :]
         whole = np.add.reduceat(values, self.begin, axis=-2)[..., self.replica, :]
@@ -163,7 +163,7 @@ class Floor:
         return float(self._step + max(filled, others))
 
     def may_fit(self, candidates: Sequence[Sequence[Layout]]) -> Bools:
-        """Return whether each candidate may fit in memory, without counting the keys under way.
+        """Return whether each candidate may fit in memory, without counting the keys in flight.
 
         Returns:
             [chunks, K].
@@ -242,7 +242,7 @@ class Floor:
         count = len(stages)
         if chunks == 1:
             times = stages + np.concatenate([2 * sends[:-1], np.zeros((1, sends.shape[1]))])
-        else:  # Megatron waits for activations, and leaves gradients under way.
+        else:  # Megatron waits for activations, and leaves gradients in flight.
             times = (
                 stages / chunks + sends * np.where(np.arange(count) < count - 1, 1, 1 - 1 / chunks)[:, None]
             )

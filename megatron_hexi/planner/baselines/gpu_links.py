@@ -11,7 +11,7 @@ from megatron_hexi.cost.arrays import Floats
 
 
 def bandwidths(cluster: Cluster) -> Floats:
-    """Bytes/s between every two GPUs, of the slower direction; 0 on the diagonal, [N, N]."""
+    """Return bytes/s between every two GPUs, of the slower direction; 0 on the diagonal, [N, N]."""
     count = len(cluster.ranks)
     firsts = [node.ranks[0] for node in cluster.nodes]
     between = np.array(

@@ -37,7 +37,7 @@ _ROUNDING = 1e-9
 
 
 def hexiscale(judge: StagedJudge) -> Candidate | None:
-    """Return HexiScale's best layout by the cost model, preferably one that fits; ``None``: there is none."""
+    """Return HexiScale's best layout by the cost model, preferably one that fits; ``None`` if none is found."""
     size = judge.request.micro_batch_sizes()[0]
     return judge.best((pipelines, size) for pipelines in _choices(judge))
 
@@ -107,7 +107,7 @@ def _may_be(judge: StagedJudge, pipelines: Sequence[Pipeline]) -> bool:
 def _pipeline(
     judge: StagedJudge, gpus: Sequence[int], links: Floats, width: int, of: Sequence[float], only: bool
 ) -> Pipeline:
-    """A pipeline whose stages are tensor-parallel groups, machine by machine.
+    """Return a pipeline of tensor-parallel groups, machine by machine.
 
     Args:
         judge: the judge for the request.

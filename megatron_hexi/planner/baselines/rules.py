@@ -63,7 +63,7 @@ class BaselineLayouts:
 
 
 def replica_counts(fleet: Fleet, data_parallel: int | None, context_parallel: int | None = None) -> list[int]:
-    """Numbers of equal replicas with equally many micro-batches, for the parallel sizes that are given."""
+    """Return numbers of equal replicas with equally many micro-batches, for the given parallel sizes."""
     units, together = len(fleet.units), _micro_batches(fleet)
     wanted = divisors(together) if data_parallel is None else [data_parallel]
     counts = [count for count in wanted if units % count == 0 and together % count == 0]
@@ -89,7 +89,7 @@ def candidates(fleet: Fleet, counts: Iterable[int], names: Sequence[str] = NAMES
 
 
 def why_none(fleet: Fleet, data_parallel: int | None, name: str) -> str:
-    """The reason why a baseline has no layout at all."""
+    """Return the reason why a baseline has no layout at all."""
     workload = fleet.job.workload()
     units, together = len(fleet.units), _micro_batches(fleet)
     counts = replica_counts(fleet, data_parallel)
@@ -171,7 +171,7 @@ def _proportional(
 
 
 def _tokens(fleet: Fleet, deal: ReplicaUnits, weights: Sequence[float]) -> list[int]:
-    """Tokens of each unit of the fleet; remainders go to the first units, which are the fast ones."""
+    """Return the tokens of each unit of the fleet; remainders go to the first units, the fast ones."""
     tokens = [0] * len(fleet.units)
     for replica in deal:
         units = sorted(replica)
@@ -182,7 +182,7 @@ def _tokens(fleet: Fleet, deal: ReplicaUnits, weights: Sequence[float]) -> list[
 
 
 def _same(heads: tuple[int, ...], units: tuple[int, ...]) -> tuple[int, ...]:
-    """The given heads of each unit, whichever units these are."""
+    """Return the given heads of each unit, whichever units these are."""
     assert len(heads) == len(units)
     return heads
 

@@ -83,7 +83,7 @@ class UnevenLayers:
         self.trials = 0
 
     def best(self, faster_than: float = inf) -> Candidate | None:
-        """Return the fastest pipeline that fits and beats `faster_than` seconds; ``None``: there is none."""
+        """Return the fastest pipeline that fits and beats `faster_than` seconds; ``None`` if none does."""
         choices = sorted(self._choices(), key=lambda choice: choice.least_s)
         best: Candidate | None = None
         few = len(self._cluster.ranks) <= _FEW_GPUS
@@ -124,7 +124,7 @@ class UnevenLayers:
                 yield _Choice(units, each, depth, width, replicas, least_s)
 
     def _orders(self) -> list[list[int]]:
-        """Orders of the nodes: fast nodes first, slow nodes first, and the nodes of each GPU model alone."""
+        """Yield orders of the nodes: fast nodes first, slow nodes first, nodes of each GPU model alone."""
         nodes = self._cluster.nodes
         speed = {number: self._rates[id(node.device)] for number, node in enumerate(nodes)}
         fast = sorted(speed, key=lambda number: (-speed[number], number))
@@ -155,7 +155,7 @@ class UnevenLayers:
         )
 
     def _layouts(self, choice: _Choice) -> list[list[tuple[int, ...]]]:
-        """Groupings of a replica's units in a stage: by the most that heads allow, and inside nodes."""
+        """Yield groupings of a replica's units in a stage: by the most that heads allow, and inside nodes."""
         size = len(choice.units[0]) // choice.replicas
         heads = self._job(choice).workload().local_heads
         node = max(1, min(len(node.ranks) for node in self._cluster.nodes) // choice.width)
@@ -232,7 +232,7 @@ def _deal_again(candidate: Candidate, dealt: Sequence[int], layers: int) -> list
 
 
 def spell_uneven(candidate: Candidate) -> str:
-    """Text of a plan, as ``TP 4, PP 3, 2 replicas: 26/27/27 layers``."""
+    """Return a plan as text, such as ``TP 4, PP 3, 2 replicas: 26/27/27 layers``."""
     plan, job = candidate.plan, candidate.job
     stages = plan.replicas[0].stages
     counts = "/".join(str(stage.layers[1] - stage.layers[0]) for stage in stages if stage.layers is not None)
@@ -241,7 +241,7 @@ def spell_uneven(candidate: Candidate) -> str:
 
 
 def why_no_uneven(request: Request) -> str:
-    """The reason why there is no uneven pipeline."""
+    """Return the reason why no uneven pipeline was found."""
     if (request.virtual_stages or 1) > 1:
         return "stages have equal chunks"
     if "pipeline_parallel" in request.fixed and request.job.pipeline_parallel == 1:

@@ -35,7 +35,7 @@ _MOST_GROUPS = 16
 
 
 def zorse(judge: StagedJudge) -> Candidate | None:
-    """Return Zorse's best layout by the cost model, preferably one that fits; ``None``: there is none."""
+    """Return Zorse's best layout by the cost model, preferably one that fits; ``None`` if none is found."""
     fixed, job = judge.request.fixed, judge.request.job
     if {"tensor_parallel", "data_parallel"} & fixed and (job.tensor_parallel, job.data_parallel) != (1, 1):
         return None
@@ -75,7 +75,7 @@ def k_cuts(judge: StagedJudge) -> Iterator[list[list[int]]]:
 
 
 def _sizes(judge: StagedJudge, groups: Sequence[list[int]]) -> list[int]:
-    """Micro-batch sizes: powers of two that divide the batch, at least a sample for each GPU of a stage."""
+    """Return micro-batch sizes: powers of two that divide the batch, at least a sample per GPU of a stage."""
     request = judge.request
     if "micro_batch_size" in request.fixed:
         return [request.job.micro_batch_size]
@@ -86,7 +86,7 @@ def _sizes(judge: StagedJudge, groups: Sequence[list[int]]) -> list[int]:
 
 
 def _pipeline(judge: StagedJudge, groups: Sequence[list[int]], size: int) -> Pipeline:
-    """A pipeline with a stage for each group, samples assigned by speed."""
+    """Return a pipeline with a stage for each group, samples assigned by speed."""
     stages = []
     place = {gpu: number for number, gpu in enumerate(judge.order)}
     for group in groups:

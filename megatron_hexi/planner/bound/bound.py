@@ -152,7 +152,7 @@ def _is_beyond_program(model: Model) -> bool:
 
 
 def _sizes(request: Request) -> list[tuple[int, int]]:
-    """Ranges of micro-batch sizes to bound together, each as its smallest and largest size."""
+    """Return ranges of micro-batch sizes to bound together, each as its smallest and largest size."""
     batch, size = request.job.global_batch_size, request.job.micro_batch_size
     if "micro_batch_size" in request.fixed:
         return [(size, size)]

@@ -83,7 +83,7 @@ class Places:
 
 
 def ranges(first: int, last: int, factor: float) -> Iterator[tuple[int, int]]:
-    """Ranges of whole numbers from `first` to `last`, each spanning less than `factor`."""
+    """Return ranges of whole numbers from `first` to `last`, each spanning less than `factor`."""
     while first <= last:
         end = max(first, math.ceil(first * factor) - 1)
         yield first, min(last, end)
@@ -175,7 +175,7 @@ class UnitOptions:
         self.room = usable - RESERVE_BYTES - each * params
 
     def seconds(self, iteration_s: float) -> Floats:
-        """Lower bound of the seconds of each work in an iteration of at most `iteration_s`, [P, works].
+        """Return lower bounds of each work's seconds in an iteration of at most `iteration_s`, [P, works].
 
         A unit takes r rows m times through l layers in that time. At the rate of an upper bound of r, that
         gives a lower upper bound, and at its rate again a lower one.
@@ -199,11 +199,11 @@ class UnitOptions:
 
 
 def _rising(curve: Curve) -> Curve:
-    """The smallest curve above this one that never falls."""
+    """Return the smallest curve above this one that never falls."""
     return replace(curve, rates=tuple(itertools.accumulate(curve.rates, max)))
 
 
 def _up_to(passes: Passes, size: float) -> Passes:
-    """Passes that have, at every size, the best rates up to this size."""
+    """Return passes that have, at every size, the best rates up to this size."""
     both = (_rising(curve) for curve in (passes.forward, passes.backward))
     return Passes(*(replace(curve, sizes=(1.0,), rates=(curve.rate(size),)) for curve in both))

@@ -186,11 +186,11 @@ class BoundProgram:
         self._spans = list(itertools.starmap(slice, itertools.pairwise(spans)))
 
     def _seconds(self, iteration_s: float) -> Floats:
-        """Seconds of each work in each option, [works, options]."""
+        """Return the seconds of each work in each option, [works, options]."""
         return np.concatenate([unit.seconds(iteration_s) for unit in self._units])[self._order].T[self._works]
 
     def _at(self, iteration_s: float) -> _Ends:
-        """The work that options can do in a time: none, one kind, or two that fill time and memory."""
+        """Return the work that options can do in a time: none, one kind, or two that fill time and memory."""
         seconds, time, count = self._seconds(iteration_s), iteration_s - self._step_s, 1 + len(self._works)
         left = time - self._passed
         works = np.zeros((2, len(self._pairs[0]), len(left)))
@@ -228,11 +228,11 @@ class BoundProgram:
         return worth, vertices, float(top.sum()) + rest
 
     def most_done(self, iteration_s: float) -> float:
-        """The largest part of the batch done in a time, by the prices that last refuted a time."""
+        """Return the largest part of the batch done in a time, by the prices that last refuted a time."""
         return self._value(self._at(iteration_s), self._prices)[2]
 
     def _columns(self, ends: _Ends, option: Ints, vertex: Ints) -> Floats:
-        """Columns of V vertices: the values that all GPUs of their kind add to the rows, [rows, V]."""
+        """Return columns of V vertices: the values that all GPUs of their kind add to the rows, [rows, V]."""
         gives, number, count = self._gives[option], np.arange(len(option)), len(self._least)
         gives[:, :, _FILL:_TURNS] *= ends.scale
         gives[:, :, _FILL:_TURNS] += ends.idle.T[option][:, :, None]
@@ -296,7 +296,7 @@ def _most_chunks(request: Request, places: Places) -> Floats | Ints:
 
 
 def _name_needs(prices: Floats) -> str:
-    """Text that names the rows, besides time, that have a price; may be empty."""
+    """Return the names of the rows, besides time, that have a price, as text; may be empty."""
     range_prices = prices[:-_ALL].reshape(-1, _OWN)
     besides = {
         "pipelines that fill and drain": range_prices[:, _FILL:_TURNS].max(),

@@ -47,7 +47,7 @@ class Rates:
 
 
 def _stage_bytes(fleet: Fleet, window: int, shards: int, micro_batches: int) -> Floats:
-    """Bytes of memory of each stage: without tokens, per token held, per token attended to, [stages, 3]."""
+    """Return bytes of each stage: without tokens, per token held, per token attended to, [stages, 3]."""
     job = fleet.job
     parts = [fleet.part or ModelPart.of_job(job, stage) for stage in range(job.pipeline_parallel)]
     return np.array([token_bytes(job, part, window, shards, micro_batches) for part in parts])

@@ -108,7 +108,7 @@ class Fleet:
         return replace(self, units=tuple(self.units[number] for number in sorted(units)))
 
     def gpus(self, units: Sequence[int]) -> tuple[int, ...]:
-        """The cluster's GPU of each rank of a job on these units, in Megatron's order, stage by stage."""
+        """Return the cluster's GPU of each rank of a job on these units, in Megatron's order by stages."""
         stages = range(self.job.pipeline_parallel)
         return tuple(gpu for stage in stages for unit in units for gpu in self.units[unit].gpus[stage])
 
@@ -155,7 +155,7 @@ _Stack = tuple[tuple[int, ...], ...]
 
 
 def _runs[T](things: Sequence[T], size: int) -> list[tuple[T, ...]]:
-    """Consecutive runs of `size` items; the remainder is dropped."""
+    """Return consecutive runs of `size` items; the remainder is dropped."""
     return [tuple(things[first : first + size]) for first in range(0, len(things) - size + 1, size)]
 
 
@@ -189,7 +189,7 @@ def _device_key(cluster: Cluster, stack: _Stack) -> tuple[int, ...]:
 
 
 def _measured(cluster: Cluster, node: int) -> list[float]:
-    """Negated measured bandwidths between a node and all others, fastest first; empty if not measured."""
+    """Return negated measured bandwidths from a node to all others, fastest first; empty if not measured."""
     if not cluster.is_measured:
         return []
     here = cluster.nodes[node].ranks[0]
@@ -201,14 +201,14 @@ def _measured(cluster: Cluster, node: int) -> list[float]:
 def _in_canonical_order(
     cluster: Cluster, stacks: Sequence[_Stack], kinds: Sequence[tuple[int, ...]]
 ) -> tuple[FleetUnit, ...]:
-    """Units by site; sites are sorted by kind, size and surroundings, ties as in the file."""
+    """Return units by site; sites are sorted by kind, size and surroundings, ties as in the file."""
     number_of_kind = {key: number for number, key in enumerate(kinds)}
     sites: dict[tuple[int, ...], list[_Stack]] = defaultdict(list)
     for stack in stacks:
         sites[tuple(cluster.ranks[part[0]].node for part in stack)].append(stack)
 
     def site_key(nodes: tuple[int, ...]) -> tuple[float, ...]:
-        """A site's kind, size and links, inside and to other nodes."""
+        """Return a site's kind, size and links, inside and to other nodes."""
         kind = number_of_kind[_device_key(cluster, sites[nodes][0])]
         inside = [-cluster.nodes[node].bandwidth for node in nodes]
         cards = [cluster.nodes[node].cards for node in nodes]
@@ -216,7 +216,7 @@ def _in_canonical_order(
         return kind, -len(sites[nodes]), *inside, *outside, *_measured(cluster, nodes[0])
 
     def surroundings(nodes: tuple[int, ...]) -> tuple[object, ...]:
-        """The sites in each level's part around a site, from the outermost level inwards."""
+        """Return the sites in each level's part around a site, from the outermost level inwards."""
         levels: list[object] = []
         for partition in reversed(cluster.fast_domains()[1:]):
             part = next(part for part in partition.parts if cluster.nodes[nodes[0]].ranks[0] in part)

@@ -34,7 +34,7 @@ from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.search.domain import DomainSearch
 from megatron_hexi.planner.search.solver import refine
 
-#: Fullness of memory from which on fewer micro-batches under way may allow a better layout.
+#: Fullness of memory from which on fewer micro-batches in flight may allow a better layout.
 _TIGHT = 0.95
 #: Moves of layers have won up to 7 % (DeepSeek-V3 on 384 GPUs of three kinds); 10 % leaves room.
 _MOVES_WIN = 1.1
@@ -54,7 +54,7 @@ class Assembly:
         self._found = timer.known.domains.setdefault(pools.usable_gib, {})
         #: The last trial of equal units with the same recomputation.
         self._layouts: dict[tuple[object, ...], Trial] = {}
-        #: Trials that were searched, by their work without the micro-batches under way.
+        #: Trials that were searched, by their work without the micro-batches in flight.
         self._searched: dict[tuple[object, ...], Trial] = {}
         self._polished = True
         #: The cost model of plans with stages, which knows the layers of those before.
@@ -154,7 +154,7 @@ class Assembly:
             known, like = self._layouts.get(kind), self._searched.get(work)
             trial = None
             if self._polished and like is not None and like.timing.fullness < _TIGHT:
-                # Fewer micro-batches under way leave more memory, which was not short.
+                # Fewer micro-batches in flight leave more memory, which was not short.
                 trial = judge.try_out(fleet, like.layouts, like.window)
             elif known is not None and not self._polished:
                 # With other layers the same layout is as good, as long as memory has room for it.
@@ -269,7 +269,7 @@ def _fit_flags(pipes: Sequence[Pipe]) -> bool:
 
 
 def _alike(fleet: Fleet) -> tuple[object, ...]:
-    """A key that is the same for equal fleets: units by kind, by shared nodes, and by links."""
+    """Return a key that is the same for equal fleets: units by kind, by shared nodes, and by links."""
     cluster = fleet.cluster
     order = {site: number for number, site in enumerate(dict.fromkeys(unit.site for unit in fleet.units))}
     units = []

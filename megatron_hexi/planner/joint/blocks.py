@@ -61,7 +61,7 @@ class Blocks:
         )
 
     def _options(self, counts: Counts, only: int | None) -> list[StageBlock]:
-        """Possible blocks on these GPUs: equal stages, aligned with nodes, few GPUs left over.
+        """Yield possible blocks on these GPUs: equal stages, aligned with nodes, few GPUs left over.
 
         Args:
             only: the tensor-parallel size; ``None``: all sizes are tried.
@@ -98,7 +98,7 @@ class Blocks:
 
 
 def _trimmed(each: Counts, kinds: list[int], width: int, size: int) -> Counts | None:
-    """Return a stage's GPUs reduced to `size` units, from the last pool first; ``None``: it has fewer."""
+    """Return a stage's GPUs reduced to `size` units, from the last pool first; ``None`` if too few."""
     counts, surplus = list(each), sum(each) // width - size
     for pool in reversed(kinds):
         less = max(0, min(surplus, counts[pool] // width - 1))
@@ -108,7 +108,7 @@ def _trimmed(each: Counts, kinds: list[int], width: int, size: int) -> Counts | 
 
 
 def _partitions(kinds: list[int]) -> Iterator[list[list[int]]]:
-    """Partitions of pools into blocks: all of a few pools, else those with one or two mixed blocks."""
+    """Yield partitions of pools into blocks: all of a few pools, else those with one or two mixed blocks."""
     if len(kinds) <= _FEW:
         yield from set_partitions(kinds)
         return

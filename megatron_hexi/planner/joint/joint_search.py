@@ -198,7 +198,7 @@ def _best(part: ReplicaColumns, columns: list[Column], replicas: range, most_s: 
 def _packed(
     part: ReplicaColumns, columns: list[Column], replicas: range, least: float, most: float
 ) -> Packed | None:
-    """Return the best set of timed columns that takes at most `most` seconds; ``None``: there is none."""
+    """Return the best set of timed columns that takes at most `most` seconds; ``None`` if none does."""
     for _ in range(_ROUNDS):
         packed = pack(columns, part.micro_batches, part.pools.totals, replicas, least, most, equal=part.equal)
         if packed is None:

@@ -132,7 +132,7 @@ class LayerTimer:
         return 1.0 if beside is None or timed is None else timed.seconds / beside.seconds
 
     def _trial(self, shape: StageShape) -> LayerTimes | None:
-        """Return a layer by the cost model, in the fastest of a few groupings; ``None``: it is impossible."""
+        """Return a layer by the cost model, in the fastest of a few groupings; ``None`` if impossible."""
         fleet = self._stage_fleet(shape)
         if fleet is None:
             return None

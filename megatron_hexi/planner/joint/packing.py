@@ -136,7 +136,7 @@ def _packed(
 
 
 def _most(gpus: Ints, taking: Ints, totals: Ints) -> float:
-    """Upper bound of the micro-batches of any set of columns, by prices of GPUs.
+    """Return an upper bound of the micro-batches of any set of columns, by prices of GPUs.
 
     The lower of two bounds: with the same price for all GPUs, and with the most micro-batches a GPU that
     columns on one pool alone reach as the price of that pool's GPUs.
@@ -151,7 +151,7 @@ def _most(gpus: Ints, taking: Ints, totals: Ints) -> float:
 
 
 def _undominated(columns: Sequence[Column], seconds: float, micro_batches: int) -> list[tuple[Column, int]]:
-    """Columns with their micro-batches in a time, without those that others match with fewer GPUs."""
+    """Return columns with their micro-batches in a time, without those that others match with fewer GPUs."""
     offers = [(column, min(micro_batches, column.micro_batches(seconds))) for column in columns]
     offers = [offer for offer in offers if offer[1]]
     if not offers:

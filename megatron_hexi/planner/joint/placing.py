@@ -80,7 +80,7 @@ def find_gpus(pools: Pools, replicas: Sequence[Sequence[StageShape]]) -> StageGp
 
 
 def _share(demands: Sequence[_Demand], size: int, nodes: Sequence[int]) -> dict[int, list[_Demand]] | None:
-    """Return the demands for parts of nodes by the node that each gets; ``None``: there is no room."""
+    """Return the demands for parts of nodes by the node that each gets; ``None`` for want of room."""
     shared: dict[int, list[_Demand]] = {}
     for demand in sorted(demands, key=lambda demand: (-demand.gpus, demand.place)):
         rooms = [

@@ -138,7 +138,7 @@ class ReplicaColumns:
         return self._sync.unlike_seconds([pipe.stages for pipe in pipes], columns[0].shards)
 
     def timed(self, column: Column) -> Column | None:
-        """Return the column with every stage timed; ``None``: it does not fit."""
+        """Return the column with every stage timed; ``None`` if memory does not suffice."""
         pipe = self._search.layered(column.pipe.shapes, column.pipe.micro_batches, column.shards, timed=True)
         if pipe is None:
             return None
@@ -170,7 +170,7 @@ class ReplicaColumns:
         return math.sumprod(counts, self._speeds) / math.sumprod(self.pools.totals, self._speeds)
 
     def _take(self, counts: Counts, replicas: int) -> int:
-        """Return about how many micro-batches one of `replicas` on these GPUs takes; 0: it cannot be one."""
+        """Return roughly the micro-batches of one of `replicas` on these GPUs; 0 where none is possible."""
         share, all_of_them = self._share(counts), self.micro_batches
         if replicas == 1:
             return all_of_them if share > self._least_alone or counts in self._always else 0

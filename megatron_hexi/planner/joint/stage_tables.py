@@ -2,7 +2,7 @@
 
 A layer's time does not depend on how many layers its stage has, so one layer that was timed (layer_times.py)
 gives the time of all. Memory then decides how many of them must be recomputed: its terms are those of the
-cost model, and grow with layers and with micro-batches under way. So a table has the times of a layout that
+cost model, and grow with layers and with micro-batches in flight. So a table has the times of a layout that
 exists. Of units of several kinds it only has the slowdown that short memory causes; the domain search finds
 their shares, and makes the finalists faster.
 """
@@ -27,7 +27,7 @@ from megatron_hexi.planner.request import Request
 
 #: The most stages of a pipeline.
 DEEPEST = 16
-#: Numbers of micro-batches under way that have a table; a number between two uses the larger one's.
+#: Numbers of micro-batches in flight that have a table; a number between two uses the larger one's.
 UNDER_WAY = (1, 2, 3, 4, 6, 8, 12, DEEPEST)
 #: The largest slowdown by memory that forces tokens from one kind of units to others; beyond it, no fit.
 _MOST_STRETCH = 20.0
@@ -52,7 +52,7 @@ class StageTables:
     def table(
         self, shape: StageShape, under_way: int, is_first: bool, is_last: bool, shards: int, timed: bool
     ) -> Table | None:
-        """Return the table of a stage at its position in the pipeline; ``None``: it is impossible.
+        """Return the table of a stage at its position in the pipeline; ``None`` for an impossible stage.
 
         Args:
             under_way: number of micro-batches whose activations it keeps at a time.
@@ -117,7 +117,7 @@ class StageTables:
     ) -> Iterator[tuple[int, Ints]]:
         """Yield modes of recomputation (indices), and how many layers each recomputes, [L] or [F, L].
 
-        L are the numbers of layers of a stage, F those of micro-batches under way.
+        L are the numbers of layers of a stage, F those of micro-batches in flight.
         """
         if self._fixed is not None:
             again = [layers_again(layers, self._fixed) for layers in count.tolist()]

@@ -25,7 +25,7 @@ class LayerTimes:
         again: seconds that recomputing core attention takes.
         logits: seconds of the loss in both passes, with those of multi-token prediction.
         tokens: the most tokens of a unit of each pool.
-        kept: bytes kept for a layer and micro-batch under way, by mode of recomputation, [modes, pools].
+        kept: bytes kept for a layer and micro-batch in flight, by mode of recomputation, [modes, pools].
         working: bytes of the layer that is computed, by mode of recomputation, [modes, pools].
         logits_bytes: bytes of the loss, and those that multi-token prediction keeps besides its layers.
         border_bytes: bytes of each border between stages.
@@ -58,7 +58,7 @@ class LayerTimes:
         return self.forward + self.backward
 
     def cover(self, way: HidesBehind) -> float | None:
-        """Seconds of a layer that hide the communication of gradients or weights; ``None``: not hidden."""
+        """Return a layer's seconds that hide communication of gradients or weights; ``None``: not hidden."""
         return None if way is None else {"forward": self.free_forward, "backward": self.free_backward}[way]
 
     @property
@@ -79,7 +79,7 @@ class Table(NamedTuple):
     modes: Ints
 
     def recompute(self, layers: int) -> Recompute:
-        """The recomputation of a stage with this many layers."""
+        """Return the recomputation of a stage with this many layers."""
         mode = int(self.modes[layers - 1])
         return RECOMPUTES[mode] if mode < len(RECOMPUTES) else mode - len(RECOMPUTES)
 

@@ -38,7 +38,7 @@ class Synchronisation:
         self._of_layer = cache(self._layer_seconds)
 
     def seconds(self, stages: Sequence[PipeStage], shards: int) -> float:
-        """Exposed seconds of gradients, weights and the optimizer's step, on the slowest stage."""
+        """Return the exposed seconds of gradients, weights and the optimizer's step, on the slowest stage."""
         last = len(stages) - 1
         # Embeddings that both ends of a pipeline hold are summed between them.
         ends = {0: stages[last].shape, last: stages[0].shape} if last else {}
@@ -48,7 +48,7 @@ class Synchronisation:
         )
 
     def unlike_seconds(self, replicas: Sequence[Sequence[PipeStage]], shards: int) -> float:
-        """Seconds that replicas wait because their stages do not have the same layers.
+        """Return the seconds that replicas wait because their stages do not have the same layers.
 
         Gradients of stages that hold the same layers are summed together, and a stage is in as many sums as
         there are different stages that it shares layers with. So layers between two borders that all replicas
@@ -72,13 +72,13 @@ class Synchronisation:
         return waiting
 
     def _layer_seconds(self, shape: StageShape, shards: int) -> list[float]:
-        """Seconds of each collective of one layer."""
+        """Return the seconds of each collective of one layer."""
         mean_layer = ModelPart(1, 0, is_first=False, is_last=False, ahead=1)
         params = float(part_params(self._timer.job(shape.width), mean_layer))
         return [self._ring(shape, shards, params * one.element_bytes) for one in self._collectives]
 
     def _layer(self, shape: StageShape) -> LayerTimes:
-        """Times of a layer on a stage of a pipeline that was found."""
+        """Return the times of a layer on a stage of a pipeline that was found."""
         layer = self._timer.layer(shape, False)
         assert layer is not None, "the stage is part of a pipeline that was found"
         return layer
@@ -92,7 +92,7 @@ class Synchronisation:
         shards: int,
         end: StageShape | None,
     ) -> float:
-        """Exposed seconds of a stage's gradients and weights, and of the optimizer's step."""
+        """Return the exposed seconds of a stage's gradients and weights, and of the optimizer's step."""
         job, part = self._timer.job(shape.width), ModelPart(layers, 0, is_first, is_last, 1)
         params = int(part_params(job, part))
         is_shared = job.model.tied_embeddings or job.model.mtp_layers > 0
@@ -109,7 +109,7 @@ class Synchronisation:
         return shown
 
     def _ring(self, shape: StageShape, shards: int, size: float) -> float:
-        """Seconds of one ring pass over a stage's units in all replicas, which are on other nodes."""
+        """Return the seconds of one ring pass over a stage's units in all replicas, on other nodes each."""
         units = shape.units * shards
         if units == 1:
             return 0.0
@@ -119,7 +119,7 @@ class Synchronisation:
         return self._rings.seconds(np.array(gpus[:: shape.width]), size, shape.width, 1 / units)
 
     def _ring_of_ends(self, shape: StageShape, end: StageShape, shards: int, size: float) -> float:
-        """Seconds of one ring pass over the first and last stage of all replicas."""
+        """Return the seconds of one ring pass over the first and last stage of all replicas."""
         gpus = self._pools.some_gpus(shape)
         if shape.kinds == end.kinds:
             gpus = self._with_others(gpus, 2 * shards)

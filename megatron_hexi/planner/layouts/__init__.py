@@ -1,1 +1,1 @@
-"""Layouts of domains during a search (`layout`), and their times (`trial`, `measured`)."""
+"""The layout of a domain during a search (`layout`), and its predicted times (`trial`, `measured`)."""

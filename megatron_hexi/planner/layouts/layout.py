@@ -92,7 +92,7 @@ def build_plan(fleet: Fleet, layouts: Sequence[Layout], window: int) -> Plan:
 
 
 def units_by_rank(fleet: Fleet, layouts: Sequence[Layout]) -> list[int]:
-    """The units that layouts use, in the order of the plan's ranks, which is that of the cluster file."""
+    """Return the units that layouts use, in the order of the plan's ranks, that of the cluster file."""
     units = [unit for layout in layouts for part in layout.parts for unit in part.units]
     return sorted(units, key=lambda unit: fleet.units[unit].gpus[0][0])
 
@@ -129,7 +129,7 @@ def build_domain(
 
 
 def _name(fleet: Fleet, part: A2AGroup) -> str:
-    """Printable name of a group: ``h100-0``, ``h100-0 + a100-0``, or ``h100-0 and 3 more nodes``."""
+    """Return a group's name in print: ``h100-0``, ``h100-0 + a100-0``, or ``h100-0 and 3 more nodes``."""
     cluster = fleet.cluster
     nodes = list(dict.fromkeys(cluster.ranks[fleet.units[unit].gpus[0][0]].node for unit in part.units))
     names = [cluster.nodes[node].name for node in nodes]

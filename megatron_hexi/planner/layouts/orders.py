@@ -16,7 +16,7 @@ from megatron_hexi.planner.layouts.layout import A2AGroup
 
 
 def alternating(fleet: Fleet, parts: Iterable[A2AGroup]) -> tuple[A2AGroup, ...]:
-    """Groups sorted by size, with groups of the same kinds spread evenly.
+    """Sort groups by size, with groups of the same kinds spread evenly.
 
     Where large partners follow each other, groups fall out of step and wait for each other's keys; where
     sizes alternate, all keep pace.
@@ -26,7 +26,7 @@ def alternating(fleet: Fleet, parts: Iterable[A2AGroup]) -> tuple[A2AGroup, ...]
 
 
 def facing(fleet: Fleet, parts: tuple[A2AGroup, ...]) -> tuple[A2AGroup, ...]:
-    """Groups with the members of each kind spread evenly over the heads, unless all groups are alike."""
+    """Spread the members of each kind evenly over the heads of their groups, unless all groups are alike."""
     if len({fleet.kinds_of(part.units) for part in parts}) == 1:
         return parts
 
@@ -38,12 +38,12 @@ def facing(fleet: Fleet, parts: tuple[A2AGroup, ...]) -> tuple[A2AGroup, ...]:
 
 
 def in_a_row(parts: tuple[A2AGroup, ...]) -> tuple[A2AGroup, ...]:
-    """Groups with members in the order of their numbers."""
+    """Return groups with members in the order of their numbers."""
     return tuple(part.reordered(sorted(range(len(part.units)), key=part.units.__getitem__)) for part in parts)
 
 
 def other_orders(parts: tuple[A2AGroup, ...]) -> Iterator[tuple[A2AGroup, ...]]:
-    """Other orders to try: members in a row; largest groups outside; largest groups inside.
+    """Yield other orders to try: members in a row; largest groups outside; largest groups inside.
 
     The outermost group receives all keys of the others, and the innermost sends all of its keys to each of
     them: if messages bound the time, groups with many links should be there.

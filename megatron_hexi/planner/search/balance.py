@@ -67,7 +67,7 @@ def rebalanced(rates: Rates, trial: Trial) -> Layout:
 
 
 def _token_scale(rates: Rates, trial: Trial, measured: UnitTimes) -> float:
-    """Timed tokens/s over the best rate, used for units that hold no tokens yet."""
+    """Return timed tokens/s over the best rate, used for units that hold no tokens yet."""
     for part in trial.layouts[0].parts:
         for unit, tokens in zip(part.units, part.tokens, strict=True):
             if tokens:
@@ -76,7 +76,7 @@ def _token_scale(rates: Rates, trial: Trial, measured: UnitTimes) -> float:
 
 
 def _head_seconds(rates: Rates, units: list[int], dealt: Floats, attention: Floats) -> Floats:
-    """Seconds a head on each member; estimated for members without heads."""
+    """Return the seconds per head on each member; estimated for members without heads."""
     best = 1 / rates.attention[units]
     has = (dealt > 0) & (attention > 0)
     if not has.any():
@@ -87,7 +87,7 @@ def _head_seconds(rates: Rates, units: list[int], dealt: Floats, attention: Floa
 
 
 def _head_caps(dealt: Floats, inside: Floats, free: Floats) -> list[int]:
-    """The most heads that each member's memory holds at the group's present tokens."""
+    """Return the most heads that each member's memory holds at the group's present tokens."""
     per_head = np.where(dealt > 0, inside / np.maximum(dealt, 1), 0.0)
     per_head = np.where(per_head > 0, per_head, max(1.0, float(per_head.max())))
     return [int(count) for count in np.maximum(free, 0.0) // per_head]

@@ -27,7 +27,7 @@ SiteClass = tuple[int, int]
 
 
 def site_classes(fleet: Fleet) -> dict[SiteClass, list[tuple[int, ...]]]:
-    """Sites by kind and size, in canonical order."""
+    """Return the sites by kind and size, in canonical order."""
     classes: dict[SiteClass, list[tuple[int, ...]]] = {}
     for site in fleet.sites:
         classes.setdefault((fleet.units[site[0]].kind, len(site)), []).append(site)
@@ -35,7 +35,7 @@ def site_classes(fleet: Fleet) -> dict[SiteClass, list[tuple[int, ...]]]:
 
 
 def group_counts(size: int, sites: int, units: int, heads: int) -> list[int]:
-    """Numbers of about equal groups that the sites of a class may form, ascending.
+    """Return the numbers of about equal groups that the sites of a class may form, ascending.
 
     Args:
         size: number of units of each site.
@@ -48,7 +48,7 @@ def group_counts(size: int, sites: int, units: int, heads: int) -> list[int]:
 
 
 def _counts(most: int, *others: int) -> list[int]:
-    """Numbers of groups that divide evenly, and if there are few, some that nearly do."""
+    """Return the numbers of groups that divide evenly, and if these are few, some that nearly do."""
     even = [count for count in range(1, most + 1) if all(number % count == 0 for number in (most, *others))]
     if len(even) > _FEW_DIVISORS:
         return even
@@ -146,7 +146,7 @@ def all_partitions(fleet: Fleet) -> Iterator[Grouping]:
 
 
 def _run[T](things: Sequence[T], place: int, count: int) -> Sequence[T]:
-    """The run at `place` of `count` runs of nearly equal length."""
+    """Return the run at `place` of `count` runs of nearly equal length."""
     return things[place * len(things) // count : (place + 1) * len(things) // count]
 
 

@@ -15,7 +15,7 @@ from megatron_hexi.planner.layouts.layout import A2AGroup, Grouping, Layout
 
 @dataclass(frozen=True, eq=False)
 class _GroupRates:
-    """Rates and memory of a group of units, without other groups.
+    """Speed and memory of a group taken alone, ignoring the exchange with other groups.
 
     Args:
         free: bytes of each member's memory for tokens.
@@ -72,7 +72,7 @@ class FirstGuess:
 
 
 def group_cap(total: int, inside: Floats, free: Floats, token_bytes: float) -> float:
-    """The most tokens that fit in a group's memory.
+    """Return the most tokens that fit in a group's memory.
 
     With x times as many tokens a member has room for (free - x inside) / token_bytes tokens, and all members
     together need x total.

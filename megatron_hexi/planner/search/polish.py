@@ -68,7 +68,7 @@ def polish(judge: Judge, trial: Trial, budget: int) -> Trial:
 
 
 def _other_windows(trial: Trial) -> Iterator[int]:
-    """Larger windows while they are faster; smaller windows where memory is short.
+    """Yield larger windows while they are faster; smaller windows where memory is short.
 
     A larger window never makes a layout slower, nor a smaller one faster.
     """
@@ -80,7 +80,7 @@ def _other_windows(trial: Trial) -> Iterator[int]:
 
 
 def _worthwhile_steps(trial: Trial) -> list[float]:
-    """Steps small enough to pay: at best they save the communication that groups wait for."""
+    """Return steps small enough to pay: at best they save the communication that groups wait for."""
     phases = trial.timing.phases
     return [step for step in _STEPS if step <= _LEVERAGE * phases.communication / phases.total]
 

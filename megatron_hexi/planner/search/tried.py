@@ -17,7 +17,7 @@ EXHAUSTIVE = 5
 #: Prefetch depth while groupings are compared: a step for the wire, one for groups that are out of step.
 WINDOW = 2
 #: Memory overdrawn by less than this part is mended when finalists are balanced; more of it at once, by a few
-#: rounds of rebalancing, the later ones with smaller windows, since keys under way take memory too. Mending
+#: rounds of rebalancing, the later ones with smaller windows, since keys in flight take memory too. Mending
 #: makes a layout slower: one that already takes this factor of the best's time is not mended.
 _SLIGHT = 0.01
 _BEHIND = 1.1

@@ -267,7 +267,7 @@ class Replanner:
         shares = swapped_shares(session, _plan(session, plan))
         if shares is None or shares == session.given.shares:
             return _NOTICE
-        # Of all shares under way: a swap may be ordered while loaders are still ahead by the one before.
+        # Of all shares in flight: a swap may be ordered while loaders are still ahead by the one before.
         fewest = min((*shares, *(session.given.shares or ())), key=lambda share: share.count)
         return _NOTICE + batches_ahead(self._args.num_workers, fewest) + 1
 

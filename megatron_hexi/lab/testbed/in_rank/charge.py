@@ -74,7 +74,7 @@ class Charger:
     def _attention_charge(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, backward: bool
     ) -> Charge:
-        """Charge attention of a query [B, H, Q, D] on S keys.
+        """Return the time to charge for one attention call: query [B, H, Q, D], S keys.
 
         It counts 4 B H D Q S FLOPs, half if causal, at size sqrt(Q S).
         """
