@@ -37,7 +37,7 @@ _ROUNDING = 1e-9
 
 
 def hexiscale(judge: StagedJudge) -> Candidate | None:
-    """Return HexiScale's best layout by the cost model, preferably one that fits; ``None`` if none is found."""
+    """Return HexiScale's best layout by the cost model, preferably one that fits; ``None`` if none is."""
     size = judge.request.micro_batch_sizes()[0]
     return judge.best((pipelines, size) for pipelines in _choices(judge))
 
