@@ -71,7 +71,8 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
     if sizes := [flag for flag in (*PARALLEL_SIZES, *STAGE_FLAGS) if flag in given]:
         raise PlanError(
             f"{', '.join(sizes)} {'does' if len(sizes) == 1 else 'do'} not work with --hexi-plan {path}, "
-            f"whose stages say which ranks and layers they have; leave {'it' if len(sizes) == 1 else 'them'} out"
+            "whose stages say which ranks and layers they have; "
+            f"leave {'it' if len(sizes) == 1 else 'them'} out"
         )
     if args.world_size != plan.ranks:
         raise PlanError(
