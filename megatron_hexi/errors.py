@@ -34,6 +34,10 @@ def raise_all(faults: Sequence[str], error: type[HexiError] = HexiError) -> None
         raise error(faults[0])
 
 
+class NoFlagError(HexiError):
+    """A constant of a model that Megatron has no flag for."""
+
+
 class PlanError(HexiError):
     """A plan that breaks a rule, or does not fit the job."""
 

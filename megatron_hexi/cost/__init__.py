@@ -3,7 +3,6 @@
 from megatron_hexi.cost.ceiling import attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.fit import Shortage, find_shortage
 from megatron_hexi.cost.hosts import Hosts, NodeLoad
-from megatron_hexi.cost.hugging_face.rotary import NoFlagError
 from megatron_hexi.cost.iteration import CostModel, IterationCost, estimate
 from megatron_hexi.cost.job import PRECISIONS, RECOMPUTES, Job, job_of_plan, job_terms
 from megatron_hexi.cost.job_check import check_job
@@ -29,6 +28,7 @@ from megatron_hexi.cost.recipes import Recipe, recipes
 from megatron_hexi.cost.throughput import Throughput, model_flops
 from megatron_hexi.cost.timing import Timing
 from megatron_hexi.cost.unit_rates import unit_rates
+from megatron_hexi.errors import NoFlagError
 
 __all__ = [
     "PRECISIONS",

@@ -36,7 +36,7 @@ def token_activation_bytes(job: Job) -> float:
     into matrices: all but the norms' inputs and the MLP's first output.
 
     Layers of one part keep half of the norms', and nothing of the other part. Heads with a state have
-    outputs in place of H D; Mamba's norm of these keeps as much. Norms behind attention and MLP keep their
+    outputs in place of H D; a norm of all of these keeps as much. Norms behind attention and MLP keep their
     inputs 2 h, norms of queries and keys (H + K) D. Latent
     attention keeps its latent columns, and all but the rotary ones once more behind their norm (Megatron's
     MLASelfAttention); the heads that are made of them are counted inside attention.
@@ -48,7 +48,7 @@ def token_activation_bytes(job: Job) -> float:
     whole = hidden + (2 if model.gated else 1) * width + 2 * heads * model.output_gate
     if model.state is not None:
         heads = model.state.inner / tp
-        whole += heads * (model.state.kind == "mamba")
+        whole += heads * model.state.norms_all_outputs
     inputs = hidden + heads + width
     if model.post_norms:
         whole += hidden

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_hexi.cost.layer_kinds import State
-
 if TYPE_CHECKING:
     from megatron_hexi.cost.model import Model
 
@@ -36,7 +34,7 @@ def layer_vectors(model: Model, tensor_parallel: int) -> int:
     """Return the weights of a layer beside its matrices: norms, biases, convolutions; arguments likewise."""
     vectors = model.parts * (1 + model.post_norms) * model.norm_params(model.hidden_size)
     if model.state is not None:
-        vectors += _state_vectors(model, model.state, tensor_parallel)
+        vectors += model.state.vectors(tensor_parallel, model.norm_params)
     elif model.has_attention:
         vectors += _attention_vectors(model, tensor_parallel)
     if model.biases and model.has_mlp:
@@ -77,19 +75,6 @@ def _attention_vectors(model: Model, tensor_parallel: int) -> int:
     if model.biases:
         vectors += model.hidden_size
     return vectors + (heads if model.sinks else 0)
-
-
-def _state_vectors(model: Model, state: State, tensor_parallel: int) -> int:
-    """Return the parameters of a Mamba or gated-delta-net layer outside its projections, on one rank.
-
-    They are the convolution, decay, time step, skip and norm (Megatron's MambaMixer and GatedDeltaNet).
-    Mamba has a bias of the convolution, decay, step and skip of each head, and a norm of all outputs; a
-    delta net decay and step of each head, and one norm of a head's output. Neither has projection biases.
-    """
-    channels, heads = state.channels // tensor_parallel, state.heads // tensor_parallel
-    if state.kind == "mamba":
-        return channels * (state.conv_width + 1) + heads * (3 + state.head_dim)
-    return channels * state.conv_width + 2 * heads + model.norm_params(state.head_dim)
 
 
 def _mlp_biases(model: Model, tensor_parallel: int) -> int:

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hexi.argument_file import Word, located_words
-from megatron_hexi.cost.hugging_face.rotary import NoFlagError
 from megatron_hexi.cost.job import Fusible, Job
-from megatron_hexi.cost.layer_kinds import State
 from megatron_hexi.cost.model import VOCAB_MULTIPLE, Model
-from megatron_hexi.errors import HexiError, raise_all
+from megatron_hexi.errors import HexiError, NoFlagError, raise_all
 from megatron_hexi.options.job_terms import CHUNK_FLAGS
 from megatron_hexi.options.kinds import PlanKind, Refused, masks_documents
-from megatron_hexi.options.layer_features import pattern_text, query_size
+from megatron_hexi.options.layer_features import query_size
 from megatron_hexi.options.meaning import model_features, resolve
 from megatron_hexi.options.parser import Parsed, parse_and_judge
 from megatron_hexi.options.plan_experts import has_running_mean
@@ -302,65 +300,15 @@ def model_flags(model: Model, seq_length: int) -> list[str]:
 
 
 def kind_flags(model: Model) -> dict[str, int | str]:
-    """Return the values of flags for experts, windows, latent attention and multi-token prediction."""
-    found: dict[str, int | str] = {}
-    if model.experts is not None:
-        found["--num-experts"] = model.experts.count
-        found["--moe-ffn-hidden-size"] = model.experts.ffn_hidden_size
-        found["--moe-router-topk"] = model.experts.active
-        # Megatron's default, allgather, sends every token to every rank.
-        found["--moe-token-dispatcher-type"] = "alltoall"
-        if model.experts.shared_ffn_hidden_size:
-            found["--moe-shared-expert-intermediate-size"] = model.experts.shared_ffn_hidden_size
-        if model.experts.layers:
-            found["--moe-layer-freq"] = pattern_text(model.experts.layers)
-    if model.window is not None:
-        found["--window-size"] = f"{model.window.size - 1},0"
-        if model.window.layers:
-            found["--window-attn-skip-freq"] = pattern_text(model.window.layers)
-    if model.latent is not None:
-        found["--kv-lora-rank"] = model.latent.kv_rank
-        found["--qk-head-dim"] = model.head_dim - model.latent.rotary_dim
-        found["--qk-pos-emb-head-dim"] = model.latent.rotary_dim
-        found["--v-head-dim"] = model.latent.value_dim
-        if model.latent.query_rank is not None:
-            found["--q-lora-rank"] = model.latent.query_rank
-    if model.mtp_layers:
-        found["--mtp-num-layers"] = model.mtp_layers
-    return found | state_flags(model)
-
-
-def state_flags(model: Model) -> dict[str, int | str]:
-    """Return the flags of a pattern and of layers with a state, with their values.
+    """Return the flags of the kinds of a model's layers and of multi-token prediction, with their values.
 
     Raises:
-        NoFlagError: Megatron has no flag for the convolution of Mamba layers.
+        NoFlagError: Megatron has no flag for a size of a kind.
     """
-    found: dict[str, int | str] = {}
-    if model.pattern:
-        found["--hybrid-layer-pattern"] = model.pattern
-    state = model.state
-    if state is None:
-        return found
-    if state.kind == "mamba":
-        if state.conv_width != State.conv_width:
-            raise NoFlagError(
-                f"model {model.name}: Megatron's Mamba has a convolution of {State.conv_width} taps, and "
-                f"no flag for {state.conv_width}; give another model"
-            )
-        return found | {
-            "--mamba-num-heads": state.heads,
-            "--mamba-head-dim": state.head_dim,
-            "--mamba-num-groups": state.groups,
-            "--mamba-state-dim": state.key_dim,
-        }
-    if not model.pattern:
-        found["--experimental-attention-variant"] = "gated_delta_net"
-        found["--linear-attention-freq"] = pattern_text(state.layers or (True,) * model.layers)
-    return found | {
-        "--linear-num-value-heads": state.heads,
-        "--linear-value-head-dim": state.head_dim,
-        "--linear-num-key-heads": state.groups,
-        "--linear-key-head-dim": state.key_dim,
-        "--linear-conv-kernel-dim": state.conv_width,
-    }
+    found: dict[str, int | str] = {"--hybrid-layer-pattern": model.pattern} if model.pattern else {}
+    for kind in (model.experts, model.window, model.latent, model.state):
+        if kind is not None:
+            found |= kind.flags(model)
+    if model.mtp_layers:
+        found["--mtp-num-layers"] = model.mtp_layers
+    return found

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_hexi.cost.layer_kinds import LARGEST, Experts, Latent, State, Window, built
 from megatron_hexi.cost.layer_weights import layer_matrices, layer_vectors
 from megatron_hexi.errors import HexiError
-from megatron_hexi.options.layer_features import MOST_LAYERS
+from megatron_hexi.kinds import STATES, Experts, Latent, State, Window, state_of
+from megatron_hexi.kinds.layer_list import MOST_LAYERS
+from megatron_hexi.kinds.sizes import LARGEST, built
 from megatron_hexi.yaml_schema import short
 
 #: Megatron pads the vocabulary to a multiple of this times the tensor-parallel size
@@ -23,9 +24,8 @@ _SIZES = (
     *("learned_positions", "vocab_multiple", "mtp_layers"),
 )
 _MAY_BE_NONE = ("learned_positions", "mtp_layers")
-#: Letters of a pattern of layers, as in Megatron's hybrid_layer_allocation.py; of a state by its kind.
+#: Letters of a pattern of layers, as in Megatron's hybrid_layer_allocation.py; those of a state: `STATES`.
 ATTENTION, DENSE, EXPERTS = "*-E"
-STATE_LETTERS = {"mamba": "M", "delta": "G"}
 
 
 class _Kind(NamedTuple):
@@ -124,9 +124,10 @@ class Model:
         self._check_kinds()
 
     def _check_kinds(self) -> None:
-        kinds = (("experts", Experts), ("window", Window), ("latent", Latent), ("state", State))
+        kinds = (("experts", Experts), ("window", Window), ("latent", Latent))
         for field, kind in kinds:
             object.__setattr__(self, field, built(kind, getattr(self, field)))
+        object.__setattr__(self, "state", state_of(self.state))
         for field, of_layers in (("experts", self.experts), ("window", self.window), ("state", self.state)):
             given = len(of_layers.layers) if of_layers is not None else 0
             if given not in (0, self.layers):
@@ -151,7 +152,7 @@ class Model:
 
     def _check_pattern(self) -> None:
         """Refuse a pattern that does not say what each layer is, or parts that a pattern does not have."""
-        state = None if self.state is None else STATE_LETTERS[self.state.kind]
+        state = None if self.state is None else self.state.letter
         allowed = {ATTENTION, DENSE, EXPERTS if self.experts else DENSE, state or ATTENTION}
         said = f"model {self.name}: pattern {short(self.pattern)}"
         if len(self.pattern) != self.layers:
@@ -217,8 +218,7 @@ class Model:
     def _kind_of_layers(self) -> list[_Kind]:
         """The kind of each layer."""
         if self.pattern:
-            state = STATE_LETTERS.values()
-            return [_Kind(letter, letter == EXPERTS, False, letter in state) for letter in self.pattern]
+            return [_Kind(letter, letter == EXPERTS, False, letter in STATES) for letter in self.pattern]
         parts = (
             (False,) * self.layers if of_layers is None else of_layers.layers or (True,) * self.layers
             for of_layers in (self.experts, self.window, self.state)

@@ -56,7 +56,7 @@ def layer_elements(job: Job) -> Ways:
     norms behind attention and MLP: 4 h more forward, 6 h backward
     layers of one part: of norms and residual additions half; without attention nothing of H and K
     learned positions: no rotary
-    Mamba: a norm of what the heads put out, I elements, 2 I forward, 3 I backward
+    a norm of all outputs of heads with a state, I elements, 2 I forward, 3 I backward
     norms of queries and keys: 2 (H + K) D more forward, 3 (H + K) D backward
     latent attention, of r rotary columns, in place of rotary and copies: norms of latent columns c, 2 c
     forward, 3 c backward; 12 (H + 1) r forward, 14 backward, in no fused kernel, which a plan refuses;
@@ -81,7 +81,7 @@ def layer_elements(job: Job) -> Ways:
         copied = Ways(0, 0)
     if model.state is not None:
         output, values = model.state.inner / tp, model.state.columns / tp
-        normed += output * (model.state.kind == "mamba")
+        normed += output * model.state.norms_all_outputs
     elif model.qk_norm and model.has_attention:
         normed += heads + kv
     if model.latent is not None:

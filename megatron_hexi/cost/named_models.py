@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_hexi.cost.model import Model
-from megatron_hexi.options.layer_features import layer_pattern
+from megatron_hexi.kinds.layer_list import layer_pattern
 from megatron_hexi.yaml_file import read_yaml
 
 DATA = Path(__file__).parent / "data" / "models.yaml"

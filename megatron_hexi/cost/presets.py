@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_hexi.argument_file import literal_defaults, split_words
 from megatron_hexi.cost.bridge import bridge_arguments, is_bridge
 from megatron_hexi.cost.hugging_face.config import read_config
-from megatron_hexi.cost.hugging_face.constants import NoFlagError, constants_of
+from megatron_hexi.cost.hugging_face.constants import constants_of
 from megatron_hexi.cost.hugging_face.models import model_from_config
 from megatron_hexi.cost.hugging_face.routers import balancing_note
 from megatron_hexi.cost.megatron_arguments import (
@@ -22,7 +22,7 @@ from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.named_models import preset_constants, preset_problems
 from megatron_hexi.cost.named_models import presets as presets
 from megatron_hexi.cost.recipes import recipes
-from megatron_hexi.errors import HexiError
+from megatron_hexi.errors import HexiError, NoFlagError
 from megatron_hexi.plan import Plan
 from megatron_hexi.text_file import read_text
 from megatron_hexi.yaml_schema import short

@@ -10,16 +10,11 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer_kinds import CHUNKS, State
+from megatron_hexi.kinds import State
 
 
 def scan_bytes(job: Job, group_tokens: Floats, heads: Floats) -> Floats:
-    """Return the bytes that a layer keeps of a scan, B G e (h x + g y); a layer of an MLP alone keeps none.
-
-    Mamba (mamba_ssm's mamba_split_conv1d_scan_combined): the columns that arrived, and the outputs before the
-    gate: x = its columns and P. Delta nets (Megatron's GatedDeltaNet, flash-linear-attention): the columns
-    that arrived; keys and queries behind the convolution; of each head keys and queries repeated, values, the
-    matrix of pairs, and outputs before the norm: x = its columns and 2 N + 3 P + Q, y = its columns twice.
+    """Return the bytes that a layer keeps of a scan, B G e times `State.kept_columns`; an MLP keeps none.
 
     Args:
         job: the job, with layers of one kind, without attention.
@@ -29,12 +24,7 @@ def scan_bytes(job: Job, group_tokens: Floats, heads: Floats) -> Floats:
     state = job.model.state
     if state is None:
         return np.zeros(np.shape(heads * group_tokens))
-    own, read = _own_heads(job, state, heads)
-    if state.kind == "mamba":
-        columns = own * (state.head_columns + state.head_dim) + read * state.group_columns
-    else:
-        more = 2 * state.key_dim + 3 * state.head_dim + CHUNKS[state.kind]
-        columns = own * (state.head_columns + more) + read * 2 * state.group_columns
+    columns = state.kept_columns(*_own_heads(job, state, heads))
     return job.micro_batch_size * job.element_bytes * group_tokens * columns
 
 
@@ -59,7 +49,7 @@ def scan_working_bytes(job: Job, tokens: Floats, group_tokens: Floats, heads: Fl
         state = model.state
         own, read = _own_heads(job, state, heads)
         columns = own * state.head_columns + read * state.group_columns
-        states = 8 * own * state.key_dim * state.head_dim / CHUNKS[state.kind]
+        states = 8 * own * state.key_dim * state.head_dim / state.chunk
         scan = group_tokens * (element * (3 * columns + 2 * own * state.head_dim) + states)
         inside = np.maximum(inside, 2 * tokens * state.columns / job.tensor_parallel * element + scan)
     return job.micro_batch_size * (whole + inside)

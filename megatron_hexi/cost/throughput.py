@@ -8,7 +8,6 @@ from typing import Literal
 
 from megatron_hexi.cluster import Device
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer_kinds import State
 from megatron_hexi.cost.model import Model
 
 
@@ -22,7 +21,7 @@ def model_flops(model: Model, context: int, counting: Literal["full", "half"] = 
 
     where `keys` is the number of keys that a token sees: the context, half of it, or the window. A block of
     multi-token prediction is a layer more, a projection of 2 x hidden to hidden, and the vocabulary once
-    more. Scans of a layer with a state: `_scan_flops`.
+    more. Scans: `State.counted_flops`.
 
     Args:
         model: the model; its vocabulary counts without padding.
@@ -31,7 +30,7 @@ def model_flops(model: Model, context: int, counting: Literal["full", "half"] = 
             (``half``), which Megatron counts since core 0.15.
     """
     kinds = list(zip(model.kinds, model.layers_run, strict=True))
-    scans = sum(layers * _scan_flops(kind.state) for kind, layers in kinds if kind.state)
+    scans = sum(layers * kind.state.counted_flops for kind, layers in kinds if kind.state)
     matrices = model.hidden_size * model.vocab_size * (1 + model.mtp_layers)
     matrices += model.mtp_layers * model.projection_params()
     matrices += sum(layers * (kind.matrix_params() + _active_experts(kind)) for kind, layers in kinds)
@@ -39,17 +38,6 @@ def model_flops(model: Model, context: int, counting: Literal["full", "half"] = 
     columns = model.heads * (model.head_dim + model.value_dim) / 2
     seen = sum(layers * _keys_counted(kind, context, counting) for kind, layers in kinds)
     return float(6 * matrices + 12 * seen * columns + 3 * scans)
-
-
-def _scan_flops(state: State) -> int:
-    """Return the FLOPs of a token's scan in one layer forward, as Megatron counts them.
-
-    Mamba 7 x inputs x key size; delta nets the convolution, and 4 products of a head's key and value size
-    (`mamba_layer_flops`, `gdn_layer_flops` in megatron/training/training.py).
-    """
-    if state.kind == "mamba":
-        return 7 * state.inner * state.key_dim
-    return 2 * (state.conv_width * state.channels + 4 * state.inner * state.key_dim)
 
 
 def _active_experts(model: Model) -> int:

@@ -6,7 +6,8 @@ from argparse import Namespace
 
 from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError
-from megatron_hexi.options.kinds import is_packed, layers_with_state, state_option
+from megatron_hexi.kinds.states import layers_with_state, state_option
+from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.check import refuse_stages
 

@@ -22,8 +22,9 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from megatron_hexi.kinds.states import layers_with_state
 from megatron_hexi.megatron import versions
-from megatron_hexi.options.kinds import layers_with_state, masks_documents
+from megatron_hexi.options.kinds import masks_documents
 from megatron_hexi.options.refusals import refuse_unsupported
 from megatron_hexi.text_file import read_text
 

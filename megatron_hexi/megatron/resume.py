@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed
 
 from megatron_hexi.errors import CheckpointError, user_errors
+from megatron_hexi.kinds.states import hybrid_layers
 from megatron_hexi.megatron.checkpoint_files import first_problem, lacks, why_unreadable
 from megatron_hexi.megatron.folders import (
     iteration_folder,
@@ -24,7 +25,6 @@ from megatron_hexi.megatron.folders import (
     tracked_iteration,
 )
 from megatron_hexi.megatron.saved_tensors import saved_tensors
-from megatron_hexi.options.kinds import hybrid_layers
 from megatron_hexi.patching import Patch
 
 #: Sizes that decide which parameters a rank has: formats that depend on them need equal values.

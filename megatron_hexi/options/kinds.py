@@ -20,9 +20,6 @@ _REFUSAL = "tests/megatron/test_option_refusals.py::test_an_option_is_refused_by
 UNSHOWN = "it is not tested under a plan yet"
 DRAWS = "its random numbers would depend on the plan"
 
-#: Letters of ``--hybrid-layer-pattern`` for layers that pass a state along the sequence: Mamba, delta net.
-STATE_LAYERS = frozenset("MG")
-
 
 @dataclass(frozen=True)
 class Supported:
@@ -206,22 +203,3 @@ def masks_documents(args: Namespace) -> bool:
 def is_packed(args: Namespace) -> bool:
     """Whether a sequence of the job holds several documents whose tokens do not attend to each other."""
     return masks_documents(args) or args.sft
-
-
-def hybrid_layers(args: Namespace) -> str:
-    """Return the pattern of a hybrid model's layers; empty for other models."""
-    return getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
-
-
-def layers_with_state(args: Namespace) -> str:
-    """Return the letters of the model's layers that pass a state along the sequence.
-
-    They are those of the pattern, or of a GPT's ``--experimental-attention-variant``.
-    """
-    variant = "G" if getattr(args, "experimental_attention_variant", None) == "gated_delta_net" else ""
-    return "".join(sorted(set(hybrid_layers(args) or variant) & STATE_LAYERS))
-
-
-def state_option(args: Namespace) -> str:
-    """Return the option that gives a model its layers with a state (`layers_with_state`)."""
-    return "--hybrid-layer-pattern" if hybrid_layers(args) else "--experimental-attention-variant"

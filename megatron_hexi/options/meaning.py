@@ -9,7 +9,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.options.kinds import hybrid_layers
+from megatron_hexi.kinds.states import hybrid_layers
 from megatron_hexi.options.layer_features import layer_features
 
 

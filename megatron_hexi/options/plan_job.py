@@ -5,9 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_hexi.errors import PlanError
+from megatron_hexi.kinds.states import check_state_heads, hybrid_layers, layers_with_state, state_option
 from megatron_hexi.options.job_terms import PARALLEL_SIZES, STAGE_FLAGS, set_job_terms, tensor_parallel_flag
-from megatron_hexi.options.kinds import PlanKind, hybrid_layers, is_packed, layers_with_state, state_option
-from megatron_hexi.options.layer_features import layers_by_state, mamba_state
+from megatron_hexi.options.kinds import PlanKind, is_packed
+from megatron_hexi.options.layer_features import layers_by_state
 from megatron_hexi.options.plan_experts import check_experts
 from megatron_hexi.options.refusals import refuse_unsupported
 from megatron_hexi.options.release import is_assumed
@@ -193,28 +194,12 @@ def _check_states(args: Namespace, plan: Plan) -> None:
     if not plan.is_repeated:
         held = [(row.width, row.ministages or (row.layers or (0, 0),)) for row in domain_rows(plan)]
         widths = {width for width, ranges in held if any(any(has_state[slice(*own)]) for own in ranges)}
-    if "G" in letters:
-        keys, values = args.linear_num_key_heads, args.linear_num_value_heads
-        if values % keys:
-            raise PlanError(
-                f"--linear-num-key-heads {keys} does not divide --linear-num-value-heads {values}; give "
-                "numbers of which one divides the other"
-            )
-        _check_widths(args, plan, widths, "--linear-num-key-heads", keys)
-    if "M" in letters:
-        state = mamba_state(args, "command line")
-        _check_widths(args, plan, widths, "--mamba-num-groups", state["groups"])
-        _check_widths(args, plan, widths, "--mamba-num-heads", state["heads"])
-
-
-def _check_widths(args: Namespace, plan: Plan, widths: set[int], flag: str, heads: int) -> None:
-    """Check that tensor-parallel ranks share out heads with a state; Megatron checks it with `assert`."""
     for width in sorted(widths):
-        if heads % width:
-            size = f"--tensor-model-parallel-size {width}"
-            if not plan.is_repeated:
-                size = f"{args.hexi_plan}: {width}, the ranks of a unit,"
-            raise PlanError(f"{size} does not divide {flag} {heads}; plan with a size that does")
+        asked = f"--tensor-model-parallel-size {width}"
+        if not plan.is_repeated:
+            asked = f"{args.hexi_plan}: {width}, the ranks of a unit,"
+        for letter in letters:
+            check_state_heads(args, "command line", letter, width, asked)
 
 
 def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, str, int | None]]:

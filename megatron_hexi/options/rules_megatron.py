@@ -11,7 +11,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from megatron_hexi.options.kinds import Refused, Supported, given, hybrid_layers
+from megatron_hexi.kinds.states import hybrid_layers
+from megatron_hexi.options.kinds import Refused, Supported, given
 
 
 def _stops(option: str, against: str, used: Callable[[Namespace], Any], remedy: str) -> Refused:

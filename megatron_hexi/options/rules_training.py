@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from megatron_hexi.kinds.states import STATES, hybrid_layers, layers_with_state
 from megatron_hexi.options.kinds import (
     DRAWS,
-    STATE_LAYERS,
     UNSHOWN,
     Refused,
     Supported,
     before_0_19,
     given,
-    hybrid_layers,
     is_packed,
-    layers_with_state,
     one_of,
     other_than,
     shown,
@@ -111,7 +109,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         before_0_19("--hybrid-layer-pattern", lambda args: bool(hybrid_layers(args))),
         Refused(
             "--hybrid-layer-pattern",
-            lambda args: not set(hybrid_layers(args)) <= {*"*-E|", *STATE_LAYERS},
+            lambda args: not set(hybrid_layers(args)) <= {*"*-E|", *STATES},
             "its layers are not sharded by a plan yet",
             "use attention, MLP, Mamba, delta net and expert layers only",
             "with other layers than *, -, M, G and E",

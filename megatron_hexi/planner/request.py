@@ -119,11 +119,6 @@ class Request:
             sizes.append(2 * sizes[-1])
         return sizes
 
-    def lacks_sequence_parallel(self, width: int) -> bool:
-        """Return whether training refuses a tensor-parallel size, as delta nets need sequence parallelism."""
-        state = self.job.model.state
-        return width > 1 and state is not None and state.kind == "delta" and not self.job.sequence_parallel
-
     def with_width(self, width: int) -> Job:
         """Return the job with this tensor-parallel size.
 
@@ -133,8 +128,6 @@ class Request:
         return replace(self.job, tensor_parallel=width)
 
     def _can_be_cut(self, width: int) -> bool:
-        if self.lacks_sequence_parallel(width):
-            return False
         try:
             self.with_width(width)
         except HexiError:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from megatron_hexi.argument_file import located_words
 from megatron_hexi.cost import NoFlagError, model_flags
-from megatron_hexi.errors import HexiError, raise_all
+from megatron_hexi.errors import raise_all
 from megatron_hexi.options.parser import parse_words
 from megatron_hexi.options.refusals import find_refused
-from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.request import Request
 
 
@@ -29,6 +28,3 @@ def refuse_untrained(request: Request) -> None:
         return  # no job can be started, and its times may be asked for
     options = find_refused(parse_words(located_words(words, Path(model.name)), model.name).args, "any")
     raise_all([f"model {model.name}: {option.message}" for option in options])
-    if request.lacks_sequence_parallel(request.job.tensor_parallel):
-        asked = spell_flag("tensor_parallel", request.job.tensor_parallel)
-        raise HexiError(f"{asked}: model {model.name} has delta nets; give --sequence-parallel too")

@@ -25,7 +25,7 @@ def kind_names(model: Model) -> tuple[str, ...]:
 def _mixing(kind: Model) -> str:
     """Return the name of what passes between tokens in layers of one kind; empty: nothing does."""
     if kind.state is not None:
-        return {"mamba": "Mamba", "delta": "gated delta net"}[kind.state.kind]
+        return kind.state.title
     if not kind.has_attention:
         return ""
     return f"window of {kind.window.size:,}" if kind.window else "full attention"

@@ -17,9 +17,9 @@ from megatron_hexi.cost.hugging_face.fields import (
     Only,
 )
 from megatron_hexi.cost.hugging_face.types import TYPES, WRAPPERS
-from megatron_hexi.cost.layer_kinds import LARGEST
 from megatron_hexi.errors import HexiError
-from megatron_hexi.options.layer_features import MOST_LAYERS
+from megatron_hexi.kinds.layer_list import MOST_LAYERS
+from megatron_hexi.kinds.sizes import LARGEST
 
 
 @dataclass(frozen=True)

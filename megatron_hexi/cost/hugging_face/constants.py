@@ -8,10 +8,9 @@ from typing import NoReturn
 
 from megatron_hexi.cost.hugging_face.config import Config
 from megatron_hexi.cost.hugging_face.layers import hybrid_pattern
-from megatron_hexi.cost.hugging_face.rotary import NoFlagError, check_rotary_by_kind, rotary_flags
+from megatron_hexi.cost.hugging_face.rotary import check_rotary_by_kind, rotary_flags
 from megatron_hexi.cost.hugging_face.routers import router_flags
-
-__all__ = ["NoFlagError", "constants_of"]
+from megatron_hexi.errors import NoFlagError
 
 #: Standard deviation of initial weights without --init-method-std.
 _INIT_STD = 0.02

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hexi.cost.hugging_face.config import Config, read_config
-from megatron_hexi.cost.hugging_face.constants import NoFlagError, constants_of
+from megatron_hexi.cost.hugging_face.constants import constants_of
 from megatron_hexi.cost.hugging_face.layers import (
     expert_fields,
     hybrid_pattern,
@@ -15,7 +15,7 @@ from megatron_hexi.cost.hugging_face.layers import (
     window_fields,
 )
 from megatron_hexi.cost.model import Model
-from megatron_hexi.errors import HexiError
+from megatron_hexi.errors import HexiError, NoFlagError
 
 
 def model_from_config(text: str, path: Path) -> Model:

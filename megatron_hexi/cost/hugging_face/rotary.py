@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from megatron_hexi.cost.hugging_face.config import Config, positive, short
-from megatron_hexi.errors import HexiError
+from megatron_hexi.errors import HexiError, NoFlagError
 
 Flags = list[tuple[str, str]]
 
@@ -26,10 +26,6 @@ _LATENT_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
 _LATENT_POSITIONS = 4096
 #: Kinds of Gemma's layers.
 _BY_KIND = ("full_attention", "sliding_attention")
-
-
-class NoFlagError(HexiError):
-    """A constant of a model that Megatron has no flag for."""
 
 
 def rotary_flags(config: Config) -> Flags:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from megatron_hexi.cost.hugging_face.config import Config, short
-from megatron_hexi.cost.hugging_face.rotary import Flags, NoFlagError
+from megatron_hexi.cost.hugging_face.rotary import Flags
+from megatron_hexi.errors import NoFlagError
 
 #: Experts whose scores transformers adds up to compare groups of experts.
 _SCORES_OF_GROUP = 2

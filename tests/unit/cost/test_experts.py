@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.cost import experts as experts_module
 from megatron_hexi.cost.held_weights import HeldWeights
-from megatron_hexi.cost.layer_kinds import Experts
 from megatron_hexi.errors import HexiError, PlanError
+from megatron_hexi.kinds import Experts
 from megatron_hexi.mesh import Mesh, cell_size
 from megatron_hexi.mesh.experts import job_experts
 from megatron_hexi.plan import (

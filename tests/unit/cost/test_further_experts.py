@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cost import CostModel, estimate, read_model
 from megatron_hexi.cost.held_weights import HeldWeights
-from megatron_hexi.cost.layer_kinds import Latent
 from megatron_hexi.cost.throughput import model_flops
+from megatron_hexi.kinds import Latent
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.mesh import Mesh, cell_size
 from megatron_hexi.plan import Domain, Plan, Replica, validate_plan

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_hexi.cost import Model, read_model
-from megatron_hexi.cost.layer_kinds import Experts, State, Window
 from megatron_hexi.errors import HexiError
+from megatron_hexi.kinds import DeltaNet, Experts, Mamba, Window
 from tests.support.plans import examples
 from tests.support.published_hybrids import HYBRIDS
 
 QWEN, NEMOTRON = (
     HYBRIDS[name] for name in ("Qwen/Qwen3-Next-80B-A3B-Instruct", "nvidia/Nemotron-H-8B-Base-8K")
 )
-MAMBA, DELTA = State("mamba", 8, 16, 2, 32), State("delta", 8, 16, 4, 24)
+MAMBA, DELTA = Mamba(8, 16, 2, 32), DeltaNet(8, 16, 4, 24)
 PLAIN = Model("plain", 4, 64, 4, 2, 16, 96, False, 1000, False)
 COUNTS = st.integers(1, 5)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cost import CostModel, Phases
 from megatron_hexi.cost.interleaved_pipeline import InterleavedPipeline
-from megatron_hexi.cost.layer_kinds import Window
 from megatron_hexi.cost.ministage_pipeline import Lane, MinistagePipeline
+from megatron_hexi.kinds import Window
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.lab.simulator.interleaved_replay import replay_interleaved
 from megatron_hexi.mesh import PipelineStep, most_kept, pipeline_steps

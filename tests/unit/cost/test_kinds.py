@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.cost import CostModel, estimate
-from megatron_hexi.cost.layer_kinds import Window
 from megatron_hexi.cost.memory import part_params
 from megatron_hexi.cost.unit_rates import unit_rates
+from megatron_hexi.kinds import Window
 from megatron_hexi.plan import Exchange, Plan, Replica, Stage, proportional_plan
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.plans import examples

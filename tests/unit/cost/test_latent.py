@@ -26,10 +26,10 @@ from megatron_hexi.cost.layer_bytes import (
     token_qkv_bytes,
     working_set_bytes,
 )
-from megatron_hexi.cost.layer_kinds import Latent
 from megatron_hexi.cost.library_bytes import workspace_bytes
 from megatron_hexi.cost.moved_bytes import layer_elements
 from megatron_hexi.errors import ClusterError
+from megatron_hexi.kinds import Latent
 from megatron_hexi.plan import (
     LatentColumns,
     attention_traffic,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.cost import CostModel
-from megatron_hexi.cost.layer_kinds import Window
 from megatron_hexi.cost.model_part import ModelPart
+from megatron_hexi.kinds import Window
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.least_memory import LeastMemory, MemoryOption

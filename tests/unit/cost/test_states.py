@@ -16,12 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_hexi.cost import CostModel, Job, ceiling_tokens_per_s, estimate, model_flops
 from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.compute import device_speeds
-from megatron_hexi.cost.layer_kinds import CHUNKS, State
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
-from megatron_hexi.cost.scan import group_work, head_work, scan_times, state_shares
+from megatron_hexi.cost.scan import scan_times, state_shares
 from megatron_hexi.cost.unit_rates import unit_rates
 from megatron_hexi.errors import HexiError, PlanError
+from megatron_hexi.kinds import DeltaNet, Mamba
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.plan import proportional_plan
 from megatron_hexi.plan.heads import kv_range
@@ -34,7 +34,7 @@ from megatron_hexi.platform import cpu_scans
 from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
 from tests.support.plans import examples
 
-MAMBA, DELTA = State("mamba", 10, 64, 2, 32), State("delta", 8, 64, 4, 48)
+MAMBA, DELTA = Mamba(10, 64, 2, 32), DeltaNet(8, 64, 4, 48)
 #: Layers of one part each, and layers of which three in four have a state in place of attention.
 HYBRID = replace(TINY, layers=6, state=MAMBA, pattern="M-M*-M")
 MIXED = replace(TINY, layers=4, state=replace(DELTA, layers=(True, True, True, False)))
@@ -60,28 +60,28 @@ def counted(run):
 
 @pytest.mark.parametrize("state", [MAMBA, DELTA])
 def test_flops_are_those_of_the_products_of_a_chunked_scan(state, monkeypatch):
-    chunk, heads, key, size = CHUNKS[state.kind], state.heads, state.key_dim, state.head_dim
+    chunk, heads, key, size = state.chunk, state.heads, state.key_dim, state.head_dim
     monkeypatch.setattr(cpu_scans, "CHUNK", chunk)
     keys, values = torch.zeros(1, chunk, heads, key), torch.zeros(1, chunk, heads, size)
     steps, decays = torch.ones(1, chunk, heads), -torch.ones(heads)
     if state.kind == "mamba":
         found = counted(lambda: cpu_scans.state_space_scan(values, steps, decays, keys, keys))
         # Whole blocks, and keys by queries for each head; kernels leave out what lies above the diagonal.
-        expected = head_work(state, 2).flops[0] + chunk * size + 2 * group_work(state, 2).flops[0]
+        expected = state.head_work(2).flops[0] + chunk * size + 2 * state.group_work(2).flops[0]
     else:
         found = counted(lambda: cpu_scans.delta_rule_scan(keys, keys, values, steps * decays, steps))
         # It solves once, by substitution; kernels multiply keys and values by the inverse.
-        expected = head_work(state, 2).flops[0] - 2 * chunk * (key + size)
+        expected = state.head_work(2).flops[0] - 2 * chunk * (key + size)
     assert found == chunk * heads * expected
 
 
 @pytest.mark.parametrize("state", [MAMBA, DELTA])
 def test_the_backward_pass_has_twice_the_products_and_what_is_made_again(state):
-    chunk, key, size = CHUNKS[state.kind], state.key_dim, state.head_dim
-    forward, backward = head_work(state, 2).flops
+    chunk, key, size = state.chunk, state.key_dim, state.head_dim
+    forward, backward = state.head_work(2).flops
     if state.kind == "mamba":  # states again, and pairs once more for the gradient of decays
         assert backward == 2 * forward + 2 * key * size + chunk * size
-        assert group_work(state, 2).flops[1] == 3 * group_work(state, 2).flops[0]
+        assert state.group_work(2).flops[1] == 3 * state.group_work(2).flops[0]
     else:  # solved and states again, and the gradient of the inverse
         again = 2 * chunk * (key + size) + 4 * key * size
         assert backward == 2 * forward + again + 2 * chunk * key + 4 * chunk**2
@@ -165,7 +165,7 @@ def test_a_scan_goes_by_tokens_and_heads():
     once, twice = (scan_times(speeds, job, np.array([tokens])) for tokens in (1000.0, 2000.0))
     np.testing.assert_allclose(2 * np.array(once), np.array(twice))
     # 100 TFLOP/s, and bytes at 900 GB/s.
-    work = head_work(MAMBA, 2)
+    work = MAMBA.head_work(2)
     expected = 1000 * (work.flops[0] / 100e12 + work.bytes[0] / 900e9)
     assert once[0].forward[0] == pytest.approx(expected)
 

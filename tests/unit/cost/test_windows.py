@@ -12,8 +12,8 @@ from megatron_hexi.cost.compute import device_speeds, own_block_times
 from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.layer import message_bytes
 from megatron_hexi.cost.layer_bytes import Flights, working_set_bytes
-from megatron_hexi.cost.layer_kinds import Window
 from megatron_hexi.cost.windows import own_pairs
+from megatron_hexi.kinds import Window
 from megatron_hexi.plan import Mask, attention_traffic, build_schedule
 from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
 from tests.support.plans import RAGGED, RANDOMS, SPARSE, TORN, examples, plans, workloads

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.cost import CostModel, estimate
-from megatron_hexi.cost.layer_kinds import Experts, Latent, Window
 from megatron_hexi.errors import ClusterError
+from megatron_hexi.kinds import Experts, Latent, Window
 from megatron_hexi.lab.simulator import chrome_trace, compare_with_model, simulate
 from megatron_hexi.lab.simulator.replay import replay_layers
 from megatron_hexi.lab.simulator.timeline_picture import draw_timeline

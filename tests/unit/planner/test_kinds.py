@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron_hexi.cost import CostModel, Job, Model, estimate
-from megatron_hexi.cost.layer_kinds import Latent, Window
+from megatron_hexi.kinds import Latent, Window
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.plan import proportional_plan
 from megatron_hexi.planner import Request, find_plan

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_hexi.cost import Job, estimate, read_model
-from megatron_hexi.cost.layer_kinds import Experts, State
 from megatron_hexi.errors import HexiError
+from megatron_hexi.kinds import DeltaNet, Experts, Mamba
 from megatron_hexi.plan import validate_plan
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner import CHOSEN, Request, find_plan
@@ -16,7 +16,7 @@ from megatron_hexi.planner.baselines import find_baselines
 from megatron_hexi.report.layer_names import kind_names
 from tests.support.costs import TINY, cluster, tiny_job
 
-MAMBA, DELTA = State("mamba", 12, 64, 2, 32), State("delta", 8, 64, 4, 48)
+MAMBA, DELTA = Mamba(12, 64, 2, 32), DeltaNet(8, 64, 4, 48)
 MODELS = {
     "hybrid": replace(TINY, layers=6, pattern="*-*-*-"),
     "mamba": replace(TINY, layers=6, state=MAMBA, pattern="M-M*-M"),

@@ -13,8 +13,8 @@ import pytest
 
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import CostModel, Job, Model, read_model
-from megatron_hexi.cost.layer_kinds import Experts, State
 from megatron_hexi.errors import HexiError
+from megatron_hexi.kinds import DeltaNet, Experts
 from megatron_hexi.lab.testbed.throttle import Throttle, parse_throttle, speed_at
 from megatron_hexi.plan import (
     Domain,
@@ -194,7 +194,7 @@ def test_stages_are_cut_anew_without_moving_weights(speeds, samples):
 LAYER_KINDS = {
     "experts": replace(MODEL, experts=Experts(8, 2, 512, shared_ffn_hidden_size=256)),
     "prediction": replace(MODEL, mtp_layers=1),
-    "states": replace(MODEL, state=State("delta", 4, 128, 2, 128), pattern="G*G*"),
+    "states": replace(MODEL, state=DeltaNet(4, 128, 2, 128), pattern="G*G*"),
 }
 
 

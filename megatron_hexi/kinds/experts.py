@@ -1,0 +1,94 @@
+"""Routed experts in place of a dense MLP."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.kinds.layer_list import layers_of, pattern_text
+from megatron_hexi.kinds.sizes import Decoder, check_sizes, freeze_layers
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Routed MLPs, of which each token goes to a few.
+
+    Args:
+        count: number of experts of a layer: --num-experts.
+        active: number of experts that each token is sent to: --moe-router-topk.
+        ffn_hidden_size: width inside an expert: --moe-ffn-hidden-size.
+        shared_ffn_hidden_size: total width inside the experts that see every token; 0: there are none
+            (--moe-shared-expert-intermediate-size).
+        score_bias: whether the router adds a bias to each expert's score that evens their loads
+            (--moe-router-enable-expert-bias).
+        shared_gate: whether a gate of one column weighs what the experts add that see every token
+            (--moe-shared-expert-gate).
+        layers: whether each layer has experts (--moe-layer-freq); empty: every layer has.
+
+    Raises:
+        HexiError: a size that is no whole number above 0, or more active experts than there are.
+    """
+
+    count: int
+    active: int
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int = 0
+    score_bias: bool = False
+    shared_gate: bool = False
+    layers: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_sizes("experts", self, {"shared_ffn_hidden_size": 0})
+        freeze_layers("experts", self)
+        if self.shared_gate and not self.shared_ffn_hidden_size:
+            raise HexiError("experts: shared_gate without shared experts; leave it out")
+        if self.active > self.count:
+            raise HexiError(
+                f"experts: active = {self.active} of {self.count} experts; give a number up to {self.count}"
+            )
+
+    @staticmethod
+    def from_arguments(args: Namespace, source: str) -> dict[str, Any] | None:
+        """Return the fields of a GPT's experts by Megatron's arguments; ``None`` without any.
+
+        Raises:
+            HexiError: --moe-layer-freq does not fit the layers, or leaves none with experts.
+        """
+        if not args.num_experts:
+            return None
+        # megatron/core/models/gpt/gpt_layer_specs.py
+        layers = layers_of(args, "--moe-layer-freq", source, every=lambda layer, step: layer % step == 0)
+        if not any(layers):
+            raise HexiError(
+                f"{source}: --moe-layer-freq leaves no layer with experts; leave --num-experts out"
+            )
+        return {**Experts.routed(args), "layers": layers}
+
+    @staticmethod
+    def routed(args: Namespace) -> dict[str, Any]:
+        """Return the fields of experts, without the layers that have them."""
+        return {
+            "count": args.num_experts,
+            "active": args.moe_router_topk,
+            "ffn_hidden_size": args.moe_ffn_hidden_size or args.ffn_hidden_size,
+            "shared_ffn_hidden_size": args.moe_shared_expert_intermediate_size or 0,
+            "score_bias": bool(args.moe_router_enable_expert_bias),
+            "shared_gate": bool(args.moe_shared_expert_gate),
+        }
+
+    def flags(self, _: Decoder) -> dict[str, int | str]:
+        """Return Megatron's flags with their values."""
+        found: dict[str, int | str] = {
+            "--num-experts": self.count,
+            "--moe-ffn-hidden-size": self.ffn_hidden_size,
+            "--moe-router-topk": self.active,
+            # Megatron's default, allgather, sends every token to every rank.
+            "--moe-token-dispatcher-type": "alltoall",
+        }
+        if self.shared_ffn_hidden_size:
+            found["--moe-shared-expert-intermediate-size"] = self.shared_ffn_hidden_size
+        if self.layers:
+            found["--moe-layer-freq"] = pattern_text(self.layers)
+        return found
