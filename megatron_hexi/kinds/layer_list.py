@@ -15,7 +15,7 @@ MOST_LAYERS = 2**14
 
 
 def layers_of(args: Namespace, flag: str, source: str, every: Callable[[int, int], bool]) -> tuple[bool, ...]:
-    """Return for each layer whether it has what an option of frequency says; without a value all have it.
+    """Return for each layer whether an option of frequency names the layer; without a value all are named.
 
     Args:
         args: Megatron's arguments.
