@@ -18,7 +18,7 @@ FEATURES = ("ministages", "offload", "unequal_replicas", "unequal_stages", "uneq
 def _feature(field: str, text: str) -> Any:
     """Return the option that allows or forbids a feature, by the field of `PlannerRules`."""
     name = "/".join(spell_flag(field, value) for value in (True, False))
-    help_text = f"{text}; as planner: of the cluster file says, else yes."
+    help_text = f"{text}; default: the cluster file's planner setting, else on."
     return typer.Option(name, help=help_text, rich_help_panel="What plans may use")
 
 

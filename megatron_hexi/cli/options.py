@@ -169,7 +169,7 @@ class Training(Bundle):
     ] = None
     sequence_parallel: Annotated[
         bool | None,
-        job_option("sequence_parallel", "Sequence parallelism, where tensor-parallel (yes)."),
+        job_option("sequence_parallel", "Sequence parallelism beside tensor parallelism; default: on."),
     ] = None
     expert_imbalance: Annotated[
         float | None,
@@ -273,11 +273,19 @@ class NewJob(PlanFeatures, Training):
     ] = None
     expert_parallel: Annotated[
         int | None,
-        count_option("expert_parallel", "Ranks that hold all experts together; chosen if not given."),
+        count_option(
+            "expert_parallel",
+            "Expert-parallel size: ranks that together hold all experts of a layer; default: the "
+            "planner's choice.",
+        ),
     ] = None
     data_parallel: Annotated[
         str,
-        job_option("data_parallel", "Replicas, of any size; auto: as many as are best.", metavar="N|auto"),
+        job_option(
+            "data_parallel",
+            "Number of replicas, which may differ in size; auto: the planner's choice.",
+            metavar="N|auto",
+        ),
     ] = "auto"
 
     def request(self) -> Request:
@@ -309,12 +317,15 @@ class NewJob(PlanFeatures, Training):
         margin = self.memory_margin / 100
         if terms and terms.context_parallel is not None and self.context_parallel is None:
             flag = spell_flag("context_parallel", terms.context_parallel)
-            say(f"note: {self.model}: {flag} is chosen anew; give it on the command line to keep it")
+            say(
+                f"note: {self.model}: {flag} is ignored, the planner chooses it; give it on the command "
+                "line to keep it"
+            )
         if terms and terms.chunks and chunks is None:
             flag = flag_name("virtual_stages")
             say(
-                f"note: {self.model}: {terms.chunks} is chosen anew; give {flag} on the command line to keep "
-                "it"
+                f"note: {self.model}: {terms.chunks} is ignored, the planner chooses; give {flag} on the "
+                "command line to keep it"
             )
         experts = self.expert_parallel
         if terms and terms.expert_parallel is not None and experts is None:
@@ -334,8 +345,8 @@ class NewJob(PlanFeatures, Training):
             return ()
         flag = flag_name("global_batch_size")
         note = (
-            f"{flag} is not given: planned for {Job.global_batch_size} sequences an iteration, on which most "
-            f"figures depend; add the batch that you train with, such as {flag} 64"
+            f"{flag} is not given: planned for {Job.global_batch_size} sequences per iteration, on which "
+            f"most figures depend; add the batch that you train with, such as {flag} 64"
         )
         return (note,)
 
@@ -351,9 +362,7 @@ class NewJob(PlanFeatures, Training):
             for feature in features:
                 allow = spell_flag(feature, True)
                 if getattr(rules, feature):
-                    raise HexiError(
-                        f"{allow}: {flag} of {self.model} does not work with it; leave {allow} out"
-                    )
+                    raise HexiError(f"{allow}: does not work with {flag} of {self.model}; leave {allow} out")
                 rules = replace(rules, **{feature: False})
             names = " and ".join(spell_flag(feature, False) for feature in features)
             say(f"note: {self.model}: {flag} trains with {names} only, and is planned so")

@@ -39,7 +39,7 @@ def naming_files(plan: Path, cluster: Path) -> Iterator[None]:
 
 
 def estimate_on(plan: Plan, path: Path, job: Job, machines: Cluster, cluster: Path) -> IterationCost:
-    """Return the predicted iteration of a plan, with a note where it was made for another cluster.
+    """Return the predicted iteration of a plan, with a note where it was made for a different cluster.
 
     Raises:
         HexiError: the plan does not fit the cluster or the job; the message names both files.
@@ -50,8 +50,8 @@ def estimate_on(plan: Plan, path: Path, job: Job, machines: Cluster, cluster: Pa
     if made and made.cluster_digest not in (None, cluster_digest(machines)):
         known = "" if made.cluster is None else f" ({made.cluster})"
         say(
-            f"note: {path} was made for another cluster{known} than {cluster}; to train there make a plan "
-            f"for it: hexi plan {cluster}"
+            f"note: {path} was made for a different cluster{known} than {cluster}; to train there make a "
+            f"plan for it: hexi plan {cluster}"
         )
     return cost
 

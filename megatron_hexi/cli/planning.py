@@ -211,8 +211,8 @@ def simulate(
         Path | None,
         typer.Option(
             metavar="SCENARIO.yaml",
-            help="Simulate hours or days of throttled GPUs, congested links and lost nodes: goodput of the "
-            "plan kept, re-planned, and of the best plan at every time.",
+            help="Simulate hours or days of throttled GPUs, congested links and node failures: goodput "
+            "of the plan kept, re-planned, and of the best plan at every time.",
         ),
     ] = None,
     as_json: AsJson = False,

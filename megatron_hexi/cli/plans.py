@@ -139,7 +139,7 @@ def proportion(
     ] = None,
     tensor_parallel: Annotated[int, _number("tensor_parallel", "Ranks of a tensor-parallel unit.")] = 1,
     value_dim: Annotated[
-        int | None, _number("value_dim", "Size of one head's values, where another (multi-latent attention).")
+        int | None, _number("value_dim", "Size of one head's values, if it differs (multi-latent attention).")
     ] = None,
     window: Annotated[int, _number("window", "Prefetch depth of keys and values, in steps.")] = 1,
 ) -> None:

@@ -122,7 +122,7 @@ class _Translation:
                     self._unread.append(".".join(place))
             elif value != SCRIPT_VALUES.get(field, model_defaults().get(field, False)):
                 self._refuse(
-                    place, "Megatron's command line cannot say it", "remove it, or give another model"
+                    place, "Megatron's command line cannot say it", "remove it, or choose another model"
                 )
 
     def _object(self, place: Place, value: Mapping[str, Any]) -> None:
@@ -164,7 +164,7 @@ class _Translation:
             )
         spec = _target(model.get("transformer_layer_spec"))
         if spec is not None and spec not in LAYER_SPECS:
-            self._refuse(("model", "transformer_layer_spec"), "layers of its own", "give another model")
+            self._refuse(("model", "transformer_layer_spec"), "layers of its own", "choose another model")
         self._activation(model)
         heads, groups = model.get("num_attention_heads"), model.get("num_query_groups")
         if groups is not None and groups != heads:

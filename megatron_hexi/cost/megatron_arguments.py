@@ -260,7 +260,7 @@ def model_flags(model: Model, seq_length: int) -> list[str]:
     }
     for what, has in lacking.items():
         if has:
-            raise NoFlagError(f"model {model.name}: Megatron has no flags for {what}; give another model")
+            raise NoFlagError(f"model {model.name}: Megatron has no flags for {what}; choose another model")
     sizes = {
         "--num-layers": model.layers,
         "--hidden-size": model.hidden_size,

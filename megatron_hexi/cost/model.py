@@ -138,7 +138,7 @@ class Model:
         if self.latent is not None and self.kv_heads != self.heads:
             raise HexiError(
                 f"model {self.name}: kv_heads = {self.kv_heads}: in latent attention each of the "
-                f"{self.heads} heads has a key; give {self.heads}"
+                f"{self.heads} heads has a key; kv_heads must be {self.heads}"
             )
         if self.latent is not None and self.latent.rotary_dim >= self.head_dim:
             raise HexiError(

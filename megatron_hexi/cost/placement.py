@@ -142,7 +142,7 @@ def _refuse_split(cluster: Cluster, ranks: Ints, gpus: Ints) -> None:
     ends = f"{cluster.rank_name(int(gpus[0]))} to {cluster.rank_name(int(gpus[-1]))}"
     raise ClusterError(
         f"cluster {cluster.name}: a tensor-parallel unit of {len(gpus)} has ranks {ranks.tolist()}, which "
-        f"are {ends}, on two nodes; give it ranks of one node, or a tensor_parallel that divides each node's "
+        f"span two nodes ({ends}); give it ranks of one node, or a tensor_parallel that divides each node's "
         "GPUs"
     )
 

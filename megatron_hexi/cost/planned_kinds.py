@@ -18,7 +18,7 @@ def refuse_unplanned(model: Model) -> None:
     if model.window is not None and model.window.in_chunks:
         raise HexiError(
             f"model {model.name}: attention in chunks is not supported: its time and memory are not "
-            "modelled; plan with hexi proportion, which asks for no model"
+            "modelled; use hexi proportion, which needs no model"
         )
 
 

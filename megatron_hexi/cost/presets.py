@@ -87,7 +87,7 @@ def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
         preset = name.lower()
         if preset in preset_problems():
             raise NoFlagError(
-                f"{name}: Megatron has no flags for {preset_problems()[preset]}; give another model"
+                f"{name}: Megatron has no flags for {preset_problems()[preset]}; choose another model"
             )
         return list(preset_constants()[preset])
     path, text = found
@@ -152,7 +152,7 @@ def _source(name: str) -> tuple[Path, str] | None:
         recipe = recipes().get(name.lower())
         return (Path(recipe.name), recipe.text) if recipe else None
     if not os.path.exists(path):
-        raise HexiError(f"model {short(name)} is no preset, recipe or file; {_hint(name)}")
+        raise HexiError(f"unknown model {short(name)}: it is no preset, recipe or file; {_hint(name)}")
     return path, read_text(path, MAX_BYTES)
 
 

@@ -29,12 +29,12 @@ def unit_rates(plan: Plan, job: Job, cluster: Cluster) -> UnitRates:
 
     Raises:
         PlanError: the plan gives stages their layers, the job has several pipeline stages, or layers have a
-            state, whose heads are the plan's in every batch.
+            state, whose heads cannot move between batches.
     """
     if any(kind.state is not None for kind in job.model.kinds):
         raise PlanError(
-            f"--batch-shares: {job.model.name} has layers with a state, whose heads are the plan's in every "
-            "batch; leave it out"
+            f"--batch-shares: {job.model.name} has Mamba layers or delta nets, whose heads cannot move "
+            "between batches; leave it out"
         )
     if domain_rows(plan)[0].layers is not None or job.pipeline_parallel > 1:
         raise PlanError(

@@ -138,7 +138,7 @@ def _fused_kernels(facts: Facts) -> Iterator[Problem]:
         remedy = "pip install triton, of the version that this torch names"
     yield Problem(
         "warning",
-        f"{facts.triton_lacks}: copies and sums beside attention run in plain torch, in more launches",
+        f"{facts.triton_lacks}: copies and sums around attention run in plain torch, in more launches",
         remedy,
     )
 

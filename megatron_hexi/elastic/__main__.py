@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(flag, help=text, **shown, **more)
 
     add("--nnodes", _NODES, "the fewest and the most nodes that train")
-    add("--nproc-per-node", _whole(1, 1024), "ranks of this node, one a GPU", dest="ranks")
+    add("--nproc-per-node", _whole(1, 1024), "ranks of this node, one per GPU", dest="ranks")
     add("--nodes", _PATH, "HOSTS.nodes of hexi place: a host's --node, --nproc-per-node and --spare")
     add("--spare", None, "wait, with Megatron imported, until fewer than MAX nodes are left")
     store = "the job's store, which the first node on HOST serves unless --keep-store does"
@@ -179,7 +179,7 @@ def _this_node(path: Path) -> tuple[str, int, bool]:
 
 
 def _check_spare(options: argparse.Namespace) -> None:
-    """Refuse a spare that the job could not use, which would show in no earlier round than a loss's."""
+    """Refuse a spare that the job could not use, which would show only in the round after a node failure."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--hexi-cluster")
     path = parser.parse_known_args(options.words)[0].hexi_cluster

@@ -59,7 +59,7 @@ class Mamba(State):
         if self.conv_width != State.conv_width:
             raise NoFlagError(
                 f"model {model.name}: Megatron's Mamba has a convolution of {State.conv_width} taps, and "
-                f"no flag for {self.conv_width}; give another model"
+                f"no flag for {self.conv_width}; choose another model"
             )
         return super().flags(model)
 

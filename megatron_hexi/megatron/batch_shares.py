@@ -40,7 +40,9 @@ def check_batch_shares(args: Namespace, plan: Plan | None) -> None:
         )
     remedy = "make a plan with --pipeline-model-parallel-size 1, or leave it out"
     if args.pipeline_model_parallel_size > 1:
-        raise HexiError(f"{_FLAG}: pipeline stages send the same rows in every batch; {remedy}")
+        raise HexiError(
+            f"{_FLAG}: does not work with pipeline stages, which send the same rows in every batch; {remedy}"
+        )
     refuse_stages(plan, f"{_FLAG}: {args.hexi_plan}", "which send the same rows in every batch", remedy)
     if in_round():
         raise HexiError(

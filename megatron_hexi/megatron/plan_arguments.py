@@ -36,7 +36,9 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
     """
     set_given_plan(None)
     if in_round() and args.hexi_plan is None:
-        raise HexiError("megatron_hexi.elastic: plans anew after a loss; give --hexi-plan plan.yaml too")
+        raise HexiError(
+            "megatron_hexi.elastic: re-plans after a node failure; give --hexi-plan plan.yaml to begin with"
+        )
     if args.hexi_plan is None:
         if args.hexi_kernel != "auto":
             raise HexiError(

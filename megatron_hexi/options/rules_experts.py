@@ -77,7 +77,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Supported(
             "--moe-router-load-balancing-type global_aux_loss",
             _STAGES + "test_experts_train_as_on_one_rank[uneven-global-long]",
-            "with one replica in 1F1B",
+            "supported only with one replica in 1F1B",
         ),
         Supported(
             "--moe-grouped-gemm",

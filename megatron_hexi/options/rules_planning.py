@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_hexi.options.kinds import Refused, Supported, before_planning
 
-_BY_HAND = "plan with hexi proportion, which asks for no model"
+_BY_HAND = "use hexi proportion, which needs no model"
 _LEAVE = "leave it out"
 
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
@@ -25,7 +25,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Refused(
             "--recompute-modules",
             lambda args: args.recompute_modules not in (None, ["core_attn"]),
-            "of a layer in part, core attention alone is counted",
+            "of parts of a layer, the memory model covers core_attn only",
             "leave it out, or give core_attn",
             "any but core_attn",
             beside="planned",
@@ -46,6 +46,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             _LEAVE,
             beside="planned",
         ),
-        before_planning("--step-batch-size-schedule", "an iteration is planned with one batch", _BY_HAND),
+        before_planning("--step-batch-size-schedule", "the planner assumes one batch size", _BY_HAND),
     ),
 }

@@ -76,7 +76,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Refused(
             "--mtp-num-layers",
             lambda args: bool(args.mtp_num_layers),
-            "Megatron holds and numbers these layers otherwise before 0.19",
+            "Megatron holds and numbers these layers differently before 0.19",
             "install megatron-core 0.19, or train without it",
             beside="stages",
             versions="<0.19",

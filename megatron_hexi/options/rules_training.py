@@ -117,7 +117,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Refused(
             "--num-experts",
             lambda args: bool(hybrid_layers(args)) and ("E" in hybrid_layers(args)) != bool(args.num_experts),
-            "the layers with experts of a hybrid model are the letters E of --hybrid-layer-pattern",
+            "the layers with experts of a hybrid model are marked E in --hybrid-layer-pattern",
             "give both, or neither",
             "with a --hybrid-layer-pattern without E, or left out with E",
         ),

@@ -52,7 +52,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
-            raise HexiError(f"--precision {self.precision[:40]}: is not known; give {', '.join(PRECISIONS)}")
+            raise HexiError(
+                f"--precision {self.precision[:40]}: unknown precision; give {', '.join(PRECISIONS)}"
+            )
         for name, value, most in (
             ("hidden_size", self.hidden_size, 2**17),
             ("local_heads", self.heads, 2**10),

@@ -75,7 +75,7 @@ def device_report(device: Device) -> RenderableType:
     if device.host is not None:
         host = device.host
         facts.append(
-            f"host memory: about {host.usable_gib:g} GiB a GPU, {host.bandwidth_gb_s:g} GB/s a direction "
+            f"host memory: about {host.usable_gib:g} GiB per GPU, {host.bandwidth_gb_s:g} GB/s per direction "
             f"({'estimate: ' if host.estimate else ''}{host.source})"
         )
     if device.note:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # brings the solver, which a report does not need
 OURS = "hexi"
 
 _CAPTION = (
-    "tokens/s, predicted; TFLOP/s: of the model, a GPU; uniform: against the fastest of the layouts that "
+    "tokens/s, predicted; TFLOP/s: of the model, per GPU; uniform: against the fastest of the layouts that "
     "give every GPU the same; ceiling: all GPUs at their best rates, no communication"
 )
 
@@ -164,7 +164,7 @@ def comparison_report(planned: Planned, cluster: Cluster) -> Report:
 def comparison_table(comparison: Comparison) -> Table:
     """Return a table with a line for each result."""
     table = Table(caption=_CAPTION, caption_justify="left")
-    for name in ("", "tokens/s", "a GPU", "TFLOP/s", "MFU", "uniform", "ceiling", "iteration s"):
+    for name in ("", "tokens/s", "per GPU", "TFLOP/s", "MFU", "uniform", "ceiling", "iteration s"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     table.add_column("recompute")
     table.add_column("layout, or why there is none", overflow="fold")

@@ -10,6 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from megatron_hexi.report.comparison import OURS, Comparison, Result, alone_text
+from megatron_hexi.report.estimate import spell_phase
 from megatron_hexi.report.labels import set_title, wrap
 from megatron_hexi.report.time_units import spell_time, time_unit
 
@@ -117,9 +118,7 @@ def _draw_times(axes: Axes, comparison: Comparison) -> None:
     axes.axvline(comparison.lower_bound_s / unit.seconds, color="black", linestyle=":", linewidth=1.2)
     axes.set_xlim(0, 1.15 * longest / unit.seconds)
     axes.set_xlabel(f"{unit.word} of an iteration, along its slowest way")
-    handles = [
-        Patch(color=_COLOURS[name], label=name.replace("_", " ")) for name in _COLOURS if name in shown
-    ]
+    handles = [Patch(color=_COLOURS[name], label=spell_phase(name)) for name in _COLOURS if name in shown]
     axes.legend(
         handles=handles,
         loc="lower left",

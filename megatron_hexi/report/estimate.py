@@ -90,10 +90,10 @@ def spell_seconds(seconds: float) -> str:
 
 
 def spell_throughput(throughput: Throughput) -> str:
-    """Return text such as ``431 a GPU, 412 model TFLOP/s a GPU, MFU 41.6 %``, to follow tokens/s."""
+    """Return text such as ``431 per GPU, 412 model TFLOP/s per GPU, MFU 41.6 %``, to follow tokens/s."""
     words = [
-        f"{throughput.tokens_per_s_per_gpu:,.0f} a GPU",
-        f"{throughput.model_tflops_per_gpu:,.3g} model TFLOP/s a GPU",
+        f"{throughput.tokens_per_s_per_gpu:,.0f} per GPU",
+        f"{throughput.model_tflops_per_gpu:,.3g} model TFLOP/s per GPU",
     ]
     if throughput.mfu is not None:
         words.append(f"MFU {throughput.mfu:.1%}")
@@ -101,7 +101,7 @@ def spell_throughput(throughput: Throughput) -> str:
 
 
 def throughput_cells(throughput: Throughput | None) -> tuple[str, str, str, str]:
-    """Return cells of tokens/s, tokens/s and model TFLOP/s of a GPU, and MFU; ``-`` where unknown."""
+    """Return cells of tokens/s, tokens/s and model TFLOP/s per GPU, and MFU; ``-`` where unknown."""
     if throughput is None:
         return ("-",) * 4
     return (
@@ -112,11 +112,16 @@ def throughput_cells(throughput: Throughput | None) -> tuple[str, str, str, str]
     )
 
 
+def spell_phase(name: str) -> str:
+    """Return a field of `Phases` as users read it."""
+    return {"token": "linear layers", "spread": "GPU variability"}.get(name, name.replace("_", " "))
+
+
 def phases_line(cost: IterationCost) -> str:
     """Return a line with the phases of an iteration, the longest first."""
     shares = {name: seconds / cost.iteration_s for name, seconds in cost.phases.by_name.items()}
     parts = sorted(shares.items(), key=lambda item: -item[1])
-    spelt = [f"{name.replace('_', ' ')} {share:.1%}" for name, share in parts if share >= _LEAST_SHARE]
+    spelt = [f"{spell_phase(name)} {share:.1%}" for name, share in parts if share >= _LEAST_SHARE]
     return "time goes to: " + ", ".join(spelt)
 
 
@@ -131,7 +136,7 @@ def _rank_dict(rank: RankCost) -> dict[str, Any]:
 def _headline(cost: IterationCost) -> str:
     share = cost.tokens_per_s / cost.ceiling_tokens_per_s
     return (
-        f"predicted: {spell_seconds(cost.iteration_s)} s an iteration, {cost.tokens_per_s:,.0f} tokens/s "
+        f"predicted: {spell_seconds(cost.iteration_s)} s per iteration, {cost.tokens_per_s:,.0f} tokens/s "
         f"({spell_throughput(cost.throughput)}; {share:.0%} of the ceiling), "
         f"{spell_seconds(cost.exposed_communication_s)} s of exposed "
         f"communication, ranks idle {cost.idle_share:.1%} of the time"
@@ -146,7 +151,7 @@ def _paces_line(cost: IterationCost) -> str:
 def _table(names: Sequence[str], caption: str) -> Table:
     table = Table(caption=caption, caption_justify="left")
     for name in names:
-        table.add_column(name.replace("_", " "), justify="left" if name in _HEADS else "right")
+        table.add_column(spell_phase(name), justify="left" if name in _HEADS else "right")
     return table
 
 

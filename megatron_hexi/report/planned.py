@@ -133,7 +133,7 @@ def speed_line(planned: Planned, cluster: Cluster) -> str:
     cost, ceiling = planned.cost, cluster_ceiling(planned.job, cluster)
     return (
         f"predicted: {cost.tokens_per_s:,.0f} tokens/s ({spell_throughput(cost.throughput)}), "
-        f"{spell_seconds(cost.iteration_s)} s an iteration: "
+        f"{spell_seconds(cost.iteration_s)} s per iteration: "
         f"{cost.tokens_per_s / ceiling:.1%} of the ceiling of {ceiling:,.0f} tokens/s"
     )
 
@@ -190,7 +190,7 @@ def host_lines(planned: Planned, cluster: Cluster) -> list[str]:
         if host is None or not needed:
             continue
         line = (
-            f"host memory beside {device.name}: {needed:.1f} of {host.usable_gib:,.0f} GiB a GPU are used, "
+            f"host memory beside {device.name}: {needed:.1f} of {host.usable_gib:,.0f} GiB per GPU are used, "
             f"copied at {host.bandwidth_gb_s:g} GB/s"
         )
         if host.estimate:
@@ -228,7 +228,7 @@ def bound_line(planned: Planned) -> str:
     far = f"at most {planned.gap:.1%} longer" if planned.gap > _BEST else "no longer: it is the best"
     return (
         f"lower bound: by the cost model's closed form no layout takes less than "
-        f"{spell_seconds(bound.iteration_s)} s an iteration "
+        f"{spell_seconds(bound.iteration_s)} s per iteration "
         f"({bound.reason.rstrip('.')}); this one takes {far}"
     )
 

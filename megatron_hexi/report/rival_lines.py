@@ -61,13 +61,24 @@ def _rows(planned: Planned, cluster: Cluster) -> list[tuple[str, IterationCost]]
 
 def _table(rows: list[tuple[str, IterationCost]]) -> Table:
     table = Table(
-        caption="TFLOP/s: of the model, a GPU; seconds of an iteration: recomputation is in compute; wires: "
-        "communication not hidden; "
+        caption="TFLOP/s: of the model, per GPU; seconds of an iteration: recomputation is in compute; "
+        "wires: communication not hidden; "
         "GiB: of the fullest GPU, and of all in the mean",
         caption_justify="left",
     )
     for name in (
-        *("layout", "tokens/s", "a GPU", "TFLOP/s", "MFU", "iteration", "compute", "wires", "bubble", "GiB"),
+        *(
+            "layout",
+            "tokens/s",
+            "per GPU",
+            "TFLOP/s",
+            "MFU",
+            "iteration",
+            "compute",
+            "wires",
+            "bubble",
+            "GiB",
+        ),
         *("mean GiB", "idle"),
     ):
         table.add_column(name, justify="left" if name == "layout" else "right")

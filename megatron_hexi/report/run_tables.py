@@ -55,10 +55,10 @@ def _headline(run: Run) -> str:
 
 
 def _throughput_words(measured: RunSpeed, predicted: RunSpeed | None) -> Iterator[tuple[str, str | None]]:
-    """Yield tokens/s and TFLOP/s of a GPU, and MFU, as far as known: measured, and predicted or ``None``."""
+    """Yield tokens/s and TFLOP/s per GPU, and MFU, as far as known: measured, and predicted or ``None``."""
     spells = {
-        "tokens_per_s_per_gpu": "{:,.0f} tokens/s a GPU",
-        "model_tflops_per_gpu": "{:,.3g} model TFLOP/s a GPU",
+        "tokens_per_s_per_gpu": "{:,.0f} tokens/s per GPU",
+        "model_tflops_per_gpu": "{:,.3g} model TFLOP/s per GPU",
         "mfu": "MFU {:.1%}",
     }
     for name, spell in spells.items():

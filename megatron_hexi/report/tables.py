@@ -163,7 +163,7 @@ def _chunks_line(job: JobTerms) -> str:
 def _estimate_line(estimate: Estimate) -> str:
     facts = []
     if estimate.iteration_s is not None:
-        facts.append(f"{estimate.iteration_s:.3f} s an iteration")
+        facts.append(f"{estimate.iteration_s:.3f} s per iteration")
     if estimate.tokens_per_s is not None:
         facts.append(f"{estimate.tokens_per_s:,.0f} tokens/s")
     if estimate.lower_bound_s is not None:

@@ -1,4 +1,4 @@
-"""A job as it stays over losses: terms that the planner may choose anew, and terms that must not change.
+"""A job over node failures: terms that the planner may choose again, and terms that must not change.
 
 The command line is the same in every round, so what it says is fixed, as in a file of arguments for ``hexi
 plan``. Where stages would contradict it, plans have none of their own.
@@ -32,7 +32,7 @@ _CHANGED = ("micro_batch_size", "pipeline_parallel", "virtual_stages", "recomput
 
 @dataclass(frozen=True)
 class LastingJob:
-    """A job that is planned anew when its nodes change.
+    """A job that is re-planned when its nodes change.
 
     Args:
         first: the plan of the job's command line.
@@ -94,7 +94,7 @@ def _chunks(args: Namespace, given: frozenset[str]) -> int:
     """
     by_number, by_layers = CHUNK_FLAGS
     if by_layers in given:
-        raise HexiError(f"{by_layers}: plans for the nodes that are left have other stages; give {by_number}")
+        raise HexiError(f"{by_layers}: plans for the remaining nodes have other stages; give {by_number}")
     return args.num_virtual_stages_per_pipeline_rank if by_number in given else 1
 
 
@@ -127,7 +127,7 @@ def _check_vocabulary(request: Request, step: int, padded: int | None, cluster: 
     if rows % needed:
         flag = "--padded-vocab-size" if padded else "--make-vocab-size-divisible-by"
         raise HexiError(
-            f"{flag} {rows}: plans for the nodes that are left may cut the embedding in {needed}; give a "
+            f"{flag} {rows}: plans for the remaining nodes may cut the embedding in {needed}; give a "
             f"multiple of {needed}"
         )
 

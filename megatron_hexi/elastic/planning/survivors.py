@@ -16,7 +16,7 @@ from megatron_hexi.planner import find_plan, plan_of_whole
 
 @dataclass(frozen=True)
 class Survivors:
-    """The plan that a job continues with after a loss.
+    """The plan that a job continues with after a node failure.
 
     Args:
         plan: plan for the present nodes; `gpus` counts in the whole cluster.
@@ -44,7 +44,7 @@ def survive(
     starts, job = _starts(cluster, present), lasting_job(plan, words, cluster)
     if plan.provenance and plan.provenance.cluster_digest not in (None, cluster_digest(cluster)):
         raise HexiError(
-            f"--hexi-plan was made for another cluster than that of --hexi-cluster, {cluster.name}; "
+            f"--hexi-plan was made for a different cluster than that of --hexi-cluster, {cluster.name}; "
             "give its own file"
         )
     gpus = rank_gpus(plan, job_ranks(plan, job.stages))

@@ -76,7 +76,10 @@ class Copier:
             last = self._board.last()
             ready = last is None or self._board.safe() == last[0]
             if last is not None and not ready and time.monotonic() - self._written_at > _SLOW_S:
-                say(f"iteration {iteration}: no copy, for that of iteration {last[0]} is still on its way")
+                say(
+                    f"iteration {iteration}: in-memory checkpoint skipped, that of iteration {last[0]} "
+                    "is not on two nodes yet"
+                )
                 self._written_at = math.inf  # once
             self._round.set(key, "1" if ready else "")
         return bool(self._round.get(key))

@@ -139,7 +139,7 @@ class RoundSteps:
         if iteration == self._first + 1:
             if self._job.check(["done"]):
                 away = job_time() - json.loads(self._job.get("done"))["at"]
-                say(f"iteration {iteration} has ended, {away:.1f} s after the last one before the restart")
+                say(f"iteration {iteration} has finished, {away:.1f} s after the last one before the restart")
             self._round.set(TRAINING, "")
         self._job.set("done", json.dumps({"iteration": iteration, "at": job_time()}))
 

@@ -43,14 +43,14 @@ _FINISHED, _ROUNDS = "finished", "rounds"
 
 
 def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
-    """Refuse a job that could not go on after a loss.
+    """Refuse a job that could not go on after a node failure.
 
     Raises:
         HexiError: the job cannot go on; the message has the flag and the remedy.
     """
     what = "megatron_hexi.elastic"
     if args.hexi_cluster is None:
-        raise HexiError(f"{what}: plans for the nodes that are left; give --hexi-cluster cluster.yaml too")
+        raise HexiError(f"{what}: re-plans for the remaining nodes; give --hexi-cluster cluster.yaml")
     if args.save is None or not args.save_interval:
         raise HexiError(f"{what}: goes on from checkpoints; give --save FOLDER and --save-interval N")
     if args.ckpt_format != "torch_dist":
@@ -72,8 +72,8 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
             else "the order of samples depends on the number of replicas"
         )
         raise HexiError(
-            f"{what}: --dataloader-type {order}: {reason}, which a loss may change, so that some would come "
-            "twice and others never; give --dataloader-type single"
+            f"{what}: --dataloader-type {order}: {reason}, which a node failure may change, so that some "
+            "would come twice and others never; give --dataloader-type single"
         )
     for flag in ("--finetune", "--ckpt-step"):
         if flag in given:
@@ -90,7 +90,7 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
         )
     if "--context-parallel-size" in given:
         raise HexiError(
-            f"{what}: --context-parallel-size is another one after a loss; leave it out, the plan says it"
+            f"{what}: --context-parallel-size changes after a node failure; leave it out, the plan says it"
         )
 
 

@@ -16,7 +16,7 @@ from megatron_hexi.replan.planning.history import KEPT
 
 
 class StaticRunner(Runner):
-    """A job that keeps its plan, and waits until all of its nodes are back after a loss."""
+    """A job that keeps its plan, and waits until all of its nodes are back after a failure."""
 
     policy = "static"
 
@@ -27,7 +27,7 @@ class StaticRunner(Runner):
 
 
 class ReplanningRunner(Runner):
-    """A job that is re-planned as in training, and restarts with a plan for the other nodes after a loss.
+    """A job that is re-planned as in training, and restarts with a plan for the other nodes after a failure.
 
     When a node returns, the job restarts from a checkpoint to use it, if that saves more than the threshold.
     """

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megatron_hexi.cost import IterationCost
 from megatron_hexi.lab.simulator import Difference, LinkUse, RankTimeline, Simulation
-from megatron_hexi.report.estimate import spell_seconds, spell_throughput
+from megatron_hexi.report.estimate import spell_phase, spell_seconds, spell_throughput
 from megatron_hexi.report.tables import spell_bytes
 
 _RANKS_CAPTION = (
@@ -72,7 +72,7 @@ def differences_table(differences: Sequence[Difference]) -> Table:
     table.columns[-1].justify, table.columns[-1].overflow = "left", "fold"
     for row in differences:
         table.add_row(
-            row.phase.replace("_", " "),
+            spell_phase(row.phase),
             _spell(row.model_s),
             _spell(row.simulated_s),
             f"{row.difference_s / differences[-1].model_s:+.1%}",
@@ -128,7 +128,7 @@ def _spell(seconds: float) -> str:
 def _headline(simulation: Simulation, cost: IterationCost) -> str:
     apart = simulation.iteration_s / cost.iteration_s - 1
     return (
-        f"simulated: {spell_seconds(simulation.iteration_s)} s an iteration ({apart:+.1%} against the cost "
+        f"simulated: {spell_seconds(simulation.iteration_s)} s per iteration ({apart:+.1%} against the cost "
         f"model), {simulation.tokens_per_s:,.0f} tokens/s "
         f"({spell_throughput(cost.throughput.at(simulation.tokens_per_s))}), "
         f"{spell_seconds(simulation.exposed_communication_s)} s of exposed communication, "

@@ -229,7 +229,7 @@ class Replanner:
         numbers = (
             f"relative speeds {speeds or 'not known'}; "
             f"{'changed: rank ' + ', '.join(map(str, answer['changed'])) + '; ' if answer['changed'] else ''}"
-            f"predicted {answer['present_s']:.4g} s an iteration, with another cut {answer['best_s']:.4g} s "
+            f"predicted {answer['present_s']:.4g} s per iteration, with another cut {answer['best_s']:.4g} s "
             f"(gain {answer['gain']:.1%})"
         )
         if answer.get("restart"):

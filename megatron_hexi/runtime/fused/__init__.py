@@ -28,7 +28,7 @@ def has_triton() -> bool:
     lacks = triton_lacks()
     if lacks:
         warnings.warn(
-            f"{lacks}: copies and sums beside attention run in plain torch, with more launches; hexi doctor "
+            f"{lacks}: copies and sums around attention run in plain torch, with more launches; hexi doctor "
             "says what to install",
             stacklevel=2,
         )

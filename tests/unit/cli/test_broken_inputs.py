@@ -92,7 +92,10 @@ CLUSTERS = {
 
 #: Options of `hexi plan` and `hexi compare` on a good cluster, and a part of what is said of them.
 OPTIONS = {
-    "an unknown model": ("--model gpt-8b", "model 'gpt-8b' is no preset, recipe or file; did you mean"),
+    "an unknown model": (
+        "--model gpt-8b",
+        "unknown model 'gpt-8b': it is no preset, recipe or file; did you mean",
+    ),
     "a model file that is a plan": ("--model plan.yaml", "plan.yaml"),
     "a config without keys": ("--model config.json", "config.json: num_hidden_layers is missing"),
     "a config with 0 heads": (
@@ -199,7 +202,7 @@ REPLAYS = {
         "plan.yaml --cluster cluster.yaml --model gpt-3b",
         "workload.head_dim: the plan is for",
     ),
-    "a unit on two nodes": ("wide.yaml --cluster odd.yaml", "on two nodes"),
+    "a unit on two nodes": ("wide.yaml --cluster odd.yaml", "span two nodes"),
     "another batch": ("plan.yaml --cluster cluster.yaml --micro-batch-size 5", "--global-batch-size 8"),
 }
 

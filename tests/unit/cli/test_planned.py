@@ -111,7 +111,7 @@ def test_a_spare_is_left_out_of_a_plan_for_the_whole_cluster(hexi):
         f"# spare {first}: waits" in hexi("plan", "cluster.yaml", *JOB, "--spare", first, "-o", "p.yaml").out
     )
     checked = hexi("validate", "plan.yaml", "--cluster", "cluster.yaml", "--recompute-granularity", "full")
-    assert (checked.code, "another cluster" in checked.err) == (0, False)
+    assert (checked.code, "different cluster" in checked.err) == (0, False)
     for wrong, why in ((["h9"], "names no node"), ([node.name for node in nodes], "leaves no node")):
         spares = [word for name in wrong for word in ("--spare", name)]
         code, _, err = hexi("plan", "cluster.yaml", *JOB, *spares, "-o", "other.yaml")

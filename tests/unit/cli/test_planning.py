@@ -67,7 +67,7 @@ def test_plan_as_json_is_one_document(hexi, asked):
 @pytest.mark.parametrize("command", ["plan", "compare"])
 def test_a_batch_that_nobody_gave_is_noted_with_what_to_type(hexi, asked, command):
     out = ("-o", "plan.yaml") if command == "plan" else ()
-    note = "note: --global-batch-size is not given: planned for 8 sequences an iteration"
+    note = "note: --global-batch-size is not given: planned for 8 sequences per iteration"
     said = " ".join(hexi(command, "cluster.yaml", *JOB, *out).out.split())
     assert note in said
     assert "such as --global-batch-size 64" in said

@@ -180,7 +180,7 @@ def test_a_unit_waits_for_its_slowest_gpu_whichever_it_is(slow):
 def test_a_unit_on_two_nodes_is_refused():
     job = tiny_job(tensor_parallel=2)
     plan = proportional_plan(job.workload(), [even(1, 2)])
-    said = "a tensor-parallel unit of 2 has ranks [0, 1], which are a-0/0 to b-0/0, on two nodes"
+    said = "a tensor-parallel unit of 2 has ranks [0, 1], which span two nodes (a-0/0 to b-0/0)"
     with pytest.raises(ClusterError, match=re.escape(said)):
         estimate(plan, job, cluster([("a", "PLAIN", 1), ("b", "PLAIN", 3)]))
 

@@ -290,7 +290,7 @@ def test_domains_share_samples():
 def test_what_does_not_fit_the_plan_is_refused():
     job = tiny_job(model=DEEP)
     plan = plan_of(job, (1, [((0, 3), [whole(0, 1)]), ((3, 4), [whole(2)])]))
-    said = "tensor-parallel unit of 2 has ranks [0, 1], which are a-0/0 to b-0/0, on two nodes; give it ranks"
+    said = "tensor-parallel unit of 2 has ranks [0, 1], which span two nodes (a-0/0 to b-0/0); give it ranks"
     with pytest.raises(ClusterError, match=re.escape(said)):
         estimate(plan, job, cluster([("a", "PLAIN", 1), ("b", "PLAIN", 2)]))
     with pytest.raises(ClusterError, match=re.escape("has 2 GPUs, the plan is for 3 (3 ranks)")):

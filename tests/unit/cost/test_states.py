@@ -217,7 +217,9 @@ def test_no_plan_is_faster_than_bounds_say(model, weights, mode, micro_batches):
 def test_shares_that_change_from_batch_to_batch_are_refused():
     job = tiny_job(model=MIXED, micro_batch_size=1)
     known = cluster([("a", "PLAIN", 2)])
-    with pytest.raises(PlanError, match="has layers with a state, whose heads are the plan's in every batch"):
+    with pytest.raises(
+        PlanError, match="has Mamba layers or delta nets, whose heads cannot move between batches"
+    ):
         unit_rates(whole_group(job, [1, 1]), job, known)
 
 

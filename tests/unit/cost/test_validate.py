@@ -62,7 +62,9 @@ def test_time_and_memory_are_printed(hexi, plan_of, cluster):
     code, out, err = hexi(plan, "--cluster", cluster, *ARGUMENTS)
     assert (code, err) == (0, "")
     assert out.startswith(f"{plan}: a valid plan for 8 ranks\n")
-    assert re.search(r"predicted: [\d.]+ s an iteration, [\d,]+ tokens/s \([\d,]+ a GPU, .*MFU [\d.]+%", out)
+    assert re.search(
+        r"predicted: [\d.]+ s per iteration, [\d,]+ tokens/s \([\d,]+ per GPU, .*MFU [\d.]+%", out
+    )
     assert re.search(r"\d+% of the ceiling", out)
     for word in ("exposed", "attention", "weights", "usable", "h100-0/0", "a100-0/0"):
         assert word in out
@@ -148,6 +150,7 @@ def test_another_cluster_than_the_plan_s_is_said(hexi, plan_of, cluster):
         code, _, err = hexi(plan, "--cluster", cluster, *ARGUMENTS)
         assert code == 0
         note = (
-            f"note: {plan} was made for another cluster (mixed-8) than {cluster}; to train there make a plan"
+            f"note: {plan} was made for a different cluster (mixed-8) than {cluster}; to train there "
+            "make a plan"
         )
         assert (note in err) is said

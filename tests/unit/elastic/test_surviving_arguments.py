@@ -45,7 +45,7 @@ def test_a_job_that_can_go_on_is_taken():
         ({"dataloader_type": "external"}, set(), "--dataloader-type external: the script's .* single"),
         ({}, {"--finetune"}, "--finetune would undo"),
         ({}, {"--ckpt-step"}, "--ckpt-step would undo"),
-        ({}, {"--context-parallel-size"}, "--context-parallel-size is another one after a loss"),
+        ({}, {"--context-parallel-size"}, "--context-parallel-size changes after a node failure"),
         ({"num_experts": 4}, set(), "leaves experts to --expert-model-parallel-size"),
         ({"load": "other"}, {"--load"}, "--load other is not --save checkpoints"),
     ],

@@ -33,7 +33,11 @@ def test_documents_under_a_plan_with_rates_pass():
     [
         ({}, None, "give --hexi-plan too"),
         ({"dataloader_inter_document_masking": False}, RATED, "give --dataloader-inter-document-masking"),
-        ({"pipeline_model_parallel_size": 2}, RATED, "pipeline stages send the same rows"),
+        (
+            {"pipeline_model_parallel_size": 2},
+            RATED,
+            "does not work with pipeline stages, which send the same rows",
+        ),
         ({}, STAGES, "stages with layers of their own, which send the same rows"),
         ({}, TWO, "make it with hexi plan --batch-shares"),
         ({"num_experts": 4}, RATED, "does not work with --num-experts"),

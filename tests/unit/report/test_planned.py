@@ -328,7 +328,7 @@ def test_host_memory_that_nobody_measured_is_said_to_be_assumed_with_its_size():
     planned: Any = SimpleNamespace(cost=SimpleNamespace(ranks=ranks))
     (line,) = host_lines(planned, known)
     host = known.ranks[0].device.host
-    assert line.startswith("note: host memory beside H100-SXM-80GB: 61.3 of 200 GiB a GPU are used")
+    assert line.startswith("note: host memory beside H100-SXM-80GB: 61.3 of 200 GiB per GPU are used")
     assert host.estimate
     assert "both are assumed: say under host: in the cluster file what is there" in line
 

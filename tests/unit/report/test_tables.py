@@ -111,7 +111,7 @@ def test_estimate_and_provenance_are_shown_where_given():
         provenance=Provenance(planner="exact", seed=0),
     )
     text = text_of(told)
-    assert "estimate: 1.250 s an iteration, 26,214 tokens/s" in text
+    assert "estimate: 1.250 s per iteration, 26,214 tokens/s" in text
     assert any("ring" in line and "17,000" in line and "1.54x" in line for line in text.splitlines())
     assert "made: by exact, seed 0" in text
 
