@@ -250,7 +250,6 @@ HOLDERS = {
     "one-rank": 1,
     **dict.fromkeys(("replicas", "samples", "slices", "ministages", "offload", "dealt")),
 }
-CHECKPOINTS_IN_CI = {("samples", "slices")}
 OPTIMIZERS = {
     "fp32": (),
     "bf16-distributed": ("--bf16", "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"),
@@ -283,15 +282,11 @@ def trainings(forks, references, tmp_path_factory):
     return train
 
 
+@pytest.mark.slow  # always: `test_checkpoint_chains.py` compares what is loaded bit by bit
 @pytest.mark.parametrize(
     ("saver", "loader", "kind"),
     [
-        pytest.param(
-            *pair,
-            kind,
-            id="-to-".join(pair) + f"-{kind}",
-            marks=() if pair in CHECKPOINTS_IN_CI and kind == "fp32" else pytest.mark.slow,
-        )
+        pytest.param(*pair, kind, id="-to-".join(pair) + f"-{kind}")
         for pair in ((saver, loader) for saver in HOLDERS for loader in HOLDERS if saver != loader)
         for kind in OPTIMIZERS
     ],
