@@ -86,7 +86,7 @@ def _layout(
     ministages = layers if way.in_ministages else None
     stages = tuple(
         replace(
-            Stage(_domains(job, number, units, way), (number * layers, (number + 1) * layers)),
+            Stage(_domains(job, number, units, way), layers=(number * layers, (number + 1) * layers)),
             ministages=ministages,
             offload=way.offload,
         )

@@ -39,7 +39,7 @@ def hexiscale_plan(
     for pipeline in pipelines:
         ends = list(itertools.accumulate([0, *(layers for _, layers in pipeline)]))
         stages = (
-            Stage((_domain(job, ranks, unit),), layers, recompute="full")
+            Stage((_domain(job, ranks, unit),), layers=layers, recompute="full")
             for (unit, _), layers in zip(pipeline, itertools.pairwise(ends), strict=True)
         )
         replicas.append(Replica(tuple(stages), job.global_batch_size // size // len(pipelines)))
@@ -76,7 +76,7 @@ def zorse_plan(cluster: Cluster, job: Job, choice: zorse.Choice) -> Candidate:
         if len(domains) == 1:
             domains = [replace(domains[0], micro_batches=None)]
         domains.sort(key=lambda domain: domain.members[0].lead)
-        stages.append(Stage(tuple(domains), layers, "full", ministages=parts))
+        stages.append(Stage(tuple(domains), layers=layers, recompute="full", ministages=parts))
     found = []
     for offload in _OFFLOADS:
         whole = tuple(replace(stage, offload=offload) for stage in stages)

@@ -18,7 +18,7 @@ Terms:
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -172,6 +172,7 @@ class Stage:
     """
 
     domains: tuple[Domain, ...]
+    _: KW_ONLY  # so a new field changes no call
     layers: Range | None = None
     recompute: Recompute | None = None
     exchange: Exchange | None = None

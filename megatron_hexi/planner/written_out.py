@@ -22,7 +22,9 @@ def written_out(plan: Plan, job: Job, counts: Sequence[int] | None = None) -> tu
     stages: list[list[Stage]] = [[] for _ in plan.replicas]
     for row in domain_rows(plan, job.micro_batch_size, job.pipeline_parallel, job.model.layers):
         domain = _from_rank(row.domain, row.first_rank)
-        stages[row.replica].append(Stage((domain,), row.layers, job.recompute, row.exchange))
+        stages[row.replica].append(
+            Stage((domain,), layers=row.layers, recompute=job.recompute, exchange=row.exchange)
+        )
     taken = [replica.micro_batches for replica in plan.replicas] if counts is None else counts
     replicas = tuple(Replica(tuple(own), count) for own, count in zip(stages, taken, strict=True))
     return replace(plan, replicas=replicas), replace(job, pipeline_parallel=1, recompute="none")

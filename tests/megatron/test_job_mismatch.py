@@ -85,7 +85,7 @@ def test_chunks_that_contradict_the_command_line(take, words, says):
 def test_the_first_and_the_last_rank_of_a_job_have_places_that_megatron_asks_of_them(take, ranks, says):
     workload = replace(WORKLOAD, layers=3)
     domains = [proportional_domain(workload, [[1]], first_unit=rank) for rank in ranks]
-    stages = tuple(Stage((domain,), (layer, layer + 1)) for layer, domain in enumerate(domains))
+    stages = tuple(Stage((domain,), layers=(layer, layer + 1)) for layer, domain in enumerate(domains))
     with pytest.raises(PlanError) as refused:
         take(Plan(workload, (Replica(stages),)), "--num-layers", "3", ranks=3)
     assert says in str(refused.value)

@@ -66,7 +66,8 @@ def stage_plan(random, workload, micro_batch_size, ranks, most_replicas=3, micro
             Replica(
                 tuple(
                     Stage(
-                        _domains(random, workload, micro_batch_size, [next(unused) for _ in range(size)]), own
+                        _domains(random, workload, micro_batch_size, [next(unused) for _ in range(size)]),
+                        layers=own,
                     )
                     for size, own in zip(stages, layers, strict=True)
                 ),

@@ -52,13 +52,20 @@ def whole(*ranks, samples=None, state=1, seq_length=4096, heads=4):
     return Domain((Group(((0, seq_length),), (member,)),), samples)
 
 
+#: What stages say besides layers and domains, in order.
+_FURTHER = ("recompute", "exchange", "ministages", "offload")
+
+
 def plan_of(job, *replicas, terms=None):
     """Replicas given as (micro-batches, stages), the stages as (layers, domains) and what else they say."""
     plan = Plan(
         job.workload(),
         tuple(
             Replica(
-                tuple(Stage(tuple(domains), layers, *more) for layers, domains, *more in stages),
+                tuple(
+                    Stage(tuple(domains), layers=layers, **dict(zip(_FURTHER, more, strict=False)))
+                    for layers, domains, *more in stages
+                ),
                 micro_batches,
             )
             for micro_batches, stages in replicas

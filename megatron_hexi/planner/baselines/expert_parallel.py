@@ -198,7 +198,7 @@ def equal_plan(flags: ExpertFlags, job: Job, gpus: int) -> Plan:
             domains = _domains(flags, job, begin)
             alone = [Replica((Stage((domain,)),)) for domain in domains]
             exchange = Exchange(_WINDOW, worthwhile_parts(alone))
-            stages.append(Stage(domains, layers, job.recompute, exchange))
+            stages.append(Stage(domains, layers=layers, recompute=job.recompute, exchange=exchange))
         share = job.global_batch_size // job.micro_batch_size * per_replica // per_stage
         replicas.append(Replica(tuple(stages), share))
     workload = replace(with_experts(job.workload(), job), tensor_parallel=flags.tensor)

@@ -202,7 +202,9 @@ class StagedJudge:
         ):
             stages, first = [], 0
             for stage, number, mode in zip(pipeline, layers, again, strict=True):
-                stages.append(Stage(self._domains(stage, rank), (first, first + number), mode))
+                stages.append(
+                    Stage(self._domains(stage, rank), layers=(first, first + number), recompute=mode)
+                )
                 first += number
             replicas.append(Replica(tuple(stages), count))
         widths = {len(unit) for pipeline in pipelines for stage in pipeline for unit in stage.units}

@@ -200,7 +200,7 @@ class UnevenLayers:
                     parts.append(A2AGroup(members, tuple(tokens[place] for place in places), heads))
                 ranks = {number[unit]: tuple(rank[gpu] for gpu in unit) for unit in replica_units}
                 domain = build_domain(fleet, Layout(tuple(parts), 1), ranks, gpus)
-                stages.append(Stage((domain,), (first, first + layers), job.recompute))
+                stages.append(Stage((domain,), layers=(first, first + layers), recompute=job.recompute))
                 first += layers
             replicas.append(Replica(tuple(stages), self._micro_batches // choice.replicas))
         everything = gpus == list(range(len(self._cluster.ranks)))

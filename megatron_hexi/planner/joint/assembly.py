@@ -238,7 +238,9 @@ class Assembly:
                 alone = Replica((PlanStage((domain,)),))
                 layers = first, first + stage.layers
                 exchange = Exchange(trial.window, worthwhile_parts([alone]))
-                stages.append(PlanStage((domain,), layers, stage.recompute, exchange))
+                stages.append(
+                    PlanStage((domain,), layers=layers, recompute=stage.recompute, exchange=exchange)
+                )
                 first += stage.layers
             replicas.append(Replica(tuple(stages), count))
         widths = {stage.shape.width for pipe in pipes for stage in pipe.stages}

@@ -58,7 +58,7 @@ def one_stage(model, tokens, held, layers=None):
         Group(own, (Member((rank,), count, heads, experts=(range_,)),))
         for rank, (own, count, range_) in enumerate(zip(segments, tokens, held, strict=True))
     )
-    stage = Stage((Domain(groups),), layers or (0, model.layers), exchange=Exchange(1, 1))
+    stage = Stage((Domain(groups),), layers=layers or (0, model.layers), exchange=Exchange(1, 1))
     return Plan(workload(model, sum(tokens)), (Replica((stage,)),))
 
 

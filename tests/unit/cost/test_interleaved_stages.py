@@ -109,7 +109,7 @@ def plan_of(job, stages, **replica):
     for number, (layers, ministages) in enumerate(stages):
         member = Member((number,), job.seq_length, (0, job.model.heads))
         domain = Domain((Group(((0, job.seq_length),), (member,)),))
-        found.append(Stage((domain,), (first, first + layers), ministages=ministages))
+        found.append(Stage((domain,), layers=(first, first + layers), ministages=ministages))
         first += layers
     workload = dataclasses.replace(job.workload(), layers=first)
     return Plan(workload, (Replica(tuple(found), **replica),))

@@ -47,7 +47,7 @@ def staged(job, cuts, recompute=None):
             for group in domain.groups
         )
         domain = dataclasses.replace(domain, groups=groups)
-        stages.append(Stage((domain,), layers, recompute or "none", Exchange(1, 1)))
+        stages.append(Stage((domain,), layers=layers, recompute=recompute or "none", exchange=Exchange(1, 1)))
     return Plan(job.workload(), (Replica(tuple(stages), job.global_batch_size),))
 
 

@@ -32,7 +32,9 @@ def timed(windows, stages, **replica):
     for number, (layers, ministages, recompute) in enumerate(stages):
         member = Member((number,), job.seq_length, (0, model.heads))
         domain = Domain((Group(((0, job.seq_length),), (member,)),))
-        found.append(Stage((domain,), (first, first + layers), recompute, ministages=ministages))
+        found.append(
+            Stage((domain,), layers=(first, first + layers), recompute=recompute, ministages=ministages)
+        )
         first += layers
     workload = dataclasses.replace(job.workload(), layers=len(windows))
     plan = Plan(workload, (Replica(tuple(found), **replica),))

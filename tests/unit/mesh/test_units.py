@@ -119,7 +119,7 @@ def test_loss_ranks_hold_each_token_of_each_sample_once(mesh):
 def test_ranks_that_process_groups_would_number_otherwise_are_refused(units, says):
     group = Group(((0, 8),), tuple(Member(unit, 4, (i, i + 1)) for i, unit in enumerate(units)))
     alone = Group(((0, 8),), (Member((4,), 8, (0, 4)),))
-    stages = (Stage((Domain((group,)),), (0, 1)), Stage((Domain((alone,)),), (1, 2)))
+    stages = (Stage((Domain((group,)),), layers=(0, 1)), Stage((Domain((alone,)),), layers=(1, 2)))
     with pytest.raises(PlanError) as refused:
         job_plan(Workload(8, 4, 4, 4, layers=2), [Replica(stages)], micro_batch_size=1)
     assert says in str(refused.value)

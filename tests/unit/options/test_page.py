@@ -34,7 +34,7 @@ def test_every_option_and_combination_names_a_test_that_exists(request):
 def collect(python: Path, files: set[str]) -> set[str]:
     """Names of the tests in some files, where this run was given others."""
     command = [str(python), "-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", *sorted(files)]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=250, check=True)
     return set(result.stdout.splitlines())
 
 

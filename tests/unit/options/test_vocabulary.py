@@ -21,7 +21,7 @@ def plan_of(widths: list[int], repeated: bool) -> Plan:
     for layer, width in enumerate(widths):
         ranks = tuple(range(first, first + width))
         group = Group(((0, 64),), (Member(ranks, 64, (0, 8 // width)),))
-        stages.append(Stage((Domain((group,)),), None if repeated else (layer, layer + 1)))
+        stages.append(Stage((Domain((group,)),), layers=None if repeated else (layer, layer + 1)))
         first += width
     return Plan(workload, (Replica(tuple(stages)),))
 

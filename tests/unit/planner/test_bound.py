@@ -254,7 +254,7 @@ def all_plans(job, kinds):
             rest = iter(chosen)
             yield (
                 tuple(
-                    Replica(tuple(Stage((next(rest),), own) for own in cut), share)
+                    Replica(tuple(Stage((next(rest),), layers=own) for own in cut), share)
                     for cut, share in zip(layers, deal, strict=True)
                 ),
                 tuple(sorted(used)),

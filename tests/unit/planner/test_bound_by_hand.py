@@ -25,7 +25,7 @@ def cost_of(job, known, *stages, recompute="none"):
     """One replica of stages of whole units, given as (layers, ranks)."""
     replica = Replica(
         tuple(
-            Stage((one_group([(ranks, job.seq_length)], job.model.heads // len(ranks)),), layers)
+            Stage((one_group([(ranks, job.seq_length)], job.model.heads // len(ranks)),), layers=layers)
             for layers, ranks in stages
         ),
         job.global_batch_size,
@@ -118,7 +118,7 @@ def interleaved_stages(random):
     batch = random.randint(depth, 2 * depth)
     job = tiny_job(model=model, seq_length=2**16, global_batch_size=batch)
     stages = tuple(
-        Stage((one_group([((rank,), job.seq_length)], model.heads),), layers, ministages=sizes[rank])
+        Stage((one_group([((rank,), job.seq_length)], model.heads),), layers=layers, ministages=sizes[rank])
         for rank, layers in enumerate(itertools.pairwise(ends))
     )
     plan = job_plan(job.workload(), [Replica(stages, batch, "interleaved")], 1)

@@ -94,7 +94,7 @@ def test_thin_borders_have_whole_stages():
 def test_a_stage_that_no_longer_fits_computes_its_layers_again():
     job = dataclasses.replace(JOB, pipeline_parallel=1, global_batch_size=2)
     stages = tuple(
-        Stage((one_group([((rank,), job.seq_length)], job.model.heads),), layers)
+        Stage((one_group([((rank,), job.seq_length)], job.model.heads),), layers=layers)
         for rank, layers in enumerate([(0, 8), (8, 12)])  # the second waits for the first
     )
     plan = job_plan(job.workload(), [Replica(stages, 2)], 1)

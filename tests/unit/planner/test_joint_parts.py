@@ -180,7 +180,8 @@ def test_replicas_with_other_layers_wait_for_each_other_as_in_the_cost_model():
         for own in layers:
             ends = [0, *itertools.accumulate(own)]
             stages = tuple(
-                Stage((one_unit(job, next(rank)),), part, "none") for part in itertools.pairwise(ends)
+                Stage((one_unit(job, next(rank)),), layers=part, recompute="none")
+                for part in itertools.pairwise(ends)
             )
             replicas.append(Replica(stages, 2))
         plan = Plan(job.workload(), tuple(replicas))

@@ -165,7 +165,7 @@ class Exhaustive:
         order = [gpu for stage in stages for gpu in stage]
         rank = {gpu: number for number, gpu in enumerate(order)}
         built = tuple(
-            Stage((self._domain(stage, rank, *way),), own, again)
+            Stage((self._domain(stage, rank, *way),), layers=own, recompute=again)
             for stage, own, way in zip(stages, layers, cut, strict=True)
         )
         widths = {width for width, _ in cut}

@@ -33,7 +33,7 @@ ALONE = replace(
     replicas=(
         Replica(
             tuple(
-                Stage((Domain((Group(((0, 8),), (Member((rank,), 8, (0, 2)),)),)),), (rank, rank + 1))
+                Stage((Domain((Group(((0, 8),), (Member((rank,), 8, (0, 2)),)),)),), layers=(rank, rank + 1))
                 for rank in range(2)
             )
         ),

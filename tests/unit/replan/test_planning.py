@@ -135,7 +135,10 @@ def staged(samples: tuple[int, int], share: int = 2) -> Plan:
         Domain((Group(((0, 4096),), (Member((rank,), 4096, (0, 4)),)),), samples[rank]) for rank in (0, 1)
     ]
     cut = MODEL.layers // 2
-    stages = Stage(tuple(whole), (0, cut), "none"), Stage((Domain((half,)),), (cut, MODEL.layers), "none")
+    stages = (
+        Stage(tuple(whole), layers=(0, cut), recompute="none"),
+        Stage((Domain((half,)),), layers=(cut, MODEL.layers), recompute="none"),
+    )
     workload = replace(JOB, seq_length=4096).workload()
     return Plan(workload, (Replica(stages, share),), job=JobTerms(micro_batch_size=sum(samples)))
 
@@ -235,7 +238,7 @@ def test_kinds_of_layers_are_cut_anew(kind):
 def test_where_only_layers_help_the_advice_says_what_a_restart_gains():
     middle = MODEL.layers // 2
     stages = [
-        Stage((Domain((Group(((0, 4096),), (Member((rank,), 4096, (0, 4)),)),)),), layers)
+        Stage((Domain((Group(((0, 4096),), (Member((rank,), 4096, (0, 4)),)),)),), layers=layers)
         for rank, layers in enumerate(((0, middle), (middle, MODEL.layers)))
     ]
     job = replace(STAGED_JOB, micro_batch_size=1)
