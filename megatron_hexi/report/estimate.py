@@ -144,7 +144,9 @@ def _headline(cost: IterationCost) -> str:
 
 
 def _paces_line(cost: IterationCost) -> str:
-    spelt = [f"{pace.phase} rank {pace.rank} ({pace.name})" for pace in cost.paces if pace.seconds]
+    spelt = [
+        f"{spell_phase(pace.phase)} rank {pace.rank} ({pace.name})" for pace in cost.paces if pace.seconds
+    ]
     return "slowest: " + ", ".join(spelt)
 
 

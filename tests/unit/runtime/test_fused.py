@@ -67,8 +67,9 @@ def combine(ways, target, terms, base, sinks):
 
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="it runs there already")
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-def test_triton_kernels_by_its_interpreter():
-    run_this_file(TRITON_INTERPRET="1")
+@pytest.mark.parametrize("examples_share", ["0.1", pytest.param("1", marks=pytest.mark.slow)])
+def test_triton_kernels_by_its_interpreter(examples_share):
+    run_this_file(TRITON_INTERPRET="1", HEXI_EXAMPLES=examples_share)
 
 
 @pytest.mark.gpu
