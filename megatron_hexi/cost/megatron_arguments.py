@@ -19,7 +19,7 @@ from megatron_hexi.options.meaning import model_features, resolve
 from megatron_hexi.options.parser import Parsed, parse_and_judge
 from megatron_hexi.options.plan_experts import has_running_mean
 from megatron_hexi.options.plan_job import kind_of
-from megatron_hexi.options.refusals import find_refused
+from megatron_hexi.options.refusals import find_refused, replace_options
 from megatron_hexi.options.registry import ADDED, class_of
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.flags import FLAGS
@@ -86,6 +86,8 @@ def read_arguments(text: str, path: Path, plan: Plan | None = None) -> Parsed:
     for flag, value in ADDED.items():
         if flag not in parsed.given:  # the printed lines say it
             setattr(args, flag.removeprefix("--").replace("-", "_"), int(value))
+    kinds: list[PlanKind] = ["planned"] if plan is None else ["planned", kind_of(plan)]
+    replaced = [line for kind in kinds for line in replace_options(args, kind)]
     options = find_refused(_in_own_stages(args), "planned")
     if plan is not None:
         options += find_refused(args if plan.is_repeated else _in_own_stages(args), kind_of(plan))
@@ -97,12 +99,12 @@ def read_arguments(text: str, path: Path, plan: Plan | None = None) -> Parsed:
     if plan is None:  # a training may have its vocabulary from the tokenizer
         faults += [f"{path}: {flag} is missing; add it" for flag in _missing(parsed)]
     raise_all(faults)
-    return parsed
+    return parsed._replace(replaced=tuple(dict.fromkeys(replaced)))
 
 
 def _missing(parsed: Parsed) -> Iterator[str]:
     """Yield the flags that a model needs, or its other flags, and that are not there."""
-    args, given = parsed
+    args, given = parsed.args, parsed.given
     for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         if getattr(args, name) is None and not (name == "vocab_size" and args.padded_vocab_size):
             yield f"--{name.replace('_', '-')}"
@@ -153,7 +155,7 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
     Raises:
         HexiError: see `read_arguments`; also if two flags contradict each other.
     """
-    args, given = read_arguments(text, path)
+    args, given, _ = read_arguments(text, path)
     if args.bf16 and args.fp16:
         raise HexiError(f"{path}: --bf16 and --fp16; leave one of them out")
     hidden = args.overlap_grad_reduce and (args.overlap_param_gather or not args.use_distributed_optimizer)

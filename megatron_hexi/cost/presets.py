@@ -107,9 +107,10 @@ def constant_notes(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
 
 
 def reading_notes(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Return notes on what of a file is not read, or read as something else: one for each kind.
+    """Return notes on what of a file is not read, is read as something else, or is replaced by a plan.
 
-    They are sections and fields of a Megatron Bridge configuration, and variables of a file of arguments.
+    They are sections and fields of a Megatron Bridge configuration, and variables and options of a file of
+    arguments.
 
     Raises:
         HexiError: see `read_model`.
@@ -121,11 +122,10 @@ def reading_notes(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
     if is_bridge(text):
         unread = bridge_arguments(text, path).unread
         return (f"not read: {', '.join(unread)}",) if unread else ()
-    defaults = literal_defaults(text, path)
-    if not defaults:
-        return ()
-    listed = ", ".join(f"{word.text} (line {word.line})" for word in defaults)
-    return (f"the environment is not read, these defaults are: {listed}",)
+    replaced = read_arguments(text, path).replaced
+    defaults = [f"{word.text} (line {word.line})" for word in literal_defaults(text, path)]
+    environment = f"the environment is not read, these defaults are: {', '.join(defaults)}"
+    return (*([environment] if defaults else []), *(f"replaced by the plan: {line}" for line in replaced))
 
 
 def _arguments(name_or_path: str | os.PathLike[str]) -> tuple[Path, str] | None:

@@ -125,9 +125,11 @@ def prepare_arguments(args: Namespace, given: set[str], platform: Platform) -> N
             say(f"on the CPU, Megatron's defaults are replaced by: {' '.join(changed)}")
     check_metrics(args)
     check_folders(args)
-    decided = take_plan(args, given, platform.device)
-    if decided:
-        say(f"the plan needs, and sets: {' '.join(decided)}")
+    held = take_plan(args, given, platform.device)
+    if held.added:
+        say(f"the plan needs, and sets: {' '.join(held.added)}")
+    for line in held.replaced:
+        say(f"replaced by the plan: {line}")
     _order_communication(args)
 
 

@@ -25,7 +25,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from megatron_hexi.kinds.states import layers_with_state
 from megatron_hexi.megatron import versions
 from megatron_hexi.options.kinds import masks_documents
-from megatron_hexi.options.refusals import refuse_unsupported
+from megatron_hexi.options.refusals import refuse_unsupported, replace_options
 from megatron_hexi.text_file import read_text
 
 #: Inputs of a model, each [B, S] on one context-parallel rank; the mask is [B, 1, S, S].
@@ -42,7 +42,10 @@ def pretrain_from_command_line() -> None:
     Raises:
         HexiError: the command line has an option that this script does not carry out.
     """
-    refuse_unsupported(parse_args(), "script")  # before Megatron checks these flags
+    args = parse_args()
+    if args.hexi_plan is not None:
+        replace_options(args, "any")
+    refuse_unsupported(args, "script")  # before Megatron checks these flags
     build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank builds its own
     _MEGATRON.train(build_datasets, forward_step, embedding_ranks)
 

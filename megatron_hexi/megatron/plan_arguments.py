@@ -15,14 +15,14 @@ from megatron_hexi.megatron.kernel_choice import choose_kernel
 from megatron_hexi.megatron.metrics_interval import set_metrics_interval
 from megatron_hexi.megatron.session import GivenPlan, given_plan, set_given_plan
 from megatron_hexi.mesh import Mesh
-from megatron_hexi.options.plan_job import PER_TOKEN, hold_job, replica_shares
+from megatron_hexi.options.plan_job import PER_TOKEN, Held, hold_job, replica_shares
 from megatron_hexi.options.vocabulary import keep_vocabulary
 from megatron_hexi.plan import plan_digest, read_plan
 from megatron_hexi.record import open_record
 from megatron_hexi.replan.arguments import check_replanning
 
 
-def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[str]:
+def take_plan(args: Namespace, given: set[str], device: torch.device) -> Held:
     """Read the job's plan, check it, and set the arguments that it decides.
 
     Args:
@@ -52,7 +52,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
         check_replanning(args, None)
         check_batch_shares(args, None)
         set_metrics_interval(args, None, on_gpu=device.type == "cuda")
-        return []
+        return Held([], [])
     plan = read_plan(args.hexi_plan)
     if in_round():
         check_surviving(args, given, plan)
@@ -60,7 +60,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
         keep_vocabulary(args, first, plan)
         # In Megatron's default format the optimizer's state could be loaded under the same layout alone.
         args.dist_ckpt_optim_fully_reshardable = True
-    changed = hold_job(args, given, plan)
+    held = hold_job(args, given, plan)
     check_replanning(args, plan)
     check_batch_shares(args, plan)
     set_metrics_interval(args, plan, on_gpu=device.type == "cuda")
@@ -78,10 +78,10 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
         GivenPlan(
             *(plan, args.hexi_plan, plan_digest(plan), kernel.name, row_multiple, shares, mesh),
             rates=plan.rates if args.hexi_batch_shares else None,
-            scales_mean=PER_TOKEN in changed,
+            scales_mean=PER_TOKEN in held.added,
         )
     )
-    return changed
+    return held
 
 
 def check_interleaving(args: Namespace) -> None:

@@ -1,11 +1,12 @@
-"""Kinds of rules for options in a job with a plan: supported, as a test shows, or refused for a reason."""
+"""Kinds of rules for options in a job with a plan: supported, as a test shows, replaced, or refused."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from enum import Enum
+from typing import Any, Literal
 
 #: Circumstances in which a rule refuses an option. `any`: every plan. `unequal`: unequal replicas, or stages
 #: that state their layers. `repeated`: unequal replicas of one repeated stage. `stages`: stages that state
@@ -32,6 +33,59 @@ class Supported:
     flags: str
     test: str
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A rule that an option only chooses how fast, or in how much memory, the same function is trained.
+
+    Its arguments take neutral values, and a line says what the plan does instead.
+
+    Args:
+        option: flag of the option, as on the command line.
+        neutral: the value that each argument takes instead, by name; or a function that makes it of the
+            argument's value.
+        instead: clause that says what stands in the option's place.
+        used: a function that tells whether the job uses the option; ``None``: an argument is not neutral.
+        values: values of the option, or options beside it, with which it is replaced; empty: all.
+        beside: kind of plan with which the option is replaced.
+    """
+
+    option: str
+    neutral: Mapping[str, Any] = field(repr=False)
+    instead: str
+    used: Callable[[Namespace], bool] | None = field(default=None, repr=False)
+    values: str = ""
+    beside: PlanKind = "any"
+
+    @property
+    def name(self) -> str:
+        """A unique name of the rule."""
+        return self.option + ("" if self.beside == "any" else f"-{self.beside}")
+
+    @property
+    def replaces_itself(self) -> bool:
+        """Whether the option's own argument takes a neutral value, and not that of another option."""
+        return self.option.removeprefix("--").replace("-", "_") in self.neutral
+
+    def applies_to(self, args: Namespace) -> bool:
+        """Return whether a job uses the option; an older version of Megatron may lack its arguments."""
+        if self.used is not None:
+            return self.used(args)
+        return any(
+            getattr(args, name, None) not in (value, None, False) for name, value in self.neutral.items()
+        )
+
+    def apply(self, args: Namespace) -> str:
+        """Give the option's arguments their neutral values; return the line that says so."""
+        name = self.option.removeprefix("--").replace("-", "_")
+        said = getattr(args, name) if self.replaces_itself else None
+        said = said.name if isinstance(said, Enum) else said
+        for name, value in self.neutral.items():
+            if hasattr(args, name):
+                setattr(args, name, value(getattr(args, name)) if callable(value) else value)
+        shown = "" if isinstance(said, bool | list | None) else f" {said}"
+        return f"{self.option}{shown}: {self.instead}"
 
 
 @dataclass(frozen=True)
@@ -131,18 +185,6 @@ def one_of(refused: Sequence[str], option: str, reason: str, remedy: str) -> Ref
         return any(item in refused for item in (value if isinstance(value, list) else [value]))
 
     return Refused(option, used, reason, remedy, ", ".join(refused))
-
-
-def with_fused_rotary(option: str) -> Refused:
-    """Return a rule that refuses an option together with Megatron's fused rotary kernel."""
-    name = option.removeprefix("--").replace("-", "_")
-    return Refused(
-        option,
-        lambda args: getattr(args, name, False) and args.apply_rope_fusion,
-        "the fused rotary kernel supports equal shards only",
-        "give --no-rope-fusion too",
-        "without --no-rope-fusion",
-    )
 
 
 def before_0_19(option: str, used: Callable[[Namespace], bool]) -> Refused:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_hexi.options.classes import COUNTED, FREE, RESTRICTING
-from megatron_hexi.options.kinds import UNSHOWN, Refused, Supported
+from megatron_hexi.options.kinds import UNSHOWN, Refused, Replaced, Supported
 from megatron_hexi.options.registry import OptionClass, class_of, table
 from megatron_hexi.options.rule_table import OPTIONS
 
@@ -21,6 +21,8 @@ decide by it alike, before anything is allocated. What Megatron does not have is
 - **counted**: part of the model, the job or the plan
 - **free**: no plan depends on it; the printed lines keep it
 - **restricting**: some plans, or plans made by hand, train with it; the planner keeps to these, or refuses it
+- **replaced**: it only chooses how fast, or in how much memory, the same function is trained; the plan does
+  that in its own way, and a line says how
 - **refused**: no plan trains with it, or with most of its values
 
 Spellings of options in each class, by version (`python -m megatron_hexi.options.registry`):
@@ -60,8 +62,8 @@ def _list(name: OptionClass) -> Iterator[str]:
         yield f"- {reason}: {', '.join(f'`{word}`' for word in words)}"
 
 
-def _section(title: str, options: Sequence[Supported | Refused]) -> Iterator[str]:
-    """Yield Markdown lines of a section: supported options, then one line for each reason of refusal.
+def _section(title: str, options: Sequence[Supported | Replaced | Refused]) -> Iterator[str]:
+    """Yield Markdown lines of a section: supported, replaced, then one line for each reason of refusal.
 
     Supported options with notes have lines of their own.
     """
@@ -73,6 +75,12 @@ def _section(title: str, options: Sequence[Supported | Refused]) -> Iterator[str
     if "" in notes:
         yield f"Supported: {', '.join(map(_marked, notes.pop('')))}.\n"
     yield from (f"- {', '.join(map(_marked, flags))}: {note}" for note, flags in notes.items())
+    instead: dict[str, list[str]] = {}
+    for option in options:
+        if isinstance(option, Replaced):
+            values = f" ({option.values})" if option.values else ""
+            instead.setdefault(option.instead, []).append(_marked(option.option) + values)
+    yield from (f"- {', '.join(names)}: {clause}" for clause, names in instead.items())
     reasons: dict[tuple[str, str], list[str]] = {}
     for option in options:
         if isinstance(option, Refused):
@@ -81,8 +89,8 @@ def _section(title: str, options: Sequence[Supported | Refused]) -> Iterator[str
         yield ("\n" if notes else "") + "Refused:\n"
         for (reason, remedy), names in reasons.items():
             why = "not tested yet" if reason == UNSHOWN else reason
-            instead = "" if remedy == _UNSTATED else f"; {remedy.removesuffix(f', or {_UNSTATED}')}"
-            yield f"- {', '.join(names)}: {why}{instead}"
+            what = "" if remedy == _UNSTATED else f"; {remedy.removesuffix(f', or {_UNSTATED}')}"
+            yield f"- {', '.join(names)}: {why}{what}"
 
 
 def _refused(option: Refused) -> str:

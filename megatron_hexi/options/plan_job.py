@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import NamedTuple
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.kinds.states import check_state_heads, hybrid_layers, layers_with_state, state_option
@@ -10,7 +11,7 @@ from megatron_hexi.options.job_terms import PARALLEL_SIZES, STAGE_FLAGS, set_job
 from megatron_hexi.options.kinds import PlanKind, is_packed
 from megatron_hexi.options.layer_features import layers_by_state
 from megatron_hexi.options.plan_experts import check_experts
-from megatron_hexi.options.refusals import refuse_unsupported
+from megatron_hexi.options.refusals import refuse_unsupported, replace_options
 from megatron_hexi.options.release import is_assumed
 from megatron_hexi.plan import (
     Plan,
@@ -33,7 +34,14 @@ def kind_of(plan: Plan) -> PlanKind:
     return "any" if has_equal_replicas(plan) else "unequal"
 
 
-def hold_job(args: Namespace, given: set[str], plan: Plan) -> list[str]:
+class Held(NamedTuple):
+    """Flags that a plan needs and the user had not written, and a line for each option that it replaces."""
+
+    added: list[str]
+    replaced: list[str]
+
+
+def hold_job(args: Namespace, given: set[str], plan: Plan) -> Held:
     """Check a job against its plan, and set the arguments that the plan decides.
 
     Each rank calls this function in training, and ``hexi launch`` before it prints command lines.
@@ -42,14 +50,12 @@ def hold_job(args: Namespace, given: set[str], plan: Plan) -> list[str]:
         args: Megatron's arguments, before Megatron's own checks, with ``world_size`` and ``hexi_plan``;
             changed in place.
 
-    Returns:
-        Flags that the plan needs and that were set because the user had not written them.
-
     Raises:
         PlanError: the plan does not support an option of the job, or was made for another job; the message
             has both values.
     """
     stated = set_job_terms(args, given, plan)
+    replaced = replace_options(args, kind_of(plan))
     refuse_unsupported(args, kind_of(plan))
     if plan.is_repeated:
         require_repeated(plan, "train by")
@@ -59,7 +65,7 @@ def hold_job(args: Namespace, given: set[str], plan: Plan) -> list[str]:
     check_workload(args, plan)
     if plan.is_repeated:
         check_ranks(args, plan)
-    return changed
+    return Held(changed, replaced)
 
 
 def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
@@ -232,13 +238,6 @@ def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, s
         (
             getattr(args, "mla_down_proj_fusion", False),
             "queries and latent columns come of two products; leave out --mla-down-proj-fusion",
-        ),
-        (
-            getattr(args, "delay_wgrad_compute", False),
-            (
-                "the gradient of the matrix that makes keys and values comes with attention's; leave out "
-                "--delay-wgrad-compute"
-            ),
         ),
     )
     for refused, why in refusals:

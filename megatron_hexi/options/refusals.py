@@ -1,4 +1,4 @@
-"""Find and refuse the options of a job that a plan does not support."""
+"""Replace the options of a job that a plan carries out in its own way; refuse what it does not support."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from megatron_hexi.errors import PlanError, raise_all
-from megatron_hexi.options.kinds import PlanKind, Refused
+from megatron_hexi.options.kinds import PlanKind, Refused, Replaced
 from megatron_hexi.options.release import is_assumed
 from megatron_hexi.options.rule_table import OPTIONS
 
@@ -35,6 +35,25 @@ def find_refused(args: Namespace, plan: PlanKind) -> list[Refused]:
         and (not option.versions or is_assumed(option.versions))
         and option.used(args)
     ]
+
+
+def replaced() -> list[Replaced]:
+    """Return all rules that replace an option."""
+    return [option for options in OPTIONS.values() for option in options if isinstance(option, Replaced)]
+
+
+def replace_options(args: Namespace, plan: PlanKind) -> list[str]:
+    """Replace the options of a job that a plan of this kind carries out in its own way.
+
+    Args:
+        args: Megatron's arguments, before Megatron's own checks; changed in place.
+        plan: kind of the plan.
+
+    Returns:
+        For each replaced option a line that says what stands in its place.
+    """
+    rules = [rule for rule in replaced() if rule.beside in _KINDS[plan]]
+    return [rule.apply(args) for rule in rules if rule.applies_to(args)]
 
 
 def refuse_unsupported(args: Namespace, plan: PlanKind) -> None:

@@ -1,4 +1,4 @@
-"""The class of every option of Megatron: counted, free, restricting or refused.
+"""The class of every option of Megatron: counted, free, restricting, replaced or refused.
 
 ``python -m megatron_hexi.options.registry`` prints the number of options in each class, by version.
 """
@@ -12,12 +12,13 @@ from typing import Final, Literal, get_args
 
 from megatron_hexi.options.classes import COUNTED, FREE, RESTRICTING
 from megatron_hexi.options.parser import HEXI_ROWS, read_rows
-from megatron_hexi.options.refusals import refused
+from megatron_hexi.options.refusals import refused, replaced
 from megatron_hexi.options.release import VERSIONS
 
 #: Classes of options. `counted`: part of the model, the job or the plan. `free`: without influence on plans.
-#: `restricting`: allowed with some plans. `refused`: refused by name.
-OptionClass = Literal["counted", "free", "restricting", "refused"]
+#: `restricting`: allowed with some plans. `replaced`: the plan does the same in its own way. `refused`:
+#: refused by name.
+OptionClass = Literal["counted", "free", "restricting", "replaced", "refused"]
 
 #: Flags that printed command lines add if a job lacks them, since no plan trains with Megatron's default.
 ADDED: Final = {"--attention-dropout": "0", "--hidden-dropout": "0", "--eval-iters": "0"}
@@ -69,6 +70,9 @@ def _named(flag: str) -> list[tuple[OptionClass, str]]:
             return [("refused", rule.reason)]
     if planning:
         return [("restricting", "not beside " + ", ".join(dict.fromkeys(rule.opponent for rule in planning)))]
+    instead = [rule.instead for rule in replaced() if rule.option == flag and rule.replaces_itself]
+    if instead:
+        return [("replaced", instead[0])]
     return _listed(flag) or [("refused", rule.reason) for rule in rules[:1]]
 
 

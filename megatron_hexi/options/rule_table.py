@@ -1,4 +1,4 @@
-"""The table `OPTIONS` of all rules that support or refuse an option in a job with a plan, by topic."""
+"""The table `OPTIONS` of all rules that support, replace or refuse an option beside a plan, by topic."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from megatron_hexi.options import (
     rules_megatron,
     rules_parallelism,
     rules_planning,
+    rules_replaced,
     rules_replicas,
     rules_stages,
     rules_training,
 )
-from megatron_hexi.options.kinds import Refused, Supported
+from megatron_hexi.options.kinds import Refused, Replaced, Supported
 
-OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
+OPTIONS: dict[str, tuple[Supported | Replaced | Refused, ...]] = {
+    **rules_replaced.OPTIONS,
     **rules_attention.OPTIONS,
     **rules_parallelism.OPTIONS,
     **rules_replicas.OPTIONS,

@@ -12,7 +12,6 @@ from megatron_hexi.options.kinds import (
     one_of,
     other_than,
     shown,
-    with_fused_rotary,
 )
 
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
@@ -39,10 +38,10 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         ),
         Refused(
             "--multi-latent-attention",
-            lambda args: args.multi_latent_attention and (args.apply_rope_fusion or is_packed(args)),
-            "the fused rotary kernel and packed values support equal shards only",
-            "give --no-rope-fusion, and neither --dataloader-inter-document-masking nor --sft",
-            "without --no-rope-fusion, or with --dataloader-inter-document-masking or --sft",
+            lambda args: args.multi_latent_attention and is_packed(args),
+            "packed values support equal shards only",
+            "leave out --dataloader-inter-document-masking and --sft",
+            "with --dataloader-inter-document-masking or --sft",
         ),
         Supported(
             "--experimental-attention-variant gated_delta_net, --linear-*",
@@ -58,16 +57,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         given("--qk-clip", "the largest logit is not tracked over blocks"),
         given("--log-max-attention-logit", "the largest logit is not tracked over blocks"),
         given("--use-kitchen-attention", "a plan brings its own kernels", "choose one with --hexi-kernel"),
-        Refused(
-            "--attention-backend",
-            # Megatron parses a name to a member of an enumeration.
-            lambda args: (
-                getattr(args.attention_backend, "name", args.attention_backend) not in ("auto", None)
-            ),
-            "a plan brings its own kernels",
-            "choose one with --hexi-kernel",
-            "any but auto",
-        ),
         given("--batch-invariant-mode", "Megatron supports it without context parallelism only"),
     ),
     "Positions": (
@@ -115,8 +104,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "each document is cut over all groups",
         ),
         before_0_19("--sft", lambda args: args.sft),
-        with_fused_rotary("--dataloader-inter-document-masking"),
-        with_fused_rotary("--sft"),
         Refused(
             "--eval-iters",
             lambda args: args.sft and args.eval_iters != 0,

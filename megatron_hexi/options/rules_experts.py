@@ -50,22 +50,12 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             versions="<0.19",
         ),
         shown("--moe-token-dispatcher-type allgather with experts on one rank", "experts-gathered-groups"),
-        Refused(
-            "--moe-token-dispatcher-type",
-            lambda args: bool(args.num_experts) and _gathers_or_is_flexible(args),
-            "it takes equal shards, or is not tested under a plan yet",
-            "give --moe-token-dispatcher-type alltoall",
-            "flex; allgather with --expert-model-parallel-size above 1",
-        ),
         given("--moe-expert-capacity-factor", "which tokens an expert drops would depend on the plan"),
         given("--moe-expert-rank-capacity-factor", "which tokens an expert drops would depend on the plan"),
         given("--moe-input-jitter-eps", DRAWS),
         given("--moe-router-force-load-balancing", DRAWS),
         given("--moe-router-force-biased", DRAWS),
         given("--moe-enable-routing-replay", "recorded routes are not sharded by a plan"),
-        given("--moe-paged-stash", UNSHOWN),
-        given("--moe-shared-expert-overlap", UNSHOWN),
-        given("--overlap-moe-expert-parallel-comm", UNSHOWN),
     ),
     "Experts in stages that differ": (
         Supported(
@@ -96,24 +86,12 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             beside="stages",
             versions="<0.19",
         ),
-        beside_stages(
-            "--moe-token-dispatcher-type",
-            lambda args: bool(args.num_experts) and args.moe_token_dispatcher_type == "allgather",
-            "tokens travel to uneven experts by an all-to-all",
-            "give --moe-token-dispatcher-type alltoall",
-            "allgather",
-        ),
         *(
             beside_stages(f"--{name.replace('_', '-')}", _is_set(name), UNSHOWN)
             for name in ("moe_latent_size", "moe_use_upcycling")
         ),
     ),
 }
-
-
-def _gathers_or_is_flexible(args: Namespace) -> bool:
-    kind = args.moe_token_dispatcher_type
-    return kind == "flex" or (kind == "allgather" and args.expert_model_parallel_size > 1)
 
 
 def _balances_sequences(args: Namespace) -> bool:

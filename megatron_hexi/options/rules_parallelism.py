@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_hexi.options.kinds import UNSHOWN, Refused, Supported, given, other_than, shown
+from megatron_hexi.options.kinds import UNSHOWN, Refused, Supported, given, shown
 
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
     "Other ways to cut the sequence": (
-        other_than(["p2p"], "--cp-comm-type", "the plan says how ranks exchange", "leave it out"),
         given("--hybrid-context-parallel", "the plan says which ranks share a sequence"),
         given("--max-seqlen-per-dp-cp-rank", "the plan says how many tokens a rank holds", "leave it out"),
-        given("--hierarchical-context-parallel-sizes", "the plan says how ranks exchange", "leave it out"),
     ),
     "Tensor parallelism": (
         shown("--tensor-model-parallel-size", "tensor-parallel-groups"),
@@ -18,7 +16,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "sequence-parallel-groups",
             "shards that the size does not divide are padded outside attention",
         ),
-        given("--tp-comm-overlap", "its buffers have the size of an equal shard"),
         Refused(
             "--tensor-parallel-num-weight-shards",
             lambda args: (
@@ -45,13 +42,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers", "uneven-stages-groups"
         ),
         shown("--pipeline-model-parallel-layout", "stage-layout-groups"),
-        Refused(
-            "--use-tp-pp-dp-mapping",
-            lambda args: args.use_tp_pp_dp_mapping and args.pipeline_model_parallel_size > 1,
-            "Megatron supports this order of ranks without context parallelism only",
-            "leave it out",
-            "with --pipeline-model-parallel-size above 1",
-        ),
     ),
     "Data parallelism": (
         shown(
@@ -64,8 +54,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "distributed-optimizer-replicas",
         ),
         shown("--ddp-bucket-size", "small-buckets-replicas"),
-        other_than(1, "--num-distributed-optimizer-instances", UNSHOWN),
-        given("--ddp-average-in-collective", "it averages over ranks, a plan over tokens"),
         given("--use-torch-fsdp2", UNSHOWN),
         given("--use-megatron-fsdp", UNSHOWN),
     ),

@@ -38,7 +38,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "write its arguments into the file",
         ),
         before_planning("--use-mp-args-from-checkpoint-args", "the plan says which ranks hold what", _LEAVE),
-        before_planning("--use-tp-pp-dp-mapping", "the plan says in which order ranks lie", _LEAVE),
         Refused(
             "--no-pad-vocab-size",
             lambda args: not getattr(args, "pad_vocab_size", True),

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 from megatron_hexi.options.kinds import UNSHOWN, Refused, Supported, beside_stages
+from megatron_hexi.options.rules_replaced import keeps_fp32_state
 
 _JOBS = "tests/megatron/test_stages_jobs.py::"
 _CHECKPOINTS = _JOBS + "test_any_layout_goes_on_from_any_other[{}]"
 _STATES = "tests/megatron/test_stages_states.py::test_training_is_that_of_one_rank[{}]"
-_OWN_STATE = "the plan says which rank keeps which part of the optimizer's state"
 
 
 def _set(name: str, usual: object = None) -> Refused:
     """Return a rule that refuses an argument whose value differs from `usual`."""
     option = f"--{name.replace('_', '-')}"
     return beside_stages(option, lambda args: getattr(args, name, usual) not in (usual, None, False), UNSHOWN)
-
-
-def _keeps_other_state(args: Namespace) -> bool:
-    return bool(getattr(args, "use_precision_aware_optimizer", False))
 
 
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
@@ -94,12 +88,12 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "any but adam and sgd",
         ),
         beside_stages(
-            "--optimizer-cpu-offload",
-            lambda args: getattr(args, "optimizer_cpu_offload", False),
-            _OWN_STATE,
-            "give the plan's stages offload: [optimizer]",
+            "--use-precision-aware-optimizer",
+            lambda args: getattr(args, "use_precision_aware_optimizer", False) and not keeps_fp32_state(args),
+            "states of stages are in fp32",
+            "leave out --main-grads-dtype, --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype",
+            "with states in other types than fp32",
         ),
-        beside_stages("--use-precision-aware-optimizer", _keeps_other_state, _OWN_STATE),
         beside_stages(
             "--ckpt-format",
             lambda args: args.ckpt_format != "torch_dist",
@@ -114,19 +108,10 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "use global",
             "local",
         ),
-        beside_stages(
-            "--microbatch-group-size-per-virtual-pipeline-stage",
-            lambda args: getattr(args, "microbatch_group_size_per_vp_stage", None) is not None,
-            "with order: interleaved a group has as many micro-batches as its replica stages",
-            "leave it out",
-        ),
         _set("mtp_use_repeated_layer"),
         _set("log_params_norm"),
         _set("load_main_params_from_ckpt"),
         _set("data_parallel_random_init"),
         _set("check_weight_hash_across_dp_replicas_interval"),
-        _set("overlap_param_gather_with_optimizer_step"),
-        _set("defer_embedding_wgrad_compute"),
-        _set("delay_wgrad_compute"),
     ),
 }

@@ -11,13 +11,10 @@ from megatron_hexi.options.kinds import (
     before_0_19,
     given,
     is_packed,
-    one_of,
-    other_than,
     shown,
 )
 
 _ONE_NUMBER_OF_HEADS = "a plan has one number of heads for all layers"
-_CAPTURE = "the exchange between groups is not captured yet"
 
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
     "Batches": (
@@ -43,15 +40,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         shown("--recompute-method block", "recompute-block-groups"),
         shown("--recompute-granularity selective", "recompute-selective-groups"),
         shown("--recompute-modules core_attn|mlp|moe", "recompute-modules-groups"),
-        one_of(
-            ("gdn_norm_out",),
-            "--recompute-modules",
-            "the norm of delta nets is not recomputed under a plan yet",
-            "leave it out of the list",
-        ),
         shown("--distribute-saved-activations", "saved-activations-groups"),
-        given("--fine-grained-activation-offloading", UNSHOWN),
-        given("--cpu-offloading-num-layers", UNSHOWN),
         shown("--mlp-chunks-for-training", "chunked-layers-groups"),
         Refused(
             "--mlp-chunks-for-training",
@@ -170,9 +159,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         ),
         given("--fp8-format", "its rows are not padded to what fp8 needs yet", name="fp8"),
         given("--fp4-format", "its rows are not padded to what fp4 needs yet", name="fp4"),
-        other_than("none", "--cuda-graph-impl", _CAPTURE),
-        given("--enable-cuda-graph", _CAPTURE),
-        given("--external-cuda-graph", _CAPTURE),
     ),
     "Checkpoints": (
         Supported(

@@ -148,8 +148,8 @@ def check_flags(flags: Sequence[str], plan: Plan) -> None:
             raise HexiError(f"Megatron's flags: --{name.replace('_', '-')} is missing; add it")
     stages = plan.job.pipeline_parallel or args.pipeline_model_parallel_size
     args.rank, args.world_size = 0, job_ranks(plan, stages)
-    refuse_unsupported(args, "script")
     hold_job(args, {word.partition("=")[0] for word in flags if word.startswith("--")}, plan)
+    refuse_unsupported(args, "script")
     replica_shares(args, plan)
 
 

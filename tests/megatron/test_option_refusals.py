@@ -20,13 +20,8 @@ from tests.megatron.test_uneven_training import MODEL
 
 # The words that make Megatron's parser set the option, where it is more than the flag alone.
 OPTION_WORDS = CONTRADICTIONS | {
-    "--attention-backend": "--attention-backend flash",
     "--attention-dropout": "--attention-dropout 0.1",
-    "--cp-comm-type": "--cp-comm-type a2a",
-    "--cpu-offloading-num-layers": "--cpu-offloading-num-layers 1",
-    "--cuda-graph-impl": "--cuda-graph-impl local",
     "--dataloader-type-unequal": "--dataloader-type external",
-    "--dataloader-inter-document-masking": "--dataloader-inter-document-masking --micro-batch-size 1",
     "--decoder-seq-length": "--decoder-seq-length 64",
     "--deterministic-mode": (
         "--deterministic-mode --hybrid-layer-pattern G* --dataloader-inter-document-masking "
@@ -41,7 +36,6 @@ OPTION_WORDS = CONTRADICTIONS | {
     "--fp8-format": "--fp8-format hybrid",
     "--heterogeneous-layers-config-path": "--heterogeneous-layers-config-path layers.json",
     "--hidden-dropout": "--hidden-dropout 0.1",
-    "--hierarchical-context-parallel-sizes": "--hierarchical-context-parallel-sizes 2 2",
     "--hybrid-layer-pattern": "--hybrid-layer-pattern D-",
     "--hybrid-layer-pattern<0.19": "--hybrid-layer-pattern *-",
     "--iterations-to-skip-unequal": "--iterations-to-skip 2",
@@ -56,7 +50,6 @@ OPTION_WORDS = CONTRADICTIONS | {
     "--moe-router-force-biased": "--moe-router-force-biased 1",
     "--moe-router-load-balancing-type": "--moe-router-load-balancing-type sinkhorn",
     "--moe-router-load-balancing-type<0.19": "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss",
-    "--moe-token-dispatcher-type": "--num-experts 4 --moe-token-dispatcher-type flex",
     "--multi-latent-attention": " ".join((*LATENT, *PACKED, "--micro-batch-size", "1")),
     "--mlp-chunks-for-training": "--mlp-chunks-for-training 2",
     "--mtp-num-layers": "--mtp-num-layers 1 --pipeline-model-parallel-size 2",
@@ -65,31 +58,26 @@ OPTION_WORDS = CONTRADICTIONS | {
     ),
     "--num-experts": "--num-experts 4 --hybrid-layer-pattern *-",
     "--num-experts-repeated": "--num-experts 4",
-    "--num-distributed-optimizer-instances": "--num-distributed-optimizer-instances 2",
     "--position-embedding-type": "--position-embedding-type mrope",
     "--rampup-batch-size<0.18": "--rampup-batch-size 2 2 12",
     "--rampup-batch-size>=0.18": "--rampup-batch-size 2 2 12",
     "--rope-scaling-factor": "--use-rope-scaling --rope-scaling-factor 32",
-    "--sft": "--sft --micro-batch-size 1 --eval-iters 0",
     "--sft<0.19": "--sft --micro-batch-size 1 --eval-iters 0",
     "--sft-unequal": "--sft --no-rope-fusion --micro-batch-size 1 --eval-iters 0",
     "--tensor-model-parallel-size": "--tensor-model-parallel-size 2 --hybrid-layer-pattern G*",
     "--tensor-parallel-num-weight-shards": "--tensor-parallel-num-weight-shards 2",
-    "--use-tp-pp-dp-mapping": "--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2",
     "--window-size": "--window-size 128,128",
     "--num-experts-stages<0.19": "--num-experts 4",
-    "--moe-token-dispatcher-type-stages": "--num-experts 4 --moe-token-dispatcher-type allgather",
     "--load-main-params-from-ckpt-stages": "--load-main-params-from-ckpt --no-load-optim",
     "--moe-latent-size-stages": ("--num-experts 4 --moe-token-dispatcher-type alltoall --moe-latent-size 32"),
     "--moe-use-upcycling-stages": "--moe-use-upcycling --save out --save-interval 2",
     "--mtp-num-layers-stages<0.19": "--mtp-num-layers 1",
     "--mtp-detach-heads-stages": "--mtp-num-layers 1 --mtp-detach-heads",
-    "--optimizer-cpu-offload-stages": "--optimizer-cpu-offload --use-precision-aware-optimizer",
+    "--use-precision-aware-optimizer-stages": (
+        "--use-precision-aware-optimizer --use-distributed-optimizer --exp-avg-dtype bf16"
+    ),
     "--optimizer-stages": "--optimizer muon",
     "--ckpt-format-stages": "--ckpt-format torch",
-    "--microbatch-group-size-per-virtual-pipeline-stage-stages": (
-        "--microbatch-group-size-per-virtual-pipeline-stage 4"
-    ),
     "--non-persistent-ckpt-type-stages": (
         "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir here"
     ),
@@ -100,7 +88,6 @@ OPTION_WORDS = CONTRADICTIONS | {
     "--mtp-use-repeated-layer-planned": "--mtp-num-layers 1 --mtp-use-repeated-layer",
     "--hybrid-override-pattern-planned": "--hybrid-override-pattern *-",
     "--spec-planned": "--spec my.layers spec",
-    "--recompute-modules": "--recompute-granularity selective --recompute-modules gdn_norm_out",
     "--recompute-modules-planned": "--recompute-modules mlp core_attn",
     "--step-batch-size-schedule-planned": "--step-batch-size-schedule 0:4",
     "--yaml-cfg": "--yaml-cfg job.yaml",
@@ -151,7 +138,6 @@ def test_an_option_is_refused_by_its_real_name(
     "words",
     [
         "--moe-router-load-balancing-type aux_loss sinkhorn",
-        "--num-experts 4 --moe-token-dispatcher-type allgather --expert-model-parallel-size 2",
         "--position-embedding-type relative",
         "--hybrid-layer-pattern *-|*-",
     ],

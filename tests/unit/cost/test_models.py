@@ -241,7 +241,7 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path):
     path.write_text(
         "--num-layers 2 --hidden-size 10 --num-attention-heads 3\n--swiglu --squared-relu\n"
         "--num-epochs 32 9\n--num-rollout 7\n--lr x --min-lr y\n--fp8-format hybrid\n"
-        "--attention-backend fused\n--lr-decay-style cosine stray\n--nproc_per_node 8\n"
+        "--use-kitchen-attention\n--lr-decay-style cosine stray\n--nproc_per_node 8\n"
     )
     with pytest.raises(HexiError) as problem:
         read_model(path)
@@ -253,7 +253,7 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path):
         "job.args, lines 3, 4: --num-epochs, --num-rollout: Megatron 0.17 to 0.19 has no such argument",
         "job.args, line 8: stray: belongs to no argument",
         "job.args, line 9: --nproc_per_node: is the launcher's",
-        "job.args, line 7: --attention-backend does not work with --hexi-plan",
+        "job.args, line 7: --use-kitchen-attention does not work with --hexi-plan",
         "job.args, line 6: --fp8-format does not work with --hexi-plan",
         "job.args: --swiglu and --squared-relu are two activations",
         "job.args: --vocab-size is missing",

@@ -47,7 +47,7 @@ def test_lists_and_rules_name_options_that_there_are():
         ("--kv-lora-rank", "restricting"),
         ("--dataloader-inter-document-masking", "restricting"),
         ("--fp8-format", "refused"),
-        ("--attention-backend", "refused"),
+        ("--attention-backend", "replaced"),
         ("--check-for-spiky-loss", "refused"),
         ("--batch-size", "refused"),
     ],

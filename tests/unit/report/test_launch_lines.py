@@ -179,8 +179,8 @@ def test_lines_state_how_long_to_train(given, added):
     ("given", "said"),
     [
         (
-            "--attention-backend fused",
-            "--attention-backend does not work with --hexi-plan: a plan brings its own",
+            "--use-kitchen-attention",
+            "--use-kitchen-attention does not work with --hexi-plan: a plan brings its own",
         ),
         ("--fp8-format hybrid", "--fp8-format does not work with --hexi-plan"),
         ("--hidden-size 128 --kv-channels 32", "workload.head_dim is 16, the job has --kv-channels 32"),
