@@ -113,7 +113,7 @@ def test_an_expert_parallel_size_stays_and_the_command_line_goes_before_the_file
     assert [request.expert_parallel for request, _, _ in asked] == [2, 4]
 
 
-@pytest.mark.parametrize("option", ["--attention-backend fused", "--fp8-format hybrid"])
+@pytest.mark.parametrize("option", ["--use-kitchen-attention", "--fp8-format hybrid"])
 def test_what_training_refuses_is_refused_before_anything_is_planned(hexi, asked, option):
     Path("job.args").write_text(f"{ARGUMENTS}{option}")
     result = hexi("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
@@ -123,13 +123,20 @@ def test_what_training_refuses_is_refused_before_anything_is_planned(hexi, asked
 
 
 def test_what_stages_refuse_is_refused_with_experts(hexi, asked):
-    """Plans say where experts are in stages with layers, which need Megatron's alltoall dispatcher."""
-    Path("job.args").write_text(f"{ARGUMENTS}--num-experts 8")
+    """Plans say where experts are in stages with layers, whose weights have owners."""
+    Path("job.args").write_text(f"{ARGUMENTS}--num-experts 8 --optimizer muon")
     result = hexi("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
     assert result.code == 2
-    assert "job.args: --moe-token-dispatcher-type does not work with stages" in result.err
-    assert "give --moe-token-dispatcher-type alltoall" in result.err
+    assert "job.args, line 5: --optimizer does not work with stages" in result.err
     assert asked == []
+
+
+def test_what_only_chooses_speed_is_replaced_by_a_note(hexi, asked):
+    Path("job.args").write_text(f"{ARGUMENTS}--attention-backend fused --cuda-graph-impl local")
+    said = hexi("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml").err
+    assert "note: job.args: replaced by the plan: --attention-backend fused: the plan's kernels" in said
+    assert "note: job.args: replaced by the plan: --cuda-graph-impl local: kernels are launched" in said
+    assert len(asked) == 1
 
 
 def test_the_command_line_stands_before_the_file_of_arguments(hexi, asked):
