@@ -10,6 +10,7 @@ from scripts.docs.commands_page import commands_page
 from scripts.docs.draw_exchange import draw_exchange
 from scripts.docs.draw_layout import draw_all_to_all, draw_layout
 from scripts.docs.draw_resources import draw_memory, draw_time
+from scripts.docs.draw_schedules import draw_schedules
 from scripts.docs.drawing import as_svg
 from scripts.docs.field_pages import cluster_fields_page, plan_fields_page, scenario_fields_page
 from scripts.docs.training_page import training_page
@@ -27,6 +28,7 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "images/layout.svg": lambda: as_svg(draw_layout()),
     "images/all-to-all.svg": lambda: as_svg(draw_all_to_all()),
     "images/exchange.svg": lambda: as_svg(draw_exchange()),
+    "images/schedules.svg": lambda: as_svg(draw_schedules()),
     "images/time.svg": lambda: as_svg(draw_time()),
     "images/memory.svg": lambda: as_svg(draw_memory()),
 }
