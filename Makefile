@@ -3,7 +3,7 @@ BIN := .venv/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test versions lint docs clean
+.PHONY: help environment demo check quick test durations versions lint docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1: /p' Makefile | awk -F': ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -13,6 +13,18 @@ environment:  ## build .venv
 
 demo: environment  ## train a small model unevenly on this machine's CPU, and compare
 	$(BIN)/python scripts/quickstart/demo.py $(ARGS)
+
+check: environment  ## style, types (by a daemon that stays an hour) and the direction of imports, in seconds
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/dmypy run --timeout 3600
+	$(BIN)/lint-imports
+
+quick: check  ## also the unit tests that take moments, and ten trainings, one of each kind
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --at-most 0.3 @tests/sentinels.txt tests/unit $(ARGS)
+
+durations: environment  ## record what unit tests take (tests/durations.json), on a machine that does nothing else
+	$(BIN)/python -m pytest -n 2 --dist loadfile --record-durations tests/unit
 
 test: lint  ## every check that CI runs; make test ARGS='-k plan' hands words to pytest
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
