@@ -24,7 +24,7 @@ from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import Message, Transfers, post
 
 
-class KeyExchange:
+class KVExchange:
     """The exchange of keys and values on one rank: sends to their users, and receives from other owners.
 
     Args:
@@ -111,7 +111,7 @@ class GradientReturn:
     """
 
     def __init__(
-        self, recorder: Recorder, keys: RowSum, values: RowSum, exchange: KeyExchange, schedule: Schedule
+        self, recorder: Recorder, keys: RowSum, values: RowSum, exchange: KVExchange, schedule: Schedule
     ) -> None:
         self._recorder = recorder
         self._sums = keys, values

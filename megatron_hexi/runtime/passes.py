@@ -34,7 +34,7 @@ from megatron_hexi.runtime.all_to_all import Arriving, Leaving, arrive
 from megatron_hexi.runtime.blocks import BlockAttention, Queries
 from megatron_hexi.runtime.call_rows import Rows
 from megatron_hexi.runtime.compiled import CompiledPass, Recorder, Shape, Value
-from megatron_hexi.runtime.exchange import GradientReturn, KeyExchange
+from megatron_hexi.runtime.exchange import GradientReturn, KVExchange
 from megatron_hexi.runtime.fused.slots import MOST_TERMS
 from megatron_hexi.runtime.kernels import KernelDispatch
 from megatron_hexi.runtime.latent import Expansion, LatentSizes
@@ -207,7 +207,7 @@ def _compile_forward(layer: AttentionLayer) -> CompiledPass:
                 if half == 0:
                     key, value = both
                     if schedule.steps:
-                        exchange = KeyExchange(recorder, key, value, schedule, layer.domain_group)
+                        exchange = KVExchange(recorder, key, value, schedule, layer.domain_group)
                 queries.append(Queries(heads[half], (query,)))
                 logits = layer.own_sinks(sinks, half) if inputs.has_sinks else None
                 shape = *query.shape[:3], inputs.output[3]
@@ -257,7 +257,7 @@ def _compile_backward(layer: AttentionLayer) -> CompiledPass:
     leaving: list[Leaving] = []
     parts: Sequence[Value] = ()
     if schedule.steps:
-        exchange = KeyExchange(recorder, key, value, schedule, layer.domain_group)
+        exchange = KVExchange(recorder, key, value, schedule, layer.domain_group)
         returns = GradientReturn(recorder, *own_sums, exchange, schedule)
 
     def compute(

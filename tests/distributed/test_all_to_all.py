@@ -24,7 +24,7 @@ from megatron_hexi.runtime import wire as wire_room
 from megatron_hexi.runtime.all_to_all import Arriving, Leaving, arrive
 from megatron_hexi.runtime.call_rows import Rows
 from megatron_hexi.runtime.compiled import Recorder, Value
-from megatron_hexi.runtime.exchange import KeyExchange
+from megatron_hexi.runtime.exchange import KVExchange
 from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import Transfers
 from tests.support.compiled import carried_out
@@ -264,7 +264,7 @@ def test_the_exchange_brings_the_keys_of_each_step_and_runs_ahead_by_the_window(
         key, value = keys.transpose(0, 1).split([2, 1], dim=3)
         inputs = recorder.inputs(key.shape, value.shape)
         keys_in, values_in = inputs
-        steps = KeyExchange(recorder, keys_in, values_in, own, everyone)
+        steps = KVExchange(recorder, keys_in, values_in, own, everyone)
         for operation in own.program(backward=False, window=window):
             recorder.begin(operation)
             match operation:
