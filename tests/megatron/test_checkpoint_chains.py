@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hexi.plan import Plan
+from megatron_hexi.plan import Plan, proportional_plan
 from tests.megatron.checkpoint_contents import differences, tensors_of
 from tests.megatron.conftest import job, skip_what_is_not_there
 from tests.megatron.forked import Forks
@@ -27,7 +27,8 @@ from tests.megatron.test_stages_states import (
     QWEN,
     SPARSE,
 )
-from tests.megatron.test_stages_training import CASES, MODEL, TENSOR_DOMAIN, Case
+from tests.megatron.test_stages_training import CASES, LAYERS, MODEL, TENSOR_DOMAIN, Case
+from tests.megatron.test_uneven_training import WORKLOAD
 from tests.support.expert_layouts import expert_layout
 
 SEQUENCE = ("--sequence-parallel",)
@@ -51,10 +52,12 @@ class Chain:
     Attributes:
         model: arguments.
         layouts: each as a plan, read from a file in a folder.
+        alone: plan of the one rank, where Megatron's own attention needs a GPU; ``None``: no plan.
     """
 
     model: tuple[str, ...]
     layouts: tuple[Callable[[Path], Plan], ...]
+    alone: Plan | None = None
 
 
 def written(*replicas: str, model: tuple[str, ...] = ()) -> tuple[Callable[[Path], Plan], ...]:
@@ -76,7 +79,11 @@ CHAINS = {
     "experts": Chain(ROUTED, with_experts("samples", "offload", "slices", "replicas")),
     "further-tokens": Chain((*MODEL, *FURTHER_TOKENS), DENSE),
     "further-experts": Chain(FURTHER, with_experts("ministages", "slices", "dealt")),
-    "latent": Chain(SMALL_DEEPSEEK, with_experts("samples", "dealt", "offload", kv_heads=6)),
+    "latent": Chain(
+        SMALL_DEEPSEEK,
+        with_experts("samples", "dealt", "offload", kv_heads=6),
+        proportional_plan(dataclasses.replace(WORKLOAD, kv_heads=6, layers=LAYERS), [[[1]]]),
+    ),
     "hybrid": Chain((*MODEL, *HYBRID), written(MINISTAGES, DEPTHS, TENSOR_DOMAIN)),
     "delta-nets": Chain((*MODEL, *GPT), written(DEPTHS, MINISTAGES, TENSOR_DOMAIN)),
     "delta-nets-experts": Chain((*MODEL, *QWEN), written(MIXED, INTERLEAVED, MINISTAGES, model=QWEN)),
@@ -108,7 +115,7 @@ def test_a_chain_ends_as_it_begins(kind: str, precision: str, forks: Forks, tmp_
     for number, layout in enumerate((*layouts, None, layouts[0])):
         folder = tmp_path / str(number)
         folder.mkdir()
-        plan = layout(folder) if layout else None
+        plan = layout(folder) if layout else chain.alone
         loading: list[str | Path] = ["--load", held[-1].parent] if held else []
         args = [
             *words,
