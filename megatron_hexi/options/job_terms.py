@@ -39,7 +39,7 @@ _OTHER_CHUNKS: Final = (CHUNK_FLAGS[1], "--pipeline-model-parallel-layout")
 _TERMS: Final = {
     "precision": ("--bf16", "--fp16"),
     "overlap_gradients": (FLAGS["overlap_gradients"], "--overlap-param-gather"),
-    "recompute": (*RECOMPUTE_FLAGS, "--recompute-activations"),
+    "recompute": (*RECOMPUTE_FLAGS, "--recompute-activations", "--recompute-modules"),
     # The planner's own number of stages: Megatron's other flags for stages need not fit it.
     "pipeline_parallel": (FLAGS["pipeline_parallel"], *STAGE_FLAGS),
     "virtual_stages": (FLAGS["virtual_stages"], *_OTHER_CHUNKS),

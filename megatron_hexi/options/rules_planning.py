@@ -7,6 +7,13 @@ from megatron_hexi.options.kinds import Refused, Supported, before_planning
 _BY_HAND = "use hexi proportion, which needs no model"
 _LEAVE = "leave it out"
 
+#: Specifications of layers whose weights other arguments say; pretrain_hybrid.py needs one of a hybrid model.
+_KNOWN_SPECS = (
+    ("local",),
+    ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
+    ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"),
+)
+
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
     "Planning": (
         before_planning("--moe-latent-size", "the weights around latent experts are not counted", _BY_HAND),
@@ -16,18 +23,10 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         ),
         Refused(
             "--spec",
-            lambda args: args.spec is not None and list(args.spec) != ["local"],
+            lambda args: args.spec is not None and tuple(args.spec) not in _KNOWN_SPECS,
             "the weights of its layers are not known",
             _BY_HAND,
-            "any but local",
-            beside="planned",
-        ),
-        Refused(
-            "--recompute-modules",
-            lambda args: args.recompute_modules not in (None, ["core_attn"]),
-            "of parts of a layer, the memory model covers core_attn only",
-            "leave it out, or give core_attn",
-            "any but core_attn",
+            "any but local and Megatron's of hybrid models",
             beside="planned",
         ),
         before_planning("--distribute-saved-activations", "the planner chooses what is recomputed", _LEAVE),

@@ -88,7 +88,6 @@ OPTION_WORDS = CONTRADICTIONS | {
     "--mtp-use-repeated-layer-planned": "--mtp-num-layers 1 --mtp-use-repeated-layer",
     "--hybrid-override-pattern-planned": "--hybrid-override-pattern *-",
     "--spec-planned": "--spec my.layers spec",
-    "--recompute-modules-planned": "--recompute-modules mlp core_attn",
     "--step-batch-size-schedule-planned": "--step-batch-size-schedule 0:4",
     "--yaml-cfg": "--yaml-cfg job.yaml",
     "--batch-size": "--batch-size 4",
