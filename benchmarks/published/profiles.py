@@ -77,7 +77,7 @@ def _device(
         nominal=replace(known.nominal, bf16=None, fp16=None, fp32=products),
         matmul=written(products, known.memory_gb_s * 1e9 * HBM_SHARE, element=4),
         attentions=(Attention(KERNEL, passes, passes),),
-        link=Link("profiled", link_gb_s, known.link.latency_us, "Sailor's profiles"),
+        link=Link("profiled", link_gb_s, known.link.latency_us, source="Sailor's profiles"),
         layer_share=1.0,
         of_single_cards=False,
     )

@@ -13,8 +13,8 @@ from typing import ClassVar
 from pydantic import ConfigDict, TypeAdapter
 
 from megatron_hexi.cluster.device import Device
-from megatron_hexi.cluster.entries import STRICT, Builder, DeviceEntry, Mask, Name, Pass, Share, Size, Text
-from megatron_hexi.cluster.schema import parse_file
+from megatron_hexi.cluster.entries import Builder, DeviceEntry, Mask, Pass
+from megatron_hexi.cluster.schema import STRICT, Name, Share, Size, Text, parse_file
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.yaml_file import YamlFile, read_yaml
 

@@ -11,10 +11,13 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict
 
+from megatron_hexi.cluster.schema import STRICT, Latency, Memory, Rate, Text
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan.kernels import KERNEL_ALIASES
 
@@ -113,55 +116,68 @@ class Attention:
 
 @dataclass(frozen=True)
 class Nominal:
-    """Dense TFLOP/s of a GPU by its datasheet, per precision; ``None`` for a precision that the GPU lacks."""
+    """Dense rates of a GPU by its datasheet, TFLOP/s; a precision that the GPU lacks is left out.
 
-    bf16: float | None = None
-    fp16: float | None = None
-    fp8: float | None = None
-    tf32: float | None = None
-    fp32: float | None = None
+    Args:
+        bf16: rate in bf16.
+        fp16: rate in fp16.
+        fp8: rate in fp8.
+        tf32: rate in tf32.
+        fp32: rate in fp32.
+    """
+
+    bf16: Rate | None = None
+    fp16: Rate | None = None
+    fp8: Rate | None = None
+    tf32: Rate | None = None
+    fp32: Rate | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
 class Link:
-    """The link of a GPU to the other GPUs of its node.
+    """A link inside a node.
 
     Args:
-        kind: kind of link: NVLink4, PCIe5, …
-        bandwidth_gb_s: achieved bandwidth out of, and into, each GPU, 10^9 bytes/s per direction.
+        kind: name of the link in reports: NVLink4, PCIe5, …
+        bandwidth_gb_s: bandwidth that each GPU achieves, 10^9 bytes/s per direction.
         latency_us: latency of one message, µs.
-        source: source of the measurement, or derivation of the estimate.
-        estimate: whether the figures are estimates, not measured.
         nominal_gb_s: bandwidth by datasheet, 10^9 bytes/s per direction.
+        source: source of the measurement.
+        estimate: derivation of the figures, if they were not measured.
     """
 
-    kind: str
-    bandwidth_gb_s: float
-    latency_us: float
-    source: str
-    estimate: bool = False
-    nominal_gb_s: float | None = None
+    kind: Text
+    bandwidth_gb_s: Rate
+    latency_us: Latency
+    nominal_gb_s: Rate | None = None
+    source: Text | None = None
+    estimate: Text | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
 class Host:
-    """The host memory of a node, as one GPU's share of it.
+    """The host memory of nodes with a GPU model; a node's own `host` overrides it.
 
     Args:
         usable_gib: host memory that a job may pin for each GPU of the node, GiB.
-        bandwidth_gb_s: bandwidth of copies between the GPU and pinned memory while all GPUs of the node copy,
-            10^9 bytes/s per direction.
-        memory_gb_s: bandwidth of host memory for the processes of each GPU while all GPUs' processes use it,
-            10^9 bytes/s.
-        source: source of the measurement, or derivation of the estimate.
-        estimate: whether the figures are estimates, not measured.
+        bandwidth_gb_s: bandwidth of copies between each GPU and pinned memory while all GPUs copy, 10^9
+            bytes/s per direction.
+        memory_gb_s: bandwidth of host memory for the processes of each GPU while all use it, 10^9 bytes/s.
+        source: source of the measurement.
+        estimate: derivation of the figures, if they were not measured.
     """
 
-    usable_gib: float
-    bandwidth_gb_s: float
-    memory_gb_s: float
-    source: str
-    estimate: bool = False
+    usable_gib: Memory
+    bandwidth_gb_s: Rate
+    memory_gb_s: Rate
+    source: Text | None = None
+    estimate: Text | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)

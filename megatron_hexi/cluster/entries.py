@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from megatron_hexi.cluster.device import Attention, Curve, Device, Host, Link, Nominal, Passes
-from megatron_hexi.cluster.schema import refuse
+from megatron_hexi.cluster.schema import STRICT, Memory, Name, Rate, Size, Text, refuse
 from megatron_hexi.yaml_file import Place, YamlFile
 
-STRICT = ConfigDict(extra="forbid")
-
-Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9](\.?[A-Za-z0-9_-]+)*\.?$")]
-Text = Annotated[str, Field(min_length=1, max_length=2000)]
-#: A rate, with bounds far outside any hardware, which catch a wrong unit but no fast machine.
-Rate = Annotated[float, Field(strict=True, gt=0, le=1e6, allow_inf_nan=False)]
-Latency = Annotated[float, Field(strict=True, ge=0, le=1e7, allow_inf_nan=False)]
-Memory = Annotated[float, Field(strict=True, gt=0, le=1e5, allow_inf_nan=False)]
-Share = Annotated[float, Field(strict=True, gt=0, le=1)]
-Size = Annotated[float, Field(strict=True, ge=1, le=2**40, allow_inf_nan=False)]
 Points = Annotated[tuple[tuple[Size, Rate], ...], Field(min_length=1, max_length=1000)]
 
 Mask = Literal["causal", "full"]
@@ -87,72 +77,6 @@ class AttentionEntry:
 
 
 @dataclass(frozen=True)
-class LinkEntry:
-    """A link inside a node.
-
-    Args:
-        kind: name of the link in reports: NVLink4, PCIe5, …
-        bandwidth_gb_s: bandwidth that each GPU achieves, 10^9 bytes/s per direction.
-        latency_us: latency of one message, µs.
-        nominal_gb_s: bandwidth by datasheet, 10^9 bytes/s per direction.
-        source: source of the measurement.
-        estimate: derivation of the figures, if they were not measured.
-    """
-
-    kind: Text
-    bandwidth_gb_s: Rate
-    latency_us: Latency
-    nominal_gb_s: Rate | None = None
-    source: Text | None = None
-    estimate: Text | None = None
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-
-@dataclass(frozen=True)
-class HostEntry:
-    """The host memory of nodes with a GPU model; a node's own `host` overrides it.
-
-    Args:
-        usable_gib: host memory that a job may pin for each GPU of the node, GiB.
-        bandwidth_gb_s: bandwidth of copies between each GPU and pinned memory while all GPUs copy, 10^9
-            bytes/s per direction.
-        memory_gb_s: bandwidth of host memory for the processes of each GPU while all use it, 10^9 bytes/s.
-        source: source of the measurement.
-        estimate: derivation of the figures, if they were not measured.
-    """
-
-    usable_gib: Memory
-    bandwidth_gb_s: Rate
-    memory_gb_s: Rate
-    source: Text | None = None
-    estimate: Text | None = None
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-
-@dataclass(frozen=True)
-class NominalEntry:
-    """Dense rates of a GPU by its datasheet, TFLOP/s; a precision that the GPU lacks is left out.
-
-    Args:
-        bf16: rate in bf16.
-        fp16: rate in fp16.
-        fp8: rate in fp8.
-        tf32: rate in tf32.
-        fp32: rate in fp32.
-    """
-
-    bf16: Rate | None = None
-    fp16: Rate | None = None
-    fp8: Rate | None = None
-    tf32: Rate | None = None
-    fp32: Rate | None = None
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-
-@dataclass(frozen=True)
 class DeviceEntry:
     """A GPU model; fields that are left out are those of the catalogue's GPU with the same name.
 
@@ -175,9 +99,9 @@ class DeviceEntry:
     usable_gib: Memory | None = None
     memory_gb_s: Rate | None = None
     capability: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] | None = None
-    nominal: NominalEntry | None = None
-    link: LinkEntry | None = None
-    host: HostEntry | None = None
+    nominal: Nominal | None = None
+    link: Link | None = None
+    host: Host | None = None
     matmul: CurveEntry | None = None
     matmul_fp8: CurveEntry | None = None
     attention: dict[Name, AttentionEntry] | None = None
@@ -228,13 +152,12 @@ class Builder:
         memory_gb = need("memory_gb", entry.memory_gb, lambda d: d.memory_gb)
         usable = need("usable_gib", entry.usable_gib, lambda d: d.usable_gib * memory_gb / d.memory_gb)
         bandwidth = need("memory_gb_s", entry.memory_gb_s, lambda d: d.memory_gb_s)
-        nominal = Nominal(**vars(entry.nominal)) if entry.nominal else None
         matmul, in_fp8 = (
             self._matmul(curve, bandwidth / size, (*place, name)) if curve else None
             for name, curve, size in (("matmul", entry.matmul, 1.0), ("matmul_fp8", entry.matmul_fp8, 0.5))
         )
-        link = self._link(entry.link, (*place, "link")) if entry.link else None
-        host = self._host(entry.host, (*place, "host")) if entry.host else None
+        link = self._cited(entry.link, (*place, "link")) if entry.link else None
+        host = self._cited(entry.host, (*place, "host")) if entry.host else None
         kernels = {item.kernel: item for item in base.attentions} if base else {}
         for kernel, item in (entry.attention or {}).items():
             kernel_place = (*place, "attention", kernel)
@@ -247,7 +170,7 @@ class Builder:
             usable_gib=usable,
             memory_gb_s=bandwidth,
             capability=need("capability", entry.capability, lambda d: d.capability),
-            nominal=need("nominal", nominal, lambda d: d.nominal),
+            nominal=need("nominal", entry.nominal, lambda d: d.nominal),
             link=need("link", link, lambda d: d.link),
             matmul=need("matmul", matmul, lambda d: d.matmul),
             # What the file gives curves of is what runs there, though the catalogue knows a faster one.
@@ -300,13 +223,9 @@ class Builder:
         # is worth twice as much for weights of one byte.
         return self._curve(entry, max(1.0, entry.points[-1][1] * 1e3 / memory_gb_s), place)
 
-    def _link(self, entry: LinkEntry, place: Place) -> Link:
-        text, estimate = self._origin(entry.source, entry.estimate, place)
-        return Link(entry.kind, entry.bandwidth_gb_s, entry.latency_us, text, estimate, entry.nominal_gb_s)
-
-    def _host(self, entry: HostEntry, place: Place) -> Host:
-        text, estimate = self._origin(entry.source, entry.estimate, place)
-        return Host(entry.usable_gib, entry.bandwidth_gb_s, entry.memory_gb_s, text, estimate)
+    def _cited[T: (Link, Host)](self, entry: T, place: Place) -> T:
+        self._origin(entry.source, entry.estimate, place)
+        return replace(entry, source=self._cite(entry.source) or None)
 
     def _attention(
         self, kernel: str, entry: AttentionEntry, base: Attention | None, place: Place

@@ -12,8 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from megatron_hexi.cluster.entries import STRICT, DeviceEntry, Latency, Memory, Name, Rate, Text
+from megatron_hexi.cluster.entries import DeviceEntry
 from megatron_hexi.cluster.planner_rules import ANYTHING, PlannerRules
+from megatron_hexi.cluster.schema import STRICT, Latency, Memory, Name, Rate, Text
 from megatron_hexi.hostlist import expand_hostlist
 
 #: Largest number of GPUs; more are taken for a typing error, and refused before an object is built for each.

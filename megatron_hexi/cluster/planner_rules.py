@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Final
 
 from pydantic import ConfigDict, Field
 
-from megatron_hexi.cluster.entries import STRICT
+from megatron_hexi.cluster.schema import STRICT
 
 Flag = Annotated[bool, Field(strict=True)] | None
 

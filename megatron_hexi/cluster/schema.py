@@ -1,14 +1,25 @@
-"""Parse cluster files and the catalogue, and raise errors that name file, place and remedy."""
+"""The types of values in cluster files and the catalogue, and errors that name file, place and remedy."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.yaml_file import Place, YamlFile
 from megatron_hexi.yaml_schema import parse, short
+
+STRICT = ConfigDict(extra="forbid")
+
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9](\.?[A-Za-z0-9_-]+)*\.?$")]
+Text = Annotated[str, Field(min_length=1, max_length=2000)]
+#: A rate, with bounds far outside any hardware, which catch a wrong unit but no fast machine.
+Rate = Annotated[float, Field(strict=True, gt=0, le=1e6, allow_inf_nan=False)]
+Latency = Annotated[float, Field(strict=True, ge=0, le=1e7, allow_inf_nan=False)]
+Memory = Annotated[float, Field(strict=True, gt=0, le=1e5, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, gt=0, le=1)]
+Size = Annotated[float, Field(strict=True, ge=1, le=2**40, allow_inf_nan=False)]
 
 
 def parse_file[T](kind: TypeAdapter[T], source: YamlFile, shape: str) -> T:

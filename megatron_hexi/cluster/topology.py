@@ -303,13 +303,9 @@ def _host(node_host: NodeHost, device_host: Host | None, gpus: int) -> Host:
     values = {name: value for name, value in vars(node_host).items() if value is not None}
     if "usable_gib" in values:
         values["usable_gib"] /= gpus
-    device_host = device_host or Host(0.0, 0.0, 0.0, "")
-    return replace(
-        device_host,
-        **values,
-        source="the cluster file",
-        estimate=device_host.estimate and len(values) < len(vars(node_host)),
-    )
+    device_host = device_host or Host(0.0, 0.0, 0.0)
+    estimate = device_host.estimate if len(values) < len(vars(node_host)) else None
+    return replace(device_host, **values, source="the cluster file", estimate=estimate)
 
 
 def _number_anew(

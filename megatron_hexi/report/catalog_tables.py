@@ -70,13 +70,13 @@ def device_report(device: Device) -> RenderableType:
     facts = [
         f"{device.name}: {memory}, compute capability {'.'.join(map(str, device.capability))}",
         f"nominal TFLOP/s, dense: {nominal} ({device.source})",
-        f"in a node: {way} ({'estimate: ' if link.estimate else ''}{link.source})",
+        f"in a node: {way} ({_origin(link.source, link.estimate)})",
     ]
     if device.host is not None:
         host = device.host
         facts.append(
             f"host memory: about {host.usable_gib:g} GiB per GPU, {host.bandwidth_gb_s:g} GB/s per direction "
-            f"({'estimate: ' if host.estimate else ''}{host.source})"
+            f"({_origin(host.source, host.estimate)})"
         )
     if device.note:
         facts.append(f"note: {device.note}")
@@ -98,9 +98,15 @@ def device_dict(device: Device) -> dict[str, Any]:
     data = {
         key: value for key, value in dataclasses.asdict(device).items() if key not in ("matmul", "attentions")
     }
+    for part in filter(None, (data["link"], data["host"])):
+        part |= {"source": part["source"] or part["estimate"], "estimate": part["source"] is None}
     data["kernels"] = device.kernels
     data["curves"] = {name: dataclasses.asdict(curve) for name, curve in device.curves.items()}
     return data
+
+
+def _origin(source: str | None, estimate: str | None) -> str:
+    return source or f"estimate: {estimate}"
 
 
 def _rate(curve: Curve, size: float) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from megatron_hexi.cluster import entries
+from megatron_hexi.cluster import device, entries
 from megatron_hexi.cluster import model as cluster_model
 from megatron_hexi.cluster.model import ClusterFile
 from megatron_hexi.lab.scenario import Scenario, scenario_model
@@ -35,7 +35,7 @@ are refused.
 _CLUSTER = f"""\
 # Fields of the cluster file
 
-{GENERATED_FROM.format(source="megatron_hexi/cluster/model.py and entries.py")}
+{GENERATED_FROM.format(source="megatron_hexi/cluster/model.py, entries.py and device.py")}
 
 [The cluster file](../cluster-file.md) explains it by examples. GB are 10^9 bytes, GiB 2^30; bandwidths are a
 direction, latencies of one message; rates are TFLOP/s. Bold fields are required; unknown ones are refused.
@@ -67,7 +67,7 @@ def scenario_fields_page() -> str:
 
 def cluster_fields_page() -> str:
     """The page, in Markdown."""
-    return _CLUSTER + _sections(ClusterFile, {**vars(entries), **vars(cluster_model)})
+    return _CLUSTER + _sections(ClusterFile, {**vars(device), **vars(entries), **vars(cluster_model)})
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def test_layouts_with_one_beside_them_are_compared_with_it():
 def test_ministages_are_laid_out_beside_whole_stages():
     (scenario,) = (one for one in SCENARIOS if one.name == "ministages")
     file = read_cluster(scenario.file)
-    host = Host(usable_gib=8, bandwidth_gb_s=3, memory_gb_s=8, source="chosen", estimate=True)
+    host = Host(usable_gib=8, bandwidth_gb_s=3, memory_gb_s=8, estimate="chosen")
     ranks = tuple(
         dataclasses.replace(rank, device=dataclasses.replace(rank.device, host=host)) for rank in file.ranks
     )
