@@ -28,7 +28,7 @@ from megatron_hexi.plan import Plan, Schedule, build_schedule, read_plan
 from megatron_hexi.runtime import exchange, select_kernel
 from megatron_hexi.runtime.all_to_all import Arriving, Leaving
 from megatron_hexi.runtime.compiled import Recorder, Value
-from megatron_hexi.runtime.kernels import BlockKind
+from megatron_hexi.runtime.kernels import BlockKind, Mode
 from megatron_hexi.runtime.passes import AttentionLayer, Inputs
 from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import Transfers
@@ -154,7 +154,8 @@ def _measure(
         ):  # a kernel takes one ratio: a KV head of its own for each query head
             keys, values = (torch.randn_like(query) for _ in range(2))
         whole = chosen.choose(BlockKind(query.shape, keys.shape, True, device))
-        out, lse = whole.forward(query, keys, values, causal=True, scale=scale)
+        mode = Mode(causal=True, scale=scale)
+        out, lse = whole.forward(query, keys, values, mode)
 
         def backward() -> object:
             return layer.backward(out_grad, *saved, None)
@@ -163,9 +164,9 @@ def _measure(
         times = _in_turns(
             [
                 forward,
-                lambda: whole.forward(query, keys, values, causal=True, scale=scale),
+                lambda: whole.forward(query, keys, values, mode),
                 backward,
-                lambda: whole.backward(gradient, query, keys, values, out, lse, causal=True, scale=scale),
+                lambda: whole.backward(gradient, query, keys, values, out, lse, mode),
             ],
             device,
             repeats,

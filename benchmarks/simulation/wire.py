@@ -26,7 +26,7 @@ from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
 from megatron_hexi.plan import Domain, Exchange, Plan, Schedules, Stage, Workload
 from megatron_hexi.runtime import all_to_all, attention, exchange
 from megatron_hexi.runtime.attention import DomainAttention
-from megatron_hexi.runtime.kernels import KernelDispatch, MathKernel
+from megatron_hexi.runtime.kernels import KernelDispatch, MathKernel, Mode
 from megatron_hexi.runtime.wire import Message
 
 #: What is sent: the kind, the sender and the receiver, by their numbers in the domain. Kinds of all-to-alls
@@ -44,21 +44,11 @@ class WireError(AssertionError):
 class _NoKernel(MathKernel):
     """Gives tensors of the right shapes."""
 
-    def dense(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
         return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
     def dense_backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, mode: Mode
     ) -> tuple[Tensor, Tensor, Tensor]:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megatron_hexi.probe.clock import Clock, Work, steady_seconds
 from megatron_hexi.probe.sizes import WIDENING, Sizes
-from megatron_hexi.runtime.kernels import BlockKind, KernelDispatch
+from megatron_hexi.runtime.kernels import BlockKind, KernelDispatch, Mode
 
 #: What memory allocators say when there is none left: torch's on CUDA, its own on the CPU, oneDNN's.
 _NO_MEMORY = ("out of memory", "can't allocate memory", "could not create a memory", "bad_alloc")
@@ -84,7 +84,7 @@ def attention(
     backward: bool,
 ) -> Callable[[int], Work]:
     """Return a block of attention in the runtime's layout: [B, tokens, heads, D] in memory."""
-    scale = sizes.head_dim**-0.5
+    mode = Mode(causal, sizes.head_dim**-0.5)
 
     def prepare(tokens: int) -> Work:
         shape = (1, tokens, sizes.heads, sizes.head_dim)
@@ -93,11 +93,9 @@ def attention(
         )
         chosen = kernel.choose(BlockKind(query.shape, key.shape, causal, device))
         if not backward:
-            return lambda: chosen.forward(query, key, value, causal=causal, scale=scale)
-        output, log_sum_exp = chosen.forward(query, key, value, causal=causal, scale=scale)
-        return lambda: chosen.backward(
-            grad, query, key, value, output, log_sum_exp, causal=causal, scale=scale
-        )
+            return lambda: chosen.forward(query, key, value, mode)
+        output, log_sum_exp = chosen.forward(query, key, value, mode)
+        return lambda: chosen.backward(grad, query, key, value, output, log_sum_exp, mode)
 
     return prepare
 

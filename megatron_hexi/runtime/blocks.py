@@ -19,7 +19,7 @@ from megatron_hexi.plan.heads import HeadSpan
 from megatron_hexi.plan.model import Range
 from megatron_hexi.runtime.call_rows import CallRows, Rows, call_rows
 from megatron_hexi.runtime.compiled import Recorder, Value
-from megatron_hexi.runtime.kernels.base import BlockKind
+from megatron_hexi.runtime.kernels.base import BlockKind, Mode
 from megatron_hexi.runtime.kernels.dispatch import KernelDispatch, aligned_log_sum_exp
 
 
@@ -139,8 +139,8 @@ class BlockAttention:
         Several sequences are computed for one batch entry at a time.
         """
         block = BlockKind(query.shape, key.shape, rows.causal, self.recorder.device, rows.sequences)
-        mode: Any = {"causal": rows.causal, "scale": self.scale, "sequences": rows.sequences}
-        run = partial(getattr(self.kernel.choose(block), way), **mode)
+        mode = Mode(rows.causal, self.scale, rows.sequences)
+        run = partial(getattr(self.kernel.choose(block), way), mode=mode)
         if way == "backward" and self.recorder.device.type == "cuda":
             run = partial(_with_aligned_log_sum_exp, run)
         return run if rows.sequences is None or query.shape[0] == 1 else partial(_each_batch, run)

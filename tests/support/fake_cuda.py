@@ -24,7 +24,7 @@ from megatron_hexi.runtime import all_to_all, call_rows, exchange, fused
 from megatron_hexi.runtime.attention import _DomainAttentionFunction
 from megatron_hexi.runtime.fused import on_gpu
 from megatron_hexi.runtime.kernels import flash_attn, ranked_kernels
-from megatron_hexi.runtime.kernels.base import BlockKind, KernelOnOffer
+from megatron_hexi.runtime.kernels.base import BlockKind, KernelOnOffer, Mode
 from megatron_hexi.runtime.kernels.dispatch import KernelDispatch
 from megatron_hexi.runtime.passes import AttentionLayer, Inputs
 from megatron_hexi.runtime.wire import Transfers
@@ -128,51 +128,30 @@ class CheckedKernel(KernelOnOffer):
     def takes(self, block: BlockKind) -> bool:
         return self.kernel.takes(block)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        sequences: Any = None,
-    ) -> Any:
-        self._check_inputs(causal, query, key, value, query)
-        self._check_sequences(query, key, causal, sequences)
-        output, log_sum_exp = self.kernel.forward(
-            query, key, value, causal=causal, scale=scale, sequences=sequences
-        )
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mode: Mode) -> Any:
+        self._check_inputs(mode.causal, query, key, value, query)
+        self._check_sequences(query, key, mode)
+        output, log_sum_exp = self.kernel.forward(query, key, value, mode)
         _assert_like([output], [query])
         assert (log_sum_exp.shape, log_sum_exp.dtype) == (query.shape[:3], torch.float32)
         assert log_sum_exp.device == CUDA
         return output, log_sum_exp
 
     def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        sequences: Any = None,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, mode: Mode
     ) -> Any:
-        tensors = grad_output, query, key, value, output
-        self._check_inputs(causal, query, key, value, grad_output, output)
-        self._check_sequences(query, key, causal, sequences)
-        assert (log_sum_exp.shape, log_sum_exp.dtype) == (query.shape[:3], torch.float32)
+        self._check_inputs(mode.causal, query, key, value, grad, output)
+        self._check_sequences(query, key, mode)
+        assert (lse.shape, lse.dtype) == (query.shape[:3], torch.float32)
         if self.name != "math":
-            assert log_sum_exp.is_contiguous()
-            assert_reads_16_bytes(log_sum_exp, rows=False)
-        grads = self.kernel.backward(*tensors, log_sum_exp, causal=causal, scale=scale, sequences=sequences)
+            assert lse.is_contiguous()
+            assert_reads_16_bytes(lse, rows=False)
+        grads = self.kernel.backward(grad, query, key, value, output, lse, mode)
         _assert_like(grads, [query, key, value])
         return grads
 
-    def _check_sequences(self, query: Tensor, key: Tensor, causal: bool, sequences: Any) -> None:
+    def _check_sequences(self, query: Tensor, key: Tensor, mode: Mode) -> None:
+        sequences = mode.sequences
         if sequences is None:
             return
         assert self.name != "cudnn"
@@ -185,7 +164,7 @@ class CheckedKernel(KernelOnOffer):
             assert min(lengths) > 0
             assert sum(lengths) == tensor.shape[2]
             assert (ends.shape, ends.dtype, ends.device) == ((len(lengths) + 1,), torch.int32, CUDA)
-        assert not causal or sequences.queries == sequences.keys
+        assert not mode.causal or sequences.queries == sequences.keys
 
     def _check_inputs(
         self, causal: bool, query: Tensor, key: Tensor, value: Tensor, *outputs: Tensor

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_hexi.runtime.kernels import MathKernel
-from megatron_hexi.runtime.kernels.base import Sequences, packed, unpacked
+from megatron_hexi.runtime.kernels.base import Mode, Sequences, by_heads, by_rows
 
 MATH = MathKernel()
 
@@ -32,32 +32,31 @@ def sequences_of(ends_q, ends_k, q, k, most_q, most_k):
 
 def varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
     sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, q, k, max_seqlen_q, max_seqlen_k)
-    output, log_sum_exp = MATH.forward(
-        *(unpacked(tensor) for tensor in (q, k, v)), causal=causal, scale=softmax_scale, sequences=sequences
-    )
-    return packed(output).contiguous(), log_sum_exp[0].clone()
+    mode = Mode(causal, softmax_scale, sequences)
+    query, key, value = (by_heads(tensor, mode) for tensor in (q, k, v))
+    output, log_sum_exp = MATH.forward(query, key, value, mode)
+    return by_rows(output, mode).contiguous(), log_sum_exp[0].clone()
 
 
 def varlen_backward(
     dout, q, k, v, out, lse, dq, dk, dv, ends_q, ends_k, most_q, most_k, softmax_scale, causal
 ):
-    sequences = sequences_of(ends_q, ends_k, q, k, most_q, most_k)
-    dout, q, k, v, out = (unpacked(tensor) for tensor in (dout, q, k, v, out))
-    grads = MATH.backward(
-        dout, q, k, v, out, lse[None], causal=causal, scale=softmax_scale, sequences=sequences
-    )
+    mode = Mode(causal, softmax_scale, sequences_of(ends_q, ends_k, q, k, most_q, most_k))
+    dout, q, k, v, out = (by_heads(tensor, mode) for tensor in (dout, q, k, v, out))
+    grads = MATH.backward(dout, q, k, v, out, lse[None], mode)
     for target, gradient in zip((dq, dk, dv), grads, strict=True):
-        target.copy_(packed(gradient))
+        target.copy_(by_rows(gradient, mode))
 
 
 def forward_of_flash_attention(q, k, v, softmax_scale, causal):
-    output, log_sum_exp = MATH.forward(*swap(q, k, v), causal=causal, scale=softmax_scale)
+    query, key, value = swap(q, k, v)
+    output, log_sum_exp = MATH.forward(query, key, value, Mode(causal, softmax_scale))
     return swap(output)[0].contiguous(), log_sum_exp
 
 
 def backward_of_flash_attention(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal):
     dout, q, k, v, out = swap(dout, q, k, v, out)
-    grads = MATH.backward(dout, q, k, v, out, softmax_lse, causal=causal, scale=softmax_scale)
+    grads = MATH.backward(dout, q, k, v, out, softmax_lse, Mode(causal, softmax_scale))
     for target, gradient in zip((dq, dk, dv), grads, strict=True):
         target.copy_(gradient.transpose(1, 2))
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_hexi.runtime.kernels import KERNELS
+from megatron_hexi.runtime.kernels import KERNELS, Mode
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 ON_CPU = ["aten-cpu", "math"]
@@ -55,8 +55,8 @@ def truth(query, key, value, grad, *, causal, scale, dtype=torch.float64):
 
 
 def results(kernel, query, key, value, grad, **mode):
-    output, log_sum_exp = kernel.forward(query, key, value, **mode)
-    grads = kernel.backward(grad, query, key, value, output, log_sum_exp, **mode)
+    output, log_sum_exp = kernel.forward(query, key, value, Mode(**mode))
+    grads = kernel.backward(grad, query, key, value, output, log_sum_exp, Mode(**mode))
     assert [tensor.shape for tensor in (output, *grads)] == [t.shape for t in (query, query, key, value)]
     assert {tensor.dtype for tensor in (output, *grads)} == {query.dtype}
     assert log_sum_exp.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)

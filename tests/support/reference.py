@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_hexi.plan import Mask, build_schedule
+from megatron_hexi.runtime.kernels import Mode
 from megatron_hexi.runtime.kernels.aten_cpu import AtenCpuKernel
 from tests.support.threads import run_ranks
 
@@ -110,9 +111,9 @@ def plain_low_precision_results(problem):
         for tensor in (problem.query, problem.key, problem.value, problem.grad_output)
     )
     assert problem.mask == Mask(problem.mask.causal), "kernels know no other masks"
-    mode = {"causal": problem.mask.causal, "scale": problem.scale}
-    output, log_sum_exp = kernel.forward(query, key, value, **mode)
-    grads = kernel.backward(grad, query, key, value, output, log_sum_exp, **mode)
+    mode = Mode(problem.mask.causal, problem.scale)
+    output, log_sum_exp = kernel.forward(query, key, value, mode)
+    grads = kernel.backward(grad, query, key, value, output, log_sum_exp, mode)
     return tuple(tensor.permute(2, 0, 1, 3) for tensor in (output, *grads))
 
 

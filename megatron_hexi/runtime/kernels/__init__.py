@@ -7,7 +7,7 @@ import torch
 from megatron_hexi.errors import PlatformError
 from megatron_hexi.runtime.kernels.aten_cpu import AtenCpuKernel
 from megatron_hexi.runtime.kernels.aten_flash import AtenFlashKernel
-from megatron_hexi.runtime.kernels.base import BlockKind, Kernel, KernelOnOffer, MathKernel
+from megatron_hexi.runtime.kernels.base import BlockKind, Kernel, KernelOnOffer, MathKernel, Mode
 from megatron_hexi.runtime.kernels.cudnn import CudnnKernel
 from megatron_hexi.runtime.kernels.dispatch import KernelDispatch
 from megatron_hexi.runtime.kernels.flash_attn import flash_attention_2, flash_attention_3
@@ -63,6 +63,7 @@ __all__ = [
     "Kernel",
     "KernelDispatch",
     "MathKernel",
+    "Mode",
     "ranked_kernels",
     "select_kernel",
 ]

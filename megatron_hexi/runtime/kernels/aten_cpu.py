@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_hexi.runtime.kernels.base import DenseKernel
+from megatron_hexi.runtime.kernels.base import DenseKernel, Mode
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -26,20 +26,10 @@ class AtenCpuKernel(DenseKernel):
             return f"it does not take {dtype}"
         return None
 
-    def dense(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        return _FORWARD(query, key, value, 0.0, causal, scale=scale)
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
+        return _FORWARD(query, key, value, 0.0, mode.causal, scale=mode.scale)
 
     def dense_backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, mode: Mode
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _BACKWARD(grad_output, query, key, value, output, log_sum_exp, 0.0, causal, scale=scale)
+        return _BACKWARD(grad, query, key, value, output, lse, 0.0, mode.causal, scale=mode.scale)

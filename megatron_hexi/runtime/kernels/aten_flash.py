@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_hexi.runtime.kernels.base import KernelOnOffer, Sequences, packed, unpacked
+from megatron_hexi.runtime.kernels.base import KernelOnOffer, Mode, by_heads, by_rows
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -34,67 +34,35 @@ class AtenFlashKernel(KernelOnOffer):
             return f"it has no backward for heads of {head_dim} on compute capability {capability}"
         return None
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        sequences: Sequences | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        ends, most = _lengths(query, key, sequences)
-        there, back = (_swapped, _swapped) if sequences is None else (packed, unpacked)
-        output, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
-            there(query), there(key), there(value), *ends, *most, 0.0, causal, False, scale=scale
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
+        tensors = (by_rows(tensor, mode) for tensor in (query, key, value))
+        output, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *tensors, *_lengths(query, key, mode), 0.0, mode.causal, False, scale=mode.scale
         )
         # Of several sequences the log-sum-exp is [H, Q].
-        return back(output), log_sum_exp.view(query.shape[:3])
+        return by_heads(output, mode), lse.view(query.shape[:3])
 
     def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        sequences: Sequences | None = None,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, mode: Mode
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Without dropout the two generator states are not read; any tensors of their type will do.
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
         unused = torch.empty(0, dtype=torch.uint64, device=query.device)
-        ends, most = _lengths(query, key, sequences)
-        there, back = (_swapped, _swapped) if sequences is None else (packed, unpacked)
-        tensors = (there(tensor) for tensor in (grad_output, query, key, value, output))
+        tensors = (by_rows(tensor, mode) for tensor in (grad, query, key, value, output))
         grads = torch.ops.aten._flash_attention_backward(
             *tensors,
-            log_sum_exp if sequences is None else log_sum_exp[0],
-            *ends,
-            *most,
-            0.0,
-            causal,
-            state,
-            unused,
-            scale=scale,
+            lse if mode.sequences is None else lse[0],
+            *_lengths(query, key, mode),
+            *(0.0, mode.causal, state, unused),
+            scale=mode.scale,
         )
-        grad_query, grad_key, grad_value = (back(grad) for grad in grads)
+        grad_query, grad_key, grad_value = (by_heads(gradient, mode) for gradient in grads)
         return grad_query, grad_key, grad_value
 
 
-def _swapped(tensor: Tensor) -> Tensor:
-    """Transpose [B, H, rows, D] to [B, rows, H, D], or the reverse."""
-    return tensor.transpose(1, 2)
-
-
-def _lengths(
-    query: Tensor, key: Tensor, sequences: Sequences | None
-) -> tuple[tuple[Tensor | None, Tensor | None], tuple[int, int]]:
+def _lengths(query: Tensor, key: Tensor, mode: Mode) -> tuple[Tensor | None, Tensor | None, int, int]:
     """Return the ends of sequences in queries and keys (``None``: one sequence), and the largest lengths."""
-    if sequences is None:
-        return (None, None), (query.shape[2], key.shape[2])
-    return (sequences.query_ends, sequences.key_ends), (max(sequences.queries), max(sequences.keys))
+    if mode.sequences is None:
+        return None, None, query.shape[2], key.shape[2]
+    ends = mode.sequences.query_ends, mode.sequences.key_ends
+    return *ends, max(mode.sequences.queries), max(mode.sequences.keys)

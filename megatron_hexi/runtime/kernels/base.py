@@ -64,6 +64,20 @@ class BlockKind(NamedTuple):
     sequences: Sequences | None = None
 
 
+class Mode(NamedTuple):
+    """How the queries of a kernel call see its keys.
+
+    Args:
+        causal: whether the blocks are causal; only set for square blocks.
+        scale: factor on scores.
+        sequences: sizes of the blocks, each of whose queries see its own keys only; ``None``: a single block.
+    """
+
+    causal: bool
+    scale: float
+    sequences: Sequences | None = None
+
+
 class Kernel(Protocol):
     """An attention kernel for one or several blocks whose results can be merged with those of other blocks.
 
@@ -71,9 +85,8 @@ class Kernel(Protocol):
     output and log-sum-exp of all blocks, so that the gradients of a block are exact summands of the whole
     gradients.
 
-    Shapes: query [B, H, Q, D], key [B, K, S, D], value [B, K, S, D]; output as query; log-sum-exp
-    [B, H, Q] in fp32 (fp64 for fp64 inputs). Any strides whose last is 1. No size is 0. With `sequences` the
-    queries of each block see its own keys only.
+    Shapes: query [B, H, Q, D], key [B, K, S, D], value [B, K, S, D]; output and its gradient `grad` as query;
+    log-sum-exp `lse` [B, H, Q] in fp32 (fp64 for fp64 inputs). Any strides whose last is 1. No size is 0.
 
     On CUDA tensors can be read by 16 bytes (`dispatch.aligned`), and the log-sum-exp is contiguous
     (`dispatch.aligned_log_sum_exp`).
@@ -81,30 +94,11 @@ class Kernel(Protocol):
 
     name: str
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        sequences: Sequences | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output and the log-sum-exp of a call; `causal` is only set for square blocks."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
+        """Return the output and the log-sum-exp of a call."""
 
     def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        sequences: Sequences | None = None,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, mode: Mode
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients of query, key and value of this block, from merged output and log-sum-exp."""
 
@@ -120,80 +114,52 @@ class KernelOnOffer(Kernel, Protocol):
         return True
 
 
-def packed(tensor: Tensor) -> Tensor:
-    """Return [1, H, rows, ...] as [rows, H, ...], which kernels of several sequences take."""
+def by_rows(tensor: Tensor, mode: Mode) -> Tensor:
+    """Return [B, H, rows, D] as [B, rows, H, D], or of several sequences, for which B is 1, [rows, H, D]."""
+    if mode.sequences is None:
+        return tensor.transpose(1, 2)
     assert tensor.shape[0] == 1, "several blocks are given one batch at a time"
     return tensor[0].transpose(0, 1)
 
 
-def unpacked(tensor: Tensor) -> Tensor:
-    """Return [rows, H, ...] as [1, H, rows, ...]."""
-    return tensor.transpose(0, 1)[None]
+def by_heads(tensor: Tensor, mode: Mode) -> Tensor:
+    """Return what `by_rows` returns as [B, H, rows, D]."""
+    return tensor.transpose(1, 2) if mode.sequences is None else tensor.transpose(0, 1)[None]
 
 
 class DenseKernel(KernelOnOffer, Protocol):
     """A kernel for one block at a time: adjacent blocks of one size become a larger batch."""
 
-    def dense(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of one block."""
 
     def dense_backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, mode: Mode
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of one block."""
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        sequences: Sequences | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if sequences is None:
-            return self.dense(query, key, value, causal, scale)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
+        if mode.sequences is None:
+            return self.dense(query, key, value, mode)
         output = torch.empty_like(query)
         wide = torch.promote_types(query.dtype, torch.float32)
-        log_sum_exp = query.new_empty(query.shape[:3], dtype=wide)
-        for rows, keys, count in sequences.runs():
+        lse = query.new_empty(query.shape[:3], dtype=wide)
+        for rows, keys, count in mode.sequences.runs():
             q, k, v = (_batch(t, where, count) for t, where in ((query, rows), (key, keys), (value, keys)))
-            for whole, part in zip((output, log_sum_exp), self.dense(q, k, v, causal, scale), strict=True):
+            for whole, part in zip((output, lse), self.dense(q, k, v, mode), strict=True):
                 _put(whole, rows, count, part)
-        return output, log_sum_exp
+        return output, lse
 
     def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        sequences: Sequences | None = None,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, mode: Mode
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if sequences is None:
-            tensors = grad_output, query, key, value, output, log_sum_exp
-            return self.dense_backward(*tensors, causal, scale)
+        if mode.sequences is None:
+            return self.dense_backward(grad, query, key, value, output, lse, mode)
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        for rows, keys, count in sequences.runs():
-            grad, q, out, lse = (_batch(t, rows, count) for t in (grad_output, query, output, log_sum_exp))
+        for rows, keys, count in mode.sequences.runs():
+            dout, q, out, sums = (_batch(t, rows, count) for t in (grad, query, output, lse))
             k, v = (_batch(t, keys, count) for t in (key, value))
-            parts = self.dense_backward(grad, q, k, v, out, lse, causal, scale)
+            parts = self.dense_backward(dout, q, k, v, out, sums, mode)
             for whole, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
                 _put(whole, where, count, part)
         return grads
@@ -210,37 +176,26 @@ class MathKernel(DenseKernel):
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return None if dtype.is_floating_point else f"{dtype} is no floating type"
 
-    def dense(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def dense(self, query: Tensor, key: Tensor, value: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
         grouped, key_wide, value_wide = _widen(query, key), _wide(key), _wide(value)
-        scores = _scores(grouped, key_wide, causal, scale)
+        scores = _scores(grouped, key_wide, mode)
         log_sum_exp = torch.logsumexp(scores, dim=-1)
         output = torch.exp(scores - log_sum_exp[..., None]) @ value_wide[:, :, None]
         return output.flatten(1, 2).to(query.dtype), log_sum_exp.flatten(1, 2)
 
     def dense_backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, mode: Mode
     ) -> tuple[Tensor, Tensor, Tensor]:
         grouped, key_wide, value_wide = _widen(query, key), _wide(key), _wide(value)
-        grad, out = _widen(grad_output, key), _widen(output, key)
-        weights = torch.exp(
-            _scores(grouped, key_wide, causal, scale) - log_sum_exp.view(*grouped.shape[:-1])[..., None]
-        )
+        grad_wide, output_wide = _widen(grad, key), _widen(output, key)
+        weights = torch.exp(_scores(grouped, key_wide, mode) - lse.view(*grouped.shape[:-1])[..., None])
         # d(score) = weight * (dO·V - dO·O), the softmax's gradient with its row sum taken from O.
-        grad_weights = grad @ value_wide[:, :, None].transpose(-1, -2)
-        grad_scores = weights * (grad_weights - (grad * out).sum(-1, keepdim=True)) * scale
+        grad_weights = grad_wide @ value_wide[:, :, None].transpose(-1, -2)
+        row_sum = (grad_wide * output_wide).sum(-1, keepdim=True)
+        grad_scores = weights * (grad_weights - row_sum) * mode.scale
         grad_query = grad_scores @ key_wide[:, :, None]
         grad_key = (grad_scores.transpose(-1, -2) @ grouped).sum(2)
-        grad_value = (weights.transpose(-1, -2) @ grad).sum(2)
+        grad_value = (weights.transpose(-1, -2) @ grad_wide).sum(2)
         return (
             grad_query.flatten(1, 2).to(query.dtype),
             grad_key.to(key.dtype),
@@ -268,9 +223,9 @@ def _widen(tensor: Tensor, key: Tensor) -> Tensor:
     return _wide(tensor).unflatten(1, (key.shape[1], -1))
 
 
-def _scores(grouped: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = grouped @ key[:, :, None].transpose(-1, -2) * scale
-    if causal:
+def _scores(grouped: Tensor, key: Tensor, mode: Mode) -> Tensor:
+    scores = grouped @ key[:, :, None].transpose(-1, -2) * mode.scale
+    if mode.causal:
         rows, columns = scores.shape[-2:]
         future = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, -math.inf)

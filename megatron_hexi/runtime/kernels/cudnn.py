@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_hexi.plan.kernels import WIDEST_HEADS
-from megatron_hexi.runtime.kernels.base import BlockKind, KernelOnOffer, Sequences, is_deterministic
+from megatron_hexi.runtime.kernels.base import BlockKind, KernelOnOffer, Mode, is_deterministic
 
 #: Largest batch size and largest number of heads (max_cudnn_dim_size in the cited file).
 _MOST = 65535
@@ -71,53 +71,21 @@ class CudnnKernel(KernelOnOffer):
             return True
         return torch.cuda.get_device_capability(block.device)[0] != 9
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        sequences: Sequences | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
         output, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query, key, value, None, True, 0.0, causal, False, scale=scale
+            query, key, value, None, True, 0.0, mode.causal, False, scale=mode.scale
         )
         return output, log_sum_exp.view(query.shape[:3])
 
     def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        sequences: Sequences | None = None,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, mode: Mode
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Without dropout seed and offset are not read.
         unused = torch.empty((), dtype=torch.int64, device=query.device)
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad_output,
-            query,
-            key,
-            value,
-            output,
-            log_sum_exp[..., None],
-            unused,
-            unused,
-            None,
-            None,
-            None,
-            query.shape[2],
-            key.shape[2],
-            0.0,
-            causal,
-            scale=scale,
+            *(grad, query, key, value, output, lse[..., None]),
+            *(unused, unused, None, None, None, query.shape[2], key.shape[2], 0.0, mode.causal),
+            scale=mode.scale,
         )
 
 

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from megatron_hexi.errors import PlatformError
-from megatron_hexi.runtime.kernels.base import KernelOnOffer, Sequences, is_deterministic, packed, unpacked
+from megatron_hexi.runtime.kernels.base import (
+    KernelOnOffer,
+    Mode,
+    Sequences,
+    by_heads,
+    by_rows,
+    is_deterministic,
+)
 
 #: Parameter values that switch off all features besides plain attention, passed if a release has no default.
 _LEFT_OUT = {
@@ -75,70 +82,34 @@ class FlashAttentionKernel(KernelOnOffer):
             return "the installed release has no deterministic backward"
         return None
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        sequences: Sequences | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        there, back = (_swapped, _swapped) if sequences is None else (packed, unpacked)
-        output, log_sum_exp, *_ = self._call("forward", sequences)(
-            q=there(query),
-            k=there(key),
-            v=there(value),
-            softmax_scale=scale,
-            causal=causal,
-            **_lengths(sequences),
-        )
-        if sequences is None:
-            return back(output), log_sum_exp
-        if log_sum_exp.shape != (query.shape[1], query.shape[2]):  # flash-attn before 2.6
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
+        q, k, v = (by_rows(tensor, mode) for tensor in (query, key, value))
+        output, lse, *_ = self._call("forward", mode, q=q, k=k, v=v)
+        if mode.sequences is None:
+            return by_heads(output, mode), lse
+        if lse.shape != (query.shape[1], query.shape[2]):  # flash-attn before 2.6
             raise PlatformError(
                 f"{self.name}: it pads the log-sum-exp of documents; install flash-attn 2.6 or later"
             )
-        return back(output), log_sum_exp[None]
+        return by_heads(output, mode), lse[None]
 
     def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        sequences: Sequences | None = None,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, mode: Mode
     ) -> tuple[Tensor, Tensor, Tensor]:
-        there, back = (_swapped, _swapped) if sequences is None else (packed, unpacked)
-        q, k, v = (there(tensor) for tensor in (query, key, value))
+        dout, q, k, v, out = (by_rows(tensor, mode) for tensor in (grad, query, key, value, output))
         dq, dk, dv = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v))
-        self._call("backward", sequences)(
-            dout=there(grad_output),
-            q=q,
-            k=k,
-            v=v,
-            out=there(output),
-            softmax_lse=log_sum_exp if sequences is None else log_sum_exp[0],
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            softmax_scale=scale,
-            causal=causal,
-            **_lengths(sequences),
-            **({"deterministic": True} if is_deterministic() else {}),
+        lse = lse if mode.sequences is None else lse[0]
+        asked = {"deterministic": True} if is_deterministic() else {}
+        self._call(
+            "backward", mode, dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv, **asked
         )
-        return back(dq), back(dk), back(dv)
+        return by_heads(dq, mode), by_heads(dk, mode), by_heads(dv, mode)
 
-    def _call(self, way: str, sequences: Sequences | None) -> Callable[..., Any]:
-        """Return the package's forward or backward function, for one or several sequences."""
-        name = "_flash_attn_" if sequences is None or self._one_function else "_flash_attn_varlen_"
-        return _named(self._module, name + way)
+    def _call(self, way: str, mode: Mode, **arguments: Any) -> Any:
+        """Call the package's forward or backward function, for one or several sequences."""
+        is_one = mode.sequences is None or self._one_function
+        function = _named(self._module, ("_flash_attn_" if is_one else "_flash_attn_varlen_") + way)
+        return function(**arguments, softmax_scale=mode.scale, causal=mode.causal, **_lengths(mode.sequences))
 
 
 def flash_attention_2() -> FlashAttentionKernel:
@@ -167,11 +138,6 @@ def _is_installed(module: str) -> bool:
     if spec is None or not name:
         return spec is not None
     return PathFinder.find_spec(name, list(spec.submodule_search_locations or ())) is not None
-
-
-def _swapped(tensor: Tensor) -> Tensor:
-    """Transpose [B, H, rows, D] to [B, rows, H, D], or the reverse."""
-    return tensor.transpose(1, 2)
 
 
 def _lengths(sequences: Sequences | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from megatron_hexi.plan.blocks import together
 from megatron_hexi.plan.heads import head_spans, kv_range, spans_in_two
 from megatron_hexi.runtime.blocks import BlockAttention, Queries
 from megatron_hexi.runtime.call_rows import Rows, call_rows
-from megatron_hexi.runtime.kernels import KernelDispatch
+from megatron_hexi.runtime.kernels import KernelDispatch, Mode
 from megatron_hexi.runtime.sums import RowSum
 from tests.support.compiled import carried_out
 from tests.support.kernels import (
@@ -63,7 +63,7 @@ def test_blocks_that_are_merged_are_one_attention_forward_and_backward(name, ext
     own, earlier = slice(20, 32), (slice(0, 7), slice(7, 20))
     rows = query[:, :, own]
     terms = [
-        kernel.forward(rows, key[:, :, keys], value[:, :, keys], causal=keys is own, scale=scale)
+        kernel.forward(rows, key[:, :, keys], value[:, :, keys], Mode(keys is own, scale))
         for keys in (own, *earlier)
     ]
 
@@ -73,23 +73,16 @@ def test_blocks_that_are_merged_are_one_attention_forward_and_backward(name, ext
             total.add((0, rows.shape[1]), Rows((0, 12)), *term)
         return total.result()
 
-    result = carried_out(merged, *itertools.chain(*terms))
+    out, lse = carried_out(merged, *itertools.chain(*terms))
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     output, log_sum_exp = attention(*leaves, causal=True, scale=scale)
     expected = torch.autograd.grad(output[:, :, own], leaves, grad[:, :, own])
-    assert_close(result, [output[:, :, own], log_sum_exp[:, :, own]], 1e-11)
+    assert_close([out, lse], [output[:, :, own], log_sum_exp[:, :, own]], 1e-11)
 
     totals = [torch.zeros_like(tensor) for tensor in (query, key, value)]
     for keys in (own, *earlier):
-        part = kernel.backward(
-            grad[:, :, own],
-            rows,
-            key[:, :, keys],
-            value[:, :, keys],
-            *result,
-            causal=keys is own,
-            scale=scale,
-        )
+        tensors = grad[:, :, own], rows, key[:, :, keys], value[:, :, keys]
+        part = kernel.backward(*tensors, out, lse, Mode(keys is own, scale))
         for total, where, gradient in zip(totals, (own, keys, keys), part, strict=True):
             total[:, :, where] += gradient
     assert_close(totals, expected, 1e-10)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from megatron_hexi.plan import Group, Mask, Member, Workload
-from megatron_hexi.runtime.kernels import BlockKind
+from megatron_hexi.runtime.kernels import BlockKind, Mode
 from megatron_hexi.runtime.kernels.dispatch import aligned, aligned_log_sum_exp
 from tests.support.fake_cuda import CUDA, HALF, HostWait, checked_kernel, fake_tensors, gpu, run_layer
 from tests.support.kernels import ON_CUDA
@@ -73,7 +73,7 @@ def of_block(block):
     ]
     (heads, rows), *_ = sizes
     log_sum_exp = torch.empty(batch, heads + 1, first + rows, device=CUDA)[:, 1:, first:]
-    return tensors, log_sum_exp, {"causal": causal, "scale": 0.1}
+    return tensors, log_sum_exp, Mode(causal, 0.1)
 
 
 def check_block(block, machine, name):
@@ -82,11 +82,11 @@ def check_block(block, machine, name):
         tensors, log_sum_exp, mode = of_block(block)
         query, key, value, grad = map(aligned, tensors)
         kernel = checked_kernel(dtype, size, name).choose(
-            BlockKind(query.shape, key.shape, mode["causal"], CUDA)
+            BlockKind(query.shape, key.shape, mode.causal, CUDA)
         )
-        output, _ = kernel.forward(query, key, value, **mode)
+        output, _ = kernel.forward(query, key, value, mode)
         merged = aligned(output), aligned_log_sum_exp(log_sum_exp)
-        kernel.backward(grad, query, key, value, *merged, **mode)
+        kernel.backward(grad, query, key, value, *merged, mode)
 
 
 block_cases = given(

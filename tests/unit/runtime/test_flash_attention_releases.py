@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_hexi.errors import PlatformError
-from megatron_hexi.runtime.kernels import MathKernel
+from megatron_hexi.runtime.kernels import MathKernel, Mode
 from megatron_hexi.runtime.kernels import flash_attn as flash_attn_adapter
 from megatron_hexi.runtime.kernels.base import Sequences
 from megatron_hexi.runtime.kernels.flash_attn import FlashAttentionKernel
@@ -95,7 +95,7 @@ def test_a_release_of_flash_attention_that_lacks_a_parameter_is_refused(monkeypa
     with pytest.raises(
         PlatformError, match=r"_flash_attn_forward has no parameter softmax_scale; install another"
     ):
-        kernel.forward(*inputs(SHAPES["MHA"], torch.float32)[:3], causal=True, scale=1.0)
+        kernel.forward(*inputs(SHAPES["MHA"], torch.float32)[:3], Mode(causal=True, scale=1.0))
 
 
 def test_another_package_in_the_folder_of_flash_attention_2_is_not_taken_for_it(monkeypatch, tmp_path):

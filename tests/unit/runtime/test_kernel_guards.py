@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_hexi.errors import PlatformError
-from megatron_hexi.runtime.kernels import BlockKind, select_kernel
+from megatron_hexi.runtime.kernels import BlockKind, Mode, select_kernel
 from tests.support.fake_cuda import CUDA, fake_tensors, gpu
 
 CUDNN = {"_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"}
@@ -21,8 +21,8 @@ def operators(queries, keys, causal, capability=HOPPER, cudnn=92400, batch=2, he
         )
         block = BlockKind(query.shape, key.shape, causal, CUDA)
         kernel = select_kernel("cudnn", CUDA, torch.bfloat16, 64).choose(block)
-        output, log_sum_exp = kernel.forward(query, key, value, causal=causal, scale=0.1)
-        grads = kernel.backward(output, query, key, value, output, log_sum_exp, causal=causal, scale=0.1)
+        output, log_sum_exp = kernel.forward(query, key, value, Mode(causal, 0.1))
+        grads = kernel.backward(output, query, key, value, output, log_sum_exp, Mode(causal, 0.1))
         assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
     return operations.called & (CUDNN | FLASH)
 

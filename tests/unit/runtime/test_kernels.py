@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_hexi.runtime.call_rows import Rows
-from megatron_hexi.runtime.kernels import BlockKind
+from megatron_hexi.runtime.kernels import BlockKind, Mode
 from megatron_hexi.runtime.sums import RowSum
 from tests.support.compiled import carried_out
 from tests.support.kernels import (
@@ -81,7 +81,7 @@ def test_cuda_kernels_take_views_and_merged_blocks(name, dtype):
         for tensor in inputs((8, 2, 65, 130, False), dtype, 128, "cuda")
     ]
     query, key, value, grad = tensors
-    mode = {"causal": False, "scale": 128**-0.5}
+    mode = Mode(causal=False, scale=128**-0.5)
     halves = [(key[:, :, half], value[:, :, half]) for half in (slice(0, 57), slice(57, 130))]
 
     def merged(recorder, *terms):
@@ -90,12 +90,12 @@ def test_cuda_kernels_take_views_and_merged_blocks(name, dtype):
             total.add((0, query.shape[1]), Rows((0, 65)), *term)
         return total.result()
 
-    terms = (tensor for half in halves for tensor in kernel.forward(query, *half, **mode))
+    terms = (tensor for half in halves for tensor in kernel.forward(query, *half, mode))
     output, log_sum_exp = carried_out(merged, *terms)
-    parts = [kernel.backward(grad, query, *half, output, log_sum_exp, **mode) for half in halves]
+    parts = [kernel.backward(grad, query, *half, output, log_sum_exp, mode) for half in halves]
     grads = [
         parts[0][0].float() + parts[1][0].float(),
         torch.cat([part[1] for part in parts], dim=2),
         torch.cat([part[2] for part in parts], dim=2),
     ]
-    assert_as_precise_as_plain([log_sum_exp, output, *grads], tensors, **mode)
+    assert_as_precise_as_plain([log_sum_exp, output, *grads], tensors, causal=False, scale=mode.scale)
