@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from copy import copy
+from typing import Annotated, Any, get_args, get_type_hints
 
 from megatron_hexi.cli.options import Bundle
 
@@ -49,8 +50,18 @@ def _fields(kind: type[Any]) -> list[inspect.Parameter]:
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            annotation=hints[field.name],
+            annotation=_told(hints[field.name], kind.otherwise.get(field.name)),
             default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
         )
         for field in order
     ]
+
+
+def _told(option: Any, otherwise: str | None) -> Any:
+    """Return an option's annotation whose help ends with what holds where the option is not given."""
+    if otherwise is None:
+        return option
+    value, told = get_args(option)
+    told = copy(told)
+    told.help = f"{told.help}; {otherwise}."
+    return Annotated[value, told]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -120,52 +120,73 @@ _LEFT = {
 class Bundle:
     """Options that a command takes as one parameter, a dataclass."""
 
+    #: How the help of an option ends, by field: what holds where the option is not given.
+    otherwise: ClassVar[Mapping[str, str]] = {}
+
+
+_CHOSEN = "default: the planner's choice"
+
+
+def _planned(default: object) -> str:
+    return f"default: the plan's, else {default}"
+
+
+#: What holds where an option of `Training` is not given: for a job to plan for, and for the job of a plan.
+_OTHERWISE = {
+    "micro_batch_size": (_CHOSEN, _planned(Job.micro_batch_size)),
+    "global_batch_size": (f"default: {Job.global_batch_size}", _planned(Job.global_batch_size)),
+    "pipeline_parallel": (_CHOSEN, f"{_planned(Job.pipeline_parallel)} (for plans without stages)"),
+    "virtual_stages": (_CHOSEN, _planned(Job.virtual_stages)),
+    "recompute": (f"{_CHOSEN} for each stage", _planned(Job.recompute)),
+    "precision": (f"default: {Job.precision}", _planned(Job.precision)),
+    "expert_imbalance": (f"default: {Job.expert_imbalance}", _planned(Job.expert_imbalance)),
+}
+OF_NEW_JOB = {field: new for field, (new, _) in _OTHERWISE.items()}
+OF_PLANNED_JOB = {field: planned for field, (_, planned) in _OTHERWISE.items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Bundle):
     """Options that say how Megatron trains, named like `Job`'s fields; ``None`` where not given."""
 
-    micro_batch_size: Annotated[
-        int | None,
-        count_option("micro_batch_size", f"Sequences of a micro-batch ({Job.micro_batch_size})."),
-    ] = None
+    micro_batch_size: Annotated[int | None, count_option("micro_batch_size", "Sequences per micro-batch")] = (
+        None
+    )
+    global_batch_size: Annotated[int | None, count_option("global_batch_size", "Sequences per iteration")] = (
+        None
+    )
     pipeline_parallel: Annotated[
-        int | None, count_option("pipeline_parallel", f"Pipeline stages ({Job.pipeline_parallel}).")
+        int | None, count_option("pipeline_parallel", "Number of pipeline stages")
     ] = None
     virtual_stages: Annotated[
-        int | None,
-        count_option("virtual_stages", f"Chunks of a stage, interleaved ({Job.virtual_stages})."),
+        int | None, count_option("virtual_stages", "Chunks per stage, in interleaved 1F1B")
     ] = None
     recompute: Annotated[
-        str | None,
-        job_option(
-            "recompute", f"What is recomputed: {', '.join(RECOMPUTES)} ({Job.recompute}).", metavar="WHAT"
-        ),
+        str | None, job_option("recompute", f"What to recompute: {', '.join(RECOMPUTES)}", metavar="WHAT")
     ] = None
     precision: Annotated[
         str | None,
-        job_option(
-            "precision",
-            f"Of weights and activations: {', '.join(PRECISIONS)}; {Job.precision} if not given.",
-            metavar="TYPE",
-        ),
+        job_option("precision", f"Type of weights and activations: {', '.join(PRECISIONS)}", metavar="TYPE"),
     ] = None
     kernel: Annotated[
         str | None,
         job_option(
             "kernel",
-            "Attention kernel, or one for each kind of GPU: H100=cudnn,A100=flash-attn-2; if not given, "
-            "the cluster file's, else the fastest of hexi catalog.",
+            "Attention kernel, or one for each kind of GPU: H100=cudnn,A100=flash-attn-2; default: the "
+            "cluster file's, else the fastest of hexi catalog.",
             metavar="NAME",
         ),
     ] = None
     distributed_optimizer: Annotated[
         bool | None,
-        job_option("distributed_optimizer", "Shard the optimizer's state over the replicas (yes)."),
+        job_option("distributed_optimizer", "Shard the optimizer state over the replicas; default: on."),
     ] = None
     overlap_gradients: Annotated[
         bool | None,
-        job_option("overlap_gradients", "Overlap gradients, and --overlap-param-gather, with compute (yes)."),
+        job_option(
+            "overlap_gradients",
+            "Overlap gradient sums, and --overlap-param-gather, with computation; default: on.",
+        ),
     ] = None
     sequence_parallel: Annotated[
         bool | None,
@@ -175,8 +196,7 @@ class Training(Bundle):
         float | None,
         job_option(
             "expert_imbalance",
-            "Standard deviation over mean of an expert's tokens, as hexi report measures it; "
-            f"{Job.expert_imbalance} if neither given nor in the plan.",
+            "Standard deviation of the experts' tokens over their mean, as hexi report measures it",
             metavar="PART",
         ),
     ] = None
@@ -222,45 +242,23 @@ def unfused_terms(model: str) -> dict[str, Any]:
 class NewJob(PlanFeatures, Training):
     """Options of a job to plan for; the planner chooses those of the layout that are not given."""
 
-    micro_batch_size: Annotated[
-        int | None, count_option("micro_batch_size", "Sequences of a micro-batch; chosen if not given.")
-    ] = None
-    pipeline_parallel: Annotated[
-        int | None, count_option("pipeline_parallel", "Pipeline stages; chosen if not given.")
-    ] = None
-    virtual_stages: Annotated[
-        int | None, count_option("virtual_stages", "Chunks of a stage, interleaved; chosen if not given.")
-    ] = None
-    recompute: Annotated[
-        str | None,
-        job_option(
-            "recompute",
-            f"What is recomputed: {', '.join(RECOMPUTES)}; chosen for each stage if not given.",
-            metavar="WHAT",
-        ),
-    ] = None
+    otherwise = OF_NEW_JOB
 
     model: Annotated[
         str,
-        job_option("model", f"{_MODEL}; its job terms hold where no option is given.", metavar="NAME|PATH"),
+        job_option("model", f"{_MODEL}; options override the job terms in it.", metavar="NAME|PATH"),
     ]
     seq_length: Annotated[
-        int | None, count_option("seq_length", "Tokens of one sequence, as 131072 or 128K.")
-    ] = None
-    global_batch_size: Annotated[
-        int | None,
-        count_option(
-            "global_batch_size", f"Sequences of an iteration; {Job.global_batch_size} if not given."
-        ),
+        int | None, count_option("seq_length", "Tokens per sequence, such as 131072 or 128K.")
     ] = None
     tensor_parallel: Annotated[
         int | None,
-        count_option("tensor_parallel", "Tensor-parallel size; chosen for each stage if not given."),
+        count_option("tensor_parallel", f"Tensor-parallel size; {_CHOSEN} for each stage."),
     ] = None
     memory_margin: Annotated[
         float,
         typer.Option(
-            help="Per cent of usable memory to keep free; less with a warning where nothing else fits.",
+            help="Per cent of usable memory to keep free; less, with a warning, if nothing else fits.",
             metavar="PERCENT",
             min=0,
             max=90,
@@ -269,14 +267,13 @@ class NewJob(PlanFeatures, Training):
     ] = 100 * MEMORY_MARGIN
     context_parallel: Annotated[
         int | None,
-        count_option("context_parallel", "Tensor-parallel units that share a sequence; chosen if not given."),
+        count_option("context_parallel", f"Tensor-parallel units that share a sequence; {_CHOSEN}."),
     ] = None
     expert_parallel: Annotated[
         int | None,
         count_option(
             "expert_parallel",
-            "Expert-parallel size: ranks that together hold all experts of a layer; default: the "
-            "planner's choice.",
+            f"Expert-parallel size: ranks that together hold all experts of a layer; {_CHOSEN}.",
         ),
     ] = None
     data_parallel: Annotated[

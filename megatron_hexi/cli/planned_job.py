@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from megatron_hexi.cli.options import MODEL_OF_PLAN, Training, count_option, job_option, unfused_terms
+from megatron_hexi.cli.options import MODEL_OF_PLAN, OF_PLANNED_JOB, Training, job_option, unfused_terms
 from megatron_hexi.cli.output import say
 from megatron_hexi.cluster import Cluster, cluster_digest
 from megatron_hexi.cost import (
-    PRECISIONS,
-    RECOMPUTES,
     IterationCost,
     Job,
     check_options,
@@ -60,45 +58,9 @@ def estimate_on(plan: Plan, path: Path, job: Job, machines: Cluster, cluster: Pa
 class PlannedJob(Training):
     """Options of the job that a plan was made for; values not given come from the plan, or are defaults."""
 
-    micro_batch_size: Annotated[
-        int | None, count_option("micro_batch_size", "Sequences of a micro-batch; what the plan says, or 1.")
-    ] = None
-    pipeline_parallel: Annotated[
-        int | None,
-        count_option(
-            "pipeline_parallel", "Pipeline stages, where the plan does not have them; what it says, or 1."
-        ),
-    ] = None
-    virtual_stages: Annotated[
-        int | None,
-        count_option("virtual_stages", "Chunks of a stage, interleaved; what the plan says, or 1."),
-    ] = None
-    recompute: Annotated[
-        str | None,
-        job_option(
-            "recompute",
-            f"What is recomputed: {', '.join(RECOMPUTES)}; what the plan says, or none.",
-            metavar="WHAT",
-        ),
-    ] = None
-    precision: Annotated[
-        str | None,
-        job_option(
-            "precision",
-            f"Of weights and activations: {', '.join(PRECISIONS)}; what the plan says, or bf16.",
-            metavar="TYPE",
-        ),
-    ] = None
-    model: Annotated[
-        str | None,
-        job_option("model", MODEL_OF_PLAN, metavar="NAME|PATH"),
-    ] = None
-    global_batch_size: Annotated[
-        int | None,
-        count_option(
-            "global_batch_size", f"Sequences of an iteration; what the plan says, or {Job.global_batch_size}."
-        ),
-    ] = None
+    otherwise = OF_PLANNED_JOB
+
+    model: Annotated[str | None, job_option("model", MODEL_OF_PLAN, metavar="NAME|PATH")] = None
 
     def _name(self, plan: Plan) -> str | None:
         if self.model is not None:
