@@ -20,12 +20,13 @@ from typing import Any
 
 import yaml
 
+from benchmarks.rivals.readings import read_baselines
+from benchmarks.rivals.readings.staged import spell_stages
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import Job, read_model
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.baselines import find_baselines
-from megatron_hexi.planner.baselines.staged import spell_stages
 from megatron_hexi.text_file import write_text_atomically
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "planner.md"
@@ -195,6 +196,7 @@ def measure(name: str, request: Request, machines: Cluster) -> Row:
         )
     planning_s = time.process_time() - begun
     baselines, _ = find_baselines(request, machines)
+    baselines += read_baselines(request, machines)
     best = {one.name: one.trial.iteration_s for one in baselines if one.trial is not None}
     return Row(
         cell=name,

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks.layouts import K, asked, merge_stages
+from benchmarks.rivals.readings.staged import StagedJudge, spell_stages
+from benchmarks.rivals.readings.zorse import zorse
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.planner import Request, find_plan
-from megatron_hexi.planner.baselines.staged import StagedJudge, spell_stages
-from megatron_hexi.planner.baselines.zorse import zorse
 from megatron_hexi.planner.savings import Savings, spell_savings
 
 #: Cluster, model, context, batch, precision.

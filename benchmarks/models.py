@@ -27,12 +27,12 @@ from benchmarks.layouts import (
     merge_stages,
     spell_machines,
 )
+from benchmarks.rivals.readings.staged import spell_stages
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job, read_model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan
 from megatron_hexi.planner import Request, find_plan
-from megatron_hexi.planner.baselines.staged import spell_stages
 from megatron_hexi.planner.features import features_of
 from megatron_hexi.text_file import write_text_atomically
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from benchmarks.rivals.cases import hexiscale_cases, zorse_cells, zorse_example, zorse_view
 from benchmarks.rivals.plans import hexiscale_plan, zorse_plan
+from benchmarks.rivals.readings import PUBLISHED
+from benchmarks.rivals.readings.staged import StagedJudge
 from benchmarks.rivals.zorse import choose
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.planner import Request
-from megatron_hexi.planner.baselines.find import PUBLISHED
-from megatron_hexi.planner.baselines.staged import StagedJudge
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.text_file import write_text_atomically
 

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hexi.planner.baselines.hexiscale import partition
+from benchmarks.rivals.readings.hexiscale import partition
 
 _GIB, _TERA = 1024**3, 1024**4
 #: Tensor-parallel splits of a machine's GPUs that are considered.

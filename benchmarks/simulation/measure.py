@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.rivals.readings import read_baselines
 from benchmarks.simulation.cells import Cell, load_cluster
 from benchmarks.simulation.results import Ours, Result, Rival, Wire, rounded
 from benchmarks.simulation.units import as_asked, find_unit
@@ -15,7 +16,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import ceiling_tokens_per_s
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.plan import plan_digest, validate_plan, write_plan
-from megatron_hexi.planner import Planned, find_plan
+from megatron_hexi.planner import Baseline, Planned, find_plan
 from megatron_hexi.report.share_lines import find_shares, spell_layout
 
 #: Of a cell, or of a pair of cells that must be cut alike.
@@ -67,14 +68,16 @@ def measure(cell: Cell, plans: Path | None = None) -> tuple[Result, float]:
     job = replace(job, tensor_parallel=unit[0], pipeline_parallel=unit[1])
     begun = time.perf_counter()
     try:
-        planned = find_plan(as_asked(job, cell.data_parallel), cluster, with_baselines=True)
+        request = as_asked(job, cell.data_parallel)
+        planned = find_plan(request, cluster, with_baselines=True)
     except NothingFitsError as problem:
         return rounded(replace(result, why_not=str(problem))), time.perf_counter() - begun
+    baselines = (*planned.baselines, *read_baselines(request, cluster))
     seconds = time.perf_counter() - begun
     if plans is not None:
         plans.mkdir(parents=True, exist_ok=True)
         write_plan(planned.plan, plans / f"{cell.name.replace('/', '-')}.yaml")
-    return rounded(replace(result, ours=_ours(planned, cluster), rivals=_rivals(planned))), seconds
+    return rounded(replace(result, ours=_ours(planned, cluster), rivals=_rivals(baselines))), seconds
 
 
 def _ours(planned: Planned, cluster: Cluster) -> Ours:
@@ -109,7 +112,7 @@ def _wire(planned: Planned) -> Wire | None:
     return check_wire(planned.plan, planned.job)
 
 
-def _rivals(planned: Planned) -> tuple[Rival, ...]:
+def _rivals(baselines: Iterable[Baseline]) -> tuple[Rival, ...]:
     return tuple(
         Rival(
             name=one.name,
@@ -118,5 +121,5 @@ def _rivals(planned: Planned) -> tuple[Rival, ...]:
             layout=one.layout,
             why_not=one.why_not,
         )
-        for one in planned.baselines
+        for one in baselines
     )

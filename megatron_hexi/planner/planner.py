@@ -44,7 +44,7 @@ def find_plan(
     Args:
         request: the job, with the terms that are fixed; the planner chooses the others.
         with_baselines: whether to time every baseline, too. The plan is the same in both cases: never slower
-            than the best layout of Megatron's flags, nor on up to 8 GPUs than those of published planners.
+            than the best layout of Megatron's flags.
         progress: callback, receives (phase, done, total).
 
     Raises:

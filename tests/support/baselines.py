@@ -35,7 +35,7 @@ def floor_of(fleet):
 
 
 def by_name(request, known, **others):
-    """Return the baselines that follow rules; published planners have tests of their own."""
+    """Return the baselines that follow rules; uneven layers have tests of their own."""
     return {one.name: one for one in find_baselines(request, known, **others)[0] if one.name in NAMES}
 
 

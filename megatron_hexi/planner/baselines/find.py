@@ -21,7 +21,6 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.planner.baselines.arrange import nodes_of_one_model
 from megatron_hexi.planner.baselines.expert_parallel import best_equal, spell_equal
 from megatron_hexi.planner.baselines.floor import Floor
-from megatron_hexi.planner.baselines.hexiscale import hexiscale
 from megatron_hexi.planner.baselines.race import BaselineSearch, TimedLayouts
 from megatron_hexi.planner.baselines.rules import (
     HOMOGENEOUS,
@@ -32,9 +31,7 @@ from megatron_hexi.planner.baselines.rules import (
     replica_counts,
     why_none,
 )
-from megatron_hexi.planner.baselines.staged import StagedJudge, spell_stages
 from megatron_hexi.planner.baselines.uneven_layers import best_uneven, spell_uneven, why_no_uneven
-from megatron_hexi.planner.baselines.zorse import zorse
 from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint import Candidate
@@ -42,8 +39,6 @@ from megatron_hexi.planner.layouts.trial import Progress, Trial, order_of
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.written_out import written_out
 
-#: Published planners, by our reading of their papers.
-PUBLISHED = {"hexiscale": hexiscale, "zorse": zorse}
 #: Megatron's pipelines whose stages have different numbers of layers.
 UNEVEN = "uneven-layers"
 #: Megatron's flags with expert parallelism, for models with experts.
@@ -52,8 +47,6 @@ EQUAL_EXPERTS = "expert-parallel"
 _ANY = "any"
 #: Numbers of stages of pipelines with equal stages.
 _DEPTHS = [1, 2, 4, 8, 16]
-#: On up to this many GPUs the published planners are always asked for a plan.
-_FEW_GPUS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +54,8 @@ class Baseline:
     """A baseline: its best layout, or the reason why it has none.
 
     Args:
-        name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous``,
-            ``uneven-layers``, ``hexiscale`` or ``zorse``; for models with experts ``expert-parallel``.
+        name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous`` or
+            ``uneven-layers``; for models with experts ``expert-parallel``.
         trial: the best layout that its rules allow; ``None``: there is none, or none fits.
         why_not: reason why there is no `trial`, one sentence with numbers.
         layout: description of the best layout (or of the one that comes closest to fitting), for people.
@@ -109,12 +102,7 @@ def find_baselines(
     uneven, timed = best_uneven(request, cluster)
     why = why_no_uneven(request) if uneven is None else ""
     baselines.append(Baseline(UNEVEN, uneven, why, "" if uneven is None else spell_uneven(uneven), False))
-    judge = StagedJudge(request, cluster)
-    for number, (name, planner) in enumerate(PUBLISHED.items()):
-        if progress is not None:
-            progress("published planners", number, len(PUBLISHED))
-        baselines.append(_published(name, planner(judge), cluster))
-    return tuple(baselines), race.trials + timed + judge.trials
+    return tuple(baselines), race.trials + timed
 
 
 def find_faster(
@@ -122,8 +110,7 @@ def find_faster(
 ) -> tuple[Candidate | None, int]:
     """Return the fastest layout that Megatron's flags can express, and how many layouts were timed.
 
-    The layout is ``None`` if none is fast enough. Fleets whose lower bound is too slow are skipped. On few
-    GPUs, or if no plan is known to fit, the layouts of published planners compete, too.
+    The layout is ``None`` if none is fast enough. Fleets whose lower bound is too slow are skipped.
 
     Args:
         request: the job, with the terms that are fixed.
@@ -154,20 +141,11 @@ def find_faster(
     fastest = min((candidate.iteration_s for candidate in candidates_found if candidate.fits), default=inf)
     uneven, timed = best_uneven(request, cluster, min(faster_than, fastest))
     candidates_found += [] if uneven is None else [uneven]
-    trials = race.trials + timed
-    if faster_than == inf or len(cluster.ranks) <= _FEW_GPUS:
-        judge = StagedJudge(request, cluster)
-        candidates_found += [
-            candidate
-            for candidate in (planner(judge) for planner in PUBLISHED.values())
-            if candidate is not None
-        ]
-        trials += judge.trials
     allowed = (
         candidate for candidate in candidates_found if is_allowed(candidate.plan, candidate.job, request)
     )
     faster = (candidate for candidate in allowed if candidate.fits and candidate.iteration_s < faster_than)
-    return min(faster, key=order_of, default=None), trials
+    return min(faster, key=order_of, default=None), race.trials + timed
 
 
 def _equal_experts(best: Candidate | None) -> Baseline:
@@ -278,16 +256,6 @@ def _baseline(
     if trial.fits:
         return Baseline(name, trial, "", text, uniform)
     return Baseline(name, None, f"short of memory: {_spell_shortage(trial)}", text, uniform)
-
-
-def _published(name: str, best: Candidate | None, cluster: Cluster) -> Baseline:
-    if best is None:
-        return Baseline(name, None, "it has no layout with what is fixed", "", False)
-    text = spell_stages(best.plan, cluster)
-    if best.fits:
-        return Baseline(name, best, "", text, False)
-    excess = best.timing.fullness
-    return Baseline(name, None, f"short of memory: a GPU needs {excess:.2f} times what it has", text, False)
 
 
 def _no_layout(name: str, fleets: Sequence[Fleet], data_parallel: int | None) -> str:

@@ -9,10 +9,10 @@ from benchmarks.rivals import zorse
 from benchmarks.rivals.__main__ import PAGE, page
 from benchmarks.rivals.cases import hexiscale_cases, zorse_cells, zorse_example, zorse_view
 from benchmarks.rivals.plans import hexiscale_plan, zorse_plan
+from benchmarks.rivals.readings import PUBLISHED
+from benchmarks.rivals.readings.staged import StagedJudge
 from megatron_hexi.plan import validate_plan
 from megatron_hexi.planner import Request
-from megatron_hexi.planner.baselines.find import PUBLISHED
-from megatron_hexi.planner.baselines.staged import StagedJudge
 
 CASES = {case.name: case for case in hexiscale_cases()}
 

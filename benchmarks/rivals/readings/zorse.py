@@ -25,9 +25,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from benchmarks.rivals.readings.gpu_links import bandwidths, thickest_path
+from benchmarks.rivals.readings.staged import Pipeline, StageChoice, StagedJudge
 from megatron_hexi.plan.layout import apportion
-from megatron_hexi.planner.baselines.gpu_links import bandwidths, thickest_path
-from megatron_hexi.planner.baselines.staged import Pipeline, StageChoice, StagedJudge
 from megatron_hexi.planner.joint import Candidate
 
 #: The most groups.

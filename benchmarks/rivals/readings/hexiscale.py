@@ -23,9 +23,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from benchmarks.rivals.readings.gpu_links import bandwidths, thickest_path
+from benchmarks.rivals.readings.staged import Pipeline, StageChoice, StagedJudge
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.planner.baselines.gpu_links import bandwidths, thickest_path
-from megatron_hexi.planner.baselines.staged import Pipeline, StageChoice, StagedJudge
 from megatron_hexi.planner.joint import Candidate
 
 #: Numbers of pipelines that are tried.
