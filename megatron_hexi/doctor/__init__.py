@@ -1,7 +1,7 @@
 """``hexi doctor``: packages, GPUs, kernels, patches and network of a machine, problems and remedies.
 
-`facts` has the data classes; `collect` fills them (from `software`, `machine`, `usable_kernels` and
-`patch_state`); `rules` and `differences` find problems in them without looking at the machine again; `gather`
+`facts` has the data classes; `collect` fills them (from `software` and `machine`); `rules` finds problems in
+them without looking at the machine again; `gather`
 sends the facts of all ranks to rank 0; `findings` shows them. It works where torch, Megatron or anything else
 is missing: nothing is imported before it is looked for.
 """

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_hexi.doctor import gpu_state, machine, patch_state, software, usable_kernels
+from megatron_hexi.doctor import machine, software
 from megatron_hexi.doctor.facts import Checkout, Facts
 from megatron_hexi.errors import HexiError
 
@@ -25,13 +25,13 @@ _PARTS: dict[str, Callable[[], Any]] = {
     "torch": software.find_torch,
     "driver": software.find_driver,
     "gpus": software.find_gpus,
-    "gpu_states": gpu_state.find_gpu_states,
-    "gpu_links": gpu_state.find_gpu_links,
+    "gpu_states": machine.find_gpu_states,
+    "gpu_links": machine.find_gpu_links,
     "cpu": machine.find_cpu,
     "nccl_plugins": machine.find_nccl_plugins,
-    "kernels": usable_kernels.find_kernels,
-    "triton_lacks": usable_kernels.find_triton,
-    "patches": patch_state.find_patches,
+    "kernels": software.find_kernels,
+    "triton_lacks": software.find_triton,
+    "patches": software.find_patches,
     "network": machine.find_network,
     "limits": machine.find_limits,
 }

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_hexi.doctor.collect import Progress, collect
-from megatron_hexi.doctor.differences import find_job_problems
 from megatron_hexi.doctor.facts import Checkout, Facts
 from megatron_hexi.doctor.gather import (
     LaunchedJob,
@@ -19,6 +18,7 @@ from megatron_hexi.doctor.gather import (
     send_facts,
 )
 from megatron_hexi.doctor.problems import Problem, healthy
+from megatron_hexi.doctor.rules import find_job_problems
 from megatron_hexi.whole_number import whole_number
 
 

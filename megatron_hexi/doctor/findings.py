@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_hexi.doctor.facts import Facts, KernelChoice
-from megatron_hexi.doctor.places import spell_places
-from megatron_hexi.doctor.problems import SEVERITIES, Problem, healthy
+from megatron_hexi.doctor.problems import SEVERITIES, Problem, healthy, spell_places
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 

@@ -1,9 +1,13 @@
-"""Problems with their severity and remedy."""
+"""Problems with their severity, remedy, and the hosts and ranks that have them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
+
+from megatron_hexi.doctor.facts import Facts
 
 Severity = Literal["error", "warning", "note"]
 
@@ -30,6 +34,10 @@ class Problem:
     where: str = ""
 
 
+#: A problem of each severity, with what it is and its remedy.
+error, warning, note = (partial(Problem, severity) for severity in SEVERITIES)
+
+
 def problem_of(severity: Severity, message: str) -> Problem:
     """Return the problem in a message of a `HexiError`, which ends in its remedy: ``place: what; remedy``."""
     what, _, remedy = message.rpartition("; ")
@@ -44,3 +52,32 @@ def worst_first(problems: list[Problem]) -> list[Problem]:
 def healthy(problems: list[Problem]) -> bool:
     """Whether no problem is an error."""
     return all(problem.severity != "error" for problem in problems)
+
+
+def values_by_rank(facts: Sequence[Facts], values: Sequence[str]) -> str:
+    """Return values with the ranks that have them: ``2.27.3 on a (rank 0-7); 2.26.2 on b (rank 8)``."""
+    groups: dict[str, list[Facts]] = {}
+    for rank_facts, value in zip(facts, values, strict=True):
+        groups.setdefault(value, []).append(rank_facts)
+    return "; ".join(f"{value} on {spell_places(ranks)}" for value, ranks in groups.items())
+
+
+def spell_places(facts: Sequence[Facts]) -> str:
+    """Return hosts with their ranks as text: ``a (rank 0-7), b (rank 8)``."""
+    hosts: dict[str, list[int]] = {}
+    for rank_facts in facts:
+        ranks = hosts.setdefault(rank_facts.host, [])
+        if rank_facts.rank is not None:
+            ranks.append(rank_facts.rank)
+    return ", ".join(f"{host} (rank {ranges(ranks)})" if ranks else host for host, ranks in hosts.items())
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Return numbers as text, such as ``0-3, 5`` for 0, 1, 2, 3, 5."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_hexi.doctor.facts import Facts, Interface
-from megatron_hexi.doctor.problems import Problem
+from megatron_hexi.doctor.problems import Problem, error, note, warning
 
 #: Size of /dev/shm below which data loaders and NCCL's buffers run out; Docker's default is 0.0625.
 _SHARED_MEMORY_GIB = 1.0
@@ -32,8 +32,7 @@ def _connections(facts: Facts) -> Iterator[Problem]:
     value = facts.environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if value in (None, "1") or (facts.gpus and all(gpu.capability[0] >= _BLACKWELL for gpu in facts.gpus)):
         return
-    yield Problem(
-        "error",
+    yield error(
         f"CUDA_DEVICE_MAX_CONNECTIONS={value}: Megatron stops with tensor or context parallelism, "
         "on GPUs before Blackwell",
         "unset it (a plan sets it to 1)",
@@ -49,8 +48,7 @@ def _interface_names(facts: Facts) -> Iterator[Problem]:
     for variable, select in (("NCCL_SOCKET_IFNAME", as_nccl), ("GLOO_SOCKET_IFNAME", _as_gloo)):
         value = facts.environment.get(variable)
         if value and not any(name in usable or name == "lo" for name in select(value, interfaces)):
-            yield Problem(
-                "error",
+            yield error(
                 f"{variable}={value} names no interface of this machine that can be used",
                 f"name one of {choices}",
             )
@@ -81,27 +79,23 @@ def _cards(facts: Facts) -> Iterator[Problem]:
         cards = [Interface(port.device, True, None, ()) for port in ports]
         if not as_nccl(value, cards):
             devices = ", ".join(sorted({port.device for port in ports})) or "none"
-            yield Problem(
-                "warning",
+            yield warning(
                 f"NCCL_IB_HCA={value} names no InfiniBand device of this machine; NCCL falls back to TCP",
                 f"name one of those found ({devices}), or unset it",
             )
     for port in ports:
         if port.state != "ACTIVE":
-            yield Problem(
-                "warning",
+            yield warning(
                 f"port {port.port} of {port.device} is {port.state}",
                 "check cable and subnet manager (ibstat), or leave it out of NCCL_IB_HCA",
             )
     if facts.environment.get("NCCL_IB_DISABLE") == "1" and any(port.state == "ACTIVE" for port in ports):
-        yield Problem(
-            "warning",
+        yield warning(
             "NCCL_IB_DISABLE=1: nodes exchange by TCP, though InfiniBand is here and up",
             "unset NCCL_IB_DISABLE",
         )
     if ports and facts.limits.locked_memory_gib is not None:
-        yield Problem(
-            "warning",
+        yield warning(
             f"only {facts.limits.locked_memory_gib:g} GiB may be locked, and InfiniBand locks its buffers",
             "ulimit -l unlimited; in a container --ulimit memlock=-1",
         )
@@ -110,15 +104,14 @@ def _cards(facts: Facts) -> Iterator[Problem]:
 def _slow_variables(facts: Facts) -> Iterator[Problem]:
     for (variable, value), effect in _SLOW.items():
         if facts.environment.get(variable, "").upper() == value:
-            yield Problem("warning", f"{variable}={value}: {effect}", f"unset {variable}")
+            yield warning(f"{variable}={value}: {effect}", f"unset {variable}")
 
 
 def _missing_files(facts: Facts) -> Iterator[Problem]:
     for variable in _FILES:
         value = facts.environment.get(variable)
         if value and not Path(value).is_file():
-            yield Problem(
-                "error",
+            yield error(
                 f"{variable}={value}: there is no such file",
                 f"mount it into the container, or unset {variable}",
             )
@@ -127,15 +120,12 @@ def _missing_files(facts: Facts) -> Iterator[Problem]:
 def _debugging(facts: Facts) -> Iterator[Problem]:
     level = facts.environment.get("NCCL_DEBUG", "").upper()
     if level in ("INFO", "TRACE"):
-        yield Problem(
-            "note", f"NCCL_DEBUG={level}: logs grow, and TRACE slows down", "unset it once NCCL works"
-        )
+        yield note(f"NCCL_DEBUG={level}: logs grow, and TRACE slows down", "unset it once NCCL works")
 
 
 def _only_loopback(facts: Facts) -> Iterator[Problem]:
     if facts.network.interfaces and not any(map(_usable, facts.network.interfaces)):
-        yield Problem(
-            "warning",
+        yield warning(
             "no network interface but the loopback is up and has an address: no other node can be reached",
             "bring one up; in a container start with --network host",
         )
@@ -161,8 +151,7 @@ def _name_is_loopback(facts: Facts) -> Iterator[Problem]:
 def _shared_memory(facts: Facts) -> Iterator[Problem]:
     size = facts.limits.shared_memory_gib
     if size is not None and size < _SHARED_MEMORY_GIB:
-        yield Problem(
-            "warning",
+        yield warning(
             f"/dev/shm holds {size * 1024:.0f} MiB: NCCL and data loaders need more",
             "start the container with --ipc=host or --shm-size=16g",
         )

@@ -9,8 +9,7 @@ from dataclasses import replace
 from packaging.version import Version
 
 from megatron_hexi.doctor.facts import Facts
-from megatron_hexi.doctor.places import values_by_rank
-from megatron_hexi.doctor.problems import Problem
+from megatron_hexi.doctor.problems import Problem, error, values_by_rank, warning
 from megatron_hexi.doctor.rules_fleet_network import NETWORK_RULES
 
 FleetRule = Callable[[Sequence[Facts]], Iterator[Problem]]
@@ -40,8 +39,7 @@ def _cpu_vendors(facts: Sequence[Facts]) -> Iterator[Problem]:
     nccl = _older_nccl(facts, _VENDORS_ALIGNED)
     if len(set(vendors) - {""}) < 2 or nccl is None or _set_alike(facts, "NCCL_NET_OVERHEAD"):
         return
-    yield Problem(
-        "error",
+    yield error(
         f"CPUs differ ({values_by_rank(facts, vendors)}), and NCCL {nccl} chooses algorithms by them: "
         "ranks hang at some sizes (NVIDIA/nccl#1136)",
         f"NCCL {_VENDORS_ALIGNED} or newer; until then export NCCL_NET_OVERHEAD=1000 on every node",
@@ -59,8 +57,7 @@ def _architectures(facts: Sequence[Facts]) -> Iterator[Problem]:
     if _set_alike(facts, "NCCL_ALGO", "NCCL_PROTO"):
         return
     values = gpus if len(generations) > 1 else [rank_facts.cpu.machine for rank_facts in facts]
-    yield Problem(
-        "error",
+    yield error(
         f"generations differ ({values_by_rank(facts, values)}), and NCCL {nccl} chooses algorithms by them: "
         "ranks may hang (NVIDIA/nccl#1184)",
         f"NCCL {_TUNING_ALIGNED} or newer; until then export NCCL_ALGO=Ring NCCL_PROTO=Simple on every node",
@@ -76,8 +73,7 @@ def _plugins(facts: Sequence[Facts]) -> Iterator[Problem]:
         has = ["found" if plugin in rank_facts.nccl_plugins else "missing" for rank_facts in facts]
         if len(set(has)) < 2 or _set_alike(facts, variable):
             continue
-        yield Problem(
-            "error",
+        yield error(
             f"NCCL's plugin {plugin} is {values_by_rank(facts, has)}: these ranks hang, or choose "
             "differently",
             f"install it on every node, or export {variable}=none on every node",
@@ -144,10 +140,8 @@ def _nodes_of_a_kind(facts: Sequence[Facts]) -> Iterator[Problem]:
         for name, get, remedy in _OF_A_KIND:
             values = [str(get(host_facts) or "") for host_facts in hosts]
             if len(set(values) - {""}) > 1:
-                yield Problem(
-                    "warning",
-                    f"{name} differ between nodes of {kind}: {values_by_rank(hosts, values)}",
-                    remedy,
+                yield warning(
+                    f"{name} differ between nodes of {kind}: {values_by_rank(hosts, values)}", remedy
                 )
 
 

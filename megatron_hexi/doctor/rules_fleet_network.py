@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_hexi.doctor.facts import Facts, InfinibandPort, Interface
-from megatron_hexi.doctor.places import values_by_rank
-from megatron_hexi.doctor.problems import Problem
+from megatron_hexi.doctor.problems import Problem, error, values_by_rank, warning
 from megatron_hexi.doctor.rules_communication import as_nccl
 
 #: Interfaces of containers and virtual machines: they exist on every host and connect none.
@@ -83,8 +82,7 @@ def _link_layers(facts: Sequence[Facts]) -> Iterator[Problem]:
         }
         meeting = "TCP is what all have"
     spelled = [" and ".join(sorted(layer_set)) or "no RDMA" for layer_set in layers]
-    yield Problem(
-        "error",
+    yield error(
         f"link layers differ, and do not meet: {values_by_rank(hosts, spelled)}",
         f"{_by_host(hosts, exports)} ({meeting})",
     )
@@ -98,8 +96,7 @@ def _cards(facts: Sequence[Facts]) -> Iterator[Problem]:
     if len(set(selected)) > 1 and any(
         host.environment.get("NCCL_IGNORE_NET_MISMATCH") == "1" for host in hosts
     ):
-        yield Problem(
-            "error",
+        yield error(
             f"cards differ ({values_by_rank(hosts, selected)}), and NCCL_IGNORE_NET_MISMATCH=1 silences it: "
             "ranks wait for cards that others lack (NVIDIA/nccl#2428)",
             "unset NCCL_IGNORE_NET_MISMATCH on every node, and give each as many cards as the others",
@@ -108,8 +105,7 @@ def _cards(facts: Sequence[Facts]) -> Iterator[Problem]:
     if len(set(fast)) < _SEVERAL or selected == fast or len(layers) > 1:
         return  # where layers differ, `_link_layers` says which cards
     exports = {host.host: f"NCCL_IB_HCA=={names}" for host, names in zip(hosts, fast, strict=True)}
-    yield Problem(
-        "warning",
+    yield warning(
         f"fast cards differ ({values_by_rank(hosts, fast)}), and NCCL takes others too "
         f"({values_by_rank(hosts, selected)}): it hangs or is slow where it pairs them (NVIDIA/nccl#1277)",
         _by_host(hosts, exports),
@@ -127,8 +123,7 @@ def _vendors(facts: Sequence[Facts]) -> Iterator[Problem]:
             and not all("NCCL_IB_GID_INDEX" in host.environment for host in hosts)
             else ""
         )
-        yield Problem(
-            "warning",
+        yield warning(
             f"vendors of network cards differ: {values_by_rank(hosts, vendors)} (PCI numbers; "
             "NVIDIA/nccl#1526)",
             f"{index}test with nccl-tests between the kinds; if that hangs, export NCCL_IB_DISABLE=1 on "
@@ -142,8 +137,7 @@ def _merged_ports(facts: Sequence[Facts]) -> Iterator[Problem]:
     ports = [max(Counter(port.device for port in _fastest(_up(host))).values()) for host in hosts]
     if len(set(ports)) > 1 and not all(host.environment.get("NCCL_IB_MERGE_NICS") == "0" for host in hosts):
         values = [f"{count} port{'' if count == 1 else 's'} a card" for count in ports]
-        yield Problem(
-            "warning",
+        yield warning(
             f"ports of cards differ: {values_by_rank(hosts, values)}; NCCL merges them on some nodes only "
             "(NVIDIA/nccl#1422)",
             "export NCCL_IB_MERGE_NICS=0 on every node",
@@ -186,8 +180,7 @@ def _interfaces(facts: Sequence[Facts]) -> Iterator[Problem]:
             host: f"NCCL_SOCKET_IFNAME=={interface.name} GLOO_SOCKET_IFNAME={interface.name}"
             for host, interface in common.items()
         }
-        yield Problem(
-            "warning",
+        yield warning(
             f"interfaces of the network that all have differ: {values_by_rank(hosts, names)}; NCCL may take "
             "one that others do not reach (NVIDIA/nccl#794)",
             _by_host(hosts, exports),
@@ -201,8 +194,7 @@ def _interfaces(facts: Sequence[Facts]) -> Iterator[Problem]:
             if mtu < largest
         ]
         sizes = [str(packets.get(host_facts.host, "not known")) for host_facts in hosts]
-        yield Problem(
-            "warning",
+        yield warning(
             f"MTU differs in the network that all have: {values_by_rank(hosts, sizes)}; large packets are "
             "lost or split",
             f"{'; '.join(smaller)}, as root, if the switches take it",

@@ -1,4 +1,4 @@
-"""Rules about GPUs, their driver, and the kernels that run on them."""
+"""Rules about GPUs: their driver and settings, and the kernels that run on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from packaging.version import Version
 
 from megatron_hexi.doctor.facts import Facts, Gpu, Torch
-from megatron_hexi.doctor.problems import Problem
+from megatron_hexi.doctor.problems import Problem, error, note, warning
 from megatron_hexi.whole_number import whole_number
 
 #: The oldest driver branch for each major version of CUDA on data-centre GPUs, by CUDA's minor version
@@ -20,37 +20,29 @@ def _no_gpu(facts: Facts) -> Iterator[Problem]:
         return
     driver, built = facts.driver, facts.torch.cuda
     if driver.version is None and driver.cuda is None:
-        yield Problem(
-            "note",
-            "no GPU: training runs on the CPU, with gloo",
-            "nothing if intended; otherwise install the driver",
+        yield note(
+            "no GPU: training runs on the CPU, with gloo", "nothing if intended; otherwise install the driver"
         )
         return
     summary = f"an NVIDIA driver is here ({driver.version or 'its library alone'}), and torch sees no GPU"
     visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
     if built is None:
-        yield Problem(
-            "error",
+        yield error(
             f"{summary}: torch {facts.package('torch').version} is built without CUDA",
             "install a torch with CUDA, or run in the container (docs/docker.md)",
         )
     elif visible is not None and (not visible.strip() or visible.strip().startswith("-1")):
-        yield Problem(
-            "error",
-            f"{summary}: CUDA_VISIBLE_DEVICES={visible!r} hides all of them",
-            "unset CUDA_VISIBLE_DEVICES",
+        yield error(
+            f"{summary}: CUDA_VISIBLE_DEVICES={visible!r} hides all of them", "unset CUDA_VISIBLE_DEVICES"
         )
     elif driver.cuda is not None and Version(driver.cuda).major < Version(built).major:
-        yield Problem(
-            "error",
+        yield error(
             f"{summary}: the driver goes up to CUDA {driver.cuda}, torch is built for {built}",
             _newer_driver(built),
         )
     else:
-        yield Problem(
-            "error",
-            summary,
-            "see what nvidia-smi says; a container needs --gpus all, a SLURM step --gpus-per-node",
+        yield error(
+            summary, "see what nvidia-smi says; a container needs --gpus all, a SLURM step --gpus-per-node"
         )
 
 
@@ -67,8 +59,7 @@ def _no_code_for_gpu(facts: Facts) -> Iterator[Problem]:
     for gpu in kinds.values():
         major, minor = gpu.capability
         if not _has_code(facts.torch, gpu):
-            yield Problem(
-                "error",
+            yield error(
                 f"torch has no code for {gpu.name} (compute capability {major}.{minor}), "
                 f"only for {', '.join(facts.torch.architectures) or 'none'}",
                 "install a torch that was built for it",
@@ -90,8 +81,7 @@ def _has_code(torch: Torch, gpu: Gpu) -> bool:
 def _too_few_gpus(facts: Facts) -> Iterator[Problem]:
     local_rank = whole_number(facts.environment.get("LOCAL_RANK", "")) or 0
     if facts.gpus and local_rank >= len(facts.gpus):
-        yield Problem(
-            "error",
+        yield error(
             f"LOCAL_RANK is beyond the GPUs that the rank sees ({len(facts.gpus)}), and says which it takes",
             "let every rank see all GPUs of its node: srun --gpus-per-node, no --gpus-per-task or --gpu-bind",
         )
@@ -99,7 +89,7 @@ def _too_few_gpus(facts: Facts) -> Iterator[Problem]:
 
 def _no_nccl(facts: Facts) -> Iterator[Problem]:
     if facts.gpus and facts.torch is not None and facts.torch.nccl is None:
-        yield Problem("error", "torch is built without NCCL", "install a torch with CUDA and NCCL")
+        yield error("torch is built without NCCL", "install a torch with CUDA and NCCL")
 
 
 def _kernels(facts: Facts) -> Iterator[Problem]:
@@ -108,8 +98,7 @@ def _kernels(facts: Facts) -> Iterator[Problem]:
         if choice.device == "cpu" or (choice.dtype, choice.head_dim) != ("bf16", 128):
             continue
         if choice.kernel == "math":
-            yield Problem(
-                "warning",
+            yield warning(
                 f"{choice.device}: no fast attention kernel takes bf16 with heads of 128; the plain one "
                 "would be used, whose memory grows with the square of the length",
                 "remove what prevents a faster one: "
@@ -119,8 +108,7 @@ def _kernels(facts: Facts) -> Iterator[Problem]:
             if name == choice.kernel:
                 break  # the rest are slower
             if "is not installed" in reason:
-                yield Problem(
-                    "note",
+                yield note(
                     f"{choice.device}: attention runs with {choice.kernel}, {name} is faster ({reason})",
                     f"install {name.removesuffix('-2')}",
                 )
@@ -136,11 +124,70 @@ def _fused_kernels(facts: Facts) -> Iterator[Problem]:
         remedy = "install Python's headers: python3-dev on Debian, python3-devel on Fedora"
     else:
         remedy = "pip install triton, of the version that this torch names"
-    yield Problem(
-        "warning",
-        f"{facts.triton_lacks}: copies and sums around attention run in plain torch, in more launches",
-        remedy,
+    yield warning(
+        f"{facts.triton_lacks}: copies and sums around attention run in plain torch, in more launches", remedy
     )
 
 
-GPU_RULES = (_no_gpu, _no_code_for_gpu, _too_few_gpus, _no_nccl, _kernels, _fused_kernels)
+#: The first driver branch for each compute capability newer than R525: release notes,
+#: https://docs.nvidia.com/datacenter/tesla/ (B200 and RTX Blackwell: 570).
+_DRIVER_OF_CAPABILITY = {(12, 0): 570, (10, 3): 575, (10, 0): 570}
+#: Part of the default power below which a limit is a setting, not rounding.
+_POWER_SHARE = 0.98
+
+
+def _too_old_for_gpu(facts: Facts) -> Iterator[Problem]:
+    if facts.driver.version is None:
+        return
+    for name, capability in dict.fromkeys((gpu.name, gpu.capability) for gpu in facts.gpus):
+        least = _DRIVER_OF_CAPABILITY.get(capability)
+        if least is not None and Version(facts.driver.version).major < least:
+            yield error(
+                f"driver {facts.driver.version} is older than {name}",
+                f"install driver {least} or newer on these nodes; others may keep theirs",
+            )
+
+
+def _power(facts: Facts) -> Iterator[Problem]:
+    for name, limit, default in dict.fromkeys(
+        (state.name, state.power_limit_w, state.default_power_w) for state in facts.gpu_states
+    ):
+        if limit is not None and default is not None and limit < _POWER_SHARE * default:
+            yield warning(
+                f"{name} may draw {limit:g} W of {default:g} W: slower than the catalogue's curves",
+                f"nvidia-smi -pl {default:g} as root, or measure it as it is with hexi probe",
+            )
+
+
+def _slowed(facts: Facts) -> Iterator[Problem]:
+    for name, reasons in dict.fromkeys((state.name, state.slowed) for state in facts.gpu_states):
+        if reasons:
+            yield warning(
+                f"clocks of a {name} are held down now: {', '.join(reasons)}",
+                "see nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER; cooling and power supply",
+            )
+
+
+def _mig(facts: Facts) -> Iterator[Problem]:
+    if any(" MIG " in gpu.name for gpu in facts.gpus):
+        return  # the job runs on slices
+    cut = [state.name for state in facts.gpu_states if state.mig]
+    if cut:
+        yield warning(
+            f"MIG is on at {len(cut)} of {len(facts.gpu_states)} GPUs ({cut[0]}): NCCL has no NVLink there",
+            "nvidia-smi -mig 0 as root, on these nodes, with no job running",
+        )
+
+
+def _persistence(facts: Facts) -> Iterator[Problem]:
+    if any(state.persistence is False for state in facts.gpu_states):
+        yield note(
+            "persistence mode is off: the driver loads anew for each job and forgets clocks and power limits",
+            "systemctl enable --now nvidia-persistenced, or nvidia-smi -pm 1 as root",
+        )
+
+
+GPU_RULES = (
+    *(_no_gpu, _no_code_for_gpu, _too_few_gpus, _no_nccl, _kernels, _fused_kernels),
+    *(_too_old_for_gpu, _power, _slowed, _mig, _persistence),
+)

@@ -8,7 +8,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
 from megatron_hexi.doctor.facts import Facts, Package
-from megatron_hexi.doctor.problems import Problem, problem_of
+from megatron_hexi.doctor.problems import Problem, error, note, problem_of, warning
 
 _REINSTALL = "pip install --force-reinstall --no-deps"
 #: Command to build a package on this machine, against the installed torch.
@@ -29,8 +29,7 @@ _WRONG_ON_HOPPER = SpecifierSet(">=3.4.0,<3.7.1")
 
 def _ourselves(facts: Facts) -> Iterator[Problem]:
     if facts.package("megatron-hexi").version is None:
-        yield Problem(
-            "warning",
+        yield warning(
             "megatron-hexi is not installed, only found by PYTHONPATH: what it needs cannot be checked",
             "pip install . in its folder",
         )
@@ -43,14 +42,12 @@ def _needed(facts: Facts) -> Iterator[Problem]:
         install = f"pip install '{package.name}{package.needs}'"
         if package.version is None and package.name == "ortools":
             remedy = "pip install 'megatron-hexi[plan]'"
-            yield Problem("note", "ortools is not installed: this machine can train, but not plan", remedy)
+            yield note("ortools is not installed: this machine can train, but not plan", remedy)
         elif package.version is None:
-            yield Problem("error", f"{package.name} is not installed", install)
+            yield error(f"{package.name} is not installed", install)
         elif not _in_range(package):
-            yield Problem(
-                "error",
-                f"{package.name} {package.version} is installed, and {package.needs} is needed",
-                install,
+            yield error(
+                f"{package.name} {package.version} is installed, and {package.needs} is needed", install
             )
 
 
@@ -65,9 +62,7 @@ def _broken(facts: Facts) -> Iterator[Problem]:
             remedy = f"install it again: {_REINSTALL} '{package.name}{package.needs}'"
         else:
             remedy = "build it again for this torch, or remove it"
-        yield Problem(
-            "error", f"{package.name} {package.version} cannot be imported ({package.broken})", remedy
-        )
+        yield error(f"{package.name} {package.version} cannot be imported ({package.broken})", remedy)
 
 
 def _optional(facts: Facts) -> Iterator[Problem]:
@@ -75,20 +70,17 @@ def _optional(facts: Facts) -> Iterator[Problem]:
     if not facts.gpus:
         return
     if facts.package("tensorboard").version is None:
-        yield Problem(
-            "note",
+        yield note(
             "tensorboard is not installed: --tensorboard-dir writes nothing",
             "pip install tensorboard, where the last rank runs",
         )
     if facts.package("transformer-engine").version is None:
-        yield Problem(
-            "warning",
+        yield warning(
             "Transformer Engine is not installed, and Megatron's layers are its own by default",
             "pip install --no-build-isolation 'megatron-hexi[gpu]', or train with --transformer-impl local",
         )
     if facts.package("apex").version is None:
-        yield Problem(
-            "note",
+        yield note(
             "apex is not installed, and Megatron's output layer adds gradients with its "
             "fused_weight_gradient_mlp_cuda by default, with Transformer Engine too",
             "build apex, or train with --no-gradient-accumulation-fusion",
@@ -102,8 +94,7 @@ def _delta_nets(facts: Facts) -> Iterator[Problem]:
         return
     hopper = any(gpu.capability[0] == 9 for gpu in facts.gpus)
     if hopper and _WRONG_ON_HOPPER.contains(triton.version, prereleases=True):
-        yield Problem(
-            "warning",
+        yield warning(
             f"flash-linear-attention does not train gated delta nets on Hopper with Triton {triton.version}",
             "pip install tilelang, or a torch with Triton 3.7.1 or newer",
         )
@@ -112,8 +103,7 @@ def _delta_nets(facts: Facts) -> Iterator[Problem]:
 def _cudnn(facts: Facts) -> Iterator[Problem]:
     """Report a cuDNN older than torch's, which Transformer Engine loads and torch refuses."""
     if facts.torch is not None and facts.torch.cudnn_folder:
-        yield Problem(
-            "error",
+        yield error(
             "another cuDNN than torch's is loaded, most likely the system's by Transformer Engine: torch "
             "refuses it, and attention by cuDNN with it",
             f"export LD_LIBRARY_PATH={facts.torch.cudnn_folder}:$LD_LIBRARY_PATH",

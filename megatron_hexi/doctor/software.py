@@ -1,4 +1,4 @@
-"""Facts about packages, torch, the driver and the GPUs."""
+"""Facts about software: packages, torch, driver, attention kernels, and whether our patches fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from types import ModuleType
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from megatron_hexi.doctor.facts import Driver, Gpu, Package, Torch
+from megatron_hexi.doctor.facts import Driver, Gpu, KernelChoice, Package, PatchState, Torch
+from megatron_hexi.errors import PatchError
+from megatron_hexi.patching import Patch
 
 _OURS = "megatron-hexi"
 
@@ -169,3 +171,77 @@ def _version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+#: Common head sizes; others behave as the next larger one of these.
+_HEAD_DIMS = (64, 128, 256)
+
+
+def find_kernels() -> tuple[KernelChoice, ...]:
+    """Return the choices of ``--hexi-kernel auto`` for each kind of GPU, or for the CPU without GPUs.
+
+    Raises:
+        ImportError: torch cannot be imported.
+    """
+    import torch
+
+    from megatron_hexi.runtime.kernels import ranked_kernels, select_kernel
+
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    devices = {"cpu": torch.device("cpu")}
+    if torch.cuda.is_available():
+        # One GPU of each kind: a node may mix them.
+        every = range(torch.cuda.device_count())
+        devices = {
+            torch.cuda.get_device_name(index): torch.device("cuda", index) for index in reversed(every)
+        }
+    choices = []
+    for name, device in reversed(devices.items()):
+        for dtype_name, dtype in dtypes.items():
+            for head_dim in _HEAD_DIMS:
+                chosen = select_kernel("auto", device, dtype, head_dim).name
+                ranked = ranked_kernels(device)
+                verdicts = tuple((k.name, k.refuses(device, dtype, head_dim) or "") for k in ranked)
+                choices.append(KernelChoice(name, dtype_name, head_dim, chosen, verdicts))
+    return tuple(choices)
+
+
+def find_triton() -> str:
+    """Return what keeps Triton from launching kernels beside attention; empty if nothing does.
+
+    Raises:
+        ImportError: torch cannot be imported.
+    """
+    from megatron_hexi.runtime.fused.toolchain import triton_lacks
+
+    return triton_lacks()
+
+
+def find_patches() -> tuple[PatchState, ...]:
+    """Return the state of every patch of Megatron that a training would apply here; none is applied.
+
+    Empty where Megatron is not installed.
+
+    Raises:
+        ImportError: torch or Megatron is installed and cannot be imported.
+    """
+    if importlib.util.find_spec("megatron") is None:
+        return ()
+    import torch
+
+    from megatron_hexi.patch_list import all_patches
+    from megatron_hexi.platform import select_platform
+
+    platform = select_platform("cuda" if torch.cuda.is_available() else "cpu")
+    return tuple(map(patch_state, all_patches(platform)))
+
+
+def patch_state(patch: Patch) -> PatchState:
+    """Return whether a patch can be applied."""
+    if not patch.wanted():
+        return PatchState(patch.target, patch.why, "not needed")
+    try:
+        patch.locate()
+    except PatchError as problem:
+        return PatchState(patch.target, patch.why, "does not fit", str(problem))
+    return PatchState(patch.target, patch.why, "fits")

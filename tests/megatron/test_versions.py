@@ -24,7 +24,7 @@ WHEELS = REPOSITORY / "build" / "megatron-core"
 #: Prints what is wrong with each patch of the megatron-core that is imported.
 STATES = """
 import json
-from megatron_hexi.doctor.patch_state import find_patches
+from megatron_hexi.doctor.software import find_patches
 print(json.dumps([[patch.target, patch.state, patch.problem] for patch in find_patches()]))
 """
 

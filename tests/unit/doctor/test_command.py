@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from megatron_hexi.cli import doctor
-from megatron_hexi.doctor.differences import find_job_problems
 from megatron_hexi.doctor.findings import doctor_dict, doctor_report
 from megatron_hexi.doctor.gather import LaunchedJob, find_job
+from megatron_hexi.doctor.rules import find_job_problems
 from megatron_hexi.errors import HexiError
 from tests.support.shell import call_hexi, is_one_error_line
 from tests.unit.doctor.test_job_problems import a_job, with_nccl

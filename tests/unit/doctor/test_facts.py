@@ -15,9 +15,8 @@ from megatron_hexi.doctor import software
 from megatron_hexi.doctor.collect import collect
 from megatron_hexi.doctor.facts import Checkout, Facts
 from megatron_hexi.doctor.machine import find_environment, find_network
-from megatron_hexi.doctor.patch_state import patch_state
 from megatron_hexi.doctor.rules import _parts_unknown
-from megatron_hexi.doctor.software import find_driver, find_packages
+from megatron_hexi.doctor.software import find_driver, find_packages, patch_state
 from megatron_hexi.patching import Patch
 
 

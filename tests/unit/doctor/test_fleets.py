@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_hexi.doctor.differences import find_job_problems
 from megatron_hexi.doctor.facts import (
     Cpu,
     Driver,
@@ -22,7 +21,8 @@ from megatron_hexi.doctor.facts import (
     Package,
     Torch,
 )
-from megatron_hexi.doctor.gpu_state import read_links, read_states
+from megatron_hexi.doctor.machine import read_links, read_states
+from megatron_hexi.doctor.rules import find_job_problems
 
 FLEETS = Path(__file__).parent / "fleets"
 KINDS = yaml.safe_load((FLEETS / "kinds.yaml").read_text())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_hexi.doctor.differences import find_job_problems
 from megatron_hexi.doctor.facts import (
     Facts,
     Package,
 )
+from megatron_hexi.doctor.rules import find_job_problems
 from tests.unit.doctor.test_rules import A100, a_node, with_package, with_variables
 
 
