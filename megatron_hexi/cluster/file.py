@@ -10,8 +10,7 @@ import os
 from pydantic import TypeAdapter
 
 from megatron_hexi.cluster.catalog import catalog_with
-from megatron_hexi.cluster.check import check_cluster, check_size
-from megatron_hexi.cluster.check_hosts import with_counted_hosts
+from megatron_hexi.cluster.check import check_cluster, check_size, with_counted_hosts
 from megatron_hexi.cluster.model import ClusterFile
 from megatron_hexi.cluster.schema import parse_file
 from megatron_hexi.cluster.topology import Cluster, build_cluster

@@ -12,7 +12,7 @@ import torch
 
 from megatron_hexi.plan import Mask, build_schedule
 from megatron_hexi.runtime.kernels import Mode
-from megatron_hexi.runtime.kernels.aten_cpu import AtenCpuKernel
+from megatron_hexi.runtime.kernels.aten import AtenCpuKernel
 from tests.support.threads import run_ranks
 
 

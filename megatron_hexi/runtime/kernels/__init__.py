@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_hexi.errors import PlatformError
-from megatron_hexi.runtime.kernels.aten_cpu import AtenCpuKernel
-from megatron_hexi.runtime.kernels.aten_flash import AtenFlashKernel
+from megatron_hexi.runtime.kernels.aten import AtenCpuKernel, AtenFlashKernel
 from megatron_hexi.runtime.kernels.base import BlockKind, Kernel, KernelOnOffer, MathKernel, Mode
 from megatron_hexi.runtime.kernels.cudnn import CudnnKernel
 from megatron_hexi.runtime.kernels.dispatch import KernelDispatch
