@@ -153,11 +153,9 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
     model, and options that it leaves out stay open.
 
     Raises:
-        HexiError: see `read_arguments`; also if two flags contradict each other.
+        HexiError: see `read_arguments`.
     """
     args, given, _ = read_arguments(text, path)
-    if args.bf16 and args.fp16:
-        raise HexiError(f"{path}: --bf16 and --fp16; leave one of them out")
     hidden = args.overlap_grad_reduce and (args.overlap_param_gather or not args.use_distributed_optimizer)
     terms = {
         "seq_length": args.seq_length,

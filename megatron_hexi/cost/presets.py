@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from itertools import pairwise
 from pathlib import Path
 
 from megatron_hexi.argument_file import literal_defaults, split_words
@@ -11,7 +12,7 @@ from megatron_hexi.cost.bridge import bridge_arguments, is_bridge
 from megatron_hexi.cost.hugging_face.config import read_config
 from megatron_hexi.cost.hugging_face.constants import constants_of
 from megatron_hexi.cost.hugging_face.models import model_from_config
-from megatron_hexi.cost.hugging_face.routers import balancing_note
+from megatron_hexi.cost.hugging_face.routers import balancing_note, untrained_loss
 from megatron_hexi.cost.megatron_arguments import (
     ArgumentTerms,
     model_from_arguments,
@@ -97,9 +98,15 @@ def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
 
 
 def constant_notes(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Return notes on what `constant_flags` gives for a config.json and transformers does not train with."""
-    found = _read(os.fspath(name_or_path))
-    if found is None or not _is_json(found[1], found[0]):
+    """Return notes on what `constant_flags` gives and transformers trains with on request, or not at all."""
+    name = os.fspath(name_or_path)
+    found = _read(name)
+    if found is None:
+        words = preset_constants().get(name.lower(), ())
+        coefficients = [value for flag, value in pairwise(words) if flag == "--moe-aux-loss-coeff"]
+        why = "adds the load-balancing loss on request, if at all"
+        return tuple(untrained_loss(name, why, coefficient) for coefficient in coefficients)
+    if not _is_json(found[1], found[0]):
         return ()
     config = read_config(found[1], found[0])
     note = balancing_note(config, constants_of(config))

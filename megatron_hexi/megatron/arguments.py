@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from megatron_hexi.errors import HexiError, user_errors
@@ -20,10 +21,13 @@ from megatron_hexi.megatron.session import given_plan
 from megatron_hexi.megatron.stages.stage_arguments import as_one_rank
 from megatron_hexi.options.refusals import refuse_yaml_configuration
 from megatron_hexi.options.suggestion import nearest_option
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import Patch, patched
 from megatron_hexi.platform import Platform, adjust_cpu_arguments
 from megatron_hexi.platform.select import PLATFORM_FLAG, PLATFORM_NAMES, say
 from megatron_hexi.runtime import KERNEL_NAMES
+
+#: What Megatron's checks raise, and what their arithmetic does with numbers that they did not expect.
+_REFUSALS = (AssertionError, ValueError, NotImplementedError, ArithmeticError, LookupError, TypeError)
 
 
 def argument_patches(platform: Platform) -> tuple[Patch, ...]:
@@ -41,6 +45,7 @@ def argument_patches(platform: Platform) -> tuple[Patch, ...]:
             build=functools.partial(_with_hexi_checks, platform=platform),
             parameters=("args", "defaults"),
         ),
+        _configure,
     )
 
 
@@ -164,6 +169,37 @@ def _refuse_words(message: str) -> NoReturn:
     raise AssertionError  # user_errors ends the process
 
 
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn what Megatron's checks raise under a plan into one line with Megatron's words.
+
+    Without a plan the job is Megatron's own, and keeps its traceback.
+
+    Raises:
+        HexiError: Megatron refuses the arguments.
+    """
+    try:
+        yield
+    except _REFUSALS as problem:
+        if given_plan() is None or isinstance(problem, HexiError):
+            raise
+        check = traceback.extract_tb(problem.__traceback__)[-1].line
+        said = " ".join(str(problem).split())
+        if not isinstance(problem, (AssertionError, ValueError, NotImplementedError)):  # numbers, no words
+            said = f"{type(problem).__name__} {said} in {check}"
+        raise HexiError(f"Megatron refuses the arguments: {said or check}; correct them") from None
+
+
+@patched(
+    "megatron.training.arguments:core_transformer_config_from_args",
+    why="says in one line what Megatron refuses of a model",
+)
+def _configure(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Build the model's configuration, whose checks come after those of the arguments."""
+    with user_errors(), _refusals():
+        return original(*args, **kwargs)
+
+
 def _with_hexi_checks(original: Callable[..., Any], platform: Platform) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006 (Megatron's own)
@@ -172,15 +208,8 @@ def _with_hexi_checks(original: Callable[..., Any], platform: Platform) -> Calla
             prepare_arguments(args, given, platform)
         plan = given_plan()
         with user_errors():
-            with as_one_rank(args, plan.mesh if plan else None):
-                try:
-                    validated = original(args, defaults)
-                except (AssertionError, ValueError) as problem:
-                    if plan is None:  # Megatron's own job, and its own words
-                        raise
-                    check = traceback.extract_tb(problem.__traceback__)[-1].line
-                    said = " ".join(str(problem).split()) or check
-                    raise HexiError(f"Megatron refuses the arguments: {said}; correct them") from None
+            with as_one_rank(args, plan.mesh if plan else None), _refusals():
+                validated = original(args, defaults)
             check_interleaving(validated)
         return validated
 

@@ -37,7 +37,7 @@ def check_folders(args: Namespace) -> None:
             _check_written(f"--{name.replace('_', '-')} {path}", Path(path))
     if args.hexi_plan is not None:
         _check_loaded(args)
-        _check_intervals(args)
+        _check_interval(args)
 
 
 def loaded_folder(args: Namespace) -> tuple[str, str] | None:
@@ -96,22 +96,12 @@ def _check_written(option: str, path: Path) -> None:
         )
 
 
-def _check_intervals(args: Namespace) -> None:
-    """Refuse what Megatron refuses by assertions without a message."""
-    if args.save is None:
-        return
-    interval, retained = args.save_interval, getattr(args, "save_retain_interval", None)
-    if interval is None:
+def _check_interval(args: Namespace) -> None:
+    """Refuse --save without an interval, which our commands add and Megatron refuses without a message."""
+    if args.save is not None and args.save_interval is None:
         raise HexiError(
             f"--save {args.save}: nothing says how often it is written; add --save-interval ITERATIONS, or "
             "leave --save out"
-        )
-    if interval < 1:
-        raise HexiError(f"--save-interval {interval}: is not above 0; give a number of iterations")
-    if retained is not None and (retained < 1 or retained % interval):
-        raise HexiError(
-            f"--save-retain-interval {retained}: give a multiple of --save-interval {interval}, or leave "
-            "it out"
         )
 
 

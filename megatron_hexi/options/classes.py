@@ -130,7 +130,7 @@ FREE: Final = {
         --rl-* --grpo-* --langrl-env-config --logits-load-decode-threads --logits-load-ignore-errors
         --logits-load-kd-loss-alpha --logits-load-msc-prefetch-depth --logits-load-prefetch-factor
         --logits-save-dtype --logits-save-top-* --fp8-amax-* --fp8-interval --fp8-margin
-        --fp8-recipe --fp8-output-proj --fp8-quantizer-factory --no-fp8-wgrad
+        --fp8-recipe --fp8-quantizer-factory --no-fp8-wgrad
         --first-last-layers-bf16 --num-layers-at-* --fp4-quantizer-factory
         --fp4-recipe --te-precision-config-file --kitchen-* --reuse-grad-buf-for-mxfp8-param-ag
         --keep-fp8-transpose-cache --cuda-graph-modules --cuda-graph-scope --cuda-graph-warmup-steps

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
+from megatron_hexi.options.conditions import is_given
+
 #: Circumstances in which a rule refuses an option. `any`: every plan. `unequal`: unequal replicas, or stages
 #: that state their layers. `repeated`: unequal replicas of one repeated stage. `stages`: stages that state
 #: their layers. `planned`: a plan made by the planner. `script`: the script ``megatron_hexi.pretrain_gpt``.
@@ -149,19 +151,17 @@ def given(
     option: str,
     reason: str,
     remedy: str = "train without it",
-    name: str | None = None,
     since: str | None = None,
     until: str | None = None,
 ) -> Refused:
     """Return a rule that refuses an option whenever it is set.
 
     Args:
-        name: name of the argument, if it cannot be derived from the flag.
         since: first version of megatron-core in which the option is refused.
         until: first version of megatron-core in which the option is no longer refused.
     """
     versions = ",".join(filter(None, (since and f">={since}", until and f"<{until}")))
-    return Refused(option, _set(option, name), reason, remedy, versions=versions)
+    return Refused(option, _is(option), reason, remedy, versions=versions)
 
 
 def other_than(usual: object, option: str, reason: str, remedy: str = "train without it") -> Refused:
@@ -216,14 +216,14 @@ def beside_stages(
 
 def before_planning(option: str, reason: str, remedy: str) -> Refused:
     """Return a rule that refuses an option in the planner only; a plan made by hand may train with it."""
-    return Refused(option, _set(option), reason, remedy, beside="planned")
+    return Refused(option, _is(option), reason, remedy, beside="planned")
 
 
 def beside_script(option: str, until: str | None = None) -> Refused:
     """Return a rule that refuses an option which our training script lacks before megatron-core `until`."""
     return Refused(
         option,
-        _set(option),
+        _is(option),
         "that script does not have it",
         "use NVIDIA's script through … -m megatron_hexi.run pretrain_gpt.py",
         beside="script",
@@ -231,10 +231,8 @@ def beside_script(option: str, until: str | None = None) -> Refused:
     )
 
 
-def _set(option: str, name: str | None = None) -> Callable[[Namespace], bool]:
-    """Return a function that tells whether an option is set; older versions may lack its argument."""
-    argument = name or option.removeprefix("--").replace("-", "_")
-    return lambda args: bool(getattr(args, argument, None))
+def _is(option: str) -> Callable[[Namespace], bool]:
+    return lambda args: is_given(args, option)
 
 
 def masks_documents(args: Namespace) -> bool:

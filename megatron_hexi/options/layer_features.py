@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kinds import STATES, DeltaNet, Experts, Latent, Window
+from megatron_hexi.kinds.layer_list import layers_of
 from megatron_hexi.kinds.states import hybrid_layers
 
 
@@ -19,6 +20,8 @@ def layer_features(args: Namespace, source: str) -> dict[str, Any]:
     """
     if hybrid_layers(args):
         return _hybrid(args, source)
+    # Layers without rotary positions cost what others do: the option is checked alone.
+    layers_of(args, "--no-rope-freq", source, lambda layer, step: (layer + 1) % step == 0)
     found = {
         "experts": Experts.from_arguments(args, source),
         "state": DeltaNet.in_gpt(args, source),

@@ -20,14 +20,14 @@ def resolve(args: Namespace, source: str) -> None:
         HexiError: arguments contradict each other in Megatron.
     """
     for name in ("num_layers", "seq_length"):
-        _resolve_pair(args, name, f"encoder_{name}", source)
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(args, f"encoder_{name}"))
     pattern = hybrid_layers(args)
     if pattern:  # Megatron's `get_hybrid_total_layer_count`, whatever --num-layers says
         args.num_layers = len(pattern.partition("/")[0].replace("|", ""))
     if args.recompute_activations:
         args.recompute_granularity = "selective"
     _resolve_positions(args, source)
-    _resolve_activation(args, source)
     if args.add_bias_linear:
         args.add_qkv_bias = True
     if args.kv_channels is None and None not in (args.hidden_size, args.num_attention_heads):
@@ -65,16 +65,6 @@ def model_features(args: Namespace, source: str) -> dict[str, Any]:
     }
 
 
-def _resolve_pair(args: Namespace, name: str, older: str, source: str) -> None:
-    """Set an argument from its older name, which Megatron refuses together with the newer name."""
-    value, older_value = getattr(args, name), getattr(args, older)
-    if value is not None and older_value is not None:
-        flags = [f"--{spelling.replace('_', '-')}" for spelling in (name, older)]
-        raise HexiError(f"{source}: {flags[0]} and {flags[1]} are one argument; leave {flags[1]} out")
-    if value is None:
-        setattr(args, name, older_value)
-
-
 def _resolve_positions(args: Namespace, source: str) -> None:
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
@@ -83,10 +73,3 @@ def _resolve_positions(args: Namespace, source: str) -> None:
             f"{source}: --no-position-embedding is older than --position-embedding-type; give "
             "--position-embedding-type none, or rope"
         )
-
-
-def _resolve_activation(args: Namespace, source: str) -> None:
-    for activation in ("squared_relu", "quick_geglu"):
-        if args.swiglu and getattr(args, activation):
-            flag = f"--{activation.replace('_', '-')}"
-            raise HexiError(f"{source}: --swiglu and {flag} are two activations; leave one of them out")

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 from megatron_hexi.options.kinds import Refused, Supported, beside_script, given
 
 _REMOVED = "Megatron refuses it"
-_ONE_UNIT = "Megatron counts iterations or samples"
-
-
-def _any_of(args: Namespace, *names: str, unit: str) -> bool:
-    """Whether any of the named parts of the training schedule is given in the unit `iters` or `samples`."""
-    return any(getattr(args, f"{name}_{unit}") for name in names)
 
 
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
@@ -26,22 +18,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         given("--warmup", _REMOVED, "give --lr-warmup-fraction"),
         given("--model-parallel-size", _REMOVED, "give --tensor-model-parallel-size"),
         given("--checkpoint-activations", _REMOVED, "give --recompute-activations"),
-        Refused(
-            "--train-iters",
-            lambda args: (
-                bool(args.train_iters) and _any_of(args, "train", "lr_decay", "lr_warmup", unit="samples")
-            ),
-            _ONE_UNIT,
-            "state the whole schedule in iterations, or in samples",
-            "beside --train-samples, --lr-decay-samples or --lr-warmup-samples",
-        ),
-        Refused(
-            "--train-samples",
-            lambda args: bool(args.train_samples) and _any_of(args, "lr_decay", "lr_warmup", unit="iters"),
-            _ONE_UNIT,
-            "state the whole schedule in iterations, or in samples",
-            "beside --lr-decay-iters or --lr-warmup-iters",
-        ),
         given("--fake-process-group", "ranks under a plan exchange keys and values"),
         given(
             "--inprocess-restart",

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 
 from megatron_hexi.options.kinds import (
     DRAWS,
-    UNSHOWN,
     Refused,
     Supported,
-    beside_stages,
     given,
     one_of,
     shown,
 )
 
 _STAGES = "tests/megatron/test_stages_experts.py::"
-
-
-def _is_set(name: str) -> Callable[[Namespace], bool]:
-    return lambda args: bool(getattr(args, name, None))
 
 
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
@@ -85,10 +78,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "install megatron-core 0.19, or train without it",
             beside="stages",
             versions="<0.19",
-        ),
-        *(
-            beside_stages(f"--{name.replace('_', '-')}", _is_set(name), UNSHOWN)
-            for name in ("moe_latent_size", "moe_use_upcycling")
         ),
     ),
 }

@@ -37,12 +37,8 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "write its arguments into the file",
         ),
         before_planning("--use-mp-args-from-checkpoint-args", "the plan says which ranks hold what", _LEAVE),
-        Refused(
-            "--no-pad-vocab-size",
-            lambda args: not getattr(args, "pad_vocab_size", True),
-            "Megatron builds no model without a padded vocabulary",
-            _LEAVE,
-            beside="planned",
+        before_planning(
+            "--no-pad-vocab-size", "Megatron builds no model without a padded vocabulary", _LEAVE
         ),
         before_planning("--step-batch-size-schedule", "the planner assumes one batch size", _BY_HAND),
     ),

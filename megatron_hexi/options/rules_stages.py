@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from megatron_hexi.options.conditions import is_given
 from megatron_hexi.options.kinds import UNSHOWN, Refused, Supported, beside_stages
 from megatron_hexi.options.rules_replaced import keeps_fp32_state
 
 _JOBS = "tests/megatron/test_stages_jobs.py::"
 _CHECKPOINTS = _JOBS + "test_any_layout_goes_on_from_any_other[{}]"
 _STATES = "tests/megatron/test_stages_states.py::test_training_is_that_of_one_rank[{}]"
-
-
-def _set(name: str, usual: object = None) -> Refused:
-    """Return a rule that refuses an argument whose value differs from `usual`."""
-    option = f"--{name.replace('_', '-')}"
-    return beside_stages(option, lambda args: getattr(args, name, usual) not in (usual, None, False), UNSHOWN)
 
 
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
@@ -108,10 +105,17 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "use global",
             "local",
         ),
-        _set("mtp_use_repeated_layer"),
-        _set("log_params_norm"),
-        _set("load_main_params_from_ckpt"),
-        _set("data_parallel_random_init"),
-        _set("check_weight_hash_across_dp_replicas_interval"),
+        *(
+            beside_stages(option, partial(is_given, flag=option), UNSHOWN)
+            for option in (
+                "--mtp-use-repeated-layer",
+                "--log-params-norm",
+                "--load-main-params-from-ckpt",
+                "--data-parallel-random-init",
+                "--check-weight-hash-across-dp-replicas-interval",
+                "--moe-latent-size",
+                "--moe-use-upcycling",
+            )
+        ),
     ),
 }

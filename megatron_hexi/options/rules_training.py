@@ -11,6 +11,7 @@ from megatron_hexi.options.kinds import (
     before_0_19,
     given,
     is_packed,
+    one_of,
     shown,
 )
 
@@ -58,6 +59,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         shown("--untie-embeddings-and-output-weights", "untied-groups"),
         shown("--cross-entropy-loss-fusion", "fused-loss-groups"),
         shown("--use-mup", "maximal-update-groups"),
+        one_of(("inference_optimized",), "--transformer-impl", UNSHOWN, "give transformer_engine"),
         shown("--mtp-num-layers, --mtp-loss-scaling-factor", "multi-token-groups"),
         Refused(
             "--mtp-num-layers",
@@ -90,11 +92,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "tests/megatron/test_state_layers.py::test_training_is_that_of_one_rank[hybrid-experts]",
             "with the options of experts",
         ),
-        Refused(
-            "--disable-mamba-mem-eff-path",
-            lambda args: not getattr(args, "use_mamba_mem_eff_path", True),
-            UNSHOWN,
-        ),
+        given("--disable-mamba-mem-eff-path", UNSHOWN),
         before_0_19("--hybrid-layer-pattern", lambda args: bool(hybrid_layers(args))),
         Refused(
             "--hybrid-layer-pattern",
@@ -157,8 +155,8 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "tests/megatron/test_fp16.py::test_scale_steps_and_losses_are_those_of_one_rank[domain-of-two-groups]",
             "with the loss scale and the skipped steps of one rank",
         ),
-        given("--fp8-format", "its rows are not padded to what fp8 needs yet", name="fp8"),
-        given("--fp4-format", "its rows are not padded to what fp4 needs yet", name="fp4"),
+        given("--fp8-format", "its rows are not padded to what fp8 needs yet"),
+        given("--fp4-format", "its rows are not padded to what fp4 needs yet"),
     ),
     "Checkpoints": (
         Supported(

@@ -2,56 +2,94 @@
 
 from __future__ import annotations
 
-from megatron_hexi.options.refusals import refused
+import re
+from collections.abc import Sequence
 
+from megatron_hexi.argument_file import without_flags
+from megatron_hexi.options.conditions import row_of
+from megatron_hexi.options.parser import Row
+from megatron_hexi.options.rules_megatron import STOPS, stops_together
+
+_EXPERTS = "--num-experts 4"
 _LATENT = (
-    "--multi-latent-attention --no-rope-fusion --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8"
+    "--multi-latent-attention --no-rope-fusion --qk-layernorm --disable-bias-linear --kv-lora-rank 16 "
+    "--qk-head-dim 8 --qk-pos-emb-head-dim 8"
 )
-_WORDS = {
-    "--mtp-num-layers": "--mtp-num-layers 1 --position-embedding-type learned_absolute",
-    "--max-position-embeddings": "--position-embedding-type learned_absolute --max-position-embeddings 8",
-    "--group-query-attention": f"{_LATENT} --group-query-attention --num-query-groups 2",
-    "--rotary-interleaved": f"{_LATENT} --rotary-interleaved",
-    "--experimental-attention-variant": "--experimental-attention-variant gated_delta_net",
-    "--glu-linear-offset": "--glu-linear-offset 1.0",
-    "--use-te-activation-func": "--use-te-activation-func",
-    "--fused-residual-rmsnorm": "--fused-residual-rmsnorm --normalization LayerNorm",
-    "--moe-router-topk": "--num-experts 4 --moe-router-topk 1",
-    "--moe-router-enable-expert-bias": "--num-experts 4 --moe-router-enable-expert-bias",
-    "--moe-aux-loss-coeff": (
-        "--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1"
-    ),
-    "--moe-router-group-topk": "--num-experts 4 --moe-router-num-groups 3 --moe-router-group-topk 1",
-    "--moe-ffn-hidden-size": "--moe-ffn-hidden-size 64",
-    "--moe-shared-expert-intermediate-size": "--num-experts 4 --moe-shared-expert-intermediate-size 0",
-    "--recompute-method": "--recompute-granularity selective --recompute-method uniform",
-    "--recompute-modules-moe_act": "--recompute-granularity selective --recompute-modules moe_act",
-    "--recompute-modules-mla_up": "--recompute-granularity selective --recompute-modules mla_up_proj",
-    "--cross-entropy-fusion-impl": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
-    "--min-lr": "--min-lr 1.0",
-    "--lr-warmup-fraction": "--train-iters 10 --lr-warmup-fraction 0.1 --lr-warmup-iters 2",
-    "--weight-decay-incr-style": "--weight-decay-incr-style linear",
-    "--save-retain-interval": "--save out --save-interval 2 --save-retain-interval 3",
-    "--log-memory-interval": "--log-interval 2 --log-memory-interval 3",
-    "--load-main-params-from-ckpt": "--load-main-params-from-ckpt",
-    "--override-ckpt-iteration": "--override-ckpt-iteration 3 --finetune",
-    "--moe-use-upcycling": "--moe-use-upcycling",
-    "--ckpt-format": "--ckpt-format torch_dcp",
-    "--optimizer-cpu-offload": "--optimizer-cpu-offload",
-    "--num-dataset-builder-threads": "--num-dataset-builder-threads 0",
-    "--ckpt-convert-format": "--ckpt-convert-format torch",
-    "--non-persistent-ckpt-type": "--non-persistent-ckpt-type in_memory",
-    "--moe-latent-size": "--moe-latent-size 0",
-    "--moe-flex-dispatcher-backend": "--num-experts 4 --moe-flex-dispatcher-backend ncclep",
-    "--inference-batch-times-seqlen-threshold": "--inference-batch-times-seqlen-threshold 8",
-    "--mla-down-proj-fusion": "--mla-down-proj-fusion",
-    "--mock-data": "--mock-data --data-path text",
+#: Values of options that several conditions name.
+_VALUES = {
+    "--expert-model-parallel-size": "3",
+    "--hybrid-layer-pattern": "*-",
+    "--linear-attention-freq": "2",
+    "--min-lr": "1.0",
+    "--moe-router-load-balancing-type": "aux_loss",
+    "--moe-router-num-groups": "3",
+    "--mtp-hybrid-override-pattern": "x",
+    "--no-rope-freq": "3",
+    "--num-experts": "4",
+    "--pipeline-model-parallel-size": "1",
 }
+#: Words before a rule's own, by the beginning of its conditions.
+_BEFORE = {
+    "--group-query-attention": "--num-query-groups 2",
+    "--moe-router-topk": _EXPERTS,
+    "--moe-router-enable": _EXPERTS,
+    "--moe-router-group-topk > --": f"{_EXPERTS} --moe-router-num-groups 2",
+    "--moe-deepep-num-sms": "--moe-hybridep-num-sms 8",
+    "--moe-single-grouped": _EXPERTS,
+    "--moe-flex": _EXPERTS,
+    "--expert-model-parallel-size, ": f"{_EXPERTS} --moe-token-dispatcher-type alltoall",
+    "--min-lr": "--lr 1e-4",
+    "--lr-warmup-fraction": "--train-iters 10",
+    "--save-retain-interval": "--save-interval 2",
+    "--save-params-interval": "--save-interval 2 --use-distributed-optimizer --overlap-grad-reduce",
+    "--eval-global": "--eval-micro-batch-size 2",
+    "--log-memory-interval": "--log-interval 2",
+    "--num-layers-per-virtual": "--pipeline-model-parallel-size 2",
+    "--num-virtual": "--pipeline-model-parallel-size 2",
+}
+
+
+def _words(condition: str) -> str:
+    """Return words for which a condition holds: see `with_words`."""
+    parts = condition.partition(" or ")[0].split()
+    if parts[0] == "no":
+        return " ".join(parts)
+    flag, *rest = parts
+    if flag == "--multi-latent-attention":
+        return _LATENT
+    row = row_of(flag)
+    if not rest:
+        return flag if row.kind != "store" else f"{flag} {_VALUES.get(flag) or _any_value(row)}"
+    values = rest[-1].split("|")
+    if rest[0] == "not":
+        return f"{flag} {next(str(choice) for choice in row.choices or ('x',) if choice not in values)}"
+    if rest[0] in "<>%":
+        if not rest[1].startswith("--"):
+            return f"{flag} {int(rest[1]) + {'<': -1, '>': 1}[rest[0]]}"
+        return f"{flag} {_VALUES.get(flag) or {'<': 7, '>': 9, '%': 5}[rest[0]]}"
+    return f"{flag} {values[0]}"
+
+
+def _any_value(row: Row) -> str:
+    return {"int": "2", "float": "0.5"}.get(row.type) or str((row.choices or ("x",))[0])
+
+
+def _all_words(text: str) -> str:
+    before = [words for start, words in _BEFORE.items() if text.startswith(start)]
+    return " ".join(filter(None, [*before, *map(_words, text.split(", "))]))
+
+
+def with_words(job: Sequence[str], words: str) -> list[str]:
+    """Return the words of a job with others, without the flags that follow a "no" there."""
+    left_out = set(re.findall(r"\bno (--\S+)", words))
+    return [*without_flags(job, left_out), *re.sub(r"\bno --\S+", "", words).split()]
+
+
 #: Words by rule.
-CONTRADICTIONS = {
-    rule.name: words
-    for rule in refused()
-    if rule.against
-    for start, words in _WORDS.items()
-    if start == rule.option or rule.name.startswith(f"{start}_")
+CONTRADICTIONS = {stops_together(text, "").name: _all_words(text) for text in STOPS} | {
+    "--moe-aux-loss-coeff-another_number_of_balancing_losses": (
+        f"{_EXPERTS} --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1"
+    ),
+    "--moe-ffn-hidden-size---num-experts_left_out": "--moe-ffn-hidden-size 64",
+    "--phase-transition-iterations-other_than_numbers": "--phase-transition-iterations ten",
 }

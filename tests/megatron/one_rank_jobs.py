@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,34 +15,10 @@ from megatron.training import argument_utils, arguments
 from megatron_hexi.argument_file import split_words
 from megatron_hexi.cost.megatron_arguments import model_from_arguments, terms_from_arguments
 from megatron_hexi.megatron.arguments import add_hexi_arguments
-from megatron_hexi.options.parser import Row, read_rows
 from megatron_hexi.options.plan_job import hold_job
-from megatron_hexi.options.registry import class_of
 from megatron_hexi.plan import read_plan
 from megatron_hexi.report.launch_lines import megatron_flags
 
-_JOB = (
-    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --normalization RMSNorm "
-    "--vocab-size 128 --attention-dropout 0 --hidden-dropout 0 --seq-length 64 --micro-batch-size 1 "
-    "--global-batch-size 4 --lr 1e-4 --train-iters 10 --max-position-embeddings 64 --mock-data "
-    "--tokenizer-type NullTokenizer --no-rope-fusion --bf16"
-)
-_ROTARY = f"{_JOB} --disable-bias-linear --swiglu --position-embedding-type rope"
-#: Words of jobs, by the kind of model.
-JOBS = {
-    "rotary": _ROTARY,
-    "learned": _JOB,
-    "experts": f"{_ROTARY} --num-experts 8 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-router-topk 2",
-    "latent": f"{_ROTARY} --multi-latent-attention --qk-layernorm --kv-lora-rank 16 --qk-head-dim 8 "
-    "--qk-pos-emb-head-dim 8 --v-head-dim 8",
-    "hybrid": f"{_JOB} --disable-bias-linear --squared-relu --position-embedding-type none "
-    "--hybrid-layer-pattern M*-M --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 "
-    "--mamba-state-dim 16",
-    "delta": f"{_ROTARY} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
-    "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 8 --linear-value-head-dim 8",
-    "multi-token": f"{_ROTARY} --mtp-num-layers 1",
-}
 _PLAN = """\
 version: 2
 workload: {{seq_length: {seq}, heads: {heads}, kv_heads: {kv}, head_dim: {dim}, layers: {layers}{value}}}
@@ -59,14 +35,6 @@ _NOT_HERE = (
     "install",
     "CUDA",
 )
-_VALUES = {
-    "int": "0 1 2 3 8",
-    "float": "0 0.5 2.0",
-    "pair": "16,0",
-    "pattern": "2 [1]*2+[0]*2",
-    "bool": "true",
-    "name": "local",
-}
 
 
 def printed_flags(words: str, folder: Path) -> tuple[str, ...]:
@@ -95,17 +63,19 @@ def printed_flags(words: str, folder: Path) -> tuple[str, ...]:
 def refused_by_megatron(flags: Sequence[str], parser: ArgumentParser, held: bool = True) -> str:
     """Return what Megatron's own checks say against flags of one rank; empty where they pass.
 
+    What fails for want of a file does not count, and with `held` nor does what is missing on this machine.
+
     Args:
         flags: the flags.
         parser: see `megatron_parser`.
-        held: whether a plan's checks go before, and set what the plan decides; what fails for want of a
-            package does not count then.
+        held: whether a plan's checks go before, and set what the plan decides. Else there are as many ranks
+            as the flags ask for.
     """
     try:
         with _quiet():
             args = parser.parse_args(list(flags))
             args.rank = args.local_rank = 0
-            args.world_size = 1
+            args.world_size = 1 if held else _asked_ranks(args)
             if held:
                 given = {word.partition("=")[0] for word in flags if word.startswith("--")}
                 hold_job(args, given, read_plan(args.hexi_plan))
@@ -115,10 +85,22 @@ def refused_by_megatron(flags: Sequence[str], parser: ArgumentParser, held: bool
             (argument_utils.hybrid_config_from_args if hybrid else argument_utils.gpt_config_from_args)(args)
     except OSError:  # a file of these words
         return ""
-    except Exception as problem:  # whatever the checks raise
-        said = f"{type(problem).__name__}: {problem}"
-        return "" if held and any(word in said for word in _NOT_HERE) else said
+    except (Exception, SystemExit) as problem:  # whatever the checks raise
+        said = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
+        return "" if held and is_missing_here(said) else said
     return ""
+
+
+def is_missing_here(said: str) -> bool:
+    """Return whether Megatron tells of a package or a device that this machine lacks."""
+    return any(word in said for word in _NOT_HERE)
+
+
+def _asked_ranks(args: Namespace) -> int:
+    dense = args.tensor_model_parallel_size * args.context_parallel_size
+    width = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    experts = width * args.expert_model_parallel_size
+    return max(1, args.pipeline_model_parallel_size * max(dense, experts))
 
 
 def megatron_parser() -> ArgumentParser:
@@ -130,24 +112,6 @@ def megatron_parser() -> ArgumentParser:
 
     parser: ArgumentParser = add_hexi_arguments(arguments.add_megatron_arguments(Parser(allow_abbrev=False)))
     return parser
-
-
-def choices() -> list[tuple[str, ...]]:
-    """Return words that set each option of Megatron that plans may train with, each to several values."""
-    rows = [row for row in read_rows() if "0.19" in row.versions]
-    allowed = [row for row in rows if not any(class_of(flag) == "refused" for flag in row.flags)]
-    return [words for row in allowed for words in _settings(row)]
-
-
-def _settings(row: Row) -> Iterator[tuple[str, ...]]:
-    flag = row.flags[0]
-    if row.kind in ("true", "false", "both"):
-        yield (flag,)
-        yield from ((spelling,) for spelling in row.flags[1:] if spelling.startswith("--no-"))
-        return
-    values = row.choices or _VALUES.get(row.type, "x").split()
-    for value in values:
-        yield (flag, *([str(value)] * (row.nargs if isinstance(row.nargs, int) else 1)))
 
 
 @contextlib.contextmanager

@@ -191,7 +191,7 @@ MISMATCHES = {
     "no micro-batch": (
         two_replicas(1, 1),
         ("--micro-batch-size", "0"),
-        ("--micro-batch-size 0", "1 or more"),
+        ("--micro-batch-size does not work with a number below 1", "give 1 or more"),
     ),
     "kernel": (THREE_AND_ONE, ("--hexi-kernel", "cudnn"), ("kernel cudnn", "use: aten-cpu")),
     "option": (THREE_AND_ONE, ("--qk-clip",), ("--qk-clip does not work", "train without it")),
@@ -243,6 +243,21 @@ def test_every_rank_says_what_is_wrong_and_ends_with_exit_code_2(forks, tmp_path
             f"hexi: error: [rank {rank}] plan.yaml:2: workload.seq_length = 0 is too small; the least is 1"
         )
         assert "Traceback" not in output
+
+
+def test_what_megatron_refuses_of_a_model_is_one_line(forks, tmp_path):
+    """Its configuration is checked after its arguments, and first of all that is built of them."""
+    write_plan(proportional_plan(WORKLOAD, [[[1]]]), tmp_path / "plan.yaml")
+    words = [*DATA, "--hexi-plan", "plan.yaml", "--no-rope-freq", "[1]*3"]
+    outcome = forks.launch(tmp_path, ranks=1, args=words, timeout=90)
+    assert outcome.codes == [2]
+    [output] = outcome.output
+    [line] = [line for line in output.splitlines() if line.startswith("hexi: error:")]
+    assert line == (
+        "hexi: error: [rank 0] Megatron refuses the arguments: Length of no_rope list (3) must match the "
+        "number of layers (2); correct them"
+    )
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize("other", [[[[2, 1]]], [[[1], [1]]], None], ids=["shards", "groups", "no plan"])

@@ -14,7 +14,7 @@ from megatron_hexi.options import release
 from megatron_hexi.options.kinds import Refused
 from megatron_hexi.options.parser import parse_words
 from megatron_hexi.options.refusals import refuse_unsupported, refuse_yaml_configuration, refused
-from tests.megatron.contradictions import CONTRADICTIONS
+from tests.megatron.contradictions import CONTRADICTIONS, with_words
 from tests.megatron.option_cases import LATENT, PACKED
 from tests.megatron.test_uneven_training import MODEL
 
@@ -39,6 +39,7 @@ OPTION_WORDS = CONTRADICTIONS | {
     "--hybrid-layer-pattern": "--hybrid-layer-pattern D-",
     "--hybrid-layer-pattern<0.19": "--hybrid-layer-pattern *-",
     "--iterations-to-skip-unequal": "--iterations-to-skip 2",
+    "--log-interval": "--log-interval 0",
     "--logits-load-dir": "--logits-load-dir logits",
     "--logits-save-dir": "--logits-save-dir logits",
     "--eval-iters": "--sft --no-rope-fusion --eval-iters 2",
@@ -66,6 +67,7 @@ OPTION_WORDS = CONTRADICTIONS | {
     "--sft-unequal": "--sft --no-rope-fusion --micro-batch-size 1 --eval-iters 0",
     "--tensor-model-parallel-size": "--tensor-model-parallel-size 2 --hybrid-layer-pattern G*",
     "--tensor-parallel-num-weight-shards": "--tensor-parallel-num-weight-shards 2",
+    "--transformer-impl": "--transformer-impl inference_optimized",
     "--window-size": "--window-size 128,128",
     "--num-experts-stages<0.19": "--num-experts 4",
     "--load-main-params-from-ckpt-stages": "--load-main-params-from-ckpt --no-load-optim",
@@ -77,6 +79,11 @@ OPTION_WORDS = CONTRADICTIONS | {
         "--use-precision-aware-optimizer --use-distributed-optimizer --exp-avg-dtype bf16"
     ),
     "--optimizer-stages": "--optimizer muon",
+    "--distribute-saved-activations-planned": (
+        "--distribute-saved-activations --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1"
+    ),
+    "--fp32-residual-connection-planned": "--fp32-residual-connection --bf16",
     "--ckpt-format-stages": "--ckpt-format torch",
     "--non-persistent-ckpt-type-stages": (
         "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir here"
@@ -93,8 +100,6 @@ OPTION_WORDS = CONTRADICTIONS | {
     "--batch-size": "--batch-size 4",
     "--warmup": "--warmup 10",
     "--model-parallel-size": "--model-parallel-size 2",
-    "--train-iters": "--train-iters 10 --lr-warmup-samples 5",
-    "--train-samples": "--train-samples 10 --lr-warmup-iters 5",
     "--heterogeneous-layers-config-encoded-json": "--heterogeneous-layers-config-encoded-json {}",
     "--logits-load-dir-script": "--logits-load-dir logits",
     "--logits-save-dir-script": "--logits-save-dir logits",
@@ -121,7 +126,7 @@ def test_an_option_is_refused_by_its_real_name(
     versions = SpecifierSet(option.versions or ">=0.19")
     version = next(version for version in ("0.19.2", "0.18.2", "0.17.1") if version in versions)
     monkeypatch.setattr(release, "assumed_release", lambda: version)
-    words = [*MODEL, *OPTION_WORDS.get(option.name, option.option).split()]
+    words = with_words(MODEL, OPTION_WORDS.get(option.name, option.option))
     if option.option in parser._option_string_actions:
         args = parser.parse_args(words)
     else:  # of an earlier version, as recorded

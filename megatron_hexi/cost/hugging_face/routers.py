@@ -38,8 +38,13 @@ def balancing_note(config: Config, flags: Flags) -> str:
     why = "computes no load-balancing loss for this type"
     if config.has("router_aux_loss_coef"):
         why = "adds the load-balancing loss only where output_router_logits is true"
+    return untrained_loss(str(config.path), why, coefficient)
+
+
+def untrained_loss(model: str, why: str, coefficient: str) -> str:
+    """Return a note that the flags of a model have a load-balancing loss, and why transformers has none."""
     return (
-        f"{config.path}: transformers {why}; the lines train with it (--moe-aux-loss-coeff {coefficient}): "
+        f"{model}: transformers {why}; the lines train with it (--moe-aux-loss-coeff {coefficient}): "
         "append --moe-router-load-balancing-type none to train without"
     )
 

@@ -267,3 +267,10 @@ def test_a_loss_that_transformers_does_not_train_with_is_noted(write, config, sa
     notes = constant_notes(write(config))
     assert len(notes) == bool(said)
     assert all(text in notes[0] for text in said)
+
+
+def test_so_is_that_of_a_preset():
+    [note] = constant_notes("gpt-oss-20b")
+    assert note.startswith("gpt-oss-20b: transformers adds the load-balancing loss on request")
+    assert "(--moe-aux-loss-coeff 0.9): append --moe-router-load-balancing-type none" in note
+    assert constant_notes("llama3-8b") == ()

@@ -193,11 +193,11 @@ def test_a_window_that_is_not_used_is_harmless(tmp_path):
         (LLAMA3_8B_ARGUMENTS + "32", "line 7: 32: belongs to no argument; remove it"),
         (
             LLAMA3_8B_ARGUMENTS + "--squared-relu",
-            "--swiglu and --squared-relu are two activations; leave one",
+            "line 7: --squared-relu does not work with --swiglu: Megatron refuses it; leave one",
         ),
         (
             LLAMA3_8B_ARGUMENTS + "--encoder-num-layers 2",
-            "--num-layers and --encoder-num-layers are one argument",
+            "line 7: --encoder-num-layers does not work with --num-layers: Megatron refuses it",
         ),
         (
             "--num-layers: 32\n--hidden-size: 64",
@@ -247,7 +247,7 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path):
         read_model(path)
     mistakes = re.split(r" \(\d+\) ", str(problem.value).replace(f"{path}", "job.args"))
     assert [re.split("; |: (?:its|a) ", mistake)[0] for mistake in mistakes] == [
-        "10 mistakes:",
+        "11 mistakes:",
         "job.args, line 5: argument --lr: invalid float value: 'x'",
         "job.args, line 5: argument --min-lr: invalid float value: 'y'",
         "job.args, lines 3, 4: --num-epochs, --num-rollout: Megatron 0.17 to 0.19 has no such argument",
@@ -255,7 +255,8 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path):
         "job.args, line 9: --nproc_per_node: is the launcher's",
         "job.args, line 7: --use-kitchen-attention does not work with --hexi-plan",
         "job.args, line 6: --fp8-format does not work with --hexi-plan",
-        "job.args: --swiglu and --squared-relu are two activations",
+        "job.args, line 2: --squared-relu does not work with --swiglu: Megatron refuses it",
+        "job.args: --num-attention-heads 3 does not divide --hidden-size 10",
         "job.args: --vocab-size is missing",
         "job.args: --max-position-embeddings, or --position-embedding-type rope, is missing",
     ]

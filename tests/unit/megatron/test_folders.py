@@ -17,24 +17,14 @@ def job(folder, **given):
     return Namespace(**usual | given)
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({}, "--save FOLDER: nothing says how often it is written; add --save-interval ITERATIONS, or leave"),
-        ({"save_interval": 0}, "--save-interval 0: is not above 0; give a number of iterations"),
-        (
-            {"save_interval": 4, "save_retain_interval": 6},
-            "--save-retain-interval 6: give a multiple of --save-interval 4, or leave it out",
-        ),
-    ],
-)
 @pytest.mark.parametrize("loads", [False, True])
-def test_saving_without_a_usable_interval_is_refused(tmp_path, loads, given, says):
+def test_saving_without_an_interval_is_refused(tmp_path, loads):
     folder = tmp_path / "weights"
-    args = job(folder, load=str(folder) if loads else None, **given)
+    args = job(folder, load=str(folder) if loads else None)
     with pytest.raises(HexiError) as refusal:
         check_folders(args)
-    assert str(refusal.value).startswith(says.replace("FOLDER", str(folder)))
+    says = f"--save {folder}: nothing says how often it is written; add --save-interval ITERATIONS, or leave"
+    assert str(refusal.value).startswith(says)
     args.hexi_plan = None  # a job without a plan is Megatron's to check
     check_folders(args)
 
