@@ -79,7 +79,7 @@ def test_launch_writes_manifests(folder, monkeypatch, capsys, form):
         ),
         (
             "launch-probe cluster.yaml --image x --volume a:/w -- -o /w/c --precision x",
-            "--precision x: is not",
+            "--precision x: unknown precision",
         ),
         ("launch-probe cluster.yaml --image x --volume a:/w -- -o /w/c.yaml --heads x", "not a whole number"),
         ("launch-probe cluster.yaml --image x --volume a:/w -- --quick", "--out"),
