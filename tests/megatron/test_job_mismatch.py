@@ -45,7 +45,7 @@ def take(monkeypatch, tmp_path):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         args = parse_args(add_hexi_arguments)
         given = {word for word in argv if word.startswith("--")}
-        changed = take_plan(args, given, torch.device(device))
+        changed = take_plan(args, given, torch.device(device)).added
         return args, changed
 
     return run
