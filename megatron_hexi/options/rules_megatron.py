@@ -51,9 +51,8 @@ STOPS = {
     ),
     "--fused-residual-rmsnorm, --normalization not RMSNorm": "give --normalization RMSNorm",
     # Mixture of experts.
-    "--moe-router-topk 1, --moe-router-score-function softmax, no --moe-router-pre-softmax": (
-        "give --moe-router-pre-softmax"
-    ),
+    "--moe-router-topk 1, --moe-router-score-function softmax, no --moe-router-pre-softmax, "
+    "--moe-router-load-balancing-type not sinkhorn": "give --moe-router-pre-softmax",
     "--moe-router-enable-expert-bias, --moe-router-score-function not sigmoid|sqrtsoftplus": (
         "give --moe-router-score-function sigmoid"
     ),
