@@ -87,7 +87,8 @@ def read_arguments(text: str, path: Path, plan: Plan | None = None) -> Parsed:
         if flag not in parsed.given:  # the printed lines say it
             setattr(args, flag.removeprefix("--").replace("-", "_"), int(value))
     kinds: list[PlanKind] = ["planned"] if plan is None else ["planned", kind_of(plan)]
-    replaced = [line for kind in kinds for line in replace_options(args, kind)]
+    for kind in kinds:
+        replace_options(args, kind)
     options = find_refused(_in_own_stages(args), "planned")
     if plan is not None:
         options += find_refused(args if plan.is_repeated else _in_own_stages(args), kind_of(plan))
@@ -99,12 +100,18 @@ def read_arguments(text: str, path: Path, plan: Plan | None = None) -> Parsed:
     if plan is None:  # a training may have its vocabulary from the tokenizer
         faults += [f"{path}: {flag} is missing; add it" for flag in _missing(parsed)]
     raise_all(faults)
-    return parsed._replace(replaced=tuple(dict.fromkeys(replaced)))
+    return parsed
+
+
+def replaced_options(text: str, path: Path) -> list[str]:
+    """Return a line for each option of a file that a plan of the planner's carries out in its own way."""
+    parsed, _ = parse_and_judge(located_words(text, path), str(path))
+    return replace_options(parsed.args, "planned")
 
 
 def _missing(parsed: Parsed) -> Iterator[str]:
     """Yield the flags that a model needs, or its other flags, and that are not there."""
-    args, given = parsed.args, parsed.given
+    args, given = parsed
     for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         if getattr(args, name) is None and not (name == "vocab_size" and args.padded_vocab_size):
             yield f"--{name.replace('_', '-')}"
@@ -155,7 +162,7 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
     Raises:
         HexiError: see `read_arguments`.
     """
-    args, given, _ = read_arguments(text, path)
+    args, given = read_arguments(text, path)
     hidden = args.overlap_grad_reduce and (args.overlap_param_gather or not args.use_distributed_optimizer)
     terms = {
         "seq_length": args.seq_length,

@@ -17,6 +17,7 @@ from megatron_hexi.cost.megatron_arguments import (
     ArgumentTerms,
     model_from_arguments,
     read_arguments,
+    replaced_options,
     terms_from_arguments,
 )
 from megatron_hexi.cost.model import Model
@@ -129,7 +130,7 @@ def reading_notes(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
     if is_bridge(text):
         unread = bridge_arguments(text, path).unread
         return (f"not read: {', '.join(unread)}",) if unread else ()
-    replaced = read_arguments(text, path).replaced
+    replaced = replaced_options(text, path)
     defaults = [f"{word.text} (line {word.line})" for word in literal_defaults(text, path)]
     environment = f"the environment is not read, these defaults are: {', '.join(defaults)}"
     return (*([environment] if defaults else []), *(f"replaced by the plan: {line}" for line in replaced))

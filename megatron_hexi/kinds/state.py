@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from megatron_hexi.errors import HexiError
@@ -43,8 +43,9 @@ class State(ABC):
         HexiError: a size that is no whole number above 0, or groups that do not divide the heads.
     """
 
-    #: Name in files of models, name in tables, and letter in Megatron's --hybrid-layer-pattern.
-    kind: ClassVar[str]
+    #: Name in files of models, and so in what `dataclasses.asdict` returns.
+    kind: str = field(init=False, default="")
+    #: Name in tables, and letter in Megatron's --hybrid-layer-pattern.
     title: ClassVar[str]
     letter: ClassVar[str]
     #: Tokens that a scan computes at once.

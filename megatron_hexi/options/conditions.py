@@ -76,6 +76,8 @@ def _words(words: list[str], option: str) -> str:
         return flag
     values = rest[-1].replace("|", " or ")
     if rest[0] in _COMPARED:
+        if not flag and rest == [">", "0"]:
+            return ""
         return f"{flag or 'a number'} {_COMPARED[rest[0]][1].format(values)}"
     if rest[0] == "not":
         return f"{flag} other than {values}" if flag else f"another value than {values}"

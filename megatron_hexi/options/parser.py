@@ -59,12 +59,10 @@ class Parsed(NamedTuple):
     Attributes:
         args: all arguments, with Megatron's names and defaults, before Megatron's own checks.
         given: flags that the command line has.
-        replaced: a line for each option that a plan carries out in its own way.
     """
 
     args: argparse.Namespace
     given: frozenset[str]
-    replaced: tuple[str, ...] = ()
 
 
 @functools.cache

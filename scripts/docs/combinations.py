@@ -148,7 +148,7 @@ def _parsed(kind: Kind, *more: str) -> Parsed:
 
 def _hold(kind: Kind, plan: Plan, *more: str, stages: int = 1) -> Namespace:
     """Check the job against the plan, as every rank does before anything is allocated."""
-    args, given, _ = _parsed(kind, *more)
+    args, given = _parsed(kind, *more)
     args.hexi_plan, args.rank, args.world_size = _PLAN, 0, job_ranks(plan, stages)
     hold_job(args, set(given), plan)
     refuse_unsupported(args, "script")

@@ -66,7 +66,7 @@ def lasting_job(first: Plan, words: Sequence[str], cluster: Cluster) -> LastingJ
         HexiError: an option that the planner does not know, or that no other plan could continue with.
     """
     text = shlex.join(words)
-    args, given, _ = read_arguments(text, COMMAND_LINE)
+    args, given = read_arguments(text, COMMAND_LINE)
     model, terms = model_from_arguments(text, COMMAND_LINE), terms_from_arguments(text, COMMAND_LINE)
     # What the plan states is so: ranks refuse a command line that says otherwise.
     stated = {

@@ -188,7 +188,7 @@ def test_lines_state_how_long_to_train(given, added):
         ("--check-for-spiky-loss", "--check-for-spiky-loss does not work with megatron_hexi.pretrain_gpt"),
         (
             "--train-iters 5 --lr-warmup-samples 3",
-            "--train-iters does not work with --hexi-plan: Megatron counts",
+            "--train-iters does not work with --train-samples or --lr-decay-samples or --lr-warmup-samples",
         ),
         ("--learning-rate 3", "--learning-rate: Megatron 0.17 to 0.19 has no such argument"),
     ],
