@@ -34,8 +34,7 @@ _MINISTAGE_COUNTS: Final = (2, 4, 8, 16)
 _SHARES: Final = 16
 #: Samples of a micro-batch, as multiples of the least that gives one to each unit of the largest stage.
 _SAMPLES: Final = (1, 2, 4)
-#: Communication inside domains, and pipelines that fill and drain, are worth shortening from this part of an
-#: iteration on.
+#: Pipelines that fill and drain are worth shortening from this part of an iteration on.
 _WORTH_IT: Final = 0.02
 
 
@@ -90,7 +89,8 @@ class Savings:
             return None
         least = LeastMemory(base, self._hosts)  # holds for all shares of the optimizer's state
         for start in (base, self._with_state(base)):
-            fitting = [changed for changed in (start, *self._saving(start, least)) if changed.fits]
+            changed = (start, *self._saving(start, least), *self._by_samples(start))
+            fitting = [each for each in changed if each.fits]
             if fitting:
                 best = min(fitting, key=order_of)
                 return min([best, *self._by_samples(best)], key=order_of)
@@ -232,13 +232,11 @@ class Savings:
 
     def _by_samples(self, base: Candidate) -> Iterator[Candidate]:
         """Yield plans whose units have whole samples of each micro-batch, in proportion to their tokens."""
-        plan, phases = base.plan, base.timing.phases
-        most = max(sum(len(domain.members) for domain in stage.domains) for stage in plan.stages)
-        if most < 2 or any(len(stage.domains) > 1 for stage in plan.stages):
+        stages = base.plan.stages
+        most = max(sum(len(domain.members) for domain in stage.domains) for stage in stages)
+        if most < 2 or any(len(stage.domains) > 1 for stage in stages):
             return
         if self._request.context_parallel is not None:
-            return
-        if phases.all_to_all + phases.exchange < _WORTH_IT * phases.total or not base.fits:
             return
         base_plan = self._written_out(base)
         if base_plan is None or "micro_batch_size" in self._request.fixed:
