@@ -19,7 +19,7 @@ from tests.megatron.test_elastic import TWO, check_losses, more_lines, said_more
 
 def test_a_spare_takes_the_place_of_a_lost_node(forks, tmp_path):
     plan = replace(TWO, gpus=(0, 1))
-    args = words(tmp_path, plan, {"n0": 1.0, "n1": 1.0, "extra": 1.0}, 30, 1000)
+    args = words(tmp_path, plan, {"n0": 1.0, "n1": 1.0, "extra": 1.0}, 60, 1000)
     with ElasticJob(tmp_path, "1:2", args, launcher=("--copy-interval", "1"), spares=("extra",)) as job:
         job.start("extra", "n0", "n1")
         job.wait(lambda: job.safe_copy() > 5)
@@ -33,7 +33,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(forks, tmp_path):
         assert re.search(r"2 ranks on (n0, extra|extra, n0); without n1-0", second)
         assert re.search(r"goes on from iteration \d+ in memory", second)
         assert job.told("takes part: 1 of 2 nodes are left", "extra")
-        check_losses(job, forks, tmp_path, plan, 30)
+        check_losses(job, forks, tmp_path, plan, 60)
 
 
 @pytest.mark.slow
