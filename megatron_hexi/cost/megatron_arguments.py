@@ -22,7 +22,7 @@ from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.options.refusals import find_refused, replace_options
 from megatron_hexi.options.registry import ADDED, class_of
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.flags import FLAGS
+from megatron_hexi.plan.flags import FLAGS, argument_name
 
 #: Megatron's defaults of arguments that no plan chooses; those of the batch have none.
 _MEGATRON_DEFAULTS = {
@@ -85,7 +85,7 @@ def read_arguments(text: str, path: Path, plan: Plan | None = None) -> Parsed:
     args = parsed.args
     for flag, value in ADDED.items():
         if flag not in parsed.given:  # the printed lines say it
-            setattr(args, flag.removeprefix("--").replace("-", "_"), int(value))
+            setattr(args, argument_name(flag), int(value))
     kinds: list[PlanKind] = ["planned"] if plan is None else ["planned", kind_of(plan)]
     for kind in kinds:
         replace_options(args, kind)

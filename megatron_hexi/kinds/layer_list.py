@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_hexi.errors import HexiError
+from megatron_hexi.plan.flags import argument_name
 
 #: Largest number of layers, far more than any model has; a longer pattern is a mistake and would need memory.
 MOST_LAYERS = 2**14
@@ -26,7 +27,7 @@ def layers_of(args: Namespace, flag: str, source: str, every: Callable[[int, int
     Raises:
         HexiError: a step below 1, or a pattern that does not fit the model's number of layers.
     """
-    frequency = getattr(args, flag.removeprefix("--").replace("-", "_"))
+    frequency = getattr(args, argument_name(flag))
     layers = range(min(args.num_layers or 0, MOST_LAYERS))
     if frequency is None:
         return tuple(True for _ in layers)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kinds.sizes import Decoder, check_sizes, freeze_layers
+from megatron_hexi.plan.flags import argument_name
 
 
 class TokenWork(NamedTuple):
@@ -81,10 +82,7 @@ class State(ABC):
             HexiError: arguments from which a field does not follow.
         """
         del source
-        sizes = {
-            field: getattr(args, flag.removeprefix("--").replace("-", "_"))
-            for field, flag in cls.flag_of.items()
-        }
+        sizes = {field: getattr(args, argument_name(flag)) for field, flag in cls.flag_of.items()}
         return {"kind": cls.kind, **sizes}
 
     def flags(self, model: Decoder) -> dict[str, int | str]:

@@ -55,11 +55,9 @@ def check_state_heads(args: Namespace, source: str, letter: str, width: int, ask
     """Check that tensor-parallel ranks share out heads with a state; Megatron checks it with `assert`.
 
     Args:
-        args: Megatron's arguments.
-        source: file or command line of the arguments, for errors.
         letter: the letter of the layers.
         width: number of tensor-parallel ranks.
-        asked: what the number is of, for errors.
+        asked: words for that number, for errors.
 
     Raises:
         PlanError: groups that do not divide the heads, or a width that does not divide both.

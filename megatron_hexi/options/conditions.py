@@ -81,7 +81,7 @@ def _words(words: list[str], option: str) -> str:
         return f"{flag or 'a number'} {_COMPARED[rest[0]][1].format(values)}"
     if rest[0] == "not":
         return f"{flag} other than {values}" if flag else f"another value than {values}"
-    return f"{flag} {values}".strip()
+    return f"{flag or 'the value'} {values}"
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any, Final
 from megatron_hexi.errors import PlanError, raise_all
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.check_interleaving import interleaving_fault
-from megatron_hexi.plan.flags import FLAGS
+from megatron_hexi.plan.flags import FLAGS, argument_name
 
 #: Options of parallel sizes that each stage of a plan states for itself.
 PARALLEL_SIZES: Final = (
@@ -69,7 +69,7 @@ class _Setting:
 
     @property
     def argument(self) -> str:
-        return self.flag.removeprefix("--").replace("-", "_")
+        return argument_name(self.flag)
 
     @property
     def spelt(self) -> str:

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from megatron_hexi.options.conditions import is_given
+from megatron_hexi.plan.flags import argument_name
 
 #: Circumstances in which a rule refuses an option. `any`: every plan. `unequal`: unequal replicas, or stages
 #: that state their layers. `repeated`: unequal replicas of one repeated stage. `stages`: stages that state
@@ -45,10 +46,11 @@ class Replaced:
 
     Args:
         option: flag of the option, as on the command line.
-        neutral: the value that each argument takes instead, by name; or a function that makes it of the
-            argument's value.
+        neutral: the value that each argument takes instead, by name, the option's own first; or a function
+            that makes it of the argument's value.
         instead: clause that says what stands in the option's place.
-        used: a function that tells whether the job uses the option; ``None``: an argument is not neutral.
+        used: a function that tells whether the job uses the option; ``None``: its own argument is not
+            neutral.
         values: values of the option, or options beside it, with which it is replaced; empty: all.
         beside: kind of plan with which the option is replaced.
     """
@@ -68,19 +70,18 @@ class Replaced:
     @property
     def replaces_itself(self) -> bool:
         """Whether the option's own argument takes a neutral value, and not that of another option."""
-        return self.option.removeprefix("--").replace("-", "_") in self.neutral
+        return argument_name(self.option) in self.neutral
 
     def applies_to(self, args: Namespace) -> bool:
         """Return whether a job uses the option; an older version of Megatron may lack its arguments."""
         if self.used is not None:
             return self.used(args)
-        return any(
-            getattr(args, name, None) not in (value, None, False) for name, value in self.neutral.items()
-        )
+        name, value = next(iter(self.neutral.items()))
+        return getattr(args, name, None) not in (value, None, False)
 
     def apply(self, args: Namespace) -> str:
         """Give the option's arguments their neutral values; return the line that says so."""
-        name = self.option.removeprefix("--").replace("-", "_")
+        name = argument_name(self.option)
         said = getattr(args, name) if self.replaces_itself else None
         said = said.name if isinstance(said, Enum) else said
         for name, value in self.neutral.items():
@@ -166,7 +167,7 @@ def given(
 
 def other_than(usual: object, option: str, reason: str, remedy: str = "train without it") -> Refused:
     """Return a rule that refuses all values of an option except `usual`."""
-    name = option.removeprefix("--").replace("-", "_")
+    name = argument_name(option)
     return Refused(
         option,
         lambda args: getattr(args, name, usual) not in (usual, None),
@@ -178,7 +179,7 @@ def other_than(usual: object, option: str, reason: str, remedy: str = "train wit
 
 def one_of(refused: Sequence[str], option: str, reason: str, remedy: str) -> Refused:
     """Return a rule that refuses an option if its value, or one of its values, is in `refused`."""
-    name = option.removeprefix("--").replace("-", "_")
+    name = argument_name(option)
 
     def used(args: Namespace) -> bool:
         value = getattr(args, name, None)

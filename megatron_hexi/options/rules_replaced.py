@@ -85,7 +85,11 @@ OPTIONS: dict[str, tuple[Replaced, ...]] = {
         ),
         Replaced(
             "--moe-token-dispatcher-type",
-            {"moe_token_dispatcher_type": "alltoall", "moe_enable_deepep": False},
+            {
+                "moe_token_dispatcher_type": "alltoall",
+                "moe_enable_deepep": False,
+                "moe_flex_dispatcher_backend": "deepep",  # the default
+            },
             "tokens travel to experts by an all-to-all",
             _travels_otherwise,
             "flex; allgather with --expert-model-parallel-size above 1",
@@ -111,7 +115,6 @@ OPTIONS: dict[str, tuple[Replaced, ...]] = {
                 "ep_overlap_early_attn_memory_release": False,
             },
             _OVERLAP,
-            lambda args: getattr(args, "overlap_moe_expert_parallel_comm", False),
         ),
         Replaced("--moe-paged-stash", {"moe_paged_stash": False}, "activations stay where the plan says"),
         Replaced("--delay-wgrad-compute", {"delay_wgrad_compute": False}, _OVERLAP),
@@ -131,7 +134,11 @@ OPTIONS: dict[str, tuple[Replaced, ...]] = {
             {"use_tp_pp_dp_mapping": False},
             "the plan says in which order ranks lie",
         ),
-        Replaced("--cuda-graph-impl", {"cuda_graph_impl": "none", "cuda_graph_modules": []}, _GRAPHS),
+        Replaced(
+            "--cuda-graph-impl",
+            {"cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_scope": []},  # 0.17: scope
+            _GRAPHS,
+        ),
         Replaced("--enable-cuda-graph", {"enable_cuda_graph": False}, _GRAPHS),
         Replaced("--external-cuda-graph", {"external_cuda_graph": False}, _GRAPHS),
         Replaced(

@@ -45,3 +45,8 @@ def spell_flag(field: str, value: Any) -> str:
 def flag_name(field: str) -> str:
     """Return the option of a field: the one in `FLAGS`, or else the field's name spelled as an option."""
     return FLAGS.get(field, f"--{field.replace('_', '-')}")
+
+
+def argument_name(flag: str) -> str:
+    """Return the name of the argument that argparse sets for a flag, such as ``num_layers``."""
+    return flag.removeprefix("--").replace("-", "_")

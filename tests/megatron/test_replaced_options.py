@@ -32,7 +32,7 @@ WORDS = {
     "--cp-comm-type": ("--cp-comm-type a2a", ""),
     "--hierarchical-context-parallel-sizes": ("--hierarchical-context-parallel-sizes 2 2", ""),
     "--moe-token-dispatcher-type": (
-        "--moe-token-dispatcher-type flex --moe-enable-deepep",
+        "--moe-token-dispatcher-type flex --moe-enable-deepep --moe-flex-dispatcher-backend hybridep",
         "--moe-token-dispatcher-type alltoall",
     ),
     "--moe-token-dispatcher-type-stages": (

@@ -15,6 +15,7 @@ from megatron_hexi.mesh import Mesh, job_experts
 from megatron_hexi.options.job_terms import recompute_settings
 from megatron_hexi.options.vocabulary import vocabulary_step
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.flags import argument_name
 from megatron_hexi.plan.units import Unit
 
 
@@ -81,6 +82,6 @@ def _set_view(args: Namespace, plan: Plan, unit: Unit) -> None:
     recompute = plan.job.recompute if unit.recompute is None else unit.recompute
     if recompute is not None:
         for flag, value in recompute_settings(recompute).items():
-            setattr(args, flag.removeprefix("--").replace("-", "_"), value)
+            setattr(args, argument_name(flag), value)
     # Ranks that hold the same weights are not one group here, so they cannot share the writing.
     args.ckpt_fully_parallel_save = args.ckpt_fully_parallel_load = False

@@ -65,7 +65,7 @@ class BlockKind(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """How the queries of a kernel call see its keys.
+    """The mask and the scale by which the queries of a kernel call see its keys.
 
     Args:
         causal: whether the blocks are causal; only set for square blocks.

@@ -1,4 +1,4 @@
-"""Where the secret of an elastic job comes from, and at which addresses its servers listen."""
+"""The secret of an elastic job is taken from its sources in order; its servers listen where they are told."""
 
 from __future__ import annotations
 

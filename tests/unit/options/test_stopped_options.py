@@ -1,4 +1,4 @@
-"""What Megatron's own checks stop of single options, ``hexi plan`` stops in a file of arguments, by name."""
+"""``hexi plan`` refuses by name each option that alone stops Megatron on one rank."""
 
 from __future__ import annotations
 
