@@ -65,7 +65,7 @@ setup(
     package_data={
         "megatron_hexi": ["py.typed"],
         "megatron_hexi.cluster": ["data/*.yaml"],
-        "megatron_hexi.cost": ["data/*.yaml"],
+        "megatron_hexi.models": ["data/*.yaml"],
         "megatron_hexi.options": ["data/*.json*"],
         "megatron_hexi.patches": ["*.diff"],
         "megatron_hexi.report": ["templates/*.j2"],

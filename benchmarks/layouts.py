@@ -23,8 +23,8 @@ import yaml
 from benchmarks.rivals.readings import read_baselines
 from benchmarks.rivals.readings.staged import spell_stages
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import Job, read_model
 from megatron_hexi.errors import NothingFitsError
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.baselines import find_baselines
 from megatron_hexi.text_file import write_text_atomically

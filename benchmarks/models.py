@@ -29,8 +29,8 @@ from benchmarks.layouts import (
 )
 from benchmarks.rivals.readings.staged import spell_stages
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Job, read_model
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan import Plan
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.features import features_of

@@ -23,8 +23,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import Job, read_model
 from megatron_hexi.errors import NothingFitsError
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.planner import Request, find_plan
 
 DEVICES = ("H100-SXM-80GB", "A100-SXM-80GB", "A800-SXM-80GB", "L40S-48GB")

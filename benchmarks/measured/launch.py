@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.measured.layouts import Layout
 from benchmarks.measured.scenarios import Scenario, words
-from megatron_hexi.cost import job_terms
+from megatron_hexi.models import job_terms
 from megatron_hexi.plan import write_plan
 
 #: Iterations that warm up: the first builds buffers and connections.

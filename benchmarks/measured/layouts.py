@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Job
+from megatron_hexi.models import Job
 from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.planner import Planned
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.measured.layouts import Layout
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import CostModel, Job
-from megatron_hexi.cost.job import job_terms
+from megatron_hexi.cost import CostModel
+from megatron_hexi.models import Job
+from megatron_hexi.models.job import job_terms
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, validate_plan
 from megatron_hexi.plan.terms import Offload, Order
 

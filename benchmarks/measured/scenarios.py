@@ -9,8 +9,8 @@ from pathlib import Path
 from benchmarks.measured.layouts import Layout
 from benchmarks.measured.ministages import interleaved_layouts, ministage_layouts
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Job
-from megatron_hexi.cost.megatron_arguments import model_from_arguments
+from megatron_hexi.models import Job
+from megatron_hexi.models.megatron_arguments import model_from_arguments
 from megatron_hexi.planner import CHOSEN, Request
 
 #: Where the emulated clusters are described.

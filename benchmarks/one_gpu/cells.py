@@ -14,8 +14,8 @@ from typing import Literal
 from benchmarks.one_gpu.parts import Deadline, Row, Setting
 from benchmarks.one_gpu.ranks import PLAIN, Ranks, in_turn
 from benchmarks.one_gpu.standby import PEAK
-from megatron_hexi.cost import Job, Model, job_terms, model_flags, read_model
-from megatron_hexi.cost.job import Fusible
+from megatron_hexi.models import Job, Model, job_terms, model_flags, read_model
+from megatron_hexi.models.job import Fusible
 from megatron_hexi.plan import proportional_plan, write_plan
 
 #: Operations in several kernels (`Job.unfused`) by the layers' implementation; `PLAIN` is without apex.

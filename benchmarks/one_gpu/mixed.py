@@ -20,7 +20,7 @@ from benchmarks.one_gpu import mps
 from benchmarks.one_gpu.parts import Deadline, Row, Setting
 from benchmarks.one_gpu.ranks import Ranks, in_turn
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost import Job, Model, job_terms, model_flags
+from megatron_hexi.models import Job, Model, job_terms, model_flags
 from megatron_hexi.plan import write_plan
 from megatron_hexi.planner import CHOSEN, Request
 from megatron_hexi.planner.planner import find_plan

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_hexi.cost import Model, model_flops
+from megatron_hexi.cost import model_flops
+from megatron_hexi.models import Model
 
 
 def tokens_per_s(tflops: float, model: Model, context: int, counting: Literal["full", "half"]) -> float:

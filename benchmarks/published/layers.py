@@ -16,9 +16,9 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_hexi.cluster import Device
-from megatron_hexi.cost import Job
 from megatron_hexi.cost.compute import device_speeds, own_block_times, rates
 from megatron_hexi.cost.products import Elements, layer_products, product_seconds
+from megatron_hexi.models import Job
 
 #: Bytes of a row by h and by f, forward and backward.
 _ROW_BYTES = ((124, 10), (238, 18))

@@ -11,7 +11,7 @@ from benchmarks.published.tables import Row, is_profiled, model, profile, site
 from megatron_hexi.cluster import Cluster, Device, device
 from megatron_hexi.cluster.model import ClusterFile, Matrix, Network, NodeEntry
 from megatron_hexi.cluster.topology import build_cluster
-from megatron_hexi.cost import Job
+from megatron_hexi.models import Job
 from megatron_hexi.plan import (
     Domain,
     Exchange,

@@ -48,12 +48,13 @@ from benchmarks.published.layouts import (
 from benchmarks.published.tables import Row, Table, site
 from benchmarks.published.torch_ring import ring_seconds
 from megatron_hexi.cluster import device
-from megatron_hexi.cost import CostModel, Job, Phases, Timing
+from megatron_hexi.cost import CostModel, Phases, Timing
 from megatron_hexi.cost.layer_bytes import logits_bytes
 from megatron_hexi.cost.library_bytes import workspace_bytes
 from megatron_hexi.cost.memory import FRAGMENTATION, GIB, SLACK_BYTES, stage_params
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.models import Job
 
 #: Of MagiAttention's comparison.
 _TOKENS_A_GPU = 8192

@@ -15,7 +15,6 @@ import numpy as np
 from benchmarks.published.tables import Profile
 from megatron_hexi.cluster import Curve, Device, device
 from megatron_hexi.cluster.device import Attention, Link, Passes
-from megatron_hexi.cost import Job, Model
 from megatron_hexi.cost.compute import (
     ATTENTION_BACKWARD,
     device_speeds,
@@ -25,6 +24,7 @@ from megatron_hexi.cost.compute import (
 )
 from megatron_hexi.cost.moved_bytes import HBM_SHARE
 from megatron_hexi.cost.products import written
+from megatron_hexi.models import Job, Model
 
 CONTEXT = 2048
 #: Not a kernel of flash attention: its times are those of plain products and a softmax between.

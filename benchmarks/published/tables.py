@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron_hexi.cost import Job, Model, presets
-from megatron_hexi.cost.job import Fusible
+from megatron_hexi.models import Job, Model, presets
+from megatron_hexi.models.job import Fusible
 from megatron_hexi.yaml_file import read_yaml
 
 #: Files of rows, and what their rows are of.

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from benchmarks.published.tables import Row
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Job
 from megatron_hexi.cost.moved_bytes import HBM_SHARE
+from megatron_hexi.models import Job
 
 #: Bytes of an element of keys and values that are gathered, of their gradients, and of a sum.
 _GATHERED, _GRADIENT, _SUM = 2, 4, 4 + 2 + 4

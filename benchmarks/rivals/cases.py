@@ -13,8 +13,8 @@ import numpy as np
 from benchmarks.layouts import CELLS, ETHERNET, Machines, asked
 from benchmarks.rivals import hexiscale, zorse
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Job, read_model
 from megatron_hexi.cost.compute import device_speeds, own_block_times, token_times
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.planner import Request
 from megatron_hexi.yaml_file import read_yaml
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from benchmarks.rivals import hexiscale, zorse
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import CostModel, Job
+from megatron_hexi.cost import CostModel
+from megatron_hexi.models import Job
 from megatron_hexi.plan import Domain, Group, JobTerms, Member, Plan, Replica, Stage
 from megatron_hexi.plan.terms import Offload
 from megatron_hexi.planner.joint import Candidate

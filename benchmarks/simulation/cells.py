@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.simulation.random_clusters import FOLDER, names
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import Job, read_model
+from megatron_hexi.models import Job, read_model
 
 TESTBEDS = ("testbed-8", "testbed-12", "testbed-16")
 SIMULATIONS = ("sim-32", "sim-64", "sim-128")

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from benchmarks.simulation.cells import load_cluster
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Job
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models import Job
 from megatron_hexi.planner import CHOSEN, Request, find_plan
 from megatron_hexi.planner.baselines import find_baselines
 from megatron_hexi.planner.fleet.units import find_units

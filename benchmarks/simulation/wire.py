@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.simulation.results import Wire
-from megatron_hexi.cost import Job
 from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.layer import message_bytes
 from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
+from megatron_hexi.models import Job
 from megatron_hexi.plan import Domain, Exchange, Plan, Schedules, Stage, Workload
 from megatron_hexi.runtime import all_to_all, attention, exchange
 from megatron_hexi.runtime.attention import DomainAttention

@@ -11,8 +11,8 @@ import typer
 from megatron_hexi.argument_file import MAX_BYTES, split_words
 from megatron_hexi.cli.options import whole
 from megatron_hexi.cli.output import check_outputs, output_option, say, tell
-from megatron_hexi.cost.megatron_arguments import read_arguments
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models.megatron_arguments import read_arguments
 from megatron_hexi.plan import read_plan
 from megatron_hexi.slurm import plan_start
 from megatron_hexi.text_file import read_text, write_text_atomically

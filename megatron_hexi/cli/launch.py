@@ -15,7 +15,8 @@ from megatron_hexi.cli.options import MODEL_OF_PLAN, ClusterOption, PlanPath
 from megatron_hexi.cli.output import AsJson, check_outputs, output_option, print_json, say
 from megatron_hexi.cli.planned_job import naming_files
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import (
+from megatron_hexi.errors import HexiError
+from megatron_hexi.models import (
     argument_words,
     constant_flags,
     constant_notes,
@@ -24,7 +25,6 @@ from megatron_hexi.cost import (
     read_model,
     reading_notes,
 )
-from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan, read_plan
 from megatron_hexi.report.launch_lines import (
     LaunchLines,

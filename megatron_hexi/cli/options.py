@@ -17,7 +17,8 @@ import typer
 from megatron_hexi.cli.features import FEATURES, PlanFeatures
 from megatron_hexi.cli.output import say
 from megatron_hexi.cluster import MEMORY_MARGIN, PlannerRules
-from megatron_hexi.cost import (
+from megatron_hexi.errors import HexiError
+from megatron_hexi.models import (
     PRECISIONS,
     RECOMPUTES,
     Job,
@@ -26,7 +27,6 @@ from megatron_hexi.cost import (
     reading_notes,
     refuse_imbalance,
 )
-from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.flags import flag_name, spell_flag
 from megatron_hexi.whole_number import whole_number
 
@@ -52,7 +52,7 @@ ClusterOption = Annotated[
     Path, typer.Option("--cluster", metavar="CLUSTER.yaml", help="The cluster that the plan is for.")
 ]
 
-#: As in `megatron_hexi.cost.presets`, which takes too long to read for --help.
+#: As in `megatron_hexi.models.presets`, which takes too long to read for --help.
 PRESETS = (
     *("gpt-3b", "gpt-7b", "gpt-13b", "gpt-70b"),
     *("llama3-8b", "llama3-70b", "qwen3-8b", "qwen3-32b"),

@@ -11,17 +11,9 @@ from typing import Annotated, Any
 from megatron_hexi.cli.options import MODEL_OF_PLAN, OF_PLANNED_JOB, Training, job_option, unfused_terms
 from megatron_hexi.cli.output import say
 from megatron_hexi.cluster import Cluster, cluster_digest
-from megatron_hexi.cost import (
-    IterationCost,
-    Job,
-    check_options,
-    estimate,
-    job_of_plan,
-    model_file,
-    read_model,
-    refuse_imbalance,
-)
+from megatron_hexi.cost import IterationCost, estimate
 from megatron_hexi.errors import ClusterError, HexiError, PlanError
+from megatron_hexi.models import Job, check_options, job_of_plan, model_file, read_model, refuse_imbalance
 from megatron_hexi.plan import JobTerms, Plan
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.kernels import join_kernels, kernel_on

@@ -28,16 +28,9 @@ from megatron_hexi.cli.output import (
 )
 from megatron_hexi.cli.planned_job import PlannedJob, estimate_on
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import (
-    Job,
-    NoFlagError,
-    find_shortage,
-    job_terms,
-    model_file,
-    planned_kernels,
-    unit_rates,
-)
-from megatron_hexi.errors import HexiError
+from megatron_hexi.cost import find_shortage, planned_kernels, unit_rates
+from megatron_hexi.errors import HexiError, NoFlagError
+from megatron_hexi.models import Job, job_terms, model_file
 from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.plan import Plan, read_plan, write_plan
 from megatron_hexi.plan.units import rank_gpus

@@ -11,8 +11,8 @@ import typer
 from rich.table import Table
 
 from megatron_hexi.cli.output import AsJson, check_outputs, output_option, print_json, print_report, say
-from megatron_hexi.cost import Recipe, recipes
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models import Recipe, recipes
 from megatron_hexi.text_file import write_text_atomically
 
 app = typer.Typer()

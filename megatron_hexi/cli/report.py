@@ -19,8 +19,8 @@ from megatron_hexi.cli.output import (
 )
 from megatron_hexi.cli.planned_job import PlannedJob, estimate_on
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import Job
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models import Job
 from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.plan import Plan, read_plan
 from megatron_hexi.record import Start, read_record

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_hexi.cost.hugging_face.config import read_config
-from megatron_hexi.cost.hugging_face.constants import constants_of
-from megatron_hexi.cost.hugging_face.models import model_from_config
-from megatron_hexi.cost.megatron_arguments import kind_flags
-from megatron_hexi.cost.model import Model
+from megatron_hexi.models.hugging_face.config import read_config
+from megatron_hexi.models.hugging_face.constants import constants_of
+from megatron_hexi.models.hugging_face.models import model_from_config
+from megatron_hexi.models.megatron_arguments import kind_flags
+from megatron_hexi.models.model import Model
 from megatron_hexi.text_file import read_text
 
 #: Types whose weights have the names of `megatron_hexi.convert.weights`.

@@ -10,11 +10,11 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import pipeline_seconds
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.recent import Recent
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh import Mesh, border_messages
+from megatron_hexi.models.job import Job
 
 #: Borders whose rows are kept: those of four pipelines of 16 stages, both ways.
 _MOST_BORDERS = 128

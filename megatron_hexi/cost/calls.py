@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.job import Job
+from megatron_hexi.models.job import Job
 
 
 class Calls(NamedTuple):

@@ -16,9 +16,9 @@ from megatron_hexi.cost.compute import (
     logits_times,
     token_times,
 )
-from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.scan import whole_scan_times
+from megatron_hexi.models.job import Job
+from megatron_hexi.models.model import Model
 
 #: Number of rows so large that bytes which are read or written once, such as weights, count nothing.
 _ROWS = 2.0**40

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.scan import state_shares
+from megatron_hexi.models.job import Job
 
 
 class AllToAll(NamedTuple):

@@ -13,7 +13,6 @@ import numpy as np
 
 from megatron_hexi.cluster import Curve, Device, Passes
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.moved_bytes import HBM_SHARE, layer_elements, loss_bytes, step_bytes, vocabulary
 from megatron_hexi.cost.products import (
     Elements,
@@ -25,6 +24,7 @@ from megatron_hexi.cost.products import (
     unwritten,
 )
 from megatron_hexi.errors import ClusterError
+from megatron_hexi.models.job import Job
 from megatron_hexi.plan.kernels import WIDEST_HEADS, kernel_on
 
 #: Attention curves count the backward pass as this many forward passes (cluster/device.py).

@@ -20,7 +20,6 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.calls import expert_calls
 from megatron_hexi.cost.compute import Speeds, rates
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import ExpertCycle
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.memory import Holdings
@@ -30,6 +29,7 @@ from megatron_hexi.cost.products import Elements, Products, Times, product_secon
 from megatron_hexi.cost.recent import Recent
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh.experts import ExpertDomain, job_experts
+from megatron_hexi.models.job import Job
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.experts import HeldExperts
 

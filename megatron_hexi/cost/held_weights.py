@@ -8,10 +8,10 @@ from dataclasses import astuple
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.model import Model
 from megatron_hexi.mesh import Box, Bucket, Mesh, cell_size, cut_pieces, make_buckets
 from megatron_hexi.mesh.experts import job_experts
+from megatron_hexi.models.job import Job
+from megatron_hexi.models.model import Model
 from megatron_hexi.plan.experts import HeldExperts
 from megatron_hexi.plan.units import Unit
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.memory import GIB, GRADIENT_BYTES
 from megatron_hexi.cost.moved_bytes import shard_step_bytes
 from megatron_hexi.errors import ClusterError
+from megatron_hexi.models.job import Job
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from megatron_hexi.cost.experts import (
     section_holdings,
 )
 from megatron_hexi.cost.hosts import Hosts, NodeLoad
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.job_check import check_job
 from megatron_hexi.cost.known_layers import KnownLayers
 from megatron_hexi.cost.layer_bytes import input_bytes
@@ -48,6 +47,7 @@ from megatron_hexi.cost.stage import exposed_synchronisation, optimizer_times, s
 from megatron_hexi.cost.throughput import Throughput
 from megatron_hexi.cost.timing import Timing
 from megatron_hexi.mesh import Mesh
+from megatron_hexi.models.job import Job
 from megatron_hexi.plan import Plan
 
 

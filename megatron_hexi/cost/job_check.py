@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_hexi.cost.arrays import Ints
-from megatron_hexi.cost.job import Job
 from megatron_hexi.errors import PlanError
+from megatron_hexi.models.job import Job
 from megatron_hexi.plan import Plan, assign_micro_batches, require_repeated
 from megatron_hexi.plan.check_interleaving import interleaving_fault
 from megatron_hexi.plan.flags import spell_flag

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import ExpertCycle, Layer, layer_times
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.recent import Recent
 from megatron_hexi.cost.sections import Section
+from megatron_hexi.models.job import Job
 
 #: Layers that are kept: two kinds of 16 stages, twice.
 _MOST_LAYERS = 64

@@ -34,13 +34,13 @@ from megatron_hexi.cost.compute import (
     token_times,
 )
 from megatron_hexi.cost.exchange import Chunk, exchange_chunks
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.overlap import EntryTimes, ExchangePart, pass_ends
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.scan import scan_times, state_shares
 from megatron_hexi.cost.windows import own_pairs
+from megatron_hexi.models.job import Job
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.job import Job
+from megatron_hexi.models.job import Job
 
 #: Micro-batches whose rows a rank holds at a border between stages beside its activations: on either side the
 #: rows that arrive before their use, and the rows that have not left (runtime/row_channel.py).

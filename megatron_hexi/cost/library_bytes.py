@@ -10,8 +10,8 @@ import numpy as np
 
 from megatron_hexi.cluster import Device
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.models.job import Job
 
 MIB = 2.0**20
 

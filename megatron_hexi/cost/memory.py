@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Counts, Floats, Ints
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer_bytes import (
     Flights,
     attention_bytes,
@@ -31,6 +30,7 @@ from megatron_hexi.cost.model_part import ModelPart, Present
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.state_bytes import scan_bytes, scan_working_bytes
 from megatron_hexi.mesh import ROWS_ON_DEVICE
+from megatron_hexi.models.job import Job
 
 GIB = 2.0**30
 

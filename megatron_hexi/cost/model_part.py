@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
-from megatron_hexi.cost.job import Job, layers_again
-from megatron_hexi.cost.model import Model
 from megatron_hexi.mesh import passes_ahead
+from megatron_hexi.models.job import Job, layers_again
+from megatron_hexi.models.model import Model
 from megatron_hexi.plan.model import Range
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from megatron_hexi.cost.job import Fusible, Job
 from megatron_hexi.cost.memory import GRADIENT_BYTES
+from megatron_hexi.models.job import Fusible, Job
 
 #: Part of a memory's nominal bandwidth that streaming kernels reach. An estimate: BabelStream's triad reaches
 #: about 90 % on A100 and H100 (https://github.com/UoB-HPC/BabelStream).

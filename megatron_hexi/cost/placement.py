@@ -11,11 +11,11 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.compute import Speeds, device_speeds
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import UnitGpus
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.cost.recent import Recent
 from megatron_hexi.errors import ClusterError
+from megatron_hexi.models.job import Job
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.units import rank_gpus
 

@@ -26,9 +26,9 @@ import numpy as np
 
 from megatron_hexi.cluster import Curve
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.moved_bytes import gradient_bytes
+from megatron_hexi.models.job import Job
+from megatron_hexi.models.model import Model
 
 #: The linear layer whose products curves are of: what `hexi probe` measures on a GPU (probe/sizes.py).
 CURVE_IN, CURVE_OUT = 4096, 16384

@@ -14,13 +14,13 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.experts import ExpertsOnRanks
 from megatron_hexi.cost.held_weights import HeldWeights
 from megatron_hexi.cost.hosts import Hosts
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.memory import GRADIENT_BYTES, owned_params, part_params
 from megatron_hexi.cost.ministage_pipeline import Passing
 from megatron_hexi.cost.model_part import ModelPart, Present
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh import Bucket, Mesh, Residence, bucket_residence, ministage_passes
+from megatron_hexi.models.job import Job
 
 #: The pass of a layer behind which a collective travels; ``None``: nothing hides it.
 HidesBehind = Literal["forward", "backward"] | None

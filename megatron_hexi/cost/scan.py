@@ -12,10 +12,10 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.compute import Speeds, rates
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.plan_arrays import Grouping
 from megatron_hexi.cost.products import Times
 from megatron_hexi.kinds.state import TokenWork
+from megatron_hexi.models.job import Job
 from megatron_hexi.plan.heads import kv_range
 from megatron_hexi.plan.state_heads import state_heads
 

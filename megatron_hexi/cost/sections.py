@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_hexi.cost.arrays import Ints
-from megatron_hexi.cost.job import Job, RecomputeMode, layers_again, recompute_mode
 from megatron_hexi.cost.layer_bytes import kept_weights
 from megatron_hexi.cost.model_part import ModelPart, chunk_ranges
 from megatron_hexi.cost.placement import Placement, Placer
 from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
 from megatron_hexi.errors import PlanError
 from megatron_hexi.mesh import most_kept, passes_ahead
+from megatron_hexi.models.job import Job, RecomputeMode, layers_again, recompute_mode
 from megatron_hexi.plan import Exchange, Plan
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.state_heads import divided_domain

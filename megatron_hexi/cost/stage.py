@@ -12,7 +12,6 @@ import numpy as np
 from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
 from megatron_hexi.cost.collectives import loss_sum_seconds, pipeline_seconds
 from megatron_hexi.cost.compute import logits_times, optimizer_seconds
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.known_layers import KnownLayers
 from megatron_hexi.cost.layer import ExpertCycle, Layer, Pass, UnitGpus
 from megatron_hexi.cost.layer_bytes import Flights
@@ -20,6 +19,7 @@ from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.reductions import Reductions
 from megatron_hexi.cost.sections import Section
+from megatron_hexi.models.job import Job
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.job import Job
 from megatron_hexi.kinds import State
+from megatron_hexi.models.job import Job
 
 
 def scan_bytes(job: Job, group_tokens: Floats, heads: Floats) -> Floats:

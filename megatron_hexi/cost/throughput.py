@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_hexi.cluster import Device
-from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.model import Model
+from megatron_hexi.models.job import Job
+from megatron_hexi.models.model import Model
 
 
 def model_flops(model: Model, context: int, counting: Literal["full", "half"] = "half") -> float:

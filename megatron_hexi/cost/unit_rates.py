@@ -10,10 +10,10 @@ import numpy as np
 
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost.compute import device_speeds, logits_times, own_block_times, token_times
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.memory import GIB, token_bytes
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.errors import PlanError
+from megatron_hexi.models.job import Job
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.terms import UnitRates
 from megatron_hexi.plan.units import domain_rows, rank_gpus

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Job
 from megatron_hexi.cost.memory import GIB, GRADIENT_BYTES
+from megatron_hexi.models import Job
 from megatron_hexi.plan import Domain, Group, Member
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.plan.model import Range

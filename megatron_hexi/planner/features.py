@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from megatron_hexi.cost import Job
+from megatron_hexi.models import Job
 from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.plan import Plan, Stage
 from megatron_hexi.plan.experts import expert_domains

@@ -14,8 +14,9 @@ from functools import cache
 from typing import Final
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import RECOMPUTES, CostModel, Job
-from megatron_hexi.cost.job import RecomputeMode
+from megatron_hexi.cost import CostModel
+from megatron_hexi.models import RECOMPUTES, Job
+from megatron_hexi.models.job import RecomputeMode
 from megatron_hexi.plan import Plan, Replica
 from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.joint import Candidate

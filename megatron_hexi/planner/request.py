@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from megatron_hexi.cluster import ANYTHING, PlannerRules
-from megatron_hexi.cost import Job
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models import Job
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES, ExpertRule
 

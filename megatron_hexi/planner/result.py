@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_hexi.cost import IterationCost, Job
+from megatron_hexi.cost import IterationCost
+from megatron_hexi.models import Job
 from megatron_hexi.plan import Plan
 from megatron_hexi.planner.baselines import Baseline
 from megatron_hexi.planner.bound import Bound

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Job
+from megatron_hexi.models import Job
 from megatron_hexi.plan import Plan
 from megatron_hexi.planner.joint import Candidate, JointSearches
 from megatron_hexi.planner.layouts.trial import order_of

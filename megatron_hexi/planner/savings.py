@@ -16,8 +16,9 @@ from typing import Final
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import RECOMPUTES, CostModel, Job
+from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.hosts import Hosts
+from megatron_hexi.models import RECOMPUTES, Job
 from megatron_hexi.plan import Domain, Group, Member, Plan, Stage
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.plan.units import rank_gpus

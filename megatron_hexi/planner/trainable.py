@@ -6,8 +6,8 @@ import shlex
 from pathlib import Path
 
 from megatron_hexi.argument_file import located_words
-from megatron_hexi.cost import NoFlagError, model_flags
-from megatron_hexi.errors import raise_all
+from megatron_hexi.errors import NoFlagError, raise_all
+from megatron_hexi.models import model_flags
 from megatron_hexi.options.parser import parse_words
 from megatron_hexi.options.refusals import find_refused
 from megatron_hexi.planner.request import Request

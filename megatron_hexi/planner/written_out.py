@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_hexi.cost import Job
+from megatron_hexi.models import Job
 from megatron_hexi.plan import Domain, Plan, Replica, Stage
 from megatron_hexi.plan.units import domain_rows
 

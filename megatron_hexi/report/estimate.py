@@ -9,8 +9,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from megatron_hexi.cost import IterationCost, Job, RankCost, Throughput, find_shortage
+from megatron_hexi.cost import IterationCost, RankCost, Throughput, find_shortage
 from megatron_hexi.cost.memory import GIB
+from megatron_hexi.models import Job
 from megatron_hexi.report.lines import Report
 
 _TIMES = ("token", "attention", "logits", "optimizer", "communication", "idle")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_hexi.cost import Model
+from megatron_hexi.models import Model
 
 
 def kind_names(model: Model) -> tuple[str, ...]:

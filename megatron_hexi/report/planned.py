@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Job, Model, assumed_kernels, ceiling_tokens_per_s, estimate, planned_kernels
+from megatron_hexi.cost import assumed_kernels, ceiling_tokens_per_s, estimate, planned_kernels
 from megatron_hexi.cost.memory import GIB
+from megatron_hexi.models import Job, Model
 from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.plan.kernels import join_kernels

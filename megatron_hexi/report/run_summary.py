@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hexi.cost import IterationCost
-from megatron_hexi.cost.job import EXPERT_IMBALANCE
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models.job import EXPERT_IMBALANCE
 from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.units import job_ranks, unit_rows

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_hexi.cluster import Cluster, Device
-from megatron_hexi.cost import IterationCost, Job, RankCost
-from megatron_hexi.cost.job import layers_again, recompute_mode
+from megatron_hexi.cost import IterationCost, RankCost
+from megatron_hexi.models import Job
+from megatron_hexi.models.job import layers_again, recompute_mode
 from megatron_hexi.plan import Group, Member, Plan, Replica, Stage
 from megatron_hexi.plan.terms import Offload, Order, Recompute
 from megatron_hexi.plan.units import domain_rows

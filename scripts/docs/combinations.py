@@ -11,12 +11,12 @@ from typing import Final
 
 from megatron_hexi.argument_file import Word
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import Job
-from megatron_hexi.cost.megatron_arguments import model_from_arguments
 from megatron_hexi.elastic.planning.survivors import survive
 from megatron_hexi.elastic.training.round import check_surviving
 from megatron_hexi.errors import HexiError
 from megatron_hexi.lab.simulator import simulate
+from megatron_hexi.models import Job
+from megatron_hexi.models.megatron_arguments import model_from_arguments
 from megatron_hexi.options.parser import Parsed, parse_words
 from megatron_hexi.options.plan_job import hold_job
 from megatron_hexi.options.refusals import refuse_unsupported

@@ -10,8 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost import IterationCost, Job, RankCost, estimate, read_model
+from megatron_hexi.cost import IterationCost, RankCost, estimate
 from megatron_hexi.cost.memory import GIB
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan import Workload, proportional_plan
 
 CLUSTER = Path(__file__).parents[2] / "examples" / "clusters" / "mixed-16.yaml"

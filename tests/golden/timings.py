@@ -12,10 +12,11 @@ from typing import Any
 from benchmarks.published.predict import compare
 from benchmarks.published.tables import tables
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import CostModel, IterationCost, Job, Model, presets
+from megatron_hexi.cost import CostModel, IterationCost
 from megatron_hexi.cost.unit_rates import unit_rates
 from megatron_hexi.errors import ClusterError, PlanError
 from megatron_hexi.lab.simulator import simulate
+from megatron_hexi.models import Job, Model, presets
 from megatron_hexi.plan import Exchange, Plan, Stage, proportional_plan, validate_plan
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.plan.terms import Offload

@@ -13,8 +13,8 @@ import torch
 from megatron.training import argument_utils, arguments
 
 from megatron_hexi.argument_file import split_words
-from megatron_hexi.cost.megatron_arguments import model_from_arguments, terms_from_arguments
 from megatron_hexi.megatron.arguments import add_hexi_arguments
+from megatron_hexi.models.megatron_arguments import model_from_arguments, terms_from_arguments
 from megatron_hexi.options.plan_job import hold_job
 from megatron_hexi.plan import read_plan
 from megatron_hexi.report.launch_lines import megatron_flags

@@ -12,7 +12,7 @@ import yaml
 from megatron_hexi.cli.launch import find_flags
 from megatron_hexi.plan import Workload, proportional_plan
 
-FILES = Path(__file__).parents[1] / "unit" / "cost" / "bridge"
+FILES = Path(__file__).parents[1] / "unit" / "models" / "bridge"
 #: What makes a model small.
 SMALL = {
     "num_layers": 2,

@@ -8,7 +8,8 @@ from typing import Literal
 import pytest
 
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost import CostModel, Job, read_model
+from megatron_hexi.cost import CostModel
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan import read_plan
 from tests.megatron.conftest import job
 from tests.megatron.forked import Forks

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost import Job, read_model
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan import JobTerms, Plan, read_plan, write_plan
 from megatron_hexi.planner import Request, find_plan
 from tests.megatron.conftest import References, job

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from megatron_hexi.cost import recipes
+from megatron_hexi.models import recipes
 from megatron_hexi.plan import Workload, proportional_plan
 
 #: What makes it small; the rest is the recipe's. CPUs train in fp32, and without a tokenizer's files.

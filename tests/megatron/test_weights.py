@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_hexi.cost import read_model
-from megatron_hexi.cost.megatron_arguments import model_flags, model_from_arguments
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models import read_model
+from megatron_hexi.models.megatron_arguments import model_flags, model_from_arguments
 from tests.megatron.forked import Forks
 from tests.megatron.launch import REPOSITORY, environment
 

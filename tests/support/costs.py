@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 
 from megatron_hexi.cluster import cluster_from_yaml
-from megatron_hexi.cost import Job, Model
 from megatron_hexi.cost.plan_arrays import domain_arrays
+from megatron_hexi.models import Job, Model
 from megatron_hexi.yaml_file import read_yaml
 
 #: 100 TFLOP/s in everything at every size, memory at 1000 GB/s; DOUBLE computes twice as fast.

@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 
 from megatron_hexi.cluster import cluster_from_yaml
-from megatron_hexi.cost import Job, Model
 from megatron_hexi.errors import ClusterError
+from megatron_hexi.models import Job, Model
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.layouts.layout import A2AGroup, Layout

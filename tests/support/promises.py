@@ -12,8 +12,8 @@ from random import Random
 from typing import Any
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Job, read_model
 from megatron_hexi.errors import HexiError, NothingFitsError
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.baselines import find_faster
 from tests.support.fleets import read_text

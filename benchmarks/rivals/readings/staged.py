@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import RECOMPUTES, CostModel, Job, ceiling_tokens_per_s
+from megatron_hexi.cost import CostModel, ceiling_tokens_per_s
+from megatron_hexi.models import RECOMPUTES, Job
 from megatron_hexi.plan import Domain, Group, JobTerms, Member, Plan, Replica, Stage
 from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.plan.units import rank_gpus

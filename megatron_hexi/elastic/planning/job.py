@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_hexi.cluster import ANYTHING, MEMORY_MARGIN, Cluster, PlannerRules
-from megatron_hexi.cost import Model, job_of_plan, job_terms
-from megatron_hexi.cost.megatron_arguments import model_from_arguments, read_arguments, terms_from_arguments
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models import Model, job_of_plan, job_terms
+from megatron_hexi.models.megatron_arguments import model_from_arguments, read_arguments, terms_from_arguments
 from megatron_hexi.options.job_terms import CHUNK_FLAGS, PARALLEL_SIZES, STAGE_FLAGS
 from megatron_hexi.options.vocabulary import vocabulary_step
 from megatron_hexi.plan import Plan

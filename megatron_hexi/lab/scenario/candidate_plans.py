@@ -11,10 +11,11 @@ from functools import cached_property
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import CostModel, Job
+from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.lab.scenario.conditions import Conditions
+from megatron_hexi.models import Job
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.units import domain_rows, rank_gpus, unit_rows
 from megatron_hexi.planner import Request, find_plan

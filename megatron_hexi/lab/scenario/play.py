@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Job
 from megatron_hexi.lab.scenario.candidate_plans import AS_THE_FILE_SAYS, Plans
 from megatron_hexi.lab.scenario.conditions import Period, find_periods
 from megatron_hexi.lab.scenario.course import Course, Runner
 from megatron_hexi.lab.scenario.events import Event
 from megatron_hexi.lab.scenario.policies import ReplanningRunner, StaticRunner, best_course
 from megatron_hexi.lab.scenario.scenario_model import Scenario
+from megatron_hexi.models import Job
 from megatron_hexi.plan import Plan
 from megatron_hexi.planner import Request
 

@@ -11,7 +11,6 @@ import numpy as np
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.experts import ExpertsOnRanks
-from megatron_hexi.cost.job import RecomputeMode
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import StageCost
@@ -25,6 +24,7 @@ from megatron_hexi.lab.simulator.unit_program import (
     build_program,
 )
 from megatron_hexi.lab.simulator.work import expert_traffic, layer_work
+from megatron_hexi.models.job import RecomputeMode
 
 #: Least number of layers that are replayed forward and backward: all units begin the first together, the
 #: other two show the steady state.

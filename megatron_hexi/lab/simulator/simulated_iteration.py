@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import CostModel, Job, Phases, Timing
+from megatron_hexi.cost import CostModel, Phases, Timing
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.interleaved_pipeline import InterleavedPipeline
 from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
@@ -24,6 +24,7 @@ from megatron_hexi.lab.simulator.ministage_replay import replay_ministages
 from megatron_hexi.lab.simulator.pipeline_replay import pipeline_phases, replay_pipeline
 from megatron_hexi.lab.simulator.replay import SectionReplay, replay_layers
 from megatron_hexi.lab.simulator.simulation import LinkUse, PipelineSpan, RankTimeline, Simulation, Span
+from megatron_hexi.models import Job
 from megatron_hexi.plan import Plan
 from megatron_hexi.report.layer_names import kind_names
 

@@ -10,7 +10,6 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.experts import ExpertsOnRanks, expert_messages
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import (
     Layer,
     UnitGpus,
@@ -23,6 +22,7 @@ from megatron_hexi.cost.layer import (
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.products import Times
 from megatron_hexi.cost.sections import Section
+from megatron_hexi.models.job import Job
 from megatron_hexi.plan.program import Batch
 
 

@@ -8,15 +8,16 @@ from functools import cache
 import numpy as np
 
 from megatron_hexi.cluster import Cluster, Device
-from megatron_hexi.cost import Job, attention_seconds
+from megatron_hexi.cost import attention_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds, token_times
 from megatron_hexi.cost.experts import busiest_rows, exchange_seconds, routed_times
-from megatron_hexi.cost.job import layers_again
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.memory import GIB, Holdings, owned_params, part_memory, part_params
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
+from megatron_hexi.models import Job
+from megatron_hexi.models.job import layers_again
 from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.request import Request
 

@@ -14,8 +14,9 @@ from dataclasses import replace
 from functools import cache, partial
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import RECOMPUTES, CostModel, Job
+from megatron_hexi.cost import CostModel
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models import RECOMPUTES, Job
 from megatron_hexi.plan import Domain, Exchange, Group, JobTerms, Member, Plan, Replica, Stage
 from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.plan.layout import apportion, causal_segments, consecutive

@@ -11,13 +11,14 @@ from sys import float_info
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import RECOMPUTES, CostModel, Job
+from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.fit import Shortage, find_shortage
 from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, owned_params, part_params, static_memory
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models import RECOMPUTES, Job
 from megatron_hexi.planner.baselines.arrange import nodes_of_one_model
 from megatron_hexi.planner.baselines.expert_parallel import best_equal, spell_equal
 from megatron_hexi.planner.baselines.floor import Floor

@@ -39,7 +39,6 @@ from megatron_hexi.cost.compute import (
     rectangle_times,
     token_times,
 )
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.memory import GIB, Holdings, owned_params, part_memory, part_params
 from megatron_hexi.cost.model_part import KindLayers, ModelPart
@@ -47,6 +46,7 @@ from megatron_hexi.cost.reductions import repeated_turns
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.scan import scan_times
 from megatron_hexi.cost.stage import exposed_seconds
+from megatron_hexi.models.job import Job
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.layout import Layout
 

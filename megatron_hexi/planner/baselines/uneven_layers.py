@@ -17,8 +17,9 @@ from math import inf
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import RECOMPUTES, CostModel, Job, ceiling_tokens_per_s
+from megatron_hexi.cost import CostModel, ceiling_tokens_per_s
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models import RECOMPUTES, Job
 from megatron_hexi.plan import Plan, Replica, Stage
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner.baselines.arrange import divisors, groups

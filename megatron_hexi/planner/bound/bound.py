@@ -50,9 +50,10 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Model, ceiling_tokens_per_s
+from megatron_hexi.cost import ceiling_tokens_per_s
 from megatron_hexi.cost.memory import GIB, static_memory
 from megatron_hexi.cost.model_part import ModelPart
+from megatron_hexi.models import Model
 from megatron_hexi.planner.bound.options import ranges
 from megatron_hexi.planner.bound.program import MARGIN, SHARES_STEP, BoundProgram
 from megatron_hexi.planner.request import Request

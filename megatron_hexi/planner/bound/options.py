@@ -22,13 +22,14 @@ from typing import Final
 import numpy as np
 
 from megatron_hexi.cluster import Curve, Node, Passes
-from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds
+from megatron_hexi.cost import attention_seconds
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import tensor_parallel_seconds
 from megatron_hexi.cost.compute import device_speeds, optimizer_seconds, rates, row_work
 from megatron_hexi.cost.layer_bytes import Flights, logit_bytes, logits_bytes
 from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, Holdings, allocated_bytes, part_memory, part_params
 from megatron_hexi.cost.model_part import ModelPart
+from megatron_hexi.models import RECOMPUTES, Job
 
 #: Modes of recomputation. A GPU's works are x of each mode, then z of each.
 MODES: Final = len(RECOMPUTES)

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_hexi.cluster import Cluster, Device
-from megatron_hexi.cost import Job, ceiling_tokens_per_s
+from megatron_hexi.cost import ceiling_tokens_per_s
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.errors import ClusterError
+from megatron_hexi.models import Job
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES, ExpertRule
 

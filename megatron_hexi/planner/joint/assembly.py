@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 
-from megatron_hexi.cost import CostModel, Job
+from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.arrays import Counts
-from megatron_hexi.cost.job import layers_again, recompute_mode
 from megatron_hexi.cost.model_part import ModelPart
+from megatron_hexi.models import Job
+from megatron_hexi.models.job import layers_again, recompute_mode
 from megatron_hexi.plan import Exchange, Plan, Replica
 from megatron_hexi.plan import Stage as PlanStage
 from megatron_hexi.plan.parts import worthwhile_parts

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost import CostModel
-from megatron_hexi.cost.job import layers_again
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.stage import section_waits
+from megatron_hexi.models.job import layers_again
 from megatron_hexi.plan import Plan
 from megatron_hexi.planner.layouts.trial import Candidate
 

@@ -14,7 +14,7 @@ from functools import cache, partial
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds, ceiling_tokens_per_s, token_seconds
+from megatron_hexi.cost import attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.experts import section_holdings
@@ -24,6 +24,7 @@ from megatron_hexi.cost.memory import allocated_bytes, part_memory
 from megatron_hexi.cost.memory_terms import sum_terms
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.stage import free_network
+from megatron_hexi.models import RECOMPUTES, Job
 from megatron_hexi.planner.expert_placement import ExpertRule, placement
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units

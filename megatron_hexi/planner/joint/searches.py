@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Job
+from megatron_hexi.models import Job
 from megatron_hexi.planner.expert_placement import ExpertRule
 from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.joint.joint_search import JointSearch

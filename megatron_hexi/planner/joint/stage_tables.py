@@ -15,11 +15,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_hexi.cost import RECOMPUTES
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.job import layers_again, recompute_mode
 from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, owned_params, part_params, static_memory
 from megatron_hexi.cost.model_part import KindLayers, ModelPart
+from megatron_hexi.models import RECOMPUTES
+from megatron_hexi.models.job import layers_again, recompute_mode
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pools import Pools, StageShape
 from megatron_hexi.planner.joint.stage_times import LayerTimes, Table

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from megatron_hexi.cost import RECOMPUTES
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.reductions import HidesBehind
+from megatron_hexi.models import RECOMPUTES
 from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.joint.pipes import Pipe
 from megatron_hexi.planner.layouts.trial import Trial

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_hexi.cost import Job
+from megatron_hexi.models import Job
 from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload, unit_ranks
 from megatron_hexi.plan.layout import causal_segments, consecutive, full_segments
 from megatron_hexi.plan.parts import worthwhile_parts

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_hexi.cost import CostModel, Job, Timing
+from megatron_hexi.cost import CostModel, Timing
+from megatron_hexi.models import Job
 from megatron_hexi.plan import Plan
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.layout import Layout, build_plan

@@ -17,8 +17,9 @@ from statistics import median
 from typing import Any
 
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import CostModel, Job, Model
+from megatron_hexi.cost import CostModel
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models import Job, Model
 from megatron_hexi.plan import Plan, dump_plan, plan_digest, plan_from_yaml
 from megatron_hexi.plan.units import unit_rows
 from megatron_hexi.planner.joint import Candidate

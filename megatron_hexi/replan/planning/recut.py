@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import CostModel, Job
+from megatron_hexi.cost import CostModel
+from megatron_hexi.models import Job
 from megatron_hexi.plan import Plan, Stage, assign_micro_batches
 from megatron_hexi.plan.units import domain_rows, unit_rows
 from megatron_hexi.planner.layouts.deal import assign_heads

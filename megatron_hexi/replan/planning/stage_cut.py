@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster, Device
-from megatron_hexi.cost import Job, ceiling_tokens_per_s
-from megatron_hexi.cost.job import layers_again, recompute_mode
+from megatron_hexi.cost import ceiling_tokens_per_s
 from megatron_hexi.cost.model_part import ModelPart
+from megatron_hexi.models import Job
+from megatron_hexi.models.job import layers_again, recompute_mode
 from megatron_hexi.plan import Domain, Plan
 from megatron_hexi.plan.units import DomainRow, rank_gpus
 from megatron_hexi.planner.fleet.rates import Rates

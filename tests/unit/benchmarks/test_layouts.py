@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.planning import DEVICES, main, measure, mixed_fleet, random_task
-from megatron_hexi.cost import Job, read_model
+from megatron_hexi.models import Job, read_model
 
 
 def test_it_runs_and_says_what_it_measured(capsys):

@@ -22,8 +22,9 @@ from benchmarks.published.profiles import KERNEL, profiled_device
 from benchmarks.published.summary import errors
 from benchmarks.published.tables import is_profiled, left_out, model, profile, tables
 from benchmarks.published.torch_ring import ring_seconds
-from megatron_hexi.cost import CostModel, Job, model_flops
+from megatron_hexi.cost import CostModel, model_flops
 from megatron_hexi.cost.compute import device_speeds, logits_times, own_block_times, token_times
+from megatron_hexi.models import Job
 from megatron_hexi.plan import validate_plan
 
 TABLES = {table.name: table for table in tables()}

@@ -17,7 +17,7 @@ from benchmarks.simulation.summary import speed_ups, targets
 from benchmarks.simulation.units import find_unit
 from benchmarks.simulation.wire import WireError, check_wire
 from megatron_hexi.cluster import catalog
-from megatron_hexi.cost import Job, Model
+from megatron_hexi.models import Job, Model
 from megatron_hexi.plan import Plan, build_schedule
 from megatron_hexi.planner import Request, find_plan
 from tests.support.costs import TINY, cluster, tiny_job

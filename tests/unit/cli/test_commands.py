@@ -11,8 +11,8 @@ import megatron_hexi
 from megatron_hexi.cli import main as cli
 from megatron_hexi.cli import options, patching, plans
 from megatron_hexi.cli.output import print_report, say
-from megatron_hexi.cost.presets import presets
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models.presets import presets
 from megatron_hexi.plan import Workload, plan_digest, proportional_plan, read_plan, write_plan
 from tests.support.shell import call_hexi, is_one_error_line
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.cost import CostModel, estimate, read_model
+from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.cost.held_weights import HeldWeights
 from megatron_hexi.cost.throughput import model_flops
 from megatron_hexi.kinds import Latent
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.mesh import Mesh, cell_size
+from megatron_hexi.models import read_model
 from megatron_hexi.plan import Domain, Plan, Replica, validate_plan
 from megatron_hexi.planner import Request, find_plan
 from tests.support.costs import cluster, tiny_job

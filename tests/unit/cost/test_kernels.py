@@ -3,9 +3,10 @@
 import pytest
 
 from megatron_hexi.cluster import cluster_from_yaml, device
-from megatron_hexi.cost import Job, assumed_kernels, planned_kernels, read_model
+from megatron_hexi.cost import assumed_kernels, planned_kernels
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.errors import ClusterError, HexiError
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan.kernels import kernel_on
 from megatron_hexi.yaml_file import read_yaml
 

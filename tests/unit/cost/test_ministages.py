@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.cluster import catalog, read_cluster
-from megatron_hexi.cost import CostModel, Job, Phases, find_shortage, read_model
+from megatron_hexi.cost import CostModel, Phases, find_shortage
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.cost.ministage_pipeline import Lane, MinistagePipeline, Passing
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.lab.simulator.ministage_replay import replay_ministages
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan import read_plan
 from megatron_hexi.plan.shares import assign_in_turn
 from tests.support.plans import examples

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.cost import CostModel, Model, estimate
+from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.compute import device_speeds, logits_times
 from megatron_hexi.cost.held_weights import HeldWeights
@@ -15,6 +15,7 @@ from megatron_hexi.cost.memory import part_params
 from megatron_hexi.cost.throughput import model_flops
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.mesh import Mesh
+from megatron_hexi.models import Model
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.bound import joint_bound
 from megatron_hexi.planner.joint import Candidate

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.cost import CostModel, Job, estimate, presets
+from megatron_hexi.cost import CostModel, estimate
+from megatron_hexi.models import Job, presets
 from megatron_hexi.plan import proportional_plan
 from tests.support.costs import cluster, tiny_job
 from tests.support.plans import examples

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.cost import CostModel, Phases, estimate, job_of_plan
+from megatron_hexi.cost import CostModel, Phases, estimate
 from megatron_hexi.cost.layer_bytes import token_activation_bytes
 from megatron_hexi.cost.memory import FRAGMENTATION, RESERVE_BYTES
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.errors import ClusterError, PlanError
 from megatron_hexi.lab.simulator.pipeline_replay import replay_pipeline
+from megatron_hexi.models import job_of_plan
 from megatron_hexi.plan import (
     JobTerms,
     proportional_plan,

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cli import main as cli
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost import CostModel, Job, estimate, presets
+from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.lab.simulator import chrome_trace, simulate
+from megatron_hexi.models import Job, presets
 from megatron_hexi.plan import (
     Domain,
     Group,

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_hexi.cost import CostModel, Job, ceiling_tokens_per_s, estimate, model_flops
+from megatron_hexi.cost import CostModel, ceiling_tokens_per_s, estimate, model_flops
 from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.network import LinkTable
@@ -23,6 +23,7 @@ from megatron_hexi.cost.unit_rates import unit_rates
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.kinds import DeltaNet, Mamba
 from megatron_hexi.lab.simulator import simulate
+from megatron_hexi.models import Job
 from megatron_hexi.plan import proportional_plan
 from megatron_hexi.plan.heads import kv_range
 from megatron_hexi.plan.layout import apportion

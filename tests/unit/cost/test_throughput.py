@@ -3,7 +3,8 @@
 import pytest
 
 from megatron_hexi.cluster import device
-from megatron_hexi.cost import Job, Throughput, estimate, model_flops, read_model
+from megatron_hexi.cost import Throughput, estimate, model_flops
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.report.estimate import estimate_dict, spell_throughput, throughput_cells
 from megatron_hexi.report.planned import planned_dict

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_hexi.cli import main as cli
 from megatron_hexi.cluster import cluster_digest, read_cluster
-from megatron_hexi.cost import presets
+from megatron_hexi.models import presets
 from megatron_hexi.plan import Provenance, Workload, plan_digest, proportional_plan, read_plan, write_plan
 
 CLUSTER = """\

@@ -9,9 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost import CostModel, Job
-from megatron_hexi.cost.job import job_of_plan
-from megatron_hexi.cost.megatron_arguments import model_from_arguments
+from megatron_hexi.cost import CostModel
 from megatron_hexi.elastic.planning import __main__ as planning
 from megatron_hexi.elastic.planning import node
 from megatron_hexi.elastic.planning.job import COMMAND_LINE
@@ -19,6 +17,9 @@ from megatron_hexi.elastic.planning.survivors import survive
 from megatron_hexi.elastic.training.copying import TRACKER
 from megatron_hexi.elastic.training.round import newest_checkpoint
 from megatron_hexi.errors import HexiError, NothingFitsError
+from megatron_hexi.models import Job
+from megatron_hexi.models.job import job_of_plan
+from megatron_hexi.models.megatron_arguments import model_from_arguments
 from megatron_hexi.plan import JobTerms
 from megatron_hexi.planner import CHOSEN, Request, find_plan, plan_of_whole
 from megatron_hexi.text_file import read_text

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.cost import CostModel, Job, estimate, presets
+from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.cost.compute import (
     device_speeds,
     keys_merge_times,
@@ -23,6 +23,7 @@ from megatron_hexi.lab.simulator import compare_with_model, simulate
 from megatron_hexi.lab.simulator.replay import replay_layers
 from megatron_hexi.lab.simulator.unit_program import FINISH
 from megatron_hexi.lab.simulator.work import layer_work
+from megatron_hexi.models import Job, presets
 from megatron_hexi.plan import Replica, attention_traffic, build_schedule, proportional_plan
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.plans import SPARSE, TORN, examples, plans

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.cost import Job, estimate, presets
+from megatron_hexi.cost import estimate
 from megatron_hexi.errors import ClusterError, PlanError
 from megatron_hexi.lab.simulator import compare_with_model, replay, simulate
+from megatron_hexi.models import Job, presets
 from megatron_hexi.plan import proportional_plan
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.plans import examples, plans

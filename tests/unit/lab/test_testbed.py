@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from megatron_hexi.cluster import Curve, cluster_from_yaml, read_cluster
-from megatron_hexi.cost import Job, Model, compute
+from megatron_hexi.cost import compute
 from megatron_hexi.errors import ClusterError, PlatformError
 from megatron_hexi.lab.testbed import quotas, truth
 from megatron_hexi.lab.testbed.cycle import cycle_seconds
@@ -23,6 +23,7 @@ from megatron_hexi.lab.testbed.in_rank.clock import PacedClock
 from megatron_hexi.lab.testbed.in_rank.pacing import Pacing
 from megatron_hexi.lab.testbed.lab import Lab, Quota
 from megatron_hexi.lab.testbed.links import LinkMeasured
+from megatron_hexi.models import Job, Model
 from megatron_hexi.yaml_file import read_yaml
 from tests.support.shell import call_hexi, is_one_error_line
 from tests.support.testbed import pair

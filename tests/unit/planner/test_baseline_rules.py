@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_hexi.cost import Job, presets
 from megatron_hexi.cost.memory import stage_params
+from megatron_hexi.models import Job, presets
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner.baselines.rules import replica_counts, why_none
 from tests.support.baselines import candidates, fleet_of, floor_of, found, groups, shapes

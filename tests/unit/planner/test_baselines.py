@@ -14,11 +14,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost import RECOMPUTES, Job, presets
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.errors import ClusterError, HexiError
 from megatron_hexi.kinds import Latent, Window
+from megatron_hexi.models import RECOMPUTES, Job, presets
 from megatron_hexi.plan import validate_plan
 from megatron_hexi.planner import Request
 from megatron_hexi.planner.baselines import find_baselines, find_faster, race

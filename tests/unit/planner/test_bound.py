@@ -8,9 +8,10 @@ from random import Random
 
 import pytest
 
-from megatron_hexi.cost import CostModel, Model, job_of_plan
+from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.errors import ClusterError
+from megatron_hexi.models import Model, job_of_plan
 from megatron_hexi.plan import (
     Domain,
     Group,

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from megatron_hexi.cost import Job, Model
 from megatron_hexi.kinds import Experts
+from megatron_hexi.models import Job, Model
 from megatron_hexi.planner import Request, find_plan
 from tests.support.exhaustive import best_plan, dealt, pipelines, replica_sets
 from tests.support.fleets import read_text

@@ -8,10 +8,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_hexi.cluster import PlannerRules
-from megatron_hexi.cost import CostModel, Model, job_of_plan
+from megatron_hexi.cost import CostModel
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kinds import Experts
 from megatron_hexi.lab.simulator import simulate
+from megatron_hexi.models import Model, job_of_plan
 from megatron_hexi.plan import Domain, Group, Member, validate_plan
 from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.planner import find_plan

@@ -9,8 +9,9 @@ from random import Random
 import pytest
 
 from megatron_hexi.cluster import cluster_digest
-from megatron_hexi.cost import Job, estimate, read_model
+from megatron_hexi.cost import estimate
 from megatron_hexi.errors import ClusterError, HexiError, NothingFitsError
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan import read_plan, validate_plan, write_plan
 from megatron_hexi.planner import CHOSEN, Request, find_plan, planner
 from megatron_hexi.planner.advice import nothing_fits

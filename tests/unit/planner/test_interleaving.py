@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from megatron_hexi.cluster import PlannerRules
-from megatron_hexi.cost import CostModel, presets
+from megatron_hexi.cost import CostModel
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models import presets
 from megatron_hexi.planner import Request, find_plan
 from tests.support.costs import TINY, cluster, tiny_job
 

@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from megatron_hexi.cost import CostModel, Job, attention_seconds, read_model, token_seconds
+from megatron_hexi.cost import CostModel, attention_seconds, token_seconds
 from megatron_hexi.cost.compute import device_speeds
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan import (
     Domain,
     Group,

@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
-from megatron_hexi.cost import CostModel, Job, Model, estimate
+from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.kinds import Latent, Window
 from megatron_hexi.lab.simulator import simulate
+from megatron_hexi.models import Job, Model
 from megatron_hexi.plan import proportional_plan
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.joint.layer_moves import _LeastOrder, _moved, _moves, with_layers_moved

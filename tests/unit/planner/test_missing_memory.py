@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_hexi.cost import Job, read_model
 from megatron_hexi.cost.memory import GIB, RESERVE_BYTES
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.planner import Request
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.missing_memory import missing_memory

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_hexi.cost import CostModel, Job, read_model
+from megatron_hexi.cost import CostModel
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.notes import left_out

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_hexi.cost import Job, read_model
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.planner import CHOSEN, Request, find_plan
 from megatron_hexi.planner.notes import gpus_of
 from tests.support.fleets import read_text

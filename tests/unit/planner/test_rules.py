@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_hexi.cluster import PlannerRules, cluster_digest
-from megatron_hexi.cost import Job, read_model
 from megatron_hexi.errors import HexiError, NothingFitsError
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan import has_equal_replicas
 from megatron_hexi.planner import Request, find_gains, find_plan
 from megatron_hexi.planner.features import USES, features_of, is_allowed

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_hexi.cost import Job, estimate, read_model
+from megatron_hexi.cost import estimate
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kinds import DeltaNet, Experts, Mamba
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan import validate_plan
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner import CHOSEN, Request, find_plan

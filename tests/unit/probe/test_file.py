@@ -9,10 +9,10 @@ import json
 import pytest
 
 from megatron_hexi.cluster import catalog, read_cluster
-from megatron_hexi.cost import Job, read_model
 from megatron_hexi.cost.compute import device_speeds, head_size_factor
 from megatron_hexi.cost.moved_bytes import HBM_SHARE
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models import Job, read_model
 from megatron_hexi.probe.assemble import assemble
 from megatron_hexi.probe.document import (
     Between,

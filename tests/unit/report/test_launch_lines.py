@@ -7,10 +7,11 @@ import re
 import pytest
 
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost import assumed_kernels, constant_flags, model_flags, presets
-from megatron_hexi.cost.megatron_arguments import model_from_arguments
-from megatron_hexi.cost.named_models import preset_problems
+from megatron_hexi.cost import assumed_kernels
 from megatron_hexi.errors import HexiError
+from megatron_hexi.models import constant_flags, model_flags, presets
+from megatron_hexi.models.megatron_arguments import model_from_arguments
+from megatron_hexi.models.named_models import preset_problems
 from megatron_hexi.plan import JobTerms, Workload, proportional_plan, write_plan
 from megatron_hexi.report.launch_lines import find_agents, launch_lines, launch_text, megatron_flags
 from megatron_hexi.report.planned import assumption_lines

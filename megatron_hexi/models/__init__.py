@@ -1,0 +1,41 @@
+"""What is trained: the model and the job, read from files of several formats. No torch here."""
+
+from megatron_hexi.models.job import PRECISIONS, RECOMPUTES, Job, job_of_plan, job_terms
+from megatron_hexi.models.megatron_arguments import ArgumentTerms, model_flags
+from megatron_hexi.models.model import Model
+from megatron_hexi.models.planned_kinds import refuse_imbalance
+from megatron_hexi.models.presets import (
+    argument_words,
+    check_options,
+    constant_flags,
+    constant_notes,
+    model_file,
+    presets,
+    read_model,
+    read_terms,
+    reading_notes,
+)
+from megatron_hexi.models.recipes import Recipe, recipes
+
+__all__ = [
+    "PRECISIONS",
+    "RECOMPUTES",
+    "ArgumentTerms",
+    "Job",
+    "Model",
+    "Recipe",
+    "argument_words",
+    "check_options",
+    "constant_flags",
+    "constant_notes",
+    "job_of_plan",
+    "job_terms",
+    "model_file",
+    "model_flags",
+    "presets",
+    "read_model",
+    "read_terms",
+    "reading_notes",
+    "recipes",
+    "refuse_imbalance",
+]

@@ -1,0 +1,284 @@
+"""The job: a model, a sequence length, a batch, and Megatron's options for training it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, Final, Literal, NoReturn, get_args
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.models.model import Model
+from megatron_hexi.models.planned_kinds import refuse_unplanned
+from megatron_hexi.options.job_terms import stage_terms
+from megatron_hexi.plan import JobTerms, LatentColumns, Plan, Workload
+from megatron_hexi.plan.check_interleaving import interleaving_fault
+from megatron_hexi.plan.flags import spell_flag
+from megatron_hexi.plan.kernels import join_kernels, split_kernels
+from megatron_hexi.plan.terms import Precision, Recompute
+
+#: Part of a layer that the backward pass computes again.
+RecomputeMode = Literal["none", "selective", "full"]
+RECOMPUTES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
+#: Operations of which Megatron knows one kernel and several.
+Fusible = Literal["norms", "rotary", "activation", "loss", "gradients", "optimizer"]
+FUSIBLES: tuple[Fusible, ...] = get_args(Fusible)
+#: Precisions in which the runtime trains.
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+#: Default variation of experts' loads: an estimate for a trained router with a balancing loss.
+EXPERT_IMBALANCE: Final = 0.2
+#: If one of a thousand experts gets all rows, the variation is the root of 999.
+_MOST_IMBALANCE = 32
+
+_COUNTS = (
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "virtual_stages",
+    "data_parallel",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, its batch, and how it is trained.
+
+    Args:
+        model: the model's shapes.
+        seq_length: tokens of one sequence (S).
+        micro_batch_size: sequences of a micro-batch (B).
+        global_batch_size: sequences of one iteration, over all replicas.
+        tensor_parallel: GPUs that share each weight: --tensor-model-parallel-size.
+        pipeline_parallel: number of pipeline stages: --pipeline-model-parallel-size.
+        virtual_stages: number of chunks of a stage's layers, which Megatron's interleaved schedule runs in
+            turn: --num-virtual-stages-per-pipeline-rank.
+        data_parallel: number of replicas.
+        recompute: work that the backward pass computes again: --recompute-granularity. ``selective`` is core
+            attention; ``full`` is every layer, with its all-to-alls and its exchange; a number is ``full``
+            for that many layers.
+        precision: precision of weights and activations; ``fp8``: matrices in fp8, all else in bf16, as with
+            Megatron's --fp8-format, which the runtime refuses today: for estimates only.
+        distributed_optimizer: whether optimizer state is divided over all replicas:
+            --use-distributed-optimizer. If the plan gives stages their layers, it always is.
+        overlap_gradients: whether gradients and weights travel behind computation: --overlap-grad-reduce and
+            --overlap-param-gather.
+        sequence_parallel: --sequence-parallel; it has no effect unless `tensor_parallel` is above 1.
+        kernel: name of the attention kernel, or one for each model of GPU (`megatron_hexi.plan.kernels`);
+            ``None``: each GPU's default.
+        latent_exchange: whether latent columns travel between ranks in place of keys and values, as in plans
+            with `workload.latent_exchange`; only for models with latent attention.
+        expert_imbalance: variation of the loads of experts: standard deviation over mean of the rows of an
+            expert, as ``hexi report`` measures it.
+        unfused: operations that are several kernels each in place of one: norms of torch, rotary embedding
+            (--no-rope-fusion), activation with its gate (--no-bias-swiglu-fusion), loss (without
+            --cross-entropy-loss-fusion), addition of gradients (--no-gradient-accumulation-fusion), torch's
+            optimizer. Norms and optimizer are of Transformer Engine, or of apex where that is there.
+
+    Raises:
+        HexiError: sizes that Megatron cannot divide, values that it does not know, or a model with layers
+            that are not modelled (`refuse_unplanned`).
+    """
+
+    model: Model
+    seq_length: int
+    micro_batch_size: int = 1
+    global_batch_size: int = 8
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    virtual_stages: int = 1
+    data_parallel: int = 1
+    recompute: Recompute = "none"
+    precision: Precision | Literal["fp8"] = "bf16"
+    distributed_optimizer: bool = True
+    overlap_gradients: bool = True
+    sequence_parallel: bool = True
+    kernel: str | None = None
+    latent_exchange: bool = False
+    expert_imbalance: float = EXPERT_IMBALANCE
+    unfused: tuple[Fusible, ...] = ("loss",)
+
+    def __post_init__(self) -> None:
+        refuse_unplanned(self.model)
+        object.__setattr__(self, "unfused", tuple(self.unfused))  # a list where it was JSON
+        if not 0 <= self.expert_imbalance <= _MOST_IMBALANCE:
+            _refuse("expert_imbalance", self.expert_imbalance, f"give a number from 0 to {_MOST_IMBALANCE}")
+        for field in _COUNTS:
+            value = getattr(self, field)
+            if type(value) is not int or value < 1:
+                _refuse(field, value, "write a whole number above 0")
+        if self.recompute not in RECOMPUTES and not (type(self.recompute) is int and self.recompute > 0):
+            _refuse("recompute", self.recompute, f"use {', '.join(RECOMPUTES)}")
+        for operation in self.unfused:
+            if operation not in FUSIBLES:
+                _refuse("unfused", operation, f"use {', '.join(FUSIBLES)}")
+        if self.precision not in (*PRECISIONS, "fp8"):
+            _refuse("precision", self.precision, f"use {', '.join(PRECISIONS)}")
+        if self.kernel is not None:
+            split_kernels(self.kernel)
+        if self.latent_exchange and self.model.latent is None:
+            _refuse("latent_exchange", True, f"leave it out: {self.model.name} has no latent attention")
+        self._check_division()
+
+    def _check_division(self) -> None:
+        model, tp, pp = self.model, self.tensor_parallel, self.pipeline_parallel
+        sizes = [("heads", model.heads), ("MLP width", model.ffn_hidden_size)]
+        if model.state is not None:  # Megatron's MambaMixer and GatedDeltaNet cut both
+            sizes += [
+                ("heads with a state", model.state.heads),
+                ("groups of these heads", model.state.groups),
+            ]
+        for what, size in sizes:
+            if size % tp:
+                _refuse("tensor_parallel", tp, f"give a number that divides the {what}, {size}")
+        if model.kv_heads % tp and tp % model.kv_heads:
+            _refuse("tensor_parallel", tp, f"give a divisor or multiple of the {model.kv_heads} KV heads")
+        if pp > model.layers:
+            _refuse(
+                "pipeline_parallel", pp, f"the model has {model.layers} layers; give {model.layers} or fewer"
+            )
+        fault = interleaving_fault(self.virtual_stages, pp, model.layers)
+        if fault is not None:
+            raise HexiError(f"{spell_flag('virtual_stages', self.virtual_stages)}: {fault}")
+        if self.global_batch_size % self.micro_batch_size:
+            _refuse(
+                "global_batch_size",
+                self.global_batch_size,
+                f"give a multiple of {spell_flag('micro_batch_size', self.micro_batch_size)}",
+            )
+
+    @cached_property
+    def kinds(self) -> tuple[Job, ...]:
+        """For each kind of layer of the model, the job with a model of only such layers, in one stage.
+
+        These models have no multi-token prediction, whose layers are of the kind of the model's last layer.
+        """
+        if self.model.is_uniform and not self.model.mtp_layers:
+            return (self,)
+        return tuple(
+            replace(self, model=kind, pipeline_parallel=1, virtual_stages=1) for kind in self.model.kinds
+        )
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation's element."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def stage_layers(self) -> int:
+        """Number of layers of a pipeline stage, if all stages have equally many (`has_equal_stages`)."""
+        return self.model.layers // self.pipeline_parallel
+
+    @property
+    def has_equal_stages(self) -> bool:
+        """Whether all pipeline stages can have equally many layers, as Megatron divides them by default."""
+        return self.model.layers % self.pipeline_parallel == 0
+
+    @property
+    def mode(self) -> RecomputeMode:
+        """The part of a layer that the backward pass computes again."""
+        return recompute_mode(self.recompute)
+
+    @property
+    def row_parts(self) -> int:
+        """Number of tensor-parallel ranks that share the rows of norms and residuals."""
+        return self.tensor_parallel if self.sequence_parallel else 1
+
+    @property
+    def exchanged_columns(self) -> int:
+        """Number of columns of a KV head that travel between ranks: key and value, or all latent columns."""
+        return sum(self.workload().exchanged_sizes)
+
+    def workload(self) -> Workload:
+        """Return the workload of plans for this job."""
+        return self._workload
+
+    @cached_property
+    def _workload(self) -> Workload:
+        model = self.model
+        columns = None
+        if self.latent_exchange and model.latent is not None:
+            columns = LatentColumns(model.latent.kv_rank, model.latent.rotary_dim)
+        return Workload(
+            seq_length=self.seq_length,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            value_dim=None if model.latent is None else model.value_dim,
+            layers=model.layers,
+            hidden_size=model.hidden_size,
+            latent_exchange=columns,
+            tensor_parallel=self.tensor_parallel,
+        )
+
+
+def recompute_mode(recompute: Recompute) -> RecomputeMode:
+    """Return the part of a layer that the backward pass computes again; a number of layers means ``full``."""
+    return "full" if isinstance(recompute, int) else recompute
+
+
+def layers_again(layers: int, recompute: Recompute, chunks: int = 1) -> int:
+    """Return the number of a stage's layers that are computed again, in whole or in part.
+
+    Args:
+        layers: number of the stage's layers.
+        recompute: see `Job`; a number of layers is counted in each chunk, as Megatron does.
+        chunks: number of chunks of the stage's layers.
+    """
+    if isinstance(recompute, int):
+        return min(layers, chunks * recompute)
+    return layers * (recompute != "none")
+
+
+def job_terms(stated: Mapping[str, Any], plan: Plan) -> JobTerms:
+    """Return the terms of a job that a plan records.
+
+    Args:
+        stated: values of the fields of `Job` that the user stated, by name; all other fields stay open.
+        plan: the plan.
+    """
+    fields = JobTerms.__dataclass_fields__.keys() - stage_terms(plan)
+    if plan.workload.tensor_parallel == 1:
+        fields -= {"sequence_parallel"}
+    return JobTerms(**{field: value for field, value in stated.items() if field in fields})
+
+
+def job_of_plan(plan: Plan, model: Model, **stated: Any) -> Job:
+    """Return the job that a plan was made for, as far as the plan states it.
+
+    Args:
+        plan: the plan, which gives sequence length, tensor-parallel size and replicas, and if it states them
+            the replicas' micro-batches and the job's terms.
+        model: the model.
+        stated: values of further fields of `Job`, which replace those that the plan states.
+
+    Raises:
+        HexiError: see `Job`.
+    """
+    terms = {field: value for field, value in asdict(plan.job).items() if value is not None}
+    terms.pop("optimizer", None)
+    if "kernel" in terms:
+        terms["kernel"] = join_kernels(terms["kernel"])
+    terms |= stated
+    shares = [replica.micro_batches for replica in plan.replicas]
+    if "global_batch_size" not in stated and None not in shares:
+        together = sum(share for share in shares if share is not None)
+        terms["global_batch_size"] = together * terms.get("micro_batch_size", Job.micro_batch_size)
+    return Job(
+        model=model,
+        seq_length=plan.workload.seq_length,
+        # In a plan with units of several sizes each unit states its size.
+        tensor_parallel=plan.workload.tensor_parallel or 1,
+        data_parallel=len(plan.replicas),
+        latent_exchange=plan.workload.latent_exchange is not None,
+        **terms,
+    )
+
+
+def _given(how: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in how.items() if value is not None}
+
+
+def _refuse(field: str, value: object, remedy: str) -> NoReturn:
+    raise HexiError(f"{spell_flag(field, value)}: {remedy}")

@@ -1,0 +1,321 @@
+"""A model, and the job that trains it, as a text file of Megatron's arguments states them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_hexi.argument_file import Word, located_words
+from megatron_hexi.errors import HexiError, NoFlagError, raise_all
+from megatron_hexi.models.job import Fusible, Job
+from megatron_hexi.models.model import VOCAB_MULTIPLE, Model
+from megatron_hexi.options.job_terms import CHUNK_FLAGS
+from megatron_hexi.options.kinds import PlanKind, Refused, masks_documents
+from megatron_hexi.options.layer_features import query_size
+from megatron_hexi.options.meaning import model_features, resolve
+from megatron_hexi.options.parser import Parsed, parse_and_judge
+from megatron_hexi.options.plan_experts import has_running_mean
+from megatron_hexi.options.plan_job import kind_of
+from megatron_hexi.options.refusals import find_refused, replace_options
+from megatron_hexi.options.registry import ADDED, class_of
+from megatron_hexi.plan import Plan
+from megatron_hexi.plan.flags import FLAGS, argument_name
+
+#: Megatron's defaults of arguments that no plan chooses; those of the batch have none.
+_MEGATRON_DEFAULTS = {
+    "precision": "fp32",
+    "distributed_optimizer": False,
+    "overlap_gradients": False,
+    "sequence_parallel": False,
+}
+#: Free flags that choose kernels which the cost model tells apart (`_unfused`).
+_KERNELS = frozenset(
+    (
+        *("--transformer-impl", "--no-rope-fusion", "--no-bias-swiglu-fusion", "--disable-jit-fuser"),
+        *("--cross-entropy-loss-fusion", "--no-gradient-accumulation-fusion"),
+    )
+)
+#: Features of plans beside which options are refused.
+_FEATURES: dict[str, PlanKind] = {"unequal_replicas": "unequal", "unequal_stages": "stages"}
+
+
+@dataclass(frozen=True)
+class ArgumentTerms:
+    """Terms of the job in a file of Megatron's arguments.
+
+    Args:
+        fields: values of `Job`'s fields, by name.
+        free: flags that no plan depends on; they stay in the lines that start the training.
+        restricting: flags that exclude some plans, each with the features of plans that it excludes (fields
+            of `megatron_hexi.cluster.PlannerRules`).
+        context_parallel: ranks that share a sequence, which a plan chooses anew; ``None``: not given.
+        expert_parallel: number of ranks of an expert domain, which a plan keeps; ``None``: not given.
+        chunks: the flag that cuts stages into chunks, with its value, which a plan chooses anew; empty: none.
+        defaults: names of `fields` that have Megatron's default because the file says nothing.
+    """
+
+    fields: Mapping[str, Any]
+    free: Sequence[str]
+    restricting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    context_parallel: int | None = None
+    expert_parallel: int | None = None
+    chunks: str = ""
+    defaults: frozenset[str] = frozenset()
+
+
+def read_arguments(text: str, path: Path, plan: Plan | None = None) -> Parsed:
+    """Parse a file of Megatron's arguments as Megatron takes them, older spellings resolved.
+
+    Args:
+        text: the text of the file.
+        path: the file, for errors.
+        plan: a plan that is to support its options; ``None``: any plan that the planner makes.
+
+    Raises:
+        HexiError: arguments that Megatron does not have or refuses, that no plan supports or that a model
+            lacks; each by name.
+    """
+    words = located_words(text, path)
+    if not any(word.text.startswith("--") for word in words):
+        raise HexiError(f"{path}: no arguments in it; write Megatron's, for example --num-layers 32")
+    parsed, faults = parse_and_judge(words, str(path))
+    args = parsed.args
+    for flag, value in ADDED.items():
+        if flag not in parsed.given:  # the printed lines say it
+            setattr(args, argument_name(flag), int(value))
+    kinds: list[PlanKind] = ["planned"] if plan is None else ["planned", kind_of(plan)]
+    for kind in kinds:
+        replace_options(args, kind)
+    options = find_refused(_in_own_stages(args), "planned")
+    if plan is not None:
+        options += find_refused(args if plan.is_repeated else _in_own_stages(args), kind_of(plan))
+    faults += _messages(options, words, path)
+    try:
+        resolve(args, str(path))
+    except HexiError as problem:
+        faults.append(str(problem))
+    if plan is None:  # a training may have its vocabulary from the tokenizer
+        faults += [f"{path}: {flag} is missing; add it" for flag in _missing(parsed)]
+    raise_all(faults)
+    return parsed
+
+
+def replaced_options(text: str, path: Path) -> list[str]:
+    """Return a line for each option of a file that a plan of the planner's carries out in its own way."""
+    parsed, _ = parse_and_judge(located_words(text, path), str(path))
+    return replace_options(parsed.args, "planned")
+
+
+def _missing(parsed: Parsed) -> Iterator[str]:
+    """Yield the flags that a model needs, or its other flags, and that are not there."""
+    args, given = parsed
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        if getattr(args, name) is None and not (name == "vocab_size" and args.padded_vocab_size):
+            yield f"--{name.replace('_', '-')}"
+    if args.group_query_attention and FLAGS["kv_heads"] not in given:
+        yield f"{FLAGS['kv_heads']} (beside --group-query-attention)"
+    if args.position_embedding_type == "learned_absolute" and args.max_position_embeddings is None:
+        yield "--max-position-embeddings, or --position-embedding-type rope,"
+
+
+def _messages(options: Iterable[Refused], words: Sequence[Word], path: Path) -> list[str]:
+    """Return a message for each refused option, with the line of its first mention, if it is in the file."""
+    lines = {word.text.partition("=")[0]: word.line for word in reversed(words)}
+    return list(
+        dict.fromkeys(
+            f"{path}{f', line {lines[option.option]}' if option.option in lines else ''}: {option.message}"
+            for option in options
+        )
+    )
+
+
+def _in_own_stages(args: Namespace) -> Namespace:
+    """Return the arguments without Megatron's pipeline, as of a training in stages that state their layers.
+
+    The planner takes such stages where a model needs them.
+    """
+    return Namespace(**vars(args) | {"pipeline_model_parallel_size": 1})
+
+
+def model_from_arguments(text: str, path: Path) -> Model:
+    """Return the model of a file of Megatron's arguments.
+
+    Defaults are Megatron's: an MLP of 4 x hidden (8/3 x hidden, down to a multiple of 64, with --swiglu),
+    LayerNorm, biases, learned positions, tied embeddings.
+
+    Raises:
+        HexiError: see `read_arguments`.
+    """
+    return _model(read_arguments(text, path).args, path)
+
+
+def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
+    """Return the job of a file of Megatron's arguments, as far as `Job` has fields for it.
+
+    A file with --seq-length states a job: options that it leaves out have Megatron's defaults (fp32, no
+    distributed optimizer), except sizes and recomputation, which a plan chooses. A file without it states a
+    model, and options that it leaves out stay open.
+
+    Raises:
+        HexiError: see `read_arguments`.
+    """
+    args, given = read_arguments(text, path)
+    hidden = args.overlap_grad_reduce and (args.overlap_param_gather or not args.use_distributed_optimizer)
+    terms = {
+        "seq_length": args.seq_length,
+        "micro_batch_size": args.micro_batch_size,
+        "global_batch_size": args.global_batch_size,
+        "tensor_parallel": args.tensor_model_parallel_size if FLAGS["tensor_parallel"] in given else None,
+        "pipeline_parallel": (
+            args.pipeline_model_parallel_size if FLAGS["pipeline_parallel"] in given else None
+        ),
+        "recompute": args.recompute_granularity,
+        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
+        "distributed_optimizer": args.use_distributed_optimizer or None,
+        "overlap_gradients": hidden or None,
+        "sequence_parallel": args.sequence_parallel or None,
+        # Several replicas refuse it (`options.plan_experts`).
+        "data_parallel": 1 if args.num_experts and has_running_mean(args) else None,
+    }
+    unfused = _unfused(args)
+    terms["unfused"] = None if unfused == Job.unfused else unfused
+    stated = {name: value for name, value in terms.items() if value is not None}
+    defaults = _MEGATRON_DEFAULTS.keys() - stated if args.seq_length is not None else ()
+    stated |= {name: _MEGATRON_DEFAULTS[name] for name in _MEGATRON_DEFAULTS if name in defaults}
+    free = tuple(flag for flag in sorted(given) if class_of(flag) == "free" and flag not in _KERNELS)
+    size = args.context_parallel_size if FLAGS["context_parallel"] in given else None
+    experts = args.expert_model_parallel_size if FLAGS["expert_parallel"] in given else None
+    chunks = [
+        f"{flag} {getattr(args, flag.removeprefix('--').replace('-', '_'))}"
+        for flag in CHUNK_FLAGS
+        if flag in given
+    ]
+    restricting = _restricting(args, text, path)
+    return ArgumentTerms(stated, free, restricting, size, experts, " ".join(chunks), frozenset(defaults))
+
+
+def _unfused(args: Namespace) -> tuple[Fusible, ...]:
+    """Return the operations that Megatron carries out in several kernels, in the order of `Fusible`.
+
+    Norms and optimizer are fused if Transformer Engine or apex is installed. Two arguments show that one is:
+    layers of Transformer Engine need the former, gradient accumulation fusion needs either.
+    """
+    lacks = args.transformer_impl != "transformer_engine" and not args.gradient_accumulation_fusion
+    apart: dict[Fusible, bool] = {
+        "norms": lacks,
+        "rotary": not args.apply_rope_fusion,
+        "activation": args.swiglu and (args.disable_jit_fuser or not args.bias_swiglu_fusion),
+        "loss": not args.cross_entropy_loss_fusion,
+        "gradients": not args.gradient_accumulation_fusion,
+        "optimizer": lacks,
+    }
+    return tuple(operation for operation, is_apart in apart.items() if is_apart)
+
+
+def _restricting(args: Namespace, text: str, path: Path) -> dict[str, tuple[str, ...]]:
+    """Return the options that some features of plans refuse, with these features."""
+    found: dict[str, tuple[str, ...]] = {}
+    args = _in_own_stages(args)
+    if args.num_experts:  # a plan says where experts are in stages with layers only
+        raise_all(_messages(find_refused(args, "stages"), located_words(text, path), path))
+        if has_running_mean(args):  # `options.plan_experts` refuses them
+            found["--moe-router-load-balancing-type global_aux_loss"] = ("ministages",)
+        return found
+    for feature, kind in _FEATURES.items():
+        for option in dict.fromkeys(refused.option for refused in find_refused(args, kind)):
+            found[option] = (*found.get(option, ()), feature)
+    if masks_documents(args) and not found:  # no stage may deal whole micro-batches
+        found["--dataloader-inter-document-masking"] = ("unequal_stages",)
+    return found
+
+
+def _model(args: Namespace, path: Path) -> Model:
+    learned = args.position_embedding_type == "learned_absolute"
+    padded = args.padded_vocab_size
+    return Model(
+        name=str(path),
+        layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        heads=args.num_attention_heads,
+        kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        head_dim=query_size(args),
+        ffn_hidden_size=args.ffn_hidden_size,
+        vocab_size=padded or args.vocab_size,
+        vocab_multiple=1 if padded else args.make_vocab_size_divisible_by,
+        learned_positions=args.max_position_embeddings if learned else 0,
+        source=str(path),
+        **model_features(args, str(path)),
+    )
+
+
+def model_flags(model: Model, seq_length: int) -> list[str]:
+    """Return Megatron's flags for a model: those that `model_from_arguments` reads, and fixed ones.
+
+    Args:
+        model: the model. Constants that its shapes leave open (--norm-epsilon, --rotary-base) are Megatron's.
+        seq_length: number of positions that are allowed, if positions are not learned.
+
+    Raises:
+        NoFlagError: Megatron has no flags for such layers.
+    """
+    lacking = {
+        "norms behind attention and MLP": model.post_norms,
+        "attention in chunks": model.window is not None and model.window.in_chunks,
+    }
+    for what, has in lacking.items():
+        if has:
+            raise NoFlagError(f"model {model.name}: Megatron has no flags for {what}; choose another model")
+    sizes = {
+        "--num-layers": model.layers,
+        "--hidden-size": model.hidden_size,
+        "--ffn-hidden-size": model.ffn_hidden_size,
+        "--num-attention-heads": model.heads,
+        "--kv-channels": model.head_dim,
+        "--vocab-size": model.vocab_size,
+        "--max-position-embeddings": model.learned_positions or seq_length,
+        "--position-embedding-type": "learned_absolute" if model.learned_positions else "rope",
+        "--attention-dropout": 0,
+        "--hidden-dropout": 0,
+    }
+    flags = [word for flag, value in sizes.items() for word in (flag, str(value))]
+    flags += [word for flag, value in kind_flags(model).items() for word in (flag, str(value))]
+    if model.kv_heads < model.heads:
+        flags += ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
+    if model.vocab_multiple != VOCAB_MULTIPLE:
+        flags += ["--make-vocab-size-divisible-by", str(model.vocab_multiple)]
+    if model.norm_params(1) == 1:
+        flags += ["--normalization", "RMSNorm"]
+    if model.sinks:
+        flags += ["--softmax-type", "learnable"]
+    said = {
+        "--swiglu": model.gated,
+        "--disable-bias-linear": not model.biases,
+        "--add-qkv-bias": model.qkv_bias and not model.biases,
+        "--untie-embeddings-and-output-weights": not model.tied_embeddings,
+        "--qk-layernorm": model.qk_norm or model.latent is not None,
+        "--attention-output-gate": model.output_gate,
+        "--moe-router-enable-expert-bias": model.experts is not None and model.experts.score_bias,
+        "--moe-shared-expert-gate": model.experts is not None and model.experts.shared_gate,
+        "--multi-latent-attention": model.latent is not None,
+        # Beside a plan the fused kernel does not rotate latent keys (`megatron_hexi.options.attention`).
+        "--no-rope-fusion": model.latent is not None,
+    }
+    return flags + [flag for flag, wanted in said.items() if wanted]
+
+
+def kind_flags(model: Model) -> dict[str, int | str]:
+    """Return the flags of the kinds of a model's layers and of multi-token prediction, with their values.
+
+    Raises:
+        NoFlagError: Megatron has no flag for a size of a kind.
+    """
+    found: dict[str, int | str] = {"--hybrid-layer-pattern": model.pattern} if model.pattern else {}
+    for kind in (model.experts, model.window, model.latent, model.state):
+        if kind is not None:
+            found |= kind.flags(model)
+    if model.mtp_layers:
+        found["--mtp-num-layers"] = model.mtp_layers
+    return found

@@ -1,0 +1,37 @@
+"""Refusals of models that the planner does not support, and of job terms that a model does not have."""
+
+from __future__ import annotations
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.models.model import Model
+from megatron_hexi.plan.flags import spell_flag
+
+
+def refuse_unplanned(model: Model) -> None:
+    """Refuse a model with a kind of layer that is not planned.
+
+    Its weights can still be counted, and Megatron's flags for it printed.
+
+    Raises:
+        HexiError: the model has such layers; with the kind.
+    """
+    if model.window is not None and model.window.in_chunks:
+        raise HexiError(
+            f"model {model.name}: attention in chunks is not supported: its time and memory are not "
+            "modelled; use hexi proportion, which needs no model"
+        )
+
+
+def refuse_imbalance(imbalance: float | None, model: Model) -> None:
+    """Refuse an imbalance of experts' loads for a model without experts.
+
+    Args:
+        imbalance: the imbalance that the user gave; ``None``: the user gave none.
+        model: the model.
+
+    Raises:
+        HexiError: an imbalance is given, and the model has no experts; with its flag.
+    """
+    if imbalance is not None and model.experts is None:
+        flag = spell_flag("expert_imbalance", imbalance)
+        raise HexiError(f"{flag}: {model.name} has no experts; leave it out")
