@@ -136,7 +136,7 @@ def _measure(
 
     own = made(schedule.own_heads), made(kv_heads), made(kv_heads)
     out_grad = made(schedule.own_heads)
-    layer = _Alone(schedule, chosen, scale, *groups, plan.exchange.window, Inputs.of(*own))
+    layer = _Alone(schedule, chosen, scale, *groups, plan.exchange.window, Inputs.from_tensors(*own))
 
     def forward() -> list[Tensor]:
         return layer.forward(*own, None)[1:]

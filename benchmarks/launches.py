@@ -144,7 +144,7 @@ def _count(documents: int, schedule: Any, workload: Workload) -> Row:
                 torch.empty(schedule.tokens, 1, heads, 128, dtype=torch.bfloat16, device=DEVICE)
                 for heads in (workload.heads, workload.kv_heads, workload.kv_heads)
             )
-            layer = AttentionLayer(schedule, kernel, 0.1, *groups, 1, Inputs.of(query, key, value))
+            layer = AttentionLayer(schedule, kernel, 0.1, *groups, 1, Inputs.from_tensors(query, key, value))
             for counter in (_Counter(), _Counter()):  # the first makes what the schedule keeps
                 with counter, mock.patch.object(on_gpu, "launch", counter.launch):
                     context: Any = _Context()

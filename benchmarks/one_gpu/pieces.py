@@ -61,7 +61,7 @@ def _operations(
     flat, slot = torch.empty_like(shard).flatten(), Slot(0, (0, heads), 128, 0, heads * 128)
     out, out_lse, taken = torch.empty_like(value), torch.empty_like(lse), torch.empty_like(part)
     rows, values, nothing = (whole, half), (value, part), (None, None, None)
-    packing = {way: way.pack([slot], [heads], device) for way in ways}
+    packing = {way: way.make_pack([slot], [heads], device) for way in ways}
     return {
         "merge two attentions": lambda way: way.combine(rows, out, out_lse, *nothing, *values, lse, part_lse),
         "add half to a gradient": lambda way: way.combine(rows, out, None, *nothing, *values),

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from benchmarks.published.tables import Row, model
 from megatron_hexi.cluster import Curve, Device
-from megatron_hexi.cluster.device import Attention, Passes
+from megatron_hexi.cluster.device import Attention, PassCurves
 from megatron_hexi.cost.compute import ATTENTION_BACKWARD, head_size_factor
 from megatron_hexi.cost.moved_bytes import HBM_SHARE
 
@@ -53,6 +53,6 @@ def _scores(device: Device, row: Row) -> Attention:
     rates = [
         counted * times / 2 / one / 1e12 for times, one in zip((1, ATTENTION_BACKWARD), seconds, strict=True)
     ]
-    causal = Passes(*(Curve((1.0,), (rate,), "counted") for rate in rates))
-    full = Passes(*(Curve((1.0,), (2 * rate,), "counted") for rate in rates))
+    causal = PassCurves(*(Curve((1.0,), (rate,), "counted") for rate in rates))
+    full = PassCurves(*(Curve((1.0,), (2 * rate,), "counted") for rate in rates))
     return Attention(row.kernel or device.attentions[0].kernel, causal, full)

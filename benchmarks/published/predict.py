@@ -231,7 +231,8 @@ def _blocking(pipeline: Pipeline) -> Pipeline:
     between = pipeline.there + pipeline.back
     waits = np.concatenate([[0.0], between]) + np.concatenate([between, [0.0]])
     stages = tuple(
-        phases + Phases(pipeline=float(wait)) for phases, wait in zip(pipeline.stages, waits, strict=True)
+        phases + Phases(pipeline=float(wait))
+        for phases, wait in zip(pipeline.stage_phases, waits, strict=True)
     )
     nothing = np.zeros(len(between))
     return Pipeline(stages, nothing, nothing, pipeline.micro_batches)

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.published.tables import Profile
 from megatron_hexi.cluster import Curve, Device, device
-from megatron_hexi.cluster.device import Attention, Link, Passes
+from megatron_hexi.cluster.device import Attention, Link, PassCurves
 from megatron_hexi.cost.compute import (
     ATTENTION_BACKWARD,
     device_speeds,
@@ -69,7 +69,7 @@ def profiled_device(name: str, profile: Profile, model: Model, unit: int, head_d
 def _device(
     name: str, profile: Profile, products: float, attention: tuple[float, float], link_gb_s: float
 ) -> Device:
-    passes = Passes(*(_curve(rate) for rate in attention))
+    passes = PassCurves(*(_curve(rate) for rate in attention))
     known = device(profile.device)
     return replace(
         known,

@@ -37,7 +37,7 @@ def capture(
     ],
     out: Annotated[Path, output_option("JOB.args", "Where to write them.")],
 ) -> None:
-    """Write Megatron's arguments of a launch script.
+    """Write the Megatron arguments that a launch script uses.
 
     They are what --model takes. Runs the command with stand-ins for torchrun, python, srun and mpirun first
     on PATH, and ends it at its first start of a training, which does not take place. What comes before is

@@ -80,7 +80,7 @@ class Manifests(Bundle):
         ),
     ] = None
 
-    def refuse_without_form(self) -> None:
+    def refuse_without_kubernetes(self) -> None:
         """Refuse options of Kubernetes where no manifests are asked for.
 
         Raises:

@@ -70,7 +70,7 @@ def launch(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the lines that start a plan's training.
+    """Print the commands that start training under a plan.
 
     Megatron's flags, torchrun for each node, and sbatch. Without data of your own they train ten iterations
     on Megatron's synthetic data. With --kubernetes: the manifests of a job.
@@ -95,7 +95,7 @@ def launch(
         write_manifests(objects, files, out, as_json=as_json)
         say_trial(flags, named, more or [])
         return
-    kubernetes.refuse_without_form()
+    kubernetes.refuse_without_kubernetes()
     lines = find_lines(planned, machines, plan, cluster, named, more or [], out)
     _say_kernels(planned, machines)
     if out is not None:

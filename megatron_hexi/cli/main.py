@@ -18,7 +18,6 @@ from typer.main import get_command
 
 import megatron_hexi
 from megatron_hexi.cli import (
-    arguments,
     capture,
     devices,
     doctor,
@@ -31,6 +30,7 @@ from megatron_hexi.cli import (
     probe,
     recipe,
     report,
+    slurm_arguments,
     testbed,
 )
 from megatron_hexi.cli.output import print_json
@@ -54,7 +54,7 @@ for _commands in (
     doctor,
     probe,
     place,
-    arguments,
+    slurm_arguments,
     capture,
     recipe,
     report,

@@ -197,7 +197,7 @@ class Training(Bundle):
         job_option(
             "expert_imbalance",
             "Standard deviation of the experts' tokens over their mean, as hexi report measures it",
-            metavar="PART",
+            metavar="RATIO",
         ),
     ] = None
 

@@ -37,7 +37,7 @@ from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.text_file import write_text_atomically
 
 if TYPE_CHECKING:
-    from megatron_hexi.planner import Gain, Planned, Request
+    from megatron_hexi.planner import FeatureAblation, Planned, Request
     from megatron_hexi.report.launch_lines import LaunchLines
 
 # The planner, the simulator and matplotlib take a second to import: only the commands that use them do, and
@@ -85,7 +85,7 @@ def plan(
     as_json: AsJson = False,
     picture: Picture = None,
 ) -> None:
-    """Find the fastest plan of a job on a cluster.
+    """Find the fastest plan for a job on a cluster.
 
     Prints a lower bound on the time of any plan, and the lines that start the training.
 
@@ -96,7 +96,11 @@ def plan(
     left_out = _numbers(spare or (), whole)
     machines = whole.without(left_out) if left_out else whole
     planned = _find(request, machines, job.notes)
-    gains = _find_gains(request, machines, planned) if explain else ()
+    gains: Sequence[FeatureAblation] = ()
+    if explain:
+        from megatron_hexi.planner import ablate_features
+
+        gains = ablate_features(request, machines, planned.plan)
     if batch_shares:
         rates = unit_rates(planned.plan, planned.job, machines)
         planned = replace(planned, plan=replace(planned.plan, rates=rates))
@@ -284,13 +288,6 @@ def _play(
         print_json(files | {"scenario": str(path)} | scenario_dict(played))
     else:
         print_report(scenario_report(played))
-
-
-def _find_gains(request: Request, cluster: Cluster, planned: Planned) -> tuple[Gain, ...]:
-    """Return the speedup of the plan by each feature that Megatron's flags lack."""
-    from megatron_hexi.planner import find_gains
-
-    return find_gains(request, cluster, planned.plan)
 
 
 def _numbers(spares: Sequence[str], cluster: Cluster) -> set[int]:

@@ -86,7 +86,7 @@ def validate(
         typer.Option(metavar="CLUSTER.yaml", help="Predict time and memory on this cluster, and check both."),
     ] = None,
 ) -> None:
-    """Check a plan; with a cluster, predict its time and memory.
+    """Check a plan; given a cluster, predict time and memory.
 
     Exit code 2 with file and line where a rule is broken, or where the plan does not fit in memory.
     """
@@ -137,11 +137,13 @@ def proportion(
     kv_heads: Annotated[
         int | None, _number("kv_heads", "KV heads of a layer; as many as query heads if not given.")
     ] = None,
-    tensor_parallel: Annotated[int, _number("tensor_parallel", "Ranks of a tensor-parallel unit.")] = 1,
+    tensor_parallel: Annotated[int, _number("tensor_parallel", "Ranks of a tensor-parallel group.")] = 1,
     value_dim: Annotated[
         int | None, _number("value_dim", "Size of one head's values, if it differs (multi-latent attention).")
     ] = None,
-    window: Annotated[int, _number("window", "Prefetch depth of keys and values, in steps.")] = 1,
+    prefetch_steps: Annotated[
+        int, _number("prefetch_steps", "Steps by which keys and values are sent ahead.")
+    ] = 1,
 ) -> None:
     """Write a plan in proportion to the ranks' speeds."""
     check_outputs([], [out], None)
@@ -157,7 +159,7 @@ def proportion(
         tensor_parallel=tensor_parallel,
         value_dim=value_dim,
     )
-    write_plan(proportional_plan(workload, replicas, window), out)
+    write_plan(proportional_plan(workload, replicas, prefetch_steps), out)
     say(f"wrote {out}")
 
 

@@ -17,7 +17,7 @@ from megatron_hexi.text_file import write_text_atomically
 
 app = typer.Typer()
 recipe = typer.Typer(
-    help="Long-context jobs by name, with their sources.",
+    help="List named long-context jobs, or write one to a file.",
     epilog="Example: hexi recipe list",
     no_args_is_help=True,
 )

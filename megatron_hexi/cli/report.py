@@ -50,7 +50,7 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run as an HTML page beside its prediction.
+    """Write an HTML report of a run and its prediction.
 
     The plan, each rank's time and memory, the losses. The page needs no network; its figures are printed too.
     """

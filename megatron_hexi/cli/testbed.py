@@ -24,7 +24,9 @@ app.add_typer(commands, name="testbed")
 SpeedsOption = Annotated[
     str, typer.Option("--speeds", metavar="HOW", help="How ranks are slowed: paced, quota or none.")
 ]
-LinksOption = Annotated[str, typer.Option("--links", metavar="on|off", help="The file's links.")]
+LinksOption = Annotated[
+    str, typer.Option("--emulate-links", metavar="on|off", help="Whether the file's links are emulated.")
+]
 Gpus = Annotated[
     str | None,
     typer.Option(metavar="0,1,…", help="GPUs of the file that the ranks are; all if not given."),

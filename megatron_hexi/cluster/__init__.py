@@ -1,7 +1,7 @@
 """The machines of a cluster: catalogue of GPUs, cluster file, and topology of links; without torch."""
 
 from megatron_hexi.cluster.catalog import catalog, device
-from megatron_hexi.cluster.device import Attention, Curve, Device, Host, Link, Nominal, Passes
+from megatron_hexi.cluster.device import Attention, Curve, Device, Host, Link, Nominal, PassCurves
 from megatron_hexi.cluster.file import cluster_digest, cluster_from_yaml, read_cluster
 from megatron_hexi.cluster.links import Cards, LinkId, Node, Rank, Route, Tier
 from megatron_hexi.cluster.model import ClusterFile, NodeEntry
@@ -25,7 +25,7 @@ __all__ = [
     "NodeEntry",
     "Nominal",
     "Partition",
-    "Passes",
+    "PassCurves",
     "PlannerRules",
     "Rank",
     "Route",

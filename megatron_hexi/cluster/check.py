@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_hexi.cluster.catalog import unknown_device
 from megatron_hexi.cluster.check_network import check_network
 from megatron_hexi.cluster.device import Device
-from megatron_hexi.cluster.model import MAX_GPUS, ClusterFile, Level, Matrix
+from megatron_hexi.cluster.model import MAX_GPUS, ClusterFile, Matrix, NetworkLevel
 from megatron_hexi.cluster.schema import refuse
 from megatron_hexi.errors import PlatformError
 from megatron_hexi.hostlist import expand_hostlist
@@ -112,7 +112,7 @@ def _check_nodes(file: ClusterFile, devices: Mapping[str, Device], source: YamlF
             refuse(source, ("nodes", i, "name"), problem, "choose another")
 
 
-def _check_groups(file: ClusterFile, level: Level, place: Place, source: YamlFile) -> list[int]:
+def _check_groups(file: ClusterFile, level: NetworkLevel, place: Place, source: YamlFile) -> list[int]:
     group_of = [-1] * file.node_count
     for g, texts in enumerate(level.groups):
         for t, text in enumerate(texts):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from megatron_hexi.cluster.model import ClusterFile, FabricLink, Level, Network, NodeEntry, NodeNetwork
+from megatron_hexi.cluster.model import ClusterFile, FabricLink, Network, NetworkLevel, NodeEntry, NodeNetwork
 from megatron_hexi.cluster.schema import refuse
 from megatron_hexi.cluster.tiers import fabric_groups
 from megatron_hexi.yaml_file import Place, YamlFile
@@ -43,7 +43,9 @@ def check_network(file: ClusterFile, source: YamlFile) -> None:
     _check_fabrics(file, source)
 
 
-def _check_rate(link: Network | NodeNetwork | FabricLink | Level, place: Place, source: YamlFile) -> None:
+def _check_rate(
+    link: Network | NodeNetwork | FabricLink | NetworkLevel, place: Place, source: YamlFile
+) -> None:
     if (link.gbit_s is None) == (link.bandwidth_gb_s is None):
         found = (
             "has neither gbit_s nor bandwidth_gb_s"

@@ -76,7 +76,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassCurves:
     """Curves of the forward and the backward pass, which counts 2.5 times the FLOPs of the forward pass."""
 
     forward: Curve
@@ -95,12 +95,12 @@ class Attention:
     """
 
     kernel: str
-    causal: Passes
-    full: Passes
+    causal: PassCurves
+    full: PassCurves
 
     def map(self, change: Callable[[Curve], Curve]) -> Attention:
         """Return the kernel's rates with the function `change` applied to each of the four curves."""
-        causal, full = (Passes(change(p.forward), change(p.backward)) for p in (self.causal, self.full))
+        causal, full = (PassCurves(change(p.forward), change(p.backward)) for p in (self.causal, self.full))
         return Attention(self.kernel, causal, full)
 
     @property

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from megatron_hexi.cluster.device import Attention, Curve, Device, Host, Link, Nominal, Passes
+from megatron_hexi.cluster.device import Attention, Curve, Device, Host, Link, Nominal, PassCurves
 from megatron_hexi.cluster.schema import STRICT, Memory, Name, Rate, Size, Text, refuse
 from megatron_hexi.yaml_file import Place, YamlFile
 
@@ -249,7 +249,7 @@ class Builder:
                         "is missing",
                         "add it: nothing is known of this kernel on this GPU",
                     )
-        causal, full = (Passes(curves[mask, "forward"], curves[mask, "backward"]) for mask in MASKS)
+        causal, full = (PassCurves(curves[mask, "forward"], curves[mask, "backward"]) for mask in MASKS)
         return Attention(kernel, causal, full)
 
     def _alike(self, kernel: str, entry: AttentionEntry, place: Place) -> Attention:

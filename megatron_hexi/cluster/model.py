@@ -174,7 +174,7 @@ class FabricLink:
 
 
 @dataclass(frozen=True)
-class Level:
+class NetworkLevel:
     """A level of groups of nodes, such as racks or sites, and their links: `gbit_s` or `bandwidth_gb_s`.
 
     Args:
@@ -234,7 +234,7 @@ class ClusterFile:
     nodes: Annotated[tuple[NodeEntry, ...], Field(min_length=1)]
     network: Network | None = None
     fabrics: tuple[FabricLink, ...] = ()
-    levels: tuple[Level, ...] = ()
+    levels: tuple[NetworkLevel, ...] = ()
     matrix: Matrix | None = None
     devices: dict[Name, DeviceEntry] = field(default_factory=dict)
     planner: PlannerRules = ANYTHING

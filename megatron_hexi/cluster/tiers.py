@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_hexi.cluster.links import Node, Per, Rank, Tier
-from megatron_hexi.cluster.model import GB_OF_GBIT, ClusterFile, FabricLink, Level, NodeNetwork
+from megatron_hexi.cluster.model import GB_OF_GBIT, ClusterFile, FabricLink, NetworkLevel, NodeNetwork
 
 GB = 1e9
 MICRO = 1e6
@@ -48,7 +48,7 @@ def fabric_groups(file: ClusterFile) -> list[list[int]]:
     return partitions
 
 
-def gb_s(network: NodeNetwork | FabricLink | Level) -> float:
+def gb_s(network: NodeNetwork | FabricLink | NetworkLevel) -> float:
     """Return the bandwidth of a card or link, 10^9 bytes/s; `check_cluster` ensures that it is given."""
     if network.bandwidth_gb_s is not None:
         return network.bandwidth_gb_s

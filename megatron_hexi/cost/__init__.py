@@ -2,7 +2,7 @@
 
 from megatron_hexi.cost.ceiling import attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.fit import Shortage, find_shortage
-from megatron_hexi.cost.hosts import Hosts, NodeLoad
+from megatron_hexi.cost.hosts import HostMemoryUse, Hosts
 from megatron_hexi.cost.iteration import CostModel, IterationCost, estimate
 from megatron_hexi.cost.job_check import check_job
 from megatron_hexi.cost.kernels import assumed_kernels, planned_kernels, shipped_kernels
@@ -15,10 +15,10 @@ from megatron_hexi.cost.unit_rates import unit_rates
 
 __all__ = [
     "CostModel",
+    "HostMemoryUse",
     "Hosts",
     "IterationCost",
     "Memory",
-    "NodeLoad",
     "Pace",
     "Phases",
     "RankCost",

@@ -66,7 +66,7 @@ def _rows(mesh: Mesh, crossing: _Crossing) -> BorderRows:
     return BorderRows(
         np.array([one.source for one in messages], dtype=np.int64),
         np.array([one.target for one in messages], dtype=np.int64),
-        np.array([one.rows for one in messages], dtype=float),
+        np.array([one.num_rows for one in messages], dtype=float),
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_hexi.cluster import Curve, Device, Passes
+from megatron_hexi.cluster import Curve, Device, PassCurves
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.moved_bytes import HBM_SHARE, layer_elements, loss_bytes, step_bytes, vocabulary
 from megatron_hexi.cost.products import (
@@ -51,8 +51,8 @@ class Speeds:
 
     matmul: Curve
     output: Curve
-    causal: Passes
-    full: Passes
+    causal: PassCurves
+    full: PassCurves
     memory: float
     call_s: float = 0.0
 
@@ -212,7 +212,7 @@ def rectangle_times(speeds: Speeds, job: Job, queries: Floats, keys: Floats) -> 
     return _attention(speeds.full, job, area, size)
 
 
-def _attention(curves: Passes, job: Job, area: Floats, size: Floats) -> Times:
+def _attention(curves: PassCurves, job: Job, area: Floats, size: Floats) -> Times:
     """Return the seconds of attention: 4 B max(D, V) area FLOPs forward, 2.5 times that backward."""
     flops, logs = 4 * job.micro_batch_size * job.model.kernel_dim * area, _logs(size)
     return Times(
@@ -223,7 +223,7 @@ def _attention(curves: Passes, job: Job, area: Floats, size: Floats) -> Times:
 def merge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:
     """Return the seconds of adding up one exchange step's results in fp32, for one query head.
 
-    Bytes as in runtime/blocks.py and runtime/attention.py, e bytes an element:
+    Bytes as in runtime/attention_blocks.py and runtime/attention.py, e bytes an element:
     forward:  output scaled 8, its new part scaled and added 8 + e: (16 + e) B V q
     backward: query gradient added (8 + e) B D q
     `keys_merge_times` gives the seconds for each KV head.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_hexi.cost.hosts import NodeLoad
+from megatron_hexi.cost.hosts import HostMemoryUse
 from megatron_hexi.cost.iteration import IterationCost
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.cost.memory_terms import TAGS
@@ -48,7 +48,7 @@ class Shortage:
         )
 
 
-def find_shortage(cost: IterationCost) -> Shortage | NodeLoad | None:
+def find_shortage(cost: IterationCost) -> Shortage | HostMemoryUse | None:
     """Return the rank that lacks most memory, else the fullest node if that lacks any; ``None``: all fits."""
     short = [rank for rank in cost.ranks if rank.memory_gib > rank.usable_gib]
     if not short:

@@ -16,7 +16,7 @@ from megatron_hexi.models.job import Job
 
 
 @dataclass(frozen=True)
-class NodeLoad:
+class HostMemoryUse:
     """Host memory of a node that a plan uses.
 
     Args:
@@ -103,7 +103,7 @@ class Hosts:
         size = owned * shard_step_bytes(job)
         return there + size / np.where(owned > 0, self._stream[gpus] * 1e9, 1.0)
 
-    def loads(self, gpus: Sequence[Ints], taken: Sequence[Floats]) -> tuple[NodeLoad, ...]:
+    def loads(self, gpus: Sequence[Ints], taken: Sequence[Floats]) -> tuple[HostMemoryUse, ...]:
         """Return the loads of the nodes whose host memory is used.
 
         Args:
@@ -118,7 +118,7 @@ class Hosts:
             np.add.at(needed, self._node[own], np.broadcast_to(size[:, None], own.shape) / GIB)
         np.add.at(usable, self._node, self._usable)
         return tuple(
-            NodeLoad(nodes[number].name, float(needed[number]), float(usable[number]))
+            HostMemoryUse(nodes[number].name, float(needed[number]), float(usable[number]))
             for number in np.flatnonzero(needed).tolist()
         )
 

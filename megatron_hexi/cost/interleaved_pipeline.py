@@ -31,7 +31,7 @@ class InterleavedPipeline:
     parts: Floats
 
     @property
-    def stages(self) -> tuple[Phases, ...]:
+    def stage_phases(self) -> tuple[Phases, ...]:
         """Seconds of a micro-batch by phase in each stage, [p]."""
         return tuple(lane.phases for lane in self.lanes)
 

@@ -26,7 +26,7 @@ from megatron_hexi.cost.experts import (
     place_experts,
     section_holdings,
 )
-from megatron_hexi.cost.hosts import Hosts, NodeLoad
+from megatron_hexi.cost.hosts import HostMemoryUse, Hosts
 from megatron_hexi.cost.job_check import check_job
 from megatron_hexi.cost.known_layers import KnownLayers
 from megatron_hexi.cost.layer_bytes import input_bytes
@@ -73,7 +73,7 @@ class IterationCost:
     paces: tuple[Pace, ...]
     ranks: tuple[RankCost, ...]
     throughput: Throughput
-    host_loads: tuple[NodeLoad, ...] = ()
+    host_loads: tuple[HostMemoryUse, ...] = ()
 
     @property
     def exposed_communication_s(self) -> float:

@@ -114,7 +114,7 @@ def attention_bytes(
 
     Query, key, value and output in the heads' layout (runtime/attention.py). The output of a unit that is
     alone in its group is itself the projection's input and is counted there, unless values are narrower than
-    keys: then it is a part of a wider tensor (runtime/blocks.py).
+    keys: then it is a part of a wider tensor (runtime/attention_blocks.py).
     """
     query, value = job.model.head_dim, job.model.value_dim
     is_alone = (tokens == group_tokens) & (heads == job.model.heads // job.tensor_parallel)

@@ -100,7 +100,7 @@ class MinistagePipeline:
     passing: tuple[Passing, ...]
 
     @property
-    def stages(self) -> tuple[Phases, ...]:
+    def stage_phases(self) -> tuple[Phases, ...]:
         """Seconds of a micro-batch by phase in the slowest lane of each stage, [p]."""
         return tuple(
             max((lane.phases for lane in lanes), key=lambda phases: phases.total) for lanes in self.lanes

@@ -16,8 +16,8 @@ class Pipeline:
     """The p stages of one replica under 1F1B.
 
     Args:
-        stages: seconds of a micro-batch in each stage by phase, forward and backward, with its exposed sends,
-            [p].
+        stage_phases: seconds of a micro-batch in each stage by phase, forward and backward, with its exposed
+            sends, [p].
         there: seconds that activations are in transit over each border while both stages compute, [p - 1];
             with chunks [p], where the border from the last stage to the first comes last.
         back: seconds that gradients are in transit over each border, of the same shape.
@@ -25,7 +25,7 @@ class Pipeline:
         chunks: number of chunks of each stage's layers, all of equal length.
     """
 
-    stages: tuple[Phases, ...]
+    stage_phases: tuple[Phases, ...]
     there: Floats
     back: Floats
     micro_batches: int
@@ -41,7 +41,7 @@ class Pipeline:
         chunks a pass is that of one chunk, and the passes that the last stage runs before 1F1B begins take
         longer, because their sends are exposed.
         """
-        totals = np.array([phases.total for phases in self.stages]) / self.chunks
+        totals = np.array([phases.total for phases in self.stage_phases]) / self.chunks
         slowest = int(np.argmax(totals))
         others = float(totals.sum() - totals[slowest])
         between = self.there + self.back
@@ -51,7 +51,7 @@ class Pipeline:
         if self.chunks > 1:
             filling = totals + self.there + np.roll(self.back, 1)
             shown += (self.chunks - 1) * len(totals) * (float(filling.max()) - period)
-        return self.stages[slowest] * self.micro_batches + Phases(bubble=others, pipeline=shown)
+        return self.stage_phases[slowest] * self.micro_batches + Phases(bubble=others, pipeline=shown)
 
 
 def period_s(stages: ArrayLike, there: ArrayLike, back: ArrayLike, passes: int, chunks: int = 1) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.experts import ExpertsOnRanks
-from megatron_hexi.cost.hosts import NodeLoad
+from megatron_hexi.cost.hosts import HostMemoryUse
 from megatron_hexi.cost.interleaved_pipeline import InterleavedPipeline
 from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.cost.phases import Phases
@@ -51,7 +51,7 @@ class Timing:
     experts: list[ExpertsOnRanks | None]
     memory: list[dict[str, Floats]]
     host_memory: list[dict[str, Floats]]
-    host_loads: tuple[NodeLoad, ...]
+    host_loads: tuple[HostMemoryUse, ...]
     spread: float
 
     @cached_property

@@ -104,8 +104,8 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--hexi-replan-threshold",
         type=float,
         default=0.03,
-        metavar="PART",
-        help="the part of an iteration that a swap must save, as predicted (default: 0.03)",
+        metavar="RATIO",
+        help="swap plans only if the prediction says that this part of an iteration is saved (default: 0.03)",
     )
     group.add_argument(
         "--hexi-cluster",

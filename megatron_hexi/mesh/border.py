@@ -57,7 +57,7 @@ class RowBlock:
     samples: Range
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows, over all samples."""
         return sum(stop - start for start, stop in self.positions) * (self.samples[1] - self.samples[0])
 
@@ -75,9 +75,9 @@ class RowMessage:
     blocks: tuple[RowBlock, ...]
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows, over all samples."""
-        return sum(block.rows for block in self.blocks)
+        return sum(block.num_rows for block in self.blocks)
 
 
 def held_rows(mesh: Mesh, rank: int, documents: tuple[int, ...] | None = None) -> HeldRows:

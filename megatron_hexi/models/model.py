@@ -264,7 +264,7 @@ class Model:
 
     @property
     def kernel_dim(self) -> int:
-        """Size at which kernels compute a head: query, key and value are padded to it (runtime/blocks.py)."""
+        """Size to which kernels pad query, key and value of a head (runtime/attention_blocks.py)."""
         return max(self.head_dim, self.value_dim)
 
     def padded_vocab(self, tensor_parallel: int = 1) -> int:

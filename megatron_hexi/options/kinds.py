@@ -118,7 +118,7 @@ class Refused:
         return self.option + (f"-{beside}" if beside else "") + self.versions
 
     @property
-    def opponent(self) -> str:
+    def conflicts_with(self) -> str:
         """The kind of plan, or the program, that refuses the option, for the error message."""
         return (
             self.against
@@ -135,7 +135,7 @@ class Refused:
     @property
     def message(self) -> str:
         """The error message: the option, the reason and the remedy."""
-        return f"{self.option} does not work with {self.opponent}: {self.reason}; {self.remedy}"
+        return f"{self.option} does not work with {self.conflicts_with}: {self.reason}; {self.remedy}"
 
     @property
     def test(self) -> str:

@@ -14,7 +14,7 @@ from megatron_hexi.plan.file import (
 from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import Domain, Exchange, Group, Member, Plan, Replica, Stage
 from megatron_hexi.plan.proportion import check_speeds, proportional_domain, proportional_plan
-from megatron_hexi.plan.schedule import Schedule, Schedules, Step, Transfer, build_schedule
+from megatron_hexi.plan.schedule import ExchangeStep, Schedule, Schedules, Transfer, build_schedule
 from megatron_hexi.plan.shares import Share, assign_micro_batches, has_equal_replicas
 from megatron_hexi.plan.terms import Estimate, JobTerms, Provenance, UnitRates
 from megatron_hexi.plan.traffic import LayerTraffic, Traffic, attention_traffic
@@ -26,6 +26,7 @@ __all__ = [
     "Domain",
     "Estimate",
     "Exchange",
+    "ExchangeStep",
     "Group",
     "JobTerms",
     "LatentColumns",
@@ -40,7 +41,6 @@ __all__ = [
     "Shape",
     "Share",
     "Stage",
-    "Step",
     "Traffic",
     "Transfer",
     "UnitRates",

@@ -86,7 +86,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Step:
+class ExchangeStep:
     """One step of the exchange of keys and values between groups, on one rank.
 
     Args:
@@ -142,7 +142,7 @@ class Schedule:
     spans_in_two: tuple[tuple[HeadSpan, ...], tuple[HeadSpan, ...]]
     own: tuple[Block, ...]
     own_beside: tuple[Block, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ExchangeStep, ...]
 
     @cached_property
     def own_calls(self) -> tuple[Call, ...]:
@@ -264,7 +264,7 @@ def build_schedule(
                     sends=tuple(sends),
                 )
             )
-        steps.append(Step(tuple(step), visible.blocks if heads[0] < heads[1] else ()))
+        steps.append(ExchangeStep(tuple(step), visible.blocks if heads[0] < heads[1] else ()))
     own_first, own_beside = own_blocks(group, mask, seq_length) if group.tokens else ((), ())
     return Schedule(
         index=index,

@@ -9,9 +9,9 @@ seconds over all layouts, computed without the search.
 `planner` puts them together; `advice` proposes changes of a request that no plan fits.
 """
 
+from megatron_hexi.planner.ablation import FeatureAblation, ablate_features
 from megatron_hexi.planner.baselines import Baseline
 from megatron_hexi.planner.bound import Bound
-from megatron_hexi.planner.gains import Gain, find_gains
 from megatron_hexi.planner.part import plan_of_whole
 from megatron_hexi.planner.planner import check_depth, find_plan
 from megatron_hexi.planner.request import CHOSEN, Request
@@ -21,11 +21,11 @@ __all__ = [
     "CHOSEN",
     "Baseline",
     "Bound",
-    "Gain",
+    "FeatureAblation",
     "Planned",
     "Request",
+    "ablate_features",
     "check_depth",
-    "find_gains",
     "find_plan",
     "plan_of_whole",
 ]

@@ -20,12 +20,12 @@ class ExpertRule:
     """A rule that places experts on the ranks of a stage.
 
     Args:
-        ranks: approximate number of ranks of an expert domain; ``None``: all ranks of the stage.
+        domain_size: approximate number of ranks of an expert domain; ``None``: all ranks of the stage.
         by: whether ranks hold experts in proportion to their rates of matrix products, or to their memory;
             ``equal``: ranks of an expert domain hold equal numbers, up to one where they do not divide.
     """
 
-    ranks: int | None = None
+    domain_size: int | None = None
     by: Literal["speed", "memory", "equal"] = "speed"
 
 
@@ -69,7 +69,7 @@ def placement(rule: ExpertRule, units: int, width: int, *, is_mixed: bool) -> tu
     Args:
         is_mixed: whether GPUs of the stage differ.
     """
-    return _count_domains(rule.ranks, units, units * width), rule.by if is_mixed else "equal"
+    return _count_domains(rule.domain_size, units, units * width), rule.by if is_mixed else "equal"
 
 
 def _count_domains(domain_ranks: int | None, units: int, ranks: int) -> int:

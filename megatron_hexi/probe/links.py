@@ -78,7 +78,7 @@ class Wire:
 
         self.world.meet()
         trips = [self._seconds(trip) for _ in range(_ROUND_TRIPS)]
-        trip_s = self.world.numbers(median(trips[_ROUND_TRIPS // 4 :]))  # the first ones warm up
+        trip_s = self.world.all_gather_number(median(trips[_ROUND_TRIPS // 4 :]))  # the first ones warm up
         return [trip_s[min(pair)] / 2 for pair in pairs]
 
     def _sweep(
@@ -95,7 +95,7 @@ class Wire:
             samples = []
             for _ in range(1 + _REPEATS):  # one to warm up
                 self.world.meet()
-                samples.append(self.world.numbers(self._seconds(work)))
+                samples.append(self.world.all_gather_number(self._seconds(work)))
             del samples[0]
             sizes.append(size)
             for lane, lane_seconds in zip(lanes, seconds, strict=True):

@@ -55,9 +55,9 @@ class World:
 
     def meet(self) -> None:
         """Wait until all ranks have called this: a barrier."""
-        self.numbers(0.0)
+        self.all_gather_number(0.0)
 
-    def numbers(self, local: float) -> list[float]:
+    def all_gather_number(self, local: float) -> list[float]:
         """All-gather one number."""
         if self.size == 1:
             return [local]
@@ -69,7 +69,7 @@ class World:
     def gather(self, value: Any) -> list[Any]:
         """All-gather plain values (JSON types), in rank order."""
         text = json.dumps(value, allow_nan=False).encode()
-        lengths = [int(length) for length in self.numbers(len(text))]
+        lengths = [int(length) for length in self.all_gather_number(len(text))]
         if self.size == 1:
             return [json.loads(text)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)

@@ -29,7 +29,7 @@ _CAPTION = (
 
 
 @dataclass(frozen=True)
-class Result:
+class LayoutResult:
     """A layout for the job, or a baseline without one.
 
     Args:
@@ -66,39 +66,39 @@ class Comparison:
         lower_bound_s: lower bound of an iteration's seconds.
     """
 
-    results: tuple[Result, ...]
+    results: tuple[LayoutResult, ...]
     ceiling_tokens_per_s: float
     lower_bound_s: float
     is_mixed: bool = True
 
     @property
-    def best_uniform(self) -> Result | None:
+    def best_uniform(self) -> LayoutResult | None:
         """The fastest uniform result."""
         return next((r for r in self.results if r.uniform and r.tokens_per_s is not None), None)
 
     @property
-    def best_baseline(self) -> Result | None:
+    def best_baseline(self) -> LayoutResult | None:
         """The fastest result besides the plan."""
         return next((r for r in self.results if r.name != OURS and r.tokens_per_s is not None), None)
 
     @property
-    def one_kind(self) -> Result | None:
+    def one_kind(self) -> LayoutResult | None:
         """The fastest result on the GPUs of one model alone; ``None`` if these are all of the cluster."""
         return next((r for r in self.results if r.name == "homogeneous" and self.is_mixed), None)
 
     @property
-    def ours(self) -> Result:
+    def ours(self) -> LayoutResult:
         """The plan's result."""
         return next(result for result in self.results if result.name == OURS)
 
-    def speed_up(self, result: Result) -> float | None:
+    def speed_up(self, result: LayoutResult) -> float | None:
         """Return tokens/s over those of the fastest uniform layout; ``None`` without one."""
         best = self.best_uniform
         if result.tokens_per_s is None or best is None or best.tokens_per_s is None:
             return None
         return result.tokens_per_s / best.tokens_per_s
 
-    def share_of_ceiling(self, result: Result) -> float | None:
+    def share_of_ceiling(self, result: LayoutResult) -> float | None:
         """Return tokens/s over the ceiling."""
         return None if result.tokens_per_s is None else result.tokens_per_s / self.ceiling_tokens_per_s
 
@@ -109,7 +109,7 @@ def compare(planned: Planned, cluster: Cluster) -> Comparison:
     cost = planned.cost
     again = spell_recomputed(planned.plan, planned.job)
     results = [
-        Result(
+        LayoutResult(
             *(OURS, spell_layout(shares), cost.phases, cost.tokens_per_s, "", False),
             throughput=cost.throughput,
             recompute=again,
@@ -118,14 +118,14 @@ def compare(planned: Planned, cluster: Cluster) -> Comparison:
     for baseline in planned.baselines:
         if baseline.trial is None:
             results.append(
-                Result(baseline.name, baseline.layout, None, None, baseline.why_not, baseline.uniform)
+                LayoutResult(baseline.name, baseline.layout, None, None, baseline.why_not, baseline.uniform)
             )
             continue
         plan, job = baseline.trial.plan, baseline.trial.job
         gpus = rank_gpus(plan, len(cluster.ranks))
         devices = [cluster.ranks[gpu].device for gpu in gpus]
         results.append(
-            Result(
+            LayoutResult(
                 *(
                     baseline.name,
                     baseline.layout,
@@ -214,7 +214,7 @@ def comparison_dict(planned: Planned, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _layout(result: Result) -> str:
+def _layout(result: LayoutResult) -> str:
     if result.tokens_per_s is not None:
         return result.layout
     return f"{result.layout}: {result.why_not}" if result.layout else result.why_not
@@ -242,5 +242,5 @@ def _verdict(comparison: Comparison) -> str:
     return f"{OURS}: " + ", ".join(facts)
 
 
-def _times(result: Result, other: Result) -> str:
+def _times(result: LayoutResult, other: LayoutResult) -> str:
     return f"{(result.tokens_per_s or 0.0) / (other.tokens_per_s or 1.0):.2f} times as fast as"

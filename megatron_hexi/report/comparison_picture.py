@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from megatron_hexi.report.comparison import OURS, Comparison, Result, alone_text
+from megatron_hexi.report.comparison import OURS, Comparison, LayoutResult, alone_text
 from megatron_hexi.report.estimate import spell_phase
 from megatron_hexi.report.labels import set_title, wrap
 from megatron_hexi.report.time_units import spell_time, time_unit
@@ -130,6 +130,6 @@ def _draw_times(axes: Axes, comparison: Comparison) -> None:
     )
 
 
-def _label(comparison: Comparison, result: Result) -> str:
+def _label(comparison: Comparison, result: LayoutResult) -> str:
     speed_up, name = comparison.speed_up(result), wrap(result.name, lines=2)
     return name if speed_up is None else f"{name}\n{speed_up:.2f}x"

@@ -9,29 +9,29 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 if TYPE_CHECKING:  # brings the solver, which a report does not need
-    from megatron_hexi.planner import Gain, Planned
+    from megatron_hexi.planner import FeatureAblation, Planned
 
 
-def gains_report(planned: Planned, gains: Sequence[Gain]) -> RenderableType:
+def gains_report(planned: Planned, gains: Sequence[FeatureAblation]) -> RenderableType:
     """Return a line for each feature: the best plan without it, and the option that asks for that."""
     if not gains:
         return Text("gains: the plan is one of Megatron's own flags")
     return Group(*(Text(_line(planned, gain)) for gain in gains))
 
 
-def gains_dict(planned: Planned, gains: Sequence[Gain]) -> list[dict[str, Any]]:
+def gains_dict(planned: Planned, gains: Sequence[FeatureAblation]) -> list[dict[str, Any]]:
     """Return the gains as plain values: tokens/s, and the relative speed-up."""
     return [vars(gain) | {"gain": _gain(planned, gain)} for gain in gains]
 
 
-def _gain(planned: Planned, gain: Gain) -> float | None:
-    rate = gain.without_tokens_per_s
+def _gain(planned: Planned, gain: FeatureAblation) -> float | None:
+    rate = gain.tokens_per_s_without
     return None if rate is None else planned.cost.tokens_per_s / rate - 1
 
 
-def _line(planned: Planned, gain: Gain) -> str:
+def _line(planned: Planned, gain: FeatureAblation) -> str:
     name, option = gain.feature.replace("_", " "), f"--no-{gain.feature.replace('_', '-')}"
     more = _gain(planned, gain)
-    if gain.without_tokens_per_s is None or more is None:
+    if gain.tokens_per_s_without is None or more is None:
         return f"gain by {name}: without, no plan was found that fits ({option})"
-    return f"gain by {name}: {more:.1%}; without, {gain.without_tokens_per_s:,.0f} tokens/s ({option})"
+    return f"gain by {name}: {more:.1%}; without, {gain.tokens_per_s_without:,.0f} tokens/s ({option})"

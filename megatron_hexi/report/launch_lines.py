@@ -44,7 +44,7 @@ _QUIET = ("--eval-interval 1000", "--log-interval 1")
 _DATA = ("--data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
 #: Flags with which the job's schedule counts samples, not iterations.
 _SAMPLES = ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples")
-#: Iterations between checkpoints, as in ``hexi arguments``.
+#: Iterations between checkpoints, as in ``hexi slurm-arguments``.
 SAVE_INTERVAL = 500
 #: Iterations of a trial run.
 _ITERATIONS = 10

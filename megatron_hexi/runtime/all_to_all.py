@@ -63,7 +63,7 @@ class Arriving:
         slots, sent_sizes = _slots(tables, sizes, schedule.tokens * batch)
         width, self._places = _columns(tables, sizes, schedule, batch)
         sent = recorder.empty(sum(sent_sizes))
-        pack = recorder.fused.pack(slots, [part.shape[2] for part in parts], recorder.device)
+        pack = recorder.fused.make_pack(slots, [part.shape[2] for part in parts], recorder.device)
         recorder.do(pack, sent, *parts)
         self._received = recorder.empty(schedule.group_tokens * batch * width)
         received_sizes = [tokens * batch * width for tokens in schedule.shards]
@@ -145,7 +145,7 @@ def arrive(
         for part in parts if padding else ():
             recorder.do(torch.Tensor.zero_, part.cut((schedule.tokens, rows)))
     here = [part.cut((0, schedule.tokens)) for part in parts[: len(leaving.sizes)]]
-    unpack = recorder.fused.unpack(leaving.slots, [part.shape[2] for part in here], recorder.device)
+    unpack = recorder.fused.make_unpack(leaving.slots, [part.shape[2] for part in here], recorder.device)
     recorder.do(methodcaller("wait"), leaving.transfers)
     recorder.do(unpack, leaving.received, *here)
     return parts

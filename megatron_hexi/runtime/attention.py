@@ -115,7 +115,7 @@ class DomainAttention:
                 raises.
             PlatformError: no kernel can compute attention of such tensors.
         """
-        kind = mask, Inputs.of(query, key, value, sinks, padding, matrix), scale
+        kind = mask, Inputs.from_tensors(query, key, value, sinks, padding, matrix), scale
         layer = self._layers.pop(kind, None) or self._new_layer(query, key, value, scale, mask, kind[1])
         self._layers[kind] = layer
         if len(self._layers) > _KEPT:

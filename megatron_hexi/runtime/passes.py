@@ -31,7 +31,7 @@ from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.program import Batch, FarBlocks, OwnBlock, Post, Wait
 from megatron_hexi.plan.schedule import Schedule
 from megatron_hexi.runtime.all_to_all import Arriving, Leaving, arrive
-from megatron_hexi.runtime.blocks import BlockAttention, Queries
+from megatron_hexi.runtime.attention_blocks import BlockAttention, Queries
 from megatron_hexi.runtime.call_rows import Rows
 from megatron_hexi.runtime.compiled import CompiledPass, Recorder, Shape, Value
 from megatron_hexi.runtime.exchange import GradientReturn, KVExchange
@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
     matrix: Shape | None = None
 
     @classmethod
-    def of(
+    def from_tensors(
         cls,
         query: Tensor,
         key: Tensor,

@@ -95,7 +95,7 @@ class RowChannel:
         messages = []
         for message in self._receives:
             run = self._runs[message]
-            part = whole.new_empty(message.rows * shape[2]) if run is None else None
+            part = whole.new_empty(message.num_rows * shape[2]) if run is None else None
             packed.append(part)
             target = whole[run].flatten() if part is None else part
             messages.append(Message(self._peer(message.source), target))
@@ -112,7 +112,7 @@ class RowChannel:
                 continue
             offset = 0
             for block in message.blocks:
-                size = block.rows * whole.shape[2]
+                size = block.num_rows * whole.shape[2]
                 self._fill(whole, block, part[offset : offset + size])
                 offset += size
         return whole

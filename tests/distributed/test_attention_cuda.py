@@ -51,7 +51,7 @@ def results_on_gpu(plan, problem, name="auto"):
         there = query[:0].to(GPU)
         kernel = attention.kernel(there.device, there.dtype, there.shape[-1])
         groups = attention.domain_group, attention.a2a_group
-        inputs = Inputs.of(query, key, value, sinks)._replace(device=there.device)
+        inputs = Inputs.from_tensors(query, key, value, sinks)._replace(device=there.device)
         way = AttentionLayer(schedule, kernel, scale, *groups, plan.exchange.window, inputs)
         return _OnGpu.apply(query, key, value, sinks, way)
 

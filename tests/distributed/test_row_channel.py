@@ -103,7 +103,9 @@ def run_border(mesh, dtype, seed, micro_batches, forward_only=False, pauses=0.0)
                 send(number, 1)
         for channel in channels:
             channel.finish()
-        sent = [message.rows for message in (forward if is_source else backward) if message.source == rank]
+        sent = [
+            message.num_rows for message in (forward if is_source else backward) if message.source == rank
+        ]
         planned = 0 if forward_only and not is_source else sum(sent) * HIDDEN * dtype.itemsize * micro_batches
         return found, (outgoing.sent_bytes, planned), incoming.sent_bytes
 

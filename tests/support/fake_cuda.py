@@ -292,7 +292,7 @@ def run_layer(
                 for count, size in sizes
             )
             sinks = torch.empty(heads, dtype=dtype, device=CUDA) if has_sinks else None
-            inputs = Inputs.of(query, key, value, sinks)
+            inputs = Inputs.from_tensors(query, key, value, sinks)
             layer = AttentionLayer(schedule, kernel, 0.1, *groups, plan.exchange.window, inputs)
             context: Any = Context()
             output = _DomainAttentionFunction.forward(context, query, key, value, sinks, None, layer)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_hexi.plan import Mask, Plan, Schedules
 from megatron_hexi.runtime import DomainAttention, passes
-from megatron_hexi.runtime.blocks import BlockAttention
+from megatron_hexi.runtime.attention_blocks import BlockAttention
 from tests.support.nccl_rules import Call
 from tests.support.posted import Posting, fake_group, fake_groups
 

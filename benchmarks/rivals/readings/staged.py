@@ -163,7 +163,7 @@ class StagedJudge:
             caps = np.where(np.array(full) <= 1, np.maximum(caps, assigned), np.minimum(caps, assigned))
             layers.append(_assign_layers(sum(assigned), [stage.weight for stage in pipeline], caps))
         periods = [
-            max(stage.total for stage in pipeline_timing.stages)
+            max(stage.total for stage in pipeline_timing.stage_phases)
             for pipeline_timing in candidate.timing.pipelines
         ]
         return replace(

@@ -62,13 +62,13 @@ def _stated(scenario: Scenario, cluster: Cluster, source: YamlFile) -> Iterator[
         ranks = _find_ranks(cluster, slow.gpus)
         if not ranks:
             _refuse(source, ("throttled", i, "gpus"), slow.gpus, "GPU, node or kind", cluster.rank_name(0))
-        yield Event("throttled", slow.gpus, *times, slow.speed, ranks=ranks)
+        yield Event("throttled", slow.gpus, *times, slow.speed_factor, ranks=ranks)
     for i, narrow in enumerate(scenario.congested):
         times = _times(narrow.at, narrow.until, scenario, ("congested", i), source)
         links = known.get(narrow.link, ())
         if not links:
             _refuse(source, ("congested", i, "link"), narrow.link, "link", " or ".join(list(known)[:2]))
-        yield Event("congested", narrow.link, *times, narrow.bandwidth, links=links)
+        yield Event("congested", narrow.link, *times, narrow.bandwidth_factor, links=links)
     for i, lost in enumerate(scenario.lost):
         times = _times(lost.at, lost.until, scenario, ("lost", i), source)
         nodes = cluster.file.find_nodes(lost.nodes)
@@ -85,11 +85,11 @@ def _drawn(scenario: Scenario, cluster: Cluster) -> Iterator[Event]:
         for rank in range(len(cluster.ranks)):
             name = cluster.rank_name(rank)
             for begin, end in _draw(f"{seed} {name}", slow.mean_time_between, slow.lasts, lasts_s):
-                yield Event("throttled", name, begin, end, slow.speed, ranks=(rank,))
+                yield Event("throttled", name, begin, end, slow.speed_factor, ranks=(rank,))
     if (narrow := drawn.congestion) is not None and len(nodes) > 1:
         for number, name in enumerate(nodes):
             for begin, end in _draw(f"{seed} link {name}", narrow.mean_time_between, narrow.lasts, lasts_s):
-                yield Event("congested", name, begin, end, narrow.bandwidth, links=((1, number),))
+                yield Event("congested", name, begin, end, narrow.bandwidth_factor, links=((1, number),))
     if (failures := drawn.failures) is not None:
         for number, name in enumerate(nodes):
             for begin, end in _draw(

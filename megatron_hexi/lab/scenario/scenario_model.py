@@ -47,13 +47,13 @@ class Throttled:
     Args:
         gpus: one GPU (``h100-0/3``), those of nodes (``h100-0``, ``h100-0..3``, ``h100``), or of a kind
             (``H100-SXM-80GB``).
-        speed: factor on their curves, at most 1.
+        speed_factor: factor on their curves, at most 1.
         at: time at which it begins.
         until: time at which it ends; left out: the end of the scenario.
     """
 
     gpus: Text
-    speed: Factor
+    speed_factor: Factor
     at: Duration = 0.0
     until: Duration | None = None
 
@@ -67,13 +67,13 @@ class Congested:
     Args:
         link: link from nodes to the network (``h100-0``, ``h100``), inside a node (``h100-0 inside``), or out
             of a group of a level (``rack 0``; ``rack h100-0`` where each node or GPU has its own).
-        bandwidth: factor on bandwidth, at most 1.
+        bandwidth_factor: factor on bandwidth, at most 1.
         at: time at which it begins.
         until: time at which it ends; left out: the end of the scenario.
     """
 
     link: Text
-    bandwidth: Factor
+    bandwidth_factor: Factor
     at: Duration = 0.0
     until: Duration | None = None
 
@@ -81,7 +81,7 @@ class Congested:
 
 
 @dataclass(frozen=True)
-class Lost:
+class NodeFailure:
     """Nodes that fail, and may come back.
 
     Args:
@@ -105,12 +105,12 @@ class RandomThrottles:
         mean_time_between: mean time of a GPU from the end of a throttle to the next; exponentially
             distributed.
         lasts: duration of each.
-        speed: factor on speed, at most 1.
+        speed_factor: factor on speed, at most 1.
     """
 
     mean_time_between: Span
     lasts: Span
-    speed: Factor
+    speed_factor: Factor
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -123,12 +123,12 @@ class RandomCongestion:
         mean_time_between: mean time of a node from the end of a congestion to the next; exponentially
             distributed.
         lasts: duration of each.
-        bandwidth: factor on bandwidth, at most 1.
+        bandwidth_factor: factor on bandwidth, at most 1.
     """
 
     mean_time_between: Span
     lasts: Span
-    bandwidth: Factor
+    bandwidth_factor: Factor
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -218,7 +218,7 @@ class Scenario:
     lasts: Span
     throttled: tuple[Throttled, ...] = ()
     congested: tuple[Congested, ...] = ()
-    lost: tuple[Lost, ...] = ()
+    lost: tuple[NodeFailure, ...] = ()
     random: Random = Random()
     recovery: Recovery = Recovery()
     replanning: Replanning = Replanning()

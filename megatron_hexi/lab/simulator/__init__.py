@@ -1,6 +1,6 @@
 """Simulation of an iteration of a plan, event by event: computing, sending and waiting. No torch here."""
 
-from megatron_hexi.lab.simulator.difference import Difference, compare_with_model
+from megatron_hexi.lab.simulator.difference import PhaseComparison, compare_with_model
 from megatron_hexi.lab.simulator.simulated_iteration import simulate
 from megatron_hexi.lab.simulator.simulation import (
     Findings,
@@ -15,10 +15,10 @@ from megatron_hexi.lab.simulator.simulation import (
 from megatron_hexi.lab.simulator.trace import chrome_trace
 
 __all__ = [
-    "Difference",
     "Findings",
     "LinkUse",
     "Meeting",
+    "PhaseComparison",
     "PipelineSpan",
     "RankTimeline",
     "Scattering",

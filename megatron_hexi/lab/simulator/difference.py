@@ -31,7 +31,7 @@ _EXCHANGE = ("keys", "gradients")
 
 
 @dataclass(frozen=True)
-class Difference:
+class PhaseComparison:
     """A phase in the cost model and in the simulator.
 
     Args:
@@ -52,7 +52,7 @@ class Difference:
         return self.simulated_s - self.model_s
 
 
-def compare_with_model(simulation: Simulation, cost: IterationCost) -> tuple[Difference, ...]:
+def compare_with_model(simulation: Simulation, cost: IterationCost) -> tuple[PhaseComparison, ...]:
     """Return the differences by phase, and last of the whole iteration."""
     model, simulated = cost.phases.by_name, simulation.phases.by_name
     least = _SAME * cost.iteration_s
@@ -69,11 +69,11 @@ def compare_with_model(simulation: Simulation, cost: IterationCost) -> tuple[Dif
             reasons = list(_reasons(phase, more, simulation.findings)) or [_SMALL[more > 0]]
             if traded and phase in ("all_to_all", "exchange"):
                 reasons.append("who is early in one of all-to-all and exchange waits longer in the other")
-        rows.append(Difference(phase, seconds, simulated[phase], "; ".join(reasons)))
+        rows.append(PhaseComparison(phase, seconds, simulated[phase], "; ".join(reasons)))
     return (*rows, _whole(rows, simulation, cost))
 
 
-def _whole(rows: list[Difference], simulation: Simulation, cost: IterationCost) -> Difference:
+def _whole(rows: list[PhaseComparison], simulation: Simulation, cost: IterationCost) -> PhaseComparison:
     more = simulation.iteration_s - cost.iteration_s
     why = ""
     if abs(more) > _SAME * cost.iteration_s:
@@ -81,7 +81,7 @@ def _whole(rows: list[Difference], simulation: Simulation, cost: IterationCost) 
         same = [row for row in rows if row.why and row.difference_s * more > 0]
         names = [row.phase for row in sorted(same, key=lambda row: -abs(row.difference_s))]
         why = f"mostly {' and '.join(name.replace('_', ' ') for name in names[:2])}"
-    return Difference("iteration", cost.iteration_s, simulation.iteration_s, why)
+    return PhaseComparison("iteration", cost.iteration_s, simulation.iteration_s, why)
 
 
 def _reasons(phase: str, more: float, findings: Findings) -> Iterator[str]:

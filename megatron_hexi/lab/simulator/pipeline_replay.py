@@ -27,10 +27,10 @@ def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) 
     Args:
         forward: seconds of a micro-batch's forward pass in each stage; the rest is the backward pass.
     """
-    count = len(pipeline.stages)
+    count = len(pipeline.stage_phases)
     seconds = [
         {"forward": ahead, "backward": phases.total - ahead}
-        for ahead, phases in zip(forward, pipeline.stages, strict=True)
+        for ahead, phases in zip(forward, pipeline.stage_phases, strict=True)
     ]
     chunks = pipeline.chunks
     seconds = [{way: one / chunks for way, one in both.items()} for both in seconds]
@@ -90,7 +90,7 @@ def pipeline_phases(pipeline: Pipeline, forward: Sequence[float], spans: Sequenc
     Args:
         forward: see `replay_pipeline`.
     """
-    slowest = max(pipeline.stages, key=lambda phases: phases.total) * pipeline.micro_batches
+    slowest = max(pipeline.stage_phases, key=lambda phases: phases.total) * pipeline.micro_batches
     end = at_once = max(span.end_s for span in spans)
     if pipeline.there.any() or pipeline.back.any():
         nothing: Floats = np.zeros(len(pipeline.there))

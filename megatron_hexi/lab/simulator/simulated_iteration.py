@@ -71,7 +71,7 @@ def simulate(
             spans, end = replay_interleaved(pipeline, replica)
             phases_of_replica = pipeline.phases_of(replay_interleaved(pipeline.instant, replica)[1], end)
         else:
-            pipeline = replace(pipeline, stages=tuple(lane.phases for (lane,) in stage_lanes[replica]))
+            pipeline = replace(pipeline, stage_phases=tuple(lane.phases for (lane,) in stage_lanes[replica]))
             forward = [lane.forward_s for (lane,) in stage_lanes[replica]]
             spans = replay_pipeline(pipeline, forward, replica)
             phases_of_replica = pipeline_phases(pipeline, forward, spans)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_hexi.cost import IterationCost
-from megatron_hexi.lab.simulator import Difference, LinkUse, RankTimeline, Simulation
+from megatron_hexi.lab.simulator import LinkUse, PhaseComparison, RankTimeline, Simulation
 from megatron_hexi.report.estimate import spell_phase, spell_seconds, spell_throughput
 from megatron_hexi.report.tables import spell_bytes
 
@@ -30,7 +30,7 @@ _LINKS = 8
 
 
 def timeline_report(
-    simulation: Simulation, cost: IterationCost, differences: Sequence[Difference]
+    simulation: Simulation, cost: IterationCost, differences: Sequence[PhaseComparison]
 ) -> RenderableType:
     """Return the simulation for a terminal: summary, ranks, busiest links, and the cost model."""
     return Group(
@@ -66,7 +66,7 @@ def links_table(links: Sequence[LinkUse]) -> Table:
     return table
 
 
-def differences_table(differences: Sequence[Difference]) -> Table:
+def differences_table(differences: Sequence[PhaseComparison]) -> Table:
     """Return a table of the cost model and the simulator with reasons; the whole iteration comes last."""
     table = _table(("phase", "model", "simulated", "difference", "why"), 1, _PHASES_CAPTION)
     table.columns[-1].justify, table.columns[-1].overflow = "left", "fold"
@@ -83,7 +83,7 @@ def differences_table(differences: Sequence[Difference]) -> Table:
 
 
 def timeline_dict(
-    simulation: Simulation, cost: IterationCost, differences: Sequence[Difference]
+    simulation: Simulation, cost: IterationCost, differences: Sequence[PhaseComparison]
 ) -> dict[str, Any]:
     """Return the simulation without its events as plain values: seconds, bytes, tokens/s."""
     return {

@@ -88,7 +88,7 @@ def _check_words(speeds: str, links: str, program: Sequence[str]) -> None:
     if speeds not in SPEEDS:
         raise HexiError(f"--speeds {speeds}: unknown kind of speeds; take {', '.join(SPEEDS)}")
     if links not in ("on", "off"):
-        raise HexiError(f"--links {links}: neither on nor off; take one of them")
+        raise HexiError(f"--emulate-links {links}: neither on nor off; take one of them")
     if program and program[0] == "-m" and len(program) == 1:
         raise HexiError("-m: names no module; write -m megatron_hexi.pretrain_gpt, and its arguments")
     if program and program[0] != "-m" and not os.path.isfile(program[0]):

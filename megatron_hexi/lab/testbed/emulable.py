@@ -39,7 +39,7 @@ def check_emulable(cluster: Cluster, source: YamlFile, speeds: Speeds, *, links:
 
 def _check_links(cluster: Cluster, source: YamlFile) -> None:
     file = cluster.file
-    instead = "describe the nodes' links by network, or take --links off"
+    instead = "describe the nodes' links by network, or take --emulate-links off"
     if file.matrix is not None:
         refuse(source, ("matrix",), "cannot be emulated: a node has one link here, as wide to all", instead)
     for field in ("fabrics", "levels"):
@@ -63,7 +63,7 @@ def _check_links(cluster: Cluster, source: YamlFile) -> None:
                 f"has {node.bandwidth / 1e9:g} GB/s inside and {network / 1e9:g} outside: not emulated, what "
                 "leaves a node passes the GPU's own port here"
             )
-            refuse(source, ("nodes", number), problem, "make intra the faster, or take --links off")
+            refuse(source, ("nodes", number), problem, "make intra the faster, or take --emulate-links off")
 
 
 def _check_one_speed(cluster: Cluster, source: YamlFile) -> None:

@@ -47,5 +47,5 @@ def run(*words: str | Sequence[str]) -> None:
     except PlatformError as problem:
         raise PlatformError(
             f"{problem}; the kernel must offer veth, bridge, sch_htb and cls_u32, or do without links: "
-            "--links off"
+            "--emulate-links off"
         ) from None

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hexi.cluster import Cluster, LinkId, Passes
+from megatron_hexi.cluster import Cluster, LinkId, PassCurves
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.collectives import loss_sum_seconds, pipeline_seconds, tensor_parallel_seconds
 from megatron_hexi.cost.compute import (
@@ -341,10 +341,10 @@ class Floor:
         return shown
 
 
-def _best_up_to(size: float, speeds: Speeds) -> Passes:
+def _best_up_to(size: float, speeds: Speeds) -> PassCurves:
     """Return rates that hold for every size: the best of causal and full blocks up to this size."""
     ways = ((speeds.causal.forward, speeds.full.forward), (speeds.causal.backward, speeds.full.backward))
-    return Passes(
+    return PassCurves(
         *(
             replace(both[0], sizes=(1.0,), rates=(max(curve.best_up_to(size) for curve in both),))
             for both in ways

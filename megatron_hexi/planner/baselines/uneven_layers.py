@@ -220,7 +220,7 @@ def _deal_again(candidate: Candidate, dealt: Sequence[int], layers: int) -> list
     counts, full = np.arange(1, layers + 1), candidate.timing.stage_fullness
     seconds = []
     for stage, assigned in enumerate(dealt):
-        took = max(pipeline.stages[stage].total for pipeline in candidate.timing.pipelines)
+        took = max(pipeline.stage_phases[stage].total for pipeline in candidate.timing.pipelines)
         fullest = max(full[replica, stage] for replica in range(len(candidate.plan.replicas)))
         most = assigned if fullest <= 1 and assigned == layers else max(1, int(assigned / fullest))
         seconds.append(np.where(counts <= most, counts * took / assigned, np.inf))

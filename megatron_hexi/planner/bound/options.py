@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy as np
 
-from megatron_hexi.cluster import Curve, Node, Passes
+from megatron_hexi.cluster import Curve, Node, PassCurves
 from megatron_hexi.cost import attention_seconds
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import tensor_parallel_seconds
@@ -91,7 +91,7 @@ def ranges(first: int, last: int, factor: float) -> Iterator[tuple[int, int]]:
         first = end + 1
 
 
-class UnitOptions:
+class UnitCandidates:
     """GPUs of one kind in tensor-parallel units of one size, at all positions.
 
     Args:
@@ -204,7 +204,7 @@ def _rising(curve: Curve) -> Curve:
     return replace(curve, rates=tuple(itertools.accumulate(curve.rates, max)))
 
 
-def _up_to(passes: Passes, size: float) -> Passes:
+def _up_to(passes: PassCurves, size: float) -> PassCurves:
     """Return passes that have, at every size, the best rates up to this size."""
     both = (_rising(curve) for curve in (passes.forward, passes.backward))
-    return Passes(*(replace(curve, sizes=(1.0,), rates=(curve.rate(size),)) for curve in both))
+    return PassCurves(*(replace(curve, sizes=(1.0,), rates=(curve.rate(size),)) for curve in both))

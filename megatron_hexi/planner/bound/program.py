@@ -15,7 +15,7 @@ from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.cost.memory import OPTIMIZER_BYTES
 from megatron_hexi.models import RECOMPUTES
 from megatron_hexi.planner.bound.linear_solver import solve
-from megatron_hexi.planner.bound.options import MODES, Places, UnitOptions, ranges
+from megatron_hexi.planner.bound.options import MODES, Places, UnitCandidates, ranges
 from megatron_hexi.planner.request import Request
 
 #: Tolerance for rounding of floats, which adds up to much less.
@@ -80,12 +80,12 @@ class BoundProgram:
         self._gpus = np.array([float(counts[key] * key[1]) for key in nodes])
         allowed_modes = {job.mode, "none"} if isinstance(job.recompute, int) else {job.mode}
         modes = ["recompute" not in fixed or mode in allowed_modes for mode in RECOMPUTES]
-        units, kinds = list[UnitOptions](), list[int]()
+        units, kinds = list[UnitCandidates](), list[int]()
         for kind, node in enumerate(nodes.values()):
             for width in request.widths(len(node.ranks)):
                 job_of_width = replace(request.with_width(width), pipeline_parallel=1, recompute="none")
                 units.append(
-                    UnitOptions(
+                    UnitCandidates(
                         replace(job_of_width, micro_batch_size=1), node, places, sizes, sum(modes) > 1
                     )
                 )

@@ -173,7 +173,7 @@ class Assembly:
     def _reassigned(self, pipe: Pipe, micro_batches: int, shards: int, trials: Sequence[Trial]) -> Pipe:
         """Return the pipeline with layers reassigned by the stages' timed seconds."""
         took = [
-            (stage.layers, trial.timing.pipelines[0].stages[0].total)
+            (stage.layers, trial.timing.pipelines[0].stage_phases[0].total)
             for stage, trial in zip(pipe.stages, trials, strict=True)
         ]
         layered = self._search.layered(pipe.shapes, micro_batches, shards, timed=True, took=took)

@@ -97,14 +97,14 @@ class _LeastOrder:
         assert isinstance(pipeline, Pipeline)
         first, middle, last = move.layers
         changed = {(number, move.stage): (first, middle), (number, move.stage + 1): (middle, last)}
-        stages = list(pipeline.stages)
+        stages = list(pipeline.stage_phases)
         for (_, stage), layers in changed.items():
             stages[stage] = self._seconds(number, stage, layers)
         kept = [] if len(self._stages) > 1 else [stage for stage in self._place if stage not in changed]
         wait = max((self._waits[stage] for stage in kept), default=0.0)
         step = Phases(optimizer=max((self._steps[stage] for stage in kept), default=0.0))
         replicas = list(timing.replicas)
-        replicas[number] = replace(pipeline, stages=tuple(stages)).phases + Phases(gradients=wait)
+        replicas[number] = replace(pipeline, stage_phases=tuple(stages)).phases + Phases(gradients=wait)
         fullness = max((self._full[stage] for stage in kept), default=0.0)
         seconds = max((phases + step).spread_by(timing.spread).total for phases in replicas)
         return max(0.0, fullness - 1), seconds

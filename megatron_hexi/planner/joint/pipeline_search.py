@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.planner.joint.blocks import Blocks
 from megatron_hexi.planner.joint.pipes import Pipe, PipeStage, least_longest, moved_layers
 from megatron_hexi.planner.joint.pools import Counts, StageShape
+from megatron_hexi.planner.joint.stage_runs import StageRuns
 from megatron_hexi.planner.joint.stage_tables import DEEPEST, StageTables
 from megatron_hexi.planner.request import Request
 
@@ -60,7 +60,7 @@ class PipelineSearch:
         if not request.rules.allow("unequal_stages"):  # pipelines of equal stages are tried as baselines
             self._depths = [depth for depth in self._depths if depth == 1]
         depth = min(deepest, max(self._depths, default=0))
-        self._blocks = Blocks(self._pools, tables.timer.widths, depth, request.context_parallel)
+        self._runs = StageRuns(self._pools, tables.timer.widths, depth, request.context_parallel)
         tokens = tables.timer.micro_batch_size * job.seq_length
         #: Bytes of activations between stages, and of their gradients.
         self._bytes = tokens * job.model.hidden_size * job.element_bytes
@@ -79,7 +79,7 @@ class PipelineSearch:
             width: tensor-parallel size of all stages; ``None``: stages may differ.
         """
         candidates: list[tuple[float, list[StageShape]]] = []
-        for blocks in self._blocks.orders(counts):
+        for blocks in self._runs.partitions(counts):
             candidates += self._candidates(blocks, micro_batches, shards, width)
         candidates.sort(key=lambda candidate: candidate[0])
         pipes = [self.layered(shapes, micro_batches, shards) for _, shapes in candidates[:_FINALISTS]]
@@ -89,7 +89,7 @@ class PipelineSearch:
         """Return pipelines of one stage with each tensor-parallel size that fits; arguments as in `best`."""
         if 1 not in self._depths:
             return []
-        blocks = (block for block in self._blocks.options(counts, width) if block.stages == 1)
+        blocks = (block for block in self._runs.options(counts, width) if block.stages == 1)
         pipes = [self.layered([block.shape], micro_batches, shards) for block in blocks]
         return sorted((pipe for pipe in pipes if pipe is not None), key=lambda pipe: pipe.seconds)
 
@@ -207,7 +207,7 @@ class PipelineSearch:
             width: tensor-parallel size; ``None``: any.
         """
         by_depth: dict[int, _CarriedLayers] = {}
-        for number, (shape, depth) in enumerate(self._blocks.options(counts, width)):
+        for number, (shape, depth) in enumerate(self._runs.options(counts, width)):
             if behind + depth > DEEPEST:
                 continue
             layers = np.zeros(len(self._grid))
@@ -273,7 +273,7 @@ class PipelineSearch:
         shapes: list[StageShape] = []
         for block, level in zip(blocks, reversed(levels), strict=False):
             _, options, behind = level[depth]
-            shape, stages = self._blocks.options(block, width)[options[time]]
+            shape, stages = self._runs.options(block, width)[options[time]]
             shapes += [shape] * stages
             depth = int(behind[time])
         return shapes

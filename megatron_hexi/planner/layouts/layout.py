@@ -123,7 +123,7 @@ def build_domain(
     if experts is None:
         return domain
     (domain,) = spread_experts(
-        [domain], experts.count, fleet.experts.ranks, lambda rank: fleet.expert_weight(gpu[rank])
+        [domain], experts.count, fleet.experts.domain_size, lambda rank: fleet.expert_weight(gpu[rank])
     )
     return domain
 

@@ -97,15 +97,15 @@ def copy_rows(rows: Rows, target: Tensor, source: Tensor) -> None:
     )
 
 
-def pack(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> Callable[..., None]:
-    """Return a function that writes heads of tensors to a flat message in one kernel; see `plain.pack`."""
+def make_pack(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> Callable[..., None]:
+    """Return a function that writes heads of tensors to a flat message in one kernel (`plain.make_pack`)."""
     return partial(_move, *_table(slots, heads, device), True)
 
 
-def unpack(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> Callable[..., None]:
+def make_unpack(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> Callable[..., None]:
     """Return a function that reads heads of tensors from a flat message in one kernel.
 
-    Copies of a head are summed in fp32; see `plain.unpack`.
+    Copies of a head are summed in fp32; see `plain.make_unpack`.
     """
     return partial(_move, *_table(slots, heads, device), False)
 

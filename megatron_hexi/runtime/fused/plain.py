@@ -92,7 +92,7 @@ def copy_rows(rows: Rows, target: Tensor, source: Tensor) -> None:
     target.copy_(rows.taken(source))
 
 
-def pack(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> Callable[..., None]:
+def make_pack(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> Callable[..., None]:
     """Return a function that writes heads of tensors to a flat message.
 
     Returns:
@@ -107,10 +107,10 @@ def _pack(slots: Sequence[Slot], flat: Tensor, *parts: Tensor) -> None:
         _lying(flat, part, slot).copy_(part)
 
 
-def unpack(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> Callable[..., None]:
+def make_unpack(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> Callable[..., None]:
     """Return a function that reads heads of tensors from a flat message; copies of a head are summed in fp32.
 
-    Arguments and the function returned are those of `pack`.
+    Arguments and the function returned are those of `make_pack`.
     """
     slots_of_part = [[slot for slot in slots if slot.part == number] for number in range(len(heads))]
     return partial(_unpack, [(part_slots, _overlap(part_slots)) for part_slots in slots_of_part])

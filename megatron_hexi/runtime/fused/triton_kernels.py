@@ -114,7 +114,7 @@ def move_kernel(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Compute `plain.pack` and `plain.unpack`.
+    """Compute `plain.make_pack` and `plain.make_unpack`.
 
     An entry of `parts` is (tensor, steps of tokens, batch and head, size of a head). A line of `table`
     describes a head: number of the part, number of the head, then offset and stride of each copy of the head

@@ -137,7 +137,7 @@ def test_what_blocks_and_what_hides_is_counted(results):
     (found,) = [one for one in results["sailor-mixed"] if one.row == "R/T, TP2"]
     timing = CostModel(job(row), mixed_cluster(row)).timing(mixed_plan(row, job(row)))
     send = 4096 * 1024 * 4 / 0.115e9
-    slower = max(phases.total for phases in timing.pipelines[0].stages)
+    slower = max(phases.total for phases in timing.pipelines[0].stage_phases)
     assert found.predicted == pytest.approx(128 * (slower + 2 * send), rel=0.02)
 
 

@@ -228,7 +228,7 @@ def test_what_is_no_run_folder(folder, monkeypatch, capsys, path):
     monkeypatch.setattr(command, "check_tools", lambda: None)
     monkeypatch.setattr(command, "find_isolation", lambda: "none")
     monkeypatch.setattr(command, "_supervised", None)
-    words = words_with(("testbed", "check", "testbed.yaml", "--links", "off", "-o", "PATH"), path)
+    words = words_with(("testbed", "check", "testbed.yaml", "--emulate-links", "off", "-o", "PATH"), path)
     error = refused(monkeypatch, capsys, folder, words)
     assert "cannot be used (" in error or "holds files already" in error
 
@@ -289,8 +289,8 @@ MISNAMED = {
         ("place", "plan.yaml", "--cluster", "cluster.yaml"),
         *("-o", "out.csv", "text is written here", ".txt"),
     ),
-    "arguments": (
-        ("arguments", "config.json", "--plan", "plan.yaml", "--checkpoints", "folder"),
+    "slurm-arguments": (
+        ("slurm-arguments", "config.json", "--plan", "plan.yaml", "--checkpoints", "folder"),
         *("-o", "out.html", "text is written here", ".txt"),
     ),
 }

@@ -17,7 +17,6 @@ from megatron_hexi.plan import Workload, plan_digest, proportional_plan, read_pl
 from tests.support.shell import call_hexi, is_one_error_line
 
 COMMANDS = [
-    "arguments",
     "capture",
     "catalog",
     "compare",
@@ -33,6 +32,7 @@ COMMANDS = [
     "report",
     "show",
     "simulate",
+    "slurm-arguments",
     "testbed",
     "unpatch",
     "validate",
@@ -199,7 +199,8 @@ def test_proportion_refuses_what_is_no_speed(hexi, tmp_path, speeds):
 
 
 @pytest.mark.parametrize(
-    "wrong", [("--seq-length", 0), ("--num-attention-heads", 0), ("--num-query-groups", 3), ("--window", 0)]
+    "wrong",
+    [("--seq-length", 0), ("--num-attention-heads", 0), ("--num-query-groups", 3), ("--prefetch-steps", 0)],
 )
 def test_proportion_refuses_sizes_that_no_plan_has(hexi, tmp_path, wrong):
     path = tmp_path / "plan.yaml"

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 JOB = ("--model", "gpt-3b", "--seq-length", "4096", "--recompute-granularity", "full")
 HERE = ("--cluster", "cluster.yaml", "--model", "gpt-7b")
 PODS = ("--image", "x/y:1")
-EMULATED = ("testbed.yaml", "--links", "off", "-o", "run")
+EMULATED = ("testbed.yaml", "--emulate-links", "off", "-o", "run")
 
 #: A good command line of each command, of `hexi launch` also with manifests.
 LINES: dict[str, tuple[str, ...]] = {
@@ -46,7 +46,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "doctor": ("--local",),
     "probe": ("-o", "out.yaml"),
     "place": ("plan.yaml", "--cluster", "cluster.yaml", "-o", "hosts"),
-    "arguments": ("job.args", "--plan", "plan.yaml", "--checkpoints", "saved", "-o", "words"),
+    "slurm-arguments": ("job.args", "--plan", "plan.yaml", "--checkpoints", "saved", "-o", "words"),
     "capture": ("-o", "out.args", "--", "bash", "train.sh"),
     "recipe list": (),
     "recipe show": ("llama3-8b-128k",),
@@ -86,7 +86,7 @@ TAKEN = {
     # Text and HTML are not written to a name that ends as YAML does.
     **{
         f"{line}: --out": {*NAMES, "1e999", "0x10", ":", "a:b=c", "9" * 18} - {"latin.yaml"}
-        for line in ("launch", "place", "arguments", "capture", "recipe write", "report")
+        for line in ("launch", "place", "slurm-slurm-arguments", "capture", "recipe write", "report")
     },
     "--trace": {*NAMES, "1e999", "0x10", ":", "a:b=c", "deep.json", "9" * 18} - {"latin.yaml"},
     "--image": {"nan", "inf", "0", "1.5", "1_0", "1e999", "0x10", "9" * 18, "folder", "fifo", "absent/x"}

@@ -175,7 +175,7 @@ def test_replicas_of_any_depth_take_their_own_micro_batches():
     few, many = (
         CostModel(job, known).timing(plan_of(job, (5 - count, deep), (count, flat))) for count in (1, 4)
     )
-    assert [len(pipeline.stages) for pipeline in few.pipelines] == [2, 1]
+    assert [len(pipeline.stage_phases) for pipeline in few.pipelines] == [2, 1]
     assert few.replicas[1].total - few.synchronisation[1] == pytest.approx(
         (many.replicas[1].total - many.synchronisation[1]) / 4
     )

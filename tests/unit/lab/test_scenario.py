@@ -75,7 +75,7 @@ def test_a_static_plan_throttled_to_half_for_half_of_the_time(play):
         ranks=(replace(alone.ranks[0], device=device),),
     )
     plan = proportional_plan(JOB.workload(), [[[1.0]]])
-    text = "{lasts: 80s, throttled: [{gpus: a-0/0, speed: 0.5, at: 20s, until: 60s}]}"
+    text = "{lasts: 80s, throttled: [{gpus: a-0/0, speed_factor: 0.5, at: 20s, until: 60s}]}"
     found, courses = play(text, plan, JOB, alone)
     for course in courses.values():  # no other plan is any better on one GPU
         assert found.goodput(course) == pytest.approx(0.75 * found.undisturbed_tokens_per_s, rel=1e-6)
@@ -85,12 +85,12 @@ def test_a_static_plan_throttled_to_half_for_half_of_the_time(play):
 
 def test_a_static_plan_keeps_its_pace_by_the_cost_model(play):
     slow = TWO.at_speeds({3: 0.5})
-    _, courses = play("{lasts: 40s, throttled: [{gpus: b-0/1, speed: 0.5, at: 10s, until: 30s}]}")
+    _, courses = play("{lasts: 40s, throttled: [{gpus: b-0/1, speed_factor: 0.5, at: 10s, until: 30s}]}")
     assert courses["static"].iterations == pytest.approx(20 / seconds() + 20 / seconds(slow), rel=1e-9)
 
 
 def test_factors_multiply_and_names_reach_whole_nodes_and_kinds(play):
-    text = "{lasts: 10s, throttled: [{gpus: b, speed: 0.5}, {gpus: PLAIN, speed: 0.8}]}"
+    text = "{lasts: 10s, throttled: [{gpus: b, speed_factor: 0.5}, {gpus: PLAIN, speed_factor: 0.8}]}"
     slow = TWO.at_speeds({0: 0.8, 1: 0.8, 2: 0.4, 3: 0.4})
     _, courses = play(text)
     assert courses["static"].iterations == pytest.approx(10 / seconds(slow), rel=1e-9)
@@ -100,7 +100,8 @@ def test_units_of_several_gpus_are_as_fast_as_their_slowest(play):
     job = tiny_job(global_batch_size=4, tensor_parallel=2)
     plan = proportional_plan(job.workload(), [[[1.0], [1.0]]])
     for gpu in (2, 3):
-        _, courses = play(f"{{lasts: 10s, throttled: [{{gpus: b-0/{gpu - 2}, speed: 0.5}}]}}", plan, job)
+        slowed = f"{{lasts: 10s, throttled: [{{gpus: b-0/{gpu - 2}, speed_factor: 0.5}}]}}"
+        _, courses = play(slowed, plan, job)
         slow = TWO.at_speeds({2: 0.5, 3: 0.5})
         assert courses["static"].iterations == pytest.approx(10 / seconds(slow, plan, job), rel=1e-9)
 
@@ -147,7 +148,10 @@ def test_a_loss_in_a_restart_starts_it_anew(play):
 LONG = tiny_job(global_batch_size=1, seq_length=65536)
 WIDE = cluster([("a", "PLAIN", 2), ("b", "PLAIN", 2)], bandwidth=1000)
 MOVABLE = (proportional_plan(LONG.workload(), [[[1.0, 1.0], [1.0, 1.0]]]), LONG, WIDE, Request(LONG, FIXED))
-HALVED = "{lasts: 90s, throttled: [{gpus: b-0/1, speed: 0.5, at: 30s, until: 60s}], replanning: {swap: 10s}}"
+HALVED = (
+    "{lasts: 90s, throttled: [{gpus: b-0/1, speed_factor: 0.5, at: 30s, until: 60s}], "
+    "replanning: {swap: 10s}}"
+)
 
 
 def test_the_advisor_follows_a_throttle_and_its_end(play):
@@ -181,8 +185,8 @@ def test_nothing_is_faster_than_the_oracle(play, seed):
 lasts: 10m
 random:
   seed: {seed}
-  throttles: {{mean_time_between: 12m, lasts: 40s, speed: 0.5}}
-  congestion: {{mean_time_between: 6m, lasts: 1m, bandwidth: 0.1}}
+  throttles: {{mean_time_between: 12m, lasts: 40s, speed_factor: 0.5}}
+  congestion: {{mean_time_between: 6m, lasts: 1m, bandwidth_factor: 0.1}}
   failures: {{mean_time_between: 8m, repair: 1m}}
 recovery: {{restart: 10s}}
 """
@@ -210,7 +214,8 @@ def test_events_are_drawn_each_by_itself(tmp_path):
 
     failures = "failures: {mean_time_between: 6h, repair: 30m}"
     both = drawn(
-        f"{{lasts: 30d, random: {{{failures}, throttles: {{mean_time_between: 1d, lasts: 1h, speed: 0.5}}}}}}"
+        f"{{lasts: 30d, random: {{{failures}, "
+        "throttles: {mean_time_between: 1d, lasts: 1h, speed_factor: 0.5}}}"
     )
     lost = drawn(f"{{lasts: 30d, random: {{{failures}}}}}")
     assert [event for event in both if event.what == "lost"] == list(lost)
@@ -226,8 +231,9 @@ def test_events_are_drawn_each_by_itself(tmp_path):
 def test_periods_cover_the_time_and_alike_ones_are_one(tmp_path):
     path = tmp_path / "one.yaml"
     path.write_text(
-        "{lasts: 10s, throttled: [{gpus: a-0/0, speed: 0.5, at: 2s, until: 4s}, "
-        "{gpus: a-0/0, speed: 0.5, at: 4s, until: 6s}, {gpus: a-0/0, speed: 1.0, at: 1s, until: 8s}]}"
+        "{lasts: 10s, throttled: [{gpus: a-0/0, speed_factor: 0.5, at: 2s, until: 4s}, "
+        "{gpus: a-0/0, speed_factor: 0.5, at: 4s, until: 6s}, "
+        "{gpus: a-0/0, speed_factor: 1.0, at: 1s, until: 8s}]}"
     )
     scenario, events = read_scenario(path, TWO)
     periods = find_periods(events, scenario.lasts)

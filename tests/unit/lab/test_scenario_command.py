@@ -27,7 +27,7 @@ SEEDED = """\
 lasts: 10m
 random:
   seed: 3
-  throttles: {mean_time_between: 20m, lasts: 2m, speed: 0.6}
+  throttles: {mean_time_between: 20m, lasts: 2m, speed_factor: 0.6}
 """
 JOB_WORDS = (
     *("--cluster", "cluster.yaml", "--model", "gpt-3b", "--recompute-granularity", "full"),
@@ -75,12 +75,21 @@ BROKEN = {
     "centuries": ("lasts: 99999d", "is no duration"),
     "unknown field": ("{lasts: 1h, crashed: []}", "crashed is not a known field"),
     "unknown GPU": (
-        "lasts: 1h\nthrottled:\n- {gpus: v100, speed: 0.5}",
+        "lasts: 1h\nthrottled:\n- {gpus: v100, speed_factor: 0.5}",
         "scenario.yaml:3: throttled[0].gpus = 'v100' is no GPU, node or kind",
     ),
-    "faster": ("{lasts: 1h, throttled: [{gpus: h100, speed: 2.0}]}", "throttled[0].speed = 2.0 is too large"),
-    "stopped": ("{lasts: 1h, throttled: [{gpus: h100, speed: 0.0}]}", "speed = 0.0 is too small"),
-    "unknown link": ("{lasts: 1h, congested: [{link: rack 0, bandwidth: 0.5}]}", "is no link of the cluster"),
+    "faster": (
+        "{lasts: 1h, throttled: [{gpus: h100, speed_factor: 2.0}]}",
+        "throttled[0].speed_factor = 2.0 is too large",
+    ),
+    "stopped": (
+        "{lasts: 1h, throttled: [{gpus: h100, speed_factor: 0.0}]}",
+        "speed_factor = 0.0 is too small",
+    ),
+    "unknown link": (
+        "{lasts: 1h, congested: [{link: rack 0, bandwidth_factor: 0.5}]}",
+        "is no link of the cluster",
+    ),
     "unknown node": ("{lasts: 1h, lost: [{nodes: h100-1, at: 1m}]}", "lost[0].nodes = 'h100-1' is no node"),
     "too late": ("{lasts: 1h, lost: [{nodes: h100, at: 1h}]}", "lost[0].at = 3600 s is not before the end"),
     "backwards": ("{lasts: 1h, lost: [{nodes: h100, at: 9m, until: 5m}]}", "until = 300 s is not after at"),

@@ -10,7 +10,7 @@ from matplotlib.colors import to_hex
 from rich.console import Console
 
 from megatron_hexi.cost import estimate
-from megatron_hexi.lab.simulator import Difference, chrome_trace, compare_with_model, simulate
+from megatron_hexi.lab.simulator import PhaseComparison, chrome_trace, compare_with_model, simulate
 from megatron_hexi.lab.simulator.timeline import timeline_dict, timeline_report
 from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
 from megatron_hexi.plan import proportional_plan
@@ -94,7 +94,10 @@ def test_alike_ranks_share_a_line():
 
 def test_less_than_nothing_is_spelt():
     found, cost, _ = simulated()
-    rows = (Difference("exchange", 1e-12, -0.25, ""), Difference("iteration", 2.0, 1.75, "mostly exchange"))
+    rows = (
+        PhaseComparison("exchange", 1e-12, -0.25, ""),
+        PhaseComparison("iteration", 2.0, 1.75, "mostly exchange"),
+    )
     lines = printed(timeline_report(found, cost, rows)).splitlines()
     (exchange,) = (line for line in lines if "exchange " in line and "│" in line and "mostly" not in line)
     assert [cell.strip() for cell in exchange.split("│")[1:5]] == ["exchange", "0", "-0.25", "-12.5%"]

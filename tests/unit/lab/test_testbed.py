@@ -128,7 +128,7 @@ def test_a_quota_refuses_devices_whose_ratio_depends_on_the_work(tmp_path):
     ("words", "said"),
     [
         (["check", "pair.yaml", "--speeds", "slow"], "--speeds slow"),
-        (["check", "pair.yaml", "--links", "thin"], "--links thin"),
+        (["check", "pair.yaml", "--emulate-links", "thin"], "--emulate-links thin"),
         (["check", "pair.yaml", "--gpus", "1,1"], "--gpus 1,1"),
         (["check", "pair.yaml", "--gpus", "0,7"], "--gpus 0,7"),
         (["check", "absent.yaml"], "absent.yaml"),

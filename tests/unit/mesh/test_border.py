@@ -101,7 +101,7 @@ def test_each_row_arrives_once_from_a_rank_that_holds_it(case):
         pairs = [(message.source, message.target) for message in messages]
         assert pairs == sorted(set(pairs))
         assert {rank for rank, _ in pairs} <= set(mesh.stage_ranks(replica, source))
-        assert all(message.rows > 0 for message in messages)
+        assert all(message.num_rows > 0 for message in messages)
         check_messages(mesh, messages, mesh.stage_ranks(replica, target), documents)
 
 

@@ -28,7 +28,7 @@ TAKEN = {
     "--num-virtual-stages-per-pipeline-rank": _STAGES,
     "--pipeline-model-parallel-layout": _STAGES,
     "--pipeline-model-parallel-size": _STAGES,
-    "--save": "hexi launch and hexi arguments add --save-interval",
+    "--save": "hexi launch and hexi slurm-arguments add --save-interval",
 }
 
 

@@ -242,7 +242,7 @@ def test_rules_with_one_key_place_experts_alike(units, width, total, rules, is_m
 
     def placed(rule):
         return spread_experts(
-            [domain], total, rule.ranks, lambda rank: weights[rule.by][rank % 2 if is_mixed else 0]
+            [domain], total, rule.domain_size, lambda rank: weights[rule.by][rank % 2 if is_mixed else 0]
         )
 
     assert all(placed(rule) == placed(rules[0]) for rule in rules)

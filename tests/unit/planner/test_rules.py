@@ -9,7 +9,7 @@ from megatron_hexi.cluster import PlannerRules, cluster_digest
 from megatron_hexi.errors import HexiError, NothingFitsError
 from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan import has_equal_replicas
-from megatron_hexi.planner import Request, find_gains, find_plan
+from megatron_hexi.planner import Request, ablate_features, find_plan
 from megatron_hexi.planner.features import USES, features_of, is_allowed
 from megatron_hexi.planner.joint import packing
 from megatron_hexi.planner.joint.pipes import Pipe, PipeStage
@@ -152,8 +152,8 @@ def test_rules_over_others():
 
 def test_gains_are_those_over_the_plan_without_each_feature(plans):
     planned = plans[0][1]
-    found = find_gains(request_of("gpt-3b", 16384), read_text(MIXED), planned.plan)
-    gains = {gain.feature: gain.without_tokens_per_s for gain in found}
+    found = ablate_features(request_of("gpt-3b", 16384), read_text(MIXED), planned.plan)
+    gains = {gain.feature: gain.tokens_per_s_without for gain in found}
     kept = {feature: one for feature, free, one in plans if free is planned}
     assert gains == {name: kept[name].cost.tokens_per_s for name in features_of(planned.plan)}
     assert "unequal_stages" in gains

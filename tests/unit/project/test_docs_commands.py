@@ -29,7 +29,7 @@ _NEED_MORE = {
     "hexi doctor": "torchrun over several machines",
     "hexi probe": "torchrun over several machines",
     "hexi place": "a job of Slurm's",
-    "hexi arguments": "a file of one's own",
+    "hexi slurm-arguments": "a file of one's own",
     "hexi capture": "a launch script of one's own",
     "hexi testbed run": "minutes of an idle machine",
     "hexi testbed check": "minutes of an idle machine",

@@ -222,10 +222,10 @@ def test_heads_are_packed_and_unpacked(ways, seed):
         offset += len(pieces[-1])
     flat = torch.empty(offset, dtype=dtype)
     where = slots, [part.shape[2] for part in parts], flat.device
-    ways.pack(*where)(flat, *parts)
+    ways.make_pack(*where)(flat, *parts)
     assert torch.equal(flat, torch.cat(pieces))
     found = [torch.zeros_like(part) for part in parts]
-    ways.unpack(*where)(flat, *found)
+    ways.make_unpack(*where)(flat, *found)
     for part, table, back in zip(parts, tables, found, strict=True):
         times = torch.tensor(
             [sum(low <= head < high for low, high in table) for head in range(part.shape[2])]
@@ -314,7 +314,7 @@ def test_triton_kernels_compile_for_gpus(capability, terms, weighed, monkeypatch
     term = Term(few, value[:, :, :4], None if lse is None else lse[:, :, :4])
     combine(on_gpu, Sum(value, lse), [term] * terms, Sum(value.float(), lse) if weighed else None, None)
     slots = [Slot(0, (0, 2), 64, 0, 128)] * terms
-    on_gpu.unpack(slots, [2], value.device)(value.flatten(), value)
+    on_gpu.make_unpack(slots, [2], value.device)(value.flatten(), value)
     for name, (arguments, constants) in given.items():
         kernel = getattr(kernels, name)
         signature: dict = {}

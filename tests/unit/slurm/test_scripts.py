@@ -20,7 +20,7 @@ DOCUMENT = (REPOSITORY / "docs" / "slurm.md").read_text(encoding="utf-8")
 BIN = Path(sys.executable).parent
 
 #: Stands for srun and scontrol: writes down its words; ends as FAILS says, and prints SAYS; `hexi place`
-#: leaves its files, `hexi arguments` is the real one.
+#: leaves its files, `hexi slurm-arguments` is the real one.
 PLAYER = """\
 #!{python} -IS
 import json, os, sys
@@ -33,7 +33,7 @@ if "place" in words:
     hosts = Path(words[words.index("-o") + 1])
     for part, text in json.loads(os.environ["HOSTS"]).items():
         hosts.with_name(f"hosts{{part}}").write_text(text)
-if "arguments" in words:
+if "slurm-arguments" in words:
     hexi = os.environ["HEXI"], "-m", "megatron_hexi.cli.main"
     os.execv(hexi[0], [*hexi, *words[words.index("hexi") + 1 :]])
 if "--distribution=arbitrary" in words:
@@ -122,7 +122,7 @@ def test_a_plain_job_is_one_step(submit):
     container = ["--container-image=x", "--container-workdir=/w"]
     assert code == 0
     assert arguments == [
-        *("srun", "--nodes=1", "--ntasks=1", *container, "hexi", "arguments", "job.args"),
+        *("srun", "--nodes=1", "--ntasks=1", *container, "hexi", "slurm-arguments", "job.args"),
         *("--plan", "plan.yaml", "--checkpoints", "checkpoints", "--save-interval", "500"),
         *("-o", "logs/7/arguments"),
     ]

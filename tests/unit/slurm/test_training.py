@@ -141,7 +141,7 @@ def test_the_command_writes_the_words(monkeypatch, capsys, restarts):
     PATH.write_text("--wandb-exp-name 'run #3' --load base # where it begins")
     if restarts == "1":
         saved("ours")
-    done = call_hexi(monkeypatch, capsys, ("arguments", PATH, *OPTIONS))
+    done = call_hexi(monkeypatch, capsys, ("slurm-arguments", PATH, *OPTIONS))
     assert done.code == 0
     load = "ours" if restarts == "1" else "base"
     assert done.out == f"saves in ours; goes on from {load}\n"
@@ -158,7 +158,7 @@ def test_the_command_writes_the_words(monkeypatch, capsys, restarts):
 )
 def test_the_command_writes_nothing_where_it_refuses(monkeypatch, capsys, text):
     PATH.write_text(text)
-    done = call_hexi(monkeypatch, capsys, ("arguments", PATH, *OPTIONS))
+    done = call_hexi(monkeypatch, capsys, ("slurm-arguments", PATH, *OPTIONS))
     assert done.code == 2
     assert is_one_error_line(done.err)
     assert "job.args" in done.err
@@ -179,7 +179,7 @@ def test_the_command_writes_nothing_where_it_refuses(monkeypatch, capsys, text):
 )
 def test_the_command_checks_its_options(monkeypatch, capsys, words, said):
     PATH.write_text("--bf16")
-    done = call_hexi(monkeypatch, capsys, ("arguments", PATH, *OPTIONS, *words))
+    done = call_hexi(monkeypatch, capsys, ("slurm-arguments", PATH, *OPTIONS, *words))
     assert done.code == 2
     assert is_one_error_line(done.err)
     assert said in done.err

@@ -28,7 +28,7 @@ class StageBlock(NamedTuple):
     stages: int
 
 
-class Blocks:
+class StageRuns:
     """The blocks into which a replica's GPUs can be cut.
 
     Args:
@@ -41,7 +41,7 @@ class Blocks:
         self._pools, self._widths, self._deepest, self._size = pools, widths, deepest, size
         self.options = cache(self._options)
 
-    def orders(self, counts: Counts) -> Iterator[tuple[Counts, ...]]:
+    def partitions(self, counts: Counts) -> Iterator[tuple[Counts, ...]]:
         """Yield partitions of the pools into blocks, in a few orders: by speed both ways, and by memory."""
         kinds = pools_of(counts)
         for partition in _partitions(kinds):
@@ -49,10 +49,10 @@ class Blocks:
                 tuple(count if pool in block else 0 for pool, count in enumerate(counts))
                 for block in partition
             ]
-            orders = [tuple(blocks), tuple(blocks[::-1])]
+            partitions = [tuple(blocks), tuple(blocks[::-1])]
             if len(blocks) > 2:
-                orders.append(tuple(sorted(blocks, key=lambda block: -self._memory(block))))
-            yield from dict.fromkeys(orders)
+                partitions.append(tuple(sorted(blocks, key=lambda block: -self._memory(block))))
+            yield from dict.fromkeys(partitions)
 
     def _memory(self, counts: Counts) -> float:
         pools = self._pools.pools

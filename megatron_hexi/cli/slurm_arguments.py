@@ -1,4 +1,4 @@
-"""``hexi arguments``: the arguments that a Slurm job gives each rank of a training."""
+"""``hexi slurm-arguments``: the arguments that a Slurm job gives each rank of a training."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from megatron_hexi.whole_number import variable_number
 app = typer.Typer()
 
 
-@app.command(epilog="Example: hexi arguments job.args --plan plan.yaml --checkpoints checkpoints -o words")
-def arguments(
+@app.command(
+    epilog="Example: hexi slurm-arguments job.args --plan plan.yaml --checkpoints checkpoints -o words"
+)
+def slurm_arguments(
     file: Annotated[
         Path, typer.Argument(metavar="JOB.args", help="Megatron's arguments, as the user has them.")
     ],
@@ -33,7 +35,7 @@ def arguments(
         int, typer.Option(metavar="N", help="Iterations from checkpoint to checkpoint.", parser=whole)
     ] = 500,
 ) -> None:
-    """Complete Megatron's arguments for a restartable Slurm job.
+    """Complete Megatron's arguments for a Slurm job.
 
     Keeps the file's --save, --load, --save-interval and --ckpt-format; without them training saves in
     FOLDER and resumes from there. Writes WORDS, each ended by a NUL byte, as mapfile -d '' reads them.

@@ -9,7 +9,7 @@ import torch
 from megatron_hexi.plan import Block, Shape
 from megatron_hexi.plan.blocks import together
 from megatron_hexi.plan.heads import head_spans, kv_range, spans_in_two
-from megatron_hexi.runtime.blocks import BlockAttention, Queries
+from megatron_hexi.runtime.attention_blocks import BlockAttention, Queries
 from megatron_hexi.runtime.call_rows import Rows, call_rows
 from megatron_hexi.runtime.kernels import KernelDispatch, Mode
 from megatron_hexi.runtime.sums import RowSum

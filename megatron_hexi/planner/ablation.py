@@ -13,7 +13,7 @@ from megatron_hexi.planner.request import Request
 
 
 @dataclass(frozen=True)
-class Gain:
+class FeatureAblation:
     """The speed without a feature that a plan uses.
 
     Args:
@@ -22,10 +22,10 @@ class Gain:
     """
 
     feature: str
-    without_tokens_per_s: float | None
+    tokens_per_s_without: float | None
 
 
-def find_gains(request: Request, cluster: Cluster, plan: Plan) -> tuple[Gain, ...]:
+def ablate_features(request: Request, cluster: Cluster, plan: Plan) -> tuple[FeatureAblation, ...]:
     """Return the gain of each feature that a plan uses, by planning once more without that feature."""
     gains = []
     for feature in features_of(plan):
@@ -34,5 +34,5 @@ def find_gains(request: Request, cluster: Cluster, plan: Plan) -> tuple[Gain, ..
             rate = find_plan(replace(request, rules=rules), cluster).cost.tokens_per_s
         except NothingFitsError:
             rate = None
-        gains.append(Gain(feature, rate))
+        gains.append(FeatureAblation(feature, rate))
     return tuple(gains)
