@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.experts import active_experts
+from megatron_hexi.patching import Patch
 
 
 def _over_slots(original: type) -> type:
@@ -81,3 +82,11 @@ def _over_slots(original: type) -> type:
             return tokens, per_slot[: self.held.count], probs
 
     return MoEAlltoAllTokenDispatcher
+
+
+DISPATCHER_PATCH = Patch(
+    target="megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher",
+    why="tokens travel to ranks with unequal numbers of experts",
+    build=_over_slots,
+    only=">=0.19",  # before, plans with stages refuse experts
+)

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.mesh_groups import MeshGroups
 from megatron_hexi.mesh import ExpertDomain, Mesh, job_experts
+from megatron_hexi.patching import patched
 from megatron_hexi.plan.experts import HeldExperts
 
 
@@ -82,38 +83,40 @@ class NoExperts(torch.nn.Module):
         """Do nothing, for want of weights."""
 
 
-def _with_own_experts(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(
-        self: Any,
-        config: Any,
-        layer_number: int | None = None,
-        pg_collection: Any = None,
-        is_mtp_layer: bool = False,
-    ) -> None:
-        original(self, config, layer_number, pg_collection, is_mtp_layer)
-        view = active_experts()
-        if view is not None:
-            self.num_local_experts = view.held.count
-            self.local_expert_indices = list(range(*view.held.experts))
-            if not view.held.count:
-                self.submodules = replace(self.submodules, experts=NoExperts)
+@patched(
+    "megatron.core.transformer.moe.moe_layer:BaseMoELayer.__init__",
+    why="a rank holds the experts that the plan gives it",
+    only=">=0.19",
+)
+def _with_own_experts(
+    original: Callable[..., None],
+    self: Any,
+    config: Any,
+    layer_number: int | None = None,
+    pg_collection: Any = None,
+    is_mtp_layer: bool = False,
+) -> None:
+    original(self, config, layer_number, pg_collection, is_mtp_layer)
+    view = active_experts()
+    if view is not None:
+        self.num_local_experts = view.held.count
+        self.local_expert_indices = list(range(*view.held.experts))
+        if not view.held.count:
+            self.submodules = replace(self.submodules, experts=NoExperts)
 
-    return __init__
 
-
-def _with_global_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def sharded_state_dict(
-        self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
-    ) -> Any:
-        tree = original(self, prefix, sharded_offsets, metadata)
-        view = active_experts()
-        if view is None:
-            return tree
-        return _renumbered(tree, len(sharded_offsets), view.held.experts[0], self.config.num_moe_experts)
-
-    return sharded_state_dict
+def _with_global_numbers(
+    original: Callable[..., Any],
+    self: Any,
+    prefix: str = "",
+    sharded_offsets: tuple[Any, ...] = (),
+    metadata: Any = None,
+) -> Any:
+    tree = original(self, prefix, sharded_offsets, metadata)
+    view = active_experts()
+    if view is None:
+        return tree
+    return _renumbered(tree, len(sharded_offsets), view.held.experts[0], self.config.num_moe_experts)
 
 
 def _renumbered(tree: Any, axis: int, first: int, total: int) -> Any:
@@ -138,3 +141,17 @@ def _renumbered(tree: Any, axis: int, first: int, total: int) -> Any:
     if isinstance(tree, ShardedTensor):
         place["axis_fragmentations"] = None
     return replace(tree, **place)
+
+
+#: Patches of the layer of experts; before 0.19 plans with stages refuse experts.
+EXPERT_LAYER_PATCHES = (
+    _with_own_experts,
+    *(
+        patched(
+            f"megatron.core.transformer.moe.experts:{name}.sharded_state_dict",
+            why="experts have the numbers that the plan gives them",
+            only=">=0.19",
+        )(_with_global_numbers)
+        for name in ("SequentialMLP", "TEGroupedMLP")
+    ),
+)

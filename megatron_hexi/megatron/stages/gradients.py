@@ -6,7 +6,6 @@ the place of its buffers and groups of buckets.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from megatron_hexi.megatron.stages.routers import end_iteration
 from megatron_hexi.megatron.stages.slices import StageSlices
 from megatron_hexi.megatron.unit_weights import Holding, holdings, unknown
 from megatron_hexi.mesh import Box, cut_pieces, make_buckets
+from megatron_hexi.patching import Patch, patched
 from megatron_hexi.runtime.bucket_buffer import HeldBox
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
 from megatron_hexi.runtime.row_store import DeviceRows, HostRows
@@ -194,28 +194,39 @@ def _copies(
     return {parameter for parameter in copied if not table[parameter].is_part(config.sequence_parallel)}
 
 
-def _over_all_holders(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def finalize_model_grads(
-        model: list[Any],
-        num_tokens: Tensor | None = None,
-        pg_collection: Any = None,
-        force_all_reduce: bool | None = False,
-    ) -> None:
-        session = active_session()
-        if session is None or session.stages is None:
-            original(model, num_tokens, pg_collection, force_all_reduce)
-            return
-        for chunk in model:
-            chunk.finish_grad_sync()
-        assert num_tokens is not None, "a plan sets --calculate-per-token-loss"
-        stages = session.stages
-        # The ranks of one unit all counted the unit's tokens.
-        counts = stages.view.rank in stages.mesh.loss_ranks()
-        total = num_tokens if counts else torch.zeros_like(num_tokens)
-        dist.all_reduce(total, group=stages.view.world)
-        for chunk in model:
-            chunk.scale_gradients(1.0 / torch.clamp(total, min=1))
-        end_iteration(model, stages)
+@patched(
+    "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
+    why="gradients are divided by the tokens of all ranks that compute the loss",
+)
+def _over_all_holders(
+    original: Callable[..., None],
+    model: list[Any],
+    num_tokens: Tensor | None = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool | None = False,
+) -> None:
+    session = active_session()
+    if session is None or session.stages is None:
+        original(model, num_tokens, pg_collection, force_all_reduce)
+        return
+    for chunk in model:
+        chunk.finish_grad_sync()
+    assert num_tokens is not None, "a plan sets --calculate-per-token-loss"
+    stages = session.stages
+    # The ranks of one unit all counted the unit's tokens.
+    counts = stages.view.rank in stages.mesh.loss_ranks()
+    total = num_tokens if counts else torch.zeros_like(num_tokens)
+    dist.all_reduce(total, group=stages.view.world)
+    for chunk in model:
+        chunk.scale_gradients(1.0 / torch.clamp(total, min=1))
+    end_iteration(model, stages)
 
-    return finalize_model_grads
+
+GRADIENT_PATCHES = (
+    Patch(
+        target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
+        why="gradients are summed over all holders of a piece of a weight",
+        build=_with_pieces,
+    ),
+    _over_all_holders,
+)

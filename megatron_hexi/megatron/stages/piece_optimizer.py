@@ -8,7 +8,6 @@ whether a gradient is infinite. Afterwards owners broadcast the new values.
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from megatron_hexi.megatron.stages.optimizer_state import (
 )
 from megatron_hexi.megatron.stages.stage_arguments import overlaps_values
 from megatron_hexi.mesh import Slab
+from megatron_hexi.patching import patched
 from megatron_hexi.runtime.bucket_buffer import BucketBuffer
 from megatron_hexi.runtime.host_memory import HostMemory
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
@@ -265,17 +265,20 @@ class PieceOptimizer(MixedPrecisionOptimizer):
                 group["step"] = self.steps
 
 
-def _for_pieces(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_megatron_optimizer(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
-        session = active_session()
-        if session is None or session.stages is None:
-            return original(config, model_chunks, *args, **kwargs)
-        (chunk,) = model_chunks
-        overrides = kwargs.get("config_overrides", args[0] if args else None)
-        return _make_optimizer(config, chunk, overrides, session.stages.view.world)
-
-    return get_megatron_optimizer
+@patched(
+    "megatron.core.optimizer:get_megatron_optimizer",
+    why="each rank keeps the optimizer's state of its slabs",
+)
+def optimizer_of_slabs(
+    original: Callable[..., Any], config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Return the optimizer of this rank's slabs where stages differ, and Megatron's elsewhere."""
+    session = active_session()
+    if session is None or session.stages is None:
+        return original(config, model_chunks, *args, **kwargs)
+    (chunk,) = model_chunks
+    overrides = kwargs.get("config_overrides", args[0] if args else None)
+    return _make_optimizer(config, chunk, overrides, session.stages.view.world)
 
 
 def _make_optimizer(config: Any, chunk: Any, overrides: Any, world: Any) -> PieceOptimizer:

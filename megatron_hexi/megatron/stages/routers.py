@@ -7,7 +7,6 @@ however replicas share the micro-batches (`global_aux_loss` only with one replic
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,52 +17,61 @@ from torch import Tensor
 from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.experts import active_experts
 from megatron_hexi.megatron.stages.stages_session import StagesSession
+from megatron_hexi.patching import patched
 
 
-def _of_a_micro_batch(original: Callable[..., None]) -> Callable[..., None]:
-    """Make the balancing loss count the tokens of a micro-batch."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, config: Any, pg_collection: Any = None, is_mtp_layer: bool = False) -> None:
-        original(self, config, pg_collection, is_mtp_layer)
-        view = active_experts()
-        if view is not None:
-            self.tp_cp_group = self.tp_dp_cp_group = view.micro_batch
-
-    return __init__
-
-
-def _of_a_sequence(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make the balancing loss of sequences count the tokens of each sequence."""
-
-    @functools.wraps(original)
-    def _apply_seq_aux_loss(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        view = active_experts()
-        if view is None:
-            return original(self, *args, **kwargs)
-        self.tp_cp_group = view.sequence
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            self.tp_cp_group = view.micro_batch
-
-    return _apply_seq_aux_loss
+@patched(
+    "megatron.core.transformer.moe.router:TopKRouter.__init__",
+    why="a router's losses count the tokens of a micro-batch, whatever ranks hold them",
+    only=">=0.19",
+)
+def _of_a_micro_batch(
+    original: Callable[..., None],
+    self: Any,
+    config: Any,
+    pg_collection: Any = None,
+    is_mtp_layer: bool = False,
+) -> None:
+    original(self, config, pg_collection, is_mtp_layer)
+    view = active_experts()
+    if view is not None:
+        self.tp_cp_group = self.tp_dp_cp_group = view.micro_batch
 
 
-def _over_the_job(original: Callable[..., None]) -> Callable[..., None]:
-    """Sum logged values over all ranks, as each has a part of a micro-batch's value."""
+@patched(
+    "megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss",
+    why="the loss of sequences counts the tokens of each, whatever ranks hold them",
+    only=">=0.19",
+)
+def _of_a_sequence(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    view = active_experts()
+    if view is None:
+        return original(self, *args, **kwargs)
+    self.tp_cp_group = view.sequence
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        self.tp_cp_group = view.micro_batch
 
-    @functools.wraps(original)
-    def _sync_metrics(self: Any, metric_names: list[str], pg_collection: Any = None) -> None:
-        session = active_session()
-        if session is None or session.stages is None:
-            original(self, metric_names, pg_collection)
-            return
-        for name in metric_names:
-            if name in self._metrics:
-                dist.all_reduce(self._metrics[name].values, group=session.stages.view.world)
 
-    return _sync_metrics
+@patched(
+    "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
+    why="logs a router's losses as sums over all ranks, each of which has a part of a micro-batch's value",
+    only=">=0.19",
+)
+def _over_the_job(
+    original: Callable[..., None], self: Any, metric_names: list[str], pg_collection: Any = None
+) -> None:
+    session = active_session()
+    if session is None or session.stages is None:
+        original(self, metric_names, pg_collection)
+        return
+    for name in metric_names:
+        if name in self._metrics:
+            dist.all_reduce(self._metrics[name].values, group=session.stages.view.world)
+
+
+ROUTER_PATCHES = (_of_a_micro_batch, _of_a_sequence, _over_the_job)
 
 
 def end_iteration(model: list[Any], stages: StagesSession) -> None:

@@ -7,7 +7,6 @@ stage are then not consecutive.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn import Parameter
 
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.mesh import MinistageId
-from megatron_hexi.patching import Patch, patched
+from megatron_hexi.patching import patched
 from megatron_hexi.plan.units import Unit
 
 
@@ -136,22 +135,24 @@ def layer_numbers(session: Session | None) -> list[int] | None:
     return [layer - place.layers[0] for start, stop in place.ministages for layer in range(start, stop)]
 
 
-def _numbered(original: Callable[..., None]) -> Callable[..., None]:
+def _numbered(
+    original: Callable[..., None],
+    self: Any,
+    config: Any,
+    submodules: Any,
+    layer_number: int = 1,
+    **more: Any,
+) -> None:
     """Number the layers of a ministage by their place in the model, as windows and checkpoints need."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, config: Any, submodules: Any, layer_number: int = 1, **more: Any) -> None:
-        session = active_session()
-        # Layers that predict further tokens are numbered apart.
-        numbers = None if more.get("is_mtp_layer") else layer_numbers(session)
-        if session is not None and session.stages is not None and numbers is not None:
-            # A layer of a hybrid model is given its place in the model, others that in their stage.
-            layers = session.stages.view.place.layers
-            before = layers[0] if layers is not None and config.is_hybrid_model else 0
-            layer_number = before + numbers[layer_number - 1 - before] + 1
-        original(self, config, submodules, layer_number, **more)
-
-    return __init__
+    session = active_session()
+    # Layers that predict further tokens are numbered apart.
+    numbers = None if more.get("is_mtp_layer") else layer_numbers(session)
+    if session is not None and session.stages is not None and numbers is not None:
+        # A layer of a hybrid model is given its place in the model, others that in their stage.
+        layers = session.stages.view.place.layers
+        before = layers[0] if layers is not None and config.is_hybrid_model else 0
+        layer_number = before + numbers[layer_number - 1 - before] + 1
+    original(self, config, submodules, layer_number, **more)
 
 
 @patched(
@@ -180,18 +181,14 @@ def _in_turns(original: Callable[..., list[int]], self: Any, *args: Any, **kwarg
     return layers if numbers is None else [layers[0] + number for number in numbers]
 
 
+_NOT_IN_A_ROW = "with ministages the layers of a stage are not in a row"
+
 MINISTAGE_PATCHES = (
     _in_turns,
-    Patch(
-        target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
-        why="with ministages the layers of a stage are not in a row",
-        build=_numbered,
+    patched("megatron.core.transformer.transformer_layer:TransformerLayer.__init__", why=_NOT_IN_A_ROW)(
+        _numbered
     ),
-    Patch(
-        target="megatron.core.ssm.mamba_layer:MambaLayer.__init__",
-        only=">=0.19",  # before, hybrid models are refused beside a plan
-        why="with ministages the layers of a stage are not in a row",
-        build=_numbered,
-    ),
+    # Before 0.19 hybrid models are refused beside a plan.
+    patched("megatron.core.ssm.mamba_layer:MambaLayer.__init__", why=_NOT_IN_A_ROW, only=">=0.19")(_numbered),
     _named,
 )

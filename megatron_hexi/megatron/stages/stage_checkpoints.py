@@ -8,13 +8,12 @@ stacked layers assume; as single boxes they can be stored and found.
 from __future__ import annotations
 
 import contextlib
-import functools
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from megatron_hexi.megatron.session import active_session
+from megatron_hexi.patching import patched
 
 
 def stages_active() -> bool:
@@ -113,69 +112,67 @@ def _unstacked(tensor: Any) -> Any:
     )
 
 
-def _by_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Store random states by rank, where Megatron has a grid of pipeline and tensor-parallel ranks."""
-
-    @functools.wraps(original)
-    def get_rng_state(*args: Any, **kwargs: Any) -> Any:
-        state = original(*args, **kwargs)
-        session = active_session()
-        if session is not None and session.stages is not None:
-            state.global_shape = (len(session.stages.mesh.units), 1)
-            state.global_offset, state.replica_id = (session.stages.view.rank, 0), 0
-        return state
-
-    return get_rng_state
+@patched(
+    "megatron.training.checkpointing:get_rng_state",
+    why="random states are stored by rank, where Megatron has a grid of pipeline and tensor-parallel ranks",
+)
+def _by_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    state = original(*args, **kwargs)
+    session = active_session()
+    if session is not None and session.stages is not None:
+        state.global_shape = (len(session.stages.mesh.units), 1)
+        state.global_offset, state.replica_id = (session.stages.view.rank, 0), 0
+    return state
 
 
-def _as_chain(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Load random states from a pipeline of all ranks, since Megatron needs the checkpoint's grid."""
-
-    @functools.wraps(original)
-    def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
-        with _grid(get_args()) if stages_active() else contextlib.nullcontext():
-            return original(*args, **kwargs)
-
-    return checkpoint
-
-
-def _of_whole_models(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather all weights before they are written: with ministages, ranks hold most of them in shares."""
-    chained = _as_chain(original)
-
-    @functools.wraps(original)
-    def save_checkpoint(iteration: int, model: list[Any], *args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            if stages_active():
-                for chunk in model:
-                    stack.enter_context(chunk.pieces.whole())
-            return chained(iteration, model, *args, **kwargs)
-
-    return save_checkpoint
+@patched(
+    "megatron.training.checkpointing:save_checkpoint",
+    why="the checkpoint's grid of random states is a pipeline of all ranks; weights, most of which ranks "
+    "hold in shares with ministages, are gathered",
+)
+def _of_whole_models(
+    original: Callable[..., Any], iteration: int, model: list[Any], *args: Any, **kwargs: Any
+) -> Any:
+    if not stages_active():
+        return original(iteration, model, *args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        for chunk in model:
+            stack.enter_context(chunk.pieces.whole())
+        stack.enter_context(_as_chain())
+        return original(iteration, model, *args, **kwargs)
 
 
-def _into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `load_checkpoint` that also copies loaded parameters into the buckets that hold their pieces."""
-    chained = _as_chain(original)
+@patched(
+    "megatron.training.checkpointing:load_checkpoint",
+    why="the checkpoint's grid of random states is a pipeline of all ranks; loaded weights go to the buckets "
+    "that hold their pieces",
+)
+def _into_buckets(
+    original: Callable[..., Any], ddp_model: list[Any], optimizer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if not stages_active():
+        return original(ddp_model, optimizer, *args, **kwargs)
+    with _as_chain():
+        result = original(ddp_model, optimizer, *args, **kwargs)
+    for chunk in ddp_model:
+        chunk.pieces.collect_values()
+    if optimizer is not None:
+        optimizer.weights_loaded()
+    return result
 
-    @functools.wraps(original)
-    def load_checkpoint(ddp_model: list[Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = chained(ddp_model, optimizer, *args, **kwargs)
-        if stages_active():
-            for chunk in ddp_model:
-                chunk.pieces.collect_values()
-            if optimizer is not None:
-                optimizer.weights_loaded()
-        return result
 
-    return load_checkpoint
+STAGE_CHECKPOINT_PATCHES = (_by_rank, _of_whole_models, _into_buckets)
 
 
 @contextlib.contextmanager
-def _grid(args: Namespace) -> Iterator[None]:
-    """Let the arguments be those of a pipeline of all ranks and of the whole model meanwhile."""
+def _as_chain() -> Iterator[None]:
+    """Let Megatron's arguments be those of a pipeline of all ranks and of the whole model meanwhile.
+
+    Megatron compares them with the checkpoint's to decide whether it can load random states.
+    """
+    from megatron.training import get_args
+
+    args = get_args()
     others = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": args.world_size}
     if hasattr(args, "hexi_pattern"):
         others["hybrid_layer_pattern"] = args.hexi_pattern
