@@ -62,9 +62,9 @@ def token_seconds(speeds: Speeds, job: Job, with_experts: bool = True) -> float:
     for kind, count in zip(job.kinds, job.model.layers_run, strict=True):
         layer = token_times(best, kind, rows)
         forward, backward = float(layer.forward[0]), float(layer.backward[0])
-        if with_experts and kind.model.experts is not None:
-            active = kind.model.experts.active * kind.model.expert_matrices / job.tensor_parallel
-            routed = 2 * _ROWS * active / float(best.matmul.rates[0] * 1e12)
+        if with_experts:
+            active = sum(part.active * part.expert_matrices(kind.model) for part in kind.model.routed)
+            routed = 2 * _ROWS * active / job.tensor_parallel / float(best.matmul.rates[0] * 1e12)
             forward, backward = forward + routed, backward + 2 * routed
         again = forward if job.mode == "full" else 0.0
         layers += count * (forward + backward + again)

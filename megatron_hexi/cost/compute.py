@@ -167,13 +167,12 @@ def expansion_times(speeds: Speeds, job: Job, keys: Floats, merged: bool = False
             an element of B (D + V) S, zeroed 4, added 8 + e, cast 4 + e.
     """
     rows = job.micro_batch_size * keys
-    latent = job.model.latent
-    assert latent is not None
+    matrix = job.model.attention.expansion(job.model)
     product = product_seconds(
         rates(speeds.matmul, rows),
         speeds.memory,
         rows,
-        Products.of(latent.kv_rank, job.model.expansion_params / latent.kv_rank),
+        Products.of(matrix.inputs, matrix.outputs),
         Elements.of(job, in_fp8=True),
     )
     columns = job.model.head_dim + job.model.value_dim

@@ -196,7 +196,7 @@ def routed_times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Float
     """
     model, experts = job.model, job.model.experts
     assert experts is not None
-    matrices, width = model.expert_matrices / parts, experts.ffn_hidden_size / parts
+    matrices, width = experts.expert_matrices(model) / parts, experts.ffn_hidden_size / parts
     columns = (1 + model.gated) * width
     products = product_seconds(
         GROUPED_SHARE * rates(speeds.matmul, rows / np.maximum(count, 1)),

@@ -172,7 +172,7 @@ def layer_times(
     token, own = unit_times(plan, job, stage)
     if experts is None:
         experts = ExpertCycle(*np.zeros((3, *token.shape)))
-    sums = job.model.parts * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
+    sums = len(job.model.parts) * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
     inward, outward = all_to_alls(plan, job, links, stage.gpus)
     share, in_halves = first_share(plan, job)
     first = own * share
@@ -305,7 +305,7 @@ def unit_times(plan: PlanArrays, job: Job, stage: UnitGpus) -> Floats:
     for speeds, units in stage.by_kind:
         for way, calls in enumerate(LAYER_CALLS):
             # Kernels of a pass that are shorter than what calls them wait for the host.
-            called = speeds.call_s * calls * job.model.parts / 2
+            called = speeds.call_s * calls * len(job.model.parts) / 2
             late = called * (rows[units] > 0) - found[1, way, units]
             found[0, way, units] = np.maximum(found[0, way, units], late)
     return found

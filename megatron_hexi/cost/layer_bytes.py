@@ -35,42 +35,19 @@ def token_activation_bytes(job: Job) -> float:
     less query, key and value 6 h, which are counted inside attention here. fp8 keeps in one byte what goes
     into matrices: all but the norms' inputs and the MLP's first output.
 
-    Layers of one part keep half of the norms', and nothing of the other part. Heads with a state have
-    outputs in place of H D; a norm of all of these keeps as much. Norms behind attention and MLP keep their
-    inputs 2 h, norms of queries and keys (H + K) D. Latent
-    attention keeps its latent columns, and all but the rotary ones once more behind their norm (Megatron's
-    MLASelfAttention); the heads that are made of them are counted inside attention.
+    Layers of one part keep half of the norms'. What other parts keep is in their `row_columns`; norms behind
+    attention and MLP keep their inputs 2 h.
     """
-    model, tp = job.model, job.tensor_parallel
-    hidden, width = model.parts * model.hidden_size / job.row_parts, model.mlp_width / tp
-    heads = model.heads * model.value_dim / tp if model.has_attention else 0.0
-    # A gate of attention's output: the gate, and the output before it.
-    whole = hidden + (2 if model.gated else 1) * width + 2 * heads * model.output_gate
-    if model.state is not None:
-        heads = model.state.inner / tp
-        whole += heads * model.state.norms_all_outputs
-    inputs = hidden + heads + width
-    if model.post_norms:
-        whole += hidden
-    if model.qk_norm and model.has_attention:
-        whole += model.head_dim * (model.heads / tp + max(1, model.kv_heads / tp))
-    if model.latent is not None:
-        columns = (model.latent.kv_rank + (model.latent.query_rank or 0)) / job.row_parts
-        whole += columns + model.latent.rotary_dim / job.row_parts
-        inputs += columns
+    model, columns = job.model, job.columns
+    hidden = len(model.parts) * model.hidden_size / job.row_parts
+    whole = (1 + model.post_norms) * hidden + columns.normed + columns.kept
+    inputs = hidden + columns.inputs + columns.compressed
     return job.element_bytes * whole + (1 if job.precision == "fp8" else job.element_bytes) * inputs
 
 
 def routed_row_bytes(job: Job) -> float:
-    """Return the bytes that one layer keeps of a row of its routed experts.
-
-    Input h, first output f (gated 2 f), activation f. The second output is not kept: Megatron multiplies the
-    activation by the router's probability before it.
-    """
-    model, experts = job.model, job.model.experts
-    assert experts is not None
-    width = (3 if model.gated else 2) * experts.ffn_hidden_size
-    return job.element_bytes * (model.hidden_size + width)
+    """Return the bytes that one layer keeps of a row of its routed experts; 0 without experts."""
+    return job.element_bytes * sum(experts.kept_columns(job.model) for experts in job.model.routed)
 
 
 def routed_working_bytes(job: Job) -> float:
@@ -78,7 +55,8 @@ def routed_working_bytes(job: Job) -> float:
 
     Gradients of all that is kept, and the gradient of the output as it arrives and sorted by expert, 2 h.
     """
-    return routed_row_bytes(job) + 2 * job.element_bytes * job.model.hidden_size
+    more = 2 * len(job.model.routed) * job.element_bytes * job.model.hidden_size
+    return routed_row_bytes(job) + more
 
 
 def token_qkv_bytes(job: Job) -> float:
@@ -98,7 +76,7 @@ def kept_weights(job: Job) -> list[float]:
     return [
         token_activation_bytes(kind)
         + (token_qkv_bytes(kind) if kind.model.has_attention else 0)
-        + (kind.model.experts.active * routed_row_bytes(kind) if kind.model.experts else 0)
+        + sum(experts.active for experts in kind.model.routed) * routed_row_bytes(kind)
         for kind in job.kinds
     ]
 
@@ -166,7 +144,9 @@ def working_set_bytes(
         inside = inside + 2 * element * group_tokens * (heads + keys) * job.model.kernel_dim
     if job.latent_exchange:
         inside = inside + 3 * element * np.maximum(group_tokens, flights.received) * heads * (query + value)
-        matrix = (4 + 2 * element) * job.workload().local_heads * job.model.expansion_params
+        matrix = (
+            (4 + 2 * element) * job.workload().local_heads * job.model.attention.expansion(job.model).weights
+        )
         inside = inside + matrix / job.micro_batch_size
     whole = 2 * (job.row_parts > 1) * job.micro_batch_size * tokens * job.model.hidden_size * element
     return whole + job.micro_batch_size * (inside + np.where(exchanges, between, 0.0))

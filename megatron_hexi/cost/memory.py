@@ -212,9 +212,7 @@ def part_memory(
     working = activations = attention = np.zeros(held.tokens.shape)
     for kind, count in zip(job.kinds, part.of_kinds(job.model), strict=True):
         layer = _layer_memory(kind, held, window)
-        needed = layer.working
-        if kind.model.experts is not None:
-            needed = np.maximum(needed, held.routed_rows * routed_working_bytes(kind))
+        needed = np.maximum(layer.working, held.routed_rows * routed_working_bytes(kind))
         if job.mode == "full":
             whole = layer.outside + layer.inside
             needed = needed + np.where(np.equal(count.again, count.layers), whole, 0.0)
@@ -267,9 +265,7 @@ class _LayerMemory(NamedTuple):
 def _layer_memory(job: Job, held: Holdings, window: int) -> _LayerMemory:
     """Return the bytes of a layer, for a job with layers of one kind."""
     rows = job.micro_batch_size * held.tokens
-    outside = rows * token_activation_bytes(job)
-    if job.model.experts is not None:
-        outside = outside + held.routed_rows * routed_row_bytes(job)
+    outside = rows * token_activation_bytes(job) + held.routed_rows * routed_row_bytes(job)
     if not job.model.has_attention:
         inside = scan_bytes(job, held.group_tokens, held.heads)
         working = scan_working_bytes(job, held.tokens, held.group_tokens, held.heads)

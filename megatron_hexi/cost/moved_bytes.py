@@ -53,60 +53,36 @@ def layer_elements(job: Job) -> Ways:
     backward: norms 6 h, gradients of residuals 6 h, activation 3 f (gated 5 f), rotary 2 (H + K) D, and
               gradients of queries, keys and values put together 2 (H + 2 K) D
     a gate of attention's output: 3 H D forward, 5 H D backward, as that of the activation
-    norms behind attention and MLP: 4 h more forward, 6 h backward
-    layers of one part: of norms and residual additions half; without attention nothing of H and K
-    learned positions: no rotary
-    a norm of all outputs of heads with a state, I elements, 2 I forward, 3 I backward
-    norms of queries and keys: 2 (H + K) D more forward, 3 (H + K) D backward
-    latent attention, of r rotary columns, in place of rotary and copies: norms of latent columns c, 2 c
-    forward, 3 c backward; 12 (H + 1) r forward, 14 backward, in no fused kernel, which a plan refuses;
-    queries, keys and values, whose columns are put together, 2 H (2 D + V); where latent columns travel
-    queries 2 H D and these columns 2 (c + r) alone
+    norms behind attention and MLP: 4 h more forward, 6 h backward; norms of c other columns 2 c and 3 c
+    The columns of other parts are in their `row_columns`; layers of one part have half of norms and
+    residual additions.
 
     fp8 casts (`CAST_BYTES`) by rows and by columns what no kernel before it casts on its way: the inputs of
     projection and second MLP matrix, H D and f, forward; the gradients of query, key and value (H + 2 K) D,
     of the first MLP matrix f (gated 2 f) and of both residual additions 2 h backward. Transformer Engine's
     norms cast their own output; the activation is Megatron's (fusions/fused_bias_swiglu.py), in 16 bits.
     """
-    model, tp = job.model, job.tensor_parallel
-    hidden, mlp = model.hidden_size / job.row_parts, model.mlp_width / tp
-    heads, kv = model.head_dim * model.heads / tp, model.head_dim * max(1, model.kv_heads / tp)
-    gate, output, values = heads * model.output_gate, model.value_dim * model.heads / tp, kv
-    normed = model.parts * (1 + model.post_norms) * hidden
-    rotary = _apart(job, "rotary", _ROTARY, _ROTARY_UNFUSED)
-    turned = 0.0 if model.learned_positions else heads + kv
-    copied = Ways(2 * heads * (model.kv_heads < model.heads), 2 * (heads + 2 * kv))
-    if not model.has_attention:
-        heads = kv = values = turned = gate = output = 0.0
-        copied = Ways(0, 0)
-    if model.state is not None:
-        output, values = model.state.inner / tp, model.state.columns / tp
-        normed += output * model.state.norms_all_outputs
-    elif model.qk_norm and model.has_attention:
-        normed += heads + kv
-    if model.latent is not None:
-        latent = model.latent
-        values, rotary = output, _ROTARY_UNFUSED
-        turned = (model.heads / tp + 1) * latent.rotary_dim
-        keys = job.exchanged_columns if job.latent_exchange else kv + values
-        copied = Ways(2 * (heads + keys), 2 * (heads + keys))
-        normed += (latent.kv_rank + (latent.query_rank or 0)) / job.row_parts
+    model, columns = job.model, job.columns
+    hidden = len(model.parts) * model.hidden_size / job.row_parts
+    normed = (1 + model.post_norms) * hidden + columns.normed
     norm = _apart(job, "norms", _NORM, _NORM_UNFUSED)
+    rotary = _apart(job, "rotary", _ROTARY, _ROTARY_UNFUSED)
     activation = activation_elements(job)
+    copied = columns.copied, columns.copied_back
     forward, backward = (
         norm[way] * normed
-        + 3 * model.parts * hidden
-        + activation[way] * mlp
-        + rotary[way] * turned
+        + 3 * hidden
+        + activation[way] * columns.activated
+        + rotary[way] * columns.turned
+        + _ROTARY_UNFUSED[way] * columns.turned_apart
         + copied[way]
-        + _GATED[way] * gate
+        + _GATED[way] * columns.gated
         for way in range(2)
     )
     if job.precision == "fp8":
         cast = CAST_BYTES / job.element_bytes
-        first = (1 + model.gated) * mlp
-        forward += cast * (output + mlp)
-        backward += cast * (heads + kv + values + first + model.parts * hidden)
+        forward += cast * columns.inputs
+        backward += cast * (columns.outputs + hidden)
     return Ways(forward, backward)
 
 

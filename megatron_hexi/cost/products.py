@@ -156,39 +156,18 @@ def layer_products(job: Job) -> Products:
     """Return the products of a layer's matrices on one GPU, without routed experts; layers are of one kind.
 
     Matrices that every tensor-parallel rank holds whole (the router, latent attention's matrices down) see
-    the rows that norms do. Where latent columns travel, the
-    matrix that makes keys and values of them is counted inside attention.
+    the rows that norms do. Where latent columns travel, the matrix that makes keys and values of them is
+    counted inside attention.
     """
     return _layer_products(job.model, job.tensor_parallel, job.row_parts, job.latent_exchange)
 
 
 @lru_cache(maxsize=1024)
 def _layer_products(model: Model, tp: int, row_parts: int, latent_exchange: bool) -> Products:
-    hidden = model.hidden_size
-    if model.has_attention:
-        found = _attention_products(model, tp, row_parts, latent_exchange)
-    elif model.state is not None:
-        found = Products.of(hidden, model.state.columns / tp) + Products.of(model.state.inner / tp, hidden)
-    else:
-        found = Products()
-    if model.experts is not None:
-        found += Products.of(hidden, model.experts.count, 1 / row_parts)
-    if model.mlp_width:
-        width = model.mlp_width / tp
-        found += Products.of(hidden, (1 + model.gated) * width) + Products.of(width, hidden)
-    return found
-
-
-def _attention_products(model: Model, tp: int, row_parts: int, latent_exchange: bool) -> Products:
-    hidden, heads, kv_heads = model.hidden_size, model.heads // tp, max(1, model.kv_heads // tp)
-    found = Products.of(heads * model.value_dim, hidden)
-    if model.latent is None:
-        found += Products.of(hidden, model.head_dim * ((1 + model.output_gate) * heads + 2 * kv_heads))
-    else:
-        latent = model.latent
-        down = latent.kv_rank + latent.rotary_dim + (latent.query_rank or 0)
-        found += Products.of(hidden, down, 1 / row_parts)
-        found += Products.of(latent.query_rank or hidden, heads * model.head_dim)
-        if not latent_exchange:
-            found += Products.of(latent.kv_rank, heads * model.expansion_params // latent.kv_rank)
+    found = Products()
+    for part in model.parts:
+        for matrix in part.matrices(model, tp):
+            if not (matrix.expands and latent_exchange):
+                seen = 1 / row_parts if matrix.is_whole else 1.0
+                found += Products.of(matrix.inputs, matrix.outputs, seen)
     return found

@@ -44,7 +44,7 @@ def scan_working_bytes(job: Job, tokens: Floats, group_tokens: Floats, heads: Fl
     """
     model, element = job.model, job.element_bytes
     whole = 2 * (job.row_parts > 1) * tokens * model.hidden_size * element
-    inside = tokens * (3 if model.gated else 2) * model.mlp_width / job.tensor_parallel * element
+    inside = tokens * (2 + model.gated) * job.columns.activated * element
     if model.state is not None:
         state = model.state
         own, read = _own_heads(job, state, heads)

@@ -1,8 +1,8 @@
-"""Kinds of layers: the sizes of each kind, what its file of arguments says, and what its flags are.
+"""Kinds of layers: what each is made of, what its file of arguments says, and what its flags are.
 
-A file holds one kind. What no size of the layer changes by kind (`cost`: seconds and bytes of tokens, of
-attention and of experts) is asked of the numbers here. A kind with a state says in its file what a scan
-computes, reads and keeps, so a further one is a class of `State` and an entry of `STATES`.
+A file holds one kind: a part of a layer (`LayerPart`), over which the cost model sums weights, products and
+columns. A kind with a state says in its file what a scan computes, reads and keeps, so a further one is a
+class of `State` and an entry of `STATES`.
 """
 
 from megatron_hexi.kinds.delta_net import DeltaNet

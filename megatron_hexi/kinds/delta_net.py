@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kinds.layer_list import layers_of, pattern_text
-from megatron_hexi.kinds.sizes import Decoder
 from megatron_hexi.kinds.state import State, TokenWork
+
+if TYPE_CHECKING:
+    from megatron_hexi.kinds.decoder import Decoder
 
 _VARIANT, _LAYERS = "--experimental-attention-variant", "--linear-attention-freq"
 
@@ -97,13 +98,17 @@ class DeltaNet(State):
         more = 2 * self.key_dim + 3 * self.head_dim + self.chunk
         return heads * (self.head_columns + more) + groups * 2 * self.group_columns
 
-    def vectors(self, width: int, norm: Callable[[int], int]) -> int:
+    def vectors(self, model: Decoder, width: int) -> int:
         """Return the weights beside the projections.
 
         Of each channel the taps of the convolution; of each head a decay and a step; and on every rank one
         norm of a head's output.
         """
-        return self.channels // width * self.conv_width + 2 * (self.heads // width) + norm(self.head_dim)
+        return (
+            self.channels // width * self.conv_width
+            + 2 * (self.heads // width)
+            + model.norm_params(self.head_dim)
+        )
 
     @property
     def counted_flops(self) -> int:

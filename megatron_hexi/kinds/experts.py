@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kinds.layer_list import layers_of, pattern_text
-from megatron_hexi.kinds.sizes import Decoder, check_sizes, freeze_layers
+from megatron_hexi.kinds.mlp import Mlp
+from megatron_hexi.kinds.part import WeightMatrix
+from megatron_hexi.kinds.sizes import check_sizes, freeze_layers
+
+if TYPE_CHECKING:
+    from megatron_hexi.kinds.decoder import Decoder
 
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(Mlp):
     """Routed MLPs, of which each token goes to a few.
 
     Args:
@@ -92,3 +97,34 @@ class Experts:
         if self.layers:
             found["--moe-layer-freq"] = pattern_text(self.layers)
         return found
+
+    def width_inside(self, model: Decoder) -> int:
+        """Return the width inside the experts that see every token."""
+        return self.shared_ffn_hidden_size
+
+    def matrices(self, model: Decoder, width: int) -> tuple[WeightMatrix, ...]:
+        """Return those of the experts that see every token, and the router, which every rank has whole."""
+        shared = super().matrices(model, width) if self.shared_ffn_hidden_size else ()
+        return *shared, WeightMatrix(model.hidden_size, self.count, is_whole=True)
+
+    def vectors(self, model: Decoder, width: int) -> int:
+        """Return the weights of biases and of the shared experts' gate; every rank has the router's."""
+        router = self.count * (model.biases + self.score_bias) + model.hidden_size * self.shared_gate
+        return super().vectors(model, width) + router
+
+    def expert_matrices(self, model: Decoder) -> int:
+        """Return the number of weights of the matrices of one routed expert."""
+        return (2 + model.gated) * model.hidden_size * self.ffn_hidden_size
+
+    def expert_params(self, model: Decoder, parts: int) -> int:
+        """Return the weights of one routed expert, or of one of `parts` slices of it."""
+        biases = (1 + model.gated) * self.ffn_hidden_size // parts + model.hidden_size
+        return self.expert_matrices(model) // parts + biases * model.biases
+
+    def kept_columns(self, model: Decoder) -> int:
+        """Return the columns of a routed expert's row that are kept.
+
+        Input h, first output f (gated 2 f), activation f. The second output is not kept: Megatron multiplies
+        the activation by the router's probability before it.
+        """
+        return model.hidden_size + (2 + model.gated) * self.ffn_hidden_size

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.kinds.sizes import Decoder, check_sizes
+from megatron_hexi.kinds.attention import SoftmaxAttention, head_counts
+from megatron_hexi.kinds.part import Columns, WeightMatrix
+from megatron_hexi.kinds.sizes import check_sizes
+
+if TYPE_CHECKING:
+    from megatron_hexi.kinds.decoder import Decoder
 
 
 @dataclass(frozen=True)
-class Latent:
+class Latent(SoftmaxAttention):
     """Multi-latent attention: heads are made of a few columns that all of them share.
 
     Args:
@@ -32,6 +37,23 @@ class Latent:
 
     def __post_init__(self) -> None:
         check_sizes("latent", self)
+
+    def check(self, model: Decoder) -> None:
+        """Refuse heads that latent columns do not fit.
+
+        Raises:
+            HexiError: fewer KV heads than heads, or heads without room for the rotary columns.
+        """
+        if model.kv_heads != model.heads:
+            raise HexiError(
+                f"model {model.name}: kv_heads = {model.kv_heads}: in latent attention each of the "
+                f"{model.heads} heads has a key; kv_heads must be {model.heads}"
+            )
+        if self.rotary_dim >= model.head_dim:
+            raise HexiError(
+                f"model {model.name}: head_dim = {model.head_dim} with {self.rotary_dim} rotary "
+                "columns; give the size of a whole query, rotary columns included"
+            )
 
     @staticmethod
     def from_arguments(args: Namespace, source: str) -> dict[str, Any] | None:
@@ -74,3 +96,55 @@ class Latent:
         if self.query_rank is not None:
             found["--q-lora-rank"] = self.query_rank
         return found
+
+    def value_size(self, model: Decoder) -> int:
+        """Return the size of one head's value."""
+        return self.value_dim
+
+    def expansion(self, model: Decoder) -> WeightMatrix:
+        """Return the matrix from latent columns to one head's key and value, C to N + V."""
+        return WeightMatrix(self.kv_rank, model.head_dim - self.rotary_dim + self.value_dim)
+
+    def matrices(self, model: Decoder, width: int) -> tuple[WeightMatrix, ...]:
+        """Return the projection, the matrix down to latent columns, and those up from them.
+
+        Every rank has the matrix down whole: Megatron's MLASelfAttention runs it on the rank's own rows under
+        sequence parallelism. Of the matrices up a rank has the part of its heads.
+        """
+        heads, hidden = model.heads // width, model.hidden_size
+        down = self.kv_rank + self.rotary_dim + (self.query_rank or 0)
+        return (
+            WeightMatrix(heads * self.value_dim, hidden),
+            WeightMatrix(hidden, down, is_whole=True),
+            WeightMatrix(self.query_rank or hidden, heads * model.head_dim),
+            WeightMatrix(self.kv_rank, heads * self.expansion(model).outputs, expands=True),
+        )
+
+    def vectors(self, model: Decoder, width: int) -> int:
+        """Return the weights beside the matrices; latent columns have norms of their own."""
+        norms = model.norm_params(self.kv_rank) + model.norm_params(self.query_rank or 0)
+        return super().vectors(model, width) + norms
+
+    def row_columns(self, model: Decoder, width: int, row_parts: int, sends_latent: bool) -> Columns:
+        """Return the columns of a row, of r rotary columns.
+
+        (H + 1) r turn in no fused kernel, which a plan refuses. Queries, keys and values, whose columns are
+        put together, are copied, 2 H (2 D + V), or where latent columns travel queries 2 H D and these
+        columns 2 (c + r) alone. Latent columns are kept once more behind their norm (Megatron's
+        MLASelfAttention); the heads that are made of them are counted inside attention.
+        """
+        plain = super().row_columns(model, width, row_parts, sends_latent)
+        heads, keys = (model.head_dim * count for count in head_counts(model, width))
+        made = self.kv_rank + self.rotary_dim if sends_latent else keys + plain.inputs
+        compressed = (self.kv_rank + (self.query_rank or 0)) / row_parts
+        return replace(
+            plain,
+            normed=plain.normed + compressed,
+            compressed=compressed,
+            turned=0.0,
+            turned_apart=(model.heads / width + 1) * self.rotary_dim,
+            copied=2 * (heads + made),
+            copied_back=2 * (heads + made),
+            outputs=heads + keys + plain.inputs,
+            kept=plain.kept + self.rotary_dim / row_parts,
+        )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_hexi.errors import HexiError, NoFlagError
-from megatron_hexi.kinds.sizes import Decoder
 from megatron_hexi.kinds.state import State, TokenWork
+
+if TYPE_CHECKING:
+    from megatron_hexi.kinds.decoder import Decoder
 
 
 class Mamba(State):
@@ -101,7 +102,7 @@ class Mamba(State):
         """
         return heads * (self.head_columns + self.head_dim) + groups * self.group_columns
 
-    def vectors(self, width: int, norm: Callable[[int], int]) -> int:
+    def vectors(self, model: Decoder, width: int) -> int:
         """Return the weights beside the projections.
 
         Of each channel the taps of the convolution and a bias; of each head a decay, a step and a skip; and a

@@ -4,33 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.yaml_schema import short
 
 #: Far above any model, and small enough that weights can be counted.
 LARGEST = 2**32
-
-
-class Decoder(Protocol):
-    """A model, as far as the flags of its kinds of layers depend on it."""
-
-    @property
-    def name(self) -> str:
-        """Name of the model, for messages."""
-
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-
-    @property
-    def head_dim(self) -> int:
-        """Size of one head's query and key."""
-
-    @property
-    def pattern(self) -> str:
-        """Letter of each layer of a hybrid; empty for other models."""
 
 
 def check_sizes(name: str, kind: Any, least: Mapping[str, int] | None = None) -> None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.kinds.sizes import Decoder, check_sizes, freeze_layers
+from megatron_hexi.kinds.part import Columns, LayerPart, WeightMatrix
+from megatron_hexi.kinds.sizes import check_sizes, freeze_layers
 from megatron_hexi.plan.flags import argument_name
+
+if TYPE_CHECKING:
+    from megatron_hexi.kinds.decoder import Decoder
 
 
 class TokenWork(NamedTuple):
@@ -25,7 +29,7 @@ class TokenWork(NamedTuple):
 
 
 @dataclass(frozen=True)
-class State(ABC):
+class State(LayerPart, ABC):
     """Heads of a layer that pass a state along the sequence.
 
     A token's projection has gates and inputs of all heads, keys and queries of all groups, and of each head
@@ -131,16 +135,19 @@ class State(ABC):
     def kept_columns[N](self, heads: N, groups: N) -> N:
         """Return the columns of a token that are kept of a scan, for numbers of heads and groups."""
 
-    @abstractmethod
-    def vectors(self, width: int, norm: Callable[[int], int]) -> int:
-        """Return the weights beside the projections, on one of `width` tensor-parallel ranks.
+    def matrices(self, model: Decoder, width: int) -> tuple[WeightMatrix, ...]:
+        """Return both projections, hidden x columns and outputs x hidden; neither ever has biases."""
+        hidden = model.hidden_size
+        return WeightMatrix(hidden, self.columns / width), WeightMatrix(self.inner / width, hidden)
 
-        Projections have no biases, whatever other layers have.
+    def row_columns(self, model: Decoder, width: int, row_parts: int, sends_latent: bool) -> Columns:
+        """Return the columns of a row: a norm may see all outputs."""
+        inner = self.inner / width
+        return Columns(normed=inner * self.norms_all_outputs, inputs=inner, outputs=self.columns / width)
 
-        Args:
-            width: number of tensor-parallel ranks.
-            norm: a function that returns the weights of a norm over so many values.
-        """
+    def mixing_flops(self, model: Decoder, keys: float) -> float:
+        """Return the FLOPs of a token's scan forward (`counted_flops`)."""
+        return self.counted_flops
 
     @property
     @abstractmethod

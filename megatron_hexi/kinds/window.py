@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_hexi.kinds.layer_list import layers_of, pattern_text
-from megatron_hexi.kinds.sizes import Decoder, check_sizes, freeze_layers
+from megatron_hexi.kinds.sizes import LARGEST, check_sizes, freeze_layers
+
+if TYPE_CHECKING:
+    from megatron_hexi.kinds.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -60,3 +63,7 @@ class Window:
         if self.layers:
             found["--window-attn-skip-freq"] = pattern_text(self.layers)
         return found
+
+
+#: The window of attention that sees all earlier keys: wider than any sequence.
+ALL_KEYS = Window(LARGEST)

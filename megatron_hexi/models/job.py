@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Final, Literal, NoReturn, get_args
 
 from megatron_hexi.errors import HexiError
+from megatron_hexi.kinds.part import Columns
 from megatron_hexi.models.model import Model
 from megatron_hexi.models.planned_kinds import refuse_unplanned
 from megatron_hexi.options.job_terms import stage_terms
@@ -184,6 +185,12 @@ class Job:
     def row_parts(self) -> int:
         """Number of tensor-parallel ranks that share the rows of norms and residuals."""
         return self.tensor_parallel if self.sequence_parallel else 1
+
+    @cached_property
+    def columns(self) -> Columns:
+        """Columns of a row in all parts of a layer on one rank; layers are of one kind."""
+        how = self.model, self.tensor_parallel, self.row_parts, self.latent_exchange
+        return Columns.sum(part.row_columns(*how) for part in self.model.parts)
 
     @property
     def exchanged_columns(self) -> int:

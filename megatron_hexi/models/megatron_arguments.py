@@ -10,8 +10,9 @@ from typing import Any
 
 from megatron_hexi.argument_file import Word, located_words
 from megatron_hexi.errors import HexiError, NoFlagError, raise_all
+from megatron_hexi.kinds.decoder import VOCAB_MULTIPLE
 from megatron_hexi.models.job import Fusible, Job
-from megatron_hexi.models.model import VOCAB_MULTIPLE, Model
+from megatron_hexi.models.model import Model
 from megatron_hexi.options.job_terms import CHUNK_FLAGS
 from megatron_hexi.options.kinds import PlanKind, Refused, masks_documents
 from megatron_hexi.options.layer_features import query_size

@@ -12,7 +12,7 @@ from megatron_hexi.kinds.states import hybrid_layers
 
 
 def layer_features(args: Namespace, source: str) -> dict[str, Any]:
-    """Return the fields of `megatron_hexi.cost.Model` that describe the kinds of a model's layers.
+    """Return the fields of `megatron_hexi.models.Model` that describe the kinds of a model's layers.
 
     Raises:
         HexiError: a pattern does not fit the model's number of layers, or latent attention has weights that

@@ -44,7 +44,7 @@ def resolve(args: Namespace, source: str) -> None:
 
 
 def model_features(args: Namespace, source: str) -> dict[str, Any]:
-    """Return the fields of `megatron_hexi.cost.Model` that describe the parts of a layer.
+    """Return the fields of `megatron_hexi.models.Model` that describe the parts of a layer.
 
     Raises:
         HexiError: `layer_features` refuses the arguments.

@@ -207,7 +207,7 @@ class Floor:
         for kind, held in zip(job.kinds, part.of_kinds(job.model), strict=True):
             token = np.array([token_times(speeds, kind, rows) for speeds in self._speeds])[device, :, slots]
             heads = arrays.heads[:, None] * self._attention(arrays, kind)[device, :, arrays.group]
-            token = np.maximum.reduceat(token + kind.model.parts * sums[..., None], arrays.first, axis=1)
+            token = np.maximum.reduceat(token + len(kind.model.parts) * sums[..., None], arrays.first, axis=1)
             attention = np.maximum.reduceat(heads, arrays.first, axis=1)
             if kind.model.has_attention:
                 attention = np.maximum(attention, self._from_other_nodes(arrays, kind))

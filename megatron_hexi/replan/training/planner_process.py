@@ -49,7 +49,7 @@ class PlannerConnection:
 
 
 def model_document(args: Namespace) -> dict[str, Any]:
-    """Return the arguments of `megatron_hexi.cost.Model` for this job."""
+    """Return the arguments of `megatron_hexi.models.Model` for this job."""
     return {
         "name": "the job's",
         "layers": args.num_layers,

@@ -143,7 +143,11 @@ def test_each_kind_of_layer_has_its_own_parts_only():
     model = replace(PLAIN, layers=6, state=MAMBA, experts=Experts(4, 2, 8), pattern="M*-EM*")
     kinds = {kind.pattern: kind for kind in model.kinds}
     assert list(kinds) == ["MM", "**", "-", "E"]
-    assert [(kind.has_attention, kind.has_mlp, kind.state is not None) for kind in kinds.values()] == [
+    parts = [
+        (kind.mixer.attends, kind.feed_forward in kind.parts, kind.state is not None)
+        for kind in kinds.values()
+    ]
+    assert parts == [
         (False, False, True),
         (True, False, False),
         (False, True, False),

@@ -1,0 +1,111 @@
+"""The protocol of a layer's parts, over which the cost model sums.
+
+A layer has a mixer (attention, or heads with a state) and a feed-forward part (an MLP, or experts), or one of
+these alone. What a part does not have is zero, so that no formula asks for a part's kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from megatron_hexi.kinds.decoder import Decoder
+
+
+class WeightMatrix(NamedTuple):
+    """A matrix of weights on one tensor-parallel rank.
+
+    Args:
+        inputs: columns in.
+        outputs: columns out.
+        is_whole: whether every rank has all of it, and computes it for the rows that norms see.
+        expands: whether it makes keys and values of latent columns: where these travel, the product is
+            counted inside attention.
+    """
+
+    inputs: float
+    outputs: float
+    is_whole: bool = False
+    expands: bool = False
+
+    @property
+    def weights(self) -> float:
+        """Number of weights."""
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of a row on one rank, by what is done to them outside matrices and attention's kernels.
+
+    Norms before parts and behind them, and residual additions, are counted with the layer.
+
+    Args:
+        normed: columns that a norm reads; its input is kept.
+        compressed: those of them that are latent columns, which are kept behind their norm too.
+        turned: columns with rotary embeddings.
+        turned_apart: likewise, where no fused kernel is used.
+        copied: elements that are copied forward: queries of grouped heads, or columns put together.
+        copied_back: elements that gradients are put together from and to.
+        gated: columns of a gate of attention's output; the gate and the output before it are kept.
+        activated: columns that go through the MLP's activation.
+        inputs: columns into the part's last matrix, which are kept; no norm casts them to fp8.
+        outputs: columns out of the part's first matrices, whose gradients are cast to fp8.
+        kept: columns that are kept beside those named.
+    """
+
+    normed: float = 0.0
+    compressed: float = 0.0
+    turned: float = 0.0
+    turned_apart: float = 0.0
+    copied: float = 0.0
+    copied_back: float = 0.0
+    gated: float = 0.0
+    activated: float = 0.0
+    inputs: float = 0.0
+    outputs: float = 0.0
+    kept: float = 0.0
+
+    @classmethod
+    def sum(cls, parts: Iterable[Columns]) -> Columns:
+        """Return the sums over the parts of a layer."""
+        found = [vars(part) for part in parts]
+        return cls(**{field.name: sum(part[field.name] for part in found) for field in fields(cls)})
+
+
+class LayerPart:
+    """A part of a layer; without a subclass, the part that a layer of a hybrid does not have."""
+
+    #: Name in tables; empty for a part that a layer does not have.
+    title: ClassVar[str] = ""
+    #: Whether it is attention, whose keys and values pass between ranks.
+    attends: ClassVar[bool] = False
+
+    def matrices(self, model: Decoder, width: int) -> tuple[WeightMatrix, ...]:
+        """Return the matrices on one of `width` tensor-parallel ranks, without those of routed experts."""
+        del model, width
+        return ()
+
+    def vectors(self, model: Decoder, width: int) -> int:
+        """Return the weights beside matrices and the hidden state's norms: biases, norms, convolutions."""
+        del model, width
+        return 0
+
+    def row_columns(self, model: Decoder, width: int, row_parts: int, sends_latent: bool) -> Columns:
+        """Return the columns of a row on one of `width` tensor-parallel ranks.
+
+        Args:
+            model: the model.
+            width: number of tensor-parallel ranks.
+            row_parts: number of ranks that share the rows of norms (`Job.row_parts`).
+            sends_latent: whether latent columns travel between ranks (`Job.latent_exchange`).
+        """
+        del model, width, row_parts, sends_latent
+        return Columns()
+
+    def mixing_flops(self, model: Decoder, keys: float) -> float:
+        """Return the FLOPs of a token forward as Megatron counts them; attention sees `keys` keys."""
+        del model, keys
+        return 0.0
