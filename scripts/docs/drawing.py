@@ -63,3 +63,11 @@ def set_up_mask(axes: Axes, tokens: int, title: str) -> None:
 def visible(queries: Range, keys: Sequence[Range]) -> list[Range]:
     """The key segments that end before a query segment begins: the queries see all of each."""
     return [segment for segment in keys if segment[1] <= queries[0]]
+
+
+def add_box(
+    axes: Axes, corner: tuple[float, float], size: tuple[float, float], text: str, colour: str
+) -> None:
+    """A named box; its lower left corner, its width and height."""
+    axes.add_patch(Rectangle(corner, *size, facecolor=colour, edgecolor="#555555", linewidth=0.8))
+    axes.text(corner[0] + size[0] / 2, corner[1] + size[1] / 2, text, ha="center", va="center", fontsize=8)

@@ -8,7 +8,10 @@ from pathlib import Path
 from scripts.docs.combinations_page import combinations_page
 from scripts.docs.commands_page import commands_page
 from scripts.docs.draw_exchange import draw_exchange
+from scripts.docs.draw_flows import draw_job, draw_node_failure
 from scripts.docs.draw_layout import draw_all_to_all, draw_layout
+from scripts.docs.draw_packages import draw_packages
+from scripts.docs.draw_pass import draw_pass
 from scripts.docs.draw_resources import draw_memory, draw_time
 from scripts.docs.draw_schedules import draw_schedules
 from scripts.docs.drawing import as_svg
@@ -25,6 +28,10 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "reference/scenario-file.md": scenario_fields_page,
     "reference/training.md": training_page,
     "reference/combinations.md": combinations_page,
+    "images/job.svg": lambda: as_svg(draw_job()),
+    "images/packages.svg": lambda: as_svg(draw_packages()),
+    "images/attention-pass.svg": lambda: as_svg(draw_pass()),
+    "images/node-failure.svg": lambda: as_svg(draw_node_failure()),
     "images/layout.svg": lambda: as_svg(draw_layout()),
     "images/all-to-all.svg": lambda: as_svg(draw_all_to_all()),
     "images/exchange.svg": lambda: as_svg(draw_exchange()),

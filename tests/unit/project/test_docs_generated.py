@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 import megatron_hexi
 from megatron_hexi.mesh.pipeline_order import pipeline_steps
+from scripts.docs import draw_pass
 from scripts.docs.commands_page import commands
 from scripts.docs.draw_schedules import spans
 from scripts.docs.pages import DOCS, GENERATED
@@ -65,3 +67,18 @@ def test_the_drawn_orders_end_when_the_formula_says(chunks: int, end: float):
     """Six micro-batches of 3 (1 forward, 2 backward), and 2 x 3 / chunks to fill and drain three stages."""
     orders = [pipeline_steps(3, stage, 6, chunks) for stage in range(3)]
     assert max(finish for _, finish in spans(orders, chunks).values()) == end
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_drawn_pass_computes_on_keys_that_have_arrived(backward: bool):
+    drawn = draw_pass.passes(backward)
+    arrival = {
+        span.name: span.end
+        for span in drawn
+        if span.name.startswith("keys") and span.lane == draw_pass.GROUPS
+    }
+    blocks = [span for span in drawn if span.lane == draw_pass.COMPUTE]
+    assert all(one.end <= other.begin for one, other in itertools.pairwise(blocks))
+    far = [span for span in blocks if span.name.startswith("keys")]
+    assert {span.name.partition(",")[0] for span in far} == set(arrival)
+    assert all(span.begin >= arrival[span.name.partition(",")[0]] for span in far)
