@@ -16,7 +16,7 @@ from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.megatron.folders import check_folders
 from megatron_hexi.megatron.kernel_choice import kernel_choice
 from megatron_hexi.megatron.metrics import check_metrics
-from megatron_hexi.megatron.plan_arguments import check_interleaving, take_plan
+from megatron_hexi.megatron.plan_arguments import check_interleaving, set_terms, take_plan
 from megatron_hexi.megatron.session import given_plan
 from megatron_hexi.megatron.stages.stage_arguments import as_one_rank
 from megatron_hexi.options.refusals import refuse_yaml_configuration
@@ -211,6 +211,7 @@ def _with_hexi_checks(original: Callable[..., Any], platform: Platform) -> Calla
             with as_one_rank(args, plan.mesh if plan else None), _refusals():
                 validated = original(args, defaults)
             check_interleaving(validated)
+            set_terms(validated)
         return validated
 
     return validate_args

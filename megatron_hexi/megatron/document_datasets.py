@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hexi.megatron.session import active_session
-from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.patching import patched
 
 
@@ -27,9 +26,9 @@ def _on_every_stage(
     config: Any,
 ) -> None:
     from megatron.core import mpu
-    from megatron.training import get_args
 
-    if active_session() is not None and is_packed(get_args()):
+    session = active_session()
+    if session is not None and session.given.terms.has_documents:
         # The first tensor-parallel rank reads for the others.
         original(self, cls, sizes, lambda: mpu.get_tensor_model_parallel_rank() == 0, config)
     else:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megatron_hexi.megatron.session import Session, active_session
-from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.patching import patched
 from megatron_hexi.runtime.call_rows import on_device
 
@@ -130,14 +129,11 @@ def _raise(problem: Exception) -> Any:
     why="derives the split tables of the next micro-batch's documents while this one runs",
 )
 def _one_ahead(original: Callable[[Any], Any], self: Any) -> Any:
-    from megatron.training import get_args
-
     session = active_session()
     if session is None:
         return original(self)
-    args = get_args()
-    # Megatron saves the state of an external loader, which would be one ahead.
-    if is_packed(args) and args.dataloader_type != "external" and not isinstance(self.iterable, _Prefetched):
+    terms = session.given.terms
+    if terms.has_documents and terms.reads_ahead and not isinstance(self.iterable, _Prefetched):
         self.iterable = _Prefetched(self.iterable)
     sample = original(self)  # or a sample that Megatron replays
     AHEAD.take(sample, session.seq_length)

@@ -33,7 +33,6 @@ from megatron_hexi.megatron.session import (
 )
 from megatron_hexi.megatron.stages.mesh_groups import MeshGroups
 from megatron_hexi.megatron.stages.stages_session import start_stages_session
-from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.patching import Patch
 from megatron_hexi.plan import Schedules
 from megatron_hexi.runtime import (
@@ -162,8 +161,6 @@ def _agree(given: GivenPlan | None, args: Namespace, store: dist.Store | None) -
 
 
 def _with_plan_groups(original: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    from megatron.training import get_args
-
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -183,16 +180,7 @@ def _with_plan_groups(original: Callable[..., Any], device: torch.device) -> Cal
                 session = start_session(given, device, options)
             else:
                 groups = MeshGroups(dist.get_rank(), options)
-                job = get_args()
-                session = start_stages_session(
-                    given,
-                    given.mesh,
-                    groups,
-                    device,
-                    is_packed(job),
-                    job.num_experts,
-                    bool(job.mtp_num_layers),
-                )
+                session = start_stages_session(given, given.mesh, groups, device)
             set_active_session(session)
             _announce(given)
 

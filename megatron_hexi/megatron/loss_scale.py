@@ -32,10 +32,9 @@ def tokens_in_scale() -> int:
     scales the sum too.
     """
     from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
-    from megatron.training import get_args
 
     session = active_session()
-    if session is None or not session.given.scales_mean or not scales_losses(get_args()):
+    if session is None or not session.given.scales_mean or not session.given.terms.scales_losses:
         return 1
     return get_current_running_global_batch_size() * session.seq_length
 

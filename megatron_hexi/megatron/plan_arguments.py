@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,9 +13,11 @@ from megatron_hexi.elastic.training.round import check_surviving, take_part
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.megatron.batch_shares import check_batch_shares
 from megatron_hexi.megatron.kernel_choice import choose_kernel
+from megatron_hexi.megatron.loss_scale import scales_losses
 from megatron_hexi.megatron.metrics_interval import set_metrics_interval
-from megatron_hexi.megatron.session import GivenPlan, given_plan, set_given_plan
+from megatron_hexi.megatron.session import GivenPlan, TrainingTerms, given_plan, set_given_plan
 from megatron_hexi.mesh import Mesh
+from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.options.plan_job import PER_TOKEN, Held, hold_job, replica_shares
 from megatron_hexi.options.vocabulary import keep_vocabulary
 from megatron_hexi.plan import plan_digest, read_plan
@@ -82,6 +85,31 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> Held:
         )
     )
     return held
+
+
+def set_terms(args: Namespace) -> None:
+    """Give the plan's session the job's terms, of arguments that Megatron has checked."""
+    given = given_plan()
+    if given is None:
+        return
+
+    def overlaps_values() -> bool:
+        return bool(args.hexi_overlap_values) and args.curr_iteration + 1 < args.train_iters
+
+    further = args.mtp_num_layers or 0
+    terms = TrainingTerms(
+        layers=args.num_layers + further,
+        further_layers=further,
+        experts=args.num_experts,
+        has_documents=is_packed(args),
+        # Megatron saves the state of an external loader, which would be one ahead.
+        reads_ahead=args.dataloader_type != "external",
+        scales_losses=scales_losses(args),
+        bucket_size=args.ddp_bucket_size,
+        buckets=args.ddp_num_buckets,
+        overlaps_values=overlaps_values,
+    )
+    set_given_plan(replace(given, terms=terms))
 
 
 def check_interleaving(args: Namespace) -> None:

@@ -115,13 +115,11 @@ def _weighed(original: Callable[..., None], value: str) -> Callable[..., None]:
 def _for_all_layers(
     original: Callable[..., None], self: Any, name: str, num_layers: int, device: Any = None
 ) -> None:
-    from megatron.training import get_args
-
-    if active_session() is not None:
+    session = active_session()
+    if session is not None:
         # Stages sum one table of all layers, in which a router has the row of its layer. Where a stage
         # has no router, Megatron makes a table with a row for each layer with experts only.
-        args = get_args()
-        num_layers = args.num_layers + (args.mtp_num_layers or 0)
+        num_layers = session.given.terms.layers
     original(self, name, num_layers, device)
 
 

@@ -5,6 +5,7 @@ It is one object, which a swap of plans between two iterations replaces (`replan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,35 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class TrainingTerms:
+    """What the patches of Megatron-Core must know of the job beside its plan; the training loop fills it.
+
+    Args:
+        layers: layers of the whole model, those that predict further tokens included.
+        further_layers: layers that predict further tokens.
+        experts: experts of a layer; ``None``: the model has none.
+        has_documents: whether sequences tell where their documents end.
+        reads_ahead: whether a micro-batch may be read before the one ahead of it has run.
+        scales_losses: whether losses are scaled, as for fp16.
+        bucket_size: elements after which a bucket of gradients is closed; ``None``: the default.
+        buckets: buckets of the whole model's gradients, in place of a size; ``None``: the size decides.
+        overlaps_values: whether new weights may be sent behind the next forward pass; asked after each step.
+    """
+
+    layers: int = 0
+    further_layers: int = 0
+    experts: int | None = None
+    has_documents: bool = False
+    reads_ahead: bool = False
+    scales_losses: bool = False
+    bucket_size: int | None = None
+    buckets: int | None = None
+    overlaps_values: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
 class GivenPlan:
-    """The plan of the command line, checked against the job.
+    """The plan of the job, checked against its terms.
 
     Args:
         kernel: name of the attention kernel, or ``auto``.
@@ -44,6 +72,7 @@ class GivenPlan:
     mesh: Mesh | None = None
     rates: UnitRates | None = None
     scales_mean: bool = False
+    terms: TrainingTerms = TrainingTerms()
 
 
 @dataclass(frozen=True)
@@ -112,12 +141,12 @@ _session: Session | None = None
 
 
 def given_plan() -> GivenPlan | None:
-    """Return the plan of the command line; ``None`` without a plan."""
+    """Return the plan of the job; ``None`` without a plan."""
     return _given
 
 
 def set_given_plan(plan: GivenPlan | None) -> None:
-    """Set the plan of the command line, for the making of process groups."""
+    """Set the plan of the job, for the making of process groups."""
     global _given
     _given = plan
 

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from megatron_hexi.errors import user_errors
 from megatron_hexi.megatron.packing import document_ends, packed_shard
-from megatron_hexi.megatron.session import Session, active_session
+from megatron_hexi.megatron.session import Session, TrainingTerms, active_session
 from megatron_hexi.megatron.stages.boxes import held_boxes
 from megatron_hexi.megatron.stages.routers import end_iteration
 from megatron_hexi.megatron.stages.slices import StageSlices
@@ -134,7 +134,8 @@ def _piece_buffers(
     dist.all_gather_object(boxes, [h.box for h in held])
     weights = {rank: unit.state for rank, unit in enumerate(mesh.units)}
     pieces = cut_pieces(boxes)
-    buckets = make_buckets(pieces, weights, _bucket_size(ddp_config, sum(piece.size for piece in pieces)))
+    size = _bucket_size(ddp_config, session.given.terms, sum(piece.size for piece in pieces))
+    buckets = make_buckets(pieces, weights, size)
     unit = view.place.ranks
     copies = _copies(module, held, [boxes[rank] for rank in unit], config) if len(unit) > 1 else set()
 
@@ -161,19 +162,16 @@ def _piece_buffers(
     return buffers
 
 
-def _bucket_size(ddp_config: Any, weights: int) -> int | None:
+def _bucket_size(ddp_config: Any, terms: TrainingTerms, weights: int) -> int | None:
     """Return the number of elements after which a bucket is closed, of a model with so many; ``None``: never.
 
     It is equal on all ranks; `ddp_config.bucket_size` follows from a rank's own parameters and groups.
     """
-    from megatron.training import get_args
-
-    args = get_args()
     if not ddp_config.overlap_grad_reduce:
         return None
-    if args.ddp_num_buckets is not None:
-        return weights // int(args.ddp_num_buckets)
-    return int(args.ddp_bucket_size or _BUCKET_SIZE)
+    if terms.buckets is not None:
+        return weights // terms.buckets
+    return terms.bucket_size or _BUCKET_SIZE
 
 
 def _copies(

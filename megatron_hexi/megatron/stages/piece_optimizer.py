@@ -37,7 +37,6 @@ from megatron_hexi.megatron.stages.optimizer_state import (
     state_document,
     state_names,
 )
-from megatron_hexi.megatron.stages.stage_arguments import overlaps_values
 from megatron_hexi.mesh import Slab
 from megatron_hexi.patching import patched
 from megatron_hexi.runtime.bucket_buffer import BucketBuffer
@@ -165,7 +164,8 @@ class PieceOptimizer(MixedPrecisionOptimizer):
         self.buffers.settle_values()  # for a part of the model that did not run
         success = bool(super().step_with_ready_grads())
         self.steps += 1
-        self.buffers.broadcast_values(waits=not overlaps_values())
+        session = active_session()
+        self.buffers.broadcast_values(waits=session is None or not session.given.terms.overlaps_values())
         return success
 
     def _copy_main_params_to_model_params(self) -> None:

@@ -43,14 +43,6 @@ def as_one_rank(args: Namespace, mesh: Mesh | None) -> Iterator[None]:
     _set_view(args, mesh.plan, mesh.units[args.rank])
 
 
-def overlaps_values() -> bool:
-    """Return whether new weights are broadcast behind the next forward pass, if there is one."""
-    from megatron.training import get_args
-
-    args = get_args()
-    return bool(args.hexi_overlap_values) and args.curr_iteration + 1 < args.train_iters
-
-
 def _set_view(args: Namespace, plan: Plan, unit: Unit) -> None:
     """Set the arguments that describe a rank's stage to Megatron."""
     width = unit.width

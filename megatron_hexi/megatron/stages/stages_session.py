@@ -42,20 +42,14 @@ def start_stages_session(
     mesh: Mesh,
     groups: MeshGroups,
     device: torch.device,
-    is_packed: bool,
-    experts: int | None = None,
-    predicts_further: bool = False,
 ) -> Session:
     """Make all groups, replace Megatron's by this rank's, derive its tables, and return its session.
 
     All ranks of the job must call it, in place of Megatron's own function.
-
-    Args:
-        experts: number of experts of a layer; ``None``: the model has none.
     """
-    view = make_view(mesh, groups)
-    experts_view = None if experts is None else make_experts_view(mesh, groups, experts)
-    micro_batch = _counting_group(mesh, groups) if predicts_further else None
+    terms, view = given.terms, make_view(mesh, groups)
+    experts_view = None if terms.experts is None else make_experts_view(mesh, groups, terms.experts)
+    micro_batch = _counting_group(mesh, groups) if terms.further_layers else None
     cuts_experts = experts_view is not None and experts_view.held.parts > 1
     set_megatron_groups(mesh, view, groups.alone, view.unit if cuts_experts else groups.alone)
     place = view.place
@@ -87,7 +81,12 @@ def start_stages_session(
         shard,
         given.shares[place.replica],
         StagesSession(
-            mesh, groups, view, BorderChannels(mesh, view, device, is_packed), experts_view, micro_batch
+            mesh,
+            groups,
+            view,
+            BorderChannels(mesh, view, device, terms.has_documents),
+            experts_view,
+            micro_batch,
         ),
         replica=place.replica,
     )
