@@ -8,6 +8,7 @@ from functools import partial
 from typing import Literal
 
 from megatron_hexi.doctor.facts import Facts
+from megatron_hexi.spelling import spell_numbers
 
 Severity = Literal["error", "warning", "note"]
 
@@ -69,15 +70,6 @@ def spell_places(facts: Sequence[Facts]) -> str:
         ranks = hosts.setdefault(rank_facts.host, [])
         if rank_facts.rank is not None:
             ranks.append(rank_facts.rank)
-    return ", ".join(f"{host} (rank {ranges(ranks)})" if ranks else host for host, ranks in hosts.items())
-
-
-def ranges(ranks: Sequence[int]) -> str:
-    """Return numbers as text, such as ``0-3, 5`` for 0, 1, 2, 3, 5."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return ", ".join(
+        f"{host} (rank {spell_numbers(ranks)})" if ranks else host for host, ranks in hosts.items()
+    )

@@ -11,7 +11,6 @@ from megatron_hexi.doctor.problems import (
     error,
     note,
     problem_of,
-    ranges,
     spell_places,
     values_by_rank,
     warning,
@@ -21,6 +20,7 @@ from megatron_hexi.doctor.rules_communication import COMMUNICATION_RULES
 from megatron_hexi.doctor.rules_fleet import FLEET_RULES
 from megatron_hexi.doctor.rules_gpu import GPU_RULES
 from megatron_hexi.doctor.rules_packages import PACKAGE_RULES
+from megatron_hexi.spelling import spell_numbers
 
 #: Parts that cannot be examined without torch.
 _NEED_TORCH = ("kernels", "triton_lacks", "patches")
@@ -105,7 +105,7 @@ def find_job_problems(facts: Sequence[Facts], silent: Sequence[int] = ()) -> lis
     if silent:
         problems.append(
             error(
-                f"rank {ranges(silent)} did not answer in time",
+                f"rank {spell_numbers(silent)} did not answer in time",
                 "see what that node's log says; start every rank with the same command",
             )
         )

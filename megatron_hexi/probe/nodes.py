@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from megatron_hexi.cluster import catalog
 from megatron_hexi.errors import HexiError
 from megatron_hexi.probe.document import HostCards, RankInfo
+from megatron_hexi.spelling import first_few
 
 #: What torch calls a GPU, and the catalogue's names for it; the memory chooses.
 _GPUS = (
@@ -73,8 +74,8 @@ def find_nodes(ranks: Sequence[RankInfo]) -> tuple[NodeFound, ...]:
     for (host, group), node_ranks in members.items():
         if node_ranks[-1] - node_ranks[0] + 1 != len(node_ranks):
             raise HexiError(
-                f"ranks {_listed(node_ranks)} are on {_spell(host, group)} and others between them are not; "
-                "number the ranks node by node (srun --distribution=block)"
+                f"ranks {first_few(node_ranks)} are on {_spell(host, group)} and others between them are "
+                "not; number the ranks node by node (srun --distribution=block)"
             )
         kinds = sorted({ranks[rank].gpu for rank in node_ranks})
         if len(kinds) > 1:
@@ -85,8 +86,8 @@ def find_nodes(ranks: Sequence[RankInfo]) -> tuple[NodeFound, ...]:
         expected = list(range(len(node_ranks)))
         if [ranks[rank].local_rank for rank in node_ranks] != expected:
             raise HexiError(
-                f"{_spell(host, group)}: its ranks {_listed(node_ranks)} have the local ranks "
-                f"{_listed([ranks[rank].local_rank for rank in node_ranks])}; "
+                f"{_spell(host, group)}: its ranks {first_few(node_ranks)} have the local ranks "
+                f"{first_few([ranks[rank].local_rank for rank in node_ranks])}; "
                 "start them with one torchrun or one srun"
             )
     hosts = [host for host, _ in members]
@@ -138,8 +139,3 @@ def spellable(text: str) -> str:
 
 def _spell(host: str, group: str) -> str:
     return f"{host} (node {group})" if group else host
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    text = ", ".join(map(str, numbers[:8]))
-    return f"{text} and {len(numbers) - 8} more" if len(numbers) > 8 else text

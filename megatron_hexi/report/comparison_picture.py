@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from megatron_hexi.report.comparison import OURS, Comparison, LayoutResult, alone_text
 from megatron_hexi.report.estimate import spell_phase
 from megatron_hexi.report.labels import set_title, wrap
-from megatron_hexi.report.time_units import spell_time, time_unit
+from megatron_hexi.spelling import spell_time, time_unit
 
 _BAR = 0.62  # height of a bar, where rows are one apart
 _OURS, _OTHERS = "#c0392b", "#9fb4c7"

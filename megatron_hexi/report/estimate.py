@@ -13,6 +13,7 @@ from megatron_hexi.cost import IterationCost, RankCost, Throughput, find_shortag
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.models import Job
 from megatron_hexi.report.lines import Report
+from megatron_hexi.spelling import spell_seconds
 
 _TIMES = ("token", "attention", "logits", "optimizer", "communication", "idle")
 _TIMES_CAPTION = "seconds of an iteration; communication: its own, exposed; idle: waiting for slower ranks"
@@ -81,13 +82,6 @@ def estimate_dict(cost: IterationCost, job: Job) -> dict[str, Any]:
         "shortage": None if shortage is None else vars(shortage) | {"short_gib": shortage.short_gib},
         "ranks": [_rank_dict(rank) for rank in cost.ranks],
     }
-
-
-def spell_seconds(seconds: float) -> str:
-    """Return seconds as text with at least three digits: ``1,234``, ``12.3``, ``0.0123``; ``0`` for zero."""
-    if seconds == 0:
-        return "0"
-    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 1e-4 else "<0.0001"
 
 
 def spell_throughput(throughput: Throughput) -> str:

@@ -17,8 +17,8 @@ from megatron_hexi.plan import Plan
 from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.plan.model import Range
 from megatron_hexi.report.labels import lines_of, wrap
-from megatron_hexi.report.tables import spell_range
 from megatron_hexi.report.unit_summary import UnitSummary, spell_ministages
+from megatron_hexi.spelling import spell_range
 
 #: Red, green, blue, opacity; each from 0 to 1.
 Colour = tuple[float, float, float, float]

@@ -10,8 +10,9 @@ from rich.text import Text
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, IterationCost
-from megatron_hexi.report.estimate import spell_seconds, spell_throughput, throughput_cells
+from megatron_hexi.report.estimate import spell_throughput, throughput_cells
 from megatron_hexi.report.planned import layout_line
+from megatron_hexi.spelling import spell_seconds
 
 if TYPE_CHECKING:  # brings the solver, which a report does not need
     from megatron_hexi.planner import Planned

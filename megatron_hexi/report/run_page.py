@@ -15,12 +15,12 @@ from matplotlib.figure import Figure
 import megatron_hexi
 from megatron_hexi.cost import IterationCost
 from megatron_hexi.plan import Plan
-from megatron_hexi.report.estimate import phases_line, spell_seconds
+from megatron_hexi.report.estimate import phases_line
 from megatron_hexi.report.pictures import draw_plan, read_as_written
 from megatron_hexi.report.run_pictures import draw_course, draw_memory, draw_ranks
 from megatron_hexi.report.run_summary import Run
-from megatron_hexi.report.tables import spell_range
 from megatron_hexi.report.unit_summary import UnitSummary, unit_summaries
+from megatron_hexi.spelling import spell_range, spell_seconds
 
 _TEMPLATE = "run.html.j2"
 _TABLE = "The numbers are in the table below."
@@ -72,7 +72,7 @@ def run_page(
         lstrip_blocks=True,
     )
     page.filters |= {
-        "seconds": _spell_seconds,
+        "seconds": spell_seconds,
         "share": lambda value: "–" if value is None else f"{value:.1%}",
         "gib": lambda value: "–" if value is None else f"{value:.2f}",
         "count": lambda value: f"{value:,.0f}",
@@ -100,10 +100,6 @@ def _picture(name: str, figure: Figure, alt: str) -> Picture:
     text = out.getvalue()
     svg = _NAMES.sub(rf"\g<1>{name}-", text[text.index("<svg") :])  # a page's names must all differ
     return Picture(Markup(svg), alt)
-
-
-def _spell_seconds(value: float | None) -> str:
-    return "–" if value is None else spell_seconds(value)
 
 
 def _plan_alt(rows: Sequence[UnitSummary]) -> str:

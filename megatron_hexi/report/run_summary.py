@@ -15,7 +15,7 @@ from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.units import job_ranks, unit_rows
 from megatron_hexi.record import Interval, Leg, Record, Round, Start
-from megatron_hexi.report.estimate import spell_seconds
+from megatron_hexi.spelling import first_few, spell_seconds
 
 #: Shown characters of a digest, as in tables of plans.
 _DIGEST = 12
@@ -284,9 +284,7 @@ def _notes(record: Record, same: Sequence[Leg], timed: Sequence[Interval]) -> tu
     swaps = [str(leg.start.swapped_at) for leg in record.legs if leg.start.swapped_at is not None]
     if swaps:
         notes.append(
-            f"the plan was swapped {len(swaps)} times while the job ran, before iteration "
-            + ", ".join(swaps[:8])
-            + ("" if len(swaps) <= 8 else " and others")
+            f"the plan was swapped {len(swaps)} times while the job ran, before iteration " + first_few(swaps)
         )
     rounds = [leg.start.round for leg in record.legs if leg.start.swapped_at is None and leg.start.round]
     notes += map(_round_note, [r for r in rounds if r.number > 1][-_LISTED_ROUNDS:])

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from megatron_hexi.report.estimate import spell_seconds
 from megatron_hexi.report.lines import Report
 from megatron_hexi.report.run_summary import Run, RunSpeed
+from megatron_hexi.spelling import spell_seconds
 
 _CAPTION = "seconds of the mean iteration; waiting includes transfers that no work hides; GiB: the most"
 
@@ -29,8 +29,8 @@ def run_table(run: Run) -> Table:
             table.add_column("predicted", justify="right")
     for rank in run.ranks:
         pairs = (
-            (spell_seconds(rank.busy_s), _spell(rank.predicted_busy_s)),
-            (spell_seconds(rank.waited_s), _spell(rank.predicted_wait_s)),
+            (spell_seconds(rank.busy_s), spell_seconds(rank.predicted_busy_s)),
+            (spell_seconds(rank.waited_s), spell_seconds(rank.predicted_wait_s)),
             (f"{rank.peak_gib:.2f}", "–" if rank.predicted_gib is None else f"{rank.predicted_gib:.2f}"),
         )
         busy, waiting, memory = (pair if predicted else pair[:1] for pair in pairs)
@@ -65,7 +65,3 @@ def _throughput_words(measured: RunSpeed, predicted: RunSpeed | None) -> Iterato
         value, beside = getattr(measured, name), predicted and getattr(predicted, name)
         if value is not None:
             yield spell.format(value), None if beside is None else spell.format(beside)
-
-
-def _spell(seconds: float | None) -> str:
-    return "–" if seconds is None else spell_seconds(seconds)

@@ -17,6 +17,7 @@ from megatron_hexi.plan import Group, Member, Plan, Replica, Stage
 from megatron_hexi.plan.terms import Offload, Order, Recompute
 from megatron_hexi.plan.units import domain_rows
 from megatron_hexi.report.unit_summary import spell_ministages
+from megatron_hexi.spelling import first_few, spell_numbers
 
 _NODE = re.compile(r"(?P<base>.+)-(?P<number>\d+)")
 #: Most nodes that a line names; more are counted.
@@ -194,7 +195,7 @@ def shares_table(shares: Sequence[ShareLine], job: Job) -> Table:
     for name in ("tokens", "of a member", "heads", "GiB", "usable"):
         table.add_column(name, justify="right", no_wrap=True)
     for share in shares:
-        cells = [_spell_numbers(share.replicas), str(share.micro_batches)] if several else []
+        cells = [spell_numbers(share.replicas), str(share.micro_batches)] if several else []
         if staged:
             again = "" if share.recompute is None else spell_recompute(share.recompute)
             layers = f"{share.layers}"
@@ -202,7 +203,7 @@ def shares_table(shares: Sequence[ShareLine], job: Job) -> Table:
                 layers += f" in {spell_ministages(share.ministages, share.order)}"
             if share.offload is not None:
                 layers += f", offloading {', '.join(share.offload)}"
-            cells += [_spell_numbers(share.stages), layers, again, str(share.tensor_parallel)]
+            cells += [spell_numbers(share.stages), layers, again, str(share.tensor_parallel)]
         table.add_row(
             *cells,
             str(share.groups),
@@ -293,8 +294,7 @@ def spell_nodes(nodes: Sequence[str]) -> str:
         else:
             runs.append((base, number, number))
     spelt = plain + [f"{base}-{first}" + (f"..{last}" if last > first else "") for base, first, last in runs]
-    more = f" and {len(spelt) - _NAMED} more" if len(spelt) > _NAMED else ""
-    return ", ".join(spelt[:_NAMED]) + more
+    return first_few(spelt, _NAMED)
 
 
 def _models(cluster: Cluster) -> list[int]:
@@ -372,11 +372,5 @@ def _spell_share(share: ShareLine) -> str:
     return f"{groups}{share.members} x {share.device} ({share.share:.0%} of tokens, {heads})"
 
 
-def _spell_numbers(numbers: Sequence[int]) -> str:
-    if numbers[-1] - numbers[0] == len(numbers) - 1 and len(numbers) > 2:
-        return f"{numbers[0]}-{numbers[-1]}"
-    return ", ".join(map(str, numbers))
-
-
 def _replicas(numbers: Sequence[int]) -> str:
-    return f"{'replica' if len(numbers) == 1 else 'replicas'} {_spell_numbers(numbers)}"
+    return f"{'replica' if len(numbers) == 1 else 'replicas'} {spell_numbers(numbers)}"

@@ -9,11 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_hexi.plan import Estimate, JobTerms, Plan, Provenance, Traffic, Workload
-from megatron_hexi.plan.model import Range
 from megatron_hexi.report.unit_summary import UnitSummary
+from megatron_hexi.spelling import spell_bytes, spell_range
 
 _CAPTION = "heads and positions: first-last; sent: bytes a layer and sequence in bf16, forward + backward"
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def _always(plan: Plan, rows: Sequence[UnitSummary]) -> bool:
@@ -114,24 +113,6 @@ def spell_layers(row: UnitSummary) -> str:
 
 def _spell_ministages(row: UnitSummary) -> str:
     return ", ".join(filter(None, (str(len(row.ministages or ())), row.order)))
-
-
-def spell_range(span: Range) -> str:
-    """Return a half-open range as text: ``0-7`` for (0, 8), ``7`` for (7, 8), ``none`` if empty."""
-    start, stop = span
-    if start == stop:
-        return "none"
-    return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
-
-
-def spell_bytes(count: int) -> str:
-    """Return a number of bytes in the largest binary unit that leaves at least one: ``1.5 MiB``."""
-    size = float(count)
-    for unit in _UNITS[:-1]:
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} {_UNITS[-1]}"
 
 
 def _both_ways(forward: Traffic, backward: Traffic, name: str) -> str:

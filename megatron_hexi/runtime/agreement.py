@@ -25,6 +25,7 @@ from megatron_hexi.elastic.store import in_round, round_store
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.schedule import Schedule
 from megatron_hexi.plan.workload import Workload
+from megatron_hexi.spelling import first_few
 
 #: Digest that a rank without a plan posts.
 NO_PLAN = ""
@@ -140,7 +141,7 @@ def _verdict(store: dist.Store, world_size: int, timeout: timedelta) -> str:
     except RuntimeError:
         silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
         return (
-            f"rank {_listed(silent)} never said which plan it has; start every rank with the same command "
+            f"rank {first_few(silent)} never said which plan it has; start every rank with the same command "
             "and the same --hexi-plan"
         )
     answers = [json.loads(store.get(key)) for key in keys]
@@ -227,8 +228,3 @@ def _unlike_plan(workload: Workload, schedule: Schedule, tensors: Sequence[Tenso
                 "(tokens, batch, heads, head_dim); was the plan made for this model?"
             )
     return ""
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    text = ", ".join(map(str, ranks[:8]))
-    return f"{text} and {len(ranks) - 8} more" if len(ranks) > 8 else text

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_hexi.elastic.store import store_gate
 from megatron_hexi.runtime.heartbeats import Fault, Heartbeats, Silence
+from megatron_hexi.spelling import first_few
 
 #: Exit code of a rank that ends because another rank failed, without a mistake of the user.
 FAILED = 1
@@ -27,7 +28,6 @@ _STORE_BEATS = 5
 #: Seconds between two looks during the search for a rank that failed earlier.
 _LOOK_S = 0.1
 #: Largest number of silent ranks that a message names.
-_NAMED = 8
 
 
 class Liveness:
@@ -73,9 +73,8 @@ class Liveness:
             return self.told
         silent = list(self.silent.values())
         if silent:
-            places = "; ".join(f"rank {entry.rank} on {entry.place}" for entry in silent[:_NAMED])
-            more = f"; and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
-            return self._loss(places + more, silent[0].since)
+            places = first_few([f"rank {entry.rank} on {entry.place}" for entry in silent], comma="; ")
+            return self._loss(places, silent[0].since)
         if self._store_failed or time.monotonic() - self._answered > self._store_silent_s:
             if gate := store_gate():
                 return self._loss(f"the job's store at --rdzv-endpoint {gate}", self._answered_at)

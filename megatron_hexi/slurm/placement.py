@@ -25,8 +25,7 @@ from megatron_hexi.plan import Plan
 from megatron_hexi.plan.units import covers_gpus, rank_gpus, spell_ranks
 from megatron_hexi.slurm.gres import gpus_of
 from megatron_hexi.slurm.nodes import SlurmNode
-
-_MOST_LISTED = 8
+from megatron_hexi.spelling import first_few
 
 
 @dataclass(frozen=True)
@@ -211,8 +210,8 @@ def _alike(
     types = sorted({type_ for host in slurm_nodes.values() for type_ in gpus_of(host.gres)} - {""})
     raise ClusterError(
         f"the cluster file has a node {kind} with {gpus} {gpu}, and Slurm knows no host, feature or "
-        f"partition {kind}, nor such GPUs (types in gres: {_listed(types) or 'none'}); name its hosts "
-        f"(hosts: h[01-06]), or call it as a feature or partition ({_listed(called)})"
+        f"partition {kind}, nor such GPUs (types in gres: {first_few(types) or 'none'}); name its hosts "
+        f"(hosts: h[01-06]), or call it as a feature or partition ({first_few(called)})"
     )
 
 
@@ -224,8 +223,8 @@ def _wanted(node: _Node, slurm_nodes: Mapping[str, SlurmNode]) -> str:
         return f"one more with {node.entry.gpus} {node.entry.gpu} (--gpus-per-node=TYPE:{node.entry.gpus})"
     like = slurm_nodes[host]
     return (
-        f"{host} (--nodelist), or one more like it (partitions {_listed(sorted(like.partitions))}; features "
-        f"{_listed(sorted(like.features)) or 'none'}; gres {like.gres})"
+        f"{host} (--nodelist), or one more like it (partitions {first_few(sorted(like.partitions))}; "
+        f"features {first_few(sorted(like.features)) or 'none'}; gres {like.gres})"
     )
 
 
@@ -267,9 +266,4 @@ def _rival(node: _Node, nodes: Sequence[_Node], described: SlurmNode) -> _Node |
 
 
 def _counted(names: Sequence[str], what: str) -> str:
-    return f"{len(names)} {what}{'' if len(names) == 1 else 's'} ({_listed(names)})"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    return ", ".join(names[:_MOST_LISTED]) + more
+    return f"{len(names)} {what}{'' if len(names) == 1 else 's'} ({first_few(names)})"

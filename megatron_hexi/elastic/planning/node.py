@@ -6,9 +6,8 @@ import sys
 
 from megatron_hexi.cluster import Cluster, Node, read_cluster
 from megatron_hexi.errors import HexiError, user_errors
+from megatron_hexi.spelling import first_few
 from megatron_hexi.whole_number import whole_number
-
-_MOST_LISTED = 8
 
 
 def find_node(cluster: Cluster, name: str, ranks: int) -> Node:
@@ -19,7 +18,7 @@ def find_node(cluster: Cluster, name: str, ranks: int) -> Node:
     """
     numbers = cluster.file.find_nodes(name)
     if numbers is None or len(numbers) != 1:
-        names = ", ".join(node.name for node in cluster.nodes[:_MOST_LISTED])
+        names = first_few([node.name for node in cluster.nodes])
         raise HexiError(f"--node {name}: names no node of {cluster.name} ({names}); give one of these")
     node = cluster.nodes[numbers[0]]
     if ranks != len(node.ranks):

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_hexi.lab.scenario import Event, PlayedScenario
-from megatron_hexi.report.time_units import spell_time
+from megatron_hexi.spelling import spell_time
 
 _CAPTION = (
     "tokens/s: of iterations that are kept, over all of the time; undisturbed: as a part of what the plan "

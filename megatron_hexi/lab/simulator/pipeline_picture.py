@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from megatron_hexi.lab.simulator import PipelineSpan, Simulation
 from megatron_hexi.plan import Plan
 from megatron_hexi.report.labels import BarLabel, every_nth, wrap
-from megatron_hexi.report.time_units import time_unit
+from megatron_hexi.spelling import time_unit
 
 _TAIL = "gradients and optimizer"
 #: Names of bars, by the way of a span; ``turn`` is both passes of the last ministage.

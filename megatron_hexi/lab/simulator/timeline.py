@@ -13,8 +13,8 @@ from rich.text import Text
 
 from megatron_hexi.cost import IterationCost
 from megatron_hexi.lab.simulator import LinkUse, PhaseComparison, RankTimeline, Simulation
-from megatron_hexi.report.estimate import spell_phase, spell_seconds, spell_throughput
-from megatron_hexi.report.tables import spell_bytes
+from megatron_hexi.report.estimate import spell_phase, spell_throughput
+from megatron_hexi.spelling import spell_bytes, spell_seconds
 
 _RANKS_CAPTION = (
     "seconds of an iteration; communication: waiting while its own messages are in flight; idle: for others"
@@ -73,8 +73,8 @@ def differences_table(differences: Sequence[PhaseComparison]) -> Table:
     for row in differences:
         table.add_row(
             spell_phase(row.phase),
-            _spell(row.model_s),
-            _spell(row.simulated_s),
+            spell_seconds(row.model_s),
+            spell_seconds(row.simulated_s),
             f"{row.difference_s / differences[-1].model_s:+.1%}",
             Text(row.why),
             end_section=row is differences[-2],
@@ -116,13 +116,6 @@ def alike_ranks(ranks: Sequence[RankTimeline]) -> list[list[RankTimeline]]:
 def _cells(rank: RankTimeline) -> list[str]:
     times = [*rank.busy.values(), rank.communication_s, rank.idle_s]
     return [*map(spell_seconds, times), f"{rank.idle_share:.1%}"]
-
-
-def _spell(seconds: float) -> str:
-    """Return seconds as text, with a sign where rounding or the exchange made them negative."""
-    if abs(seconds) < 1e-9:
-        return "0"
-    return spell_seconds(seconds) if seconds > 0 else f"-{spell_seconds(-seconds)}"
 
 
 def _headline(simulation: Simulation, cost: IterationCost) -> str:

@@ -20,7 +20,7 @@ from megatron_hexi.lab.simulator.pipeline_picture import (
 from megatron_hexi.plan import Plan
 from megatron_hexi.report.labels import add_legend, every_nth, set_title, wrap
 from megatron_hexi.report.pictures import plan_title
-from megatron_hexi.report.time_units import TimeUnit, spell_time, time_unit
+from megatron_hexi.spelling import TimeUnit, spell_time, time_unit
 
 #: Number of units above which similar units share a row.
 _MOST_ROWS = 32

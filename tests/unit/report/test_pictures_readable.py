@@ -24,8 +24,8 @@ from megatron_hexi.report.comparison import compare
 from megatron_hexi.report.comparison_picture import draw_comparison
 from megatron_hexi.report.labels import wrap
 from megatron_hexi.report.pictures import draw_plan
-from megatron_hexi.report.time_units import spell_time, time_unit
 from megatron_hexi.report.unit_summary import unit_summaries
+from megatron_hexi.spelling import spell_time, time_unit
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.planned import baseline, make_planned
 from tests.support.readable import assert_readable, drawn_texts

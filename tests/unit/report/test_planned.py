@@ -88,7 +88,7 @@ def test_replicas_that_are_alike_share_a_line():
         ((2,), 2, 1, 1.0),
     ]
     assert spell_layout(shares) == (
-        "replicas 0, 1, 1 micro-batch each: 2 x PLAIN (100% of tokens, 2 heads each); "
+        "replicas 0-1, 1 micro-batch each: 2 x PLAIN (100% of tokens, 2 heads each); "
         "replica 2, 1 micro-batch: 2 groups of 1 x DOUBLE (100% of tokens, 4 heads each)"
     )
     text = text_of(planned_report(planned, nodes))

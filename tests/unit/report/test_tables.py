@@ -23,8 +23,9 @@ from megatron_hexi.plan import (
     validate_plan,
 )
 from megatron_hexi.report.pictures import draw_plan, save_picture
-from megatron_hexi.report.tables import plan_report, spell_bytes, spell_range
+from megatron_hexi.report.tables import plan_report
 from megatron_hexi.report.unit_summary import unit_summaries
+from megatron_hexi.spelling import spell_bytes, spell_range
 from tests.support.expert_layouts import expert_layout
 
 WORKLOAD = Workload(seq_length=4096, heads=16, kv_heads=4, head_dim=64)
