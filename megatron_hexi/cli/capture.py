@@ -35,7 +35,7 @@ def capture(
     command: Annotated[
         list[str], typer.Argument(metavar="-- COMMAND …", help="The command that starts your training.")
     ],
-    out: Annotated[Path, output_option("JOB.args", "Where to write them.")],
+    out: Annotated[Path, output_option("JOB.args", "Where to write the arguments.")],
 ) -> None:
     """Write the Megatron arguments that a launch script uses.
 

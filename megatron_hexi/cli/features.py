@@ -27,22 +27,22 @@ class PlanFeatures:
     """The features that plans may use; ``None`` where the command line does not set one."""
 
     ministages: Annotated[
-        bool | None, _feature("ministages", "Stages that run in several parts, to need less memory or time")
+        bool | None,
+        _feature("ministages", "Let a stage run its layers in parts, which saves memory or idle time"),
     ] = None
     offload: Annotated[
-        bool | None, _feature("offload", "Weights, optimizer state or activations in host memory")
+        bool | None, _feature("offload", "Keep weights, optimizer state or activations in host memory")
     ] = None
     unequal_replicas: Annotated[
-        bool | None, _feature("unequal_replicas", "Replicas with other GPUs, stages or shares of the batch")
+        bool | None,
+        _feature("unequal_replicas", "Let replicas differ in GPUs, stages and shares of the batch"),
     ] = None
     unequal_stages: Annotated[
         bool | None,
-        _feature(
-            "unequal_stages", "Pipeline stages with layers of their own, which ministages and offload need"
-        ),
+        _feature("unequal_stages", "Let stages differ in layers and ranks; ministages and offload need this"),
     ] = None
     unequal_experts: Annotated[
-        bool | None, _feature("unequal_experts", "More of a layer's experts on faster or larger GPUs")
+        bool | None, _feature("unequal_experts", "Let faster or larger GPUs hold more experts of a layer")
     ] = None
 
     @property

@@ -50,9 +50,11 @@ class Manifests(Bundle):
         str | None, _option("--kubernetes", "Write manifests: Jobs, or one JobSet.", "job|jobset")
     ] = None
     image: Annotated[str | None, _option("--image", "Image of all pods; required.", "IMAGE")] = None
-    name: Annotated[str | None, _option("--name", "Name of the job; train, or probe.", "NAME")] = None
+    name: Annotated[str | None, _option("--name", "Name of the job; default: train, or probe.", "NAME")] = (
+        None
+    )
     namespace: Annotated[
-        str | None, _option("--namespace", "Of all objects; kubectl's own if not given.", "NAME")
+        str | None, _option("--namespace", "Namespace of all objects; default: kubectl's.", "NAME")
     ] = None
     volume: Annotated[
         list[str] | None,
@@ -75,7 +77,7 @@ class Manifests(Bundle):
         list[str] | None,
         _option(
             "--resource",
-            "What each pod asks for besides GPUs, such as rdma/hca_shared_devices_a=1; may be repeated.",
+            "Another resource that each pod requests: rdma/hca_shared_devices_a=1; may be repeated.",
             "[ENTRY:]NAME=COUNT",
         ),
     ] = None
@@ -125,7 +127,7 @@ class TrainingManifests(Manifests):
         int | None,
         _option(
             "--elastic",
-            "Train on while at least so many nodes are there (docs/surviving.md).",
+            "Continue after node failures while this many nodes are left (docs/surviving.md).",
             "NODES",
             parser=whole,
         ),
@@ -140,7 +142,7 @@ class TrainingManifests(Manifests):
     ] = None
     restarts: Annotated[
         int | None,
-        _option("--restarts", "How often the job may start again; 3 if not given.", "N", parser=whole),
+        _option("--restarts", "Most restarts of the job; default: 3.", "N", parser=whole),
     ] = None
 
     def training(

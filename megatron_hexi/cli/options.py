@@ -190,7 +190,9 @@ class Training(Bundle):
     ] = None
     sequence_parallel: Annotated[
         bool | None,
-        job_option("sequence_parallel", "Sequence parallelism beside tensor parallelism; default: on."),
+        job_option(
+            "sequence_parallel", "Divide norms and residuals over tensor-parallel ranks; default: on."
+        ),
     ] = None
     expert_imbalance: Annotated[
         float | None,

@@ -37,7 +37,7 @@ def place(
         bool,
         typer.Option(
             "--spares",
-            help="Hosts that the plan leaves out and the cluster file has are spares of an elastic job.",
+            help="Use hosts of the cluster file that the plan leaves out as spares of an elastic job.",
         ),
     ] = False,
     as_json: AsJson = False,

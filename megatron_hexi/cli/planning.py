@@ -62,16 +62,16 @@ def plan(
         bool,
         typer.Option(
             "--explain",
-            help="Show where the time goes in the next best layouts, and what the plan gains by each feature "
-            "that Megatron's flags lack; plans once more for each of these.",
+            help="Show where the next best layouts lose time, and the gain of each feature that Megatron's "
+            "flags lack, by planning again without it.",
         ),
     ] = False,
     spare: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NODE",
-            help="Leave a node of the cluster file out, to wait as a spare of an elastic job "
-            "(docs/surviving.md); may be repeated.",
+            help="Node of the cluster file that waits as a spare of an elastic job (docs/surviving.md) and "
+            "gets no part of the plan; may be repeated.",
             show_default=False,
         ),
     ] = None,

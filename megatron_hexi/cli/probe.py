@@ -62,16 +62,16 @@ def probe(
         str, typer.Option(help="bf16, fp16 or fp32.", metavar="TYPE", rich_help_panel=_WHAT)
     ] = "bf16",
     hidden: Annotated[
-        int | None, _number("hidden_size", "Hidden size of the job; 4096 on GPUs, 1024 on CPUs.")
+        int | None, _number("hidden_size", "Hidden size of the model; default: 4096 on GPUs, 1024 on CPUs.")
     ] = None,
     heads: Annotated[
-        int | None, _number("local_heads", "Heads on a rank in attention; 8 on GPUs, 2 on CPUs.")
+        int | None, _number("local_heads", "Attention heads of one rank; default: 8 on GPUs, 2 on CPUs.")
     ] = None,
-    head_dim: Annotated[int | None, _number("head_dim", "Size of a head of the job; 128.")] = None,
+    head_dim: Annotated[int | None, _number("head_dim", "Size of one head; default: 128.")] = None,
     budget: Annotated[
         float | None,
         typer.Option(
-            metavar="MINUTES", help="About how long it may take; 10, with --quick 2.", show_default=False
+            metavar="MINUTES", help="Time to measure for; default: 10, with --quick 2.", show_default=False
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure at fewer sizes.")] = False,

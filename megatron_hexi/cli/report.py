@@ -41,7 +41,7 @@ def report(
     cluster: Annotated[
         Path | None,
         typer.Option(
-            metavar="CLUSTER.yaml", help="Where it ran: adds predictions and a simulated iteration."
+            metavar="CLUSTER.yaml", help="Cluster of the run: adds predictions and a simulated iteration."
         ),
     ] = None,
     model: Annotated[

@@ -29,7 +29,9 @@ LinksOption = Annotated[
 ]
 Gpus = Annotated[
     str | None,
-    typer.Option(metavar="0,1,…", help="GPUs of the file that the ranks are; all if not given."),
+    typer.Option(
+        metavar="0,1,…", help="Numbers of the GPUs in the cluster file that ranks stand for; default: all."
+    ),
 ]
 Folder = Annotated[
     Path | None,

@@ -52,7 +52,7 @@ def argument_patches(platform: Platform) -> tuple[Patch, ...]:
 def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the argument group ``hexi`` to a parser."""
     group = parser.add_argument_group("hexi", "uneven context x head parallelism")
-    group.add_argument("--hexi-plan", metavar="PATH", help="the plan to train by")
+    group.add_argument("--hexi-plan", metavar="PATH", help="train under this plan")
     group.add_argument(
         PLATFORM_FLAG,
         choices=PLATFORM_NAMES,
@@ -65,26 +65,26 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
         default="auto",
         metavar="NAME|GPU=NAME,…",
         help="the attention kernel of a plan, or one for each kind of GPU (H100=cudnn,A100=flash-attn-2): "
-        f"{', '.join(KERNEL_NAMES[1:])}; auto (default): the plan's, where that is installed, or the fastest "
-        "that is and takes the model",
+        f"{', '.join(KERNEL_NAMES[1:])}; auto (default): the plan's kernel if it is installed, else "
+        "the fastest installed one that supports the model",
     )
     group.add_argument(
         "--hexi-batch-shares",
         action="store_true",
-        help="assign documents, rows and heads in every batch, by the rates of hexi plan --batch-shares; "
-        "with --dataloader-inter-document-masking or --sft",
+        help="assign documents, tokens and heads again for every batch, by the rates that hexi plan "
+        "--batch-shares wrote into the plan; needs --dataloader-inter-document-masking or --sft",
     )
     group.add_argument(
         "--hexi-metrics",
         metavar="PATH",
-        help="write one JSON line an iteration: loss, gradient norm, learning rate, seconds, processor "
+        help="write one JSON line per iteration: loss, gradient norm, learning rate, seconds, processor "
         "seconds; with {rank} in PATH every rank writes its own file",
     )
     group.add_argument(
         "--hexi-metrics-interval",
         type=int,
         metavar="N",
-        help="measure in every N-th iteration how long ranks wait; default: so that it takes less than a "
+        help="measure how long ranks wait in every N-th iteration; default: as often as costs less than a "
         "thousandth of the time",
     )
     group.add_argument(
@@ -97,15 +97,15 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--hexi-replan-interval",
         type=int,
         metavar="N",
-        help="look every N iterations whether another cut of the plan fits the ranks' present speeds better, "
-        "and swap to it; needs --hexi-cluster; default: keep the plan",
+        help="every N iterations, divide tokens, heads and samples again by the ranks' present speeds if that "
+        "saves time; needs --hexi-cluster; default: never",
     )
     group.add_argument(
         "--hexi-replan-threshold",
         type=float,
         default=0.03,
         metavar="RATIO",
-        help="swap plans only if the prediction says that this part of an iteration is saved (default: 0.03)",
+        help="least part of an iteration that a new division must save, as predicted (default: 0.03)",
     )
     group.add_argument(
         "--hexi-cluster",

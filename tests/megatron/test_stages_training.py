@@ -93,6 +93,16 @@ TENSOR_FIRST = """\
   - {layers: [0, 4], domains: [{ranks: [0, 1]}]}
   - {layers: [4, 6], domains: [{ranks: [2]}]}
 """
+#: The last layers on units of two sizes: a wrong scale on one of them changes the direction of the sum.
+TENSOR_LAST = """\
+- micro_batches: 3
+  stages:
+  - {layers: [0, 4], domains: [{ranks: [2]}]}
+  - {layers: [4, 6], domains: [{ranks: [0, 1]}]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 6], domains: [{ranks: [3]}]}
+"""
 
 CASES = {
     "depths": Case(
@@ -130,7 +140,7 @@ CASES = {
         slow=False,
     ),
     "tensor-parallel-domain": Case(TENSOR_DOMAIN, job=SEQUENCE),
-    "options": Case(TENSOR_FIRST, (*WINDOW, *SINKS, *QK_NORM, *UNTIED), SEQUENCE, slow=False),
+    "options": Case(TENSOR_LAST, (*WINDOW, *SINKS, *QK_NORM, *UNTIED), SEQUENCE, slow=False),
     "windows-sinks": Case(TENSOR_DOMAIN, (*WINDOW, *SINKS), SMALL_BUCKETS),
     # Megatron's own tensor parallelism, without a plan, is off by 1.3e-5 here after 20 iterations.
     "qk-norm-untied": Case(TENSOR_FIRST, (*QK_NORM, *UNTIED), rounding=3e-5),
@@ -334,6 +344,14 @@ def test_the_comparison_finds_a_fault(fault: str, forks: Forks, references: Refe
     plan = CASES["tensor-parallel-sizes"].plan(tmp_path)
     args = words(MODEL, 4, weights, SMALL_BUCKETS)
     assert_fault_is_found(fault, args, plan, reference, forks, tmp_path, least=1e-3)
+
+
+def test_the_comparison_finds_an_output_layer_halved(forks: Forks, references: References, tmp_path: Path):
+    model = (*MODEL, *UNTIED)
+    weights, reference = references(model, 4)
+    args = words(model, 4, weights, SEQUENCE)
+    plan = replace(CASES["options"], model=UNTIED).plan(tmp_path)
+    assert_fault_is_found("output-layer-as-a-copy", args, plan, reference, forks, tmp_path, least=1e-3)
 
 
 @pytest.mark.slow
