@@ -12,7 +12,7 @@ from megatron_hexi.errors import HexiError
 _YAML = re.compile(r"^\s*(?:---\s*$|-?-?[A-Za-z_][\w-]*:(?:\s|$))", re.MULTILINE)
 _PYTHON = re.compile(r"^(?:import|from)[ \t]+[A-Za-z_][\w.]*(?:[ \t]+import\b|[ \t]*$)", re.MULTILINE)
 _FLAG = re.compile(r"(?:^|\s)--\w[\w-]*(?=[\s=]|$)")
-#: A command of a launch script that starts a training, outside a comment.
+#: A command of a launch script that starts training, outside a comment.
 _START = re.compile(r"^[^#\n]*?(?<![\w/.-])(?:torchrun|srun|mpirun|mpiexec|python3?)[ \t]", re.MULTILINE)
 #: Reinforcement learning: a pattern that only its files have, and what of a job can be planned nevertheless.
 _LOOPS = {
@@ -59,7 +59,7 @@ def refuse_other_loops(text: str, path: Path) -> None:
 
 
 def is_launch_script(text: str) -> bool:
-    """Return whether a file is a shell script, or has a command that starts a training."""
+    """Return whether a file is a shell script, or has a command that starts training."""
     return text.startswith("#!") or bool(_START.search(text))
 
 

@@ -40,7 +40,7 @@ def capture(
     """Write the Megatron arguments that a launch script uses.
 
     They are what --model takes. Runs the command with stand-ins for torchrun, python, srun and mpirun first
-    on PATH, and ends it at its first start of a training, which does not take place. What comes before is
+    on PATH, and ends it at its first training run, which does not take place. What comes before is
     done. A program that it calls by an absolute path is not stood in for, and starts.
     """
     files = [Path(word) for word in command if os.path.isfile(word)]
@@ -61,7 +61,7 @@ def capture(
 
 
 def _run(command: Sequence[str]) -> dict[str, Any]:
-    """Run a command up to its first start of a training, and return what `training_start` tells of it.
+    """Run a command up to its first training run, and return what `training_start` tells of it.
 
     Raises:
         HexiError: the command cannot be run, or starts no training.

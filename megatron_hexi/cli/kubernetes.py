@@ -121,7 +121,7 @@ class Manifests(Bundle):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingManifests(Manifests):
-    """Options of a training's Kubernetes manifests."""
+    """Options of Kubernetes manifests for a training run."""
 
     elastic: Annotated[
         int | None,
@@ -196,7 +196,7 @@ def _resuming(flags: tuple[str, ...]) -> tuple[str, ...]:
     """
     save, load = (last_value(flags, flag, _FLAGS) for flag in ("--save", "--load"))
     if save is None:
-        say("note: without --save a job that starts again begins anew")
+        say("note: without --save a job that starts again begins at iteration 0")
         return flags
     if load not in (None, save):
         raise HexiError(

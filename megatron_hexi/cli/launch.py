@@ -160,7 +160,7 @@ def find_flags(plan: Plan, path: str, model: str, more: list[str]) -> tuple[str,
 
 
 def say_trial(flags: Sequence[str], model: str, more: Sequence[str]) -> None:
-    """Print what of a training's flags was made up or is missing, unless all but the model is a trial."""
+    """Print which flags were made up or are missing, unless all but the model is a trial."""
     words = argument_words(model)
     if words or more:
         for note in trial_notes(flags, [*(words or ()), *more]):

@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def _refuse_empty(words: Sequence[str]) -> None:
-    """Refuse words that are empty, or are after an option's ``=``: what a variable that is not set leaves."""
+    """Refuse empty words, also after an option's ``=``: a shell variable that is not set leaves them."""
     for before, word in itertools.pairwise(("hexi", *itertools.takewhile(lambda word: word != "--", words))):
         if not word or (word.startswith("--") and word.endswith("=")):
             raise HexiError(f"{before} {word!r}: is empty (is a variable not set?); give a value")

@@ -1,4 +1,4 @@
-"""``hexi slurm-arguments``: the arguments that a Slurm job gives each rank of a training."""
+"""``hexi slurm-arguments``: the arguments that a Slurm job gives each rank of a training run."""
 
 from __future__ import annotations
 

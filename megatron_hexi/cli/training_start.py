@@ -1,6 +1,6 @@
 """Stands in for torchrun, python, srun and mpirun while ``hexi capture`` runs a launch script.
 
-A start of a training is told to `hexi capture` as a line of JSON, and goes no further. Any other use of
+The start of a training run is told to `hexi capture` as a line of JSON, and goes no further. Any other use of
 python is passed on. The program that srun or mpirun is given runs once, here.
 
 This file is run by its path, without this package.
@@ -18,14 +18,14 @@ _SHELLS = ("bash", "sh")
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "megatron_hexi.torchrun")
 #: Modules that run the script that follows.
 _RUNNERS = (*_LAUNCHERS, "megatron_hexi.run")
-#: An option that all of Megatron's trainings have, and its tools do not.
+#: An option that all of Megatron's training scripts have, and its tools do not.
 _TRAINS = "--micro-batch-size"
 #: Seconds in which `hexi capture` ends the script; it does at once.
 _ENDED_S = 60.0
 
 
 def main() -> None:
-    """Tell of the start of a training, or go on with the program that is meant."""
+    """Report the start of a training run, or go on with the program that is meant."""
     name, words = os.path.basename(sys.argv[1]), sys.argv[2:]
     if name not in NAMES[:3]:
         _start_program(name, words)

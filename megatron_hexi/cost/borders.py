@@ -88,8 +88,6 @@ def border_seconds(
 
     Args:
         mesh: the units of all ranks.
-        job: the job.
-        sections: the sections of the plan.
         links: the cluster's links.
         micro_batches: micro-batches of each replica, [replicas].
         tables: rows of borders.
@@ -136,7 +134,6 @@ def interleaved_borders(
     Activations are counted in the time of the stage that sends them (`stage_cost`), so their seconds are 0.
 
     Args:
-        job: the job.
         sections: the pipeline stages.
         links: the cluster's links.
         micro_batches: micro-batches of each replica, [replicas].

@@ -32,7 +32,6 @@ def ceiling_tokens_per_s(job: Job, devices: Sequence[Device], causal: bool = Tru
     the sum of both, this also bounds plans that give a GPU more of the work at which it is faster.
 
     Args:
-        job: the job.
         devices: the device of each GPU.
         causal: whether a token sees earlier tokens only.
     """
@@ -53,7 +52,6 @@ def token_seconds(speeds: Speeds, job: Job, with_experts: bool = True) -> float:
 
     Args:
         speeds: the GPU's rates.
-        job: the job.
         with_experts: whether the GPU computes all the routed experts that the token goes to.
     """
     rows = np.array([_ROWS])
@@ -78,7 +76,6 @@ def attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
 
     Args:
         speeds: the GPU's rates.
-        job: the job.
         causal: whether a token sees earlier tokens only.
     """
     kinds = list(zip(job.kinds, job.model.layers_run, strict=True))

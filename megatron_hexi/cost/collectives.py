@@ -100,8 +100,6 @@ def all_to_alls(plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints) -> tup
     """Return the seconds of a layer's all-to-alls, where all groups of all replicas send at the same time.
 
     Args:
-        plan: the plan.
-        job: the job.
         links: the cluster's links.
         gpus: the first GPU of each unit, [U].
 
@@ -139,7 +137,6 @@ def tensor_parallel_seconds(job: Job, rows: Floats, bandwidth: Floats, latency: 
     collective communication operations in MPICH, 2005). Each part of a layer has one in each direction.
 
     Args:
-        job: the job.
         rows: B x T of each unit, [U].
         bandwidth: bandwidth of the links inside each unit's node, bytes/s, [U].
         latency: seconds of latency of a message inside the node, [U].
@@ -169,7 +166,6 @@ def pipeline_seconds(links: LinkTable, job: Job, rows: Floats, gpus: Ints, follo
 
     Args:
         links: the cluster's links.
-        job: the job.
         rows: B x T of each unit, [U].
         gpus: first GPU of each sending unit, [U].
         following: first GPU of each receiving unit, [U].

@@ -154,7 +154,7 @@ def own_block_times(
 
 
 def expansion_times(speeds: Speeds, job: Job, keys: Floats, merged: bool = False) -> Times:
-    """Return the seconds of making one head's keys and values from latent columns that travelled.
+    """Return the seconds to compute one head's keys and values from latent columns that were received.
 
     forward:  the product of B S rows, C to N + V, and bytes of columns put together, 2 (D + V)
     backward: made again, and two products for the gradients of columns and matrix; bytes 4 (D + V)
@@ -304,7 +304,6 @@ def optimizer_seconds[N: (float, Floats)](speeds: Speeds, job: Job, params: N, s
 
     Args:
         speeds: the GPU's rates.
-        job: the job.
         params: number of weights on this GPU.
         shard: number of weights whose optimizer state it holds.
     """

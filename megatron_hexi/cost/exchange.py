@@ -79,7 +79,6 @@ def exchange_chunks(plan: PlanArrays, window: int | None = None) -> Iterator[Chu
     """Yield all steps of the exchange, in order.
 
     Args:
-        plan: the plan.
         window: number of latest keys that a query sees, its own key among them; ``None``: no window.
     """
     groups, most = plan.starts.shape

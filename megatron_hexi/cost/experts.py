@@ -97,8 +97,6 @@ def place_experts(plan: Plan, job: Job, sections: Sequence[Section]) -> list[Exp
 
     Args:
         plan: the plan; units for which it gives no experts hold all of a layer's.
-        job: the job.
-        sections: the sections of the plan.
     """
     if job.model.experts is None:
         return [None] * len(sections)
@@ -132,7 +130,6 @@ def section_holdings(
     """Return the tokens, heads, micro-batches and experts that a section's units hold, [U].
 
     Args:
-        section: the section.
         micro_batches: number of micro-batches of each replica of the plan, [replicas].
         flights: most keys that the units' exchange has in flight.
         experts: experts of the units' ranks; ``None``: the model has none.
@@ -150,7 +147,6 @@ def expert_cycles(
     """Return the experts' seconds of one layer for each section; ``None``: the model has no experts.
 
     Args:
-        sections: the sections of a plan.
         experts: the experts of each section's units.
         exchanges: times the all-to-alls.
     """
@@ -242,7 +238,6 @@ def exchange_seconds(
     """Return the seconds of each rank's longest message in one all-to-all of a layer, [R].
 
     Args:
-        job: the job.
         gpus: the GPU of each rank, [R].
         domain: number of its expert domain, [R].
         rows: number of its rows of a micro-batch, [R].
@@ -339,7 +334,6 @@ def busiest_rows(job: Job, count: Ints, domain_rows: Floats) -> Floats:
     The mean, and above it a few standard deviations of the loads that the job's `expert_imbalance` states.
 
     Args:
-        job: the job.
         count: number of experts, or slices of experts (expert tensor parallelism), on each GPU, [U].
         domain_rows: number of rows of a micro-batch in its expert domain, before they go to the `active`
             experts of each, [U].

@@ -48,11 +48,7 @@ class HostMemoryUse:
 
 
 class Hosts:
-    """Host memory and its bandwidth, for each GPU of a cluster.
-
-    Args:
-        cluster: the cluster.
-    """
+    """Host memory and its bandwidth, for each GPU of a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -89,7 +85,6 @@ class Hosts:
         copied back, one after the other.
 
         Args:
-            job: the job.
             gpus: the cluster's GPU of each rank, [ranks].
             owned: number of weights whose optimizer state each rank keeps on the host, [ranks].
             kept: number of these weights that stay on the device throughout, so that their gradients must be

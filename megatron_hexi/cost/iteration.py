@@ -103,8 +103,6 @@ class CostModel:
     Tables that do not depend on the plan are computed once.
 
     Args:
-        job: the job.
-        cluster: the cluster.
         shards: number of units that share the optimizer's state, if the plans are parts of a larger plan;
             ``None``: the units of the plan.
         part: the units' part of the model, if the plans are one stage of several; ``None``: the part that job

@@ -33,14 +33,14 @@ def check_job(plan: Plan, job: Job) -> Ints:
     for field, planned, asked in (*pairs, ("value_dim", plan.workload.value_size, wanted.value_size)):
         if planned is not None and planned != asked:
             raise PlanError(
-                f"workload.{field}: the plan is for {planned}, the job has {asked} (model {job.model.name}); "
-                "give the job that the plan was made for, or make a plan for this one"
+                f"workload.{field}: the plan is for {planned}, but the job has {asked} (model "
+                f"{job.model.name}); give the job that the plan was made for, or make a plan for this one"
             )
     if plan.workload.latent_exchange is not None:
         columns = replace(job, latent_exchange=True).workload().latent_exchange
         if plan.workload.latent_exchange != columns:
             raise PlanError(
-                f"workload.latent_exchange: the plan is for {plan.workload.latent_exchange}, the job has "
+                f"workload.latent_exchange: the plan is for {plan.workload.latent_exchange}, but the job has "
                 f"{columns} (model {job.model.name}); give the job that the plan was made for, or make a "
                 "plan for this one"
             )
@@ -62,7 +62,7 @@ def _check_experts(plan: Plan, job: Job) -> None:
     planned, there = plan.workload.experts, 0 if job.model.experts is None else job.model.experts.count
     if planned is not None and planned != there:
         raise PlanError(
-            f"workload.experts: the plan is for {planned}, the job has {there} (model {job.model.name}); "
+            f"workload.experts: the plan is for {planned}, but the job has {there} (model {job.model.name}); "
             "give the job that the plan was made for, or make a plan for this one"
         )
 

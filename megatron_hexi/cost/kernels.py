@@ -21,7 +21,6 @@ def planned_kernels(text: str | None, cluster: Cluster) -> dict[str, str]:
 
     Args:
         text: the value of ``--kernel``; ``None``: the user chose none.
-        cluster: the cluster.
 
     Raises:
         ClusterError: no curves of a chosen kernel are known for its GPU.

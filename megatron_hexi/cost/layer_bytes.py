@@ -190,7 +190,6 @@ def logits_bytes(job: Job, rows: Floats, logit: float) -> Floats:
     tokens are computed before that of the next one, and keep the softmax, in fp32, until their backward pass.
 
     Args:
-        job: the job.
         rows: number of rows of the unit, B T.
         logit: bytes of one logit (`logit_bytes`).
     """

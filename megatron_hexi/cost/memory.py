@@ -64,7 +64,6 @@ def part_params(job: Job, part: ModelPart, experts: Floats | float = 0) -> Count
     If first and last stage differ, both hold a tied embedding, or one that multi-token prediction needs.
 
     Args:
-        job: the job.
         part: the GPU's part of the model.
         experts: number of routed experts that it holds of each layer with experts; a slice is a part of one.
     """
@@ -88,7 +87,6 @@ def owned_params(job: Job, params: Counts, owners: float) -> Floats | float:
     """Return the number of a GPU's weights whose optimizer state it keeps.
 
     Args:
-        job: the job.
         params: number of weights on the GPU.
         owners: number of GPUs that hold the same weights and share the distributed optimizer's state equally.
     """
@@ -154,7 +152,6 @@ def static_memory(
     """Return the bytes on a GPU that do not depend on the sequence, by the names of `Memory`'s terms.
 
     Args:
-        job: the job.
         part: the GPU's part of the model.
         weights: number of weights on the GPU.
         gradients: number of weights whose gradients are on the GPU.

@@ -210,7 +210,6 @@ class ModelPart:
         Layers of multi-token prediction belong to the last ministage, and are added to the largest.
 
         Args:
-            model: the model.
             weights: bytes that a layer of each kind keeps, beside those of the others.
         """
         more = self.predictions(model).layers * weights[model.kind_of_layers[-1]]

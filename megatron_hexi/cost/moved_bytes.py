@@ -141,7 +141,6 @@ def shard_step_bytes(job: Job, unfused: Collection[Fusible] = ()) -> float:
     added 8, and the weight 16.
 
     Args:
-        job: the job.
         unfused: operations that run kernel by kernel; host memory's optimizer is fused.
     """
     shard = 4 + (16 + 80 if "optimizer" in unfused else 8 + 28)

@@ -66,7 +66,6 @@ class Placer:
         """Return the placement of the units of each section.
 
         Args:
-            plan: the plan.
             ranks: for each section, the ranks of its units in the job, [U, tensor_parallel].
             gpus: number in the cluster of each rank's GPU; ``None``: the GPUs that the plan names, or else
                 all of the cluster in file order.
@@ -117,7 +116,7 @@ def _find_gpus(
     if len(chosen) != needed:
         has = "the plan names" if are_chosen else f"cluster {cluster.name} has"
         raise ClusterError(
-            f"{has} {len(chosen)} GPUs, the plan is for {needed} ({_spell_size(plan, job, needed)}); "
+            f"{has} {len(chosen)} GPUs, but the plan is for {needed} ({_spell_size(plan, job, needed)}); "
             "make the plan for this cluster, or take GPUs out of the cluster file"
         )
     if are_chosen:

@@ -168,7 +168,7 @@ def _grouping(
 
 
 def _pairs(heads: Ints, has_tokens: Bools, group: Ints, slots: Ints, sizes: Ints) -> tuple[Ints, Ints]:
-    """Return `Grouping.all_to_all_pairs` for groups of these sizes."""
+    """Return pairs of units that send to each other by all-to-all, for `Grouping.all_to_all_pairs`."""
     takers = slots[heads[slots] > 0]
     counts = np.bincount(group[takers], minlength=len(sizes))
     # Each slot's unit with all takers of its group: first, first + 1, ...

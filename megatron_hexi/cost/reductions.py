@@ -96,7 +96,6 @@ def repeated_reductions(
     gradients are all-reduced (twice their bytes).
 
     Args:
-        job: the job.
         sections: the pipeline stages.
         rings: rings that NCCL forms among the cluster's GPUs.
         shards: number of units that share the optimizer's state; ``None``: the units of the plan.
@@ -122,7 +121,6 @@ def repeated_turns(job: Job, stages: Iterable[tuple[ModelPart, Ints, int]], ring
     """Return the collectives of gradients and weights of a repeated stage, in the order in which they run.
 
     Args:
-        job: the job.
         stages: for each pipeline stage, its part of the model, the first GPU of each unit in rank order, and
             the number of domains.
         rings: rings that NCCL forms among the cluster's GPUs.
@@ -152,8 +150,6 @@ def uneven_reductions(
 
     Args:
         mesh: the units of all ranks.
-        job: the job.
-        sections: the sections of the plan.
         rings: rings that NCCL forms among the cluster's GPUs.
         hosts: host memory of the cluster.
     """

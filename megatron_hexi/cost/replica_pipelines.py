@@ -29,7 +29,6 @@ def replica_lanes(
     Domains that share each micro-batch are one lane, with the time of the slowest.
 
     Args:
-        sections: the sections of the plan.
         costs: for each section, seconds of a micro-batch by phase, and seconds of one forward pass in it,
             both [domains].
         micro_batches: number of micro-batches of each replica, [replicas].
@@ -87,7 +86,6 @@ def replica_pipelines(
     """Return the pipeline of each replica.
 
     Args:
-        plan: the plan.
         lanes: lanes of each replica's stages, [replicas][stages].
         borders: seconds of activations and of gradients over borders (`border_seconds`); ``None``: sends are
             counted in the stages' time.

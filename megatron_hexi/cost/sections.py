@@ -103,7 +103,6 @@ def plan_sections(
     """Return all sections of a plan that passed its checks, by stage number.
 
     Args:
-        plan: the plan.
         job: the job, which gives the number of pipeline stages to a plan with a repeated stage.
         placer: finds the units' GPUs.
         gpus: number in the cluster of each rank's GPU; ``None``: see `Placer.place`.

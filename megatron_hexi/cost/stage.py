@@ -97,7 +97,6 @@ def stage_cost(
     """Return the seconds of one micro-batch in a section.
 
     Args:
-        section: the section.
         known: times layers.
         following: first GPU of each unit of the next stage, [U], if sends are exposed; ``None``: there are no
             sends, or they are hidden. With chunks the first stage follows the last.
@@ -142,7 +141,6 @@ def _of_layers(
     """Return the seconds of one micro-batch in a section, from those of a layer of each kind.
 
     Args:
-        section: the section.
         kinds: seconds of a layer of each kind.
         logits: seconds of each unit's output matrix and loss, [U].
         sums: seconds of the collectives inside each unit that these need, [U].
@@ -260,7 +258,6 @@ def optimizer_times(section: Section, params: Counts, owned: Floats | float) -> 
     """Return the seconds of each unit's optimizer step, [U].
 
     Args:
-        section: the section.
         params: number of weights on one GPU, or [U].
         owned: number of weights whose optimizer state it keeps, or [U].
     """

@@ -61,7 +61,6 @@ def _own_heads(job: Job, state: State, heads: Floats) -> tuple[Floats, Floats]:
     The most groups are counted: a range of heads may begin and end inside a group.
 
     Args:
-        job: the job.
         state: the state of its layers.
         heads: heads of attention of each unit, to which heads with a state are in proportion, [U].
     """

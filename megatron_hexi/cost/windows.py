@@ -16,7 +16,6 @@ def own_pairs(plan: PlanArrays, window: int) -> Floats:
     """Return the number of visible pairs of a query and a key of the same group, [N].
 
     Args:
-        plan: the plan.
         window: keys that a query sees, its own among them (w).
     """
     pairs = np.zeros(len(plan.starts))
@@ -30,7 +29,6 @@ def far_window(plan: PlanArrays, source: Ints, active: Bools, window: int) -> tu
     """Return the queries that see keys of another group, the keys that they see, and the keys received.
 
     Args:
-        plan: the plan.
         source: the group whose keys each group uses, [C, N].
         active: whether the group's replica has the step, [C, N].
         window: keys that a query sees, its own among them (w).

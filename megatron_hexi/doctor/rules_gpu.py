@@ -182,7 +182,7 @@ def _mig(facts: Facts) -> Iterator[Problem]:
 def _persistence(facts: Facts) -> Iterator[Problem]:
     if any(state.persistence is False for state in facts.gpu_states):
         yield note(
-            "persistence mode is off: the driver loads anew for each job and forgets clocks and power limits",
+            "persistence mode is off: the driver reloads for each job and forgets clocks and power limits",
             "systemctl enable --now nvidia-persistenced, or nvidia-smi -pm 1 as root",
         )
 

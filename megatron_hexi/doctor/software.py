@@ -218,7 +218,7 @@ def find_triton() -> str:
 
 
 def find_patches() -> tuple[PatchState, ...]:
-    """Return the state of every patch of Megatron that a training would apply here; none is applied.
+    """Return the state of every patch of Megatron that training would apply here; none is applied.
 
     Empty where Megatron is not installed.
 

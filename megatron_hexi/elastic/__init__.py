@@ -1,4 +1,4 @@
-"""A job that outlives its nodes: ``python -m megatron_hexi.elastic``.
+"""A job that survives node failures: ``python -m megatron_hexi.elastic``.
 
 - `launcher`: PyTorch's elastic agent, one on each node, which starts the node's ranks again
 - `training`: a rank's part in a round, from one start of the ranks to the next

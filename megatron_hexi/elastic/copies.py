@@ -139,7 +139,7 @@ def complete_copy(copy: FoundCopy, copies: Path, url: str, job: dist.Store, secr
 
 
 def drop_older(copies: Path, newest: Path) -> None:
-    """Remove this round's earlier copies and all of other rounds; ranks may be writing the next one."""
+    """Remove all copies that are older than `newest`, and those of other rounds."""
     for folder in newest.parent.glob("iter_*"):
         if folder.name < newest.name:
             shutil.rmtree(folder, ignore_errors=True)

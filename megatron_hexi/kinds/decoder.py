@@ -142,8 +142,8 @@ class Decoder:
             given = len(of_layers.layers) if of_layers is not None else 0
             if given not in (0, self.layers):
                 raise HexiError(
-                    f"model {self.name}: {field}: layers has {given} entries, the model has {self.layers} "
-                    "layers; give one for each, or none"
+                    f"model {self.name}: {field}: layers has {given} entries, but the model has "
+                    f"{self.layers} layers; give one for each, or none"
                 )
         if self.latent is not None:
             self.latent.check(self)
@@ -159,7 +159,7 @@ class Decoder:
         said = f"model {self.name}: pattern {short(self.pattern)}"
         if len(self.pattern) != self.layers:
             raise HexiError(
-                f"{said} has {len(self.pattern)} letters, the model has {self.layers} layers; give one "
+                f"{said} has {len(self.pattern)} letters, but the model has {self.layers} layers; give one "
                 "for each"
             )
         if not set(self.pattern) <= allowed:
@@ -173,8 +173,8 @@ class Decoder:
         of_layers = [part for part in (self.experts, self.state) if part is not None and part.layers]
         if self.window or self.latent or self.mtp_layers or self.post_norms or of_layers:
             raise HexiError(
-                f"{said}: with windows, latent attention, multi-token prediction, norms behind parts or a "
-                "list of layers it is not known; leave these out"
+                f"{said}: is not supported with windows, latent attention, multi-token prediction, norms "
+                "behind parts or a list of layers; leave these out"
             )
 
     @cached_property

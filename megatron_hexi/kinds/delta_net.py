@@ -58,7 +58,7 @@ class DeltaNet(State):
         return found | super().flags(model)
 
     def head_work(self, element: int) -> TokenWork:
-        """Return the work of one head, in whole blocks.
+        """Return the work of one head, whose sequence is computed in blocks of Q tokens.
 
         FLOPs, 2 a product:
         forward:  keys by keys 2 Q N, solved for inputs and keys 2 Q (N + P); the state by keys, what is left

@@ -56,7 +56,7 @@ def layer_pattern(flag: str, pattern: str | list[int], layers: int, source: str)
         raise HexiError(f"{source}: {flag} {said}: is no list of 0 and 1; write one, as '[0]*3+[1]*{layers}'")
     if len(values) != layers:
         raise HexiError(
-            f"{source}: {flag} has {len(values)} entries, the model has {layers} layers; give one for each"
+            f"{source}: {flag} has {len(values)} entries for the model's {layers} layers; give one for each"
         )
     return [bool(value) for value in values]
 

@@ -20,7 +20,7 @@ class Window:
     Args:
         size: number of keys that a query sees, its own among them: one more than Megatron's --window-size.
         layers: whether each layer has the window (--window-attn-skip-freq); empty: every layer has.
-        in_chunks: whether the window begins anew at each multiple of `size` (Llama 4), instead of sliding.
+        in_chunks: whether the window starts again at each multiple of `size` (Llama 4), instead of sliding.
 
     Raises:
         HexiError: a size that is no whole number above 0.

@@ -60,7 +60,7 @@ class Pods:
 
 
 def training_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
-    """Return the pods of a training whose rank r runs on the plan's GPU of rank r.
+    """Return the pods of a training run in which rank r runs on the plan's GPU of rank r.
 
     A pod starts torchrun once for each run of consecutive ranks on its node (`find_agents`).
 

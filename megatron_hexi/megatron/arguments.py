@@ -97,8 +97,8 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--hexi-replan-interval",
         type=int,
         metavar="N",
-        help="every N iterations, divide tokens, heads and samples again by the ranks' present speeds if that "
-        "saves time; needs --hexi-cluster; default: never",
+        help="every N iterations, divide tokens, heads and samples again by the ranks' present speeds if "
+        "that saves time; needs --hexi-cluster; default: never",
     )
     group.add_argument(
         "--hexi-replan-threshold",

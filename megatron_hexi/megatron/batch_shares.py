@@ -46,8 +46,7 @@ def check_batch_shares(args: Namespace, plan: Plan | None) -> None:
     refuse_stages(plan, f"{_FLAG}: {args.hexi_plan}", "which send the same rows in every batch", remedy)
     if in_round():
         raise HexiError(
-            f"{_FLAG}: the plan for the nodes that are left has no rates; start with torchrun, or leave "
-            "it out"
+            f"{_FLAG}: a plan made after a node failure has no rates; start with torchrun, or leave it out"
         )
     if plan.rates is None:
         raise HexiError(

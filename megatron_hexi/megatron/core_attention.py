@@ -64,8 +64,8 @@ class HexiCoreAttention(MegatronModule):
             )
         if attn_mask_type is not (AttnMaskType.causal if causal else AttnMaskType.no_mask):
             raise PlanError(
-                f"layer {layer_number} has the mask {attn_mask_type.name}, the plan {session.given.path} is "
-                f"{'causal' if causal else 'not causal'}; use a plan for this model"
+                f"layer {layer_number} has the mask {attn_mask_type.name}, but the plan "
+                f"{session.given.path} is {'causal' if causal else 'not causal'}; use a plan for this model"
             )
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale

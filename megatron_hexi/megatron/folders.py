@@ -1,4 +1,4 @@
-"""Checks of the folders that a training saves in and loads from, before anything is allocated.
+"""Checks of the folders that a training run saves in and loads from, before anything is allocated.
 
 Megatron fails late: a file in place of ``--save`` at the first checkpoint, a missing iteration once the model
 is built, and both with a traceback on every rank.
@@ -79,7 +79,7 @@ def iterations_hint(folder: Path, without: int | str | None = None) -> str:
     """Return a remedy for an error's message: the other iterations in a folder, and how to load one."""
     iterations = [iteration for iteration in saved_iterations(folder) if iteration != without]
     if not iterations:
-        return "it holds no other; leave --load out to begin anew"
+        return "it holds no other; leave --load out to start from the beginning"
     listed = ", ".join(map(str, iterations[-8:]))
     return f"it holds {listed} too: add --ckpt-step {iterations[-1]} to go on from there"
 
@@ -122,7 +122,7 @@ def _check_loaded(args: Namespace) -> None:
     if iteration is None:
         raise CheckpointError(
             f"{option}: holds no checkpoint (no file {_TRACKER}); give the folder that --save wrote, or "
-            f"leave {source[0]} out to begin anew"
+            f"leave {source[0]} out to start from the beginning"
         )
     if isinstance(iteration, str) and iteration != "release":
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Writers of metrics and logs whose failures do not stop a training.
+"""Writers of metrics and logs whose failures do not stop training.
 
 Metrics, the record, and Megatron's TensorBoard and Weights & Biases writers write to disks that fill up and
 mounts that get lost. A failure is printed once and leaves a gap; writing is tried again each time.
@@ -20,7 +20,7 @@ from megatron_hexi.patching import Patch
 
 
 class OptionalOutput:
-    """An output of a training, which goes on without it where writing fails."""
+    """An output of training, which continues without it if writing fails."""
 
     def __init__(self, name: str) -> None:
         self._name = name

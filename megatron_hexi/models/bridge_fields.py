@@ -94,7 +94,7 @@ _LEFT: Final = {
     "another kernel for the same layer": """
         memory_efficient_layer_norm persist_layer_norm use_transformer_engine_full_layer_spec
     """,
-    "without effect on a training in 16 or 32 bits": """
+    "without effect on training in 16 or 32 bits": """
         hf_model_id hf_model_revision inference_sampling_seed mtp_enabled tp_only_amax_red
     """,
 }

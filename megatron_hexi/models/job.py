@@ -243,7 +243,6 @@ def job_terms(stated: Mapping[str, Any], plan: Plan) -> JobTerms:
 
     Args:
         stated: values of the fields of `Job` that the user stated, by name; all other fields stay open.
-        plan: the plan.
     """
     fields = JobTerms.__dataclass_fields__.keys() - stage_terms(plan)
     if plan.workload.tensor_parallel == 1:
@@ -257,7 +256,6 @@ def job_of_plan(plan: Plan, model: Model, **stated: Any) -> Job:
     Args:
         plan: the plan, which gives sequence length, tensor-parallel size and replicas, and if it states them
             the replicas' micro-batches and the job's terms.
-        model: the model.
         stated: values of further fields of `Job`, which replace those that the plan states.
 
     Raises:

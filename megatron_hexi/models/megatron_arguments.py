@@ -52,9 +52,9 @@ class ArgumentTerms:
         free: flags that no plan depends on; they stay in the lines that start the training.
         restricting: flags that exclude some plans, each with the features of plans that it excludes (fields
             of `megatron_hexi.cluster.PlannerRules`).
-        context_parallel: ranks that share a sequence, which a plan chooses anew; ``None``: not given.
+        context_parallel: ranks that share a sequence, which the plan replaces; ``None``: not given.
         expert_parallel: number of ranks of an expert domain, which a plan keeps; ``None``: not given.
-        chunks: the flag that cuts stages into chunks, with its value, which a plan chooses anew; empty: none.
+        chunks: the flag that cuts stages into chunks, with its value, which the plan replaces; empty: none.
         defaults: names of `fields` that have Megatron's default because the file says nothing.
     """
 

@@ -27,7 +27,6 @@ def refuse_imbalance(imbalance: float | None, model: Model) -> None:
 
     Args:
         imbalance: the imbalance that the user gave; ``None``: the user gave none.
-        model: the model.
 
     Raises:
         HexiError: an imbalance is given, and the model has no experts; with its flag.

@@ -69,7 +69,7 @@ class Replaced:
 
     @property
     def replaces_itself(self) -> bool:
-        """Whether the option's own argument takes a neutral value, and not that of another option."""
+        """Whether the option is replaced by resetting its own argument, rather than another option's."""
         return argument_name(self.option) in self.neutral
 
     def applies_to(self, args: Namespace) -> bool:

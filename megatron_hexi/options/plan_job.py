@@ -83,8 +83,8 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
         )
     if args.world_size != plan.ranks:
         raise PlanError(
-            f"{path}: the plan numbers {plan.ranks} ranks, the job has {args.world_size}; start {plan.ranks} "
-            "ranks or use another plan"
+            f"{path}: the plan numbers {plan.ranks} ranks, but the job has {args.world_size}; start "
+            f"{plan.ranks} ranks or use another plan"
         )
     loss_ranks = {max(m.ranks) for replica in plan.replicas for m in replica.stages[-1].members}
     if plan.ranks - 1 not in loss_ranks:
@@ -166,7 +166,7 @@ def check_workload(args: Namespace, plan: Plan) -> None:
         ),
     )
     different = [
-        f"workload.{name} is {planned}, the job has {flag} {value}"
+        f"workload.{name} is {planned}, but the job has {flag} {value}"
         for name, planned, flag, value in sizes
         if planned is not None and planned != value
     ]
@@ -264,7 +264,7 @@ def check_ranks(args: Namespace, plan: Plan) -> None:
             else f"unequal replicas lie in one context-parallel group of all {size} ranks"
         )
         raise PlanError(
-            f"{path}: {reason}, the job has --context-parallel-size {args.context_parallel_size}; give "
+            f"{path}: {reason}, but the job has --context-parallel-size {args.context_parallel_size}; give "
             f"--context-parallel-size {size}, or leave it out"
         )
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
@@ -272,8 +272,8 @@ def check_ranks(args: Namespace, plan: Plan) -> None:
     if args.world_size != needed:
         sizes = " + ".join(str(len(replica.domain.members)) for replica in plan.replicas)
         raise PlanError(
-            f"{path}: replicas of {sizes} ranks, tensor x pipeline parallel {model}, are {needed} ranks, the "
-            f"job has {args.world_size}; start {needed} ranks or use another plan"
+            f"{path}: replicas of {sizes} ranks, tensor x pipeline parallel {model}, need {needed} ranks, "
+            f"but the job has {args.world_size}; start {needed} ranks or use another plan"
         )
 
 
@@ -342,12 +342,12 @@ def _set_global_batch(args: Namespace, plan: Plan) -> list[str]:
         return []
     if getattr(args, "step_batch_size_schedule", None) is not None:  # not in 0.17
         raise PlanError(
-            f"{args.hexi_plan}: replicas take the same micro-batches of every global batch, the job has "
+            f"{args.hexi_plan}: replicas take the same micro-batches of every global batch, but the job has "
             "--step-batch-size-schedule; leave it out, or make the replicas equal and leave micro_batches out"
         )
     if args.micro_batch_size is None or args.micro_batch_size < 1:
         raise PlanError(
-            f"{args.hexi_plan}: replicas take whole micro-batches, the job has --micro-batch-size "
+            f"{args.hexi_plan}: replicas take whole micro-batches, but the job has --micro-batch-size "
             f"{args.micro_batch_size}; give 1 or more"
         )
     if args.global_batch_size is not None:

@@ -212,7 +212,7 @@ def _check_gpus(plan: Plan, gpus: tuple[int, ...], where: Where) -> None:
         refuse(
             where,
             ("gpus",),
-            f"names {len(gpus)} GPUs, the plan has {spell_ranks(plan)}",
+            f"names {len(gpus)} GPUs, but the plan has {spell_ranks(plan)}",
             "name one for each rank of the job, or leave it out to use all of the cluster in order",
         )
     first: dict[int, int] = {}

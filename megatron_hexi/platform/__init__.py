@@ -1,4 +1,4 @@
-"""The platform of a training: CUDA unchanged, or the CPU with gloo.
+"""The platform of a training run: CUDA unchanged, or the CPU with gloo.
 
 `select_platform(name)` gives the `Platform`; `install()` puts on what the platform replaces (nothing on
 CUDA) and `remove()` takes it off. `requested_platform(argv)` reads the one flag that must be known before

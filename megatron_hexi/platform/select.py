@@ -20,7 +20,7 @@ PLATFORM_NAMES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True)
 class Platform:
-    """Device and communication backend of a training.
+    """Device and communication backend of a training run.
 
     Attributes:
         name: ``"cuda"`` or ``"cpu"``.

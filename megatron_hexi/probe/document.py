@@ -233,7 +233,7 @@ def load_partial(path: Path, fresh: Measurement) -> Measurement:
     Raises:
         HexiError: the file is no such document, or one of other machines, versions or options.
     """
-    remedy = "add --restart to measure everything anew"
+    remedy = "add --restart to measure everything again"
     if not os.path.lexists(path):
         return fresh
     text = read_text(path, remedy=f"remove it, or {remedy}", content_remedy=f"remove it, or {remedy}")

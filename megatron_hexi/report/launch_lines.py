@@ -69,7 +69,7 @@ class Agent:
 
 @dataclass(frozen=True)
 class LaunchLines:
-    """Commands and flags of a training.
+    """Commands and flags that start a training run.
 
     Args:
         torchrun: node and line, in the order of ranks.
@@ -85,7 +85,7 @@ class LaunchLines:
 
 
 def megatron_flags(model_words: Sequence[str], more: Sequence[str], plan: Plan, path: str) -> tuple[str, ...]:
-    """Return all flags of a training under a plan, as training parses them.
+    """Return all flags of a training run under a plan, as training parses them.
 
     Args:
         model_words: Megatron's flags of the model, and of the job where a file states it.

@@ -1,4 +1,4 @@
-"""Losses of trainings of one job as a picture, with their relative differences."""
+"""Losses of training runs of one job as a picture, with their relative differences."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def relative_differences(values: Sequence[float], reference: Sequence[float]) ->
 
 
 def draw_losses(losses: Mapping[str, Sequence[float]], limit: float | None = None) -> Figure:
-    """Draw trainings' losses over the iterations, and below them their relative differences.
+    """Draw the losses of training runs over the iterations, and below them their relative differences.
 
     Args:
-        losses: a name and a loss for each iteration, of the reference and then of up to two trainings that
+        losses: a name and a loss for each iteration, of the reference and then of up to two runs that
             are compared with it; they may be shorter.
     """
     reference, *compared = losses.values()

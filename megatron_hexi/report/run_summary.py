@@ -142,8 +142,8 @@ def last_start(record: Record, plan: Plan) -> Start:
     ranks = job_ranks(plan, starts[-1].pipeline_parallel)
     if len(starts[-1].devices) != ranks:
         raise HexiError(
-            f"{record.path}: the job had {len(starts[-1].devices)} ranks, the plan makes it {ranks}; is the "
-            "record damaged?"
+            f"{record.path}: the job had {len(starts[-1].devices)} ranks, but the plan makes it {ranks}; is "
+            "the record damaged?"
         )
     return starts[-1]
 

@@ -224,7 +224,7 @@ def _unlike_plan(workload: Workload, schedule: Schedule, tensors: Sequence[Tenso
         expected = (schedule.tokens, batch, heads, size)
         if tuple(tensor.shape) != expected:
             return (
-                f"{name} has the shape {list(tensor.shape)}, the plan says {list(expected)} "
+                f"{name} has the shape {list(tensor.shape)}, but the plan says {list(expected)} "
                 "(tokens, batch, heads, head_dim); was the plan made for this model?"
             )
     return ""

@@ -44,7 +44,7 @@ class _GpuName(NamedTuple):
 
 
 def resources_of(gres: str) -> str:
-    """Return generic resources as Slurm prints them in one order, without where on the board they are.
+    """Return generic resources, as Slurm prints them, sorted and without their sockets.
 
     >>> resources_of("nvme:1,gpu:h100:4(S:0,1)")
     'gpu:h100:4,nvme:1'

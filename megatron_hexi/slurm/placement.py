@@ -133,7 +133,7 @@ def find_gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
     gpus = rank_gpus(plan, len(cluster.ranks))
     if max(gpus) >= len(cluster.ranks) or not covers_gpus(plan, len(gpus)):
         raise PlanError(
-            f"the plan is for {spell_ranks(plan)} on the GPUs up to {max(gpus)}, cluster "
+            f"the plan is for {spell_ranks(plan)} on GPUs numbered up to {max(gpus)}, but cluster "
             f"{cluster.name} has {len(cluster.ranks)} GPUs; give the cluster file that it was made for"
         )
     return gpus
@@ -157,8 +157,8 @@ def _assign(
         host = next((host for host in choice if host not in used), None)
         if host is None:
             raise PlatformError(
-                f"the plan needs {_counted([node.name for node in nodes], 'node')}, the job has "
-                f"{_counted(hosts, 'host')}, and none that is left can be {node.name}; "
+                f"the plan needs {_counted([node.name for node in nodes], 'node')}, but the job has "
+                f"{_counted(hosts, 'host')}, and no host that is left matches {node.name}; "
                 f"ask sbatch for {_wanted(node, slurm_nodes)}, or plan for what the job has"
             )
         host_of[node.name] = host

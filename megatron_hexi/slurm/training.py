@@ -1,4 +1,4 @@
-"""The arguments that a training starts with: the user's, completed for restarts under Slurm."""
+"""The arguments that a training run starts with: the user's, completed for restarts under Slurm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EVERY_START = {
 
 @dataclass(frozen=True)
 class TrainingStart:
-    """Arguments and checkpoint folders of a training's start."""
+    """Arguments and checkpoint folders with which a training run starts."""
 
     words: tuple[str, ...]
     save: str
@@ -33,9 +33,9 @@ class TrainingStart:
 def plan_start(
     words: Sequence[str], path: Path, *, plan: str, checkpoints: str, save_interval: int, again: bool
 ) -> TrainingStart:
-    """Complete the user's arguments with what a training under Slurm needs.
+    """Complete the user's arguments with what a training run under Slurm needs.
 
-    The user's --save, --load, --save-interval and --ckpt-format stand. Without --load, a training goes on
+    The user's --save, --load, --save-interval and --ckpt-format stand. Without --load, the run goes on
     from where it saves. With another --load, it begins there, and goes on from where it saves when Slurm
     starts the job again.
 

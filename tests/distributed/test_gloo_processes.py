@@ -254,7 +254,7 @@ def test_another_type_on_one_rank_is_an_error_on_every_rank():
 def test_a_wrong_shape_on_one_rank_is_an_error_on_every_rank():
     told = told_with(lambda rank, tokens: ((tokens + (rank == 1), 1), torch.float32))
     assert told[1] == (
-        "query has the shape [1, 1, 6, 4], the plan says [0, 1, 6, 4] (tokens, batch, heads, head_dim); "
+        "query has the shape [1, 1, 6, 4], but the plan says [0, 1, 6, 4] (tokens, batch, heads, head_dim); "
         "was the plan made for this model?"
     )
     assert len({message for rank, message in enumerate(told) if rank != 1}) == 1
@@ -269,7 +269,7 @@ def test_a_wrong_number_of_kv_heads_is_named_with_both_shapes(name):
         attention(*(torch.zeros(attention.schedules().tokens, 1, count, 4) for count in heads.values()))
 
     with pytest.raises(
-        PlanError, match=rf"{name} has the shape \[9, 1, 3, 4\], the plan says \[9, 1, 2, 4\]"
+        PlanError, match=rf"{name} has the shape \[9, 1, 3, 4\], but the plan says \[9, 1, 2, 4\]"
     ):
         run_ranks(5, work)
 

@@ -104,7 +104,7 @@ def test_a_mask_that_is_not_the_plans_is_refused(megatron, capsys):
     activate(proportional_plan(WORKLOAD, [[[1]]]))
     with pytest.raises(SystemExit):
         build_layer(None, mask="no_mask")
-    assert "layer 3 has the mask no_mask, the plan plan.yaml is causal" in capsys.readouterr().err
+    assert "layer 3 has the mask no_mask, but the plan plan.yaml is causal" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -188,4 +188,5 @@ def test_a_damaged_checkpoint_is_refused_by_name(reader, damage, written, forks,
     change, said = DAMAGES[damage]
     line = refusal(reader, written, change, forks, tmp_path)
     assert said in line or (damage == "no-format" and "Missing key" in line)
-    assert ("copy it again" if reader == "conversion" else "leave --load out to begin anew") in line
+    remedy = "copy it again" if reader == "conversion" else "leave --load out to start from the beginning"
+    assert remedy in line

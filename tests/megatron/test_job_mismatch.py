@@ -165,7 +165,7 @@ MISMATCHES = {
     "unequal replicas, a rank too few": (
         proportional_plan(WORKLOAD, [[[1, 1]], [[1]]]),
         (),
-        ("replicas of 2 + 1 ranks", "are 3 ranks, the job has 4"),
+        ("replicas of 2 + 1 ranks", "need 3 ranks, but the job has 4"),
     ),
     "more shares than the batch": (
         two_replicas(3, 1),

@@ -315,12 +315,12 @@ def _refused(desk: Desk, *machines: str) -> str:
 def test_a_plan_for_more_than_the_job_has_is_refused(desk):
     said = _refused(desk, "--partition=fast", "--nodes=1", *_NODE)
     assert "needs 2 nodes (fast0-0, slow0-0)" in said
-    assert "the job has 1 host (fast0), and none that is left can be slow0-0; ask sbatch for slow0" in said
+    assert "1 host (fast0), and no host that is left matches slow0-0; ask sbatch for slow0" in said
 
 
 def test_a_job_with_nodes_of_the_wrong_kind_is_refused(desk):
     said = _refused(desk, "--partition=fast", "--nodes=2", *_NODE)
-    assert "the job has 2 hosts (fast0, fast1), and none that is left can be slow0-0" in said
+    assert "the job has 2 hosts (fast0, fast1), and no host that is left matches slow0-0" in said
 
 
 def test_a_plan_for_another_cluster_is_refused(desk):

@@ -94,7 +94,7 @@ def _chunks(args: Namespace, given: frozenset[str]) -> int:
     """
     by_number, by_layers = CHUNK_FLAGS
     if by_layers in given:
-        raise HexiError(f"{by_layers}: plans for the remaining nodes have other stages; give {by_number}")
+        raise HexiError(f"{by_layers}: plans for the remaining nodes may have other stages; give {by_number}")
     return args.num_virtual_stages_per_pipeline_rank if by_number in given else 1
 
 

@@ -2,7 +2,7 @@
 
 Each unit does one thing at a time, and has one wire: its batches travel one after the other in the order in
 which it posted them. A message starts when both ends have reached it, and its bytes flow a route's latency
-later. Events of one instant are handled together before links are shared anew.
+later. Events of one instant are handled together before links are shared again.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def find_units(job: Job, cluster: Cluster, gpus: Collection[int] | None = None) 
             spell_flag(name, getattr(job, name)) for name in ("tensor_parallel", "pipeline_parallel")
         )
         raise ClusterError(
-            f"{width}: cluster {cluster.name} has {there} groups of as many GPUs on one node, too few for "
+            f"{width}: on the nodes of cluster {cluster.name} that makes {there} groups of GPUs, too few for "
             f"{depth}; give smaller sizes"
         )
     stack_of = {_device_key(cluster, stack): stack for stack in stacks}

@@ -124,7 +124,7 @@ class JointSearch:
         """Return the best sets of replicas of each class, for one of `copies` equal parts.
 
         Several replicas all have one tensor-parallel size: between different sizes gradients would have to be
-        cut anew, which costs more than different sizes gain.
+        cut again, which costs more than different sizes gain.
         """
         classes = [some for some in (self._replicas(part, shards) for shards in _CLASSES) if len(some)]
         if fewest:

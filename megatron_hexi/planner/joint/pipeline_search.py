@@ -224,7 +224,7 @@ class PipelineSearch:
     def _stage_layers(
         self, shape: StageShape, under_way: int, is_first: bool, is_last: bool, shards: int, alike: int
     ) -> Floats | None:
-        """Return the most layers with which a stage keeps within each time of the grid, [times].
+        """Return the most layers that a stage can run within each time of the grid, [times].
 
         Sends are included. `_NEVER` stands at times within which not even one layer fits; ``None``: the stage
         is impossible. `alike` is the number of consecutive stages of this shape, which decides how often

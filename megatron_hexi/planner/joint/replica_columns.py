@@ -117,7 +117,7 @@ class ReplicaColumns:
         return columns
 
     def _columns(self, counts: Counts, pipes: list[Pipe], shards: int, most: int) -> list[Column]:
-        """Return the best pipelines as columns, with the seconds of their gradients."""
+        """Return the best pipelines as columns, with the seconds in which their gradients are summed."""
         if shards == 1:
             kinds: dict[tuple[int, ...], Pipe] = {}
             for pipe in pipes:

@@ -94,7 +94,7 @@ def _micro_batches(plan: Plan, job: Job) -> list[int]:
 
 
 def _cut(plan: Plan, job: Job, cluster: Cluster) -> Plan:
-    """Return the plan with each domain cut anew."""
+    """Return the plan with each domain cut again."""
     counts = _micro_batches(plan, job)
     rows = domain_rows(plan, job.micro_batch_size)
     domains = {

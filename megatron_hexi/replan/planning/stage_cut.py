@@ -51,7 +51,7 @@ def cut_domain(row: DomainRow, plan: Plan, micro_batches: int, job: Job, cluster
 
 
 def _with_names(cut: Domain, domain: Domain) -> Domain:
-    """Return a domain that was cut anew with all that a cut does not change."""
+    """Return a domain that was cut again with all that a cut does not change."""
     names = {frozenset(m.lead for m in group.members): group.name for group in domain.groups}
     before = {member.lead: member for member in domain.members}
     groups = tuple(

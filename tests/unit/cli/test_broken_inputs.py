@@ -189,7 +189,7 @@ OUTPUTS = {
 
 #: What `hexi validate` and `hexi simulate` are given beside a plan for 8 GPUs.
 REPLAYS = {
-    "a plan for fewer GPUs": ("small.yaml --cluster cluster.yaml", "has 8 GPUs, the plan is for 5"),
+    "a plan for fewer GPUs": ("small.yaml --cluster cluster.yaml", "has 8 GPUs, but the plan is for 5"),
     "a cluster file as plan": ("cluster.yaml --cluster cluster.yaml", "cluster.yaml"),
     "a plan as cluster file": ("plan.yaml --cluster plan.yaml", "plan.yaml"),
     "a plan that is not there": ("absent.yaml --cluster cluster.yaml", "absent.yaml: cannot be read"),

@@ -324,4 +324,6 @@ def test_another_model_s_flags_do_not_join_a_plan(hexi, asked):
     assert hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml").code == 0
     joined = hexi("launch", "plan.yaml", "--cluster", "cluster.yaml", "--model", "llama3-70b")
     assert joined.code == 2
-    assert "plan.yaml: workload.heads is 32, the job has --num-attention-heads 64; workload.kv" in joined.err
+    assert (
+        "plan.yaml: workload.heads is 32, but the job has --num-attention-heads 64; workload." in joined.err
+    )

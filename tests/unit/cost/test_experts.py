@@ -212,7 +212,7 @@ def test_a_plan_for_other_experts_is_refused():
     known = cluster([("a", "PLAIN", 1)], FAST)
     plan = one_stage(SPARSE, (4096,), ((0, EXPERTS),))
     fewer = dataclasses.replace(SPARSE, experts=Experts(4, 2, 256))
-    with pytest.raises(PlanError, match=r"the plan is for 8, the job has 4 \(model tiny\)"):
+    with pytest.raises(PlanError, match=r"the plan is for 8, but the job has 4 \(model tiny\)"):
         estimate(plan, tiny_job(model=fewer), known)
     repeated = proportional_plan(tiny_job(model=SPARSE).workload(), [[[1.0]]])
     with pytest.raises(PlanError, match="--expert-model-parallel-size puts them"):

@@ -228,9 +228,9 @@ def test_any_gpus_of_the_cluster_may_be_chosen():
 def test_jobs_and_clusters_that_differ_are_refused():
     job, known = tiny_job(), cluster([("a", "PLAIN", 2)])
     plan = proportional_plan(job.workload(), [even(1, 2)])
-    with pytest.raises(ClusterError, match="has 3 GPUs, the plan is for 2"):
+    with pytest.raises(ClusterError, match="has 3 GPUs, but the plan is for 2"):
         estimate(plan, job, cluster([("a", "PLAIN", 3)]))
-    with pytest.raises(PlanError, match=r"workload.seq_length: the plan is for 4096, the job has 8192"):
+    with pytest.raises(PlanError, match=r"workload.seq_length: the plan is for 4096, but the job has 8192"):
         estimate(plan, tiny_job(seq_length=8192), known)
     with pytest.raises(PlanError, match=r"the plan has 1, the job --data-parallel-size 2"):
         estimate(plan, tiny_job(data_parallel=2), known)

@@ -294,7 +294,7 @@ def test_what_does_not_fit_the_plan_is_refused():
     said = "tensor-parallel unit of 2 has ranks [0, 1], which span two nodes (a-0/0 to b-0/0); give it ranks"
     with pytest.raises(ClusterError, match=re.escape(said)):
         estimate(plan, job, cluster([("a", "PLAIN", 1), ("b", "PLAIN", 2)]))
-    with pytest.raises(ClusterError, match=re.escape("has 2 GPUs, the plan is for 3 (3 ranks)")):
+    with pytest.raises(ClusterError, match=re.escape("has 2 GPUs, but the plan is for 3 (3 ranks)")):
         estimate(plan, job, cluster([("a", "PLAIN", 2)]))
     with pytest.raises(
         PlanError, match="--pipeline-model-parallel-size 2: the plan has stages with layers of their own"

@@ -121,7 +121,7 @@ NAMED = ("--cluster", "CLUSTER", "--model")
         (["--cluster", "CLUSTER"], "add --model NAME|PATH"),
         (["--cluster", "absent.yaml", "--model", "llama3-8b"], "absent.yaml: cannot be read"),
         ([*NAMED, "llama-8b"], "did you mean llama3-8b"),
-        ([*NAMED, "gpt-3b"], "workload.kv_heads: the plan is for 8, the job has 32"),
+        ([*NAMED, "gpt-3b"], "workload.kv_heads: the plan is for 8, but the job has 32"),
         ([*NAMED, "llama3-8b", "--recompute-granularity", "all"], "--recompute-granularity all: use none"),
         ([*NAMED, "llama3-8b", "--precision", "int4"], "--precision int4: use bf16"),
         ([*NAMED, "llama3-8b", "--micro-batch-size", "3"], "--global-batch-size 8"),
@@ -140,7 +140,7 @@ def test_what_does_not_belong_together_is_one_clear_error(hexi, plan_of, cluster
 def test_another_number_of_ranks_is_refused(hexi, plan_of, cluster):
     code, _, err = hexi(plan_of(speeds=((3,) * 4, (1,))), "--cluster", cluster, *ARGUMENTS)
     assert code == 2
-    assert f"plan.yaml on {cluster}: cluster small has 8 GPUs, the plan is for 5 (5 ranks)" in err
+    assert f"plan.yaml on {cluster}: cluster small has 8 GPUs, but the plan is for 5 (5 ranks)" in err
 
 
 def test_another_cluster_than_the_plan_s_is_said(hexi, plan_of, cluster):

@@ -90,7 +90,7 @@ def test_commands_that_would_not_run_are_refused(folder, monkeypatch, capsys, wo
     assert found.code == 2
     assert said in found.err
     assert is_one_error_line(
-        found.err.removeprefix("note: without --save a job that starts again begins anew\n")
+        found.err.removeprefix("note: without --save a job that starts again begins at iteration 0\n")
     )
 
 

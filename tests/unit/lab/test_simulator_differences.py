@@ -138,9 +138,9 @@ def test_any_gpus():
     assert [(rank.gpu, rank.name) for rank in fast.ranks] == [(2, "b-0/0"), (3, "b-0/1")]
     assert fast.iteration_s < simulate(plan, job, known, gpus=[0, 1]).iteration_s
     assert simulate(dataclasses.replace(plan, gpus=(2, 3)), job, known) == fast
-    with pytest.raises(ClusterError, match="4 GPUs, the plan is for 2"):
+    with pytest.raises(ClusterError, match="4 GPUs, but the plan is for 2"):
         simulate(plan, job, known)
-    with pytest.raises(PlanError, match="the plan is for 4096, the job has 8192"):
+    with pytest.raises(PlanError, match="the plan is for 4096, but the job has 8192"):
         simulate(plan, tiny_job(seq_length=8192), known, gpus=[0, 1])
 
 

@@ -121,7 +121,7 @@ def test_what_a_config_cannot_say_is_refused_by_name(path, changes, said):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"state": MAMBA, "pattern": "M*-"}, "has 3 letters, the model has 4 layers; give one for each"),
+        ({"state": MAMBA, "pattern": "M*-"}, "has 3 letters, but the model has 4 layers; give one for each"),
         ({"state": MAMBA, "pattern": "M*-G"}, "'G': use *, -, M, or describe its part"),
         ({"pattern": "M*-*"}, "'M': use *, -, or describe its part"),
         ({"state": DELTA, "pattern": "*-*-"}, "has no G; leave state out"),
@@ -130,7 +130,7 @@ def test_what_a_config_cannot_say_is_refused_by_name(path, changes, said):
         ({"state": {**vars(MAMBA), "kind": "rwkv"}}, "state: kind = 'rwkv'; write mamba or delta"),
         (
             {"state": replace(DELTA, layers=(True, False))},
-            "state: layers has 2 entries, the model has 4 layers",
+            "state: layers has 2 entries, but the model has 4 layers",
         ),
     ],
 )

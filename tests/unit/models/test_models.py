@@ -179,7 +179,7 @@ def test_a_window_that_is_not_used_is_harmless(tmp_path):
         ),
         (
             LLAMA3_8B_ARGUMENTS + "--window-size 9,0 --window-attn-skip-freq [0,1]",
-            "--window-attn-skip-freq has 2 entries, the model has 32 layers; give one for each",
+            "--window-attn-skip-freq has 2 entries for the model's 32 layers; give one for each",
         ),
         (
             LLAMA3_8B_ARGUMENTS.replace("--group-query-attention", "")

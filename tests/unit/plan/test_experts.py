@@ -232,5 +232,5 @@ def test_a_running_mean_is_refused_where_micro_batches_run_in_another_order(kind
 
 
 def test_the_cost_model_refuses_a_plan_for_other_experts(read):
-    with pytest.raises(PlanError, match=r"workload\.experts: the plan is for 8, the job has 0"):
+    with pytest.raises(PlanError, match=r"workload\.experts: the plan is for 8, but the job has 0"):
         check_job(read(MIXED), tiny_job())

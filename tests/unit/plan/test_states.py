@@ -103,7 +103,7 @@ ARGS = {
         ),
         (
             {"hybrid_layer_pattern": "M*-*-*-*"},
-            "workload.layers is 6, the job has --hybrid-layer-pattern of length 8",
+            "workload.layers is 6, but the job has --hybrid-layer-pattern of length 8",
         ),
         (
             {"hybrid_layer_pattern": "M*-*-M"},

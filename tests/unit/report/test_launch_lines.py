@@ -184,8 +184,8 @@ def test_lines_state_how_long_to_train(given, added):
             "--use-kitchen-attention does not work with --hexi-plan: a plan brings its own",
         ),
         ("--fp8-format hybrid", "--fp8-format does not work with --hexi-plan"),
-        ("--hidden-size 128 --kv-channels 32", "workload.head_dim is 16, the job has --kv-channels 32"),
-        ("--num-attention-heads 8", "workload.heads is 4, the job has --num-attention-heads 8"),
+        ("--hidden-size 128 --kv-channels 32", "workload.head_dim is 16, but the job has --kv-channels 32"),
+        ("--num-attention-heads 8", "workload.heads is 4, but the job has --num-attention-heads 8"),
         ("--check-for-spiky-loss", "--check-for-spiky-loss does not work with megatron_hexi.pretrain_gpt"),
         (
             "--train-iters 5 --lr-warmup-samples 3",

@@ -177,7 +177,7 @@ def test_a_record_of_another_plan_is_named(record):
 
 def test_a_record_of_other_ranks_is_named(path):
     write_record(path, start(pipeline_parallel=2), interval(1))
-    with pytest.raises(HexiError, match="the job had 2 ranks, the plan makes it 4"):
+    with pytest.raises(HexiError, match="the job had 2 ranks, but the plan makes it 4"):
         describe_run(read_record(path), PLAN, None)
 
 

@@ -1,4 +1,4 @@
-"""Pacing of a training: every operation that the device's curves know takes the time they say."""
+"""Pacing of a training run: every operation that the device's curves know takes the time they say."""
 
 from __future__ import annotations
 
