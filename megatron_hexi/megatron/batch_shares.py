@@ -20,19 +20,14 @@ _REFUSED = {
 }
 
 
-def check_batch_shares(args: Namespace, plan: Plan | None) -> None:
+def check_batch_shares(args: Namespace, plan: Plan) -> None:
     """Refuse jobs that cannot have different rows in every batch.
-
-    Args:
-        plan: the job's plan; ``None`` without a plan.
 
     Raises:
         HexiError: the message has the flag and the remedy.
     """
     if not args.hexi_batch_shares:
         return
-    if plan is None:
-        raise HexiError(f"{_FLAG}: needs the units of a plan; give --hexi-plan too, or leave it out")
     if not is_packed(args):
         raise HexiError(
             f"{_FLAG}: assigns documents, and each sequence of the job is one; give "

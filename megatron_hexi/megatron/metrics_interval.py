@@ -29,22 +29,18 @@ _LEAST_OFTEN = 100
 LOOKED_AT = 5
 
 
-def set_metrics_interval(args: Namespace, plan: Plan | None, on_gpu: bool) -> None:
+def set_metrics_interval(args: Namespace, plan: Plan, on_gpu: bool) -> None:
     """Choose the interval where it is not given, and check it against re-planning.
 
     Args:
-        args: Megatron's arguments; `hexi_metrics_interval` is a number afterwards where there is a plan.
-        plan: the job's plan; ``None`` without a plan.
+        args: Megatron's arguments; `hexi_metrics_interval` is a number afterwards.
+        plan: the job's.
         on_gpu: whether events are CUDA's; on the CPU an event reads the clock.
 
     Raises:
         HexiError: the message has the flag, its value and the remedy.
     """
     stated, looks = args.hexi_metrics_interval, args.hexi_replan_interval
-    if plan is None:
-        if stated is not None:
-            raise HexiError(f"{_FLAG} {stated}: measures a run under a plan; give --hexi-plan too")
-        return
     if stated is not None and stated < 1:
         raise HexiError(f"{_FLAG} {stated}: measures every so many iterations; give 1 or more")
     most = None if looks is None else max(1, looks // LOOKED_AT)

@@ -24,6 +24,16 @@ from megatron_hexi.plan import plan_digest, read_plan
 from megatron_hexi.record import open_record
 from megatron_hexi.replan.arguments import check_replanning
 
+#: Options of which each works under a plan alone: the value where it is not given, and what it does.
+_NEED_A_PLAN = {
+    "hexi_kernel": ("auto", "chooses the kernel of a plan"),
+    "hexi_record": (None, "records a run under a plan"),
+    "hexi_replan_interval": (None, "re-plans a plan"),
+    "hexi_cluster": (None, "is for re-planning a plan"),
+    "hexi_batch_shares": (False, "needs the units of a plan"),
+    "hexi_metrics_interval": (None, "measures a run under a plan"),
+}
+
 
 def take_plan(args: Namespace, given: set[str], device: torch.device) -> Held:
     """Read the job's plan, check it, and set the arguments that it decides.
@@ -43,18 +53,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> Held:
             "megatron_hexi.elastic: re-plans after a node failure; give --hexi-plan plan.yaml to begin with"
         )
     if args.hexi_plan is None:
-        if args.hexi_kernel != "auto":
-            raise HexiError(
-                f"--hexi-kernel {args.hexi_kernel}: chooses the kernel of a plan; give --hexi-plan too"
-            )
-        if args.hexi_record is not None:
-            raise HexiError(
-                f"--hexi-record {args.hexi_record}: records a run under a plan; give --hexi-plan too, or "
-                "--hexi-metrics instead"
-            )
-        check_replanning(args, None)
-        check_batch_shares(args, None)
-        set_metrics_interval(args, None, on_gpu=device.type == "cuda")
+        _refuse_without_plan(args)
         return Held([], [])
     plan = read_plan(args.hexi_plan)
     if in_round():
@@ -85,6 +84,15 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> Held:
         )
     )
     return held
+
+
+def _refuse_without_plan(args: Namespace) -> None:
+    """Refuse options that say how a plan is carried out in a job without one."""
+    for name, (default, reason) in _NEED_A_PLAN.items():
+        value = getattr(args, name)
+        if value != default:
+            option = f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "")
+            raise HexiError(f"{option}: {reason}; give --hexi-plan too, or leave it out")
 
 
 def set_terms(args: Namespace) -> None:

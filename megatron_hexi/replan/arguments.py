@@ -14,11 +14,8 @@ from megatron_hexi.plan.units import domain_rows
 _FLAG = "--hexi-replan-interval"
 
 
-def check_replanning(args: Namespace, plan: Plan | None) -> None:
+def check_replanning(args: Namespace, plan: Plan) -> None:
     """Refuse a job that cannot be re-planned.
-
-    Args:
-        plan: the job's; ``None`` without one.
 
     Raises:
         HexiError: an option does not work with re-planning; the message has flag, value and remedy.
@@ -38,8 +35,6 @@ def check_replanning(args: Namespace, plan: Plan | None) -> None:
             f"--hexi-replan-threshold {args.hexi_replan_threshold}: is a part of an iteration; "
             "give for example 0.03"
         )
-    if plan is None:
-        raise HexiError(f"{what}: re-plans a plan; give --hexi-plan too, or leave it out")
     if cluster is None:
         raise HexiError(f"{what}: the planner needs the machines; give --hexi-cluster cluster.yaml too")
     if not Path(cluster).is_file():

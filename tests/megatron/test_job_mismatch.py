@@ -209,10 +209,23 @@ def test_a_mismatch_is_refused_with_both_values(plan, words, fragments, take):
     assert given_plan() is None
 
 
-def test_a_kernel_without_a_plan_is_refused(take, monkeypatch):
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("kernel", "math"),
+        ("record", "record.jsonl"),
+        ("replan_interval", 10),
+        ("cluster", "cluster.yaml"),
+        ("batch_shares", True),
+        ("metrics_interval", 1),
+    ],
+)
+def test_options_of_a_plan_are_refused_without_one(take, option, value):
     args, _ = take(THREE_AND_ONE)
-    args.hexi_plan, args.hexi_kernel = None, "math"
-    with pytest.raises(HexiError, match="give --hexi-plan too"):
+    args.hexi_plan, args.hexi_metrics_interval = None, None
+    take_plan(args, set(), torch.device("cpu"))
+    setattr(args, f"hexi_{option}", value)
+    with pytest.raises(HexiError, match=f"--hexi-{option.replace('_', '-')}.*: .*; give --hexi-plan too"):
         take_plan(args, set(), torch.device("cpu"))
 
 

@@ -145,28 +145,25 @@ def test_what_is_chosen():
     assert chosen(hexi_replan_interval=10) <= 10 // LOOKED_AT
     assert chosen(hexi_replan_interval=2) == 1
     assert chosen(hexi_replan_interval=10, hexi_metrics_interval=2) == 2
-    assert chosen(plan=None) is None
     small = proportional_plan(Workload(64, 4, 4, 8, layers=2), [[[1.0], [1.0]]])
     assert chosen(plan=small, hidden_size=32, num_layers=2) == 100
     assert [number for number in range(1, 8) if is_measured(number, 3)] == [3, 6]
 
 
 @pytest.mark.parametrize(
-    ("given_ones", "plan", "message"),
+    ("given_ones", "message"),
     [
-        ({"hexi_metrics_interval": 2}, None, "--hexi-metrics-interval 2: measures a run under a plan"),
-        ({"hexi_metrics_interval": 0}, PLAN, "--hexi-metrics-interval 0: .*give 1 or more"),
+        ({"hexi_metrics_interval": 0}, "--hexi-metrics-interval 0: .*give 1 or more"),
         (
             {"hexi_metrics_interval": 4, "hexi_replan_interval": 10},
-            PLAN,
             "has 2 measured .* and needs 5; give --hexi-metrics-interval 2, or --hexi-replan-interval 20",
         ),
-        ({"hexi_metrics_interval": 2, "hexi_replan_interval": 3}, PLAN, "needs 3; give .*interval 1"),
+        ({"hexi_metrics_interval": 2, "hexi_replan_interval": 3}, "needs 3; give .*interval 1"),
     ],
 )
-def test_what_is_refused(given_ones, plan, message):
+def test_what_is_refused(given_ones, message):
     with pytest.raises(HexiError, match=message):
-        set_metrics_interval(arguments(**given_ones), plan, on_gpu=True)
+        set_metrics_interval(arguments(**given_ones), PLAN, on_gpu=True)
 
 
 def test_re_planning_looks_at_a_window():

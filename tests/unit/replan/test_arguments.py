@@ -57,7 +57,7 @@ def test_what_can_be_replanned_passes():
     check_replanning(arguments(multi_latent_attention=True, qk_layernorm=True), TWO)
     check_replanning(arguments(num_experts=4, mtp_num_layers=1), STAGES)
     check_replanning(arguments(hybrid_layer_pattern="*-"), TWO)
-    check_replanning(arguments(hexi_replan_interval=None, hexi_cluster=None), None)
+    check_replanning(arguments(hexi_replan_interval=None, hexi_cluster=None), TWO)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,6 @@ def test_what_can_be_replanned_passes():
         ({"hexi_replan_interval": 1}, TWO, "--hexi-replan-interval 1: .*give 2 or more"),
         ({"hexi_replan_threshold": 1.5}, TWO, "--hexi-replan-threshold 1.5: is a part"),
         ({"hexi_replan_threshold": float("nan")}, TWO, "--hexi-replan-threshold nan: is a part"),
-        ({}, None, "give --hexi-plan too"),
         ({"hexi_cluster": None}, TWO, "give --hexi-cluster cluster.yaml too"),
         ({"hexi_cluster": "/none"}, TWO, "--hexi-cluster /none: no such file"),
         ({}, ONE, "nothing can move"),

@@ -26,13 +26,12 @@ def arguments(**given: object) -> Namespace:
 
 def test_documents_under_a_plan_with_rates_pass():
     check_batch_shares(arguments(), RATED)
-    check_batch_shares(arguments(hexi_batch_shares=False), None)
+    check_batch_shares(arguments(hexi_batch_shares=False), TWO)
 
 
 @pytest.mark.parametrize(
     ("given", "plan", "message"),
     [
-        ({}, None, "give --hexi-plan too"),
         ({"dataloader_inter_document_masking": False}, RATED, "give --dataloader-inter-document-masking"),
         (
             {"pipeline_model_parallel_size": 2},
