@@ -1,0 +1,1 @@
+"""What each mechanism of the planner is worth."""

@@ -1,0 +1,143 @@
+"""The planner's mechanisms, and the function in whose place another one removes each.
+
+The planner has no switches for them: a mechanism is removed by a patch of one name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from megatron_hexi.planner.baselines import find_faster
+from megatron_hexi.planner.search.solver import CpSatResult
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """A part of the planner that can be taken out.
+
+    Args:
+        what: what it does, a few words.
+        seam: the dotted name that is replaced.
+        without: what stands there instead.
+        of_compare: whether it serves only `hexi compare`, which is then measured in place of `hexi plan`.
+    """
+
+    what: str
+    seam: str
+    without: Any
+    of_compare: bool = False
+
+    def removed(self) -> AbstractContextManager[Any]:
+        """Return a context in which the planner lacks the mechanism."""
+        return patch(f"megatron_hexi.{self.seam}", self.without)
+
+
+def _flags_if_nothing_else_fits(request: Any, cluster: Any, faster_than: float, **others: Any) -> Any:
+    return (None, 0) if faster_than < inf else find_faster(request, cluster, faster_than, **others)
+
+
+def _every_stage(self: Any, _ministages: int, options: Any) -> Any:
+    stages = {(r, section.number) for section, _ in self._sections for r in section.replica.tolist()}
+    return [set(stages) for _ in options]
+
+
+def _best_rates(self: Any, candidates: Any) -> Any:
+    """Bound layouts by all work at the best rates while pipelines fill and drain."""
+    job = self._job
+    passes = job.global_batch_size / job.micro_batch_size * np.array(self._chunks)
+    seconds = self._work * (1 + (job.pipeline_parallel - 1) / passes) + self._step
+    return np.repeat(seconds[:, None], len(candidates), axis=1)
+
+
+def _unpolished(_judge: Any, trial: Any, _budget: int) -> Any:
+    return trial
+
+
+def _unrefined(_judge: Any, trial: Any) -> Any:
+    return CpSatResult(trial, proven=False)
+
+
+def _first(best: Any, *_others: Any) -> Any:
+    return best
+
+
+def _second(_self: Any, best: Any, *_others: Any) -> Any:
+    return best
+
+
+def _afresh(_self: Any, _key: Any, make: Callable[[], Any]) -> Any:
+    return make()
+
+
+#: By name; those that are not here are not part of the planner any more.
+MECHANISMS = {
+    "flags": Mechanism(
+        "layouts of Megatron's flags as candidates, where another plan fits",
+        "planner.planner.find_faster",
+        _flags_if_nothing_else_fits,
+    ),
+    "uneven-layers": Mechanism(
+        "Megatron's uneven pipelines as candidates",
+        "planner.baselines.find.best_uneven",
+        lambda *_request, **_others: (None, 0),
+    ),
+    "weak-kinds": Mechanism(
+        "a search without each weak kind of GPU", "planner.planner.weak_kinds", lambda *_request: ([], 0)
+    ),
+    "least-memory": Mechanism(
+        "bounds of a stage's memory before options are timed",
+        "planner.savings.LeastMemory.may_fit",
+        _every_stage,
+    ),
+    "unlike-seconds": Mechanism(
+        "waits of replicas whose stages differ",
+        "planner.joint.replica_columns.ReplicaColumns.unlike_seconds",
+        lambda _self, _columns: 0.0,
+    ),
+    "cp-sat": Mechanism("CP-SAT on a domain's tokens and heads", "planner.joint.assembly.refine", _unrefined),
+    "polish": Mechanism("small changes of a domain", "planner.search.domain.polish", _unpolished),
+    "waiting": Mechanism(
+        "the wait in stages of mixed kinds, from a few units",
+        "planner.joint.layer_times.LayerTimer._waiting_factor",
+        lambda _self, _kinds, _width: 1.0,
+    ),
+    "interleaving": Mechanism("interleaved ministages", "planner.planner.Interleaving.best", _second),
+    "savings": Mechanism(
+        "memory-saving variants of plans that fit", "planner.saved_plans.Savings.best", _second
+    ),
+    "saved-plans": Mechanism(
+        "plans for GPUs with more memory, made to fit, beside one that fits",
+        "planner.saved_plans._FEW_GPUS",
+        0,
+    ),
+    "layer-moves": Mechanism(
+        "moves of layers of several kinds", "planner.joint.assembly.with_layers_moved", _first
+    ),
+    "synchronisation": Mechanism(
+        "sums of gradients and the optimizer's step in the tables",
+        "planner.joint.synchronisation.Synchronisation.seconds",
+        lambda _self, _stages, _shards: 0.0,
+    ),
+    "linear-program": Mechanism(
+        "the linear program of the lower bound",
+        "planner.bound.bound._is_beyond_program",
+        lambda _model: True,
+    ),
+    "floor": Mechanism(
+        "bounds of flag layouts that count traffic, attention and rows",
+        "planner.baselines.floor.Floor.seconds",
+        _best_rates,
+        of_compare=True,
+    ),
+    "known-layers": Mechanism(
+        "the cache of layers of stages that are alike", "cost.known_layers._MOST_UNITS", 0
+    ),
+    "recent": Mechanism("caches of arrays in the cost model", "cost.recent.Recent.of", _afresh),
+}
