@@ -43,11 +43,6 @@ def _flags_if_nothing_else_fits(request: Any, cluster: Any, faster_than: float, 
     return (None, 0) if faster_than < inf else find_faster(request, cluster, faster_than, **others)
 
 
-def _every_stage(self: Any, _ministages: int, options: Any) -> Any:
-    stages = {(r, section.number) for section, _ in self._sections for r in section.replica.tolist()}
-    return [set(stages) for _ in options]
-
-
 def _best_rates(self: Any, candidates: Any) -> Any:
     """Bound layouts by all work at the best rates while pipelines fill and drain."""
     job = self._job
@@ -90,11 +85,6 @@ MECHANISMS = {
     ),
     "weak-kinds": Mechanism(
         "a search without each weak kind of GPU", "planner.planner.weak_kinds", lambda *_request: ([], 0)
-    ),
-    "least-memory": Mechanism(
-        "bounds of a stage's memory before options are timed",
-        "planner.savings.LeastMemory.may_fit",
-        _every_stage,
     ),
     "unlike-seconds": Mechanism(
         "waits of replicas whose stages differ",

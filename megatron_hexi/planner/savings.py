@@ -11,21 +11,20 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel
-from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.models import RECOMPUTES, Job
 from megatron_hexi.plan import Domain, Group, Member, Plan, Stage
 from megatron_hexi.plan.layout import apportion
+from megatron_hexi.plan.terms import Offload, Recompute
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import order_of
-from megatron_hexi.planner.least_memory import LeastMemory, MemoryOption
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.written_out import written_out
 
@@ -37,6 +36,13 @@ _SHARES: Final = 16
 _SAMPLES: Final = (1, 2, 4)
 #: Pipelines that fill and drain are worth shortening from this part of an iteration on.
 _WORTH_IT: Final = 0.02
+
+
+class MemoryOption(NamedTuple):
+    """Recomputation and offload of a stage, to save memory."""
+
+    recompute: Recompute
+    offload: tuple[Offload, ...] = ()
 
 
 #: Options of a stage that runs whole, and of one in ministages without and with host memory.
@@ -60,7 +66,7 @@ class Savings:
     def __init__(self, request: Request, cluster: Cluster, faster_than: float = np.inf) -> None:
         self._request, self._cluster, self._rules = request, cluster, request.rules
         self._models: dict[Job, CostModel] = {}
-        self._timed, self._hosts = cache(self._time), Hosts(cluster)
+        self._timed = cache(self._time)
         #: Seconds of an iteration of the fastest plan that fits.
         self._best_s = faster_than
         self.trials = 0
@@ -76,7 +82,7 @@ class Savings:
             bases = [base, *self._with_equal_layers(base)]
         elif recomputes(base.plan):
             bases = [base]
-        changed = (self._saving(each, LeastMemory(each, self._hosts)) for each in bases)
+        changed = map(self._saving, bases)
         chosen = min([candidate, *itertools.chain.from_iterable(changed)], key=order_of)
         return min([chosen, *self._by_samples(chosen)], key=order_of)
 
@@ -88,9 +94,8 @@ class Savings:
         base = self._written_out(candidate)
         if base is None:
             return None
-        least = LeastMemory(base, self._hosts)  # holds for all shares of the optimizer's state
         for start in (base, self._with_state(base)):
-            changed = (start, *self._saving(start, least), *self._by_samples(start))
+            changed = (start, *self._saving(start), *self._by_samples(start))
             fitting = [each for each in changed if each.fits]
             if fitting:
                 best = min(fitting, key=order_of)
@@ -112,14 +117,14 @@ class Savings:
 
     # Ministages, offload, recomputation
 
-    def _saving(self, base: Candidate, least: LeastMemory) -> Iterator[Candidate]:
+    def _saving(self, base: Candidate) -> Iterator[Candidate]:
         """Yield the plan with offloaded state, with ministages, with ministages and increasing offload."""
         gpus = rank_gpus(base.plan, base.plan.ranks)
         on_host = self._rules.allow("offload") and all(
             self._cluster.ranks[gpu].device.host is not None for gpu in gpus
         )
         if on_host:
-            yield from self._with_options(base, least, None, _WHOLE)
+            yield from self._with_options(base, None, _WHOLE)
         if not self._rules.allow("ministages"):
             return
         layers = min(int(np.min(section.part.layers)) for section in base.timing.sections)
@@ -132,16 +137,16 @@ class Savings:
                 if has_pipelines:
                     continue  # with more ministages pipelines fill and drain sooner
                 return
-            on_device = list(self._with_options(base, least, count, _MINISTAGES_ON_DEVICE))
+            on_device = list(self._with_options(base, count, _MINISTAGES_ON_DEVICE))
             yield from on_device
             is_whole = any(candidate.fits and not recomputes(candidate.plan) for candidate in on_device)
             if is_whole and not has_pipelines:
                 return
             if on_host and not is_whole:
-                yield from self._with_options(base, least, count, _MINISTAGES_OFFLOADED)
+                yield from self._with_options(base, count, _MINISTAGES_OFFLOADED)
 
     def _with_options(
-        self, base: Candidate, least: LeastMemory, ministages: int | None, options: Sequence[MemoryOption]
+        self, base: Candidate, ministages: int | None, options: Sequence[MemoryOption]
     ) -> Iterator[Candidate]:
         """Yield the plan with the first option that fits at each stage; nothing if a stage fits with none.
 
@@ -149,7 +154,6 @@ class Savings:
             ministages: ministages of each stage; ``None``: stages run whole, and those that fit are kept.
         """
         options = [option for option in options if self._allows(option)]
-        fitting = least.may_fit(ministages or 0, options)
         chosen: dict[tuple[int, int], MemoryOption] = {}
         stages = _places(base.plan)
         if ministages is None:
@@ -160,12 +164,10 @@ class Savings:
                 for s, stage in enumerate(replica.stages)
                 if full[r, s] <= 1 and stage.recompute in (None, "none")
             }
-        if len(chosen.keys() | set().union(*fitting)) < len(stages):
-            return
-        for option, may_fit in zip(options, fitting, strict=True):
-            left = [place for place in stages if place in may_fit and place not in chosen]
+        for option in options:
+            left = [place for place in stages if place not in chosen]
             if not left:
-                continue
+                break
             if not chosen and self._is_slower(base, ministages, option):
                 return  # other options take longer
             full = self._with_option(base, ministages, option).timing.stage_fullness

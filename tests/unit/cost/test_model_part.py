@@ -13,8 +13,6 @@ from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.kinds import Window
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage
-from megatron_hexi.planner.joint import Candidate
-from megatron_hexi.planner.least_memory import LeastMemory, MemoryOption
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.plans import examples
 
@@ -72,25 +70,6 @@ def test_some_layers_are_computed_again_also_beside_empty_ranges(windows):
     kinds = model.kind_of_layers
     expected = [(kinds[1:6].count(kind), kinds[1:3].count(kind)) for kind in range(len(model.kinds))]
     assert layers_of(part, model) == expected
-
-
-@given(LAYERS, CUTS, st.sampled_from(["none", "full"]))
-@examples(20)
-def test_least_memory_is_no_more_than_what_ministages_take(windows, cuts, recompute):
-    cut, count = cuts
-    job, plan, whole = timed(windows, [(cut, None, recompute), (8 - cut, None, recompute)])
-    _, _, timing = timed(windows, [(cut, count, recompute), (8 - cut, count, recompute)])
-    needed = {
-        stage: sum(float(np.max(term)) for term in terms.values())
-        for stage, terms in enumerate(timing.memory)
-    }
-    for stage, bytes_ in needed.items():
-        usable = whole.sections[stage].placement.usable
-        usable[...] = bytes_  # just as much as the cost model says that the ministages take
-    (fits,) = LeastMemory(Candidate(plan, job, whole), CostModel(job, KNOWN).hosts).may_fit(
-        count, [MemoryOption(recompute)]
-    )
-    assert fits == {(0, 0), (0, 1)}
 
 
 def test_the_heavier_layers_of_one_ministage_are_kept_at_a_time():
