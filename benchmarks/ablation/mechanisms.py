@@ -86,11 +86,6 @@ MECHANISMS = {
     "weak-kinds": Mechanism(
         "a search without each weak kind of GPU", "planner.planner.weak_kinds", lambda *_request: ([], 0)
     ),
-    "unlike-seconds": Mechanism(
-        "waits of replicas whose stages differ",
-        "planner.joint.replica_columns.ReplicaColumns.unlike_seconds",
-        lambda _self, _columns: 0.0,
-    ),
     "cp-sat": Mechanism("CP-SAT on a domain's tokens and heads", "planner.joint.assembly.refine", _unrefined),
     "polish": Mechanism("small changes of a domain", "planner.search.domain.polish", _unpolished),
     "waiting": Mechanism(

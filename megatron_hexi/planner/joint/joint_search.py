@@ -188,8 +188,7 @@ def _best(part: ReplicaColumns, columns: list[Column], replicas: range, most_s: 
         packed = _packed(part, columns, replicas, least, most_s)
         if packed is None:
             return
-        unlike = part.unlike_seconds(packed.columns)
-        yield replace(packed, seconds=packed.seconds + unlike)
+        yield packed
         least, most_s = packed.least_s, min(most_s, _FAR * packed.seconds)
         alike = {(column.counts, column.pipe.shapes) for column in packed.columns}
         columns = [column for column in columns if (column.counts, column.pipe.shapes) not in alike]

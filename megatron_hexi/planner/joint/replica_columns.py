@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import truediv
@@ -131,11 +131,6 @@ class ReplicaColumns:
         # Estimated pipelines may turn out slower.
         timed = [column for column in columns if column.pipe.timed]
         return list(dict.fromkeys([*columns[:most], *timed[:most]]))
-
-    def unlike_seconds(self, columns: Sequence[Column]) -> float:
-        """Return the seconds that replicas wait because their stages differ (see `Synchronisation`)."""
-        pipes = list(dict.fromkeys(column.pipe for column in columns))
-        return self._sync.unlike_seconds([pipe.stages for pipe in pipes], columns[0].shards)
 
     def timed(self, column: Column) -> Column | None:
         """Return the column with every stage timed; ``None`` if memory does not suffice."""

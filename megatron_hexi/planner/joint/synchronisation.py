@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections.abc import Sequence
 from functools import cache
 
@@ -35,7 +33,6 @@ class Synchronisation:
         #: Precision and overlap are those of the job, whatever the tensor-parallel size.
         self._collectives = weight_collectives(timer.job(timer.widths[0]))
         self._stage = cache(self._stage_seconds)
-        self._of_layer = cache(self._layer_seconds)
 
     def seconds(self, stages: Sequence[PipeStage], shards: int) -> float:
         """Return the exposed seconds of gradients, weights and the optimizer's step, on the slowest stage."""
@@ -46,36 +43,6 @@ class Synchronisation:
             self._stage(stage.shape, stage.layers, place == 0, place == last, shards, ends.get(place))
             for place, stage in enumerate(stages)
         )
-
-    def unlike_seconds(self, replicas: Sequence[Sequence[PipeStage]], shards: int) -> float:
-        """Return the seconds that replicas wait because their stages do not have the same layers.
-
-        Gradients of stages that hold the same layers are summed together, and a stage is in as many sums as
-        there are different stages that it shares layers with. So layers between two borders that all replicas
-        have are summed one after the other, and not at the same time.
-        """
-        borders = [[0, *itertools.accumulate(stage.layers for stage in stages)] for stages in replicas]
-        common = sorted(set.intersection(*map(set, borders)))
-        waiting = 0.0
-        for number, collective in enumerate(self._collectives):
-            each = [[self._of_layer(stage.shape, shards)[number] for stage in stages] for stages in replicas]
-            layers = [np.repeat(own, np.diff(ends)) for own, ends in zip(each, borders, strict=True)]
-            together = np.add.reduceat(np.max(layers, axis=0), common[:-1])
-            shown = []
-            for own, stages, ends in zip(each, replicas, borders, strict=True):
-                for seconds, stage, first in zip(own, stages, ends[:-1], strict=True):
-                    both = [together[bisect.bisect_right(common, first) - 1], stage.layers * seconds]
-                    cover = self._layer(stage.shape).cover(collective.hides_behind)
-                    shown.append(exposed_seconds(np.array(both), stage.layers, cover))
-            unlike, alike = np.max(shown, axis=0).tolist()
-            waiting += unlike - alike
-        return waiting
-
-    def _layer_seconds(self, shape: StageShape, shards: int) -> list[float]:
-        """Return the seconds of each collective of one layer."""
-        mean_layer = ModelPart(1, 0, is_first=False, is_last=False, ahead=1)
-        params = float(part_params(self._timer.job(shape.width), mean_layer))
-        return [self._ring(shape, shards, params * one.element_bytes) for one in self._collectives]
 
     def _layer(self, shape: StageShape) -> LayerTimes:
         """Return the times of a layer on a stage of a pipeline that was found."""
