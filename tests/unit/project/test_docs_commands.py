@@ -59,6 +59,10 @@ PAGES = {
 REPEATING = {"README.md", "docs/choose-layout.md", "docs/planner.md"}
 #: What each command wrote, with the files that it named: one that several pages show is run once.
 _WRITTEN: dict[tuple[object, ...], dict[str, bytes]] = {}
+#: What it printed.
+_PRINTED: dict[tuple[object, ...], str] = {}
+#: Lines of `hexi plan` that pages show whole.
+_SHOWN = re.compile(r"^(?:predicted: [\d,]+ tokens/s|layout: ).*$", re.MULTILINE)
 
 
 @pytest.fixture
@@ -81,13 +85,13 @@ def shell(forks, tmp_path):
     )
     environment["PYTHONPATH"] = str(REPOSITORY)
 
-    def run(command: str) -> None:
+    def run(command: str) -> str:
         words = shlex.split(command)
         key = (*words, *((folder / word).read_bytes() for word in words if (folder / word).is_file()))
         if key in _WRITTEN:
             for name, content in _WRITTEN[key].items():
                 (folder / name).write_bytes(content)
-            return
+            return _PRINTED[key]
         before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", command],
@@ -101,6 +105,8 @@ def shell(forks, tmp_path):
         if words[0] == "hexi":
             after = [path for path in folder.iterdir() if before.get(path) != path.stat().st_mtime_ns]
             _WRITTEN[key] = {path.name: path.read_bytes() for path in after}
+            _PRINTED[key] = done.stdout
+        return done.stdout
 
     return run
 
@@ -119,9 +125,16 @@ def parse(command: str) -> None:
 
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if commands_of(text, slow=False)])
 def test_commands_of_a_page_run(shell, page):
-    """Commands that take long, and those of pages that repeat another, are parsed, and run on request."""
-    for command in commands_of(PAGES[page], slow=False):
-        (parse if is_long(command) or page in REPEATING else shell)(command)
+    """Commands that take long, and those of pages that repeat another, are parsed, and run on request.
+
+    What a page shows of a plan is what they print.
+    """
+    printed = [
+        parse(command) if is_long(command) or page in REPEATING else shell(command)
+        for command in commands_of(PAGES[page], slow=False)
+    ]
+    if page not in REPEATING:
+        assert set(_SHOWN.findall(PAGES[page])) <= set("".join(filter(None, printed)).splitlines())
 
 
 @pytest.mark.slow
