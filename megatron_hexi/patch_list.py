@@ -1,4 +1,7 @@
-"""All patches of Megatron: the list that the adaptor installs and `hexi doctor` shows."""
+"""All patches of Megatron: the list that the adaptor installs and `hexi doctor` shows.
+
+Those of Megatron-Core ask the session alone, and serve any training loop. The others change Megatron-LM's.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,11 @@ from megatron_hexi.megatron.unit_weights import UNIT_WEIGHT_PATCHES
 from megatron_hexi.patching import Patch
 from megatron_hexi.platform import Platform
 from megatron_hexi.replan.training.replanning import REPLANNING_PATCHES
+
+
+def core_patches(platform: Platform) -> list[Patch]:
+    """Return the patches that Megatron-Core needs under a plan, whichever loop calls it."""
+    return [patch for patch in all_patches(platform) if patch.target.startswith("megatron.core.")]
 
 
 def all_patches(platform: Platform) -> list[Patch]:

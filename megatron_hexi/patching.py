@@ -152,10 +152,15 @@ def patched(
 
 
 class PatchSet:
-    """Patches that are installed together and removed together, in reverse order."""
+    """Patches that are installed together and removed together, in reverse order.
 
-    def __init__(self, patches: Sequence[Patch]) -> None:
+    Args:
+        rebound: beginnings of the names of modules whose globals may hold a patched function.
+    """
+
+    def __init__(self, patches: Sequence[Patch], rebound: tuple[str, ...] = MEGATRON_MODULES) -> None:
         self.patches = tuple(patch for patch in patches if patch.wanted())
+        self._rebound = rebound
         self._undo: list[tuple[Any, str, Any]] = []
 
     @property
@@ -201,9 +206,9 @@ class PatchSet:
 
     def _rebind(self, original: Any, replacement: Any) -> None:
         for module_name, module in list(sys.modules.items()):
-            if not module_name.startswith(MEGATRON_MODULES):
+            if not module_name.startswith(self._rebound) or module_name.startswith("megatron_hexi."):
                 continue
-            for name, value in list(vars(module).items()):
+            for name, value in list(getattr(module, "__dict__", {}).items()):
                 if value is original:
                     self._replace(module, name, replacement)
 

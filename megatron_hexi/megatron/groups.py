@@ -12,7 +12,6 @@ import functools
 import inspect
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -122,24 +121,37 @@ def _with_agreement(original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize_distributed(*args: Any, **kwargs: Any) -> Any:
         if not in_round():
             set_fault_listener(None)  # the agreement reports errors to all ranks itself
-        call = signature.bind(*args, **kwargs)
-        with user_errors():
-            _agree(given_plan(), get_args(), call.arguments.get("store"))
-        if in_round() and call.arguments.get("store") is None:
+        call, job = signature.bind(*args, **kwargs), get_args()
+        store, timeout = call.arguments.get("store"), timedelta(minutes=job.distributed_timeout_minutes)
+        # One process stands for all in a fake group, which not every version has.
+        if not getattr(job, "fake_process_group", False):
+            with user_errors():
+                agree(given_plan(), job.rank, job.world_size, timeout, store)
+        if in_round() and store is None:
             # Else rank 0 would open a store of torch's own, to whoever reaches its node.
-            timeout = timedelta(minutes=get_args().distributed_timeout_minutes)
             call.arguments["store"] = dist.PrefixStore("torch", round_store(timeout))
         return original(*call.args, **call.kwargs)
 
     return initialize_distributed
 
 
-def _agree(given: GivenPlan | None, args: Namespace, store: dist.Store | None) -> None:
-    """Agree on the plan before ranks make groups, then watch each other."""
+def agree(
+    given: GivenPlan | None,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    store: dist.Store | None = None,
+    mistake: str = "",
+) -> None:
+    """Agree on the plan before ranks make groups, then watch each other.
+
+    Args:
+        mistake: this rank's error message; empty without one.
+
+    Raises:
+        PlanError: some ranks have an error or another plan; raised on every rank.
+    """
     global _store
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    if getattr(args, "fake_process_group", False):  # one process stands for all; not in every version
-        return
     try:
         _store = job_store(timeout) if store is None else store
     except RuntimeError as problem:
@@ -153,11 +165,13 @@ def _agree(given: GivenPlan | None, args: Namespace, store: dist.Store | None) -
             f"{timeout} ({str(problem).splitlines()[0]}); does rank 0 run, and is its port open?"
         ) from None
     if _store is None:
+        if mistake:
+            raise PlanError(mistake)
         return
     digest, path = (given.digest, given.path) if given else (NO_PLAN, "")
-    agree_on_plan(meeting(_store), args.rank, args.world_size, digest, path, timeout)
+    agree_on_plan(meeting(_store), rank, world_size, digest, path, timeout, mistake)
     if given is not None and not in_round():  # a round's ranks are watched since they got their numbers
-        start_watch(meeting(_store), args.rank, args.world_size)
+        start_watch(meeting(_store), rank, world_size)
 
 
 def _with_plan_groups(original: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

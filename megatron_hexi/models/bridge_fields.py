@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from megatron_hexi.options.model_defaults import ARGUMENTS
+
 #: Models that are Megatron's GPT, by class; `TransformerConfig` and extras of `GPTModel`.
 MODELS: Final = (
     "megatron.bridge.models.gpt_provider.GPTModelProvider",
@@ -37,11 +39,9 @@ LEFT_SECTIONS: Final = frozenset(
 )
 #: Arguments of Megatron by the section and the field that have another name for them.
 RENAMED: Final = {
-    ("model", "num_moe_experts"): "num_experts",
+    **{("model", name): argument for name, argument in ARGUMENTS.items()},
     ("model", "rope_scaling"): "use_rope_scaling",
     ("model", "yarn_rotary_scaling_factor"): "rotary_scaling_factor",
-    ("model", "use_te_rng_tracker"): "te_rng_tracker",
-    ("model", "bias_activation_fusion"): "bias_swiglu_fusion",
     ("ddp", "check_for_nan_in_grad"): "check_for_nan_in_loss_and_grad",
     ("dataset", "path_to_cache"): "data_cache_path",
 }

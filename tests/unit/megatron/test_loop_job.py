@@ -1,0 +1,81 @@
+"""The job of a loop of one's own is checked against its plan, and refused by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.loop_job import LoopJob, hold_loop
+from megatron_hexi.megatron.session import given_plan, set_given_plan
+
+REPOSITORY = Path(__file__).parents[3]
+MODEL = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 6, "num_query_groups": 2}
+
+
+@pytest.fixture(autouse=True)
+def four_ranks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    yield
+    set_given_plan(None)
+
+
+def job(batch: int = 8, arguments: dict[str, Any] | None = None, **model: Any) -> LoopJob:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(**{**MODEL, "attention_dropout": 0.0, "hidden_dropout": 0.0} | model)
+    return LoopJob(config, 101, 2, batch, arguments or {})
+
+
+def hold(one: LoopJob, plan: Path = REPOSITORY / "examples" / "own_loop.yaml") -> dict[str, Any]:
+    return hold_loop(plan, one, torch.device("cpu"))[1]
+
+
+def test_the_plan_s_sizes_and_mean_are_what_the_model_lacks():
+    assert hold(job()) == {"calculate_per_token_loss": True, "context_parallel_size": 4}
+    given = given_plan()
+    assert given is not None
+    assert given.terms.layers == 2
+    assert not given.terms.has_documents
+
+
+def test_documents_are_known_to_the_session():
+    one = LoopJob(job().model, 101, 1, 4, {"dataloader_inter_document_masking": True})
+    hold(one)
+    given = given_plan()
+    assert given is not None
+    assert given.terms.has_documents
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_layers": 3}, "the job has --num-layers 3"),
+        ({"hidden_dropout": 0.1}, "--hidden-dropout does not work with --hexi-plan"),
+        ({"context_parallel_size": 2}, "the job has --context-parallel-size 2"),
+        ({"batch": 6}, "the global batch has 6"),
+        ({"fp16": True}, "fp16: its loss scale needs Megatron-LM's loop"),
+        ({"arguments": {"seed_": 1}}, "seed_ is no argument of Megatron"),
+        ({"arguments": {"num_layers": 2}}, "num_layers is a field of the job or its model"),
+        ({"arguments": {"hexi_record": "r"}}, "hexi_record needs Megatron-LM's loop"),
+        ({"arguments": {"ddp_average_in_collective": True}}, "which only the loop can carry out"),
+    ],
+)
+def test_another_job_is_refused(wrong: dict[str, Any], message: str):
+    with pytest.raises(HexiError, match=re.escape(message)):
+        hold(job(**wrong))
+
+
+def test_stages_with_layers_of_their_own_are_refused(tmp_path: Path):
+    plan = tmp_path / "plan.yaml"
+    stages = "[{layers: [0, 1], domains: [{ranks: [0, 1]}]}, {layers: [1, 2], domains: [{ranks: [2, 3]}]}]"
+    workload = "{seq_length: 101, heads: 6, kv_heads: 2, head_dim: 16, layers: 2}"
+    plan.write_text(f"version: 2\nworkload: {workload}\nreplicas: [{{stages: {stages}}}]\n")
+    with pytest.raises(HexiError, match="its stages have layers of their own, which need Megatron-LM's loop"):
+        hold(job(), plan)
