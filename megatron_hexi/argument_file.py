@@ -1,52 +1,50 @@
-"""Files of Megatron's arguments: words of a launch script, split as a shell splits them.
+"""Files of Megatron's arguments, and shell scripts that start a training with them.
 
-Blanks and ends of lines separate words. Quotes hold a word together, a backslash takes the next character as
-it is, and at the end of a line it is a blank. A ``#`` that begins a word begins a comment, to the end of the
-line; inside a word it is an ordinary character. A variable is an error, unless it has a literal default:
-``${NAME:-default}`` is read as the default.
+In a file of arguments blanks and ends of lines separate words. Quotes hold a word together, a backslash takes
+the next character as it is, and at the end of a line it is a blank. A ``#`` that begins a word begins a
+comment, to the end of the line; inside a word it is an ordinary character. A variable is an error, unless it
+has a default: ``${NAME:-default}`` is read as the default.
 
-A script's own wrapper is taken off: of ``ARGS=( … )``, ``ARGS+=( … )`` and ``ARGS="…"`` the words inside are
-read. Where a file has such wrappers, nothing but comments may stand outside them.
+A script is read as a shell runs it (`megatron_hexi.shell`), but nothing is run: its arguments are those of
+the training that it starts, or else, of ``ARGS=( … )`` and ``ARGS="…"`` alone, the words inside.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.other_files import is_launch_script, refuse_other_files, script_error
+from megatron_hexi.other_files import is_script, refuse_other_files
+from megatron_hexi.shell.expansion import Cursor, Expander
+from megatron_hexi.shell.script import MAX_BYTES, Shell
+from megatron_hexi.shell.training_start import find_training
+from megatron_hexi.shell.words import Fields, Unknowns, Word, place_of
 from megatron_hexi.text_file import read_text
 
-#: A launch script has a few kilobytes.
-MAX_BYTES = 2**18
-
-_PIECE = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\[^\n]|[^ \t\r\n'"\\]+"""
-_PIECES = re.compile(_PIECE, re.DOTALL)
-_TOKEN = re.compile(
-    rf"""[ \t\r\n]+|\\\n|\#[^\n]*
-    |(?P<opened>[A-Za-z_]\w*\+?=\()
-    |[A-Za-z_]\w*\+?=(?P<string>"(?:\s|\\\n)*--(?:\\.|[^"\\])*"|'\s*--[^']*')(?=\s|$)
-    |(?P<word>(?:{_PIECE})+)""",
-    re.DOTALL | re.VERBOSE,
-)
-_VARIABLE = re.compile(r"\$[\w{(]|`")
-_DEFAULT = re.compile(r"\$\{[A-Za-z_]\w*:?-([^${}`'\"\\]*)\}")
+_BETWEEN = re.compile(r"(?:\s|\\\n|(?<!\S)#[^\n]*)+")
 
 
-class Word(NamedTuple):
-    """A word of a file of arguments.
+class Reading(NamedTuple):
+    """The arguments of a file, or of the training that a script starts.
 
     Attributes:
-        text: the word as a shell passes it to the program.
-        line: line of the file, from 1.
+        words: the arguments, in which parts may be marked that only a running shell knows.
+        unknowns: these parts.
+        defaults: variables in place of which their defaults are read.
+        program: the script or module that a script starts; empty: the file starts none.
+        where: the command that starts it.
     """
 
-    text: str
-    line: int
+    words: list[Word]
+    unknowns: Unknowns
+    defaults: list[Word]
+    program: str = ""
+    where: Word | None = None
 
 
 def read_words(path: Path) -> list[str]:
@@ -71,138 +69,104 @@ def located_words(text: str, path: Path) -> list[Word]:
     """Return the words of a file of arguments, each with its line.
 
     Raises:
-        HexiError: a quote or an array is not closed, variables stand where a shell would fill them in, words
-            stand outside the arrays of a script, or the file is of another kind; with file and lines.
+        HexiError: see `read_arguments_file`; or variables stand where only a running shell fills them in.
     """
-    return _read(text, path).words
+    reading = read_arguments_file(text, path)
+    lacking = [word for word in reading.words if reading.unknowns.found(word.text)]
+    if lacking:
+        raise HexiError(unfilled(lacking, reading, path))
+    return reading.words
 
 
-def literal_defaults(text: str, path: Path) -> list[Word]:
-    """Return the variables of a file of arguments in place of which their defaults are read, with lines.
-
-    Raises:
-        HexiError: see `located_words`.
-    """
-    return _read(text, path).defaults
-
-
-class _Reading(NamedTuple):
-    """Words of a file: all that a shell passes on, and those with variables: defaults, and without."""
-
-    words: list[Word]
-    defaults: list[Word]
-    variables: list[Word]
-
-
-def _read(text: str, path: Path) -> _Reading:
-    """Return the words of a file of arguments. For arguments and errors see `located_words`."""
-    refuse_other_files(text, path)
-    try:
-        reading, stray = _read_words(text, path)
-    except HexiError as problem:
-        if is_launch_script(text):
-            raise script_error(path, str(problem).removeprefix(f"{path}, ")) from None
-        raise
-    refused = sorted([*reading.variables, *stray[:1]], key=lambda word: word.line)
-    if not refused:
-        return reading
-    lines = sorted({word.line for word in refused})
-    place = f"line{'s' * (len(lines) > 1)} {', '.join(map(str, lines[:8]))}{', …' * (len(lines) > 8)}"
-    if is_launch_script(text):
-        raise script_error(path, f"{place}: {refused[0].text[:40]}")
-    if reading.variables:
-        words = ", ".join(word.text[:40] for word in reading.variables[:8])
-        raise HexiError(
-            f"{path}, {place}: {words}: variables are not filled in; write the value, or put the word in "
-            "single quotes"
+def unfilled(words: Sequence[Word], reading: Reading, path: Path) -> str:
+    """Return the message for words that only a running shell knows."""
+    parts = [part.word for word in words for part in reading.unknowns.found(word.text)]
+    # In a file of arguments the word, in a script the part, which may stand on a line of its own.
+    shown = (
+        parts if reading.where else [word._replace(text=reading.unknowns.shown(word.text)) for word in words]
+    )
+    shown = list(dict.fromkeys(shown))
+    listed = f"{', '.join(word.text[:40] for word in shown[:8])}{', …' * (len(shown) > 8)}"
+    if reading.where is None:
+        return (
+            f"{place_of(str(path), shown)}: {listed}: variables are not filled in; write the value, or put "
+            "the word in single quotes"
         )
-    raise HexiError(
-        f"{path}, line {stray[0].line}: {stray[0].text[:40]}: stands outside the script's arguments; keep "
-        "only Megatron's arguments, as --num-layers 32, or arrays of them"
+    return (
+        f"{place_of(str(path), shown)}: {listed}: only a running shell knows it; write the value, or "
+        f"{_run_it(path)}"
     )
 
 
-def _read_words(text: str, path: Path) -> tuple[_Reading, list[Word]]:
-    """Return the words of a file, and those outside the arrays of a script.
+def _run_it(path: Path) -> str:
+    script = shlex.quote(str(path))
+    return f"run the script up to its training: hexi plan CLUSTER.yaml -o plan.yaml -- bash {script}"
+
+
+@lru_cache(maxsize=4)  # a command asks for the model, the job, and what is not read
+def read_arguments_file(text: str, path: Path) -> Reading:
+    """Return the words of a file of arguments, or of the training that a script starts.
 
     Raises:
-        HexiError: a quote or an array is not closed, or a NUL byte.
+        HexiError: a quote or an array is not closed, words stand outside the arrays of a script, a script
+            starts nothing or different trainings, or the file is of another kind; with file and lines.
     """
-    inside, outside = _Reading([], [], []), _Reading([], [], [])
-    opened: Word | None = None
-    wrapped = False
-    for token, line in _tokens(text, path):
-        if token.lastgroup == "opened" and opened is None:
-            opened, wrapped = Word(token[0], line), True
-        elif token.lastgroup == "string":
-            wrapped = True
-            _split_string(token["string"], line, path, inside)
-        else:
-            # An unquoted parenthesis that closes an array may stand right behind its last word.
-            word, closes = token[0], opened is not None and _closes(token[0])
-            if content := word[:-1] if closes else word:
-                _split(content, line, path, inside if opened else outside)
-            opened = None if closes else opened
-    if opened is not None:
-        raise HexiError(f"{path}, line {opened.line}: {opened.text}: is not closed; close the parenthesis")
-    if not wrapped:
-        return outside, []
-    return inside, sorted((*outside.words, *outside.variables), key=lambda word: word.line)
-
-
-def _tokens(text: str, path: Path) -> Iterator[tuple[re.Match[str], int]]:
-    """Yield words, openings of arrays, and strings of arguments, with lines; without blanks and comments."""
-    reached, line = 0, 1
-    while reached < len(text):
-        token = _TOKEN.match(text, reached)
-        if token is None:
-            raise HexiError(
-                f"{path}, line {line}: {text[reached:].split()[0][:40]}: is not closed; close the quotes"
-            )
-        if token.lastgroup is not None:
-            yield token, line
-        reached = token.end()
-        line += token[0].count("\n")
-
-
-def _split(word: str, line: int, path: Path, reading: _Reading) -> None:
-    """Add a word to a reading, as a shell splits it and takes its quotes off."""
-    filled = _filled(word, line, path, reading)
-    if filled is not None:
-        reading.words.extend(Word(text, line) for text in shlex.split(filled))
-
-
-def _filled(word: str, line: int, path: Path, reading: _Reading) -> str | None:
-    """Return a word with literal defaults for variables; ``None`` if others remain."""
-    if "\0" in word:
+    refuse_other_files(text, path)
+    if "\0" in text:
+        line = text[: text.index("\0")].count("\n") + 1
         raise HexiError(f"{path}, line {line}: a NUL byte; is it the right file?")
-    pieces = _PIECES.findall(word)
-    for number, piece in enumerate(pieces):
-        if piece[0] not in "'\\":
-            reading.defaults.extend(Word(match[0], line) for match in _DEFAULT.finditer(piece))
-            pieces[number] = _DEFAULT.sub(r"\1", piece)
-            if _VARIABLE.search(pieces[number]):
-                reading.variables.append(Word(word, line))
-                return None
-    return "".join(pieces)
+    if is_script(text):
+        return _read_script(text, path)
+    expander, cursor = Expander(), Cursor(text, path, "")
+    words: list[Word] = []
+    while cursor.take(_BETWEEN) or not cursor.is_at_end:
+        words += expander.word(cursor, "file")
+    return Reading(words, expander.unknowns, expander.defaults)
 
 
-def _split_string(quoted: str, first: int, path: Path, reading: _Reading) -> None:
-    """Add the words of a quoted string of arguments, split as a shell splits an unquoted variable."""
-    filled = _filled(quoted, first, path, reading)
-    if filled is None:
-        return
-    body = filled[1:-1]
-    if filled[0] == '"':  # as a shell reads it, but for joined lines, whose number would be lost
-        body = re.sub(r'\\([$`"\\])', r"\1", body.replace("\\\n", " \n"))
-    reading.words.extend(
-        Word(word, first + number) for number, line in enumerate(body.split("\n")) for word in line.split()
-    )
+def _read_script(text: str, path: Path) -> Reading:
+    """Return the words of the training that a script starts, or else those in its arrays of arguments."""
+    shell = Shell()
+    shell.read(text, path)
+    starts: dict[tuple[str, ...], tuple[str, list[Word]]] = {}
+    for command in shell.commands:
+        found = find_training([word.text for word in command.words])
+        if found is not None:
+            program, first = found
+            words = command.words[first:]
+            starts.setdefault((program, *(word.text for word in words)), (program, command.words))
+    if len(starts) > 1:
+        begun = [words[0] for _, words in starts.values()]
+        raise HexiError(
+            f"{place_of(str(path), begun)}: starts {len(starts)} different trainings; give a script that "
+            "starts one of them"
+        )
+    for program, words in starts.values():
+        first = len(words) - len(next(iter(starts))) + 1
+        return Reading(words[first:], shell.unknowns, shell.defaults, program, words[0])
+    stray = next((command.words[0] for command in shell.commands if command.words[0].text[:2] == "--"), None)
+    held = [word for value in shell.variables.values() for word in _arguments_in(value)]
+    if stray is not None and held:
+        raise HexiError(
+            f"{place_of(str(path), [stray])}: {stray.text[:40]}: stands outside the script's arguments; keep "
+            "only Megatron's arguments, as --num-layers 32, or arrays of them"
+        )
+    if not held:
+        raise HexiError(
+            f"{path}: is a script in which no start of a training is found (torchrun, python, srun, mpirun, "
+            f"ray job submit, megatron sft); {_run_it(path)}, or give Megatron's arguments"
+        )
+    return Reading(list(dict.fromkeys(held)), shell.unknowns, shell.defaults, "", held[0])
 
 
-def _closes(word: str) -> bool:
-    """Return whether a word ends in a parenthesis that is not quoted."""
-    return word.endswith(")") and _PIECES.findall(word)[-1][0] not in "'\"\\"
+def _arguments_in(value: Word | list[Word]) -> list[Word]:
+    """Return the words of a variable that holds arguments; of any other none."""
+    words = value
+    if isinstance(words, Word):
+        fields = Fields(words.line, words.file)
+        fields.split(words)
+        words = fields.finish()
+    return words if words and words[0].text.startswith("--") else []
 
 
 def last_value(words: Sequence[str], flag: str, path: Path) -> str | None:

@@ -12,6 +12,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.models import Job
 from megatron_hexi.models.megatron_arguments import model_from_arguments
 from megatron_hexi.planner import CHOSEN, Request
+from megatron_hexi.shell.words import unplaced
 
 #: Where the emulated clusters are described.
 CLUSTERS = Path("scripts/testbed")
@@ -74,7 +75,7 @@ class Scenario:
     def job(self) -> Job:
         """What is trained, as the planner takes it."""
         return Job(
-            model=model_from_arguments(" ".join(words(self.model)), Path("scenarios")),
+            model=model_from_arguments(unplaced(words(self.model)), Path("scenarios")),
             seq_length=self.seq_length,
             micro_batch_size=self.micro_batch,
             global_batch_size=self.batch,

@@ -14,6 +14,7 @@ from megatron_hexi.cli.kubernetes import PLAN_IN_POD, TrainingManifests, write_m
 from megatron_hexi.cli.options import MODEL_OF_PLAN, ClusterOption, PlanPath
 from megatron_hexi.cli.output import AsJson, check_outputs, output_option, print_json, say
 from megatron_hexi.cli.planned_job import naming_files
+from megatron_hexi.cli.script_start import start_with_plan
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import (
@@ -25,6 +26,8 @@ from megatron_hexi.models import (
     read_model,
     reading_notes,
 )
+from megatron_hexi.options.job_terms import replaced_flags
+from megatron_hexi.options.registry import ADDED
 from megatron_hexi.plan import Plan, read_plan
 from megatron_hexi.report.launch_lines import (
     LaunchLines,
@@ -36,6 +39,7 @@ from megatron_hexi.report.launch_lines import (
     trial_notes,
 )
 from megatron_hexi.report.planned import assumption_lines
+from megatron_hexi.slurm import find_gpus
 from megatron_hexi.text_file import write_text_atomically
 
 app = typer.Typer()
@@ -54,7 +58,9 @@ def launch(
     more: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="-- FLAGS …", help="Your own of Megatron's flags, after two dashes: data, learning rate."
+            metavar="-- FLAGS …|COMMAND …",
+            help="After two dashes your own of Megatron's flags, as data and learning rate; or the command "
+            "that starts your training, which is run: its training starts with the plan.",
         ),
     ] = None,
     model: Annotated[
@@ -74,8 +80,18 @@ def launch(
 
     Megatron's flags, torchrun for each node, and sbatch. Without data of your own they train ten iterations
     on Megatron's synthetic data. With --kubernetes: the manifests of a job.
+
+    With -- COMMAND nothing is printed: it RUNS YOUR SCRIPT, whose torchrun or python gets megatron_hexi.run
+    before the training script, and --hexi-plan in place of the flags that the plan sets.
     """
     planned = read_plan(plan)
+    if more and not more[0].startswith("-"):
+        if out or as_json or kubernetes.kubernetes:
+            raise HexiError(f"-- {more[0]}: runs a command, and prints nothing; leave the other options out")
+        with naming_files(plan, cluster):
+            find_gpus(planned, read_cluster(cluster))
+        first = [word for pair in ADDED.items() for word in pair]
+        raise typer.Exit(start_with_plan(more, plan, sorted(replaced_flags(planned)), first))
     named = model or (planned.provenance.model if planned.provenance else None)
     if named is None:
         raise HexiError(

@@ -62,7 +62,8 @@ PRESETS = (
 )
 _MODEL = (
     f"A preset ({', '.join(PRESETS)}), a recipe (hexi recipe list), a Hugging Face config.json, a file of "
-    "Megatron's arguments, or Megatron Bridge's run_config.yaml"
+    "Megatron's arguments, a launch script (Megatron's, slime's, ms-swift's or verl's), or "
+    "Megatron Bridge's run_config.yaml"
 )
 MODEL_OF_PLAN = f"{_MODEL}; the one that the plan names if not given."
 MODEL_OF_REPORT = f"{_MODEL}; used with --cluster, by default the one that the plan names."
@@ -249,7 +250,7 @@ class NewJob(PlanFeatures, Training):
     model: Annotated[
         str,
         job_option("model", f"{_MODEL}; options override the job terms in it.", metavar="NAME|PATH"),
-    ]
+    ] = ""
     seq_length: Annotated[
         int | None, count_option("seq_length", "Tokens per sequence, such as 131072 or 128K.")
     ] = None
@@ -286,6 +287,18 @@ class NewJob(PlanFeatures, Training):
             metavar="N|auto",
         ),
     ] = "auto"
+
+    def named(self) -> NewJob:
+        """Return the job, which must name a model.
+
+        Raises:
+            HexiError: it does not.
+        """
+        if not self.model:
+            raise HexiError(
+                "--model is missing; give NAME|PATH, or to hexi plan -- and your script's command"
+            )
+        return self
 
     def request(self) -> Request:
         """Return the request to the planner.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from megatron_hexi.cli.output import (
     write_picture,
 )
 from megatron_hexi.cli.planned_job import PlannedJob, estimate_on
+from megatron_hexi.cli.script_start import arguments_of_script
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import find_shortage, planned_kernels, unit_rates
 from megatron_hexi.errors import HexiError, NoFlagError
@@ -34,6 +37,7 @@ from megatron_hexi.models import Job, job_terms, model_file
 from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.plan import Plan, read_plan, write_plan
 from megatron_hexi.plan.units import rank_gpus
+from megatron_hexi.report.launch_lines import flags_text
 from megatron_hexi.text_file import write_text_atomically
 
 if TYPE_CHECKING:
@@ -58,6 +62,14 @@ def plan(
     cluster: ClusterPath,
     job: NewJob,
     out: PlanOut,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- COMMAND …",
+            help="In place of --model, the command that starts your training, after two dashes: it is run, "
+            "up to the start.",
+        ),
+    ] = None,
     explain: Annotated[
         bool,
         typer.Option(
@@ -89,9 +101,15 @@ def plan(
 
     Prints a lower bound on the time of any plan, and the lines that start the training.
 
+    With -- COMMAND it RUNS YOUR SCRIPT, with stand-ins for torchrun, python, srun, mpirun, ray and megatron
+    first on PATH, and ends it at its first start of a training, which does not take place (see hexi
+    capture). What it would have started is planned; its arguments are written beside the plan.
+
     Exit code 3 where nothing fits in memory.
     """
-    check_outputs([cluster, model_file(job.model)], [out], picture)
+    if command:
+        job = _job_of_command(command, job, cluster, out)
+    check_outputs([cluster, model_file(job.named().model)], [out], picture)
     request, whole = job.request(), read_cluster(cluster)
     left_out = _numbers(spare or (), whole)
     machines = whole.without(left_out) if left_out else whole
@@ -144,6 +162,24 @@ def plan(
                 print(f"# spare {', '.join(spare)}: waits in an elastic job only (docs/surviving.md, Spares)")
 
 
+def _job_of_command(command: Sequence[str], job: NewJob, cluster: Path, out: Path) -> NewJob:
+    """Return the job that a command would start, whose arguments are written beside the plan.
+
+    Raises:
+        HexiError: see `arguments_of_script`; or a model is given, too.
+    """
+    if job.model:
+        raise HexiError(
+            f"--model {job.model} beside -- {command[0]}: the command says the model; leave one out"
+        )
+    written = out.with_suffix(".args")
+    scripts = [Path(word) for word in command if os.path.isfile(word)]
+    check_outputs([cluster, *scripts], [out, written], None)
+    write_text_atomically(written, flags_text(arguments_of_script(command)))
+    say(f"wrote {written}: Megatron's arguments of {shlex.join(command)[:80]}")
+    return replace(job, model=str(written))
+
+
 @contextlib.contextmanager
 def _without_flags() -> Iterator[None]:
     """Turn the error that Megatron has no flag for a constant of the model into a note."""
@@ -170,7 +206,7 @@ def compare(
 
     Exit code 3 where nothing fits in memory.
     """
-    check_outputs([cluster, model_file(job.model)], [], picture)
+    check_outputs([cluster, model_file(job.named().model)], [], picture)
     request, machines = job.request(), read_cluster(cluster)
     planned = _find(request, machines, job.notes, with_baselines=True)
     from megatron_hexi.report import comparison

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from megatron_hexi.argument_file import MAX_BYTES, split_words
+from megatron_hexi.argument_file import located_words
 from megatron_hexi.cli.options import whole
 from megatron_hexi.cli.output import check_outputs, output_option, say, tell
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models.megatron_arguments import read_arguments
 from megatron_hexi.plan import read_plan
+from megatron_hexi.shell.script import MAX_BYTES
 from megatron_hexi.slurm import plan_start
 from megatron_hexi.text_file import read_text, write_text_atomically
 from megatron_hexi.whole_number import variable_number
@@ -47,8 +48,9 @@ def slurm_arguments(
     if os.path.exists(checkpoints) and not os.path.isdir(checkpoints):
         raise HexiError(f"--checkpoints {checkpoints}: is no folder; give one, which need not be there yet")
     text = read_text(file, MAX_BYTES)
-    read_arguments(text, file, read_plan(plan))
-    words = split_words(text, file)
+    located = located_words(text, file)
+    read_arguments(located, file, read_plan(plan))
+    words = [word.text for word in located]
     start = plan_start(
         words, file, plan=plan, checkpoints=checkpoints, save_interval=save_interval, again=again
     )

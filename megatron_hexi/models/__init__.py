@@ -6,6 +6,7 @@ from megatron_hexi.models.model import Model
 from megatron_hexi.models.planned_kinds import refuse_imbalance
 from megatron_hexi.models.presets import (
     argument_words,
+    arguments_of_start,
     check_options,
     constant_flags,
     constant_notes,
@@ -25,6 +26,7 @@ __all__ = [
     "Model",
     "Recipe",
     "argument_words",
+    "arguments_of_start",
     "check_options",
     "constant_flags",
     "constant_notes",

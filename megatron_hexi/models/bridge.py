@@ -13,7 +13,7 @@ import functools
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +33,9 @@ from megatron_hexi.models.bridge_fields import (
     RENAMED,
     SCRIPT_VALUES,
 )
+from megatron_hexi.options.flag_words import rows_by_argument, switch_of, value_words
 from megatron_hexi.options.model_defaults import model_defaults
-from megatron_hexi.options.parser import Row, read_rows
-from megatron_hexi.options.release import assumed_series
+from megatron_hexi.options.parser import Row
 from megatron_hexi.yaml_file import Place, YamlFile, yaml_from_text
 from megatron_hexi.yaml_schema import short
 
@@ -109,7 +109,7 @@ class _Translation:
             if isinstance(value, Mapping) and "_target_" in value:
                 self._object(place, value)
                 continue
-            rows = _rows().get(RENAMED.get(place, field), ())
+            rows = rows_by_argument().get(RENAMED.get(place, field), ())
             if place in DECIDED or (section == "model" and field in LEFT_FIELDS):
                 default = rows[0].default if rows else model_defaults().get(field)
                 if value and (section != "model" or value != default):
@@ -144,7 +144,7 @@ class _Translation:
         if value == row.default:
             return
         if isinstance(value, bool):
-            flag = next((_switch(row, value) for row in rows if _switch(row, value)), None)
+            flag = switch_of(rows, value)
             if flag is None and not value and row.default is None:
                 return
             if flag is None:
@@ -153,7 +153,7 @@ class _Translation:
             return
         if row.kind != "store" or isinstance(value, Mapping):
             self._refuse(place, f"{row.flags[0]} takes no such value", "correct or remove the field")
-        self._add(place, row.flags[0], *_words(value, row))
+        self._add(place, row.flags[0], *value_words(value, row))
 
     def _model(self) -> None:
         model = self._file.data["model"]
@@ -272,34 +272,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping) and "_name_" in value:  # a member of an enumeration
         return name
     return DTYPES.get(name, value) if isinstance(name, str) else value
-
-
-@functools.cache
-def _rows() -> Mapping[str, tuple[Row, ...]]:
-    """Return the rows of Megatron's options by the argument that they set, the current spelling first."""
-    found: dict[str, tuple[Row, ...]] = {}
-    for row in read_rows():
-        if assumed_series() in row.versions:
-            found[row.dest] = (*found.get(row.dest, ()), row)
-    return found
-
-
-def _switch(row: Row, value: bool) -> str | None:
-    """Return the flag that sets an argument to true or false; ``None``: the option has no such flag."""
-    if row.kind == "both":
-        return row.flags[0] if value else row.flags[0].replace("--", "--no-", 1)
-    return row.flags[0] if row.kind == str(value).lower() else None
-
-
-def _words(value: Any, row: Row) -> Iterator[str]:
-    """Yield the words that state a value on the command line."""
-    if row.type == "pattern" and isinstance(value, list):
-        yield str(value).replace(" ", "")
-    elif row.type == "pair":
-        yield ",".join(map(str, value))
-    elif isinstance(value, list):
-        yield from map(str, value)
-    elif row.type == "int" and isinstance(value, float) and value.is_integer():
-        yield str(int(value))
-    else:
-        yield str(value)

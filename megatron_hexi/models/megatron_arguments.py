@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_hexi.argument_file import Word, located_words
 from megatron_hexi.errors import HexiError, NoFlagError, raise_all
 from megatron_hexi.kinds.decoder import VOCAB_MULTIPLE
 from megatron_hexi.models.job import Fusible, Job
@@ -24,6 +23,7 @@ from megatron_hexi.options.refusals import find_refused, replace_options
 from megatron_hexi.options.registry import ADDED, class_of
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.flags import FLAGS, argument_name
+from megatron_hexi.shell.words import Word, place_of
 
 #: Megatron's defaults of arguments that no plan chooses; those of the batch have none.
 _MEGATRON_DEFAULTS = {
@@ -39,6 +39,9 @@ _KERNELS = frozenset(
         *("--cross-entropy-loss-fusion", "--no-gradient-accumulation-fusion"),
     )
 )
+#: Sizes of vocabularies: of tokenizers that have one only, and of others where nothing says it.
+_TOKENIZERS = {None: 50257, "GPT2BPETokenizer": 50257}
+_VOCABULARY = 131072
 #: Features of plans beside which options are refused.
 _FEATURES: dict[str, PlanKind] = {"unequal_replicas": "unequal", "unequal_stages": "stages"}
 
@@ -67,23 +70,25 @@ class ArgumentTerms:
     defaults: frozenset[str] = frozenset()
 
 
-def read_arguments(text: str, path: Path, plan: Plan | None = None) -> Parsed:
-    """Parse a file of Megatron's arguments as Megatron takes them, older spellings resolved.
+def read_arguments(
+    words: Sequence[Word], path: Path, plan: Plan | None = None, known: Sequence[str] = ()
+) -> Parsed:
+    """Parse Megatron's arguments as Megatron takes them, older spellings resolved.
 
     Args:
-        text: the text of the file.
+        words: the words of a file of arguments.
         path: the file, for errors.
         plan: a plan that is to support its options; ``None``: any plan that the planner makes.
+        known: messages of mistakes that were found before, which are told with all others.
 
     Raises:
         HexiError: arguments that Megatron does not have or refuses, that no plan supports or that a model
             lacks; each by name.
     """
-    words = located_words(text, path)
-    if not any(word.text.startswith("--") for word in words):
+    if not known and not any(word.text.startswith("--") for word in words):
         raise HexiError(f"{path}: no arguments in it; write Megatron's, for example --num-layers 32")
-    parsed, faults = parse_and_judge(words, str(path))
-    args = parsed.args
+    parsed, found = parse_and_judge(words, str(path))
+    faults, args = [*known, *found], parsed.args
     for flag, value in ADDED.items():
         if flag not in parsed.given:  # the printed lines say it
             setattr(args, argument_name(flag), int(value))
@@ -98,15 +103,33 @@ def read_arguments(text: str, path: Path, plan: Plan | None = None) -> Parsed:
         resolve(args, str(path))
     except HexiError as problem:
         faults.append(str(problem))
-    if plan is None:  # a training may have its vocabulary from the tokenizer
+    if args.vocab_size is None and not args.padded_vocab_size and _has_tokenizer(args):
+        args.vocab_size = _TOKENIZERS.get(args.tokenizer_type, _VOCABULARY)
+    if plan is None:
         faults += [f"{path}: {flag} is missing; add it" for flag in _missing(parsed)]
     raise_all(faults)
     return parsed
 
 
-def replaced_options(text: str, path: Path) -> list[str]:
+def vocabulary_note(words: Sequence[Word], path: Path) -> list[str]:
+    """Return the note on a vocabulary whose size only the tokenizer says; none where the file says it."""
+    args = parse_and_judge(words, str(path))[0].args
+    if args.vocab_size is not None or args.padded_vocab_size or not _has_tokenizer(args):
+        return []
+    size = _TOKENIZERS.get(args.tokenizer_type, _VOCABULARY)
+    return [
+        f"the size of the vocabulary is the tokenizer's; planned with {size}, add --vocab-size for another"
+    ]
+
+
+def _has_tokenizer(args: Namespace) -> bool:
+    """Return whether a job is stated, which has its vocabulary from a tokenizer."""
+    return any((args.seq_length, args.tokenizer_type, args.tokenizer_model, args.vocab_file))
+
+
+def replaced_options(words: Sequence[Word], path: Path) -> list[str]:
     """Return a line for each option of a file that a plan of the planner's carries out in its own way."""
-    parsed, _ = parse_and_judge(located_words(text, path), str(path))
+    parsed, _ = parse_and_judge(words, str(path))
     return replace_options(parsed.args, "planned")
 
 
@@ -124,13 +147,9 @@ def _missing(parsed: Parsed) -> Iterator[str]:
 
 def _messages(options: Iterable[Refused], words: Sequence[Word], path: Path) -> list[str]:
     """Return a message for each refused option, with the line of its first mention, if it is in the file."""
-    lines = {word.text.partition("=")[0]: word.line for word in reversed(words)}
-    return list(
-        dict.fromkeys(
-            f"{path}{f', line {lines[option.option]}' if option.option in lines else ''}: {option.message}"
-            for option in options
-        )
-    )
+    places = {word.text.partition("=")[0]: word for word in reversed(words)}
+    at = {flag: place_of(str(path), [word]) for flag, word in places.items()}
+    return list(dict.fromkeys(f"{at.get(option.option, path)}: {option.message}" for option in options))
 
 
 def _in_own_stages(args: Namespace) -> Namespace:
@@ -141,7 +160,7 @@ def _in_own_stages(args: Namespace) -> Namespace:
     return Namespace(**vars(args) | {"pipeline_model_parallel_size": 1})
 
 
-def model_from_arguments(text: str, path: Path) -> Model:
+def model_from_arguments(words: Sequence[Word], path: Path, known: Sequence[str] = ()) -> Model:
     """Return the model of a file of Megatron's arguments.
 
     Defaults are Megatron's: an MLP of 4 x hidden (8/3 x hidden, down to a multiple of 64, with --swiglu),
@@ -150,10 +169,10 @@ def model_from_arguments(text: str, path: Path) -> Model:
     Raises:
         HexiError: see `read_arguments`.
     """
-    return _model(read_arguments(text, path).args, path)
+    return _model(read_arguments(words, path, known=known).args, path)
 
 
-def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
+def terms_from_arguments(words: Sequence[Word], path: Path, known: Sequence[str] = ()) -> ArgumentTerms:
     """Return the job of a file of Megatron's arguments, as far as `Job` has fields for it.
 
     A file with --seq-length states a job: options that it leaves out have Megatron's defaults (fp32, no
@@ -163,7 +182,7 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
     Raises:
         HexiError: see `read_arguments`.
     """
-    args, given = read_arguments(text, path)
+    args, given = read_arguments(words, path, known=known)
     hidden = args.overlap_grad_reduce and (args.overlap_param_gather or not args.use_distributed_optimizer)
     terms = {
         "seq_length": args.seq_length,
@@ -194,7 +213,7 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
         for flag in CHUNK_FLAGS
         if flag in given
     ]
-    restricting = _restricting(args, text, path)
+    restricting = _restricting(args, words, path)
     return ArgumentTerms(stated, free, restricting, size, experts, " ".join(chunks), frozenset(defaults))
 
 
@@ -216,12 +235,12 @@ def _unfused(args: Namespace) -> tuple[Fusible, ...]:
     return tuple(operation for operation, is_apart in apart.items() if is_apart)
 
 
-def _restricting(args: Namespace, text: str, path: Path) -> dict[str, tuple[str, ...]]:
+def _restricting(args: Namespace, words: Sequence[Word], path: Path) -> dict[str, tuple[str, ...]]:
     """Return the options that some features of plans refuse, with these features."""
     found: dict[str, tuple[str, ...]] = {}
     args = _in_own_stages(args)
     if args.num_experts:  # a plan says where experts are in stages with layers only
-        raise_all(_messages(find_refused(args, "stages"), located_words(text, path), path))
+        raise_all(_messages(find_refused(args, "stages"), words, path))
         if has_running_mean(args):  # `options.plan_experts` refuses them
             found["--moe-router-load-balancing-type global_aux_loss"] = ("ministages",)
         return found

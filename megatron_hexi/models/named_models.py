@@ -1,4 +1,4 @@
-"""Preset models by name; their shapes and sources are in data/models.yaml."""
+"""Models by name: presets of data/models.yaml, and others that scripts name, of data/hub.yaml."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron_hexi.models.model import Model
 from megatron_hexi.yaml_file import read_yaml
 
 DATA = Path(__file__).parent / "data" / "models.yaml"
+_HUB = DATA.with_name("hub.yaml")
 
 
 @functools.cache
@@ -21,6 +22,31 @@ def presets() -> Mapping[str, Model]:
     return MappingProxyType(
         {name: Model(name=name, **_with_layers(entry, name)) for name, entry in read_yaml(DATA).data.items()}
     )
+
+
+@functools.cache
+def _hub() -> Mapping[str, Mapping[str, Any]]:
+    """Return the entries of models that scripts name, whole: with what they are like."""
+    found = dict(read_yaml(DATA).data)
+    for name, entry in read_yaml(_HUB).data.items():
+        like = found.get(entry.get("like"), {})
+        constants = {"constants": like.get("constants", {}) | entry.get("constants", {})}
+        found[name] = {key: value for key, value in (like | entry | constants).items() if key != "like"}
+    return found
+
+
+def hub_model(name: str) -> tuple[Model, tuple[str, ...]] | None:
+    """Return the model of a name on Hugging Face, and the words of its constants; ``None``: not known."""
+    low = name.rstrip("/").rpartition("/")[2].lower()
+    entry = _hub().get(low)
+    if entry is None or "no_flags" in entry:
+        return None
+    return Model(name=name, **_with_layers(entry, low)), _constants(entry)
+
+
+def _constants(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the words of an entry's constants."""
+    return tuple(str(word) for pair in entry["constants"].items() for word in pair if word is not None)
 
 
 def _with_layers(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -42,11 +68,7 @@ def preset_constants() -> Mapping[str, tuple[str, ...]]:
 
     A preset that Megatron cannot train has no entry.
     """
-    return {
-        name: tuple(str(word) for pair in entry["constants"].items() for word in pair if word is not None)
-        for name, entry in read_yaml(DATA).data.items()
-        if "constants" in entry
-    }
+    return {name: _constants(entry) for name, entry in read_yaml(DATA).data.items() if "constants" in entry}
 
 
 @functools.cache

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from megatron_hexi.argument_file import literal_defaults, split_words
+from megatron_hexi.argument_file import Reading, located_words, read_arguments_file, replace_flags
 from megatron_hexi.errors import HexiError, NoFlagError
 from megatron_hexi.models.bridge import bridge_arguments, is_bridge
+from megatron_hexi.models.frameworks import ScriptArguments, script_arguments
 from megatron_hexi.models.hugging_face.config import read_config
 from megatron_hexi.models.hugging_face.constants import constants_of
 from megatron_hexi.models.hugging_face.models import model_from_config
 from megatron_hexi.models.hugging_face.routers import balancing_note, untrained_loss
 from megatron_hexi.models.megatron_arguments import (
     ArgumentTerms,
+    model_flags,
     model_from_arguments,
     read_arguments,
     replaced_options,
     terms_from_arguments,
+    vocabulary_note,
 )
 from megatron_hexi.models.model import Model
-from megatron_hexi.models.named_models import preset_constants, preset_problems
+from megatron_hexi.models.named_models import hub_model, preset_constants, preset_problems
 from megatron_hexi.models.named_models import presets as presets
 from megatron_hexi.models.recipes import recipes
+from megatron_hexi.models.yaml_arguments import has_yaml_arguments, read_yaml_arguments
 from megatron_hexi.plan import Plan
+from megatron_hexi.shell.words import Unknowns, unplaced
 from megatron_hexi.text_file import read_text
 from megatron_hexi.yaml_schema import short
 
 #: A config.json is a few kilobytes; words of megabytes take seconds to split.
 MAX_BYTES = 2**17
+#: Positions of a model that a script names; the printed lines have as many as there are tokens.
+_POSITIONS = 4096
 
 
 def read_model(name_or_path: str | os.PathLike[str]) -> Model:
@@ -44,13 +52,14 @@ def read_model(name_or_path: str | os.PathLike[str]) -> Model:
         HexiError: there is no such preset, recipe or file, or the file lacks something or is not supported.
     """
     name = os.fspath(name_or_path)
-    found = _read(name)
+    found = _source(name)
     if found is None:
         return presets()[name.lower()]
     path, text = found
     if _is_json(text, path):
         return model_from_config(text, path)
-    return model_from_arguments(text, path)
+    given = _arguments_of(text, path)
+    return model_from_arguments(given.words, path, given.faults)
 
 
 def read_terms(name_or_path: str | os.PathLike[str]) -> ArgumentTerms | None:
@@ -60,20 +69,20 @@ def read_terms(name_or_path: str | os.PathLike[str]) -> ArgumentTerms | None:
         HexiError: see `read_model`, also of the functions below.
     """
     found = _arguments(name_or_path)
-    return found and terms_from_arguments(found[1], found[0])
+    return found and terms_from_arguments(found[1].words, found[0], found[1].faults)
 
 
 def argument_words(name_or_path: str | os.PathLike[str]) -> list[str] | None:
     """Return the words of a recipe, or of a file of Megatron's arguments; ``None`` for other kinds."""
     found = _arguments(name_or_path)
-    return found and split_words(found[1], found[0])
+    return found and [word.text for word in found[1].words]
 
 
 def check_options(name_or_path: str | os.PathLike[str], plan: Plan) -> None:
     """Refuse options of a file of Megatron's arguments that a plan does not support; others have none."""
     found = _arguments(name_or_path)
     if found is not None:
-        read_arguments(found[1], found[0], plan)
+        read_arguments(found[1].words, found[0], plan, found[1].faults)
 
 
 def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
@@ -84,7 +93,7 @@ def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
         NoFlagError: Megatron has no flag for a constant.
     """
     name = os.fspath(name_or_path)
-    found = _read(name)
+    found = _source(name)
     if found is None:
         preset = name.lower()
         if preset in preset_problems():
@@ -101,7 +110,7 @@ def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
 def constant_notes(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Return notes on what `constant_flags` gives and transformers trains with on request, or not at all."""
     name = os.fspath(name_or_path)
-    found = _read(name)
+    found = _source(name)
     if found is None:
         words = preset_constants().get(name.lower(), ())
         coefficients = [value for flag, value in pairwise(words) if flag == "--moe-aux-loss-coeff"]
@@ -118,7 +127,7 @@ def reading_notes(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Return notes on what of a file is not read, is read as something else, or is replaced by a plan.
 
     They are sections and fields of a Megatron Bridge configuration, and variables and options of a file of
-    arguments.
+    arguments or of a script.
 
     Raises:
         HexiError: see `read_model`.
@@ -127,30 +136,46 @@ def reading_notes(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
     if found is None or _is_json(found[1], found[0]):
         return ()
     path, text = found
+    given = _arguments_of(text, path)
+    replaced = replaced_options(given.words, path)
+    return (
+        *given.notes,
+        *vocabulary_note(given.words, path),
+        *(f"replaced by the plan: {line}" for line in replaced),
+    )
+
+
+def _arguments(name_or_path: str | os.PathLike[str]) -> tuple[Path, ScriptArguments] | None:
+    """Return the file of Megatron's arguments, and these; ``None`` for other kinds of models."""
+    found = _source(os.fspath(name_or_path))
+    if found is None or _is_json(found[1], found[0]):
+        return None
+    return found[0], _arguments_of(found[1], found[0])
+
+
+def _arguments_of(text: str, path: Path) -> ScriptArguments:
+    """Return Megatron's arguments of a file of them, of a script or of a Megatron Bridge configuration."""
     if is_bridge(text):
-        unread = bridge_arguments(text, path).unread
-        return (f"not read: {', '.join(unread)}",) if unread else ()
-    replaced = replaced_options(text, path)
-    defaults = [f"{word.text} (line {word.line})" for word in literal_defaults(text, path)]
-    environment = f"the environment is not read, these defaults are: {', '.join(defaults)}"
-    return (*([environment] if defaults else []), *(f"replaced by the plan: {line}" for line in replaced))
+        bridge = bridge_arguments(text, path)
+        notes = [f"not read: {', '.join(bridge.unread)}"] if bridge.unread else []
+        return ScriptArguments(located_words(bridge.text, path), notes)
+    is_yaml = has_yaml_arguments(text)
+    reading = read_yaml_arguments(text, path) if is_yaml else read_arguments_file(text, path)
+    return script_arguments(reading, path, _words_of_model)
 
 
-def _arguments(name_or_path: str | os.PathLike[str]) -> tuple[Path, str] | None:
-    """Return the file and the text of Megatron's arguments; ``None`` for other kinds of models."""
-    found = _read(os.fspath(name_or_path))
-    return None if found is None or _is_json(found[1], found[0]) else found
+def arguments_of_start(script: str, words: Sequence[str], path: Path) -> ScriptArguments:
+    """Return Megatron's arguments of a training that a script has started; `path` is named in errors."""
+    reading = Reading(unplaced(words), Unknowns(), [], script, None)
+    return script_arguments(reading, path, _words_of_model)
 
 
-def _read(name: str) -> tuple[Path, str] | None:
-    """Return the file and the text that a model is read from; ``None`` for a preset.
-
-    A recipe's name stands for its file, and a Megatron Bridge configuration for Megatron's arguments.
-    """
-    found = _source(name)
-    if found is not None and is_bridge(found[1]):
-        return found[0], bridge_arguments(found[1], found[0]).text
-    return found
+def _words_of_model(name: str) -> list[str] | None:
+    """Return Megatron's flags of a folder with a config.json, or of a known name, else ``None``."""
+    if os.path.isfile(os.path.join(name, "config.json")):
+        return replace_flags(model_flags(read_model(name), _POSITIONS), constant_flags(name))
+    known = hub_model(name)
+    return known and replace_flags(model_flags(known[0], _POSITIONS), known[1])
 
 
 def _source(name: str) -> tuple[Path, str] | None:

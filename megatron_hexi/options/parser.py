@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
-from megatron_hexi.argument_file import Word, without_flags
+from megatron_hexi.argument_file import without_flags
 from megatron_hexi.errors import HexiError, raise_all
 from megatron_hexi.options.release import VERSIONS, assumed_series
+from megatron_hexi.shell.words import Word, place_of
 
 DATA = Path(__file__).parent / "data" / "parser.jsonl"
 
@@ -96,7 +97,7 @@ def parse_and_judge(words: Sequence[Word], source: str) -> tuple[Parsed, list[st
     Returns:
         The arguments, and a message for each fault: see `parse_words`.
     """
-    lines = {word.text.partition("=")[0]: word.line for word in words if word.text.startswith("--")}
+    places = {word.text.partition("=")[0]: word for word in words if word.text.startswith("--")}
     taken: list[str] = [_PlacedText(word.text, number) for number, word in enumerate(words)]
     faults = []
     while True:
@@ -104,10 +105,9 @@ def parse_and_judge(words: Sequence[Word], source: str) -> tuple[Parsed, list[st
             args, unknown = _parser(assumed_series()).parse_known_args(taken)
             break
         except _ParseError as problem:
-            flags = [flag for flag in re.findall(r"--[\w-]+", str(problem)) if flag in lines]
-            faults.append(
-                f"{_place(source, lines.get(flags[0]) if flags else None)}: {problem}; correct that flag"
-            )
+            flags = [flag for flag in re.findall(r"--[\w-]+", str(problem)) if flag in places]
+            place = place_of(source, [places[flag] for flag in flags[:1]])
+            faults.append(f"{place}: {problem}; correct that flag")
             fewer = without_flags(taken, set(flags[:1]))
             if len(fewer) == len(taken):
                 raise HexiError(faults[-1]) from None
@@ -120,11 +120,11 @@ def parse_and_judge(words: Sequence[Word], source: str) -> tuple[Parsed, list[st
             reasons.setdefault(_why_unknown(text), []).append(words[number])
         last = number
     faults += [
-        f"{_place(source, *(word.line for word in found))}: "
+        f"{place_of(source, found)}: "
         f"{', '.join(word.text.partition('=')[0][:60] for word in found)}: {reason}"
         for reason, found in reasons.items()
     ]
-    return Parsed(args, frozenset(lines)), faults
+    return Parsed(args, frozenset(places)), faults
 
 
 def known_flags() -> frozenset[str]:
@@ -141,14 +141,6 @@ class _PlacedText(str):
         return placed
 
     number: int
-
-
-def _place(source: str, *lines: int | None) -> str:
-    """Return the source, and its lines as far as they are known."""
-    known = sorted({line for line in lines if line})
-    if not known:
-        return source
-    return f"{source}, line{'s' * (len(known) > 1)} {', '.join(map(str, known))}"
 
 
 def _why_unknown(word: str) -> str:

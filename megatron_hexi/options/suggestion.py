@@ -9,7 +9,7 @@ from megatron_hexi.options.registry import class_of
 from megatron_hexi.options.release import assumed_series
 
 #: Flags of other programs that mean an option of Megatron (slime's model files).
-_ELSEWHERE = {"--use-gated-attention": "--attention-output-gate"}
+ELSEWHERE = {"--use-gated-attention": "--attention-output-gate"}
 _NEGATIONS = {"no", "disable"}
 
 
@@ -17,8 +17,8 @@ def nearest_option(flag: str) -> str | None:
     """Return the option that a flag may be a misspelling of; ``None``: no plan trains with one like it."""
     rows = [row for row in (*read_rows(), *HEXI_ROWS) if assumed_series() in row.versions]
     known = [spelling for row in rows for spelling in row.flags]
-    near = [_ELSEWHERE[flag]] if flag in _ELSEWHERE else difflib.get_close_matches(flag, known, 5, 0.8)
-    alike = (option for option in near if flag in _ELSEWHERE or _is_misspelt(flag, option))
+    near = [ELSEWHERE[flag]] if flag in ELSEWHERE else difflib.get_close_matches(flag, known, 5, 0.8)
+    alike = (option for option in near if flag in ELSEWHERE or _is_misspelt(flag, option))
     return next((option for option in alike if option in known and class_of(option) != "refused"), None)
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-from pathlib import Path
-
-from megatron_hexi.argument_file import located_words
 from megatron_hexi.errors import NoFlagError, raise_all
 from megatron_hexi.models import model_flags
 from megatron_hexi.options.parser import parse_words
 from megatron_hexi.options.refusals import find_refused
 from megatron_hexi.planner.request import Request
+from megatron_hexi.shell.words import unplaced
 
 
 def refuse_untrained(request: Request) -> None:
@@ -23,8 +20,8 @@ def refuse_untrained(request: Request) -> None:
     if model.state is None and not model.pattern:
         return
     try:
-        words = shlex.join(model_flags(model, request.job.seq_length))
+        words = unplaced(model_flags(model, request.job.seq_length))
     except NoFlagError:
         return  # no job can be started, and its times may be asked for
-    options = find_refused(parse_words(located_words(words, Path(model.name)), model.name).args, "any")
+    options = find_refused(parse_words(words, model.name).args, "any")
     raise_all([f"model {model.name}: {option.message}" for option in options])

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_hexi.argument_file import Word, without_flags
+from megatron_hexi.argument_file import without_flags
 from megatron_hexi.cluster import Cluster, NodeEntry
 from megatron_hexi.cost import shipped_kernels
 from megatron_hexi.errors import HexiError
@@ -28,6 +28,7 @@ from megatron_hexi.options.registry import ADDED
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.kernels import join_kernels
 from megatron_hexi.plan.units import job_ranks
+from megatron_hexi.shell.words import unplaced
 from megatron_hexi.slurm import find_gpus
 
 #: Flags of a trial run that the user did not give: synthetic data, few iterations.
@@ -154,7 +155,7 @@ def check_flags(flags: Sequence[str], plan: Plan) -> None:
 
 
 def _parse(words: Sequence[str]) -> Namespace:
-    return parse_words([Word(word, 0) for word in words], "Megatron's flags").args
+    return parse_words(unplaced(words), "Megatron's flags").args
 
 
 def _trial(names: set[str], args: Namespace, plan: Plan) -> list[str]:

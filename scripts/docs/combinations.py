@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from megatron_hexi.argument_file import Word
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.elastic.planning.survivors import survive
 from megatron_hexi.elastic.training.round import check_surviving
@@ -24,6 +23,7 @@ from megatron_hexi.plan import Plan, plan_from_yaml
 from megatron_hexi.plan.units import job_ranks
 from megatron_hexi.planner import CHOSEN, Request, find_plan
 from megatron_hexi.replan.arguments import check_replanning
+from megatron_hexi.shell.words import Word, unplaced
 from megatron_hexi.yaml_file import yaml_from_text
 
 _PLAN, _ARGUMENTS = "plan.yaml", Path("job.args")
@@ -186,7 +186,7 @@ def _replanned(kind: Kind) -> None:
 
 def _job(kind: Kind) -> Job:
     words = _words(kind, "--micro-batch-size", str(kind.micro_batch))
-    model = model_from_arguments(" ".join(words), _ARGUMENTS)
+    model = model_from_arguments(unplaced(words), _ARGUMENTS)
     return Job(model, _LENGTH, kind.micro_batch, precision="fp32")
 
 

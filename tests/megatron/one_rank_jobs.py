@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from megatron.training import argument_utils, arguments
 
-from megatron_hexi.argument_file import split_words
+from megatron_hexi.argument_file import located_words
 from megatron_hexi.megatron.arguments import add_hexi_arguments
 from megatron_hexi.models.megatron_arguments import model_from_arguments, terms_from_arguments
 from megatron_hexi.options.plan_job import hold_job
@@ -44,7 +44,8 @@ def printed_flags(words: str, folder: Path) -> tuple[str, ...]:
         HexiError: the words are refused.
     """
     path = Path("job.args")
-    model, terms = model_from_arguments(words, path), terms_from_arguments(words, path)
+    located = located_words(words, path)
+    model, terms = model_from_arguments(located, path), terms_from_arguments(located, path)
     value = "" if model.latent is None else f", value_dim: {model.latent.value_dim}"
     plan = folder / "plan.yaml"
     plan.write_text(
@@ -57,7 +58,7 @@ def printed_flags(words: str, folder: Path) -> tuple[str, ...]:
             value=value,
         )
     )
-    return megatron_flags(split_words(words, path), [], read_plan(plan), str(plan))
+    return megatron_flags([word.text for word in located], [], read_plan(plan), str(plan))
 
 
 def refused_by_megatron(flags: Sequence[str], parser: ArgumentParser, held: bool = True) -> str:

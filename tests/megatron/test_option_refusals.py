@@ -8,12 +8,12 @@ from argparse import ArgumentParser
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from megatron_hexi.argument_file import Word
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options import release
 from megatron_hexi.options.kinds import Refused
 from megatron_hexi.options.parser import parse_words
 from megatron_hexi.options.refusals import refuse_unsupported, refuse_yaml_configuration, refused
+from megatron_hexi.shell.words import Word
 from tests.megatron.contradictions import CONTRADICTIONS, with_words
 from tests.megatron.option_cases import LATENT, PACKED
 from tests.megatron.test_uneven_training import MODEL

@@ -8,11 +8,11 @@ from enum import Enum
 import megatron.core
 import pytest
 
-from megatron_hexi.argument_file import Word
 from megatron_hexi.megatron.arguments import add_hexi_arguments
 from megatron_hexi.megatron.parser_rows import installed_rows, rows_of
 from megatron_hexi.options.parser import HEXI_ROWS, parse_words, read_rows
 from megatron_hexi.options.release import series
+from megatron_hexi.shell.words import Word
 
 VERSION = series(megatron.core.__version__)
 WORDS = [

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import read_model
 from megatron_hexi.models.megatron_arguments import model_flags, model_from_arguments
+from megatron_hexi.shell.words import unplaced
 from tests.megatron.forked import Forks
 from tests.megatron.launch import REPOSITORY, environment
 
@@ -55,7 +56,7 @@ def weigh(forks: Forks) -> Iterator[Weigh]:
 
 
 def counted(words: list[str]) -> int:
-    model = model_from_arguments(" ".join(words), Path("model.args"))
+    model = model_from_arguments(unplaced(words), Path("model.args"))
     return model.total_params + model.mtp_params
 
 

@@ -7,7 +7,6 @@ plan``. Where stages would contradict it, plans have none of their own.
 from __future__ import annotations
 
 import math
-import shlex
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from megatron_hexi.options.vocabulary import vocabulary_step
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.units import domain_rows
 from megatron_hexi.planner import CHOSEN, Planned, Request
+from megatron_hexi.shell.words import unplaced
 
 COMMAND_LINE = Path("the job's command line")
 #: Terms that are a plan's own, whatever the command line says.
@@ -65,9 +65,9 @@ def lasting_job(first: Plan, words: Sequence[str], cluster: Cluster) -> LastingJ
     Raises:
         HexiError: an option that the planner does not know, or that no other plan could continue with.
     """
-    text = shlex.join(words)
-    args, given = read_arguments(text, COMMAND_LINE)
-    model, terms = model_from_arguments(text, COMMAND_LINE), terms_from_arguments(text, COMMAND_LINE)
+    own = unplaced(words)
+    args, given = read_arguments(own, COMMAND_LINE)
+    model, terms = model_from_arguments(own, COMMAND_LINE), terms_from_arguments(own, COMMAND_LINE)
     # What the plan states is so: ranks refuse a command line that says otherwise.
     stated = {
         name: value

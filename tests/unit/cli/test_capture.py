@@ -46,8 +46,8 @@ def test_the_words_of_the_first_start_are_written_and_nothing_after_it_is_done(h
         ("torchrun x.py", "bash train.sh: torchrun starts x.py without arguments; give the command"),
         ("srun hostname", "ended with exit code 1, and started no training"),
         (
-            "pkill python\npython3 train.py --rollout-batch-size 2",
-            "train.sh, line 2: --rollout-batch-size: slime",
+            "torchrun a.py --micro-batch-size 1\ntorchrun b.py --micro-batch-size 1",
+            "starts 2 different trainings",
         ),
     ],
 )

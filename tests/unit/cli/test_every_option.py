@@ -144,7 +144,7 @@ def folder(tmp_path, monkeypatch):
     for place in ("megatron_hexi.probe.run.probe", "megatron_hexi.doctor.examine"):
         monkeypatch.setattr(place, end)
     monkeypatch.setattr(testbed, "_supervised", end)
-    monkeypatch.setattr("megatron_hexi.cli.capture._run", end)
+    monkeypatch.setattr("megatron_hexi.cli.script_start._run", end)
     monkeypatch.setattr(testbed, "check_tools", lambda: None)
     monkeypatch.setattr(testbed, "find_isolation", lambda: "none")
     return tmp_path

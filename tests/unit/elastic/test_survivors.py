@@ -22,6 +22,7 @@ from megatron_hexi.models.job import job_of_plan
 from megatron_hexi.models.megatron_arguments import model_from_arguments
 from megatron_hexi.plan import JobTerms
 from megatron_hexi.planner import CHOSEN, Request, find_plan, plan_of_whole
+from megatron_hexi.shell.words import unplaced
 from megatron_hexi.text_file import read_text
 from tests.support.shell import is_one_error_line
 
@@ -62,7 +63,7 @@ def cluster(request, tmp_path_factory):
 
 
 def planned(cluster, words, **sizes):
-    model = model_from_arguments(" ".join(words), COMMAND_LINE)
+    model = model_from_arguments(unplaced(words), COMMAND_LINE)
     job = Job(model, 1024, global_batch_size=4, precision="fp32", **sizes)
     return find_plan(Request(job, frozenset(CHOSEN) - {"data_parallel"}), cluster).plan
 
@@ -87,7 +88,7 @@ def test_each_rank_of_the_plan_is_on_a_gpu_that_is_there(cluster, plan, gone):
         assert gpu == cluster.nodes[cluster.file.find_nodes(name)[0]].ranks[local]
     assert {name.removesuffix("-0") if "slow" in name else name for name in found.left_out} == set(gone)
     # As good in the whole cluster as in the part that it was planned in.
-    job = job_of_plan(found.plan, model_from_arguments(" ".join(WORDS), COMMAND_LINE), precision="fp32")
+    job = job_of_plan(found.plan, model_from_arguments(unplaced(WORDS), COMMAND_LINE), precision="fp32")
     whole = CostModel(replace(job, global_batch_size=4), cluster).timing(found.plan).phases.total
     assert found.plan.estimate is not None
     assert whole == pytest.approx(found.plan.estimate.iteration_s, rel=0.02)

@@ -203,11 +203,11 @@ def test_a_window_that_is_not_used_is_harmless(tmp_path):
             "--num-layers: 32\n--hidden-size: 64",
             "line 1: --num-layers: this file is YAML; write its entries as",
         ),
-        ("ARGS=( --num-layers 32 )\nexport x", "line 2: export: stands outside the script's arguments"),
+        ("ARGS=( --num-layers 32 )\n--lr 1", "line 2: --lr: stands outside the script's arguments"),
         ("ARGS=( --num-layers 32", "line 1: ARGS=(: is not closed; close the parenthesis"),
         (
             "ARGS=( --num-layers 32 )\ntorchrun x.py",
-            "is a shell script, of which nothing is run here (line 2: torchrun); hexi capture -o job.args --",
+            "no arguments in it; write Megatron's",
         ),
         (LLAMA3_8B_ARGUMENTS + "--hidden-size", "expected one argument; correct that flag"),
         (LLAMA3_8B_ARGUMENTS.replace("--num-layers 32", ""), "--num-layers is missing; add it"),

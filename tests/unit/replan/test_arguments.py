@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hexi.argument_file import Word
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.parser import parse_words
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, Workload
 from megatron_hexi.replan.arguments import check_replanning
+from megatron_hexi.shell.words import Word
 
 CLUSTER = str(Path(__file__).parents[3] / "scripts/testbed/four-equal.yaml")
 WORKLOAD = Workload(8, 2, 2, 4, layers=2)

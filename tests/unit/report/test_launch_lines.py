@@ -15,6 +15,7 @@ from megatron_hexi.models.named_models import preset_problems
 from megatron_hexi.plan import JobTerms, Workload, proportional_plan, write_plan
 from megatron_hexi.report.launch_lines import find_agents, launch_lines, launch_text, megatron_flags
 from megatron_hexi.report.planned import assumption_lines
+from megatron_hexi.shell.words import unplaced
 from tests.support.shell import call_hexi
 
 CLUSTER = """\
@@ -30,7 +31,7 @@ network: {bandwidth_gb_s: 25}
 def test_flags_of_a_model_are_read_as_that_model(name, tmp_path):
     model = presets()[name]
     scores = ("--moe-router-score-function", "sigmoid")  # among a preset's constants
-    read = model_from_arguments(" ".join((*model_flags(model, 4096), *scores)), tmp_path / "job.args")
+    read = model_from_arguments(unplaced((*model_flags(model, 4096), *scores)), tmp_path / "job.args")
     assert read.norm_params(1) == model.norm_params(1)  # which None says, too, where biases are as elsewhere
     read = dataclasses.replace(read, norm_biases=model.norm_biases)
     assert dataclasses.replace(read, name=model.name, source=model.source) == model
