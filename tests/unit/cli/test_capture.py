@@ -10,6 +10,8 @@ import pytest
 
 from megatron_hexi.argument_file import read_words
 from tests.support.shell import is_one_error_line
+from tests.unit.cli.conftest import ARGUMENTS as JOB_ARGUMENTS
+from tests.unit.cli.conftest import JOB
 
 ARGUMENTS = ["--micro-batch-size", "1", "--save", "a b", "--split", "'99,1,0'", "--data-path", "$x `y`", ""]
 TRAINING = f"pretrain_gpt.py {shlex.join(ARGUMENTS)}"
@@ -72,3 +74,34 @@ def test_stand_ins_leave_nothing_behind(hexi, tmp_path, monkeypatch):
     Path("train.sh").write_text(f"sleep 60 &\ntrap 'touch cleaned' TERM\ntorchrun {TRAINING}\n")
     assert hexi("capture", "-o", "job.args", "--", "bash", "train.sh").code == 0
     assert sorted(os.listdir(tmp_path)) == ["cleaned", "cluster.yaml", "job.args", "train.sh"]
+
+
+def test_launch_starts_the_training_of_a_script_with_the_plan(hexi, asked, monkeypatch, tmp_path):
+    Path("bin").mkdir()
+    Path("bin/torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > started\nexit 5\n')
+    Path("bin/torchrun").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
+    flags = "--tensor-model-parallel-size $TP --data-path 'a b' --micro-batch-size 1"
+    Path("train.sh").write_text(f"TP=2\ntorchrun --standalone pretrain_gpt.py {flags} --lr 1\n")
+    assert hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml").code == 0
+    result = hexi("launch", "plan.yaml", "--cluster", "cluster.yaml", "--", "bash", "train.sh")
+    assert (result.code, result.out) == (5, "")
+    words = Path("started").read_text().splitlines()
+    assert words[:4] == ["--standalone", "-m", "megatron_hexi.run", "pretrain_gpt.py"]
+    assert words[-2:] == ["--hexi-plan", str(tmp_path / "plan.yaml")]
+    assert ("a b" in words, "--lr" in words, "--tensor-model-parallel-size" in words) == (True, True, False)
+
+
+def test_plan_plans_what_a_script_would_start(hexi, asked):
+    Path("model.args").write_text(JOB_ARGUMENTS)
+    Path("train.sh").write_text('torchrun pretrain_gpt.py $(sed "s/#.*//" model.args)\ntouch after\n')
+    result = hexi("plan", "cluster.yaml", "-o", "plan.yaml", "--", "bash", "train.sh")
+    assert result.code == 0
+    assert "wrote plan.args: Megatron's arguments of bash train.sh" in result.err
+    assert (asked[0][0].job.seq_length, asked[0][0].job.global_batch_size) == (4096, 4)
+    assert not Path("after").exists()
+    both = hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml", "--", "bash", "train.sh")
+    neither = hexi("plan", "cluster.yaml", "-o", "plan.yaml")
+    assert (both.code, neither.code) == (2, 2)
+    assert "--model gpt-3b beside -- bash: the command says the model; leave one out" in both.err
+    assert "--model is missing; give NAME|PATH" in neither.err

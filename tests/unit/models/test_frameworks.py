@@ -87,7 +87,12 @@ def test_ms_swift():
     model, terms = read_model(path), read_terms(path)
     assert (model.layers, model.hidden_size, model.qk_norm) == (36, 4096, True)
     assert terms is not None
-    expected = {"seq_length": 8192, "micro_batch_size": 1, "global_batch_size": 16, "tensor_parallel": 2}
+    expected: dict[str, object] = {
+        "seq_length": 8192,
+        "micro_batch_size": 1,
+        "global_batch_size": 16,
+        "tensor_parallel": 2,
+    }
     expected |= {"precision": "bf16", "distributed_optimizer": True, "sequence_parallel": True}
     assert terms.fields.items() >= expected.items()
     assert "--cross-entropy-loss-fusion" not in (argument_words(path) or ())
