@@ -35,6 +35,7 @@ from megatron_hexi.megatron.rotary import ROTARY_PATCHES
 from megatron_hexi.megatron.router_losses import EXPERT_PATCHES
 from megatron_hexi.megatron.samplers import SAMPLER_PATCHES
 from megatron_hexi.megatron.saved_tensors import SAVED_TENSORS
+from megatron_hexi.megatron.short_conv import SHORT_CONV_PATCHES
 from megatron_hexi.megatron.stages.patches import STAGES_PATCHES
 from megatron_hexi.megatron.step_times import STEP_TIME_PATCHES
 from megatron_hexi.megatron.unit_weights import UNIT_WEIGHT_PATCHES
@@ -82,6 +83,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *LATENT_PATCHES,
         *MAMBA_PATCHES,
         *DELTA_NET_PATCHES,
+        *SHORT_CONV_PATCHES,
         *PIPELINE_PATCHES,
         *UNIT_WEIGHT_PATCHES,
         *STAGES_PATCHES,

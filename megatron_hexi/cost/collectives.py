@@ -20,8 +20,8 @@ class AllToAll(NamedTuple):
         way: the pass, ``forward`` or ``backward``.
         inward: whether it turns tokens of all heads into heads of all tokens (before attention), or back.
         half: 0, or 1 for the second half of the heads.
-        size: bytes of the message of each pair of `PlanArrays.all_to_all_pairs` (i holds tokens, j computes
-            heads), [pairs]; inward it goes from i to j, else from j to i.
+        size: bytes of the message of each pair of `exchange_pairs` (i holds tokens, j computes heads),
+            [pairs]; inward it goes from i to j, else from j to i.
     """
 
     way: Literal["forward", "backward"]
@@ -45,10 +45,10 @@ def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
     the first half, their gradients with the last.
 
     Layers with a state send the columns of a member's heads and of the groups that these heads read inward,
-    and the heads' outputs outward, uncut; the backward pass sends the gradients of both. Layers without
-    attention and without a state send nothing.
+    and the heads' outputs outward, uncut; the backward pass sends the gradients of both. Short convolutions
+    send the rows of a halo inward, and their gradients back. Other layers without attention send nothing.
     """
-    holder, taker = plan.all_to_all_pairs
+    holder, taker = exchange_pairs(plan, job)
     if not job.model.has_attention:
         return _column_bytes(plan, job)
     tokens = plan.tokens[holder].astype(float) * (job.micro_batch_size * job.element_bytes)
@@ -66,11 +66,33 @@ def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
     ]
 
 
+def halo_bytes(job: Job) -> float:
+    """Return the bytes of the rows before its own that a rank receives in a layer; 0 where it needs none."""
+    elements = job.model.mixer.halo_elements(job.model, job.tensor_parallel)
+    return elements * job.micro_batch_size * job.element_bytes
+
+
+def exchange_pairs(plan: PlanArrays, job: Job) -> tuple[Ints, Ints]:
+    """Return the units i and j of all messages of `all_to_all_bytes`, of which i holds tokens, [pairs] each.
+
+    Rows of a halo go from each unit with tokens to the next one of its domain, and from the last to the
+    first: in the nested layout nearly every unit has one before it.
+    """
+    if not halo_bytes(job):
+        return plan.all_to_all_pairs
+    units = plan.slots[plan.tokens[plan.slots] > 0]
+    domain = plan.unit_replica[units]
+    is_last = np.append(domain[:-1] != domain[1:], True)
+    following = np.where(is_last, units[np.searchsorted(domain, domain)], np.roll(units, -1))
+    return units[units != following], following[units != following]
+
+
 def _column_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
     """Return the all-to-alls of a layer without attention, with the bytes of their messages."""
-    holder, taker = plan.all_to_all_pairs
+    holder, taker = exchange_pairs(plan, job)
     state, tokens = job.model.state, plan.tokens[holder].astype(float)
-    columns = outputs = np.zeros(len(holder))
+    outputs = np.zeros(len(holder))
+    columns = np.full(len(holder), halo_bytes(job))
     if state is not None:
         heads, groups = state_shares(plan, job)
         unit = tokens * (job.micro_batch_size * job.element_bytes)
@@ -106,9 +128,9 @@ def all_to_alls(plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints) -> tup
     Returns:
         The all-to-alls before attention, and those after attention.
     """
-    holder, taker = plan.all_to_all_pairs
+    holder, taker = exchange_pairs(plan, job)
     units, nothing = len(plan.tokens), np.zeros((2, len(plan.tokens)))
-    if not len(holder) or not (job.model.has_attention or job.model.state):
+    if not len(holder) or not (job.model.has_attention or job.model.state or halo_bytes(job)):
         return (Halves(nothing, nothing),) * 2
     moves = all_to_all_bytes(plan, job)
     # Both directions in one call, as separate sets of messages: that is faster.

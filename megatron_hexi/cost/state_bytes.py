@@ -45,6 +45,8 @@ def scan_working_bytes(job: Job, tokens: Floats, group_tokens: Floats, heads: Fl
     model, element = job.model, job.element_bytes
     whole = 2 * (job.row_parts > 1) * tokens * model.hidden_size * element
     inside = tokens * (2 + model.gated) * job.columns.activated * element
+    if model.short_conv is not None:  # gradients of gates and value, and of the sum in fp32
+        inside = tokens * 2 * job.columns.outputs * element
     if model.state is not None:
         state = model.state
         own, read = _own_heads(job, state, heads)

@@ -9,8 +9,9 @@ from megatron_hexi.kinds.delta_net import DeltaNet
 from megatron_hexi.kinds.experts import Experts
 from megatron_hexi.kinds.latent import Latent
 from megatron_hexi.kinds.mamba import Mamba
+from megatron_hexi.kinds.short_conv import ShortConv
 from megatron_hexi.kinds.state import State
 from megatron_hexi.kinds.states import STATES, state_of
 from megatron_hexi.kinds.window import Window
 
-__all__ = ["STATES", "DeltaNet", "Experts", "Latent", "Mamba", "State", "Window", "state_of"]
+__all__ = ["STATES", "DeltaNet", "Experts", "Latent", "Mamba", "ShortConv", "State", "Window", "state_of"]

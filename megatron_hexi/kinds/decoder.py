@@ -15,6 +15,7 @@ from megatron_hexi.kinds.latent import Latent
 from megatron_hexi.kinds.layer_list import MOST_LAYERS
 from megatron_hexi.kinds.mlp import Mlp
 from megatron_hexi.kinds.part import LayerPart
+from megatron_hexi.kinds.short_conv import ShortConv
 from megatron_hexi.kinds.sizes import LARGEST, built
 from megatron_hexi.kinds.state import State
 from megatron_hexi.kinds.states import STATES, state_of
@@ -39,13 +40,14 @@ _BUILT: Mapping[str, Callable[[Any], Any]] = {
     "window": partial(built, Window),
     "latent": partial(built, Latent),
     "state": state_of,
+    "short_conv": partial(built, ShortConv),
 }
 #: Those of them that only some layers may have.
 _LISTED = ("experts", "window", "state")
 
 
 class LayerKind(NamedTuple):
-    """A kind of layer: its letter in a pattern, empty without a pattern, and what it has of `_LISTED`."""
+    """A kind of layer: its letter in a pattern, empty without one, and the fields of `_BUILT` that it has."""
 
     letter: str
     has: frozenset[str]
@@ -85,8 +87,10 @@ class Decoder:
         post_norms: whether attention and MLP have norms behind them too (Gemma).
         mtp_layers: blocks of multi-token prediction behind the last layer: --mtp-num-layers.
         state: heads with a state, which take the place of attention in all layers or some.
+        short_conv: short convolutions, which take the place of attention in some layers of a hybrid.
         pattern: a letter for each layer of a hybrid, whose layers each have one part only, as in Megatron's
-            --hybrid-layer-pattern: M or G for heads with a state, * attention, - a dense MLP, E experts.
+            --hybrid-layer-pattern: M or G for heads with a state, C a short
+            convolution, * attention, - a dense MLP, E experts.
 
     Raises:
         HexiError: a size that is no whole number above 0, heads that KV heads do not divide, or kinds
@@ -119,6 +123,7 @@ class Decoder:
     mtp_layers: int = 0
     state: State | None = None
     pattern: str = ""
+    short_conv: ShortConv | None = None
 
     def __post_init__(self) -> None:
         for field in _SIZES:
@@ -151,11 +156,20 @@ class Decoder:
             raise HexiError(f"model {self.name}: state beside latent attention is not known; leave it out")
         if self.pattern:
             self._check_pattern()
+        elif self.short_conv is not None:
+            raise HexiError(f"model {self.name}: short_conv without a pattern of layers; give both or none")
 
     def _check_pattern(self) -> None:
         """Refuse a pattern that does not say what each layer is, or parts that a pattern does not have."""
         state = None if self.state is None else self.state.letter
-        allowed = {ATTENTION, DENSE, EXPERTS if self.experts else DENSE, state or ATTENTION}
+        conv = None if self.short_conv is None else self.short_conv.letter
+        allowed = {
+            ATTENTION,
+            DENSE,
+            EXPERTS if self.experts else DENSE,
+            state or ATTENTION,
+            conv or ATTENTION,
+        }
         said = f"model {self.name}: pattern {short(self.pattern)}"
         if len(self.pattern) != self.layers:
             raise HexiError(
@@ -167,7 +181,7 @@ class Decoder:
             raise HexiError(
                 f"{said}: {short(unknown)}: use {', '.join(sorted(allowed))}, or describe its part"
             )
-        for part, letter in (("state", state), ("experts", EXPERTS)):
+        for part, letter in (("state", state), ("short_conv", conv), ("experts", EXPERTS)):
             if getattr(self, part) is not None and letter and letter not in self.pattern:
                 raise HexiError(f"{said} has no {letter}; leave {part} out")
         of_layers = [part for part in (self.experts, self.state) if part is not None and part.layers]
@@ -220,7 +234,11 @@ class Decoder:
     def _kind_of_layers(self) -> list[LayerKind]:
         """The kind of each layer."""
         if self.pattern:
-            of_letter = {EXPERTS: frozenset({"experts"}), **dict.fromkeys(STATES, frozenset({"state"}))}
+            of_letter = {
+                EXPERTS: frozenset({"experts"}),
+                ShortConv.letter: frozenset({"short_conv"}),
+                **dict.fromkeys(STATES, frozenset({"state"})),
+            }
             return [LayerKind(letter, of_letter.get(letter, frozenset())) for letter in self.pattern]
         listed = {field: getattr(self, field) for field in _LISTED}
         found = []
@@ -239,6 +257,7 @@ class Decoder:
         alone: dict[str, Any] = {
             field: None if part is None else replace(part, layers=()) for field, part in parts.items()
         }
+        alone["short_conv"] = self.short_conv if "short_conv" in kind.has else None
         return replace(self, layers=layers, pattern=kind.letter * layers, mtp_layers=0, **alone)
 
     @cached_property
@@ -259,7 +278,8 @@ class Decoder:
     @cached_property
     def mixer(self) -> LayerPart:
         """What passes between tokens in the layers, which are of one kind."""
-        return _NOTHING if self.pattern[:1] in (DENSE, EXPERTS) else self.state or self.attention
+        found = self.state or self.short_conv or self.attention
+        return _NOTHING if self.pattern[:1] in (DENSE, EXPERTS) else found
 
     @cached_property
     def feed_forward(self) -> LayerPart:

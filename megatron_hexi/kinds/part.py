@@ -47,8 +47,9 @@ class Columns:
         compressed: those of them that are latent columns, which are kept behind their norm too.
         turned: columns with rotary embeddings.
         turned_apart: likewise, where no fused kernel is used.
-        copied: elements that are copied forward: queries of grouped heads, or columns put together.
-        copied_back: elements that gradients are put together from and to.
+        copied: elements that other kernels read and write forward: queries of grouped heads that are copied,
+            columns that are put together, a convolution.
+        copied_back: likewise backward: elements that gradients are put together from and to.
         gated: columns of a gate of attention's output; the gate and the output before it are kept.
         activated: columns that go through the MLP's activation.
         inputs: columns into the part's last matrix, which are kept; no norm casts them to fp8.
@@ -103,6 +104,11 @@ class LayerPart:
         """
         del model, width, row_parts, sends_latent
         return Columns()
+
+    def halo_elements(self, model: Decoder, width: int) -> float:
+        """Return the elements of a sample that one of `width` ranks receives of the rows before its own."""
+        del model, width
+        return 0.0
 
     def mixing_flops(self, model: Decoder, keys: float) -> float:
         """Return the FLOPs of a token forward as Megatron counts them; attention sees `keys` keys."""

@@ -6,6 +6,7 @@ They are those of hybrid models, and the delta nets of a GPT.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -46,6 +47,23 @@ def _local_block(
     return delta_net_block(config, vp_stage, pp_rank)
 
 
+@patched(
+    "megatron.core.models.hybrid.hybrid_block:HybridStack.__init__",
+    only=">=0.19",
+    why="norms of a hybrid model's queries and keys are Transformer Engine's where none is specified",
+)
+def _with_local_norms(
+    original: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
+) -> None:
+    layer = submodules.attention_layer
+    if config.qk_layernorm and not config.qk_l2_norm:
+        norms = {"q_layernorm": WrappedTorchNorm, "k_layernorm": WrappedTorchNorm}
+        attention = layer.submodules.self_attention
+        attention = replace(attention, submodules=replace(attention.submodules, **norms))
+        layer = replace(layer, submodules=replace(layer.submodules, self_attention=attention))
+    original(self, config, replace(submodules, attention_layer=layer), *args, **kwargs)
+
+
 _PATCHES = (
     Patch(
         target="megatron.core.models.hybrid.hybrid_layer_specs:hybrid_stack_spec",
@@ -60,4 +78,5 @@ _PATCHES = (
         build=_local_norm,
     ),
     _local_block,
+    _with_local_norms,
 )

@@ -87,6 +87,10 @@ TABLE: dict[str, dict[Holding, str]] = {
         Holding.ROWS: "te:in_proj.layer_norm_*",
         Holding.HEADS: "out_norm.*",
     },
+    "ShortConvMixer": {
+        Holding.SPLIT: "in_proj.weight out_proj.weight conv_weight",
+        Holding.ROWS: "te:in_proj.layer_norm_*",
+    },
 }
 
 #: The table by layer and name, without `*`.

@@ -333,7 +333,7 @@ def kind_flags(model: Model) -> dict[str, int | str]:
         NoFlagError: Megatron has no flag for a size of a kind.
     """
     found: dict[str, int | str] = {"--hybrid-layer-pattern": model.pattern} if model.pattern else {}
-    for kind in (model.experts, model.window, model.latent, model.state):
+    for kind in (model.experts, model.window, model.latent, model.state, model.short_conv):
         if kind is not None:
             found |= kind.flags(model)
     if model.mtp_layers:

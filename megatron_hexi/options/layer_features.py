@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.kinds import STATES, DeltaNet, Experts, Latent, Window
+from megatron_hexi.kinds import STATES, DeltaNet, Experts, Latent, ShortConv, Window
 from megatron_hexi.kinds.layer_list import layers_of
 from megatron_hexi.kinds.states import hybrid_layers
 
@@ -76,6 +76,8 @@ def _hybrid(args: Namespace, source: str) -> dict[str, Any]:
     found: dict[str, Any] = {"pattern": letters}
     if states:
         found["state"] = STATES[states[0]].from_arguments(args, source)
+    if ShortConv.letter in letters:
+        found["short_conv"] = ShortConv.from_arguments(args)
     if args.num_experts:
         found["experts"] = Experts.routed(args)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_hexi.kinds import ShortConv
 from megatron_hexi.kinds.states import STATES, hybrid_layers, layers_with_state
 from megatron_hexi.options.kinds import (
     DRAWS,
@@ -88,6 +89,11 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "in domains of one group; each member scans as many of the value heads as it has of attention's",
         ),
         Supported(
+            "--hybrid-layer-pattern with C, --linear-conv-kernel-dim",
+            "tests/megatron/test_random_layouts.py::test_training_is_that_of_one_rank[convolution-0]",
+            "LFM2's gated short convolutions, a layer of this package, of as many taps; in any domain",
+        ),
+        Supported(
             "--hybrid-layer-pattern with E",
             "tests/megatron/test_state_layers.py::test_training_is_that_of_one_rank[hybrid-experts]",
             "with the options of experts",
@@ -96,10 +102,10 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         before_0_19("--hybrid-layer-pattern", lambda args: bool(hybrid_layers(args))),
         Refused(
             "--hybrid-layer-pattern",
-            lambda args: not set(hybrid_layers(args)) <= {*"*-E|", *STATES},
+            lambda args: not set(hybrid_layers(args)) <= {*"*-E|", ShortConv.letter, *STATES},
             "its layers are not sharded by a plan yet",
-            "use attention, MLP, Mamba, delta net and expert layers only",
-            "with other layers than *, -, M, G and E",
+            "use attention, MLP, Mamba, delta net, short convolution and expert layers only",
+            "with other layers than *, -, M, G, C and E",
         ),
         Refused(
             "--num-experts",

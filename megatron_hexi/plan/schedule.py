@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache, partial
 
 from megatron_hexi.plan.batch_balance import balanced_domain
 from megatron_hexi.plan.blocks import Block, Call, Visible, exchange_blocks, own_blocks, together
+from megatron_hexi.plan.halo import Halo, halo
 from megatron_hexi.plan.heads import (
     HeadSpan,
     head_parts,
@@ -215,12 +216,7 @@ def build_schedule(
             for the batch's documents (`balanced_domain`).
     """
     mask = Mask(causal=workload.causal) if mask is None else mask
-    if mask.documents is not None:
-        domain = (
-            packed_domain(domain, mask.documents)
-            if rates is None
-            else balanced_domain(domain, mask.documents, rates)
-        )
+    domain = _of_documents(domain, mask, rates)
     seq_length = workload.seq_length
     ratio = workload.queries_per_kv
     members = domain.members
@@ -283,6 +279,15 @@ def build_schedule(
     )
 
 
+def _of_documents(domain: Domain, mask: Mask, rates: UnitRates | None) -> Domain:
+    """Return the domain with the positions that its members hold for the documents of a mask."""
+    if mask.documents is None:
+        return domain
+    if rates is None:
+        return packed_domain(domain, mask.documents)
+    return balanced_domain(domain, mask.documents, rates)
+
+
 #: Number of cached split tables: enough for the micro-batches in flight, with a few windows each.
 _KEPT = 32
 
@@ -302,12 +307,17 @@ class Schedules:
         self._for = lru_cache(maxsize=_KEPT)(
             partial(build_schedule, workload, domain, index, parts, rates=rates)
         )
+        self._halo = lru_cache(maxsize=_KEPT)(partial(_halo, workload.seq_length, domain, index, rates))
 
     def __call__(self, mask: Mask | None = None) -> Schedule:
         """Return the split tables for a mask; ``None``: the workload's mask, without window and documents."""
         if mask is not None and mask.documents is not None:
             self._windows.add(mask.window)
         return self._for(mask)
+
+    def halo(self, reach: int, documents: tuple[int, ...] | None = None) -> Halo:
+        """Return the exchange of a causal convolution's halo, by which a row reads `reach` rows before it."""
+        return self._halo(Mask(documents=documents), reach)
 
     def prepare(self, documents: tuple[int, ...]) -> None:
         """Derive and cache the split tables of documents, for all windows used so far; thread-safe."""
@@ -316,6 +326,18 @@ class Schedules:
             for step in schedule.steps:
                 _ = step.calls
             _ = schedule.own_calls, schedule.own_beside_calls
+
+
+def _halo(
+    seq_length: int, domain: Domain, index: int, rates: UnitRates | None, mask: Mask, reach: int
+) -> Halo:
+    domain = _of_documents(domain, mask, rates)
+    place = {
+        member.lead: shard_segments(group, number)
+        for group in domain.groups
+        for number, member in enumerate(group.members)
+    }
+    return halo([place[member.lead] for member in domain.members], index, mask.ranges(seq_length), reach)
 
 
 def _halves(group: Group, ratio: int, parts: int) -> tuple[tuple[Range, ...], ...]:

@@ -20,8 +20,11 @@ def refuse_untrained(request: Request) -> None:
     if model.state is None and not model.pattern:
         return
     try:
-        words = unplaced(model_flags(model, request.job.seq_length))
+        flags = model_flags(model, request.job.seq_length)
     except NoFlagError:
         return  # no job can be started, and its times may be asked for
+    if model.experts is not None and model.experts.score_bias:  # which Megatron has of sigmoids alone
+        flags += ["--moe-router-score-function", "sigmoid"]
+    words = unplaced(flags)
     options = find_refused(parse_words(words, model.name).args, "any")
     raise_all([f"model {model.name}: {option.message}" for option in options])

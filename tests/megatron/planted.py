@@ -319,6 +319,22 @@ def _state_not_passed() -> None:
     gdn.chunk_gated_delta_rule = scan
 
 
+def _halo_one_row_off() -> None:
+    """Each rank receives the row before the one that its convolution reads."""
+    from megatron_hexi.plan import schedule
+
+    original = vars(schedule)["halo"]
+
+    def halo(*args: Any) -> Any:
+        found = original(*args)
+        sends = tuple(tuple(max(0, row - 1) for row in rows) for rows in found.sends)
+        return dataclasses.replace(found, sends=sends)
+
+    vars(schedule)["halo"] = halo
+
+
+#: Of short convolutions.
+CONVOLUTION_FAULTS: dict[str, Callable[[], None]] = {"halo-one-row-off": _halo_one_row_off}
 #: Of Mamba layers.
 MAMBA_FAULTS: dict[str, Callable[[], None]] = {
     "decay-of-the-first-heads": _decay_of_the_first_heads,
@@ -346,6 +362,7 @@ def main() -> None:
         **INTERLEAVING_FAULTS,
         **FURTHER_EXPERT_FAULTS,
         **MAMBA_FAULTS,
+        **CONVOLUTION_FAULTS,
         **DELTA_FAULTS,
         **RESUME_FAULTS,
     }

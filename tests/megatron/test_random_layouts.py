@@ -32,10 +32,17 @@ from tests.support.nccl_rules import replay
 
 ITERATIONS = 3
 WITH_EXPERTS = (*experts.MODEL, *experts.LOSSES["all"])
+#: As LFM2: short convolutions, and attention with norms of queries and keys.
+CONVOLUTION = (
+    *("--hybrid-layer-pattern", "CC*-C-", "--linear-conv-kernel-dim", "3", "--qk-layernorm"),
+    "--disable-bias-linear",
+)
 MODELS = {
     "tied": dense.MODEL,
     "untied": (*dense.MODEL, *dense.UNTIED),
     "experts": WITH_EXPERTS,
+    "convolution": (*dense.MODEL, *CONVOLUTION),
+    "convolution-experts": (*WITH_EXPERTS, *CONVOLUTION[:1], "C*CE-C", *CONVOLUTION[2:]),
     # Of Transformer Engine's layers.
     "grouped": (*WITH_EXPERTS, "--moe-grouped-gemm"),
 }
@@ -92,6 +99,10 @@ FAMILIES: dict[str, tuple[tuple[str, ...], Callable[[Random, str], set[str]]]] =
         lambda random, _: {"interleaved", random.choice(FEATURES)},
     ),
     "grouped": (("grouped",), lambda random, _: {random.choice(FEATURES)}),
+    "convolution": (
+        ("convolution", "convolution", "convolution-experts"),
+        lambda random, _: {random.choice(["no tokens", *FEATURES])},
+    ),
 }
 
 
@@ -99,7 +110,7 @@ def trial(family: str, seed: int) -> Trial:
     """Return the random training of a family with this number."""
     random, (models, wanted) = Random(seed), FAMILIES[family]
     model, optimizer, arguments = (random.choice([*options]) for options in (models, OPTIMIZERS, JOBS))
-    has_experts = model in ("experts", "grouped")
+    has_experts = model in ("experts", "grouped", "convolution-experts")
     workload = replace(WORKLOAD, layers=dense.LAYERS, experts=EXPERTS if has_experts else None)
     ranks = random.choice([2, 3, 3, 4] if family == "empty" else [2, 3, 4, 5])
     if has_experts and dense.SEQUENCE[0] not in arguments:
@@ -208,14 +219,14 @@ def numbers(output: str) -> list[dict[str, float]]:
 
 
 #: Of each sort of empty rank and each order of ministages, by few trainings of one rank.
-IN_CI = {*(("empty", seed) for seed in (14, 22, 24, 32, 35)), ("interleaved", 1)}
+IN_CI = {*(("empty", seed) for seed in (14, 22, 24, 32, 35)), ("interleaved", 1), ("convolution", 0)}
 
 
 @pytest.mark.parametrize(
     ("family", "seed"),
     [
         pytest.param(family, seed, marks=() if (family, seed) in IN_CI else pytest.mark.slow)
-        for family, count in {"empty": 300, "interleaved": 50, "grouped": 50}.items()
+        for family, count in {"empty": 300, "interleaved": 50, "grouped": 50, "convolution": 30}.items()
         for seed in range(count)
     ],
 )

@@ -25,7 +25,7 @@ from tests.megatron.option_cases import (
     TENSOR,
     balanced,
 )
-from tests.megatron.planted import DELTA_FAULTS, MAMBA_FAULTS
+from tests.megatron.planted import CONVOLUTION_FAULTS, DELTA_FAULTS, MAMBA_FAULTS
 from tests.megatron.test_checkpoints import RESHARDABLE
 from tests.megatron.test_option_training import steps
 from tests.megatron.test_uneven_training import SEQ_LENGTH, largest_difference
@@ -41,6 +41,8 @@ LINEAR = (
     *("--linear-key-head-dim", "8", "--linear-value-head-dim", "12"),
 )
 DELTA = ("--hybrid-layer-pattern", "G*G-", *LINEAR)
+#: Short convolutions, whose layers no group has to itself.
+CONVOLUTION = ("--hybrid-layer-pattern", "CC*-", "--linear-conv-kernel-dim", "4")
 #: A GPT of which three layers in four are delta nets, as Qwen3-Next's. It has no biases: gradients of keys'
 #: biases are nothing but rounding, which the optimizer makes as large as others.
 GPT = (
@@ -122,6 +124,10 @@ CASES = {
     "gpt-pipeline": Case(GPT, "uneven-heads", PIPELINE),
     "gpt-experts": Case((*GPT, *balanced("aux_loss")), "uneven-heads"),
     "hybrid-experts": Case((*WITH_EXPERTS, *balanced("aux_loss")), "uneven-heads"),
+    "convolution-unequal-replicas": Case(CONVOLUTION, "unequal-replicas", DISTRIBUTED),
+    "convolution-tensor-parallel": Case(CONVOLUTION, "uneven-heads", (*SEQUENCE, *DISTRIBUTED)),
+    "convolution-recomputed": Case(CONVOLUTION, "no-heads", (*FULL, "uniform")),
+    "convolution-pipeline": Case(CONVOLUTION, "uneven-heads", PIPELINE),
     "mamba-pipeline": Case(MAMBA, "uneven-heads", PIPELINE),
 }
 FAST = {"mamba-uneven-heads", "mamba-no-heads", "delta-uneven-heads"}
@@ -146,10 +152,14 @@ def test_training_is_that_of_one_rank(name: str, forks: Forks, references: Refer
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "fault"),
-    [*(("mamba", fault) for fault in MAMBA_FAULTS), *(("delta", fault) for fault in DELTA_FAULTS)],
+    [
+        *(("mamba-uneven-heads", fault) for fault in MAMBA_FAULTS),
+        *(("delta-uneven-heads", fault) for fault in DELTA_FAULTS),
+        *(("convolution-recomputed", fault) for fault in CONVOLUTION_FAULTS),
+    ],
 )
 def test_a_fault_is_found(model: str, fault: str, forks: Forks, references: References, tmp_path: Path):
-    case = CASES[f"{model}-uneven-heads"]
+    case = CASES[model]
     start, reference = references(case.model, 4)
     words: list[str | Path] = [*job(case.model), *steps(4), "--load", start, "--finetune"]
     assert_fault_is_found(fault, words, case.plan, reference, forks, tmp_path)
@@ -178,9 +188,10 @@ def test_each_gradient_is_that_of_one_rank(model: str, forks: Forks, references:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["mamba", "delta", "gpt"])
+@pytest.mark.parametrize("model", ["mamba", "delta", "gpt", "convolution"])
 def test_a_checkpoint_goes_on_under_another_plan(model: str, forks: Forks, tmp_path: Path):
-    words: list[str | Path] = [*job(CASES[f"{model}-uneven-heads"].model), *RESHARDABLE, *steps(4)]
+    models = {"mamba": MAMBA, "delta": DELTA, "gpt": GPT, "convolution": CONVOLUTION}
+    words: list[str | Path] = [*job(models[model]), *RESHARDABLE, *steps(4)]
     saving: list[str | Path] = ["--save", tmp_path / "weights", "--save-interval", "2"]
     whole = forks.train(tmp_path, ranks=3, args=[*words, *saving], plan=plan_of(LAYOUTS["uneven-heads"]))
     (tmp_path / "weights" / "latest_checkpointed_iteration.txt").write_text("2")
@@ -192,12 +203,17 @@ def test_a_checkpoint_goes_on_under_another_plan(model: str, forks: Forks, tmp_p
     # Norms have the names of Transformer Engine's layers, which have them in the projections behind.
     names = FileSystemReader(tmp_path / "weights" / "iter_0000002").read_metadata().state_dict_metadata
     assert not [name for name in names if "_layernorm." in name and "final" not in name]
-    projection = "mixer.in_proj" if model == "mamba" else "self_attention.in_proj"
+    projection = "mixer.in_proj" if model in ("mamba", "convolution") else "self_attention.in_proj"
     assert any(name.endswith(f"{projection}.layer_norm_weight") for name in names)
 
 
 @pytest.mark.parametrize(
-    ("pattern", "sizes"), [pytest.param("M-M-", MAMBA[2:], marks=pytest.mark.slow), ("G-G-", DELTA[2:])]
+    ("pattern", "sizes"),
+    [
+        pytest.param("M-M-", MAMBA[2:], marks=pytest.mark.slow),
+        ("G-G-", DELTA[2:]),
+        ("C-C-", CONVOLUTION[2:]),
+    ],
 )
 def test_states_begin_anew_in_each_document(
     pattern: str,

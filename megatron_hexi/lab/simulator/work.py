@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.collectives import all_to_all_bytes
+from megatron_hexi.cost.collectives import all_to_all_bytes, exchange_pairs
 from megatron_hexi.cost.experts import ExpertsOnRanks, expert_messages
 from megatron_hexi.cost.layer import (
     Layer,
@@ -151,7 +151,7 @@ def layer_work(plan: PlanArrays, job: Job, stage: UnitGpus, layer: Layer) -> Lay
 
 def _all_to_alls(plan: PlanArrays, job: Job) -> dict[tuple[str, bool], dict[Batch, Messages]]:
     """Return messages of all-to-alls: forward in and out, backward in and out, in one or two halves."""
-    holder, taker = plan.all_to_all_pairs
+    holder, taker = exchange_pairs(plan, job)
     messages: dict[tuple[str, bool], dict[Batch, Messages]] = {}
     for move in all_to_all_bytes(plan, job):
         # A unit may have heads of attention and none with a state.

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from megatron_hexi.errors import NoFlagError
 from megatron_hexi.models.hugging_face.config import Config
+from megatron_hexi.models.hugging_face.fields import NAMES_OF_ONE_FIELD
 from megatron_hexi.models.hugging_face.layers import hybrid_pattern
 from megatron_hexi.models.hugging_face.rotary import check_rotary_by_kind, rotary_flags
 from megatron_hexi.models.hugging_face.routers import router_flags
@@ -33,15 +34,14 @@ def constants_of(config: Config) -> list[tuple[str, str]]:
         HexiError: a value is not usable.
         NoFlagError: Megatron has no flag for a value; with file, field and remedy.
     """
-    epsilon = "layer_norm_epsilon" if config.has("layer_norm_epsilon") else "rms_norm_eps"
+    epsilon = next(name for name in NAMES_OF_ONE_FIELD[0] if config.has(name))
     flags = [("--norm-epsilon", str(config.number(epsilon)))]
     std = config.number("initializer_range")
     if std != _INIT_STD:
         flags.append(("--init-method-std", str(std)))
     if config.model_type == "nemotron_h":
-        has_experts = "E" in hybrid_pattern(config)
-        routers = router_flags(config) if has_experts else []
-        return [*flags, ("--squared-relu", ""), ("--position-embedding-type", "none"), *routers]
+        flags += [("--squared-relu", ""), ("--position-embedding-type", "none")]
+        return [*flags, *_hybrid_routers(config)]
     if config.model_type == "gpt2":
         activation = config.get("activation_function")
         if not isinstance(activation, str) or activation not in _ACTIVATIONS:
@@ -54,13 +54,17 @@ def constants_of(config: Config) -> list[tuple[str, str]]:
         _lack_llama4(config)
     if config.model_type == "qwen3_next":
         flags.append(("--apply-layernorm-1p", ""))  # weights of its norms are stored less 1
-    flags += router_flags(config)
+    flags += _hybrid_routers(config) if config.has("conv_L_cache") else router_flags(config)
     if config.model_type == "gpt_oss":
         flags += _clamped_activation(config)
     flags += rotary_flags(config)
     if config.model_type == "qwen2" or (config.model_type == "glm4_moe" and config.flag("attention_bias")):
         flags.append(("--add-qkv-bias", ""))
     return flags
+
+
+def _hybrid_routers(config: Config) -> list[tuple[str, str]]:
+    return router_flags(config) if "E" in hybrid_pattern(config) else []
 
 
 def _clamped_activation(config: Config) -> list[tuple[str, str]]:

@@ -95,13 +95,13 @@ ONLY: Mapping[str, Only] = {
 #: Names by which model types, or the programs that wrote a file, call one field. Of a name that the type does
 #: not have, transformers reads nothing; a file that has it too must say the same.
 NAMES_OF_ONE_FIELD: Sequence[Sequence[str]] = (
-    ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps"),
+    ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps", "block_norm_eps"),
     ("hidden_act", "mlp_hidden_act", "hidden_activation", "activation_function"),
-    ("rope_theta", "rotary_emb_base", "rotary_base", "rope_base"),
+    ("rope_theta", "rotary_emb_base", "rotary_base", "rope_base", "theta"),
     ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    ("hidden_size", "n_embd", "d_model"),
+    ("hidden_size", "n_embd", "d_model", "block_dim", "conv_dim", "conv_dim_out"),
     ("intermediate_size", "n_inner", "ffn_hidden_size"),
-    ("num_attention_heads", "n_head", "n_heads"),
+    ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_query_groups"),
     ("head_dim", "attention_head_dim", "kv_channels"),
     ("num_local_experts", "num_experts", "n_routed_experts"),

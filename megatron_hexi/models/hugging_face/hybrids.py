@@ -6,7 +6,25 @@ import math
 from collections.abc import Mapping
 
 from megatron_hexi.models.hugging_face.decoders import DECODER, NO_BIAS, NO_BIASES, ROTARY, SILU
-from megatron_hexi.models.hugging_face.fields import ModelType, Only
+from megatron_hexi.models.hugging_face.fields import NEEDED, ModelType, Only
+
+#: Fields of both types of LFM2, whose layers have a short convolution or attention before an MLP.
+_LFM2 = {
+    **{name: value for name, value in DECODER.items() if name != "rms_norm_eps"},
+    "num_key_value_heads": 8,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 128000,
+    "rope_theta": 1000000.0,
+    "conv_L_cache": 3,
+    "layer_types": None,
+}
+_LFM2_ONLY = {"conv_bias": Only((False,), "biases of short convolutions", "give a model without")}
+#: How Liquid AI's own code draws fresh weights, and what transformers does not read of it.
+_LFM2_HARMLESS = frozenset(
+    {"block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"}
+    | {"block_use_swiglu", "use_pos_enc"}
+)
 
 HYBRIDS: Mapping[str, ModelType] = {
     "qwen3_next": ModelType(
@@ -34,6 +52,36 @@ HYBRIDS: Mapping[str, ModelType] = {
             "linear_num_value_heads": 32,
         },
         {"hidden_act": SILU, **NO_BIASES},
+    ),
+    "lfm2": ModelType(
+        "Lfm2ForCausalLM",
+        {
+            **_LFM2,
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": True,
+            "full_attn_idxs": None,
+        },
+        _LFM2_ONLY,
+        {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
+        _LFM2_HARMLESS,
+    ),
+    "lfm2_moe": ModelType(
+        "Lfm2MoeForCausalLM",
+        {
+            **_LFM2,
+            "layer_types": NEEDED,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "use_expert_bias": True,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+        },
+        _LFM2_ONLY,
+        {"tie_embedding": "tie_word_embeddings"},
+        _LFM2_HARMLESS,
     ),
     "nemotron_h": ModelType(
         "NemotronHForCausalLM",

@@ -25,6 +25,7 @@ def expert_fields(config: Config) -> Fields | None:
         "qwen3_moe": _qwen_experts,
         "qwen3_next": _gated_experts,
         "nemotron_h": _hybrid_experts,
+        "lfm2_moe": _experts_behind_dense,
         "deepseek_v3": _scored_experts,
         "kimi_k2": _scored_experts,
         "glm4_moe": _scored_experts,
@@ -101,6 +102,28 @@ _LETTERS = {
 
 
 def hybrid_pattern(config: Config) -> str:
+    """Return the pattern of a hybrid's layers as in Megatron's: one letter a part.
+
+    Raises:
+        HexiError: the fields do not say it, or differ.
+    """
+    return _paired_pattern(config) if config.has("conv_L_cache") else _written_pattern(config)
+
+
+def _paired_pattern(config: Config) -> str:
+    """Return the pattern of LFM2's layers, each of which is a short convolution or attention, and an MLP."""
+    convolves, attends = _named(config, "conv"), None
+    if config.has("full_attn_idxs"):
+        attends = _indices(config, "full_attn_idxs")
+    if convolves is None:  # as transformers' defaults
+        convolves = tuple(attends is not None and i not in attends for i in _layers(config))
+    elif attends is not None and [i for i in _layers(config) if not convolves[i]] != sorted(attends):
+        config.refuse("full_attn_idxs", attends, "remove it", "differs from layer_types")
+    dense = config.count("num_dense_layers") if config.has("num_dense_layers") else len(convolves)
+    return "".join("*C"[conv] + "-E"[i >= dense] for i, conv in enumerate(convolves))
+
+
+def _written_pattern(config: Config) -> str:
     """Return the pattern of Nemotron-H's layers, a letter a layer as in Megatron's.
 
     Raises:
@@ -153,6 +176,17 @@ def _hybrid_experts(config: Config) -> Fields | None:
         "ffn_hidden_size": config.size("moe_intermediate_size"),
         "shared_ffn_hidden_size": config.size("moe_shared_expert_intermediate_size"),
         "score_bias": True,
+    }
+
+
+def _experts_behind_dense(config: Config) -> Fields | None:
+    """Return the fields of LFM2's experts, which the first layers do not have."""
+    if "E" not in hybrid_pattern(config):
+        return None
+    return {
+        "count": config.size("num_experts"),
+        "ffn_hidden_size": config.size("moe_intermediate_size"),
+        "score_bias": config.flag("use_expert_bias"),
     }
 
 

@@ -31,7 +31,8 @@ def model_from_config(text: str, path: Path) -> Model:
     config = read_config(text, path)
     with contextlib.suppress(NoFlagError):  # `constant_flags` says so where flags are printed
         constants_of(config)
-    fields = {"gpt2": _gpt, "nemotron_h": _hybrid}.get(config.model_type, _decoder)(config)
+    read = {"gpt2": _gpt, "nemotron_h": _hybrid, "lfm2": _paired, "lfm2_moe": _paired}
+    fields = read.get(config.model_type, _decoder)(config)
     source = f"{path}: text_config; vision is left out" if config.is_part else str(path)
     vocab_size, tied = config.size("vocab_size"), config.flag("tie_word_embeddings")
     try:
@@ -87,6 +88,18 @@ def _hybrid(config: Config) -> dict[str, Any]:
         "state": state_fields(config),
         **_heads(config, hidden, heads),
     }
+
+
+def _paired(config: Config) -> dict[str, Any]:
+    """Return the fields of an LFM2, as a hybrid of two parts a layer, with a gated MLP."""
+    dense = config.size("intermediate_size")
+    if config.has("block_auto_adjust_ff_dim") and config.flag("block_auto_adjust_ff_dim"):
+        multiple, factor = config.size("block_multiple_of"), config.number("block_ffn_dim_multiplier")
+        dense = multiple * -(-int(factor * int(2 * dense / 3)) // multiple)
+    fields = {**_hybrid(config), "ffn_hidden_size": dense, "gated": True, "qk_norm": True}
+    if "C" in fields["pattern"]:
+        fields["short_conv"] = {"taps": config.size("conv_L_cache")}
+    return fields
 
 
 def _heads(config: Config, hidden: int, heads: int) -> dict[str, Any]:

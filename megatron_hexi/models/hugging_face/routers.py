@@ -23,7 +23,7 @@ def router_flags(config: Config) -> Flags:
         HexiError: a value is not usable.
         NoFlagError: Megatron does not have such a router.
     """
-    if config.has("n_routed_experts"):
+    if config.has("routed_scaling_factor"):
         return [*_scored(config), *_balancing(config, *_scored_loss(config))]
     if not config.has("num_experts_per_tok"):
         return []
@@ -73,7 +73,7 @@ def _scored(config: Config) -> Flags:
         )
         _lack(config, "norm_topk_prob", normalised, problem)
     flags = [("--moe-router-score-function", "sigmoid")]
-    groups, chosen = config.size("n_group", 1), config.size("topk_group", 1)
+    groups, chosen = (config.size(name, 1) if config.has(name) else 1 for name in ("n_group", "topk_group"))
     if groups > 1 and chosen < groups:
         if active // chosen != _SCORES_OF_GROUP:
             problem = (
@@ -87,6 +87,8 @@ def _scored(config: Config) -> Flags:
 
 def _scored_loss(config: Config) -> tuple[str, float]:
     """Return kind and coefficient of the load-balancing loss beside the bias; 0 if the file gives none."""
+    if not config.has("aux_loss_alpha"):
+        return "aux_loss", 0.0
     coefficient = 0.0 if config.get("aux_loss_alpha") is None else config.share("aux_loss_alpha")
     return "seq_aux_loss" if config.flag("seq_aux") else "aux_loss", coefficient
 

@@ -21,7 +21,7 @@ from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.scan import scan_times, state_shares
 from megatron_hexi.cost.unit_rates import unit_rates
 from megatron_hexi.errors import HexiError, PlanError
-from megatron_hexi.kinds import DeltaNet, Mamba
+from megatron_hexi.kinds import DeltaNet, Mamba, ShortConv
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.models import Job
 from megatron_hexi.plan import proportional_plan
@@ -39,7 +39,8 @@ MAMBA, DELTA = Mamba(10, 64, 2, 32), DeltaNet(8, 64, 4, 48)
 #: Layers of one part each, and layers of which three in four have a state in place of attention.
 HYBRID = replace(TINY, layers=6, state=MAMBA, pattern="M-M*-M")
 MIXED = replace(TINY, layers=4, state=replace(DELTA, layers=(True, True, True, False)))
-MODELS = st.sampled_from([HYBRID, MIXED])
+CONVOLUTION = replace(TINY, layers=6, short_conv=ShortConv(3), pattern="C-C-*-")
+MODELS = st.sampled_from([HYBRID, MIXED, CONVOLUTION])
 MODES = st.sampled_from(["none", "selective", "full"])
 FAST = 1e6  # GB/s: a network that takes no time
 

@@ -29,7 +29,8 @@ def count_by_transformers(config):
     own = AutoConfig.for_model(**values)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(own.get_text_config())
-    biases = [tensor for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    names = ("e_score_correction_bias", "expert_bias")
+    biases = [tensor for name, tensor in model.named_buffers() if name.endswith(names)]
     return sum(weight.numel() for weight in [*model.parameters(), *biases])
 
 
@@ -47,6 +48,9 @@ def test_weights_are_those_of_transformers(write, name):
 
 #: Other names of fields that files have and transformers ignores.
 EXTRA_ALIASES = {
+    # transformers' Lfm2Config and Lfm2MoeConfig take them from what the file has beside its own fields.
+    "lfm2": {"tie_embedding", "block_ff_dim"},
+    "lfm2_moe": {"tie_embedding"},
     "gpt_oss": {"experts_per_token"},
     "gemma3_text": {"_sliding_window_pattern"},
     "nemotron_h": {"attention_head_dim", "rms_norm_eps"}
@@ -60,8 +64,11 @@ def test_every_field_of_transformers_is_accounted_for_and_defaults_are_its(model
     config: Any = type(AutoConfig.for_model("deepseek_v3" if model_type == "kimi_k2" else model_type))
     known = kind.used.keys() | kind.only.keys() | kind.harmless | kind.aliases.keys()
     assert set(config().to_dict()) - known - ONLY.keys() - HARMLESS_FIELDS == set()
+    more = {"layer_types": ["conv"]} if kind.used.get("layer_types") is NEEDED else {}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config(num_hidden_layers=1, vocab_size=8, pad_token_id=0))
+        model = AutoModelForCausalLM.from_config(
+            config(num_hidden_layers=1, vocab_size=8, pad_token_id=0, **more)
+        )
     assert type(model).__name__ == kind.architecture
     own = inspect.signature(config).parameters
     names = {field: alias for alias, field in kind.aliases.items() if alias in own} | {

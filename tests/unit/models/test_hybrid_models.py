@@ -13,13 +13,17 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.kinds import DeltaNet, Experts, Mamba, Window
+from megatron_hexi.kinds import DeltaNet, Experts, Mamba, ShortConv, Window
 from megatron_hexi.models import Model, read_model
 from tests.support.plans import examples
 from tests.support.published_hybrids import HYBRIDS
 
-QWEN, NEMOTRON = (
-    HYBRIDS[name] for name in ("Qwen/Qwen3-Next-80B-A3B-Instruct", "nvidia/Nemotron-H-8B-Base-8K")
+QWEN, NEMOTRON, LFM2, LFM2_MOE = (
+    HYBRIDS[name]
+    for name in (
+        *("Qwen/Qwen3-Next-80B-A3B-Instruct", "nvidia/Nemotron-H-8B-Base-8K"),
+        *("LiquidAI/LFM2-1.2B", "LiquidAI/LFM2-8B-A1B"),
+    )
 )
 MAMBA, DELTA = Mamba(8, 16, 2, 32), DeltaNet(8, 16, 4, 24)
 PLAIN = Model("plain", 4, 64, 4, 2, 16, 96, False, 1000, False)
@@ -30,7 +34,11 @@ def count_by_transformers(config):
     """Weights of transformers' model, biases of routers among them, by layer and in all."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    biases = [tensor for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    biases = [
+        tensor
+        for name, tensor in model.named_buffers()
+        if name.endswith(("e_score_correction_bias", "expert_bias"))
+    ]
     return sum(weight.numel() for weight in [*model.parameters(), *biases])
 
 
@@ -86,13 +94,46 @@ def nemotron_configs(draw):
     }
 
 
+@st.composite
+def lfm2_configs(draw):
+    layers = draw(st.integers(1, 6))
+    hidden = 32 * draw(COUNTS)
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": 4,
+        "num_key_value_heads": draw(st.sampled_from([1, 2, 4])),
+        "vocab_size": 64 * draw(COUNTS),
+        "conv_L_cache": draw(st.integers(1, 5)),
+        "layer_types": draw(
+            st.lists(st.sampled_from(["conv", "full_attention"]), min_size=layers, max_size=layers)
+        ),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    if draw(st.booleans()):
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8 * draw(COUNTS)}
+        bias = {"use_expert_bias": draw(st.booleans()), "num_dense_layers": draw(st.integers(0, 7))}
+        return LFM2_MOE | sizes | experts | bias | {"intermediate_size": 8 * draw(COUNTS)}
+    repeated = {"block_dim", "conv_dim", "conv_dim_out", "num_heads", "full_attn_idxs"}
+    return (
+        {name: value for name, value in LFM2.items() if name not in repeated}
+        | sizes
+        | {
+            "block_ff_dim": draw(st.integers(1, 500)),
+            "block_multiple_of": draw(COUNTS),
+            "block_ffn_dim_multiplier": draw(st.sampled_from([0.7, 1, 1.3])),
+            "block_auto_adjust_ff_dim": draw(st.booleans()),
+        }
+    )
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return tmp_path_factory.mktemp("hybrids") / "config.json"
 
 
-@given(st.one_of(qwen_configs(), nemotron_configs()))
-@examples(15)
+@given(st.one_of(qwen_configs(), nemotron_configs(), lfm2_configs()))
+@examples(25)
 def test_weights_are_those_of_transformers(path, config):
     path.write_text(json.dumps(config))
     model = replace(read_model(path), vocab_multiple=1)
@@ -116,6 +157,34 @@ def test_what_a_config_cannot_say_is_refused_by_name(path, changes, said):
     path.write_text(json.dumps(NEMOTRON | changes))
     with pytest.raises(HexiError, match=re.escape(said)):
         read_model(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"conv_bias": True}, "conv_bias = true: biases of short convolutions is not supported"),
+        ({"layer_types": ["conv"] * 15}, "write conv or full_attention for each of the 16 layers"),
+        ({"layer_types": ["conv"] * 16}, "full_attn_idxs = [2, 5, 8, 10, 12, 14]: differs from layer_types"),
+        ({"conv_dim": 1024}, "conv_dim = 1024: another value than hidden_size = 2048 is not supported"),
+        ({"conv_L_cache": 0}, "conv_L_cache = 0; write a whole number above 0"),
+    ],
+)
+def test_what_an_lfm2_cannot_say_is_refused_by_name(path, changes, said):
+    path.write_text(json.dumps(LFM2 | changes))
+    with pytest.raises(HexiError, match=re.escape(said)):
+        read_model(path)
+
+
+def test_published_lfm2_have_their_sizes(path):
+    for config, billions in ((LFM2, 1.17), (LFM2_MOE, 8.34)):
+        path.write_text(json.dumps(config))
+        model = read_model(path)
+        assert model.total_params == count_by_transformers(config)
+        assert model.total_params / 1e9 == pytest.approx(billions, abs=0.01)
+        assert model.pattern[:8] == "C-C-*-C-" if config is LFM2 else "C-C-*EC"
+        assert model.qk_norm
+        assert model.gated
+        assert model.short_conv == ShortConv(3)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_hexi.cost import estimate
 from megatron_hexi.errors import HexiError
-from megatron_hexi.kinds import DeltaNet, Experts, Mamba
+from megatron_hexi.kinds import DeltaNet, Experts, Mamba, ShortConv
 from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan import validate_plan
 from megatron_hexi.plan.units import rank_gpus
@@ -23,13 +23,14 @@ MODELS = {
     "mamba": replace(TINY, layers=6, state=MAMBA, pattern="M-M*-M"),
     "delta": replace(TINY, layers=8, state=replace(DELTA, layers=(True, True, True, False) * 2)),
 }
+CONVOLUTION = replace(TINY, layers=6, short_conv=ShortConv(3), pattern="C-C-*-")
 SPARSE = replace(TINY, layers=9, pattern="*E*-*E*E-", experts=Experts(4, 2, 2048))
 KNOWN = cluster([("a", "PLAIN", 2), ("b", "DOUBLE", 2)])
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [*MODELS, "convolution"])
 def test_a_plan_is_one_that_trains_and_no_slower_than_megatrons_flags(kind):
-    job = tiny_job(model=MODELS[kind], global_batch_size=4)
+    job = tiny_job(model=MODELS.get(kind, CONVOLUTION), global_batch_size=4)
     planned = find_plan(Request(job), KNOWN, with_baselines=True)
     plan = planned.plan
     validate_plan(plan)
