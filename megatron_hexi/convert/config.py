@@ -48,18 +48,16 @@ class ConvertedModel:
             "--ffn-hidden-size": shapes.ffn_hidden_size,
             "--num-attention-heads": shapes.heads,
             "--kv-channels": shapes.head_dim,
-            **({} if shapes.latent else {"--num-query-groups": shapes.kv_heads}),
+            **({"--num-query-groups": shapes.kv_heads} if shapes.kv_heads < shapes.heads else {}),
             "--max-position-embeddings": self.positions,
             **kind_flags(shapes),
         }
         flags = {
-            "--group-query-attention": shapes.latent is None,
-            "--multi-latent-attention": shapes.latent is not None,
+            "--group-query-attention": shapes.kv_heads < shapes.heads,
             "--swiglu": not any(gate in constants for gate in _GATES),
             "--disable-bias-linear": not shapes.biases,
-            "--qk-layernorm": shapes.qk_norm or shapes.latent is not None,
+            "--qk-layernorm": shapes.qk_norm,
             "--untie-embeddings-and-output-weights": not shapes.tied_embeddings,
-            "--moe-router-enable-expert-bias": shapes.experts is not None and shapes.experts.score_bias,
         }
         rotary = {"--position-embedding-type": "rope"} | constants
         return [

@@ -18,7 +18,6 @@ from megatron_hexi.cost.compute import (
 )
 from megatron_hexi.cost.scan import whole_scan_times
 from megatron_hexi.models.job import Job
-from megatron_hexi.models.model import Model
 
 #: Number of rows so large that bytes which are read or written once, such as weights, count nothing.
 _ROWS = 2.0**40
@@ -79,8 +78,11 @@ def attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
         causal: whether a token sees earlier tokens only.
     """
     kinds = list(zip(job.kinds, job.model.layers_run, strict=True))
-    seen = sum(layers * _keys_seen(kind.model, job.seq_length, causal) for kind, layers in kinds)
-    scans = sum(layers * _scan_seconds(speeds, kind) for kind, layers in kinds if kind.model.state)
+    scans = sum(layers * _scan_seconds(speeds, kind) for kind, layers in kinds)
+    seen = 0.0
+    for kind, layers in kinds:
+        keys = kind.model.span.keys_seen(job.seq_length) if causal else job.seq_length
+        seen += layers * kind.model.mixer.attends * keys
     flops = 2 * (job.model.head_dim + job.model.value_dim) * job.model.heads * seen
     forward, backward = (
         max(max(getattr(passes, way).rates) for passes in (speeds.causal, speeds.full)) * 1e12
@@ -98,14 +100,6 @@ def _scan_seconds(speeds: Speeds, job: Job) -> float:
     forward, backward = whole_scan_times(speeds, job, np.ones(1))
     once = float(forward[0]) * (1 + (job.mode == "full")) + float(backward[0])
     return once * job.tensor_parallel / job.micro_batch_size
-
-
-def _keys_seen(model: Model, context: int, causal: bool) -> float:
-    if not model.has_attention:
-        return 0.0
-    if not causal:
-        return context
-    return context / 2 if model.window is None else model.window.keys_seen(context)
 
 
 def _best(curve: Curve) -> Curve:

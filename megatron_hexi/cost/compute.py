@@ -142,14 +142,15 @@ def own_block_times(
         pairs: number of visible pairs of query and key in the window; ``None``: the group's segments are
             contiguous. An area contains half of each query's pair with itself.
     """
-    area = tokens**2 / 2 if causal else tokens**2
-    curves, window = speeds.causal if causal else speeds.full, job.model.window
-    if window is None or not causal:
-        return _attention(curves, job, area, tokens)
-    size = np.minimum(tokens, window.size)
+    span = job.model.span
+    if not causal:
+        return _attention(speeds.full, job, tokens**2, tokens)
+    if span.size >= job.seq_length:
+        return _attention(speeds.causal, job, tokens**2 / 2, tokens)
+    size = np.minimum(tokens, span.size)
     visible = size * tokens - size * (size - 1) / 2 if pairs is None else pairs
     area = visible - tokens / 2
-    blocks, edges = _attention(curves, job, area, size), edge_times(speeds, job, tokens - size)
+    blocks, edges = _attention(speeds.causal, job, area, size), edge_times(speeds, job, tokens - size)
     return Times(blocks.forward + edges.forward, blocks.backward + edges.backward)
 
 
@@ -205,10 +206,7 @@ def rectangle_times(speeds: Speeds, job: Job, queries: Floats, keys: Floats) -> 
     sqrt(q k), or in a window at its size if that is less.
     """
     area = queries * keys
-    size = np.sqrt(area)
-    if job.model.window is not None:
-        size = np.minimum(size, job.model.window.size)
-    return _attention(speeds.full, job, area, size)
+    return _attention(speeds.full, job, area, np.minimum(np.sqrt(area), job.model.span.size))
 
 
 def _attention(curves: PassCurves, job: Job, area: Floats, size: Floats) -> Times:
@@ -255,20 +253,20 @@ def logits_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
     forward, backward = (
         seconds + size * rows / speeds.memory for seconds, size in zip(output, loss_bytes(job), strict=True)
     )
-    if job.model.mtp_layers:
+    for projection in [inner] * job.model.mtp_layers:
         more = product_seconds(
-            rates(speeds.matmul, rows), speeds.memory, rows, inner, Elements.of(job, in_fp8=True)
+            rates(speeds.matmul, rows), speeds.memory, rows, projection, Elements.of(job, in_fp8=True)
         )
         forward, backward = forward + more.forward, backward + more.backward
     return Times(forward, backward)
 
 
 def _output_products(job: Job) -> tuple[Products, Products]:
-    """Return the products of the output matrix, one a loss, and of multi-token prediction's projections."""
+    """Return the products of the output matrix, one a loss, and of a projection of multi-token prediction."""
     hidden, blocks = job.model.hidden_size, job.model.mtp_layers
     return (
         (1 + blocks) * Products.of(hidden, vocabulary(job)),
-        blocks * Products.of(2 * hidden, hidden / job.tensor_parallel),
+        Products.of(2 * hidden, hidden / job.tensor_parallel),
     )
 
 
@@ -284,7 +282,8 @@ def row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
     layer, (forward, backward) = layer_products(job), layer_elements(job)
     element, loss = job.element_bytes / speeds.memory, loss_bytes(job)
     written = row_seconds(speeds.memory, layer, Elements.of(job, in_fp8=True))
-    matrix, inner = _output_products(job)
+    matrix, projection = _output_products(job)
+    inner = job.model.mtp_layers * projection
     ends = sum(row_seconds(speeds.memory, matrix, Elements.of(job)))
     ends += sum(row_seconds(speeds.memory, inner, Elements.of(job, in_fp8=True)))
     return (

@@ -190,8 +190,7 @@ def routed_times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Float
         parts: number of slices of each expert, [U].
         rows: number of rows that the experts of each GPU compute, [U].
     """
-    model, experts = job.model, job.model.experts
-    assert experts is not None
+    model, (experts,) = job.model, job.model.routed
     matrices, width = experts.expert_matrices(model) / parts, experts.ffn_hidden_size / parts
     columns = (1 + model.gated) * width
     products = product_seconds(
@@ -253,8 +252,7 @@ def _domain_messages(job: Job, gpus: Ints, domain: Ints, rows: Floats, count: In
     A rank with T tokens sends k T h elements, e / E of them to a rank with e experts, and the same rows to
     every slice of a cut expert.
     """
-    experts = job.model.experts
-    assert experts is not None
+    (experts,) = job.model.routed
     sent = job.model.hidden_size * job.element_bytes * experts.active / experts.count * rows
     ends = []
     for number in np.unique(domain).tolist():
@@ -338,8 +336,7 @@ def busiest_rows(job: Job, count: Ints, domain_rows: Floats) -> Floats:
         domain_rows: number of rows of a micro-batch in its expert domain, before they go to the `active`
             experts of each, [U].
     """
-    experts = job.model.experts
-    assert experts is not None
+    (experts,) = job.model.routed
     mean = experts.active * domain_rows * count / experts.count
     spread = _DEVIATIONS * job.expert_imbalance / np.sqrt(np.maximum(count, 1)) * (count < experts.count)
     return np.minimum(mean * (1 + spread), experts.active * domain_rows)

@@ -249,8 +249,8 @@ def first_share(plan: PlanArrays, job: Job) -> tuple[Floats, bool]:
 def layer_chunks(plan: PlanArrays, job: Job) -> Iterator[Chunk]:
     """Yield the steps of the exchange of keys and values; layers without attention have none."""
     if job.model.has_attention:
-        window = job.model.window
-        yield from exchange_chunks(plan, None if window is None else window.size)
+        size = job.model.span.size
+        yield from exchange_chunks(plan, size if size < job.seq_length else None)
 
 
 def _parts(chunk: Chunk, work: Floats, there: Floats, home: Floats) -> Iterator[list[ExchangePart]]:
@@ -289,8 +289,8 @@ def unit_times(plan: PlanArrays, job: Job, stage: UnitGpus) -> Floats:
         stage: GPUs of the units.
     """
     rows, group_tokens = job.micro_batch_size * plan.tokens.astype(float), plan.group_tokens[plan.group]
-    found, window = np.empty((2, 2, len(rows))), job.model.window
-    pairs = None if window is None else own_pairs(plan, window.size)[plan.group]
+    found, size = np.empty((2, 2, len(rows))), job.model.span.size
+    pairs = own_pairs(plan, size)[plan.group] if size < job.seq_length else None
     for speeds, units in stage.by_kind:
         found[0][:, units] = token_times(speeds, job, rows[units])
         sizes, own = group_tokens[units].astype(float), None if pairs is None else pairs[units]

@@ -75,7 +75,7 @@ def kept_weights(job: Job) -> list[float]:
         return [1] * len(job.kinds)
     return [
         token_activation_bytes(kind)
-        + (token_qkv_bytes(kind) if kind.model.has_attention else 0)
+        + kind.model.mixer.attends * token_qkv_bytes(kind)
         + sum(experts.active for experts in kind.model.routed) * routed_row_bytes(kind)
         for kind in job.kinds
     ]
@@ -135,9 +135,9 @@ def working_set_bytes(
     waiting = 3 * element * own
     between = waiting + 2 * element * group_tokens * kv * both + received + sent
     exchanges = (flights.received > 0) | (flights.sent > 0)
-    if job.model.window is not None:
+    if job.model.span.size < job.seq_length:
         edge = element * group_tokens * (heads * (query + 2 * value) + kv * both)
-        is_cut = group_tokens > job.model.window.size
+        is_cut = group_tokens > job.model.span.size
         inside = inside + np.where(is_cut, edge + np.where(exchanges, 0.0, waiting), 0.0)
     if query != value:
         keys = heads if job.latent_exchange else kv

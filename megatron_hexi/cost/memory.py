@@ -216,11 +216,10 @@ def part_memory(
         working = np.maximum(working, np.where(np.equal(count.layers, 0), 0.0, needed))
         activations = activations + at_once * count.kept(layer.outside, layer.outside_again)
         attention = attention + at_once * count.kept(layer.inside, layer.inside_again)
-    if job.model.mtp_layers:
-        # Under full recomputation one of a block's two inputs is counted with its layer.
-        block, inputs = prediction_bytes(job, held.tokens), input_bytes(job, held.tokens)
-        blocks = part.predictions(job.model).kept(block, inputs if job.mode == "full" else block)
-        activations = activations + in_flight * blocks
+    # Under full recomputation one of a block's two inputs is counted with its layer.
+    block, inputs = prediction_bytes(job, held.tokens), input_bytes(job, held.tokens)
+    blocks = part.predictions(job.model).kept(block, inputs if job.mode == "full" else block)
+    activations = activations + in_flight * blocks
     if np.any(part.ministages):
         waiting = part.entered(held.micro_batches)
         waiting = np.where(part.rows_on_host, np.minimum(waiting, ROWS_ON_DEVICE), waiting)
@@ -300,9 +299,9 @@ def token_bytes(
     heads = np.full(3, float(job.workload().local_heads))
     keys = heads / job.workload().queries_per_kv
     flights = Flights(attended * keys, attended * keys)
-    experts = job.model.experts
     # Where experts and tokens are in proportion, as many rows come to a rank as leave it.
-    routed = 0.0 if experts is None else experts.active * job.micro_batch_size * tokens / job.tensor_parallel
+    active = sum(experts.active for experts in job.model.routed)
+    routed = active * job.micro_batch_size * tokens / job.tensor_parallel
     held = Holdings(tokens, attended, heads, keys, np.full(3, micro_batches), flights, routed_rows=routed)
     owned = owned_params(job, part_params(job, part), shards)
     alone, *more = np.sum(list(part_memory(job, part, held, window, owned).values()), axis=0).tolist()

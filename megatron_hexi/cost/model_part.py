@@ -133,7 +133,7 @@ class ModelPart:
         all layers of the stage again, but not if only some (--recompute-method block).
         """
         layers = self.is_last * model.mtp_layers
-        return KindLayers(layers, layers * np.equal(self.again, self.layers))
+        return KindLayers(layers, layers * (self.again == self.layers))
 
     def copies_embedding(self, model: Model) -> Ints | int:
         """Return 1 if the part has a copy of the embedding, for multi-token prediction, else 0."""
@@ -142,10 +142,8 @@ class ModelPart:
     def of_kinds(self, model: Model) -> list[KindLayers]:
         """Return the part's layers of each kind of the model; `predictions` are of the last layer's kind."""
         found = self._of_decoder(model)
-        if model.mtp_layers:
-            last, more = found[model.kind_of_layers[-1]], self.predictions(model)
-            both = KindLayers(last.layers + more.layers, last.again + more.again)
-            found[model.kind_of_layers[-1]] = both
+        last, more = found[model.kind_of_layers[-1]], self.predictions(model)
+        found[model.kind_of_layers[-1]] = KindLayers(last.layers + more.layers, last.again + more.again)
         return found
 
     def _of_decoder(self, model: Model) -> list[KindLayers]:

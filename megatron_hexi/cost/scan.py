@@ -22,8 +22,7 @@ from megatron_hexi.plan.state_heads import state_heads
 
 def scan_times(speeds: Speeds, job: Job, tokens: Floats) -> tuple[Times, Times]:
     """Return seconds of one head, and of one group of heads, over so many tokens of the job's micro-batch."""
-    state = job.model.state
-    assert state is not None, "layers with a state are asked for"
+    (state,) = job.model.scans
     at = np.array([float(state.chunk)])
     forward, backward = (float(rates(curve, at)[0]) for curve in (speeds.full.forward, speeds.full.backward))
     rows = job.micro_batch_size * tokens
@@ -38,12 +37,13 @@ def scan_times(speeds: Speeds, job: Job, tokens: Floats) -> tuple[Times, Times]:
 
 
 def whole_scan_times(speeds: Speeds, job: Job, tokens: Floats) -> Times:
-    """Return seconds of all heads of a tensor-parallel rank over so many tokens."""
-    state = job.model.state
-    assert state is not None, "layers with a state are asked for"
-    heads, groups = (count / job.tensor_parallel for count in (state.heads, state.groups))
-    head, group = scan_times(speeds, job, tokens)
-    return Times(*(heads * one + groups * shared for one, shared in zip(head, group, strict=True)))
+    """Return seconds of all heads of a tensor-parallel rank over so many tokens; none without a state."""
+    times = np.zeros((2, *np.shape(tokens)))
+    for state in job.model.scans:
+        heads, groups = (count / job.tensor_parallel for count in (state.heads, state.groups))
+        head, group = scan_times(speeds, job, tokens)
+        times += heads * np.array(head) + groups * np.array(group)
+    return Times(*times)
 
 
 def state_shares(plan: Grouping, job: Job) -> tuple[Ints, Ints]:
@@ -51,8 +51,7 @@ def state_shares(plan: Grouping, job: Job) -> tuple[Ints, Ints]:
 
     They are those of the runtime: of all in proportion to attention's, by largest remainder.
     """
-    state = job.model.state
-    assert state is not None, "layers with a state are asked for"
+    (state,) = job.model.scans
     local, shared_by = state.heads // job.tensor_parallel, state.heads // state.groups
     heads, groups = np.zeros((2, len(plan.slots)), dtype=np.int64)
     for number, found in enumerate(plan.head_class.tolist()):

@@ -21,10 +21,8 @@ def scan_bytes(job: Job, group_tokens: Floats, heads: Floats) -> Floats:
         group_tokens: G.
         heads: number of the unit's heads of attention, in whose proportion it has heads with a state.
     """
-    state = job.model.state
-    if state is None:
-        return np.zeros(np.shape(heads * group_tokens))
-    columns = state.kept_columns(*_own_heads(job, state, heads))
+    kept = (state.kept_columns(*_own_heads(job, state, heads)) for state in job.model.scans)
+    columns = sum(kept, np.zeros(np.shape(heads)))
     return job.micro_batch_size * job.element_bytes * group_tokens * columns
 
 
@@ -47,8 +45,7 @@ def scan_working_bytes(job: Job, tokens: Floats, group_tokens: Floats, heads: Fl
     inside = tokens * (2 + model.gated) * job.columns.activated * element
     if model.short_conv is not None:  # gradients of gates and value, and of the sum in fp32
         inside = tokens * 2 * job.columns.outputs * element
-    if model.state is not None:
-        state = model.state
+    for state in model.scans:
         own, read = _own_heads(job, state, heads)
         columns = own * state.head_columns + read * state.group_columns
         states = 8 * own * state.key_dim * state.head_dim / state.chunk

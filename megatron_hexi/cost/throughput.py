@@ -30,27 +30,16 @@ def model_flops(model: Model, context: int, counting: Literal["full", "half"] = 
             (``half``), which Megatron counts since core 0.15.
     """
     kinds = list(zip(model.kinds, model.layers_run, strict=True))
-    scans = sum(layers * kind.state.counted_flops for kind, layers in kinds if kind.state)
     matrices = model.hidden_size * model.vocab_size * (1 + model.mtp_layers)
     matrices += model.mtp_layers * model.projection_params()
-    matrices += sum(layers * (kind.matrix_params() + _active_experts(kind)) for kind, layers in kinds)
-    # One product of queries and keys, and one with values. A window counts as a shorter context.
-    columns = model.heads * (model.head_dim + model.value_dim) / 2
-    seen = sum(layers * _keys_counted(kind, context, counting) for kind, layers in kinds)
-    return float(6 * matrices + 12 * seen * columns + 3 * scans)
-
-
-def _active_experts(model: Model) -> int:
-    return model.experts.active * model.expert_params() if model.experts else 0
-
-
-def _keys_counted(model: Model, context: int, counting: Literal["full", "half"]) -> float:
-    """Return the mean number of keys that a token's attention counts; 0 without attention."""
-    if not model.has_attention:
-        return 0.0
-    if counting == "full":
-        return context if model.window is None else min(context, model.window.size)
-    return context / 2 if model.window is None else model.window.keys_seen(context)
+    mixing = 0.0
+    for kind, layers in kinds:
+        active = sum(experts.active for experts in kind.routed) * kind.expert_params()
+        matrices += layers * (kind.matrix_params() + active)
+        # A window counts as a shorter context.
+        seen = min(context, kind.span.size) if counting == "full" else kind.span.keys_seen(context)
+        mixing += layers * kind.mixer.mixing_flops(kind, seen)
+    return float(6 * matrices + 3 * mixing)
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Experts(Mlp):
         }
 
     def flags(self, _: Decoder) -> dict[str, int | str]:
-        """Return Megatron's flags with their values."""
+        """Return Megatron's flags with their values; empty for those that take none."""
         found: dict[str, int | str] = {
             "--num-experts": self.count,
             "--moe-ffn-hidden-size": self.ffn_hidden_size,
@@ -94,6 +94,10 @@ class Experts(Mlp):
         }
         if self.shared_ffn_hidden_size:
             found["--moe-shared-expert-intermediate-size"] = self.shared_ffn_hidden_size
+        if self.score_bias:
+            found["--moe-router-enable-expert-bias"] = ""
+        if self.shared_gate:
+            found["--moe-shared-expert-gate"] = ""
         if self.layers:
             found["--moe-layer-freq"] = pattern_text(self.layers)
         return found

@@ -86,12 +86,16 @@ class Latent(SoftmaxAttention):
         }
 
     def flags(self, model: Decoder) -> dict[str, int | str]:
-        """Return Megatron's flags with their values."""
+        """Return Megatron's flags with their values; empty for those that take none."""
         found: dict[str, int | str] = {
             "--kv-lora-rank": self.kv_rank,
             "--qk-head-dim": model.head_dim - self.rotary_dim,
             "--qk-pos-emb-head-dim": self.rotary_dim,
             "--v-head-dim": self.value_dim,
+            "--multi-latent-attention": "",
+            "--qk-layernorm": "",
+            # Beside a plan the fused kernel does not rotate latent keys (`megatron_hexi.options.attention`).
+            "--no-rope-fusion": "",
         }
         if self.query_rank is not None:
             found["--q-lora-rank"] = self.query_rank

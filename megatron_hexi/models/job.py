@@ -125,11 +125,8 @@ class Job:
     def _check_division(self) -> None:
         model, tp, pp = self.model, self.tensor_parallel, self.pipeline_parallel
         sizes = [("heads", model.heads), ("MLP width", model.ffn_hidden_size)]
-        if model.state is not None:  # Megatron's MambaMixer and GatedDeltaNet cut both
-            sizes += [
-                ("heads with a state", model.state.heads),
-                ("groups of these heads", model.state.groups),
-            ]
+        for state in model.scans:  # Megatron's MambaMixer and GatedDeltaNet cut both
+            sizes += [("heads with a state", state.heads), ("groups of these heads", state.groups)]
         for what, size in sizes:
             if size % tp:
                 _refuse("tensor_parallel", tp, f"give a number that divides the {what}, {size}")

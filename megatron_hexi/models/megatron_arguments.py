@@ -283,7 +283,7 @@ def model_flags(model: Model, seq_length: int) -> list[str]:
     """
     lacking = {
         "norms behind attention and MLP": model.post_norms,
-        "attention in chunks": model.window is not None and model.window.in_chunks,
+        "attention in chunks": model.span.in_chunks,
     }
     for what, has in lacking.items():
         if has:
@@ -301,7 +301,8 @@ def model_flags(model: Model, seq_length: int) -> list[str]:
         "--hidden-dropout": 0,
     }
     flags = [word for flag, value in sizes.items() for word in (flag, str(value))]
-    flags += [word for flag, value in kind_flags(model).items() for word in (flag, str(value))]
+    kinds = kind_flags(model)
+    flags += [word for flag, value in kinds.items() for word in (flag, str(value)) if word]
     if model.kv_heads < model.heads:
         flags += ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
     if model.vocab_multiple != VOCAB_MULTIPLE:
@@ -315,13 +316,8 @@ def model_flags(model: Model, seq_length: int) -> list[str]:
         "--disable-bias-linear": not model.biases,
         "--add-qkv-bias": model.qkv_bias and not model.biases,
         "--untie-embeddings-and-output-weights": not model.tied_embeddings,
-        "--qk-layernorm": model.qk_norm or model.latent is not None,
+        "--qk-layernorm": model.qk_norm and "--qk-layernorm" not in kinds,
         "--attention-output-gate": model.output_gate,
-        "--moe-router-enable-expert-bias": model.experts is not None and model.experts.score_bias,
-        "--moe-shared-expert-gate": model.experts is not None and model.experts.shared_gate,
-        "--multi-latent-attention": model.latent is not None,
-        # Beside a plan the fused kernel does not rotate latent keys (`megatron_hexi.options.attention`).
-        "--no-rope-fusion": model.latent is not None,
     }
     return flags + [flag for flag, wanted in said.items() if wanted]
 
@@ -332,10 +328,12 @@ def kind_flags(model: Model) -> dict[str, int | str]:
     Raises:
         NoFlagError: Megatron has no flag for a size of a kind.
     """
-    found: dict[str, int | str] = {"--hybrid-layer-pattern": model.pattern} if model.pattern else {}
+    found: dict[str, int | str] = {
+        "--hybrid-layer-pattern": model.pattern,
+        "--mtp-num-layers": model.mtp_layers,
+    }
+    found = {flag: value for flag, value in found.items() if value}
     for kind in (model.experts, model.window, model.latent, model.state, model.short_conv):
         if kind is not None:
             found |= kind.flags(model)
-    if model.mtp_layers:
-        found["--mtp-num-layers"] = model.mtp_layers
     return found

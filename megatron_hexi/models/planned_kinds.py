@@ -15,7 +15,7 @@ def refuse_unplanned(model: Model) -> None:
     Raises:
         HexiError: the model has such layers; with the kind.
     """
-    if model.window is not None and model.window.in_chunks:
+    if model.span.in_chunks:
         raise HexiError(
             f"model {model.name}: attention in chunks is not supported: its time and memory are not "
             "modelled; use hexi proportion, which needs no model"
@@ -31,6 +31,6 @@ def refuse_imbalance(imbalance: float | None, model: Model) -> None:
     Raises:
         HexiError: an imbalance is given, and the model has no experts; with its flag.
     """
-    if imbalance is not None and model.experts is None:
+    if imbalance is not None and not model.routed:
         flag = spell_flag("expert_imbalance", imbalance)
         raise HexiError(f"{flag}: {model.name} has no experts; leave it out")
