@@ -90,10 +90,10 @@ def exchange_pairs(plan: PlanArrays, job: Job) -> tuple[Ints, Ints]:
 def _column_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
     """Return the all-to-alls of a layer without attention, with the bytes of their messages."""
     holder, taker = exchange_pairs(plan, job)
-    state, tokens = job.model.state, plan.tokens[holder].astype(float)
+    tokens = plan.tokens[holder].astype(float)
     outputs = np.zeros(len(holder))
     columns = np.full(len(holder), halo_bytes(job))
-    if state is not None:
+    for state in job.model.scans:
         heads, groups = state_shares(plan, job)
         unit = tokens * (job.micro_batch_size * job.element_bytes)
         columns = unit * (heads * state.head_columns + groups * state.group_columns)[taker]
@@ -147,7 +147,7 @@ def all_to_alls(plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints) -> tup
         np.maximum.at(row, sets * units + dst, times)
     # By half, both passes of each.
     inward, outward = np.split(longest.reshape(2, -1, 2 * units).swapaxes(0, 1), 2, axis=2)
-    if not (plan.in_halves and job.model.has_attention):
+    if len(inward) == 1:
         return Halves(inward[0], nothing), Halves(outward[0], nothing)
     return Halves(*inward), Halves(*outward[::-1])
 

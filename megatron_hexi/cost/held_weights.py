@@ -54,12 +54,12 @@ class HeldWeights:
         self._experts = {} if experts is None else job_experts(mesh.plan, experts.count)
         slices = math.lcm(*(held.parts for _, held in self._experts.values()))
         for kind, model in enumerate(job.model.kinds):
-            if model.experts is not None:
-                key = _experts_key(kind)
+            for routed in model.routed:
+                key, weights = _experts_key(kind), routed.expert_params(model, 1)
                 # An expert's weights, in as many parts as all slices divide.
-                self._elements[key] = -(-model.expert_params() // slices) * slices
+                self._elements[key] = -(-weights // slices) * slices
                 for width in set(self.width):
-                    self.density[key, width] = model.expert_params() / self._elements[key]
+                    self.density[key, width] = weights / self._elements[key]
         layers = map(_layers_key, range(len(job.model.kinds)))
         for key in (*layers, "embedding", "output", "positions", "norm", "prediction"):
             self._elements[key] = max(1, self._params(key, widest) * widest // self._chunks)

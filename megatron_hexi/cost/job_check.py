@@ -59,7 +59,7 @@ def check_job(plan: Plan, job: Job) -> Ints:
 
 
 def _check_experts(plan: Plan, job: Job) -> None:
-    planned, there = plan.workload.experts, 0 if job.model.experts is None else job.model.experts.count
+    planned, there = plan.workload.experts, sum(experts.count for experts in job.model.routed)
     if planned is not None and planned != there:
         raise PlanError(
             f"workload.experts: the plan is for {planned}, but the job has {there} (model {job.model.name}); "

@@ -31,7 +31,7 @@ def unit_rates(plan: Plan, job: Job, cluster: Cluster) -> UnitRates:
         PlanError: the plan gives stages their layers, the job has several pipeline stages, or layers have a
             state, whose heads cannot move between batches.
     """
-    if any(kind.state is not None for kind in job.model.kinds):
+    if any(job.model.has_state):
         raise PlanError(
             f"--batch-shares: {job.model.name} has Mamba layers or delta nets, whose heads cannot move "
             "between batches; leave it out"
@@ -83,7 +83,7 @@ def _rates(device: Device, plan: Plan, job: Job) -> tuple[float, float]:
     pair = max(0.0, 2 * float(per_token[0] - per_token[1]) / (lengths[0] - lengths[1])) if long > 1 else 0.0
     most = 2 * float(per_token[0]) / long
     # In a window a long document's tokens take no longer than a short one's; plans have rates above 0.
-    pair = min(pair or (_LEAST * most if job.model.window else np.inf), most)
+    pair = min(pair or (_LEAST * most if job.model.span.size < long else np.inf), most)
     return row + max(0.0, float(per_token[0]) - pair * long / 2), pair
 
 
