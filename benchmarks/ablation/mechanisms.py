@@ -83,9 +83,6 @@ MECHANISMS = {
         "planner.baselines.find.best_uneven",
         lambda *_request, **_others: (None, 0),
     ),
-    "weak-kinds": Mechanism(
-        "a search without each weak kind of GPU", "planner.planner.weak_kinds", lambda *_request: ([], 0)
-    ),
     "cp-sat": Mechanism("CP-SAT on a domain's tokens and heads", "planner.joint.assembly.refine", _unrefined),
     "polish": Mechanism("small changes of a domain", "planner.search.domain.polish", _unpolished),
     "waiting": Mechanism(

@@ -41,7 +41,7 @@ from megatron_hexi.report.launch_lines import flags_text
 from megatron_hexi.text_file import write_text_atomically
 
 if TYPE_CHECKING:
-    from megatron_hexi.planner import FeatureAblation, Planned, Request
+    from megatron_hexi.planner import FeatureAblation, Planned, Request, WeakKind
     from megatron_hexi.report.launch_lines import LaunchLines
 
 # The planner, the simulator and matplotlib take a second to import: only the commands that use them do, and
@@ -75,7 +75,7 @@ def plan(
         typer.Option(
             "--explain",
             help="Show where the next best layouts lose time, and the gain of each feature that Megatron's "
-            "flags lack, by planning again without it.",
+            "flags lack and of kinds of GPU with little of the speed, by planning again without it.",
         ),
     ] = False,
     spare: Annotated[
@@ -115,10 +115,12 @@ def plan(
     machines = whole.without(left_out) if left_out else whole
     planned = _find(request, machines, job.notes)
     gains: Sequence[FeatureAblation] = ()
+    weak: Sequence[WeakKind] = ()
     if explain:
-        from megatron_hexi.planner import ablate_features
+        from megatron_hexi.planner import ablate_features, weak_kinds
 
         gains = ablate_features(request, machines, planned.plan)
+        weak = weak_kinds(request, machines, planned.plan)
     if batch_shares:
         rates = unit_rates(planned.plan, planned.job, machines)
         planned = replace(planned, plan=replace(planned.plan, rates=rates))
@@ -135,7 +137,7 @@ def plan(
 
         gpus = [rank.device for rank in planned.cost.ranks]
         write_picture(draw_plan(planned.plan, unit_summaries(planned.plan), gpus), picture)
-    from megatron_hexi.report.gain_lines import gains_dict, gains_report
+    from megatron_hexi.report.gain_lines import gains_dict, gains_report, weak_report
     from megatron_hexi.report.launch_lines import launch_dict, launch_text
     from megatron_hexi.report.planned import job_dict, planned_dict, planned_report
     from megatron_hexi.report.rival_lines import rivals_dict, rivals_report
@@ -149,13 +151,14 @@ def plan(
         document = {"job": job_dict(planned.job)} | planned_dict(planned, machines)
         document |= {"next_best": rivals_dict(planned, machines), "launch": lines and launch_dict(lines)}
         if explain:
-            document |= {"gains": gains_dict(planned, gains)}
+            document |= {"gains": gains_dict(planned, gains), "weak_kinds": [vars(kind) for kind in weak]}
         print_json(files | document)
     else:
         print_report(planned_report(planned, machines))
         print_report(rivals_report(planned, machines, explain=explain))
         if explain:
             print_report(gains_report(planned, gains))
+            print_report(weak_report(planned, weak))
         if lines is not None:
             print(launch_text(lines))
             if spare:

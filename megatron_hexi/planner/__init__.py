@@ -16,6 +16,7 @@ from megatron_hexi.planner.part import plan_of_whole
 from megatron_hexi.planner.planner import check_depth, find_plan
 from megatron_hexi.planner.request import CHOSEN, Request
 from megatron_hexi.planner.result import Planned
+from megatron_hexi.planner.weak_kinds import WeakKind, weak_kinds
 
 __all__ = [
     "CHOSEN",
@@ -24,8 +25,10 @@ __all__ = [
     "FeatureAblation",
     "Planned",
     "Request",
+    "WeakKind",
     "ablate_features",
     "check_depth",
     "find_plan",
     "plan_of_whole",
+    "weak_kinds",
 ]

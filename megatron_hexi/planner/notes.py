@@ -1,4 +1,4 @@
-"""Notes about a plan, a sentence each: savings of memory and time, idle GPUs, weak kinds of GPU."""
+"""Notes about a plan, a sentence each: savings of memory and time, idle GPUs."""
 
 from __future__ import annotations
 

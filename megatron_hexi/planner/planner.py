@@ -29,7 +29,6 @@ from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.saved_plans import Known, SavedPlans, first_plan
 from megatron_hexi.planner.savings import spell_savings
 from megatron_hexi.planner.trainable import refuse_untrained
-from megatron_hexi.planner.weak_kinds import spell_weak, weak_kinds
 
 
 def find_plan(
@@ -67,9 +66,7 @@ def find_plan(
     best = result.best
     if best is None:
         raise nothing_fits(asked, cluster, partial(_first_trained, searches), proven=False)
-    weak, timed = weak_kinds(request, cluster, best, lambda part: _search(request, part, searches, tell).best)
-    best = min([best, *(kind.without for kind in weak)], key=order_of)
-    trials = searches.trials + result.trials + timed
+    trials = searches.trials + result.trials
     baselines: tuple[Baseline, ...] = ()
     if with_baselines:
         roomy = cluster.with_memory_margin(1 - result.memory)
@@ -82,7 +79,6 @@ def find_plan(
         *why_saved(best.plan, best.iteration_s, result.unsaved_s),
         *margin_note(planned.cost, request.memory_margin),
         *left_out(best, cluster, result.tried),
-        *spell_weak(weak, best),
     )
     rivals = best_of_each_kind(result.tried, best)
     return replace(planned, rivals=rivals, notes=notes, unsaved_s=result.unsaved_s)

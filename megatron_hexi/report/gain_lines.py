@@ -1,4 +1,4 @@
-"""The gain of a plan from each feature that Megatron's flags lack, for a terminal and for --json."""
+"""The gain of a plan from each feature that Megatron's flags lack, and from weak kinds of GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 if TYPE_CHECKING:  # brings the solver, which a report does not need
-    from megatron_hexi.planner import FeatureAblation, Planned
+    from megatron_hexi.planner import FeatureAblation, Planned, WeakKind
 
 
 def gains_report(planned: Planned, gains: Sequence[FeatureAblation]) -> RenderableType:
@@ -22,6 +22,17 @@ def gains_report(planned: Planned, gains: Sequence[FeatureAblation]) -> Renderab
 def gains_dict(planned: Planned, gains: Sequence[FeatureAblation]) -> list[dict[str, Any]]:
     """Return the gains as plain values: tokens/s, and the relative speed-up."""
     return [vars(gain) | {"gain": _gain(planned, gain)} for gain in gains]
+
+
+def weak_report(planned: Planned, weak: Sequence[WeakKind]) -> RenderableType:
+    """Return a line for each weak kind of GPU: the best plan without it."""
+    return Group(*(Text(_weak_line(planned, kind)) for kind in weak))
+
+
+def _weak_line(planned: Planned, kind: WeakKind) -> str:
+    more = planned.cost.tokens_per_s / kind.tokens_per_s_without - 1
+    without = f"without them {kind.tokens_per_s_without:,.0f} tokens/s"
+    return f"the {kind.gpus} {kind.name} bring {more:.1%}: {without}"
 
 
 def _gain(planned: Planned, gain: FeatureAblation) -> float | None:

@@ -1,9 +1,9 @@
 """Combinations that others found wrong in stock Megatron, trained by it without a plan on two ranks.
 
 Megatron-LM#7452 names learned sinks in the gradients' norm and multi-token prediction with recomputation,
-#5916 the norm of experts with tensor parallelism before 0.19. Trained here, all of them equal one rank in 0.17,
-0.18 and 0.19, but that 0.18 ends where predicted tokens are recomputed. So a plan, whose trainings are compared
-with one rank in other tests, need not differ from stock in any of them.
+#5916 the norm of experts with tensor parallelism before 0.19. Trained here, all of them equal one rank in
+0.17, 0.18 and 0.19, but that 0.18 ends where predicted tokens are recomputed. So a plan, whose trainings are
+compared with one rank in other tests, need not differ from stock in any of them.
 """
 
 from __future__ import annotations

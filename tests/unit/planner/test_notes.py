@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 
-import pytest
-
 from megatron_hexi.cost import CostModel
 from megatron_hexi.models import Job, read_model
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.notes import left_out
-from megatron_hexi.planner.weak_kinds import spell_weak, weak_kinds
+from megatron_hexi.planner.weak_kinds import weak_kinds
+from megatron_hexi.report.gain_lines import weak_report
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import read_text
 
@@ -44,40 +43,21 @@ def test_left_out_gpus_are_named_with_what_was_tried():
     assert left_out(whole, known, [few, more]) == ()
 
 
-@pytest.fixture(scope="module")
-def weak():
+def test_gpus_that_bring_little_are_named():
     known, request = read_text(WEAK), Request(Job(read_model("gpt-3b"), 32768, global_batch_size=64))
-    return known, request, find_plan(request, known)
-
-
-def test_gpus_that_bring_little_are_named(weak):
-    known, request, planned = weak
+    planned = find_plan(request, known)
     alone = find_plan(request, known.without([1]))
     assert planned.cost.iteration_s <= alone.cost.iteration_s * (1 + 1e-9)
+    (kind,) = weak_kinds(request, known, planned.plan)
+    assert (kind.name, kind.gpus, kind.tokens_per_s_without) == ("L40S-48GB", 1, alone.cost.tokens_per_s)
     brings = alone.cost.iteration_s / planned.cost.iteration_s - 1
-    note = f"the 1 L40S-48GB bring {brings:.1%}: without them {alone.cost.tokens_per_s:,.0f} tokens/s"
     assert 0 < brings < 0.06
-    assert note in planned.notes
-
-
-@pytest.mark.slow
-def test_a_plan_without_some_nodes_is_one_of_the_whole_cluster(weak):
-    known, request, planned = weak
-    best = Candidate(planned.plan, planned.job, CostModel(planned.job, known).timing(planned.plan))
-
-    def search(part):
-        found = find_plan(request, part)
-        return Candidate(found.plan, found.job, CostModel(found.job, part).timing(found.plan))
-
-    kinds, _ = weak_kinds(request, known, best, search)
-    assert [kind.name for kind in kinds] == ["L40S-48GB"]
-    for kind in kinds:
-        assert kind.without.plan.gpus == (0, 1, 2, 3)
-        assert kind.without.iteration_s == pytest.approx(search(known.without([1])).iteration_s)
-    assert spell_weak([], best) == ()
+    (line,) = weak_report(planned, [kind]).renderables
+    assert line.plain == (
+        f"the 1 L40S-48GB bring {brings:.1%}: without them {alone.cost.tokens_per_s:,.0f} tokens/s"
+    )
 
 
 def test_a_cluster_of_one_kind_has_no_weak_one():
     known = cluster([("a", "PLAIN", 2)])
-    best = candidate(known, [0, 1])
-    assert weak_kinds(Request(tiny_job()), known, best, lambda part: None) == ([], 0)
+    assert weak_kinds(Request(tiny_job()), known, candidate(known, [0, 1]).plan) == ()
