@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.other_files import is_script, refuse_other_files
+from megatron_hexi.shell.commands import MAX_BYTES
 from megatron_hexi.shell.expansion import Cursor, Expander
-from megatron_hexi.shell.script import MAX_BYTES, Shell
+from megatron_hexi.shell.script import Shell
 from megatron_hexi.shell.training_start import find_training
 from megatron_hexi.shell.words import Fields, Unknowns, Word, place_of
 from megatron_hexi.text_file import read_text

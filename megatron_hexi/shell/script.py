@@ -7,25 +7,17 @@ Variables of the environment count as not set. Commands under a condition that i
 from __future__ import annotations
 
 import fnmatch
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.shell.expansion import Cursor, Expander
-from megatron_hexi.shell.words import JOINED, Word, arithmetic
-from megatron_hexi.text_file import read_text
+from megatron_hexi.shell.commands import ASSIGNMENT, DECLARING, MAX_DEPTH, MAYBE, RUN, SKIP, Commands
+from megatron_hexi.shell.expansion import Cursor
+from megatron_hexi.shell.words import Word, arithmetic
 
-#: A launch script has a few kilobytes, and does few things before its training.
-MAX_BYTES = 2**18
 _MAX_STEPS = 100_000
-_MAX_DEPTH = 50
-
-#: How a statement is read: passed over, without its effects being sure, or as it runs.
-_SKIP, _MAYBE, _RUN = range(3)
 
 _BLANK = re.compile(r"(?:[ \t]|\\\n)+")
 _BETWEEN = re.compile(r"(?:[ \t\r\n]|(?<!;);(?!;)|\\\n|&(?![&>])|#[^\n]*)+")
@@ -33,38 +25,23 @@ _RESERVED = re.compile(
     r"(?:if|then|elif|else|fi|for|while|until|do|done|case|esac|function|time|!|\{|\})(?=[\s;&|)]|$)|;;|\)"
 )
 _FUNCTION = re.compile(r"(?:function\s+)?([A-Za-z_][\w-]*)[ \t]*\(\)\s*|function\s+([A-Za-z_][\w-]*)\s*")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[[^]]*\])?(\+?)=")
 _REDIRECTION = re.compile(r"\d*(?:&>>?|>>|>&|<&|>\||<<<|<>|>|<)[ \t]*")
 _HEREDOC = re.compile(r"\d*<<(-?)[ \t]*(['\"]?)(\w+)\2")
-_DECLARING = ("export", "local", "declare", "typeset", "readonly")
 
 
-class StartedCommand(NamedTuple):
-    """A command of a script: its words, and whether it runs at all is known."""
-
-    words: list[Word]
-    is_sure: bool
-
-
-class Shell(Expander):
+class Shell(Commands):
     """Reads scripts and keeps what they set and start."""
 
     def __init__(self) -> None:
         """Begin with nothing set."""
         super().__init__()
-        self.commands: list[StartedCommand] = []
-        self.printed: list[str] | None = []
-        self._functions: dict[str, tuple[Cursor, int]] = {}
-        self._mode = _RUN
-        self._status: bool | None = True
-        self._steps = self._depth = self._nested = 0
-        self._folder: str | None = None
+        self._steps = 0
         self._heredocs: list[tuple[bool, str]] = []
 
     def read(self, text: str, path: Path, file: str = "", line: int = 1) -> None:
         """Read a script, or a part of one."""
         self._depth += 1
-        if self._depth > _MAX_DEPTH:
+        if self._depth > MAX_DEPTH:
             raise HexiError(f"{path}: calls itself too often to be read; run it: hexi plan … -- bash {path}")
         self._block(Cursor(text.replace("\r\n", "\n"), path, file, line))
         self._depth -= 1
@@ -119,10 +96,10 @@ class Shell(Expander):
                 self._status = None
                 continue
             wanted = joined == "&&"
-            mode = _MAYBE if status is None else _RUN if status is wanted else _SKIP
+            mode = MAYBE if status is None else RUN if status is wanted else SKIP
             with self._within(mode):
                 self._statement(cursor)
-            self._status = status if mode == _SKIP else self._status if mode == _RUN else None
+            self._status = status if mode == SKIP else self._status if mode == RUN else None
 
     def _statement(self, cursor: Cursor) -> None:
         cursor.take(_BLANK)
@@ -156,7 +133,7 @@ class Shell(Expander):
             self._status = self._test(self._words_of(inside))
         elif match := cursor.take(_FUNCTION):
             self._functions[match[1] or match[2]] = (cursor, cursor.at)
-            with self._within(_SKIP):
+            with self._within(SKIP):
                 self._statement(cursor)
         else:
             self._simple(cursor)
@@ -164,20 +141,20 @@ class Shell(Expander):
     def _arithmetic(self, text: str, cursor: Cursor) -> int | None:
         sets = (
             self.set_number
-            if self._mode == _RUN
+            if self._mode == RUN
             else lambda name, _: self._assign(name, Word("", cursor.line))
         )
         return arithmetic(self._text(text, cursor), self.number, sets)
 
     def _if(self, cursor: Cursor) -> None:
-        left, reached = _RUN, "if"
+        left, reached = RUN, "if"
         while reached in ("if", "elif"):
             with self._within(left):
                 self._block(cursor, "then")
             status = self._status
-            with self._within(min(left, _MAYBE if status is None else _RUN if status else _SKIP)):
+            with self._within(min(left, MAYBE if status is None else RUN if status else SKIP)):
                 reached = self._block(cursor, "elif", "else", "fi")
-            left = min(left, _MAYBE if status is None else _SKIP if status else _RUN)
+            left = min(left, MAYBE if status is None else SKIP if status else RUN)
         if reached == "else":
             with self._within(left):
                 self._block(cursor, "fi")
@@ -191,12 +168,12 @@ class Shell(Expander):
             self._block(cursor, "do")
             self._arithmetic(parts[0], cursor)
             body = cursor.at
-            while (wanted := self._arithmetic(parts[1], cursor)) and self._mode == _RUN:
+            while (wanted := self._arithmetic(parts[1], cursor)) and self._mode == RUN:
                 cursor.at = body
                 self._block(cursor, "done")
                 self._arithmetic(parts[2], cursor)
             if cursor.at == body:
-                with self._within(_MAYBE if wanted is None else _SKIP if not wanted else self._mode):
+                with self._within(MAYBE if wanted is None else SKIP if not wanted else self._mode):
                     self._block(cursor, "done")
             return
         name = cursor.take(r"([A-Za-z_]\w*)\s*(in(?=\s))?")
@@ -207,17 +184,17 @@ class Shell(Expander):
         for value in values:
             cursor.at = body
             self._assign(name[1] if name else "_", value)
-            with self._within(_RUN if len(known) == len(values) else _MAYBE):
+            with self._within(RUN if len(known) == len(values) else MAYBE):
                 self._block(cursor, "done")
         if not values:
-            with self._within(_SKIP):
+            with self._within(SKIP):
                 self._block(cursor, "done")
 
     def _while(self, cursor: Cursor) -> None:
         until = cursor.text[: cursor.at].endswith("until")
         self._block(cursor, "do")
         never = self._status is until
-        with self._within(_SKIP if never else _MAYBE):
+        with self._within(SKIP if never else MAYBE):
             self._block(cursor, "done")
         self._status = True
 
@@ -225,7 +202,7 @@ class Shell(Expander):
         cursor.take(_BLANK)
         subject = self.unknowns.without_variables(" ".join(word.text for word in self.word(cursor)))
         cursor.take(r"\s*in(?=\s)")
-        left, end = _RUN, ";;"
+        left, end = RUN, ";;"
         while end == ";;":
             cursor.take(_BETWEEN)
             if cursor.take(r"esac(?=\s|;|$)"):
@@ -235,10 +212,10 @@ class Shell(Expander):
                 raise cursor.error("is not closed; close it by esac")
             texts = [self._text(pattern.strip(), cursor) for pattern in patterns[1].split("|")]
             matches = subject is not None and any(fnmatch.fnmatchcase(subject, text) for text in texts)
-            mode = min(left, _MAYBE if subject is None else _RUN if matches else _SKIP)
+            mode = min(left, MAYBE if subject is None else RUN if matches else SKIP)
             with self._within(mode):
                 end = self._block(cursor, ";;", "esac")
-            left = _SKIP if mode == _RUN else left
+            left = SKIP if mode == RUN else left
 
     def _simple(self, cursor: Cursor) -> None:
         """Read an assignment, or a command with its redirections."""
@@ -259,7 +236,7 @@ class Shell(Expander):
                 self.word(cursor)
             elif cursor.is_at_end or cursor.sees(r"[\n;&|)]|#"):
                 break
-            elif (not words or words[0].text in _DECLARING) and (match := cursor.take(_ASSIGNMENT)):
+            elif (not words or words[0].text in DECLARING) and (match := cursor.take(ASSIGNMENT)):
                 before.setdefault(match[1], self.variables.get(match[1]))
                 self._read_assignment(match, cursor)
             elif cursor.take(r"\("):
@@ -270,9 +247,9 @@ class Shell(Expander):
                 raise cursor.error("is not understood; run the script: hexi plan … -- bash SCRIPT")
         self._skip_heredocs(cursor)
         self._status = True
-        if words and self._mode != _SKIP:
+        if words and self._mode != SKIP:
             self._command(words, cursor)
-            if words[0].text not in _DECLARING:
+            if words[0].text not in DECLARING:
                 for name, value in before.items():
                     if value is None:
                         self.variables.pop(name, None)
@@ -308,10 +285,10 @@ class Shell(Expander):
             self._assign(match[1], self.value(cursor), append=bool(match[2]))
 
     def _assign(self, name: str, value: Word | list[Word], *, append: bool = False) -> None:
-        if self._mode == _SKIP:
+        if self._mode == SKIP:
             return
         before = self.variables.get(name) if append else None
-        if self._mode == _MAYBE:
+        if self._mode == MAYBE:
             place = value if isinstance(value, Word) else next(iter(value), Word("", 0))
             mark = Word(
                 self.unknowns.mark(f"{name}{'+' * append}=… (in an if)", place.line, place.file),
@@ -347,152 +324,6 @@ class Shell(Expander):
             words.append(Word(" ".join(word.text for word in found), cursor.line))
         return words
 
-    def _test(self, words: list[Word]) -> bool | None:
-        """Return whether a condition holds; ``None``: only a running shell knows."""
-        texts = [self.unknowns.without_variables(word.text.replace(JOINED, "")) for word in words]
-        for joint, ends in (("-o", True), ("-a", False)):
-            if joint in texts:
-                at = texts.index(joint)
-                sides = (self._test(words[:at]), self._test(words[at + 1 :]))
-                return ends if ends in sides else None if None in sides else not ends
-        if texts[:1] == ["!"]:
-            inner = self._test(words[1:])
-            return None if inner is None else not inner
-        if None in texts:
-            return None
-        match [text or "" for text in texts]:
-            case ["-z", *value]:
-                return not "".join(value)
-            case ["-n", *value]:
-                return bool("".join(value))
-            case ["-v", name]:
-                return name in self.variables
-            case [a, "=" | "==", b]:
-                return fnmatch.fnmatchcase(a, b)
-            case [a, "!=", b]:
-                return not fnmatch.fnmatchcase(a, b)
-            case [a, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as operator, b]:
-                sign = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}[operator]
-                number = arithmetic(f"({a or 0}){sign}({b or 0})", self.number, self.set_number)
-                return None if number is None else bool(number)
-            case [value]:
-                return bool(value)
-        return None
-
-    def _command(self, words: list[Word], cursor: Cursor) -> None:
-        """Run a builtin or a function, or keep a command."""
-        name = words[0].text
-        builtins: dict[str, Callable[[list[Word], Cursor], object]] = {
-            "source": self._source,
-            ".": self._source,
-            "printf": self._printf,
-            "eval": self._eval,
-            "cd": self._cd,
-            "exit": self._exit,
-            "shift": lambda *_: self.positional.pop(0) if self.positional else None,
-            "unset": lambda words, _: [self.variables.pop(word.text, None) for word in words],
-            **dict.fromkeys(_DECLARING, self._declare),
-        }
-        builtin = builtins.get(name)
-        if builtin is not None:
-            builtin(words[1:], cursor)
-        elif name in self._functions:
-            body, at = self._functions[name]
-            before, self.positional = self.positional, words[1:]
-            back, body.at = body.at, at
-            self._depth += 1
-            if self._depth > _MAX_DEPTH:
-                raise cursor.error("calls itself too often to be read; run the script")
-            self._statement(body)
-            self._depth -= 1
-            body.at, self.positional = back, before
-        elif name in ("[", "test"):
-            self._status = self._test([word for word in words[1:] if word.text != "]"])
-        elif name in ("true", ":", "false"):
-            self._status = name != "false"
-        elif not self._print(name, [word.text for word in words[1:]], cursor):
-            self._start(words, cursor)
-
-    def _start(self, words: list[Word], cursor: Cursor) -> None:
-        """Keep a command; of a shell that is given a script, or its text, what that starts."""
-        names = [os.path.basename(word.text) for word in words]
-        shell = next((number for number, name in enumerate(names) if name in ("bash", "sh")), None)
-        rest = words[shell + 1 :] if shell is not None else []
-        if rest and re.fullmatch(r"-\w*c", rest[0].text) and len(rest) > 1:
-            self.read(rest[1].text, cursor.path, cursor.file, rest[1].line)
-            return
-        if rest and rest[0].text.endswith(".sh") and shell == 0:
-            before, self.positional = self.positional, rest[1:]
-            self._source(rest[:1], cursor)
-            self.positional = before
-            return
-        self.printed = None
-        self._status = None
-        self.commands.append(StartedCommand(words, self._mode == _RUN))
-
-    def _print(self, name: str, texts: list[str], cursor: Cursor) -> bool:
-        """Return whether a command only prints, and print."""
-        plain = [text for text in texts if not text.startswith("-")]
-        folder = self._folder or os.curdir
-        printers: dict[str, Callable[[], str]] = {
-            "echo": lambda: " ".join(text for text in texts if text not in ("-n", "-e")),
-            "pwd": lambda: folder,
-            "dirname": lambda: os.path.dirname(plain[0]) or os.curdir,
-            "basename": lambda: os.path.basename(plain[0]).removesuffix("".join(plain[1:2]) or "\0"),
-            "realpath": lambda: plain[0],
-            "readlink": lambda: plain[0],
-            "seq": lambda: _sequence(plain),
-        }
-        if name not in printers or (name not in ("echo", "pwd") and not plain):
-            return False
-        if self.printed is not None:
-            self.printed.append(printers[name]())
-        return True
-
-    def _source(self, words: list[Word], cursor: Cursor) -> None:
-        """Read another script, where it is there; of what its absence leaves out, later words tell."""
-        if not words or self.unknowns.found(words[0].text):
-            return
-        path = Path(words[0].text)
-        if not os.path.isfile(path):
-            path = cursor.path.parent / path
-        if os.path.isfile(path):
-            self.read(read_text(path, MAX_BYTES), path, os.path.relpath(path))
-
-    def _printf(self, words: list[Word], cursor: Cursor) -> None:
-        texts = [word.text for word in words]
-        variable = texts[1] if texts[:1] == ["-v"] else None
-        form, *values = texts[2 if variable else 0 :] or [""]
-        printed = form.replace("\\n", "\n").replace("%d", "%s")
-        count = printed.count("%s")
-        if count == 0 or len(values) > count:
-            return
-        printed = printed.replace("%s", "\2").replace("%%", "%")
-        for value in [*values, *[""] * (count - len(values))]:
-            printed = printed.replace("\2", value, 1)
-        if variable:
-            self._assign(variable, Word(printed, words[0].line, words[0].file))
-        elif self.printed is not None:
-            self.printed.append(printed)
-
-    def _eval(self, words: list[Word], cursor: Cursor) -> None:
-        if words:
-            self.read(" ".join(word.text for word in words), cursor.path, cursor.file, words[0].line)
-
-    def _cd(self, words: list[Word], cursor: Cursor) -> None:
-        plain = [word.text for word in words if not word.text.startswith("-")]
-        self._folder = plain[0] if plain else None
-
-    def _exit(self, words: list[Word], cursor: Cursor) -> None:
-        if not self._nested:
-            cursor.at = len(cursor.text)
-
-    def _declare(self, words: list[Word], cursor: Cursor) -> None:
-        for word in words:
-            match = _ASSIGNMENT.match(word.text)
-            if match:
-                self._assign(match[1], word._replace(text=word.text[match.end() :]), append=bool(match[2]))
-
     def substitute(self, text: str, cursor: Cursor) -> str | None:
         """Return what commands print; ``None``: only a running shell knows."""
         inner = Shell()
@@ -504,11 +335,3 @@ class Shell(Expander):
         if inner.printed is None or inner._status is None:
             return None
         return "\n".join(inner.printed).rstrip("\n")
-
-
-def _sequence(texts: list[str]) -> str:
-    numbers = [int(text) if re.fullmatch(r"-?\d+", text) else 1 for text in texts]
-    first, step, last = {1: (1, 1, numbers[-1]), 2: (numbers[0], 1, numbers[-1])}.get(
-        len(numbers), tuple(numbers[:3])
-    )
-    return "\n".join(map(str, range(first, last + 1, step)[:10_000])) if step > 0 else ""
