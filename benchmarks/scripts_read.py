@@ -24,7 +24,7 @@ _OTHER_MODELS = re.compile(
     re.IGNORECASE,
 )
 _NO_TRAINING = re.compile(
-    r"export|infer|convert|generat|quant|/conf/|server|benchmark/deepspeed|SBATCH|CONFIG.sh|env_setup"
+    r"export|infer|convert|generate|generation|quant|/conf/|server|benchmark/deepspeed|SBATCH|CONFIG.sh|env_setup"
 )
 _MODEL_NAME = re.compile(r"(?:--model|model\.path=|MODEL_PATH=|MODEL_ID=)\S*\s*\S*(?:VL|Omni)")
 _MISTAKES = re.compile(r" \(\d+\) ")

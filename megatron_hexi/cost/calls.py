@@ -37,7 +37,7 @@ _LAUNCH = 1 / 3
 
 
 def expert_calls(job: Job, count: Ints) -> Calls:
-    """Return the calls of routed experts, for GPUs that hold `count` of them, [U]."""
+    """Return the kernel launches of each pass of routed experts, for units that hold `count` experts, [U]."""
     each = _EXPERT_FP8 if job.precision == "fp8" else _EXPERT
     launches: Floats = _LAUNCH * np.asarray(count, dtype=float)
     return Calls(_ROUTED.forward + launches * each.forward, _ROUTED.backward + launches * each.backward)

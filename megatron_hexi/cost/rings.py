@@ -59,7 +59,7 @@ class Rings:
         return carried * size * each + (units - 1) * latency
 
     def _lay(self, gpus: Ints, width: int) -> tuple[float, float]:
-        """Return the seconds per byte, and the seconds of latency, of one step of rings over some units."""
+        """Return the seconds per byte, and the latency in seconds, of one step of a ring over some GPUs."""
         nodes: dict[int, list[int]] = {}
         for gpu in gpus.tolist():
             nodes.setdefault(int(self.links.nodes[gpu]), []).append(gpu)

@@ -33,7 +33,7 @@ class Mamba(State):
 
     @classmethod
     def from_arguments(cls, args: Namespace, source: str) -> dict[str, Any]:
-        """Return the fields; if no number of heads is given, they are together twice as wide as the model.
+        """Return the fields; without a number of heads, all heads together are twice as wide as the model.
 
         Raises:
             HexiError: the size of a head does not divide that width.

@@ -36,7 +36,7 @@ class MissingMemory:
 
 
 def missing_memory(request: Request, cluster: Cluster) -> MissingMemory:
-    """Return the memory that is missing if nothing is kept in host memory and nothing is held twice.
+    """Return by how much the GPUs' memory falls short of one copy of everything, without host memory.
 
     A plan may need more, because layers are whole and replicas repeat weights, or less, because it offloads.
     """

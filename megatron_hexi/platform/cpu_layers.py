@@ -186,7 +186,7 @@ def causal_conv1d(
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return the last axis of a tensor, divided by its length."""
+    """Return a tensor with each vector along its last axis divided by the vector's L2 norm."""
     wide = _wide(x)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 

@@ -24,7 +24,7 @@ def gains_dict(planned: Planned, gains: Sequence[FeatureAblation]) -> list[dict[
     return [vars(gain) | {"gain": _gain(planned, gain)} for gain in gains]
 
 
-def weak_report(planned: Planned, weak: Sequence[WeakKind]) -> RenderableType:
+def weak_report(planned: Planned, weak: Sequence[WeakKind]) -> Group:
     """Return a line for each weak kind of GPU: the best plan without it."""
     return Group(*(Text(_weak_line(planned, kind)) for kind in weak))
 

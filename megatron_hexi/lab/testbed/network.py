@@ -41,7 +41,7 @@ def rank_namespace(rank: int) -> str:
 
 
 def node_address(node: int) -> str:
-    """Return the IPv4 address of a node's bridge; its ranks come after it."""
+    """Return the IPv4 address of a node's bridge; the addresses of its ranks follow it."""
     return f"10.77.{node}.1"
 
 

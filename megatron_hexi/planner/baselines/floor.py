@@ -353,7 +353,7 @@ def _best_up_to(size: float, speeds: Speeds) -> PassCurves:
 
 
 def _numbered(counts: Sequence[int]) -> tuple[Ints, Ints]:
-    """Return, for runs of these lengths, the run of each element, and the index of each run's first one."""
+    """Return the run number of each element of runs of these lengths, and the index where each run starts."""
     return np.repeat(np.arange(len(counts)), counts), np.cumsum(counts) - counts
 
 

@@ -113,7 +113,7 @@ class LayerTimer:
         return None if beside is None else beside.slower(self._waiting(tuple(shape.kinds), shape.width))
 
     def _without_waiting(self, shape: StageShape) -> LayerTimes | None:
-        """Return a layer on the stage's pools as if none waited for another."""
+        """Return a layer's times if no pool of the stage waited for another."""
         alone = [self.layer(_only(shape, pool), True) for pool in shape.kinds]
         known = [layer for layer in alone if layer is not None]
         return _side_by_side(known) if len(known) == len(alone) else None

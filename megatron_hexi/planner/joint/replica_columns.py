@@ -117,7 +117,7 @@ class ReplicaColumns:
         return columns
 
     def _columns(self, counts: Counts, pipes: list[Pipe], shards: int, most: int) -> list[Column]:
-        """Return the best pipelines as columns, with the seconds in which their gradients are summed."""
+        """Return the best pipelines as columns of the packing, each with its seconds of summing gradients."""
         if shards == 1:
             kinds: dict[tuple[int, ...], Pipe] = {}
             for pipe in pipes:
