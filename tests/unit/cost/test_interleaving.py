@@ -63,7 +63,7 @@ def test_equal_stages_idle_a_chunk_of_each_other_stage(found):
     one, kept, closed, replayed = found
     assert closed == pytest.approx(1)
     assert replayed == pytest.approx(1)
-    stages, phases = len(one.stages), one.phases
+    stages, phases = len(one.stage_phases), one.phases
     # Narayanan et al., arXiv 2104.04473, section 2.2.
     assert phases.bubble / phases.token == pytest.approx((stages - 1) / (one.micro_batches * one.chunks))
     passes = one.micro_batches * one.chunks
@@ -99,8 +99,8 @@ def test_stages_of_other_speeds(found):
 @examples(30)
 def test_every_pass_follows_what_it_needs(found):
     one, *_ = found
-    stages, chunks = len(one.stages), one.chunks
-    spans = replay_pipeline(one, [0.3 * phases.total for phases in one.stages], 0)
+    stages, chunks = len(one.stage_phases), one.chunks
+    spans = replay_pipeline(one, [0.3 * phases.total for phases in one.stage_phases], 0)
     at = {(span.way, span.stage, span.micro_batch, span.chunk): span for span in spans}
     assert len(at) == len(spans) == 2 * stages * chunks * one.micro_batches
     for (way, stage, number, chunk), span in at.items():
