@@ -146,7 +146,8 @@ def _read_script(text: str, path: Path) -> Reading:
         first = len(words) - len(next(iter(starts))) + 1
         return Reading(words[first:], shell.unknowns, shell.defaults, program, words[0])
     stray = next((command.words[0] for command in shell.commands if command.words[0].text[:2] == "--"), None)
-    held = [word for value in shell.variables.values() for word in _arguments_in(value)]
+    arrays = dict.fromkeys(tuple(_arguments_in(value)) for value in shell.variables.values())
+    held = [word for array in arrays if not any(_has(other, array) for other in arrays) for word in array]
     if stray is not None and held:
         raise HexiError(
             f"{place_of(str(path), [stray])}: {stray.text[:40]}: stands outside the script's arguments; keep "
@@ -157,7 +158,13 @@ def _read_script(text: str, path: Path) -> Reading:
             f"{path}: is a script in which no start of a training is found (torchrun, python, srun, mpirun, "
             f"ray job submit, megatron sft); {_run_it(path)}, or give Megatron's arguments"
         )
-    return Reading(list(dict.fromkeys(held)), shell.unknowns, shell.defaults, "", held[0])
+    return Reading(held, shell.unknowns, shell.defaults, "", held[0])
+
+
+def _has(array: Sequence[Word], part: Sequence[Word]) -> bool:
+    """Whether an array takes in another one, as in ``ALL=("${MODEL[@]}" --bf16)``."""
+    starts = range(len(array) - len(part) + 1)
+    return len(array) > len(part) and any(array[start : start + len(part)] == part for start in starts)
 
 
 def _arguments_in(value: Word | list[Word]) -> list[Word]:

@@ -173,3 +173,10 @@ def test_lines_are_counted_once():
     with pytest.raises(HexiError, match="line 2001"):
         split_words(Text("--lr 1e-3\n" * 2000 + "$HOME"), PATH)
     assert Text.counted == 0
+
+
+def test_words_that_are_alike_on_a_line_stay_and_an_array_in_another_is_read_once():
+    text = 'MODEL=( --num-layers 2 --num-query-groups 2 )\nOTHER=(--lr 2)\nALL=( "${MODEL[@]}" --bf16 )\n'
+    text += 'JOB=( "${ALL[@]}" )\n'
+    words = ["--lr", "2", "--num-layers", "2", "--num-query-groups", "2", "--bf16"]
+    assert split_words(text, Path("job.sh")) == words
