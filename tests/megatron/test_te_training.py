@@ -124,7 +124,7 @@ UNIT_MODELS = {
     "latent": replace(weights.MODELS["latent"], reference=()),
     "latent-fused": weights.Model((*weights.MODELS["latent"].words, "--mla-down-proj-fusion"), modes=(True,)),
     "states": weights.hybrid(
-        "MG*E", *weights.LAYER_NORM, *weights.GATED, "--moe-grouped-gemm", modes=(True,)
+        "MGC*E", *weights.LAYER_NORM, *weights.GATED, "--moe-grouped-gemm", modes=(True,)
     ),
     "experts": weights.Model(weights.BIASED, modes=(True,)),
 }

@@ -75,7 +75,7 @@ MODELS = {
     ),
     "latent": Model((*NORMED, *LAYER_NORM), 1, NORMED_LATENT_SPEC),
     "latent-sinks": Model((*LATENT, *SINKS, "--no-rope-fusion"), 1, LATENT_SPEC),
-    "states": hybrid("MG*-", *LAYER_NORM),
+    "states": hybrid("MGC*-", *LAYER_NORM),
     "experts": hybrid("*E", *GATED, modes=(True,)),
     "further-tokens": Model((*LAYER_NORM, "--mtp-num-layers", "1", "--attention-output-gate"), 1),
 }
