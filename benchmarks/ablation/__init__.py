@@ -1,1 +1,1 @@
-"""What each mechanism of the planner is worth."""
+"""Measures the worth of each mechanism of the planner, by planning without it."""

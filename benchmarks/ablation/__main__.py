@@ -48,7 +48,7 @@ WHOLE, WHOLE_COMPARE = "-", "- compare"
 
 @dataclass(frozen=True)
 class Result:
-    """What planning a cell gave, with or without a mechanism.
+    """The result of planning a cell, with or without a mechanism.
 
     Args:
         seconds: of an iteration; ``None``: nothing fits, or planning was cut off.
@@ -65,7 +65,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Row:
-    """What a mechanism is worth, over the cells that were planned with and without it.
+    """The worth of a mechanism, over the cells that were planned with and without it.
 
     Args:
         cells: how many these are.
@@ -88,7 +88,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """What follows from it."""
+        """Whether the mechanism stays, as text."""
         if not self.cells:
             return "not run"
         if self.slower:

@@ -24,7 +24,7 @@ MACHINES = CLUSTERS | {
 }
 #: Cluster, model, context, batch, and what is fixed.
 FIXED: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
-    # All but 0.1 % of the memory is full here: a plan that is built slightly differently does not fit.
+    # With a fixed micro-batch no plan takes samples in place of tokens.
     ("pair", "gpt-7b", 32 * K, 8, {"micro_batch_size": 1}),
     ("pair", "llama3-8b", 8 * K, 16, {"micro_batch_size": 2}),
     ("two-pairs", "gpt-3b", 16 * K, 16, {"data_parallel": 2}),

@@ -292,7 +292,7 @@ class NewJob(PlanFeatures, Training):
         """Return the job, which must name a model.
 
         Raises:
-            HexiError: it does not.
+            HexiError: it names none.
         """
         if not self.model:
             raise HexiError(

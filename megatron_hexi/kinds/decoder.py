@@ -262,7 +262,7 @@ class Decoder:
 
     @cached_property
     def attention(self) -> SoftmaxAttention:
-        """How heads of attention are made; plans cut all layers in proportion to these heads."""
+        """The attention of the model, in proportion to whose heads plans cut all layers."""
         return self.latent or _ATTENTION
 
     @property
@@ -277,7 +277,7 @@ class Decoder:
 
     @cached_property
     def mixer(self) -> LayerPart:
-        """What passes between tokens in the layers, which are of one kind."""
+        """The part of the layers, which are of one kind, that mixes tokens."""
         found = self.state or self.short_conv or self.attention
         return _NOTHING if self.pattern[:1] in (DENSE, EXPERTS) else found
 

@@ -25,7 +25,7 @@ _OF_THE_LOOP: Final = ("bf16", "fp16")
 
 @dataclasses.dataclass(frozen=True)
 class LoopJob:
-    """What a loop trains.
+    """A model and its batch, as a loop trains them.
 
     Args:
         model: a `TransformerConfig`; `start` sets in it what the plan decides, such as context_parallel_size.

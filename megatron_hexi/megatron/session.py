@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingTerms:
-    """What the patches of Megatron-Core must know of the job beside its plan; the training loop fills it.
+    """Terms of the job that patches of Megatron-Core ask for beside its plan; the training loop fills them.
 
     Args:
         layers: layers of the whole model, those that predict further tokens included.

@@ -1,4 +1,4 @@
-"""What is trained: the model and the job, read from files of several formats. No torch here."""
+"""The model and the job that are trained, read from files of several formats. No torch here."""
 
 from megatron_hexi.models.job import PRECISIONS, RECOMPUTES, Job, job_of_plan, job_terms
 from megatron_hexi.models.megatron_arguments import ArgumentTerms, model_flags

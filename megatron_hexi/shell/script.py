@@ -24,6 +24,8 @@ _BETWEEN = re.compile(r"(?:[ \t\r\n]|(?<!;);(?!;)|\\\n|&(?![&>])|#[^\n]*)+")
 _RESERVED = re.compile(
     r"(?:if|then|elif|else|fi|for|while|until|do|done|case|esac|function|time|!|\{|\})(?=[\s;&|)]|$)|;;|\)"
 )
+#: Reserved words that only go on with, or end, a statement.
+_ENDS = frozenset(("then", "fi", "do", "done", "esac", "elif", "else", "}", ")", ";;"))
 _FUNCTION = re.compile(r"(?:function\s+)?([A-Za-z_][\w-]*)[ \t]*\(\)\s*|function\s+([A-Za-z_][\w-]*)\s*")
 _REDIRECTION = re.compile(r"\d*(?:&>>?|>>|>&|<&|>\||<<<|<>|>|<)[ \t]*")
 _HEREDOC = re.compile(r"\d*<<(-?)[ \t]*(['\"]?)(\w+)\2")
@@ -66,18 +68,7 @@ class Shell(Commands):
             if reserved and reserved[0] in ends:
                 cursor.at = reserved.end()
                 return reserved[0]
-            if reserved and reserved[0] in (
-                "then",
-                "fi",
-                "do",
-                "done",
-                "esac",
-                "elif",
-                "else",
-                "}",
-                ")",
-                ";;",
-            ):
+            if reserved and reserved[0] in _ENDS:
                 cursor.at = reserved.end()  # belongs to something that was not understood
                 continue
             self._chain(cursor)

@@ -39,7 +39,7 @@ def draw_job() -> Figure:
 
 
 def draw_node_failure() -> Figure:
-    """What an elastic job does between the failure of a node and its next iteration."""
+    """Draw the steps of an elastic job from the failure of a node to its next iteration."""
     figure, axes = _empty(10, 2.2)
     steps = (
         ("training\non nodes 0, 1, 2", _PROGRAM),

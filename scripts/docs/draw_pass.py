@@ -30,7 +30,7 @@ _OWN, _FAR, _BACKWARD = 2.0, 2.0, 2.5
 
 
 class Span(NamedTuple):
-    """What occupies a lane for a time."""
+    """A message or a computation that occupies a lane for a time."""
 
     lane: str
     name: str
@@ -49,7 +49,7 @@ def draw_pass() -> Figure:
 
 
 def passes(backward: bool) -> list[Span]:
-    """What one rank does in a forward or backward pass."""
+    """Return the messages and computations of one rank in a forward or backward pass."""
     return _run(attention_program(backward, _PARTS, window=1, halves=2, turn=0), backward)
 
 

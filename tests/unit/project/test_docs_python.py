@@ -1,4 +1,4 @@
-"""What the pages import from the package is there. Nothing is imported: `megatron_hexi.api` changes torch."""
+"""Names that pages import from the package exist. Nothing is imported: `megatron_hexi.api` changes torch."""
 
 from __future__ import annotations
 
