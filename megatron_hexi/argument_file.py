@@ -5,7 +5,7 @@ the next character as it is, and at the end of a line it is a blank. A ``#`` tha
 comment, to the end of the line; inside a word it is an ordinary character. A variable is an error, unless it
 has a default: ``${NAME:-default}`` is read as the default.
 
-A script is read as a shell runs it (`megatron_hexi.shell`), but nothing is run: its arguments are those of
+Of a script the assignments are read, and nothing is run (`megatron_hexi.shell`): its arguments are those of
 the training that it starts, or else, of ``ARGS=( … )`` and ``ARGS="…"`` alone, the words inside.
 """
 
@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.other_files import is_script, refuse_other_files
-from megatron_hexi.shell.commands import MAX_BYTES
-from megatron_hexi.shell.expansion import Cursor, Expander
-from megatron_hexi.shell.script import Shell
+from megatron_hexi.shell.cursor import Cursor
+from megatron_hexi.shell.expansion import Expander
+from megatron_hexi.shell.script import MAX_BYTES, Shell
 from megatron_hexi.shell.training_start import find_training
 from megatron_hexi.shell.words import Fields, Unknowns, Word, place_of
 from megatron_hexi.text_file import read_text
@@ -83,9 +83,8 @@ def unfilled(words: Sequence[Word], reading: Reading, path: Path) -> str:
     """Return the message for words that only a running shell knows."""
     parts = [part.word for word in words for part in reading.unknowns.found(word.text)]
     # In a file of arguments the word, in a script the part, which may stand on a line of its own.
-    shown = (
-        parts if reading.where else [word._replace(text=reading.unknowns.shown(word.text)) for word in words]
-    )
+    whole = [word._replace(text=reading.unknowns.shown(word.text)) for word in words]
+    shown = parts if reading.where and parts else whole
     shown = list(dict.fromkeys(shown))
     listed = f"{', '.join(word.text[:40] for word in shown[:8])}{', …' * (len(shown) > 8)}"
     if reading.where is None:
@@ -131,11 +130,10 @@ def _read_script(text: str, path: Path) -> Reading:
     shell.read(text, path)
     starts: dict[tuple[str, ...], tuple[str, list[Word]]] = {}
     for command in shell.commands:
-        found = find_training([word.text for word in command.words])
+        found = find_training([word.text for word in command])
         if found is not None:
             program, first = found
-            words = command.words[first:]
-            starts.setdefault((program, *(word.text for word in words)), (program, command.words))
+            starts.setdefault((program, *(word.text for word in command[first:])), (program, command))
     if len(starts) > 1:
         begun = [words[0] for _, words in starts.values()]
         raise HexiError(
@@ -145,7 +143,7 @@ def _read_script(text: str, path: Path) -> Reading:
     for program, words in starts.values():
         first = len(words) - len(next(iter(starts))) + 1
         return Reading(words[first:], shell.unknowns, shell.defaults, program, words[0])
-    stray = next((command.words[0] for command in shell.commands if command.words[0].text[:2] == "--"), None)
+    stray = next((command[0] for command in shell.commands if command[0].text[:2] == "--"), None)
     arrays = dict.fromkeys(tuple(_arguments_in(value)) for value in shell.variables.values())
     held = [word for array in arrays if not any(_has(other, array) for other in arrays) for word in array]
     if stray is not None and held:
@@ -172,7 +170,7 @@ def _arguments_in(value: Word | list[Word]) -> list[Word]:
     words = value
     if isinstance(words, Word):
         fields = Fields(words.line, words.file)
-        fields.split(words)
+        fields.split([words])
         words = fields.finish()
     return words if words and words[0].text.startswith("--") else []
 

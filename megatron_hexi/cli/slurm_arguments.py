@@ -14,7 +14,7 @@ from megatron_hexi.cli.output import check_outputs, output_option, say, tell
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models.megatron_arguments import read_arguments
 from megatron_hexi.plan import read_plan
-from megatron_hexi.shell.commands import MAX_BYTES
+from megatron_hexi.shell.script import MAX_BYTES
 from megatron_hexi.slurm import plan_start
 from megatron_hexi.text_file import read_text, write_text_atomically
 from megatron_hexi.whole_number import variable_number

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatron_hexi.argument_file import Reading
 from megatron_hexi.errors import HexiError
-from megatron_hexi.shell.expansion import Cursor, Expander
+from megatron_hexi.shell.cursor import Cursor
+from megatron_hexi.shell.expansion import Expander
 from megatron_hexi.shell.words import Word
 
 _SECTION = re.compile(r"^MODEL_ARGS:[ \t]*$", re.MULTILINE)

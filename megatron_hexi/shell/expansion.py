@@ -1,13 +1,15 @@
-"""Words of a script as bash expands them: quotes, variables, arrays, integers and command substitution."""
+"""Words of a script as bash expands them: quotes, variables with defaults, arrays and sums of integers."""
 
 from __future__ import annotations
 
+import ast
+import operator
+import os
 import re
-from bisect import bisect_right
-from pathlib import Path
+from collections.abc import Callable
 
-from megatron_hexi.errors import HexiError
-from megatron_hexi.shell.words import JOINED, Fields, Unknowns, Word, arithmetic
+from megatron_hexi.shell.cursor import Cursor
+from megatron_hexi.shell.words import JOINED, Fields, Unknowns, Word
 
 #: Literal text of a word outside quotes, by what else may stand there.
 _LITERAL = {
@@ -15,85 +17,21 @@ _LITERAL = {
     "array": re.compile(r"""[^\s\\'"`$)]+"""),
     "file": re.compile(r"""[^\s\\'"`$]+"""),
 }
-_QUOTED = re.compile(r'[^\\"`$]+')
-_NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!]")
 _PARAMETER = re.compile(
-    r"(?P<sign>[#!]?)(?P<name>[A-Za-z_]\w*|[@*]|\d+)(?:\[(?P<index>[^]]*)\])?(?P<rest>.*)", re.DOTALL
+    r"(?P<name>[A-Za-z_]\w*|[@*#?$!]|\d+)(?:\[(?P<index>[@*]|\d+)\])?(?:(?P<colon>:?)(?P<sign>[-=])(?P<default>.*))?",
+    re.DOTALL,
 )
-_ENVIRONMENT = re.compile(r"[A-Za-z_]\w*|\d+")
-
-
-class Cursor:
-    """A place in a text that is read from its beginning to its end."""
-
-    def __init__(self, text: str, path: Path, file: str, line: int = 1) -> None:
-        """Begin at the beginning of a text, which starts at a line of a file."""
-        self.text, self.path, self.file, self.at = text, path, file, 0
-        self._first = line
-        self._ends = [match.end() for match in re.finditer("\n", text)]
-
-    @property
-    def line(self) -> int:
-        """The line of the place, from 1."""
-        return self._first + bisect_right(self._ends, self.at)
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether all of the text was read."""
-        return self.at >= len(self.text)
-
-    def sees(self, pattern: str | re.Pattern[str]) -> re.Match[str] | None:
-        """Return the match of a pattern at this place."""
-        return re.compile(pattern).match(self.text, self.at)
-
-    def take(self, pattern: str | re.Pattern[str]) -> re.Match[str] | None:
-        """Return the match of a pattern at this place, and go behind it."""
-        match = self.sees(pattern)
-        if match is not None:
-            self.at = match.end()
-        return match
-
-    def error(self, what: str, at: int | None = None) -> HexiError:
-        """Return an error about this place, or an earlier one."""
-        self.at = self.at if at is None else at
-        shown = self.text[self.at :].split()[0][:40] if self.text[self.at :].split() else "the end"
-        return HexiError(f"{self.file or self.path}, line {self.line}: {shown}: {what}")
-
-    def inside(self, opened: str, closed: str) -> str:
-        """Return the text up to the end of a parenthesis, or the like, that was opened, and go behind it."""
-        start, depth = self.at, 1
-        while self.at < len(self.text):
-            if self.take(r"\\.|'[^']*'") or self.take(re.compile(r'"(?:\\.|[^"\\])*"', re.DOTALL)):
-                continue
-            depth += self.text.startswith(opened, self.at) - self.text.startswith(closed, self.at)
-            self.at += 1
-            if depth == 0:
-                return self.text[start : self.at - 1]
-        raise self.error(f"is not closed; close it by {closed}", start)
-
-
-class _Whole(list[Word]):
-    """A value that stays whole where no quotes stand around its expansion: a default in quotes."""
-
-
-class Joined(Fields):
-    """Collects the value of an assignment, which is not split."""
-
-    def add(self, text: str) -> None:
-        """Add text; joined lines stay known."""
-        before = self._current or Word("", *self._place)
-        self._current = before._replace(text=before.text + text)
-
-    def split(self, value: Word) -> None:
-        """Add the value of an expansion whole."""
-        if self._current is None:
-            self._current = value
-        else:
-            self.add(value.text)
-
-    def splice(self, values: list[Word]) -> None:  # type: ignore[override]
-        """Add the elements of an array, separated by blanks."""
-        self.add(" ".join(value.text for value in values))
+#: Commands that print the folder of the script, as ``cd "$(dirname "$0")" && pwd``, or a folder beside it.
+_FOLDER = re.compile(
+    r'(?:cd (?:-- )?"?\$\()?\s*dirname (?:-- )?"?\$\{?(?:0|BASH_SOURCE)[^)]*\)?"?([\w./-]*).*', re.DOTALL
+)
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 
 
 class Expander:
@@ -102,13 +40,8 @@ class Expander:
     def __init__(self) -> None:
         """Begin without variables."""
         self.variables: dict[str, Word | list[Word]] = {}
-        self.positional: list[Word] = []
         self.unknowns = Unknowns()
         self.defaults: list[Word] = []
-
-    def substitute(self, text: str, cursor: Cursor) -> str | None:
-        """Return what a command prints; ``None``: only a running shell knows."""
-        return None
 
     def word(self, cursor: Cursor, among: str = "command") -> list[Word]:
         """Return the fields of the word at a place, and go behind it.
@@ -119,9 +52,9 @@ class Expander:
         return self._read(cursor, Fields(cursor.line, cursor.file), among)
 
     def value(self, cursor: Cursor) -> Word:
-        """Return the value of an assignment at a place, and go behind it."""
-        found = self._read(cursor, Joined(cursor.line, cursor.file), "command")
-        return found[0] if found else Word("", cursor.line, cursor.file)
+        """Return the value of an assignment at a place, and go behind it; it is not split."""
+        fields = Fields(cursor.line, cursor.file, splits=False)
+        return next(iter(self._read(cursor, fields, "command")), Word("", cursor.line, cursor.file))
 
     def _read(self, cursor: Cursor, fields: Fields, among: str) -> list[Word]:
         while not cursor.is_at_end:
@@ -156,7 +89,7 @@ class Expander:
         while not cursor.take('"'):
             if cursor.is_at_end:
                 raise cursor.error("is not closed; close the quotes", start)
-            if match := cursor.take(_QUOTED):
+            if match := cursor.take(r'[^\\"`$]+'):
                 fields.add(match[0])
             elif cursor.take(r"\\\n"):
                 fields.add(JOINED)
@@ -170,135 +103,92 @@ class Expander:
     def _expand(self, cursor: Cursor, fields: Fields, *, quoted: bool) -> None:
         """Add what stands for ``$…`` or a command in backquotes."""
         start, line = cursor.at, cursor.line
-        found: Word | list[Word]
+        found: str | Word | list[Word] | None
         if cursor.take(r"\$\(\("):
-            inner = cursor.inside("(", ")")
+            found = self._sum(self._text(cursor.inside("(", ")"), cursor))
             cursor.take(r"\)")
-            result = arithmetic(self._text(inner, cursor), self.number, self.set_number)
-            found = self._known(None if result is None else str(result), cursor, start, line)
         elif cursor.take(r"\$\("):
-            found = self._known(self.substitute(cursor.inside("(", ")"), cursor), cursor, start, line)
+            folder = _FOLDER.fullmatch(cursor.inside("(", ")"))
+            found = os.path.join(cursor.path.parent, folder[1].strip("/")).rstrip("/") if folder else None
         elif cursor.take("`"):
-            command = cursor.take(r"([^`]*)`")
-            if command is None:
+            if cursor.take(r"[^`]*`") is None:
                 raise cursor.error("is not closed; close the quotes", start)
-            found = self._known(self.substitute(command[1], cursor), cursor, start, line)
+            found = None
         elif cursor.take(r"\$\{"):
-            inner = cursor.inside("{", "}")
-            found = self._parameter(inner, cursor.text[start : cursor.at], cursor, line)
-        elif cursor.take(r"\$(?=[A-Za-z_0-9@*#?$!])"):
-            name = cursor.take(_NAME)
-            assert name is not None
-            found = self._parameter(name[0], cursor.text[start : cursor.at], cursor, line)
+            found = self._parameter(cursor.inside("{", "}"), cursor, start)
+        elif match := cursor.take(r"\$([A-Za-z_]\w*|[0-9@*#?$!])"):
+            found = self._parameter(match[1], cursor, start)
         else:
             fields.add(cursor.text[cursor.at])
             cursor.at += 1
             return
-        if isinstance(found, Word):
-            if quoted:
-                fields.add(found.text)
-            else:
-                fields.split(found)
-        elif quoted or isinstance(found, _Whole):
-            fields.splice(found)
+        if found is None:
+            found = self.unknowns.mark(cursor.text[start : cursor.at], line, cursor.file)
+        if isinstance(found, list):
+            (fields.splice if quoted else fields.split)(found)
+        elif isinstance(found, str) or quoted:
+            fields.add(found if isinstance(found, str) else found.text)
         else:
-            for number, element in enumerate(found):
-                fields.split(element._replace(text=f"{' ' * (number > 0)}{element.text}"))
+            fields.split([found])
 
-    def _known(self, text: str | None, cursor: Cursor, start: int, line: int) -> Word:
-        """Return a text that was found, or else the mark of a part that only the shell knows."""
-        if text is None:
-            text = self.unknowns.mark(cursor.text[start : cursor.at], line, cursor.file)
-        return Word(text, line, cursor.file)
+    def _parameter(self, inner: str, cursor: Cursor, start: int) -> str | Word | list[Word] | None:
+        """Return the value of ``${…}``, text that is not split; ``None``: only a running shell knows it."""
+        match = _PARAMETER.fullmatch(inner)
+        if match is None:
+            return None
+        value = self.variables.get(match["name"])
+        if match["name"] in ("0", "BASH_SOURCE"):
+            return str(cursor.path)
+        if isinstance(value, list) and match["index"] == "*":
+            return " ".join(element.text for element in value)
+        if isinstance(value, list) and match["index"] != "@":
+            value = dict(enumerate(value)).get(int(match["index"] or 0))
+        is_empty = isinstance(value, Word) and self.unknowns.without_variables(value.text) == ""
+        if match["sign"] and (value is None or (match["colon"] and is_empty)):
+            filled = Word(cursor.text[start : cursor.at], cursor.line, cursor.file)
+            self.defaults += [filled] * (value is None)
+            filled = filled._replace(text=self._text(match["default"], cursor))
+            if match["sign"] == "=":
+                self.variables[match["name"]] = filled
+            return filled.text if re.fullmatch(r"([\"']).*\1", match["default"]) else filled
+        if value is None and re.match(r"\w", match["name"]):
+            return self.unknowns.mark(cursor.text[start : cursor.at], cursor.line, cursor.file, variable=True)
+        return value
 
     def _text(self, text: str, cursor: Cursor) -> str:
-        """Return a text, as of a default or an expression, with its variables filled in."""
-        inner = Cursor(text.replace('"', ""), cursor.path, cursor.file, cursor.line)
-        fields = Joined(cursor.line, cursor.file)
+        """Return a text, as of a default or a sum, with its variables filled in and without its quotes."""
+        inner = Cursor(re.sub("[\"']", "", text), cursor.path, cursor.file, cursor.line)
+        fields = Fields(cursor.line, cursor.file, splits=False)
         while not inner.is_at_end:
-            if match := inner.take(r"[^$`\\]+"):
+            if match := inner.take(r"[^$`\\]+|\\"):
                 fields.add(match[0])
-            elif match := inner.take(re.compile(r"\\(.)", re.DOTALL)):
-                fields.add(match[1])
             else:
                 self._expand(inner, fields, quoted=True)
         return "".join(field.text for field in fields.finish())
 
-    def _parameter(self, inner: str, written: str, cursor: Cursor, line: int) -> Word | list[Word]:
-        """Return the value of ``${…}``."""
-        here = Word("", line, cursor.file)
-        match = _PARAMETER.fullmatch(inner)
-        if match is None:
-            simple = {"#": str(len(self.positional)), "?": "0"}.get(inner)
-            return here._replace(text=simple or self.unknowns.mark(written, line, cursor.file))
-        value = self._variable(match["name"], match["index"], cursor)
-        if match["sign"] == "#" and value is not None:
-            return here._replace(text=str(len(value if isinstance(value, list) else value.text)))
-        text = (
-            None
-            if value is None
-            else value.text
-            if isinstance(value, Word)
-            else " ".join(v.text for v in value)
-        )
-        default = re.fullmatch(r"(:?)([-=+?])(.*)", match["rest"], re.DOTALL)
-        if default and not match["sign"]:
-            lacks = text is None or (default[1] == ":" and self.unknowns.without_variables(text) == "")
-            if default[2] in "-=" and lacks:
-                if text is None:
-                    self.defaults.append(here._replace(text=written))
-                filled = here._replace(text=self._text(default[3].strip("'"), cursor))
-                if default[2] == "=":
-                    self.variables[match["name"]] = filled
-                return _Whole([filled]) if re.fullmatch(r"([\"']).*\1", default[3]) else filled
-            if default[2] == "+" and not lacks:
-                return here._replace(text=self._text(default[3], cursor))
-            if default[2] == "+" and text is not None:
-                return here
-        if match["rest"] in (",,", "^^") and text is not None:
-            return here._replace(text=text.lower() if match["rest"] == ",," else text.upper())
-        is_plain = not match["sign"] and (not match["rest"] or (default is not None and default[2] != "+"))
-        if value is not None and is_plain:
-            return value
-        is_unset = value is None and bool(_ENVIRONMENT.fullmatch(match["name"]))
-        return here._replace(text=self.unknowns.mark(written, line, cursor.file, variable=is_unset))
-
-    def _variable(self, name: str, index: str | None, cursor: Cursor) -> Word | list[Word] | None:
-        """Return the value of a variable; ``None`` if no line before gives it one."""
-        here = Word("", cursor.line, cursor.file)
-        if name in "@*":
-            return self.positional if name == "@" else here._replace(text=self._join(self.positional))
-        if name.isdigit():
-            number = int(name)
-            if number == 0:
-                return here._replace(text=str(cursor.path))
-            return self.positional[number - 1] if number <= len(self.positional) else None
-        if name == "BASH_SOURCE":
-            return here._replace(text=str(cursor.path))
-        value = self.variables.get(name)
-        if index is None or value is None:
-            return value[0] if isinstance(value, list) and value else None if value == [] else value
-        elements = value if isinstance(value, list) else [value]
-        if index == "@":
-            return elements
-        if index == "*":
-            return here._replace(text=self._join(elements))
-        place = arithmetic(self._text(index, cursor), self.number, self.set_number)
-        if place is None or not -len(elements) <= place < len(elements):
+    def _sum(self, text: str) -> str | None:
+        """Return the value of ``+ - * / %`` over natural numbers; ``None`` for any other expression."""
+        filled = re.sub(r"[A-Za-z_]\w*", lambda match: self._number(match[0]), text).replace("/", "//")
+        if len(filled) > 200 or not re.fullmatch(r"[\d\s()+\-*/%]+", filled):
             return None
-        return elements[place]
+        try:
+            return str(_evaluate(ast.parse(filled.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return None
 
-    def _join(self, values: list[Word]) -> str:
-        separator = self.variables.get("IFS")
-        between = separator.text[:1] if isinstance(separator, Word) else " "
-        return between.join(value.text for value in values)
-
-    def number(self, name: str) -> int | None:
-        """Return the value of a variable in an expression; ``None`` if it is not known or no number."""
+    def _number(self, name: str) -> str:
         value = self.variables.get(name)
-        text = value.text.strip() if isinstance(value, Word) else ""
-        return int(text) if re.fullmatch(r"[+-]?\d+", text) else None
+        return value.text if isinstance(value, Word) else "?"
 
-    def set_number(self, name: str, value: int) -> None:
-        """Give a variable the value of an expression."""
-        self.variables[name] = Word(str(value), 0)
+
+def _evaluate(node: ast.expr) -> int:
+    """Return the value of a sum. Raises ValueError: it has a power, or a negative quotient."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
+            sides = _evaluate(left), _evaluate(right)
+            if min(sides) < 0 and not isinstance(kind, ast.Add | ast.Sub | ast.Mult):
+                raise ValueError  # bash rounds these towards zero
+            return _OPERATORS[type(kind)](*sides)
+    raise ValueError

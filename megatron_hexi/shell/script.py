@@ -1,251 +1,152 @@
-"""Shell scripts read without being run: assignments, conditions, loops, and the commands they come to.
+"""Shell scripts read without being run: their assignments, the files that they source, and their commands.
 
-What cannot be known without running is marked, and only a mark in the words of a training is a mistake.
-Variables of the environment count as not set. Commands under a condition that is not known are marked, too.
+Nothing is carried out. The value of a variable is known where every run of the script gives it the same one:
+below a condition, in a loop or a function it is marked as unknown, as is the output of a command. Only a mark
+in the words of a training is a mistake. Variables of the environment count as not set.
 """
 
 from __future__ import annotations
 
-import fnmatch
+import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.shell.commands import ASSIGNMENT, DECLARING, MAX_DEPTH, MAYBE, RUN, SKIP, Commands
-from megatron_hexi.shell.expansion import Cursor
-from megatron_hexi.shell.words import Word, arithmetic
+from megatron_hexi.shell.cursor import Cursor
+from megatron_hexi.shell.expansion import Expander
+from megatron_hexi.shell.words import Word
+from megatron_hexi.text_file import read_text
 
-_MAX_STEPS = 100_000
+#: A launch script has a few kilobytes.
+MAX_BYTES = 2**18
+_MAX_DEPTH = 50
 
 _BLANK = re.compile(r"(?:[ \t]|\\\n)+")
-_BETWEEN = re.compile(r"(?:[ \t\r\n]|(?<!;);(?!;)|\\\n|&(?![&>])|#[^\n]*)+")
+_BETWEEN = re.compile(r"(?:[ \t\r)]|\((?!\()|\\\n|\|(?!\|)|&(?![&>])|#[^\n]*)+")
 _RESERVED = re.compile(
-    r"(?:if|then|elif|else|fi|for|while|until|do|done|case|esac|function|time|!|\{|\})(?=[\s;&|)]|$)|;;|\)"
+    r"(?:if|then|elif|else|fi|for|while|until|do|done|case|esac|function|time|!|\{|\})(?=[\s;&|)]|$)"
 )
-#: Reserved words that only go on with, or end, a statement.
-_ENDS = frozenset(("then", "fi", "do", "done", "esac", "elif", "else", "}", ")", ";;"))
-_FUNCTION = re.compile(r"(?:function\s+)?([A-Za-z_][\w-]*)[ \t]*\(\)\s*|function\s+([A-Za-z_][\w-]*)\s*")
+_DEPTHS = {"if": 1, "for": 1, "while": 1, "until": 1, "case": 1, "fi": -1, "done": -1, "esac": -1}
+_FUNCTION = re.compile(r"(?:function\s+)?[A-Za-z_][\w-]*[ \t]*\(\)\s*\{|function\s+[A-Za-z_][\w-]*\s*\{")
+_TEST = re.compile(r"\[\[?\s[^\n]*?\s\]\]?(?=[\s;&|)]|$)")
 _REDIRECTION = re.compile(r"\d*(?:&>>?|>>|>&|<&|>\||<<<|<>|>|<)[ \t]*")
 _HEREDOC = re.compile(r"\d*<<(-?)[ \t]*(['\"]?)(\w+)\2")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
+_DECLARING = ("export", "local", "declare", "typeset", "readonly")
+#: Builtins whose words are names of variables that they set.
+_SETTING = ("read", "printf", "let", "mapfile", "readarray", "getopts", "unset")
+#: Names that an integer expression sets.
+_SET_NUMBER = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)")
 
 
-class Shell(Commands):
+class Shell(Expander):
     """Reads scripts and keeps what they set and start."""
 
     def __init__(self) -> None:
         """Begin with nothing set."""
         super().__init__()
-        self._steps = 0
+        self.commands: list[list[Word]] = []
+        self._files = self._depth = 0
+        self._is_sure = True
+        self._function_ends: list[int] = []
+        self._set_in_functions: set[str] = set()
         self._heredocs: list[tuple[bool, str]] = []
 
     def read(self, text: str, path: Path, file: str = "", line: int = 1) -> None:
-        """Read a script, or a part of one."""
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
+        """Read a script, or a part of one.
+
+        Raises:
+            HexiError: quotes or an array are not closed, a statement is not understood, or files source each
+                other.
+        """
+        self._files += 1
+        if self._files > _MAX_DEPTH:
             raise HexiError(f"{path}: calls itself too often to be read; run it: hexi plan … -- bash {path}")
-        self._block(Cursor(text.replace("\r\n", "\n"), path, file, line))
-        self._depth -= 1
-
-    @contextmanager
-    def _within(self, mode: int) -> Iterator[None]:
-        before, self._mode = self._mode, min(self._mode, mode)
-        self._nested += 1
-        try:
-            yield
-        finally:
-            self._mode = before
-            self._nested -= 1
-
-    def _block(self, cursor: Cursor, *ends: str) -> str:
-        """Read statements up to a reserved word, and return it; empty at the end."""
-        while True:
-            cursor.take(_BETWEEN)
-            if cursor.is_at_end:
-                return ""
-            reserved = cursor.sees(_RESERVED)
-            if reserved and reserved[0] in ends:
-                cursor.at = reserved.end()
-                return reserved[0]
-            if reserved and reserved[0] in _ENDS:
-                cursor.at = reserved.end()  # belongs to something that was not understood
+        cursor = Cursor(text.replace("\r\n", "\n"), path, file, line)
+        while not cursor.is_at_end:
+            if cursor.take(_BETWEEN):
                 continue
-            self._chain(cursor)
-
-    def _chain(self, cursor: Cursor) -> None:
-        """Read statements that are joined by ``&&``, ``||`` and ``|``."""
-        self._steps += 1
-        if self._steps > _MAX_STEPS:
-            raise cursor.error("loops too long to be read; run the script: hexi plan … -- bash SCRIPT")
-        self._statement(cursor)
-        while match := cursor.take(r"(?:[ \t]|\\\n)*(&&|\|\||\|&?)\s*(?:\\\n\s*)*"):
-            status, joined = self._status, match[1]
-            if joined[:2] not in ("&&", "||"):
-                self.printed = None
+            if joined := cursor.take(r"&&|\|\|"):
+                self._is_sure &= joined[0] == "&&"
+            elif cursor.take(r"[\n;]+"):
+                self._is_sure = True
+            else:
                 self._statement(cursor)
-                self._status = None
-                continue
-            wanted = joined == "&&"
-            mode = MAYBE if status is None else RUN if status is wanted else SKIP
-            with self._within(mode):
-                self._statement(cursor)
-            self._status = status if mode == SKIP else self._status if mode == RUN else None
+        self._files -= 1
 
     def _statement(self, cursor: Cursor) -> None:
-        cursor.take(_BLANK)
-        reserved = cursor.sees(_RESERVED)
-        word = reserved[0] if reserved else ""
-        if word in ("if", "for", "while", "until", "case"):
-            cursor.at += len(word)
-            {"if": self._if, "for": self._for, "case": self._case}.get(word, self._while)(cursor)
-        elif word in ("!", "time"):
-            cursor.at += len(word)
-            self._statement(cursor)
-            if word == "!":
-                self._status = None if self._status is None else not self._status
-        elif word == "{":
-            cursor.at += 1
-            self._block(cursor, "}")
+        if cursor.take(_FUNCTION):
+            self._depth += 1
+            self._function_ends.append(self._depth)
+        elif word := cursor.take(_RESERVED):
+            self._depth += _DEPTHS.get(word[0], 0) + (word[0] == "{") - (word[0] == "}")
+            self._depth = max(self._depth, 0)
+            if self._function_ends and self._depth < self._function_ends[-1]:
+                self._function_ends.pop()
+            if word[0] == "for" and (name := cursor.take(r"\s*([A-Za-z_]\w*)")):
+                self._assign(name[1], Word("", cursor.line, cursor.file), is_sure=False)
         elif cursor.take(r"\(\("):
-            inner = cursor.inside("(", ")")
-            cursor.take(r"\)")
-            number = self._arithmetic(inner, cursor)
-            self._status = None if number is None else bool(number)
-        elif cursor.take(r"\("):
-            self._block(cursor, ")")
-        elif cursor.take(r"\[\[(?=\s)"):
-            end = cursor.take(re.compile(r"(.*?)\s\]\]", re.DOTALL))
-            if end is None:
-                raise cursor.error("is not closed; close it by ]]")
-            inside = Cursor(
-                end[1].replace("&&", " -a ").replace("||", " -o "), cursor.path, cursor.file, cursor.line
-            )
-            self._status = self._test(self._words_of(inside))
-        elif match := cursor.take(_FUNCTION):
-            self._functions[match[1] or match[2]] = (cursor, cursor.at)
-            with self._within(SKIP):
-                self._statement(cursor)
+            line = cursor.line
+            for name in _SET_NUMBER.findall(cursor.inside("(", ")")):
+                self._assign(name, Word("", line, cursor.file), is_sure=False)
+        elif cursor.take(_TEST):
+            self._is_sure = False
         else:
             self._simple(cursor)
-
-    def _arithmetic(self, text: str, cursor: Cursor) -> int | None:
-        sets = (
-            self.set_number
-            if self._mode == RUN
-            else lambda name, _: self._assign(name, Word("", cursor.line))
-        )
-        return arithmetic(self._text(text, cursor), self.number, sets)
-
-    def _if(self, cursor: Cursor) -> None:
-        left, reached = RUN, "if"
-        while reached in ("if", "elif"):
-            with self._within(left):
-                self._block(cursor, "then")
-            status = self._status
-            with self._within(min(left, MAYBE if status is None else RUN if status else SKIP)):
-                reached = self._block(cursor, "elif", "else", "fi")
-            left = min(left, MAYBE if status is None else SKIP if status else RUN)
-        if reached == "else":
-            with self._within(left):
-                self._block(cursor, "fi")
-        self._status = True
-
-    def _for(self, cursor: Cursor) -> None:
-        cursor.take(_BLANK)
-        if cursor.take(r"\(\("):
-            parts = [*cursor.inside("(", ")").split(";"), "", ""]
-            cursor.take(r"\)")
-            self._block(cursor, "do")
-            self._arithmetic(parts[0], cursor)
-            body = cursor.at
-            while (wanted := self._arithmetic(parts[1], cursor)) and self._mode == RUN:
-                cursor.at = body
-                self._block(cursor, "done")
-                self._arithmetic(parts[2], cursor)
-            if cursor.at == body:
-                with self._within(MAYBE if wanted is None else SKIP if not wanted else self._mode):
-                    self._block(cursor, "done")
-            return
-        name = cursor.take(r"([A-Za-z_]\w*)\s*(in(?=\s))?")
-        values = self._words(cursor) if name and name[2] else list(self.positional)
-        self._block(cursor, "do")
-        body = cursor.at
-        known = [value for value in values if not self.unknowns.found(value.text)]
-        for value in values:
-            cursor.at = body
-            self._assign(name[1] if name else "_", value)
-            with self._within(RUN if len(known) == len(values) else MAYBE):
-                self._block(cursor, "done")
-        if not values:
-            with self._within(SKIP):
-                self._block(cursor, "done")
-
-    def _while(self, cursor: Cursor) -> None:
-        until = cursor.text[: cursor.at].endswith("until")
-        self._block(cursor, "do")
-        never = self._status is until
-        with self._within(SKIP if never else MAYBE):
-            self._block(cursor, "done")
-        self._status = True
-
-    def _case(self, cursor: Cursor) -> None:
-        cursor.take(_BLANK)
-        subject = self.unknowns.without_variables(" ".join(word.text for word in self.word(cursor)))
-        cursor.take(r"\s*in(?=\s)")
-        left, end = RUN, ";;"
-        while end == ";;":
-            cursor.take(_BETWEEN)
-            if cursor.take(r"esac(?=\s|;|$)"):
-                return
-            patterns = cursor.take(r"\(?([^)\n]*)\)")
-            if patterns is None:
-                raise cursor.error("is not closed; close it by esac")
-            texts = [self._text(pattern.strip(), cursor) for pattern in patterns[1].split("|")]
-            matches = subject is not None and any(fnmatch.fnmatchcase(subject, text) for text in texts)
-            mode = min(left, MAYBE if subject is None else RUN if matches else SKIP)
-            with self._within(mode):
-                end = self._block(cursor, ";;", "esac")
-            left = SKIP if mode == RUN else left
 
     def _simple(self, cursor: Cursor) -> None:
         """Read an assignment, or a command with its redirections."""
         start, line = cursor.at, cursor.line
-        before: dict[str, Word | list[Word] | None] = {}
         words: list[Word] = []
         while True:
             cursor.take(_BLANK)
             if heredoc := cursor.take(_HEREDOC):
                 self._heredocs.append((bool(heredoc[1]), heredoc[3]))
-                self.printed = None
             elif cursor.sees(r"[<>]\("):
                 cursor.at += 2
-                words.append(
-                    Word(self.unknowns.mark(f"<({cursor.inside('(', ')')[:40]})", line, cursor.file), line)
-                )
+                shown = f"<({cursor.inside('(', ')')[:40]})"
+                words.append(Word(self.unknowns.mark(shown, line, cursor.file), line))
             elif cursor.take(_REDIRECTION):
                 self.word(cursor)
-            elif cursor.is_at_end or cursor.sees(r"[\n;&|)]|#"):
+            elif cursor.is_at_end or cursor.sees(r"[\n;&|()]|#"):
                 break
-            elif (not words or words[0].text in DECLARING) and (match := cursor.take(ASSIGNMENT)):
-                before.setdefault(match[1], self.variables.get(match[1]))
+            elif (not words or words[0].text in _DECLARING) and (match := cursor.take(_ASSIGNMENT)):
                 self._read_assignment(match, cursor)
-            elif cursor.take(r"\("):
-                cursor.inside("(", ")")
             else:
                 words += self.word(cursor)
             if cursor.at == start:
                 raise cursor.error("is not understood; run the script: hexi plan … -- bash SCRIPT")
         self._skip_heredocs(cursor)
-        self._status = True
-        if words and self._mode != SKIP:
+        if words:
             self._command(words, cursor)
-            if words[0].text not in DECLARING:
-                for name, value in before.items():
-                    if value is None:
-                        self.variables.pop(name, None)
-                    else:
-                        self.variables[name] = value
+
+    def _command(self, words: list[Word], cursor: Cursor) -> None:
+        """Read what a command brings: a file, a text, values of variables; keep any other."""
+        names = [os.path.basename(word.text) for word in words]
+        shell = next((number for number, name in enumerate(names) if name in ("bash", "sh")), len(names))
+        rest = words[shell + 1 :]
+        if names[0] in ("source", ".") and len(words) > 1:
+            self._source(words[1], cursor)
+        elif shell == 0 and rest and rest[0].text.endswith(".sh"):
+            self._source(rest[0], cursor)
+        elif names[0] == "eval":
+            self.read(" ".join(word.text for word in words[1:]), cursor.path, cursor.file, words[0].line)
+        elif len(rest) > 1 and re.fullmatch(r"-\w*c", rest[0].text):
+            self.read(rest[1].text, cursor.path, cursor.file, rest[1].line)
+        elif names[0] in _SETTING:
+            for word in words[1:]:
+                if name := re.match(r"[A-Za-z_]\w*", word.text):
+                    self._assign(name[0], word, is_sure=False)
+        else:
+            self._is_sure &= names[0] != "test"
+            self.commands.append(words)
+
+    def _source(self, word: Word, cursor: Cursor) -> None:
+        """Read another script, where it is there; of what its absence leaves out, later words tell."""
+        for path in (Path(word.text), cursor.path.parent / word.text):
+            if not self.unknowns.found(word.text) and os.path.isfile(path):
+                self.read(read_text(path, MAX_BYTES), path, os.path.relpath(path))
+                return
 
     def _skip_heredocs(self, cursor: Cursor) -> None:
         for tabs, end in self._heredocs:
@@ -258,71 +159,36 @@ class Shell(Commands):
         self._heredocs = []
 
     def _read_assignment(self, match: re.Match[str], cursor: Cursor) -> None:
+        value: Word | list[Word]
+        opened = match.start()
         if cursor.take(r"\("):
-            elements: list[Word] = []
-            opened = match.start()
+            value = []
             while not cursor.take(r"\)"):
                 if cursor.take(r"(?:\s|\\\n)+") or cursor.take(r"#[^\n]*"):
                     continue
                 if cursor.is_at_end:
-                    cursor.at = opened
-                    raise HexiError(
-                        f"{cursor.file or cursor.path}, line {cursor.line}: {match[0]}(: is not closed; "
-                        "close the parenthesis"
-                    )
-                elements += self.word(cursor, "array")
-            self._assign(match[1], elements, append=bool(match[2]))
+                    raise cursor.error("is not closed; close the parenthesis", opened)
+                value += self.word(cursor, "array")
         else:
-            self._assign(match[1], self.value(cursor), append=bool(match[2]))
+            value = self.value(cursor)
+        self._assign(match[1], value, append=bool(match[3]), is_sure=not match[2])
 
-    def _assign(self, name: str, value: Word | list[Word], *, append: bool = False) -> None:
-        if self._mode == SKIP:
-            return
+    def _assign(
+        self, name: str, value: Word | list[Word], *, append: bool = False, is_sure: bool = True
+    ) -> None:
+        """Give a variable a value, which is unknown where the statement may not run."""
         before = self.variables.get(name) if append else None
-        if self._mode == MAYBE:
+        if self._function_ends:
+            self._set_in_functions.add(name)
+        if not is_sure or self._depth or not self._is_sure or name in self._set_in_functions:
             place = value if isinstance(value, Word) else next(iter(value), Word("", 0))
-            mark = Word(
-                self.unknowns.mark(f"{name}{'+' * append}=… (in an if)", place.line, place.file),
-                place.line,
-                place.file,
-            )
-            value = [mark] if isinstance(value, list) else mark
+            mark = self.unknowns.mark(f"{name}{'+' * append}=…", place.line, place.file)
+            value = [place._replace(text=mark)] if isinstance(value, list) else place._replace(text=mark)
         if isinstance(before, list):
             value = [*before, *(value if isinstance(value, list) else [value])]
-        elif isinstance(before, Word) and isinstance(value, Word):
-            value = before._replace(text=before.text + value.text)
         elif isinstance(before, Word):
-            value = [before, *value]
+            if isinstance(value, Word):
+                value = before._replace(text=before.text + value.text)
+            else:
+                value = [before, *value]
         self.variables[name] = value
-
-    def _words(self, cursor: Cursor) -> list[Word]:
-        """Return the words up to the end of a line or a semicolon."""
-        words: list[Word] = []
-        while cursor.take(_BLANK) or not (cursor.is_at_end or cursor.sees(r"[\n;&|)]")):
-            words += self.word(cursor) if not cursor.sees(r"[\n;&|)]|$") else []
-        return words
-
-    def _words_of(self, cursor: Cursor) -> list[Word]:
-        """Return all words of a condition; empty ones stay, as ``[[`` does not split."""
-        words: list[Word] = []
-        while not cursor.is_at_end:
-            if cursor.take(r"(?:\s|\\\n)+"):
-                continue
-            if match := cursor.take(r"[<>()]+|[;&|]"):
-                words.append(Word(match[0], cursor.line))
-                continue
-            found = self.word(cursor)
-            words.append(Word(" ".join(word.text for word in found), cursor.line))
-        return words
-
-    def substitute(self, text: str, cursor: Cursor) -> str | None:
-        """Return what commands print; ``None``: only a running shell knows."""
-        inner = Shell()
-        inner.variables, inner.positional = dict(self.variables), list(self.positional)
-        inner.unknowns, inner.defaults = self.unknowns, self.defaults
-        inner._functions, inner._depth, inner._folder = self._functions, self._depth, self._folder
-        inner._mode, inner._steps = self._mode, self._steps
-        inner.read(text, cursor.path, cursor.file, cursor.line)
-        if inner.printed is None or inner._status is None:
-            return None
-        return "\n".join(inner.printed).rstrip("\n")

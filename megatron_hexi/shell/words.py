@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 #: Stands inside a text for a part that only a running shell knows, by number; no script has a NUL byte.
 _UNKNOWN = re.compile("\0(\\d+)\0")
 #: Stands inside a text for a line that a backslash joined to the one before, so that lines can be counted.
 JOINED = "\1"
-_BLANKS = re.compile(f"[ \t\n{JOINED}]+")
+_BLANKS = re.compile(f"([ \t\n{JOINED}]+)")
 
 
 class Word(NamedTuple):
@@ -76,40 +76,45 @@ class Unknowns(list[Unknown]):
 class Fields:
     """Collects the fields that one word of a script becomes, as bash splits it."""
 
-    def __init__(self, line: int, file: str) -> None:
-        """Begin a word at a place."""
+    def __init__(self, line: int, file: str, *, splits: bool = True) -> None:
+        """Begin a word at a place; that of an assignment stays whole, with its joined lines known."""
         self.fields: list[Word] = []
         self._place = (line, file)
+        self._splits = splits
         self._current: Word | None = None
 
     def add(self, text: str) -> None:
         """Add text that is not split: a literal, or what stands in quotes."""
         before = self._current or Word("", *self._place)
-        self._current = before._replace(text=before.text + text.replace(JOINED, ""))
+        self._current = before._replace(
+            text=before.text + (text.replace(JOINED, "") if self._splits else text)
+        )
 
-    def split(self, value: Word) -> None:
-        """Add the value of an unquoted expansion, which blanks separate."""
-        line = value.line
-        rest = value.text
-        while rest:
-            match = _BLANKS.search(rest)
-            piece = rest if match is None else rest[: match.start()]
-            if piece:
-                before = self._current or Word("", line, value.file)
-                self._current = before._replace(text=before.text + piece)
-            if match is None:
-                return
-            self._end()
-            line += match[0].count("\n") + match[0].count(JOINED)
-            rest = rest[match.end() :]
-
-    def splice(self, values: Sequence[Word]) -> None:
-        """Add the elements of a quoted array, each a field of its own."""
+    def split(self, values: Sequence[Word]) -> None:
+        """Add the values of an unquoted expansion, which blanks separate."""
+        if not self._splits:
+            self.splice(values)
+            return
         for number, value in enumerate(values):
             if number:
                 self._end()
+            line = value.line
+            for piece in _BLANKS.split(value.text):
+                if _BLANKS.fullmatch(piece):
+                    self._end()
+                    line += piece.count("\n") + piece.count(JOINED)
+                elif piece:
+                    before = self._current or Word("", line, value.file)
+                    self._current = before._replace(text=before.text + piece)
+
+    def splice(self, values: Sequence[Word]) -> None:
+        """Add the elements of a quoted array: each a field of its own, or one text in an assignment."""
+        for number, value in enumerate(values):
+            if number and self._splits:
+                self._end()
             before = self._current or value._replace(text="")
-            self._current = before._replace(text=before.text + value.text)
+            blank = " " if number and not self._splits else ""
+            self._current = before._replace(text=before.text + blank + value.text)
 
     def _end(self) -> None:
         if self._current is not None:
@@ -131,88 +136,3 @@ def place_of(source: str, words: Iterable[Word]) -> str:
         return file
     listed = f"{', '.join(map(str, lines[:8]))}{', …' * (len(lines) > 8)}"
     return f"{file}, line{'s' * (len(lines) > 1)} {listed}"
-
-
-def arithmetic(
-    text: str, value: Callable[[str], int | None], assign: Callable[[str, int], None]
-) -> int | None:
-    """Return the value of a shell's integer expression; ``None``: a part of it is not known.
-
-    Args:
-        value: returns the value of a variable.
-        assign: gives a variable a value.
-    """
-    text = text.strip()
-    step = re.fullmatch(r"(\w+)(\+\+|--)|(\+\+|--)(\w+)", text)
-    if step:
-        text = f"{step[1] or step[4]}{(step[2] or step[3])[0]}=1"
-    given = re.fullmatch(r"([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*)", text, re.DOTALL)
-    if given:
-        name, operator, rest = given.groups()
-        result = arithmetic(f"{name}{operator}({rest})" if operator else rest, value, assign)
-        if result is not None:
-            assign(name, result)
-        return result
-    return _Expression(text, value).result()
-
-
-class _Expression:
-    """An integer expression, by precedence climbing."""
-
-    _LEVELS = (("||",), ("&&",), ("==", "!="), ("<=", ">=", "<", ">"), ("+", "-"), ("*", "/", "%"), ("**",))
-
-    def __init__(self, text: str, value: Callable[[str], int | None]) -> None:
-        self._tokens = re.findall(r"\d+|\$?\{?[A-Za-z_]\w*\}?|\*\*|[|&=!<>]=|\|\||&&|\S", text)
-        self._value = value
-        self._known = bool(self._tokens)
-
-    def result(self) -> int | None:
-        """Return the value, ``None`` if it is not known or the expression is of another kind."""
-        found = self._level(0)
-        return found if self._known and not self._tokens else None
-
-    def _level(self, number: int) -> int:
-        if number == len(self._LEVELS):
-            return self._operand()
-        left = self._level(number + 1)
-        while self._tokens and self._tokens[0] in self._LEVELS[number]:
-            left = self._combine(self._tokens.pop(0), left, self._level(number + 1))
-        return left
-
-    def _combine(self, operator: str, left: int, right: int) -> int:
-        if operator in ("/", "%", "**") and (right < 1 or (operator == "**" and right > 62)):
-            self._known = False
-            return 0
-        found = {
-            "||": lambda: bool(left or right),
-            "&&": lambda: bool(left and right),
-            "==": lambda: left == right,
-            "!=": lambda: left != right,
-            "<=": lambda: left <= right,
-            ">=": lambda: left >= right,
-            "<": lambda: left < right,
-            ">": lambda: left > right,
-            "+": lambda: left + right,
-            "-": lambda: left - right,
-            "*": lambda: left * right,
-            "/": lambda: int(left / right),
-            "%": lambda: left - right * int(left / right),
-            "**": lambda: left**right,
-        }
-        return int(found[operator]())
-
-    def _operand(self) -> int:
-        token = self._tokens.pop(0) if self._tokens else ""
-        if token in ("-", "+", "!"):
-            operand = self._operand()
-            return {"-": -operand, "+": operand, "!": int(not operand)}[token]
-        if token == "(":
-            inner = self._level(0)
-            self._known &= bool(self._tokens) and self._tokens.pop(0) == ")"
-            return inner
-        if token.isdigit():
-            return int(token)
-        name = token.strip("${}")
-        found = self._value(name) if name.isidentifier() else None
-        self._known &= found is not None
-        return found or 0
