@@ -146,7 +146,7 @@ def test_a_jobs_failure_is_passed_on_and_leaves_nothing(start, tmp_path, fail, c
     process = start(fail)
     processes = family(process)
     (tmp_path / "go").touch()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=250)
     assert process.returncode == code
     assert said in out + err
     assert_gone(processes, set())

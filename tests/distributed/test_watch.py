@@ -47,7 +47,7 @@ def ranks_with(forks: Forks, who: int, how: str, folder: Path) -> dict[int, Ende
         str(TIMEOUT_S),
     ]
     done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=90, check=True
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=250, check=True
     )
     ended = [json.loads(line) for line in done.stdout.splitlines()]
     return {rank: Ended(code, (folder / f"rank-{rank}.log").read_text()) for rank, code in ended}
@@ -105,7 +105,7 @@ def test_a_cut_link_is_named_on_both_sides(tmp_path):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=250,
         check=False,
     )
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "no heartbeat since" in line]

@@ -35,7 +35,7 @@ def weights(saved, tmp_path):
 def refused(forks, tmp_path, words, **entry):
     """The one line that all ranks end with."""
     write_plan(Case().plans()[PLAN], tmp_path / "plan.yaml")
-    outcome = forks.launch(tmp_path, ranks=2, args=[*words, "--hexi-plan", "plan.yaml"], timeout=100, **entry)
+    outcome = forks.launch(tmp_path, ranks=2, args=[*words, "--hexi-plan", "plan.yaml"], timeout=250, **entry)
     assert outcome.codes == [2, 2], outcome.output
     lines = []
     for output in outcome.output:
@@ -156,7 +156,7 @@ def test_what_is_not_converted(forks, tmp_path, kind):
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights/latest_checkpointed_iteration.txt").write_text("x")
     words, said = UNCONVERTED[kind]
-    outcome = forks.launch(tmp_path, ranks=1, args=words, entry="tests.megatron.converting", timeout=60)
+    outcome = forks.launch(tmp_path, ranks=1, args=words, entry="tests.megatron.converting", timeout=250)
     assert outcome.codes == [2], outcome.output
     assert said in outcome.output[0]
     assert "Traceback" not in outcome.output[0]

@@ -105,7 +105,7 @@ def loaded_by_stock_megatron(alone: Path, under_a_plan: Path, store: Path) -> di
     """What two checkpoints hold, as Megatron finds them where this package cannot be imported."""
     loading = [sys.executable, "-c", STOCK, *map(str, (store, alone, under_a_plan))]
     result = subprocess.run(
-        loading, capture_output=True, text=True, env=environment(), timeout=120, check=False
+        loading, capture_output=True, text=True, env=environment(), timeout=250, check=False
     )
     assert result.returncode == 0, result.stderr[-3000:]
     found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])

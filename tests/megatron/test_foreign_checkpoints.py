@@ -143,10 +143,10 @@ def refusal(reader: str, written: Path, change: Callable[[Path], object], forks,
     change(next((folder / "checkpoint").glob("iter_*")))
     if kind == "conversion":
         words = ["megatron-to-hf", "checkpoint", "out", "--like", written / "model"]
-        outcome = forks.launch(folder, ranks=1, args=words, entry="tests.megatron.converting", timeout=60)
+        outcome = forks.launch(folder, ranks=1, args=words, entry="tests.megatron.converting", timeout=250)
     else:
         words = [*JOB, "--load", "checkpoint", "--hexi-plan", written / "plan.yaml", *TRAININGS[reader]]
-        outcome = forks.launch(folder, ranks=2, args=words, timeout=60)
+        outcome = forks.launch(folder, ranks=2, args=words, timeout=250)
     assert set(outcome.codes) == {2}, outcome.why()
     output = outcome.output[0]
     # torch says by itself, with a traceback, that metadata are missing; arguments are read before any check.

@@ -248,7 +248,7 @@ def test_deterministic_mode_is_honoured_by_the_choice_of_a_kernel(take):
 
 def test_every_rank_says_what_is_wrong_and_ends_with_exit_code_2(forks, tmp_path):
     (tmp_path / "plan.yaml").write_text("version: 2\nworkload: {seq_length: 0}\n")
-    outcome = forks.launch(tmp_path, ranks=2, args=[*DATA, "--hexi-plan", "plan.yaml"], timeout=90)
+    outcome = forks.launch(tmp_path, ranks=2, args=[*DATA, "--hexi-plan", "plan.yaml"], timeout=250)
     assert outcome.codes == [2, 2]
     for rank, output in enumerate(outcome.output):
         [line] = [line for line in output.splitlines() if line.startswith("hexi: error:")]
@@ -262,7 +262,7 @@ def test_what_megatron_refuses_of_a_model_is_one_line(forks, tmp_path):
     """Its configuration is checked after its arguments, and first of all that is built of them."""
     write_plan(proportional_plan(WORKLOAD, [[[1]]]), tmp_path / "plan.yaml")
     words = [*DATA, "--hexi-plan", "plan.yaml", "--no-rope-freq", "[1]*3"]
-    outcome = forks.launch(tmp_path, ranks=1, args=words, timeout=90)
+    outcome = forks.launch(tmp_path, ranks=1, args=words, timeout=250)
     assert outcome.codes == [2]
     [output] = outcome.output
     [line] = [line for line in output.splitlines() if line.startswith("hexi: error:")]
@@ -280,7 +280,7 @@ def test_a_rank_with_another_plan_is_named_by_every_rank(other, forks, tmp_path)
         write_plan(proportional_plan(WORKLOAD, other), tmp_path / "elsewhere.yaml")
     odd = "no plan" if other is None else "plan"
     words = ["1", odd, *DATA, "--hexi-plan", "plan.yaml"]
-    outcome = forks.launch(tmp_path, ranks=2, args=words, entry="tests.megatron.odd_rank", timeout=90)
+    outcome = forks.launch(tmp_path, ranks=2, args=words, entry="tests.megatron.odd_rank", timeout=250)
     assert outcome.codes == [2, 2]
     for output in outcome.output:
         [line] = [line for line in output.splitlines() if line.startswith("hexi: error:")]

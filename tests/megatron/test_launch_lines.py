@@ -100,7 +100,7 @@ def _hexi(forks: Forks, folder: Path, *words: str) -> str:
         env=_environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

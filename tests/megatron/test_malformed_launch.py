@@ -35,7 +35,7 @@ def test_every_rank_says_the_line_and_ends(mistake, tmp_path):
         for rank in (0, 1)
     ]
     for rank, process in enumerate(ranks):
-        errors = process.communicate(timeout=60)[1]
+        errors = process.communicate(timeout=250)[1]
         assert process.returncode == 2
         assert "Traceback" not in errors
         assert f"hexi: error: [rank {rank}] {message}\n" in errors

@@ -55,7 +55,7 @@ def check(outputs: list[str], who: int, said: str) -> None:
 def test_a_path_that_one_rank_cannot_write_ends_all(name, forks, folder):
     who, words, said = PATHS[name]
     # Ranks that have not ended some seconds after the first has are killed, and have no exit code then.
-    outcome = forks.launch(folder, ranks=RANKS, args=[*DATA, *words], timeout=90)
+    outcome = forks.launch(folder, ranks=RANKS, args=[*DATA, *words], timeout=250)
     assert outcome.codes == [2] * RANKS
     check(outcome.output, who, said)
 
@@ -71,7 +71,7 @@ LACKED = {
 @pytest.mark.parametrize(("who", "what"), covering([0, 2], LACKED))
 def test_what_one_rank_lacks_ends_all(who, what, forks, folder):
     outcome = forks.launch(
-        folder, ranks=RANKS, args=[str(who), what, *DATA], entry="tests.megatron.odd_rank", timeout=90
+        folder, ranks=RANKS, args=[str(who), what, *DATA], entry="tests.megatron.odd_rank", timeout=250
     )
     assert outcome.codes == [2] * RANKS
     check(outcome.output, who, LACKED[what])
@@ -79,7 +79,7 @@ def test_what_one_rank_lacks_ends_all(who, what, forks, folder):
 
 def test_what_all_ranks_find_wrong_is_said_once_by_each(forks, folder):
     outcome = forks.launch(
-        folder, ranks=RANKS, args=["all", "plan", *DATA], entry="tests.megatron.odd_rank", timeout=90
+        folder, ranks=RANKS, args=["all", "plan", *DATA], entry="tests.megatron.odd_rank", timeout=250
     )
     assert outcome.codes == [2] * RANKS
     for rank, output in enumerate(outcome.output):
@@ -89,7 +89,7 @@ def test_what_all_ranks_find_wrong_is_said_once_by_each(forks, folder):
 
 def test_a_default_group_that_is_bound_to_a_device_is_refused_by_name(forks, folder):
     outcome = forks.launch(
-        folder, ranks=RANKS, args=["all", "bound device", *DATA], entry="tests.megatron.odd_rank", timeout=90
+        folder, ranks=RANKS, args=["all", "bound device", *DATA], entry="tests.megatron.odd_rank", timeout=250
     )
     assert outcome.codes == [2] * RANKS
     for output in outcome.output:
@@ -112,6 +112,6 @@ def test_a_part_of_the_data_without_documents_ends_all(forks, folder, documents)
     """Megatron would count epochs of it for ever, on the rank that builds data sets."""
     words = ["--hexi-plan", "plan.yaml", "--hexi-platform", "cpu", "--split", "9999,1,0", "--eval-iters", "1"]
     words += ["--train-iters", "1"]
-    outcome = forks.launch(folder, ranks=RANKS, args=[*job(documents), *words], timeout=90)
+    outcome = forks.launch(folder, ranks=RANKS, args=[*job(documents), *words], timeout=250)
     assert outcome.codes == [2] * RANKS
     check(outcome.output, 0, "--split: of the 400 documents of")

@@ -128,7 +128,7 @@ def test_training_goes_on_where_nothing_can_be_written_any_more(forks, tmp_path)
     words += ["--wandb-project", "p", "--wandb-exp-name", "e", "--wandb-save-dir", "wandb"]
     write_plan(THREE_AND_ONE, tmp_path / "plan.yaml")
     outcome = forks.launch(
-        tmp_path, ranks=4, args=["gone", *words], entry="tests.megatron.full_disk", timeout=120
+        tmp_path, ranks=4, args=["gone", *words], entry="tests.megatron.full_disk", timeout=250
     )
     assert outcome.succeeded, outcome.why()
     lines = re.findall(r" iteration +(\d+)/", outcome.output[-1])

@@ -194,7 +194,7 @@ def test_a_record_that_cannot_be_is_refused_before_anything_is_allocated(
     before = (tmp_path / "plan.yaml").read_text()
     words = [*MODEL, "--train-iters", "1", "--hexi-platform", "cpu", "--hexi-record", record]
     outcome = forks.launch(
-        tmp_path, ranks=1, args=[*words, *(["--hexi-plan", "plan.yaml"] if with_plan else [])], timeout=60
+        tmp_path, ranks=1, args=[*words, *(["--hexi-plan", "plan.yaml"] if with_plan else [])], timeout=250
     )
     assert outcome.codes == [2]
     assert said in outcome.output[0]

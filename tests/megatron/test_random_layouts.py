@@ -168,7 +168,7 @@ def train(
             trainer, plan = request.getfixturevalue("te"), one.plan or ONE_RANK
         ranks = 1 if plan is None else plan.ranks
         entry = "tests.megatron.posting"
-        log = trainer.train(folder, ranks=ranks, args=args, plan=plan, entry=entry, timeout=60)
+        log = trainer.train(folder, ranks=ranks, args=args, plan=plan, entry=entry, timeout=250)
         replay(posted(folder, ranks), one_queue=False)
         saved = tensors_of(folder / f"iter_{ITERATIONS:07}")
         # The distributed optimizer saves the weights again.

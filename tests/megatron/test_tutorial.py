@@ -261,7 +261,7 @@ def test_the_command_ends_with_one_line_and_leaves_nothing_behind(forks, tmp_pat
     (tmp_path / "model/config.json").write_text(json.dumps({**LLAMA, "intermediate_size": FFN + 1}))
     command = [forks.python, "-m", "megatron_hexi.convert", "hf-to-megatron", "model", "weights"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100, check=False
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]

@@ -36,7 +36,7 @@ def patch_states(version: str) -> list[tuple[str, str, str]]:
         env={**environment(), "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=True,
     )
     return [tuple(state) for state in json.loads(result.stdout.splitlines()[-1])]

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_hexi.lab.testbed.ports import free_port
+
 #: The nodes, and the partition and the feature of each: two of a kind, so that one may fail.
 NODES = {"fast0": "fast", "fast1": "fast", "slow0": "slow", "slow1": "slow"}
 #: Ranks that a node has room for; Slurm counts them as GPUs too.
@@ -64,7 +66,7 @@ class Slurm:
     def call(self, *words: str, cwd: Path | None = None, code: int = 0) -> str:
         """What a command says that ends with this exit code."""
         done = subprocess.run(
-            words, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+            words, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=250, check=False
         )
         said = done.stdout + done.stderr
         assert done.returncode == code, f"{' '.join(words)}: exit code {done.returncode}: {said}"
@@ -229,11 +231,10 @@ def _wait(slurm: Slurm, ready: Callable[[], bool]) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(server.getsockname()[1]) for server in servers]
-    for server in servers:
-        server.close()
-    return ports
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 def main(command: list[str]) -> int:

@@ -98,7 +98,7 @@ class Desk:
             number = line.partition(" ")[0].partition("=")[2]
             words = ["scontrol", "update", f"JobId={number}", "StartTime=now"]
             # It may have begun by itself meanwhile.
-            subprocess.run(words, env=self.slurm.environment, capture_output=True, timeout=60, check=False)
+            subprocess.run(words, env=self.slurm.environment, capture_output=True, timeout=250, check=False)
 
     def said(self, job: str) -> str:
         """What a job came to and wrote, for the message of a test that fails."""

@@ -35,7 +35,7 @@ def test_words_are_those_of_bash(text):
     # After an option: without any, a word before a colon makes the file YAML, which is refused.
     text = "--lr " + text.replace("\\\n", " \\\n ")
     script = f"words=(\n{text}\n)\nprintf '%s\\0' \"${{words[@]}}\""
-    run = subprocess.run(["bash", "-c", script], capture_output=True, check=True, timeout=60)
+    run = subprocess.run(["bash", "-c", script], capture_output=True, check=True, timeout=250)
     found = split_words(text + "\n", PATH)
     assert found == (run.stdout.decode().split("\0")[:-1] if found else [])
 

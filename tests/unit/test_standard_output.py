@@ -30,7 +30,7 @@ def shell(tmp_path):
             env=environment() | variables,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=250,
             check=False,
         )
 

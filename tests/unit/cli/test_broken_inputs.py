@@ -356,7 +356,7 @@ def test_from_a_shell(forks, folder, words, code):
         [forks.python, "-m", "megatron_hexi.cli.main", *words.split()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert (run.returncode, run.stdout) == (code, "")

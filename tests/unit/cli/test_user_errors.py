@@ -75,7 +75,7 @@ def ranks(script, count=3, **environment):
         )
         for rank in range(count)
     ]
-    return [process.communicate(timeout=60)[1] for process in started]
+    return [process.communicate(timeout=250)[1] for process in started]
 
 
 SCRIPT = """

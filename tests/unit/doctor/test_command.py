@@ -84,7 +84,7 @@ def test_it_works_where_a_package_is_missing_and_says_so(missing, package):
         [sys.executable, "-c", WITHOUT, missing, "doctor", "--json"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     document = json.loads(run.stdout)
     assert (run.returncode, run.stderr) == (2, "")
@@ -99,7 +99,7 @@ def test_help_imports_neither_torch_nor_the_doctor():
         "print({'torch', 'megatron_hexi.doctor'} & {*sys.modules})"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=True
     )
     assert run.stdout == "set()\n"
 

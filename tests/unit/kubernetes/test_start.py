@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 
 import pytest
@@ -14,6 +13,7 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.kubernetes.manifests import manifests
 from megatron_hexi.kubernetes.pods import training_pods
 from megatron_hexi.kubernetes.start import find_commands, run_commands
+from megatron_hexi.lab.testbed.ports import free_port
 from tests.support.fleets import read_text
 from tests.support.manifests import FLEET, plan_for, settings
 
@@ -34,9 +34,8 @@ def test_pods_start_their_ranks(forks, tmp_path):
     out.mkdir()
     pods = training_pods(plan_for([3, 0, 4, 6]), read_text(FLEET), settings())
     data = manifests(pods, {"job.args": f"{out} 'a  b'\n"}, settings())[0]["data"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    here = re.sub('--master-addr=[^"]+', "--master-addr=127.0.0.1", data["pods.json"]).replace("29500", port)
+    here = re.sub('--master-addr=[^"]+', "--master-addr=127.0.0.1", data["pods.json"])
+    here = here.replace("29500", str(free_port()))
     table = json.loads(here)
     for one in (one for pods_ in table.values() for pod in pods_ for one in pod):
         assert one["words"][-2:] == ["-m", "megatron_hexi.pretrain_gpt"]
@@ -51,7 +50,7 @@ def test_pods_start_their_ranks(forks, tmp_path):
         for kind, pods_ in pods.commands.items()
         for index in range(len(pods_))
     ]
-    assert [start.wait(120) for start in starts] == [0] * len(starts)
+    assert [start.wait(250) for start in starts] == [0] * len(starts)
     assert {path.name: path.read_text() for path in out.iterdir()} == {
         "0": "0 4 0 0 0 a  b",
         "1": "1 4 0 all 0 a  b",

@@ -59,7 +59,7 @@ def test_a_missing_extra_is_one_line_that_names_it(missing, module, remedy, tmp_
     }
     words = arguments[module]
     run = subprocess.run(
-        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=100, cwd=tmp_path
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=250, cwd=tmp_path
     )
     assert run.returncode == 2, run.stderr
     assert run.stderr == (
@@ -75,14 +75,14 @@ def test_pictures_without_matplotlib_are_refused_before_planning(tmp_path):
     job = ["plan", "cluster.yaml", "--model", "gpt-3b", "--seq-length", "4096"]
     command = [sys.executable, "-c", program, *job, "-o", "plan.yaml"]
     drawn = subprocess.run(
-        [*command, "--picture", "p.png"], capture_output=True, text=True, timeout=100, cwd=tmp_path
+        [*command, "--picture", "p.png"], capture_output=True, text=True, timeout=250, cwd=tmp_path
     )
     assert drawn.returncode == 2
     assert drawn.stderr == (
         "hexi: error: this needs matplotlib, which is not installed; pip install 'megatron-hexi[pictures]'\n"
     )
     assert list(tmp_path.iterdir()) == [cluster]
-    plain = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    plain = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path)
     assert plain.returncode == 0, plain.stderr
 
 
@@ -184,14 +184,14 @@ def clean(built, tmp_path_factory):
     Its dependencies are links to those installed here, so that nothing is downloaded.
     """
     venv = tmp_path_factory.mktemp("clean") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=100)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=250)
     (site,) = venv.glob("lib/python*/site-packages")
     for name in _planner_needs():
         installed = distribution(name)
         for top in {file.parts[0] for file in installed.files or []} - {"..", "__pycache__"}:
             (site / top).symlink_to(Path(str(installed.locate_file(top))))
     pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", "-q"]
-    subprocess.run([*pip, "--no-deps", "--no-index", built.wheel], check=True, timeout=100)
+    subprocess.run([*pip, "--no-deps", "--no-index", built.wheel], check=True, timeout=250)
     return venv / "bin"
 
 
@@ -210,7 +210,7 @@ def _hexi(clean, folder, *words):
 @pytest.mark.slow
 def test_the_installed_command_plans_without_torch(built, clean, tmp_path):
     for module in ("torch", "megatron.core"):
-        run = subprocess.run([clean / "python", "-c", f"import {module}"], capture_output=True, timeout=60)
+        run = subprocess.run([clean / "python", "-c", f"import {module}"], capture_output=True, timeout=250)
         assert run.returncode == 1, f"{module} is there"
     assert _hexi(clean, tmp_path, "--version").stdout == f"megatron-hexi {megatron_hexi.__version__}\n"
     assert "H100-SXM-80GB" in _hexi(clean, tmp_path, "catalog").stdout
@@ -249,7 +249,7 @@ def test_the_installed_diffs_are_found(clean, tmp_path):
     """They lie elsewhere than in the repository."""
     listing = "from megatron_hexi.cli.checkout import known_diffs; print(*(d.name for d in known_diffs()))"
     run = subprocess.run(
-        [clean / "python", "-c", listing], capture_output=True, text=True, timeout=60, cwd=tmp_path
+        [clean / "python", "-c", listing], capture_output=True, text=True, timeout=250, cwd=tmp_path
     )
     assert run.stdout.split() == sorted(DIFFS)
 

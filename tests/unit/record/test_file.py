@@ -97,7 +97,7 @@ except HexiError as problem:
     print(problem)
 """
     said = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=True
     )
     assert "cannot be written (no space for a whole line); check the disk and its folder" in said.stdout
     assert path.read_bytes() == whole

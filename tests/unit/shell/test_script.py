@@ -50,7 +50,7 @@ def _shown(text: str) -> tuple[Shell, list[str], list[str]]:
         ["bash", "-c", "show() { printf '%s\\0' \"$@\"; }\n" + text],
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=250,
     )
     shell = Shell()
     shell.read(text, Path("train.sh"))
