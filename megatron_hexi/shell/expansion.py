@@ -52,7 +52,7 @@ class Expander:
         return self._read(cursor, Fields(cursor.line, cursor.file), among)
 
     def value(self, cursor: Cursor) -> Word:
-        """Return the value of an assignment at a place, and go behind it; it is not split."""
+        """Return the value, which is not split, of an assignment at a place, and go behind it."""
         fields = Fields(cursor.line, cursor.file, splits=False)
         return next(iter(self._read(cursor, fields, "command")), Word("", cursor.line, cursor.file))
 
@@ -182,7 +182,11 @@ class Expander:
 
 
 def _evaluate(node: ast.expr) -> int:
-    """Return the value of a sum. Raises ValueError: it has a power, or a negative quotient."""
+    """Return the value of a sum.
+
+    Raises:
+        ValueError: it has a power, or a negative quotient.
+    """
     match node:
         case ast.Constant(value=int(number)):
             return number
