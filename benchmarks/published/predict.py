@@ -217,8 +217,7 @@ def _stages(table: Table, row: Row) -> Iterator[Comparison]:
     waits = zip(timing.pipelines, timing.synchronisation, strict=True)
     step = max(float(times.max()) for times in timing.optimizer)
     seconds = (
-        (_blocking(pipeline) if row.blocking and isinstance(pipeline, Pipeline) else pipeline).phases.total
-        + wait
+        (_blocking(pipeline) if row.blocking and pipeline.is_1f1b else pipeline).phases.total + wait
         for pipeline, wait in waits
     )
     yield _comparison(table, row, "s", row.published, max(seconds) + step)
@@ -228,14 +227,14 @@ def _stages(table: Table, row: Row) -> Iterator[Comparison]:
 
 def _blocking(pipeline: Pipeline) -> Pipeline:
     """The same with every send in the time of both its stages."""
-    between = pipeline.there + pipeline.back
+    between = (pipeline.there + pipeline.back)[:, 0]
     waits = np.concatenate([[0.0], between]) + np.concatenate([between, [0.0]])
     stages = tuple(
         phases + Phases(pipeline=float(wait))
         for phases, wait in zip(pipeline.stage_phases, waits, strict=True)
     )
-    nothing = np.zeros(len(between))
-    return Pipeline(stages, nothing, nothing, pipeline.micro_batches)
+    instant = replace(pipeline, there=0 * pipeline.there, back=0 * pipeline.back)
+    return instant.with_stage_phases(stages)
 
 
 def _deepspeed_gb(row: Row, timing: Timing) -> float:

@@ -3,8 +3,8 @@
 layer     = the slowest group of a domain, as in layer.py; the backward pass follows the recomputation
 stage     = its slowest domain: layers x (forward + backward) + logits on the last stage + sends that are
             waited for
-replica   = sum of its stages and borders + (micro-batches - 1) x a period   (1F1B, pipeline.py; chunks of
-            a stage likewise)
+replica   = its passes in their order (pipeline.py); in 1F1B, in closed form, the sum of its stages and
+            borders + (micro-batches - 1) x a period (period.py)
 iteration = slowest replica with its exposed communication of gradients and weights + optimizer
 """
 
@@ -29,10 +29,10 @@ from megatron_hexi.cost.experts import (
 from megatron_hexi.cost.hosts import HostMemoryUse, Hosts
 from megatron_hexi.cost.job_check import check_job
 from megatron_hexi.cost.known_layers import KnownLayers
+from megatron_hexi.cost.lanes import Passing
 from megatron_hexi.cost.layer_bytes import input_bytes
 from megatron_hexi.cost.library_bytes import message_buffer_bytes, message_channels
 from megatron_hexi.cost.memory import part_host_memory, part_memory, part_params
-from megatron_hexi.cost.ministage_pipeline import Passing
 from megatron_hexi.cost.model_part import ModelPart, Present
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases

@@ -1,82 +1,275 @@
-"""1F1B, with or without chunks (`mesh.pipeline_order`): an upper bound of the seconds of a replica."""
+"""Seconds of the stages of a replica, from begin and end of each of their passes.
+
+A stage runs its passes in the order of `mesh.pipeline_order`, one after the other in each lane. Rows travel
+once they are computed and the receive is posted: when the receiver starts the pass that received before in
+this direction, and for the first rows when it comes to need them. Where ministages run in turn, each has
+first rows, and if domains of either stage take whole micro-batches, no receive is posted ahead.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import ArrayLike
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.lanes import Lane, Passing
+from megatron_hexi.cost.period import phases_of_1f1b
 from megatron_hexi.cost.phases import Phases
+from megatron_hexi.mesh import ROWS_ON_DEVICE, PipelineStep, StageRun, Way, pipeline_runs
+
+
+class PassSpan(NamedTuple):
+    """Begin and end of a pass, in seconds of the iteration.
+
+    Args:
+        lane: number among the stage's lanes.
+    """
+
+    stage: int
+    way: Way
+    micro_batch: int
+    chunk: int
+    lane: int
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """The p stages of one replica under 1F1B.
+    """The p stages of one replica, in one of the orders of `mesh.pipeline_order`.
+
+    There is a border between each stage and the next, and from the last stage to the first where the stages
+    run several ministages, or chunks.
 
     Args:
-        stage_phases: seconds of a micro-batch in each stage by phase, forward and backward, with its exposed
-            sends, [p].
-        there: seconds that activations are in transit over each border while both stages compute, [p - 1];
-            with chunks [p], where the border from the last stage to the first comes last.
-        back: seconds that gradients are in transit over each border, of the same shape.
-        micro_batches: number of micro-batches; with chunks a multiple of p.
-        chunks: number of chunks of each stage's layers, all of equal length.
+        lanes: lanes of each stage, [p]; together they take each micro-batch once.
+        there: seconds that a micro-batch's activations are in transit over each border, [borders,
+            micro-batches].
+        back: seconds that its gradients are in transit over each border, of the same shape.
+        parts: part of a stage's work in layers that each ministage or chunk has, [p, ministages].
+        passing: transfers of each stage's weights, gradients and rows where ministages run in turn, [p];
+            ``None``: 1F1B, interleaved if there are several.
+        posts_ahead: whether a stage posts a receive when the pass before it in its direction starts; else
+            when that has ended, as in Megatron's interleaved schedule.
     """
 
-    stage_phases: tuple[Phases, ...]
+    lanes: tuple[tuple[Lane, ...], ...]
     there: Floats
     back: Floats
-    micro_batches: int
-    chunks: int = 1
+    parts: Floats
+    passing: tuple[Passing, ...] | None = None
+    posts_ahead: bool = True
+
+    @property
+    def stage_phases(self) -> tuple[Phases, ...]:
+        """Seconds of a micro-batch by phase in the slowest lane of each stage, [p]."""
+        return tuple(
+            max((lane.phases for lane in lanes), key=lambda phases: phases.total) for lanes in self.lanes
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches."""
+        return sum(len(lane.takes) for lane in self.lanes[0])
+
+    @property
+    def is_1f1b(self) -> bool:
+        """Whether stages run 1F1B with all of their layers in one pass."""
+        return self.passing is None and self.parts.shape[1] == 1
 
     @property
     def phases(self) -> Phases:
-        """Seconds of the replica by phase, in closed form.
+        """Seconds of the replica by phase; for 1F1B in closed form, which is as fast as a search needs."""
+        if not self.is_1f1b:
+            return self.phases_of_passes
+        return phases_of_1f1b(self.stage_phases, self.there[:, 0], self.back[:, 0], self.micro_batches)
 
-            sum of all stages and borders + (passes - 1) x period
+    @property
+    def phases_of_passes(self) -> Phases:
+        """Seconds of the replica by phase, pass by pass: the work of the busiest lane, and its waits."""
+        work = max((lane.work for lanes in self.lanes for lane in lanes), key=lambda work: work.total)
+        near = still = here = self.seconds()
+        if self.passing is None:
+            if self.there.any() or self.back.any():
+                still = replace(self, there=0 * self.there, back=0 * self.back).seconds()
+            return work + Phases(bubble=max(0.0, still - work.total), pipeline=here - still)
+        if any(one.is_on_host for one in self.passing):
+            on_device = tuple(one.without_host() for one in self.passing)
+            near = still = replace(self, passing=on_device).seconds()
+        if any(one.gathers.any() or one.sums.any() for one in self.passing):
+            nothing = tuple(Passing.nothing(len(one.sums)) for one in self.passing)
+            still = replace(self, passing=nothing).seconds()
+        bubble = max(0.0, still - work.total)
+        return work + Phases(bubble=bubble, gradients=near - still, offload=here - near)
 
-        The first pass runs through all stages; each other pass follows a period later (`period_s`). With
-        chunks a pass is that of one chunk, and the passes that the last stage runs before 1F1B begins take
-        longer, because their sends are exposed.
+    def seconds(self) -> float:
+        """Return the seconds from the first pass until all gradients are with their owners."""
+        return PassTimes(self).end_s
+
+    def spans(self) -> list[PassSpan]:
+        """Return begin and end of all passes."""
+        return PassTimes(self).spans()
+
+    def with_stage_phases(self, phases: Sequence[Phases]) -> Pipeline:
+        """Return the pipeline with other seconds of a micro-batch in its stages of one lane each."""
+        lanes = ((replace(lane, phases=one),) for (lane,), one in zip(self.lanes, phases, strict=True))
+        return replace(self, lanes=tuple(lanes))
+
+    def pass_s(self, stage: int, lane: Lane, way: Way, ministage: int) -> float:
+        """Return the seconds of a pass; the logits belong to the backward pass of the model's last ministage.
+
+        In turn, all backward passes but the last ministage's run forward once more.
         """
-        totals = np.array([phases.total for phases in self.stage_phases]) / self.chunks
-        slowest = int(np.argmax(totals))
-        others = float(totals.sum() - totals[slowest])
-        between = self.there + self.back
-        passes, inner = self.micro_batches * self.chunks, len(totals) - 1
-        period = period_s(totals, self.there, self.back, passes, self.chunks)
-        shown = float(between[:inner].sum()) + (passes - 1) * (period - float(totals[slowest]))
-        if self.chunks > 1:
-            filling = totals + self.there + np.roll(self.back, 1)
-            shown += (self.chunks - 1) * len(totals) * (float(filling.max()) - period)
-        return self.stage_phases[slowest] * self.micro_batches + Phases(bubble=others, pipeline=shown)
+        part = float(self.parts[stage][ministage])
+        if way == "forward":
+            return part * lane.forward_s
+        phases, again, is_last = lane.phases, 0.0, stage == len(self.lanes) - 1
+        if self.passing is not None:
+            again = 1.0 - is_last * float(self.parts[stage][-1])
+        seconds = phases.total - phases.logits - (1 + again) * lane.forward_s
+        if is_last and ministage == self.parts.shape[1] - 1:
+            return part * seconds + phases.logits
+        return part * (seconds + (self.passing is not None) * lane.forward_s)
 
 
-def period_s(stages: ArrayLike, there: ArrayLike, back: ArrayLike, passes: int, chunks: int = 1) -> float:
-    """Return the seconds from one pass of a 1F1B pipeline to the next.
-
-    They are the largest of: the seconds of the slowest stage; the seconds of a border that is always busy;
-    and for n neighbouring stages the seconds of a pass through them and back, sends included, divided by the
-    number of passes in flight there, n (2 n - 1 with chunks).
+class PassTimes:
+    """Begin and end of all passes of a replica.
 
     Args:
-        stages: seconds of a pass in each stage, forward and backward, [p].
-        there: seconds that activations are in transit over each border while both stages compute, [p - 1], or
-            [p] with chunks.
-        back: seconds that gradients are in transit over each border, of the same shape.
-        passes: number of passes.
-        chunks: number of chunks of each stage's layers.
+        pipeline: the stages of the replica.
     """
-    totals, forth, return_ = (np.asarray(values, dtype=float) for values in (stages, there, back))
-    period = float(totals.max())
-    if not len(forth) or not (forth.any() or return_.any()):
-        return period
-    period = max(period, float(forth.max()), float(return_.max()))
-    way = np.concatenate([[0.0], np.cumsum(totals)])
-    sent = np.concatenate([[0.0], np.cumsum((forth + return_)[: len(totals) - 1])])
-    for length in range(2, min(len(totals), passes - 1) + 1):
-        rows = way[length:] - way[:-length] + sent[length - 1 :] - sent[: len(sent) - length + 1]
-        period = max(period, float(rows.max()) / (length if chunks == 1 else 2 * length - 1))
-    return period
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        depth, count = pipeline.parts.shape
+        self._runs = pipeline_runs(depth, pipeline.micro_batches, count, in_turn=pipeline.passing is not None)
+        self._clocks = [_StageClock(pipeline, stage) for stage in range(depth)]
+        self._times: list[tuple[float, float]] = []
+        times = self._times
+        for run, inputs in self._runs:
+            clock = self._clocks[run.stage]
+            clock.enter(run)
+            for step, source in zip(run.steps, inputs, strict=True):
+                times.append(clock.run(step, None if source is None else times[source][1]))
+            clock.leave(run)
+        #: When the last pass and the last transfer have ended.
+        self.end_s = max(clock.end_s for clock in self._clocks)
+
+    def spans(self) -> list[PassSpan]:
+        """Return the passes by stage and begin."""
+        passes = ((run.stage, step) for run, _ in self._runs for step in run.steps)
+        found = (
+            PassSpan(stage, *step, self._clocks[stage].lane_of[step.micro_batch], *times)
+            for (stage, step), times in zip(passes, self._times, strict=True)
+        )
+        return sorted(found, key=lambda span: (span.stage, span.start_s))
+
+
+class _StageClock:
+    """The clock of one stage: when its lanes are free, and when its transfers end.
+
+    While a ministage runs in turn, the weights of the next one arrive. Its gradients leave while the next one
+    runs, and have left before those of the next one leave (runtime/passing_buckets.py). Collectives, in which
+    all lanes take part, run one after the other, and so do each lane's copies from host memory, and to it.
+    """
+
+    def __init__(self, pipeline: Pipeline, stage: int) -> None:
+        depth, count = pipeline.parts.shape
+        lanes, borders = pipeline.lanes[stage], len(pipeline.there)
+        self.lane_of = {taken: lane for lane, one in enumerate(lanes) for taken in one.takes}
+        self._is_first = stage == 0
+        self._passing = None if pipeline.passing is None else pipeline.passing[stage]
+        none = [0.0] * pipeline.micro_batches
+        self._work: dict[Way, list[list[float]]] = {}
+        self._travel: dict[Way, list[float]] = {}
+        self._posts_ahead: dict[Way, bool] = {}
+        sources: tuple[tuple[Way, int, Floats, int], ...] = (
+            ("forward", stage - 1, pipeline.there, stage - 1),
+            ("backward", (stage + 1) % depth, pipeline.back, stage),
+        )
+        for way, other, times, border in sources:
+            self._work[way] = [
+                [pipeline.pass_s(stage, lane, way, number) for number in range(count)] for lane in lanes
+            ]
+            # What crosses no border is never asked for.
+            self._travel[way] = times[border % borders].tolist() if borders else none
+            self._posts_ahead[way] = pipeline.posts_ahead and len(lanes) == len(pipeline.lanes[other]) == 1
+        #: When lanes posted the receive of their next rows, by way and lane, if before they need them.
+        self._posted: dict[tuple[Way, int], float] = {}
+        self._wire = self._left = 0.0
+        self._free, self._inward, self._outward = ([0.0] * len(lanes) for _ in range(3))
+        self._here: dict[int, float] = {}
+        #: Seconds of copying a micro-batch's rows in this run; begins of passes, and ends of copies, by lane.
+        self._rows_s = 0.0
+        self._begun: list[list[float]] = [[] for _ in lanes]
+        self._copied: list[list[float]] = [[] for _ in lanes]
+
+    @property
+    def end_s(self) -> float:
+        """When everything has ended."""
+        return max(*self._free, *self._inward, *self._outward, self._wire, self._left)
+
+    def enter(self, run: StageRun) -> None:
+        """Wait for the weights of a run, and start to fetch those of the next one."""
+        passing, sweep = self._passing, run.in_turn
+        if passing is None or sweep is None:
+            return
+        start, lanes = self._free, range(len(self._free))
+        self._posted = {(way, lane): start[lane] for way in self._travel for lane in lanes}
+        self._begun, self._copied = [[one] for one in start], [[] for _ in lanes]
+        has_entry = sweep.way != "turn" and not (self._is_first and sweep.ministage == 0)
+        self._rows_s = passing.rows * has_entry
+        self._here = {number: time for number, time in self._here.items() if number in sweep.weights}
+        for number in sweep.weights:
+            if number not in self._here:
+                copy_s = float(passing.copies_in[number])
+                self._inward = [max(both) + copy_s for both in zip(self._inward, start, strict=True)]
+                self._wire = max(self._wire, *self._inward) + float(passing.gathers[number])
+                self._here[number] = self._wire
+        self._wait_for(self._here[sweep.ministage])
+
+    def run(self, step: PipelineStep, ready: float | None) -> tuple[float, float]:
+        """Run a pass whose input is ready at a time, or always, and return its begin and end."""
+        way, lane = step.way, self.lane_of[step.micro_batch]
+        begin = free = self._free[lane]
+        if ready is not None:
+            asked = self._posted.pop((way, lane), free)
+            begin = max(free, max(ready, asked) + self._travel[way][step.micro_batch])
+        if self._rows_s:
+            begin = self._with_rows(way, lane, begin)
+        end = self._free[lane] = begin + self._work[way][lane][step.chunk]
+        if ready is not None and (self._posts_ahead[way] or self._passing is None):
+            self._posted[way, lane] = begin if self._posts_ahead[way] else end
+        return begin, end
+
+    def leave(self, run: StageRun) -> None:
+        """Send the gradients of a run to their owners, after those of the run before have left."""
+        passing, sweep = self._passing, run.in_turn
+        if passing is None or sweep is None or not sweep.is_backward:
+            return
+        self._wait_for(self._left)
+        self._wire = max(self._wire, *self._free) + float(passing.sums[sweep.ministage])
+        copy_s = float(passing.copies_out[sweep.ministage])
+        self._outward = [max(one, self._wire) + copy_s for one in self._outward]
+        self._left = max(self._outward)
+
+    def _with_rows(self, way: Way, lane: int, begin: float) -> float:
+        """Return the begin of a pass whose entering rows are copied to host memory, or back.
+
+        The rows of `ROWS_ON_DEVICE` micro-batches are on the device at a time.
+        """
+        begun, copied = self._begun[lane], self._copied[lane]
+        if way == "backward":
+            ahead = begun[max(0, len(begun) - ROWS_ON_DEVICE + 1)]
+            self._inward[lane] = max(self._inward[lane], ahead) + self._rows_s
+            begin = max(begin, self._inward[lane])
+        else:
+            if len(copied) >= ROWS_ON_DEVICE:
+                begin = max(begin, copied[-ROWS_ON_DEVICE])
+            self._outward[lane] = max(self._outward[lane], begin) + self._rows_s
+            copied.append(self._outward[lane])
+        begun.append(begin)
+        return begin
+
+    def _wait_for(self, time: float) -> None:
+        self._free = [max(free, time) for free in self._free]

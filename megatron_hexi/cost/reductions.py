@@ -14,8 +14,8 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.experts import ExpertsOnRanks
 from megatron_hexi.cost.held_weights import HeldWeights
 from megatron_hexi.cost.hosts import Hosts
+from megatron_hexi.cost.lanes import Passing
 from megatron_hexi.cost.memory import GRADIENT_BYTES, owned_params, part_params
-from megatron_hexi.cost.ministage_pipeline import Passing
 from megatron_hexi.cost.model_part import ModelPart, Present
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section
@@ -146,7 +146,7 @@ def uneven_reductions(
     Gradients are reduced to the owners of the optimizer's state, and weights come from there. All ranks take
     the sets in one order, so a rank in several sets waits for the others of each. Gradients may hide behind
     the backward pass and weights behind the next forward pass. Weights and gradients that ministages fetch
-    and send travel at other times (`ministage_pipeline`).
+    and send travel at other times (`cost.lanes`).
 
     Args:
         mesh: the units of all ranks.

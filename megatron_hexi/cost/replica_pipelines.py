@@ -1,4 +1,4 @@
-"""Builds the pipelines of all replicas, 1F1B or ministages, from the seconds of each domain of each stage."""
+"""Builds the pipelines of all replicas from the seconds of each domain of each stage."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.interleaved_pipeline import InterleavedPipeline
-from megatron_hexi.cost.ministage_pipeline import Lane, MinistagePipeline, Passing
+from megatron_hexi.cost.lanes import Lane, Passing
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.sections import Section
@@ -82,7 +81,7 @@ def replica_pipelines(
     parts: Mapping[tuple[int, int], Floats],
     *,
     chunks: int,
-) -> tuple[Pipeline | MinistagePipeline | InterleavedPipeline, ...]:
+) -> tuple[Pipeline, ...]:
     """Return the pipeline of each replica.
 
     Args:
@@ -94,20 +93,13 @@ def replica_pipelines(
             the stage has one.
         chunks: number of chunks of each stage's layers.
     """
-    pipelines: list[Pipeline | MinistagePipeline | InterleavedPipeline] = []
+    pipelines = []
     for number, (replica, own) in enumerate(zip(plan.replicas, lanes, strict=True)):
-        count = sum(len(lane.takes) for lane in own[0])
-        none = np.zeros((len(own) - 1, count))
+        none = np.zeros((len(own) - 1, sum(len(lane.takes) for lane in own[0])))
         there, back = (none, none) if borders is None else (borders[0][number], borders[1][number])
-        if replica.ministages is None:
-            phases = tuple(lane.phases for (lane,) in own)
-            pipelines.append(Pipeline(phases, there[:, 0], back[:, 0], count, chunks))
-            continue
-        shares = np.array([parts.get((number, stage), np.ones(1)) for stage in range(len(own))])
-        if replica.is_interleaved:
-            only = tuple(lane for (lane,) in own)
-            pipelines.append(InterleavedPipeline(only, there[:, 0], back[:, 0], shares))
-        else:
-            passes = tuple(passing[number, stage] for stage in range(len(own)))
-            pipelines.append(MinistagePipeline(own, there, back, shares, passes))
+        equal = np.full(chunks, 1 / chunks)
+        shares = np.array([parts.get((number, stage), equal) for stage in range(len(own))])
+        in_turn = replica.ministages is not None and not replica.is_interleaved
+        passes = tuple(passing[number, stage] for stage in range(len(own))) if in_turn else None
+        pipelines.append(Pipeline(own, there, back, shares, passes, posts_ahead=chunks == 1))
     return tuple(pipelines)

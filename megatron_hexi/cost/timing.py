@@ -10,8 +10,6 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.experts import ExpertsOnRanks
 from megatron_hexi.cost.hosts import HostMemoryUse
-from megatron_hexi.cost.interleaved_pipeline import InterleavedPipeline
-from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.plan_arrays import PlanArrays
@@ -43,7 +41,7 @@ class Timing:
 
     sections: list[Section]
     stages: list[StageCost]
-    pipelines: tuple[Pipeline | MinistagePipeline | InterleavedPipeline, ...]
+    pipelines: tuple[Pipeline, ...]
     reductions: Reductions
     synchronisation: list[float]
     optimizer: list[Floats]

@@ -8,21 +8,19 @@ from megatron_hexi.mesh.experts import ExpertDomain, job_experts
 from megatron_hexi.mesh.mesh import Mesh
 from megatron_hexi.mesh.pieces import Box, Cell, MinistageId, Piece, cell_contains, cell_size, cut_pieces
 from megatron_hexi.mesh.pipeline_order import (
+    MinistagePass,
     PipelineStep,
-    interleaved_order,
+    StageRun,
+    Way,
+    ministage_passes,
     most_kept,
     passes_ahead,
+    pipeline_runs,
     pipeline_steps,
+    stage_runs,
     step_source,
 )
-from megatron_hexi.mesh.residence import (
-    ROWS_ON_DEVICE,
-    MinistagePass,
-    Residence,
-    bucket_residence,
-    is_summed_last,
-    ministage_passes,
-)
+from megatron_hexi.mesh.residence import ROWS_ON_DEVICE, Residence, bucket_residence, is_summed_last
 from megatron_hexi.mesh.shares import Bucket, Slab, make_buckets
 
 __all__ = [
@@ -41,20 +39,23 @@ __all__ = [
     "RowBlock",
     "RowMessage",
     "Slab",
+    "StageRun",
+    "Way",
     "border_messages",
     "bucket_residence",
     "cell_contains",
     "cell_size",
     "cut_pieces",
     "held_rows",
-    "interleaved_order",
     "is_summed_last",
     "job_experts",
     "make_buckets",
     "ministage_passes",
     "most_kept",
     "passes_ahead",
+    "pipeline_runs",
     "pipeline_steps",
     "row_messages",
+    "stage_runs",
     "step_source",
 ]

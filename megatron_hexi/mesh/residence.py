@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
 
 from megatron_hexi.mesh.shares import Bucket
 from megatron_hexi.plan.terms import Offload
@@ -19,60 +17,6 @@ from megatron_hexi.plan.terms import Offload
 #: Number of micro-batches whose input rows are on the device while activations are offloaded: the micro-batch
 #: that runs, and the micro-batch whose rows are being copied.
 ROWS_ON_DEVICE = 2
-
-
-@dataclass(frozen=True)
-class MinistagePass:
-    """A pass of all micro-batches, one after the other, through one ministage.
-
-    Args:
-        way: `forward`, which keeps the ministage's input rows; `backward`, which recomputes the ministage
-            from these rows; or `turn`, for the ministage with the loss: forward and backward of each
-            micro-batch in turn.
-        weights: ministages whose fetched weights are on the device during the pass: this ministage, and the
-            ministage of the next pass, whose weights are being fetched.
-        gradients: ministages whose gradients are on the device during the pass: this ministage, and the
-            ministage of the pass before, whose gradients are being reduced.
-    """
-
-    ministage: int
-    way: Literal["forward", "backward", "turn"]
-    weights: tuple[int, ...]
-    gradients: tuple[int, ...]
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether the pass computes gradients."""
-        return self.way != "forward"
-
-
-@lru_cache(maxsize=64)
-def ministage_passes(
-    ministages: int, gives_loss: bool, forward_only: bool = False
-) -> tuple[MinistagePass, ...]:
-    """Return the passes of a stage's ministages in one iteration, in order.
-
-    Args:
-        gives_loss: whether the stage is the last of its replica.
-        forward_only: whether the iteration is an evaluation, without backward passes.
-    """
-    numbers = range(ministages)
-    ways: list[tuple[int, Literal["forward", "backward", "turn"]]] = [(n, "forward") for n in numbers]
-    if not forward_only:
-        *before, last = numbers
-        if gives_loss:
-            ways[last] = last, "turn"
-        else:
-            ways.append((last, "backward"))
-        ways += [(number, "backward") for number in reversed(before)]
-    passes: list[MinistagePass] = []
-    for place, (number, way) in enumerate(ways):
-        following = ways[place + 1 : place + 2]
-        weights = dict.fromkeys((number, *(next_number for next_number, _ in following)))
-        leaving = passes[-1].ministage if passes and passes[-1].is_backward else number
-        gradients = () if way == "forward" else tuple(dict.fromkeys((number, leaving)))
-        passes.append(MinistagePass(number, way, tuple(weights), gradients))
-    return tuple(passes)
 
 
 @dataclass(frozen=True)

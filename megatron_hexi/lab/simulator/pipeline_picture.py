@@ -15,11 +15,8 @@ from megatron_hexi.report.labels import BarLabel, every_nth, wrap
 from megatron_hexi.spelling import time_unit
 
 _TAIL = "gradients and optimizer"
-#: Names of bars, by the way of a span; ``turn`` is both passes of the last ministage.
-_NAMES = {"forward": "forward", "turn": "forward, then backward", "backward": "backward"}
 _COLOURS = {
     "forward": "#4878a8",
-    "forward, then backward": "#7b3294",
     "backward": "#e08214",
     _TAIL: "#8c8c8c",
 }
@@ -125,7 +122,7 @@ def _bars(row: PipelineRow, simulation: Simulation) -> _Bars:
     """Return the bars of a stage by kind; the last ends with the iteration."""
     bars: _Bars = {}
     for span in row.spans:
-        bars.setdefault(_NAMES[span.way], []).append((span.start_s, span.end_s, span.micro_batch))
+        bars.setdefault(span.way, []).append((span.start_s, span.end_s, span.micro_batch))
     last = max(span.end_s for span in row.spans)
     tail = simulation.phases.gradients + simulation.phases.optimizer
     start = max(last, simulation.iteration_s - tail)

@@ -11,17 +11,12 @@ import numpy as np
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, Phases, Timing
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.interleaved_pipeline import InterleavedPipeline
-from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.cost.replica_pipelines import replica_lanes
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import exposed_synchronisation
 from megatron_hexi.lab.simulator.engine import Progress
 from megatron_hexi.lab.simulator.extend import StageTimes, extend_stage
 from megatron_hexi.lab.simulator.findings import find
-from megatron_hexi.lab.simulator.interleaved_replay import replay_interleaved
-from megatron_hexi.lab.simulator.ministage_replay import replay_ministages
-from megatron_hexi.lab.simulator.pipeline_replay import pipeline_phases, replay_pipeline
 from megatron_hexi.lab.simulator.replay import SectionReplay, replay_layers
 from megatron_hexi.lab.simulator.simulation import LinkUse, PipelineSpan, RankTimeline, Simulation, Span
 from megatron_hexi.models import Job
@@ -57,26 +52,11 @@ def simulate(
     stage_lanes = replica_lanes(
         sections, ((stage.replicas, stage.forward.tolist()) for stage in stages), timing.micro_batches
     )
-    replicas, steps = list[Phases](), list[PipelineSpan]()
-    for replica, wait in enumerate(waits):
-        pipeline = timing.pipelines[replica]
-        if isinstance(pipeline, MinistagePipeline):
-            pipeline = replace(pipeline, lanes=stage_lanes[replica])
-            spans, _ = replay_ministages(pipeline, replica)
-            phases_of_replica = pipeline.busiest + pipeline.waits(
-                lambda other: replay_ministages(other, 0)[1]
-            )
-        elif isinstance(pipeline, InterleavedPipeline):
-            pipeline = replace(pipeline, lanes=tuple(lane for (lane,) in stage_lanes[replica]))
-            spans, end = replay_interleaved(pipeline, replica)
-            phases_of_replica = pipeline.phases_of(replay_interleaved(pipeline.instant, replica)[1], end)
-        else:
-            pipeline = replace(pipeline, stage_phases=tuple(lane.phases for (lane,) in stage_lanes[replica]))
-            forward = [lane.forward_s for (lane,) in stage_lanes[replica]]
-            spans = replay_pipeline(pipeline, forward, replica)
-            phases_of_replica = pipeline_phases(pipeline, forward, spans)
-        replicas.append(phases_of_replica + Phases(gradients=wait))
-        steps += spans
+    replicas, passes = list[Phases](), list[PipelineSpan]()
+    for replica, (wait, lanes) in enumerate(zip(waits, stage_lanes, strict=True)):
+        pipeline = replace(timing.pipelines[replica], lanes=lanes)
+        replicas.append(pipeline.phases_of_passes + Phases(gradients=wait))
+        passes += [PipelineSpan(replica, *span) for span in pipeline.spans()]
     step = max(float(times.max()) for times in timing.optimizer)
     slowest = max(replicas, key=lambda phases: phases.total)
     phases = (slowest + Phases(optimizer=step)).spread_by(timing.spread)
@@ -88,7 +68,7 @@ def simulate(
         spans=tuple(
             span for section, own in zip(sections, replays, strict=True) for span in _spans(section, own)
         ),
-        pipeline=tuple(steps),
+        pipeline=tuple(passes),
         links=_links(timing, replays, stages, phases.total),
         findings=find([replay for own in replays for replay in own]),
         layers=max(replay.whole.layers for own in replays for replay in own),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_hexi.cost import Phases
+from megatron_hexi.mesh import Way
 
 Lane = Literal["compute", "network"]
 
@@ -72,24 +73,23 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSpan:
-    """A micro-batch in a stage of a replica, from the start of the iteration.
+    """A micro-batch's pass through a stage of a replica, from the start of the iteration.
 
     Args:
-        way: ``forward``, ``backward``, or ``turn`` for both of a replica's last ministage.
+        chunk: number among the ministages, or the chunks, of the stage's layers.
         lane: number among the stage's domains that take whole micro-batches; 0 where all domains share each.
-        start_s: start of the activity, s.
-        end_s: end of the activity, s.
-        chunk: number among the chunks of the stage's layers that run in turn.
+        start_s: start of the pass, s.
+        end_s: end of the pass, s.
     """
 
     replica: int
     stage: int
-    way: str
+    way: Way
     micro_batch: int
+    chunk: int
     lane: int
     start_s: float
     end_s: float
-    chunk: int = 0
 
 
 @dataclass(frozen=True)

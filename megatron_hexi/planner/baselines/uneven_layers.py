@@ -228,7 +228,7 @@ def _deal_again(candidate: Candidate, dealt: Sequence[int], layers: int) -> list
     if following is None:
         return None
     pipeline = max(candidate.timing.pipelines, key=lambda pipeline_timing: pipeline_timing.phases.total)
-    ways = ((np.asarray(pipeline.there) + np.asarray(pipeline.back)) / 2).tolist()
+    ways = ((pipeline.there + pipeline.back)[:, 0] / 2).tolist()
     return moved_layers(seconds, following, ways, int(candidate.timing.micro_batches[0]))
 
 

@@ -5,7 +5,7 @@ options.py.
 Take any plan of the cost model that fits in memory and takes T. Of a stage with l of the L layers f is l / L
 and q is 1 / f; each of its GPUs is in some option, with works x and z. Then, with the best rates:
 
-time   m micro-batches take tau each in the stage, and one passes the others besides (pipeline.py: sum of tau
+time   m micro-batches take tau each in the stage, and one passes the others besides (period.py: sum of tau
        + (m - 1) x longest), no faster than on all GPUs together; the optimizer's step follows. Nothing of a
        GPU's own work overlaps (layer.py):   seconds(x, z) <= T - step - (1 - f) pass / V
        where V are the chunks that the stage may have at most: as many as are fixed, or l; without end, if

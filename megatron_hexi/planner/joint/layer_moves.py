@@ -15,7 +15,6 @@ import numpy as np
 
 from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.phases import Phases
-from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.stage import section_waits
 from megatron_hexi.models.job import layers_again
 from megatron_hexi.plan import Plan
@@ -84,7 +83,7 @@ class _LeastOrder:
                 step = float(timing.optimizer[number][units].max())
                 self._steps[stage] = max(step, self._steps.get(stage, 0.0))
         #: Ministages, and domains that take samples, are not bounded.
-        self._is_known = all(isinstance(pipeline, Pipeline) for pipeline in timing.pipelines) and all(
+        self._is_known = all(pipeline.is_1f1b for pipeline in timing.pipelines) and all(
             len(stage.domains) == 1 for stages in self._stages for stage in stages
         )
 
@@ -94,7 +93,6 @@ class _LeastOrder:
             return 0.0, 0.0
         number, timing = move.replica, self._timing
         pipeline = timing.pipelines[number]
-        assert isinstance(pipeline, Pipeline)
         first, middle, last = move.layers
         changed = {(number, move.stage): (first, middle), (number, move.stage + 1): (middle, last)}
         stages = list(pipeline.stage_phases)
@@ -104,7 +102,7 @@ class _LeastOrder:
         wait = max((self._waits[stage] for stage in kept), default=0.0)
         step = Phases(optimizer=max((self._steps[stage] for stage in kept), default=0.0))
         replicas = list(timing.replicas)
-        replicas[number] = replace(pipeline, stage_phases=tuple(stages)).phases + Phases(gradients=wait)
+        replicas[number] = pipeline.with_stage_phases(stages).phases + Phases(gradients=wait)
         fullness = max((self._full[stage] for stage in kept), default=0.0)
         seconds = max((phases + step).spread_by(timing.spread).total for phases in replicas)
         return max(0.0, fullness - 1), seconds

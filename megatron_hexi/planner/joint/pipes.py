@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.pipeline import period_s
+from megatron_hexi.cost.period import period_s
 from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.joint.pools import StageShape
 
@@ -56,7 +56,7 @@ class Pipe:
 
     @cached_property
     def period_s(self) -> float:
-        """Seconds from one micro-batch to the next: `megatron_hexi.cost.pipeline.Pipeline.period_s`."""
+        """Seconds from one micro-batch to the next: `cost.period.period_s`."""
         return period_s([stage.seconds for stage in self.stages], self.ways, self.ways, self.micro_batches)
 
     @cached_property

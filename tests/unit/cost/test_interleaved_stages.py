@@ -11,21 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.cost import CostModel, Phases
-from megatron_hexi.cost.interleaved_pipeline import InterleavedPipeline
-from megatron_hexi.cost.ministage_pipeline import Lane, MinistagePipeline
+from megatron_hexi.cost.lanes import Lane
+from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.kinds import Window
 from megatron_hexi.lab.simulator import simulate
-from megatron_hexi.lab.simulator.interleaved_replay import replay_interleaved
-from megatron_hexi.mesh import PipelineStep, most_kept, pipeline_steps
+from megatron_hexi.mesh import most_kept, pipeline_steps
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage
 from tests.support.costs import TINY, cluster, tiny_job
+from tests.support.pass_graph import end_of_1f1b
 from tests.support.plans import examples
 
 DEEP = dataclasses.replace(TINY, layers=12)
 SECONDS = st.floats(0.01, 3)
 
 
-def longest_way(pipeline: InterleavedPipeline) -> float:
+def longest_way(pipeline: Pipeline) -> float:
     """Seconds of the longest way through the passes, from what each of them needs, without a clock."""
     depth, count = pipeline.parts.shape
     orders = [pipeline_steps(depth, stage, pipeline.micro_batches, count) for stage in range(depth)]
@@ -37,8 +37,8 @@ def longest_way(pipeline: InterleavedPipeline) -> float:
         return None
 
     def travel(stage, step):
-        ways = np.roll(pipeline.there, 1) if step.way == "forward" else pipeline.back
-        return ways[stage]
+        ways = np.roll(pipeline.there, 1, axis=0) if step.way == "forward" else pipeline.back
+        return ways[stage][step.micro_batch]
 
     @functools.cache
     def begin(stage, step):
@@ -54,7 +54,7 @@ def longest_way(pipeline: InterleavedPipeline) -> float:
 
     @functools.cache
     def end(stage, step):
-        lane, part = pipeline.lanes[stage], pipeline.parts[stage][step.chunk]
+        (lane,), part = pipeline.lanes[stage], pipeline.parts[stage][step.chunk]
         seconds = part * lane.forward_s
         if step.way == "backward":
             seconds = part * (lane.phases.token - lane.forward_s)
@@ -73,22 +73,23 @@ def pipelines(draw):
     for stage in range(depth):
         ahead, back = draw(SECONDS), draw(SECONDS)
         logits = draw(SECONDS) if stage == depth - 1 else 0.0
-        lanes.append(Lane(micro_batches, Phases(token=ahead + back, logits=logits), ahead))
-    there, back = (np.array([draw(st.floats(0, 2)) for _ in range(depth)]) for _ in range(2))
+        lanes.append((Lane(micro_batches, Phases(token=ahead + back, logits=logits), ahead),))
+    there, back = (
+        np.array([[draw(st.floats(0, 2))] * len(micro_batches) for _ in range(depth)]) for _ in range(2)
+    )
     sizes = np.array([[draw(st.integers(1, 4)) for _ in range(count)] for _ in range(depth)], dtype=float)
-    return InterleavedPipeline(tuple(lanes), there, back, sizes / sizes.sum(axis=1, keepdims=True))
+    return Pipeline(tuple(lanes), there, back, sizes / sizes.sum(axis=1, keepdims=True))
 
 
 @examples(40)
 @given(pipeline=pipelines())
-def test_seconds_are_those_of_the_longest_way_and_of_the_replay(pipeline):
+def test_seconds_are_those_of_the_longest_way_and_of_the_graph(pipeline):
     expected = longest_way(pipeline)
     assert pipeline.seconds() == pytest.approx(expected)
     assert pipeline.phases.total == pytest.approx(expected)
-    spans, end = replay_interleaved(pipeline, 0)
-    assert end == pytest.approx(expected)
+    assert end_of_1f1b(pipeline) == pytest.approx(expected)
     depth, count = pipeline.parts.shape
-    assert len(spans) == 2 * depth * count * pipeline.micro_batches
+    assert len(pipeline.spans()) == 2 * depth * count * pipeline.micro_batches
 
 
 @examples(20)
@@ -97,8 +98,8 @@ def test_seconds_are_those_of_the_longest_way_and_of_the_replay(pipeline):
 )
 def test_equal_stages_idle_a_ministage_of_each_other_stage(depth, count, groups, ahead, back):
     lane = Lane(tuple(range(groups * depth)), Phases(token=ahead + back), ahead)
-    none = np.zeros(depth)
-    phases = InterleavedPipeline((lane,) * depth, none, none, np.full((depth, count), 1 / count)).phases
+    none = np.zeros((depth, groups * depth))
+    phases = Pipeline(((lane,),) * depth, none, none, np.full((depth, count), 1 / count)).phases
     # Narayanan et al., arXiv 2104.04473, section 2.2.
     assert phases.bubble / phases.token == pytest.approx((depth - 1) / (groups * depth * count))
 
@@ -176,16 +177,15 @@ def test_ministages_cost_what_their_own_layers_cost(windows, recompute, order):
     plan, known = plan_of(job, STAGES, order=order), nodes(3, 100.0)
     mixed = dataclasses.replace(job, model=dataclasses.replace(DEEP, window=Window(64, tuple(windows))))
     (pipeline,) = CostModel(mixed, known).timing(plan).pipelines
-    assert isinstance(pipeline, InterleavedPipeline | MinistagePipeline)
+    assert (pipeline.passing is None) == (order == "interleaved")
     alone = {kind: CostModel(own, known).timing(plan).stages for kind, own in jobs.items()}
     # The layers of each stage's ministages: first all stages run 3, 2 and 1 of them, then 2 each.
     for stage, ministages in enumerate((((0, 3), (6, 8)), ((3, 5), (8, 10)), ((5, 6), (10, 12)))):
         seconds = {kind: own[stage].layer_seconds(0)[0] for kind, own in alone.items()}
         work = [sum(seconds[windows[layer]] for layer in range(*layers)) for layers in ministages]
         assert pipeline.parts[stage] == pytest.approx([own / sum(work) for own in work])
-        if isinstance(pipeline, InterleavedPipeline):
+        if order == "interleaved":
+            (lane,) = pipeline.lanes[stage]
             for ministage, expected in enumerate(work):
-                steps = [PipelineStep(way, 0, ministage) for way in ("forward", "backward")]
-                logits = pipeline.lanes[stage].phases.logits * (ministage == 1)
-                took = sum(pipeline.step_s(stage, step) for step in steps)
-                assert took - logits == pytest.approx(expected)
+                took = sum(pipeline.pass_s(stage, lane, way, ministage) for way in ("forward", "backward"))
+                assert took - lane.phases.logits * (ministage == 1) == pytest.approx(expected)

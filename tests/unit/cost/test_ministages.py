@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cluster import catalog, read_cluster
 from megatron_hexi.cost import CostModel, Phases, find_shortage
+from megatron_hexi.cost.lanes import Lane, Passing
 from megatron_hexi.cost.memory import GIB
-from megatron_hexi.cost.ministage_pipeline import Lane, MinistagePipeline, Passing
+from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.lab.simulator import simulate
-from megatron_hexi.lab.simulator.ministage_replay import replay_ministages
 from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan import read_plan
 from megatron_hexi.plan.shares import assign_in_turn
+from tests.support.pass_graph import end_in_turn
 from tests.support.plans import examples
 
 SECONDS = st.integers(1, 50).map(float)
@@ -103,7 +104,7 @@ def pipeline_of(depth, micro_batches, ministages, forward, backward, logits, the
         (Lane(every, phases, ministages * float(ahead)),)
         for phases, ahead in zip(stages, forward, strict=True)
     )
-    return MinistagePipeline(lanes, borders[0], borders[1], parts, tuple(passing))
+    return Pipeline(lanes, borders[0], borders[1], parts, tuple(passing))
 
 
 SIZES = {"depth": st.integers(1, 4), "micro_batches": st.integers(1, 5), "ministages": st.integers(1, 4)}
@@ -119,7 +120,7 @@ def test_seconds_are_those_of_the_longest_way(data, depth, micro_batches, minist
     pipeline, expected = pipeline_of(*terms), longest_way(*terms)
     assert pipeline.seconds() == pytest.approx(expected)
     assert pipeline.phases.total == pytest.approx(expected)
-    assert replay_ministages(pipeline, 0)[1] == pytest.approx(expected)
+    assert end_in_turn(pipeline) == pytest.approx(expected)
 
 
 @examples(60)
@@ -149,25 +150,32 @@ def test_dealt_micro_batches_take_the_longest_way_through_the_lanes(data, depth,
     pipeline = replace(plain, lanes=lanes, there=there[: len(plain.there)], back=back[: len(plain.back)])
     expected = longest_way(*terms, there, back, takes, slower)
     assert pipeline.seconds() == pytest.approx(expected)
-    spans, end = replay_ministages(pipeline, 0)
-    assert end == pytest.approx(expected)
-    assert all(span.micro_batch in takes[span.stage][span.lane] for span in spans)
+    assert end_in_turn(pipeline) == pytest.approx(expected)
+    assert all(span.micro_batch in takes[span.stage][span.lane] for span in pipeline.spans())
 
 
 @examples(60)
 @given(data=st.data(), **SIZES)
-def test_gathers_and_sums_take_as_long_event_by_event(data, depth, micro_batches, ministages):
+def test_transfers_take_as_long_event_by_event(data, depth, micro_batches, ministages):
     def drawn(count, most=50):
         return np.array(data.draw(st.lists(st.integers(0, most).map(float), min_size=count, max_size=count)))
 
     passing = [
-        Passing(drawn(ministages), drawn(ministages), *np.zeros((2, ministages))) for _ in range(depth)
+        replace(
+            Passing.nothing(ministages),
+            gathers=drawn(ministages),
+            sums=drawn(ministages),
+            copies_in=drawn(ministages),
+            copies_out=drawn(ministages),
+            rows=float(drawn(1)[0]),
+        )
+        for _ in range(depth)
     ]
     forward, backward = drawn(depth) + 1, drawn(depth) + 1
     pipeline = pipeline_of(
         depth, micro_batches, ministages, forward, backward, 1.0, drawn(depth), drawn(depth), passing
     )
-    assert replay_ministages(pipeline, 0)[1] == pytest.approx(pipeline.seconds())
+    assert end_in_turn(pipeline) == pytest.approx(pipeline.seconds())
     assert pipeline.phases.total == pytest.approx(pipeline.seconds())
 
 
@@ -177,19 +185,20 @@ def test_weights_come_behind_one_ministage_and_gradients_leave_behind_the_next()
     passing = Passing(4.5 * one, 0 * one, 0.5 * one, 0 * one)
     times = (1, 2, 3, np.array([2.0]), np.array([3.0]), 0.0, np.zeros(1), np.zeros(1), [passing])
     pipeline = pipeline_of(*times)
-    # Weights 5 s: those of the first, and of each other one what 4 s of the pass before do not hide; backward
-    # passes of 10 s hide them all: 5, 4, 1 + 4, 1 + 10 (turn), 10, 10.
-    assert pipeline.seconds() == pytest.approx(5 + 4 + 5 + 11 + 10 + 10)
+    # Weights 5 s, of which the next ministage's copy runs beside a gather: those of the second are there at
+    # 9.5 s, and those of the third 4.5 s later; backward passes of 10 s hide all of them.
+    assert pipeline.seconds() == pytest.approx(5 + (4 + 0.5) + (4 + 0.5) + 10 + 10 + 10)
     waits = pipeline.phases
-    assert waits.offload == pytest.approx(0.5 + 0.5 + 0.5)
+    assert waits.offload == pytest.approx(0.5)
     assert waits.gradients == pytest.approx(4.5 + 0.5 + 0.5)
     late = replace(pipeline, passing=(Passing(0 * one, np.array([7.0, 1, 1]), 0 * one, 0 * one),))
     assert late.seconds() == pytest.approx(
         4 + 4 + 10 + 10 + 10 + 7
     )  # nothing hides the first one's gradients
     rows = replace(pipeline, passing=(replace(Passing.nothing(3), rows=6.0),))
-    # Rows that entered the second ministage go out at 6 s a micro-batch and come back; the first has tokens.
-    assert rows.seconds() == pytest.approx(4 + 12 + 10 + 12 + 10)
+    # Rows that entered the second ministage go out behind it and the third one, 6 s a micro-batch. They come
+    # back when its backward pass begins, and with its first micro-batch; the first ministage has tokens.
+    assert rows.seconds() == pytest.approx(4 + 4 + 10 + (6 + 6 + 5) + 10)
 
 
 CLUSTER = """\
@@ -343,7 +352,7 @@ def test_the_simulator_replays_ministages(estimate):
     assert simulation.iteration_s == pytest.approx(cost.iteration_s, rel=0.002)
     assert simulation.phases.total == pytest.approx(simulation.iteration_s)
     steps = [span for span in simulation.pipeline if span.way == "backward"]
-    assert len(steps) == 31 * 8
+    assert len(steps) == 32 * 8
 
 
 def test_a_step_on_the_host_is_as_fast_as_its_memory_and_the_way_there(estimate):

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from megatron_hexi.cost import CostModel, Phases, estimate
 from megatron_hexi.cost.layer_bytes import token_activation_bytes
 from megatron_hexi.cost.memory import FRAGMENTATION, RESERVE_BYTES
-from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.errors import ClusterError, PlanError
-from megatron_hexi.lab.simulator.pipeline_replay import replay_pipeline
 from megatron_hexi.models import job_of_plan
 from megatron_hexi.plan import (
     JobTerms,
     proportional_plan,
 )
 from tests.support.costs import TINY, cluster, tiny_job
+from tests.support.pass_graph import end_of_1f1b
+from tests.support.pipelines import pipeline_of
 from tests.support.plans import examples
 from tests.support.written_stages import DEEP, FAST, plan_of, whole, written_out
 
@@ -92,13 +92,14 @@ def test_gradients_and_weights_hide_behind_either_pass():
 def test_equal_stages_idle_the_known_part_of_the_time(stages, micro_batches):
     # The bubble is (p - 1) / m of the work (Narayanan et al., arXiv 2104.04473, section 2.2).
     nothing = np.zeros(stages - 1)
-    one = Pipeline((Phases(token=2.0, attention=1.0),) * stages, nothing, nothing, micro_batches)
+    phases = (Phases(token=2.0, attention=1.0),) * stages
+    one = pipeline_of(phases, [1.0] * stages, nothing, nothing, micro_batches)
     assert one.phases.total == pytest.approx(3.0 * (micro_batches + stages - 1))
     assert one.phases.bubble / (one.phases.token + one.phases.attention) == pytest.approx(
         (stages - 1) / micro_batches
     )
-    spans = replay_pipeline(one, [1.0] * stages, 0)
-    assert max(span.end_s for span in spans) == pytest.approx(one.phases.total)
+    for name, seconds in one.phases_of_passes.by_name.items():
+        assert seconds == pytest.approx(getattr(one.phases, name), abs=1e-9)
 
 
 SHAPES = st.lists(st.tuples(st.floats(0.1, 1), st.floats(0, 0.5), st.floats(0, 0.5)), min_size=1, max_size=7)
@@ -106,12 +107,13 @@ SHAPES = st.lists(st.tuples(st.floats(0.1, 1), st.floats(0, 0.5), st.floats(0, 0
 
 @given(SHAPES, st.floats(0.2, 0.45), st.integers(1, 15))
 @examples(150)
-def test_the_closed_form_is_never_below_the_replay(shapes, forward, micro_batches):
+def test_the_closed_form_is_never_below_the_passes(shapes, forward, micro_batches):
     seconds = [shape[0] for shape in shapes]
     there, back = (np.array([shape[way] for shape in shapes[1:]]) for way in (1, 2))
-    one = Pipeline(tuple(Phases(token=each) for each in seconds), there, back, micro_batches)
-    spans = replay_pipeline(one, [forward * each for each in seconds], 0)
-    end = max(span.end_s for span in spans)
+    phases, ahead = ([Phases(token=each) for each in seconds], [forward * each for each in seconds])
+    one = pipeline_of(phases, ahead, there, back, micro_batches)
+    spans, end = one.spans(), one.seconds()
+    assert end == max(span.end_s for span in spans) == pytest.approx(end_of_1f1b(one))
     # The slowest stage works all the time; the first micro-batch passes everything.
     least = max(micro_batches * max(seconds), sum(seconds) + there.sum() + back.sum())
     assert least * (1 - 1e-9) <= end <= one.phases.total * (1 + 1e-9)
@@ -134,16 +136,16 @@ def test_the_closed_form_is_never_below_the_replay(shapes, forward, micro_batche
 def test_sends_between_equal_stages_by_hand():
     # p micro-batches are in flight, and a way through and back takes p stages and 2 (p - 1) sends.
     stages, send = 4, 0.1
-    one = Pipeline((Phases(token=1.0),) * stages, np.full(3, send), np.full(3, send), 100)
+    sends = [send] * 3
+    one = pipeline_of((Phases(token=1.0),) * stages, [1 / 3] * stages, sends, sends, 100)
     period = (stages + 2 * (stages - 1) * send) / stages
     assert one.phases.total == pytest.approx(stages + 6 * send + 99 * period)
-    end = max(span.end_s for span in replay_pipeline(one, [1 / 3] * stages, 0))
-    assert end == pytest.approx(one.phases.total, rel=0.01)
+    assert one.seconds() == pytest.approx(one.phases.total, rel=0.01)
     # Where the last stage waits anyhow, sends cost the first micro-batch only.
-    early = Pipeline((Phases(token=1.0), Phases(token=0.5)), np.full(1, send), np.full(1, send), 100)
+    early = pipeline_of((Phases(token=1.0), Phases(token=0.5)), [0.4, 0.2], [send], [send], 100)
     assert early.phases.total == pytest.approx(1.5 + 2 * send + 99)
     # A border that is busy all the time sets the pace.
-    thin = Pipeline((Phases(token=1.0),) * 2, np.full(1, 3.0), np.full(1, 0.1), 100)
+    thin = pipeline_of((Phases(token=1.0),) * 2, [0.4] * 2, [3.0], [0.1], 100)
     assert thin.phases.total == pytest.approx(2 + 3.1 + 99 * 3.0)
 
 

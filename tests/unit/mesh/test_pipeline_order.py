@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from collections import Counter
 from types import SimpleNamespace
 
@@ -9,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.mesh import interleaved_order, most_kept, pipeline_steps, step_source
+from megatron_hexi.mesh import (
+    most_kept,
+    pipeline_order,
+    pipeline_runs,
+    pipeline_steps,
+    stage_runs,
+    step_source,
+)
 from tests.support.plans import examples
 
 SIZES = {"stages": st.integers(2, 6), "chunks": st.integers(2, 4), "micro_batches": st.integers(1, 14)}
@@ -125,19 +133,26 @@ def test_sends_that_are_waited_for_at_once_would_wait_for_ever():
     assert not finishes(3, 2, 6, SimpleNamespace(ahead=False, leaving=0))
 
 
-@examples(30)
-@given(**SIZES)
-def test_passes_follow_what_they_need(stages, chunks, micro_batches):
-    order = interleaved_order(stages, micro_batches, chunks)
-    assert len(order) == len(set(order)) == 2 * stages * chunks * micro_batches
-    at = {one: place for place, one in enumerate(order)}
-    for (stage, step), place in at.items():
+@examples(60)
+@given(**SIZES, in_turn=st.booleans())
+def test_passes_follow_what_they_need(stages, chunks, micro_batches, in_turn):
+    order = pipeline_runs(stages, micro_batches, chunks, in_turn=in_turn)
+    passes = [(run.stage, step) for run, _ in order for step in run.steps]
+    inputs = [place for _, needed in order for place in needed]
+    assert len(passes) == len(set(passes)) == len(inputs) == 2 * stages * chunks * micro_batches
+    for place, ((stage, step), needed) in enumerate(zip(passes, inputs, strict=True)):
         source = step_source(stages, stage, step, chunks)
-        assert source is None or at[source] < place
+        assert source == (None if needed is None else passes[needed])
+        assert needed is None or needed < place
+        if step.way == "backward":
+            assert (stage, step._replace(way="forward")) in passes[:place]
     for stage in range(stages):
-        assert [step for number, step in order if number == stage] == list(
-            pipeline_steps(stages, stage, micro_batches, chunks)
-        )
+        own = stage_runs(stages, stage, micro_batches, chunks, in_turn=in_turn)
+        assert [run for run, _ in order if run.stage == stage] == list(own)
+
+
+def test_the_shown_orders():
+    assert doctest.testmod(pipeline_order) == (0, 3)
 
 
 @pytest.mark.parametrize(
