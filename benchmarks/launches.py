@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_hexi.plan import Mask, Workload, build_schedule, proportional_plan
-from megatron_hexi.plan.parts import worthwhile_parts
+from megatron_hexi.plan.proportion import worthwhile_parts
 from megatron_hexi.runtime import all_to_all, call_rows, exchange, fused
 from megatron_hexi.runtime.attention import _DomainAttentionFunction
 from megatron_hexi.runtime.fused import on_gpu

@@ -20,7 +20,7 @@ from benchmarks.goodput.paced_rank import CLUSTER_VARIABLE
 from megatron_hexi.elastic.launcher.job_store import keep_store
 from megatron_hexi.elastic.secret import SECRET_VARIABLE
 from megatron_hexi.lab.testbed.isolation import raise_priority
-from megatron_hexi.lab.testbed.ports import free_port
+from megatron_hexi.lab.testbed.job import free_port
 
 _SCRIPT = Path(__file__).with_name("paced_rank.py")
 #: File in the working directory to which ranks write each iteration.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from megatron_hexi.lab.testbed.ports import free_port
+from megatron_hexi.lab.testbed.job import free_port
 from megatron_hexi.runtime.kernels.cudnn import torchs_cudnn
 
 #: In place of Megatron's defaults that need apex or Transformer Engine.

@@ -13,10 +13,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 import megatron_hexi
+from megatron_hexi.cli.output import say
 from megatron_hexi.errors import HexiError
-from megatron_hexi.regular_file import check_output, read_bytes, write_atomically
+from megatron_hexi.text_file import check_output, read_bytes, write_atomically
 
 _SHA256 = re.compile(r"# (?P<name>\S+) sha256 (?P<digest>[0-9a-f]{64})")
 _FILE = re.compile(r"\+\+\+ b/(?P<name>\S+)")
@@ -204,3 +208,27 @@ def _write(checkout: Path, contents: dict[str, bytes]) -> list[Path]:
             write_atomically(path, originals[path])
         raise HexiError(f"{problem}; nothing was changed") from None
     return done
+
+
+app = typer.Typer()
+
+Checkout = Annotated[
+    Path, typer.Argument(metavar="CHECKOUT", help="Folder of a Megatron-LM checkout, with pretrain_gpt.py.")
+]
+
+
+@app.command(epilog="Example: hexi patch ~/Megatron-LM")
+def patch(checkout: Checkout) -> None:
+    """Add the import line to a Megatron-LM checkout."""
+    for path in patch_checkout(checkout):
+        say(f"patched {path}")
+
+
+@app.command(epilog="Example: hexi unpatch ~/Megatron-LM")
+def unpatch(checkout: Checkout) -> None:
+    """Remove the import line from a Megatron-LM checkout.
+
+    Restores every file byte for byte.
+    """
+    for path in unpatch_checkout(checkout):
+        say(f"restored {path}")

@@ -18,19 +18,18 @@ from typer.main import get_command
 
 import megatron_hexi
 from megatron_hexi.cli import (
-    capture,
+    checkout,
     devices,
     doctor,
     kubernetes,
     launch,
-    patching,
     place,
     planning,
     plans,
     probe,
     recipe,
     report,
-    slurm_arguments,
+    script_start,
     testbed,
 )
 from megatron_hexi.cli.output import print_json
@@ -50,12 +49,11 @@ for _commands in (
     kubernetes,
     plans,
     devices,
-    patching,
+    checkout,
     doctor,
     probe,
     place,
-    slurm_arguments,
-    capture,
+    script_start,
     recipe,
     report,
     testbed,

@@ -17,7 +17,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from megatron_hexi.errors import HexiError, printable
-from megatron_hexi.regular_file import check_output
+from megatron_hexi.text_file import check_output
 from megatron_hexi.whole_number import whole_number
 
 if TYPE_CHECKING:  # takes most of a second to import, which a command without a picture need not spend

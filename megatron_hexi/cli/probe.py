@@ -153,7 +153,7 @@ def _finish(measured: Measurement, out: Path, picture: Path | None, *, as_json: 
     from rich.text import Text
 
     from megatron_hexi.probe.assemble import assemble
-    from megatron_hexi.probe.file import write_cluster
+    from megatron_hexi.probe.network import write_cluster
     from megatron_hexi.probe.run import partial_path
     from megatron_hexi.report.catalog_tables import device_report
 

@@ -70,7 +70,7 @@ def report(
     from megatron_hexi.lab import simulator
     from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
     from megatron_hexi.report.run_page import run_page
-    from megatron_hexi.report.run_tables import run_report
+    from megatron_hexi.report.run_summary import run_report
 
     timeline, simulated_s = None, None
     if job and machines:

@@ -1,4 +1,4 @@
-"""Runs a launch script with stand-ins for the programs that start trainings."""
+"""``hexi capture``, and launch scripts that run with stand-ins for the programs that start trainings."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from megatron_hexi.argument_file import read_arguments_file
-from megatron_hexi.cli.output import say
+from megatron_hexi.cli.output import check_outputs, output_option, say
 from megatron_hexi.errors import HexiError, raise_all
 from megatron_hexi.models import arguments_of_start
+from megatron_hexi.report.launch_lines import flags_text
 from megatron_hexi.shell import training_start
-from megatron_hexi.text_file import read_text
+from megatron_hexi.text_file import read_text, write_text_atomically
 
 #: Put in place of each program; no word of the script's becomes part of it.
 _SHIM = '#!/bin/sh\nexec "$HEXI_START_PYTHON" -I "$HEXI_START_FILE" "$0" "$@"\n'
@@ -149,3 +153,25 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             continue
     process.wait()
+
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example: hexi capture -o job.args -- bash train.sh")
+def capture(
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND …", help="The command that starts your training.")
+    ],
+    out: Annotated[Path, output_option("JOB.args", "Where to write the arguments.")],
+) -> None:
+    """Write the Megatron arguments that a launch script uses.
+
+    They are what --model takes. Runs the command with stand-ins for torchrun, python, srun, mpirun, ray and
+    megatron first on PATH, and ends it at its first training run, which does not take place. What
+    comes before is done, but for pkill, killall and ssh. A program that it calls by an absolute path is not
+    stood in for, and starts.
+    """
+    check_outputs([Path(word) for word in command if os.path.isfile(word)], [out], None, "text")
+    write_text_atomically(out, flags_text(arguments_of_script(command)))
+    say(f"wrote {out}")

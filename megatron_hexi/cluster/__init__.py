@@ -4,10 +4,8 @@ from megatron_hexi.cluster.catalog import catalog, device
 from megatron_hexi.cluster.device import Attention, Curve, Device, Host, Link, Nominal, PassCurves
 from megatron_hexi.cluster.file import cluster_digest, cluster_from_yaml, read_cluster
 from megatron_hexi.cluster.links import Cards, LinkId, Node, Rank, Route, Tier
-from megatron_hexi.cluster.model import ClusterFile, NodeEntry
-from megatron_hexi.cluster.partition import Partition
-from megatron_hexi.cluster.planner_rules import ANYTHING, MEMORY_MARGIN, PlannerRules
-from megatron_hexi.cluster.topology import Cluster
+from megatron_hexi.cluster.model import ANYTHING, MEMORY_MARGIN, ClusterFile, NodeEntry, PlannerRules
+from megatron_hexi.cluster.topology import Cluster, Partition
 
 __all__ = [
     "ANYTHING",

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_hexi.errors import HexiError, user_errors
-from megatron_hexi.regular_file import writing_problem
 from megatron_hexi.standard_output import standard_output
+from megatron_hexi.text_file import writing_problem
 
 _EXAMPLE = """example:
   python -m megatron_hexi.convert hf-to-megatron Llama-3.1-8B weights

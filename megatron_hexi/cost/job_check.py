@@ -10,7 +10,7 @@ from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.errors import PlanError
 from megatron_hexi.models.job import Job
 from megatron_hexi.plan import Plan, assign_micro_batches, require_repeated
-from megatron_hexi.plan.check_interleaving import interleaving_fault
+from megatron_hexi.plan.check_ministages import interleaving_fault
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.units import domain_rows
 

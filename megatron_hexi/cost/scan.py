@@ -16,8 +16,7 @@ from megatron_hexi.cost.plan_arrays import Grouping
 from megatron_hexi.cost.products import Times
 from megatron_hexi.kinds.state import TokenWork
 from megatron_hexi.models.job import Job
-from megatron_hexi.plan.heads import kv_range
-from megatron_hexi.plan.state_heads import state_heads
+from megatron_hexi.plan.heads import kv_range, state_heads
 
 
 def scan_times(speeds: Speeds, job: Job, tokens: Floats) -> tuple[Times, Times]:

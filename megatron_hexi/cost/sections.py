@@ -25,8 +25,8 @@ from megatron_hexi.errors import PlanError
 from megatron_hexi.mesh import most_kept, passes_ahead
 from megatron_hexi.models.job import Job, RecomputeMode, layers_again, recompute_mode
 from megatron_hexi.plan import Exchange, Plan
+from megatron_hexi.plan.heads import divided_domain
 from megatron_hexi.plan.model import Range
-from megatron_hexi.plan.state_heads import divided_domain
 from megatron_hexi.plan.units import DomainRow, domain_rows
 
 

@@ -1,15 +1,13 @@
 """``hexi doctor``: packages, GPUs, kernels, patches and network of a machine, problems and remedies.
 
-`facts` has the data classes; `collect` fills them (from `software` and `machine`); `rules` finds problems in
-them without looking at the machine again; `gather`
-sends the facts of all ranks to rank 0; `findings` shows them. It works where torch, Megatron or anything else
-is missing: nothing is imported before it is looked for.
+`facts` has the data classes; `gather` fills them (from `software` and `machine`) and sends those of all ranks
+to rank 0; `rules` finds problems in them without looking at the machine again; `findings` shows them. It
+works where torch, Megatron or anything else is missing: nothing is imported before it is looked for.
 """
 
 from megatron_hexi.doctor.examination import Examination, examine, launched_job
 from megatron_hexi.doctor.facts import Checkout, Facts
-from megatron_hexi.doctor.findings import doctor_dict, doctor_report
-from megatron_hexi.doctor.problems import Problem
+from megatron_hexi.doctor.findings import Problem, doctor_dict, doctor_report
 
 __all__ = [
     "Checkout",

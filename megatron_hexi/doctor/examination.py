@@ -6,18 +6,19 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_hexi.doctor.collect import Progress, collect
 from megatron_hexi.doctor.facts import Checkout, Facts
+from megatron_hexi.doctor.findings import Problem, healthy
 from megatron_hexi.doctor.gather import (
     LaunchedJob,
+    Progress,
     adopt_launcher,
     answer,
+    collect,
     find_job,
     joined,
     receive_facts,
     send_facts,
 )
-from megatron_hexi.doctor.problems import Problem, healthy
 from megatron_hexi.doctor.rules import find_job_problems
 from megatron_hexi.whole_number import whole_number
 

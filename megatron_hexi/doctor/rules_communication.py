@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_hexi.doctor.facts import Facts, Interface
-from megatron_hexi.doctor.problems import Problem, error, note, warning
+from megatron_hexi.doctor.findings import Problem, error, note, warning
 
 #: Size of /dev/shm below which data loaders and NCCL's buffers run out; Docker's default is 0.0625.
 _SHARED_MEMORY_GIB = 1.0

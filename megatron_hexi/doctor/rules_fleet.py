@@ -1,16 +1,210 @@
-"""Rules that find machines which are sound alone but do not work together."""
+"""Rules that find machines which are sound alone but do not work together, and networks between them."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from packaging.version import Version
 
-from megatron_hexi.doctor.facts import Facts
-from megatron_hexi.doctor.problems import Problem, error, values_by_rank, warning
-from megatron_hexi.doctor.rules_fleet_network import NETWORK_RULES
+from megatron_hexi.doctor.facts import Facts, InfinibandPort, Interface
+from megatron_hexi.doctor.findings import Problem, error, values_by_rank, warning
+from megatron_hexi.doctor.rules_communication import as_nccl
+
+#: Interfaces of containers and virtual machines: they exist on every host and connect none.
+_VIRTUAL = ("br-", "cali", "cni", "docker", "flannel", "lo", "podman", "tun", "veth", "virbr", "weave")
+_SEVERAL = 2
+
+
+def _hosts(facts: Sequence[Facts]) -> list[Facts]:
+    """Return the facts of one process of each host, without its rank."""
+    return [
+        replace(rank_facts, rank=None)
+        for rank_facts in {rank_facts.host: rank_facts for rank_facts in facts}.values()
+    ]
+
+
+def _rate(port: InfinibandPort) -> float:
+    match = re.match(r"(\d+(\.\d+)?) Gb/sec", port.rate)
+    return float(match[1]) if match else 0.0
+
+
+def _up(facts: Facts) -> list[InfinibandPort]:
+    return [port for port in facts.network.infiniband if port.state == "ACTIVE"]
+
+
+def _fastest(ports: Sequence[InfinibandPort]) -> list[InfinibandPort]:
+    best = max(map(_rate, ports), default=0.0)
+    return [port for port in ports if _rate(port) == best]
+
+
+def _layers(ports: Sequence[InfinibandPort]) -> set[str]:
+    return {port.link_layer for port in ports}
+
+
+def _names(ports: Sequence[InfinibandPort]) -> str:
+    return ",".join(dict.fromkeys(port.device for port in ports))
+
+
+def _selected_cards(facts: Facts) -> str:
+    """Return the cards that NCCL uses: those in NCCL_IB_HCA, or else all."""
+    cards = [Interface(name, True, None, ()) for name in dict.fromkeys(port.device for port in _up(facts))]
+    value = facts.environment.get("NCCL_IB_HCA")
+    return ",".join(as_nccl(value, cards)) if value else _names(_up(facts))
+
+
+def _by_host(hosts: Sequence[Facts], exports: Mapping[str, str]) -> str:
+    """Return exports by host, as ``on a, b: export …; on c: export …``."""
+    same: dict[str, list[str]] = {}
+    for host in hosts:
+        same.setdefault(exports[host.host], []).append(host.host)
+    return "; ".join(f"on {', '.join(names)}: export {text}" for text, names in same.items())
+
+
+def _link_layers(facts: Sequence[Facts]) -> Iterator[Problem]:
+    """Report hosts with InfiniBand, RoCE or neither, which NCCL cannot connect by itself."""
+    hosts = [host for host in _hosts(facts) if host.environment.get("NCCL_IB_DISABLE") != "1"]
+    layers = [_layers(_fastest(_up(host))) for host in hosts]
+    if len({frozenset(layer_set) for layer_set in layers}) < _SEVERAL:
+        return
+    common = set.intersection(*(_layers(_up(host)) for host in hosts))
+    if common:
+        cards = {host.host: [port for port in _up(host) if port.link_layer in common] for host in hosts}
+        if all(_selected_cards(host) == _names(_fastest(cards[host.host])) for host in hosts):
+            return
+        exports = {host: f"NCCL_IB_HCA=={_names(_fastest(ports))}" for host, ports in cards.items()}
+        meeting = "cards that all have"
+    else:
+        names = _common_interfaces(hosts)
+        exports = {
+            host.host: f"NCCL_IB_DISABLE=1{f' NCCL_SOCKET_IFNAME=={names[host.host].name}' if names else ''}"
+            for host in hosts
+        }
+        meeting = "TCP is what all have"
+    spelled = [" and ".join(sorted(layer_set)) or "no RDMA" for layer_set in layers]
+    yield error(
+        f"link layers differ, and do not meet: {values_by_rank(hosts, spelled)}",
+        f"{_by_host(hosts, exports)} ({meeting})",
+    )
+
+
+def _cards(facts: Sequence[Facts]) -> Iterator[Problem]:
+    """Find fast cards with other names on other nodes, where NCCL also uses slow ones (NVIDIA/nccl#1277)."""
+    hosts = [host for host in _hosts(facts) if _up(host)]
+    fast = [_names(_fastest(_up(host))) for host in hosts]
+    selected = [_selected_cards(host) for host in hosts]
+    if len(set(selected)) > 1 and any(
+        host.environment.get("NCCL_IGNORE_NET_MISMATCH") == "1" for host in hosts
+    ):
+        yield error(
+            f"cards differ ({values_by_rank(hosts, selected)}), and NCCL_IGNORE_NET_MISMATCH=1 silences it: "
+            "ranks wait for cards that others lack (NVIDIA/nccl#2428)",
+            "unset NCCL_IGNORE_NET_MISMATCH on every node, and give each as many cards as the others",
+        )
+    layers = {frozenset(_layers(_fastest(_up(host)))) for host in hosts}
+    if len(set(fast)) < _SEVERAL or selected == fast or len(layers) > 1:
+        return  # where layers differ, `_link_layers` says which cards
+    exports = {host.host: f"NCCL_IB_HCA=={names}" for host, names in zip(hosts, fast, strict=True)}
+    yield warning(
+        f"fast cards differ ({values_by_rank(hosts, fast)}), and NCCL takes others too "
+        f"({values_by_rank(hosts, selected)}): it hangs or is slow where it pairs them (NVIDIA/nccl#1277)",
+        _by_host(hosts, exports),
+    )
+
+
+def _vendors(facts: Sequence[Facts]) -> Iterator[Problem]:
+    """Find cards of two vendors, which fail over RoCE until all use one GID index (NVIDIA/nccl#1526)."""
+    hosts = [host for host in _hosts(facts) if _up(host)]
+    vendors = [", ".join(sorted({port.vendor for port in _fastest(_up(host))} - {""})) for host in hosts]
+    if len(set(vendors) - {""}) > 1:
+        index = (
+            "export NCCL_IB_GID_INDEX=3 on every node (RoCE v2, as show_gids says); then "
+            if any("Ethernet" in _layers(_fastest(_up(host))) for host in hosts)
+            and not all("NCCL_IB_GID_INDEX" in host.environment for host in hosts)
+            else ""
+        )
+        yield warning(
+            f"vendors of network cards differ: {values_by_rank(hosts, vendors)} (PCI numbers; "
+            "NVIDIA/nccl#1526)",
+            f"{index}test with nccl-tests between the kinds; if that hangs, export NCCL_IB_DISABLE=1 on "
+            "every node",
+        )
+
+
+def _merged_ports(facts: Sequence[Facts]) -> Iterator[Problem]:
+    """Find cards with ports that NCCL merges on some hosts only (NVIDIA/nccl#1422)."""
+    hosts = [host for host in _hosts(facts) if _up(host)]
+    ports = [max(Counter(port.device for port in _fastest(_up(host))).values()) for host in hosts]
+    if len(set(ports)) > 1 and not all(host.environment.get("NCCL_IB_MERGE_NICS") == "0" for host in hosts):
+        values = [f"{count} port{'' if count == 1 else 's'} a card" for count in ports]
+        yield warning(
+            f"ports of cards differ: {values_by_rank(hosts, values)}; NCCL merges them on some nodes only "
+            "(NVIDIA/nccl#1422)",
+            "export NCCL_IB_MERGE_NICS=0 on every node",
+        )
+
+
+def _common_interfaces(hosts: Sequence[Facts]) -> dict[str, Interface] | None:
+    """Return each host's interface in the fastest common network; ``None`` without a common network."""
+    candidates: dict[str, dict[str, Interface]] = {}
+    for host in hosts:
+        for interface in host.network.interfaces:
+            if _joins(interface):
+                for network in interface.networks:
+                    candidates.setdefault(network, {}).setdefault(host.host, interface)
+    common = [by_host for by_host in candidates.values() if len(by_host) == len(hosts)]
+    return max(common, key=_slowest, default=None)
+
+
+def _joins(interface: Interface) -> bool:
+    """Whether an interface may lead to other hosts."""
+    return interface.up and bool(interface.networks) and not interface.name.startswith(_VIRTUAL)
+
+
+def _slowest(interfaces: Mapping[str, Interface]) -> int:
+    return min(interface.speed_mbit_s or 0 for interface in interfaces.values())
+
+
+def _interfaces(facts: Sequence[Facts]) -> Iterator[Problem]:
+    """Find interfaces of one network whose names differ: no name fits all nodes (NVIDIA/nccl#794)."""
+    hosts = _hosts(facts)
+    common = _common_interfaces(hosts) if len(hosts) >= _SEVERAL else None
+    if common is None:
+        return
+    names = [common[host_facts.host].name for host_facts in hosts]
+    # A single interface is used by NCCL and gloo under any name.
+    several = any(sum(map(_joins, host_facts.network.interfaces)) > 1 for host_facts in hosts)
+    is_set = all("NCCL_SOCKET_IFNAME" in host_facts.environment for host_facts in hosts)
+    if len(set(names)) > 1 and several and not is_set:
+        exports = {
+            host: f"NCCL_SOCKET_IFNAME=={interface.name} GLOO_SOCKET_IFNAME={interface.name}"
+            for host, interface in common.items()
+        }
+        yield warning(
+            f"interfaces of the network that all have differ: {values_by_rank(hosts, names)}; NCCL may take "
+            "one that others do not reach (NVIDIA/nccl#794)",
+            _by_host(hosts, exports),
+        )
+    packets = {host: i.mtu for host, i in common.items() if i.mtu is not None}
+    if len(set(packets.values())) > 1:
+        largest = max(packets.values())
+        smaller = [
+            f"on {host}: ip link set {common[host].name} mtu {largest}"
+            for host, mtu in packets.items()
+            if mtu < largest
+        ]
+        sizes = [str(packets.get(host_facts.host, "not known")) for host_facts in hosts]
+        yield warning(
+            f"MTU differs in the network that all have: {values_by_rank(hosts, sizes)}; large packets are "
+            "lost or split",
+            f"{'; '.join(smaller)}, as root, if the switches take it",
+        )
+
+
+NETWORK_RULES = (_link_layers, _cards, _vendors, _merged_ports, _interfaces)
+
 
 FleetRule = Callable[[Sequence[Facts]], Iterator[Problem]]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from packaging.version import Version
 
 from megatron_hexi.doctor.facts import Facts, Gpu, Torch
-from megatron_hexi.doctor.problems import Problem, error, note, warning
+from megatron_hexi.doctor.findings import Problem, error, note, warning
 from megatron_hexi.whole_number import whole_number
 
 #: The oldest driver branch for each major version of CUDA on data-centre GPUs, by CUDA's minor version

@@ -23,8 +23,7 @@ from megatron_hexi.elastic.launcher.ranks import ENTRY
 from megatron_hexi.elastic.secret import find_secret
 from megatron_hexi.elastic.store import SPARE
 from megatron_hexi.errors import HexiError, printable, user_errors
-from megatron_hexi.regular_file import check_output
-from megatron_hexi.text_file import read_text
+from megatron_hexi.text_file import check_output, read_text
 from megatron_hexi.whole_number import whole_number
 
 _MOST_NODES, _MEMORY = 100_000, "/dev/shm"

@@ -20,7 +20,7 @@ from megatron_hexi.megatron.plan_arguments import check_interleaving, set_terms,
 from megatron_hexi.megatron.session import given_plan
 from megatron_hexi.megatron.stages.stage_arguments import as_one_rank
 from megatron_hexi.options.refusals import refuse_yaml_configuration
-from megatron_hexi.options.suggestion import nearest_option
+from megatron_hexi.options.registry import nearest_option
 from megatron_hexi.patching import Patch, patched
 from megatron_hexi.platform import Platform, adjust_cpu_arguments
 from megatron_hexi.platform.select import PLATFORM_FLAG, PLATFORM_NAMES, say

@@ -16,7 +16,7 @@ from megatron_hexi.errors import CheckpointError, user_errors
 from megatron_hexi.megatron.session import given_plan
 from megatron_hexi.megatron.stages.stage_checkpoints import with_own_boxes
 from megatron_hexi.patching import patched
-from megatron_hexi.regular_file import writing_problem
+from megatron_hexi.text_file import writing_problem
 
 
 @patched(

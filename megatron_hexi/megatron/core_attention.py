@@ -22,7 +22,7 @@ from megatron_hexi.megatron.packing import document_ends, packed_shard
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import Patch, patched
 from megatron_hexi.plan import Mask
-from megatron_hexi.runtime.compact import compact
+from megatron_hexi.runtime.all_to_all import compact
 
 _RECOMPUTED = (
     *("self", "query", "key", "value", "attention_mask", "rotary_pos_emb", "attn_mask_type"),

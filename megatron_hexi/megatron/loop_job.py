@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.megatron.plan_arguments import check_interleaving, set_terms, take_plan
-from megatron_hexi.options.model_defaults import ARGUMENTS
+from megatron_hexi.options.layer_features import ARGUMENTS
 from megatron_hexi.options.parser import parse_words, read_rows
 from megatron_hexi.plan import read_plan
 

@@ -19,7 +19,7 @@ from megatron_hexi.megatron.packing import document_ends
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.state_shares import ColumnSection, StateShare, document_numbers, unused
 from megatron_hexi.patching import Patch, patched
-from megatron_hexi.plan.state_heads import even_groups
+from megatron_hexi.plan.heads import even_groups
 
 
 class PlannedMambaExchange(MambaContextParallel):

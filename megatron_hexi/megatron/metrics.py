@@ -22,8 +22,7 @@ import torch
 from megatron_hexi.megatron.expert_loads import LOADS
 from megatron_hexi.megatron.optional_output import OptionalOutput
 from megatron_hexi.patching import STEP_PARAMETERS, patched
-from megatron_hexi.regular_file import check_output
-from megatron_hexi.text_file import append_line
+from megatron_hexi.text_file import append_line, check_output
 
 _LOG = (
     *("loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag"),

@@ -25,7 +25,7 @@ _FASTEST = 2.5e15
 #: Largest default interval: only tiny jobs would have a larger one.
 _LEAST_OFTEN = 100
 #: Measured iterations that re-planning needs between two looks: a changed speed shows in that many
-#: (`replan.planning.history.WINDOW`).
+#: (`replan.planning.advisor.WINDOW`).
 LOOKED_AT = 5
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.core.transformer import MLATransformerConfig
 
 from megatron_hexi.megatron.parser_rows import installed_rows
-from megatron_hexi.options.model_defaults import DATA
+from megatron_hexi.options.layer_features import DATA
 from megatron_hexi.text_file import write_text_atomically
 
 

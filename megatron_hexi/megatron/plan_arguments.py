@@ -17,9 +17,9 @@ from megatron_hexi.megatron.loss_scale import scales_losses
 from megatron_hexi.megatron.metrics_interval import set_metrics_interval
 from megatron_hexi.megatron.session import GivenPlan, TrainingTerms, given_plan, set_given_plan
 from megatron_hexi.mesh import Mesh
+from megatron_hexi.options.job_terms import keep_vocabulary
 from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.options.plan_job import PER_TOKEN, Held, hold_job, replica_shares
-from megatron_hexi.options.vocabulary import keep_vocabulary
 from megatron_hexi.plan import plan_digest, read_plan
 from megatron_hexi.record import open_record
 from megatron_hexi.replan.arguments import check_replanning

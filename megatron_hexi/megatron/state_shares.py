@@ -17,10 +17,9 @@ from torch import Tensor
 from megatron_hexi.megatron.packing import document_ends, packed_shard
 from megatron_hexi.megatron.session import Session
 from megatron_hexi.plan import Mask
-from megatron_hexi.plan.heads import kv_range
+from megatron_hexi.plan.heads import kv_range, state_heads
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.schedule import Schedule
-from megatron_hexi.plan.state_heads import state_heads
 from megatron_hexi.runtime.column_exchange import ColumnExchange
 
 

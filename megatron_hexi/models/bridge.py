@@ -33,9 +33,8 @@ from megatron_hexi.models.bridge_fields import (
     RENAMED,
     SCRIPT_VALUES,
 )
-from megatron_hexi.options.flag_words import rows_by_argument, switch_of, value_words
-from megatron_hexi.options.model_defaults import model_defaults
-from megatron_hexi.options.parser import Row
+from megatron_hexi.options.layer_features import model_defaults
+from megatron_hexi.options.parser import Row, rows_by_argument, switch_of, value_words
 from megatron_hexi.yaml_file import Place, YamlFile, yaml_from_text
 from megatron_hexi.yaml_schema import short
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from megatron_hexi.options.model_defaults import ARGUMENTS
+from megatron_hexi.options.layer_features import ARGUMENTS
 
 #: Models that are Megatron's GPT, by class; `TransformerConfig` and extras of `GPTModel`.
 MODELS: Final = (

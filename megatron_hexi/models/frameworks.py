@@ -15,10 +15,8 @@ from typing import Final, NamedTuple
 
 from megatron_hexi.argument_file import Reading, unfilled
 from megatron_hexi.models.bridge_fields import LEFT_FIELDS, RENAMED
-from megatron_hexi.options.flag_words import rows_by_argument, switch_of, value_words
-from megatron_hexi.options.parser import known_flags
-from megatron_hexi.options.registry import class_of
-from megatron_hexi.options.suggestion import ELSEWHERE
+from megatron_hexi.options.parser import known_flags, rows_by_argument, switch_of, value_words
+from megatron_hexi.options.registry import ELSEWHERE, class_of
 from megatron_hexi.shell.words import Word, place_of
 
 #: Scripts of slime, and options that only its files have.

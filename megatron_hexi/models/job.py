@@ -13,7 +13,7 @@ from megatron_hexi.models.model import Model
 from megatron_hexi.models.planned_kinds import refuse_unplanned
 from megatron_hexi.options.job_terms import stage_terms
 from megatron_hexi.plan import JobTerms, LatentColumns, Plan, Workload
-from megatron_hexi.plan.check_interleaving import interleaving_fault
+from megatron_hexi.plan.check_ministages import interleaving_fault
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.kernels import join_kernels, split_kernels
 from megatron_hexi.plan.terms import Precision, Recompute

@@ -12,12 +12,10 @@ from megatron_hexi.errors import HexiError, NoFlagError, raise_all
 from megatron_hexi.kinds.decoder import VOCAB_MULTIPLE
 from megatron_hexi.models.job import Fusible, Job
 from megatron_hexi.models.model import Model
-from megatron_hexi.options.job_terms import CHUNK_FLAGS
+from megatron_hexi.options.job_terms import CHUNK_FLAGS, has_running_mean
 from megatron_hexi.options.kinds import PlanKind, Refused, masks_documents
-from megatron_hexi.options.layer_features import query_size
-from megatron_hexi.options.meaning import model_features, resolve
+from megatron_hexi.options.layer_features import model_features, query_size, resolve
 from megatron_hexi.options.parser import Parsed, parse_and_judge
-from megatron_hexi.options.plan_experts import has_running_mean
 from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.options.refusals import find_refused, replace_options
 from megatron_hexi.options.registry import ADDED, class_of
@@ -197,7 +195,7 @@ def terms_from_arguments(words: Sequence[Word], path: Path, known: Sequence[str]
         "distributed_optimizer": args.use_distributed_optimizer or None,
         "overlap_gradients": hidden or None,
         "sequence_parallel": args.sequence_parallel or None,
-        # Several replicas refuse it (`options.plan_experts`).
+        # Several replicas refuse it (`options.job_terms`).
         "data_parallel": 1 if args.num_experts and has_running_mean(args) else None,
     }
     unfused = _unfused(args)
@@ -241,7 +239,7 @@ def _restricting(args: Namespace, words: Sequence[Word], path: Path) -> dict[str
     args = _in_own_stages(args)
     if args.num_experts:  # a plan says where experts are in stages with layers only
         raise_all(_messages(find_refused(args, "stages"), words, path))
-        if has_running_mean(args):  # `options.plan_experts` refuses them
+        if has_running_mean(args):  # `options.job_terms` refuses them
             found["--moe-router-load-balancing-type global_aux_loss"] = ("ministages",)
         return found
     for feature, kind in _FEATURES.items():

@@ -1,4 +1,4 @@
-"""Parse Megatron's command line without Megatron, from recorded options.
+"""Parse and spell Megatron's command line without Megatron, from recorded options.
 
 data/parser.jsonl holds the options of every supported version, one option per line. The file is written by
 ``python -m megatron_hexi.megatron.parser_rows``, and a test compares it with the installed Megatron.
@@ -10,7 +10,7 @@ import argparse
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -155,7 +155,7 @@ def _why_unknown(word: str) -> str:
         return (
             f"megatron-core {assumed_series()} has no such argument ({', '.join(in_versions)} has); remove it"
         )
-    from megatron_hexi.options.suggestion import nearest_option  # it asks the registry, which reads this
+    from megatron_hexi.options.registry import nearest_option  # it asks the registry, which reads this
 
     near = nearest_option(flag)
     remedy = f"did you mean {near}?" if near else "correct or remove it"
@@ -243,3 +243,37 @@ HEXI_ROWS = tuple(
         Row(("--hexi-cluster",), "hexi_cluster"),
     )
 )
+
+
+@functools.cache
+def rows_by_argument() -> Mapping[str, tuple[Row, ...]]:
+    """Return the rows of Megatron's options by the argument that they set, the current spelling first."""
+    found: dict[str, tuple[Row, ...]] = {}
+    for row in read_rows():
+        if assumed_series() in row.versions:
+            found[row.dest] = (*found.get(row.dest, ()), row)
+    return found
+
+
+def switch_of(rows: Sequence[Row], value: bool) -> str | None:
+    """Return the flag that sets an argument to true or false; ``None``: no option has such a flag."""
+    for row in rows:
+        if row.kind == "both":
+            return row.flags[0] if value else row.flags[0].replace("--", "--no-", 1)
+        if row.kind == str(value).lower():
+            return row.flags[0]
+    return None
+
+
+def value_words(value: Any, row: Row) -> Iterator[str]:
+    """Yield the words that state a value on the command line."""
+    if row.type == "pattern" and isinstance(value, list):
+        yield str(value).replace(" ", "")
+    elif row.type == "pair" and isinstance(value, list):
+        yield ",".join(map(str, value))
+    elif isinstance(value, list):
+        yield from map(str, value)
+    elif row.type == "int" and isinstance(value, float) and value.is_integer():
+        yield str(int(value))
+    else:
+        yield str(value)

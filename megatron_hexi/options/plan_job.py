@@ -7,10 +7,15 @@ from typing import NamedTuple
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.kinds.states import check_state_heads, hybrid_layers, layers_with_state, state_option
-from megatron_hexi.options.job_terms import PARALLEL_SIZES, STAGE_FLAGS, set_job_terms, tensor_parallel_flag
+from megatron_hexi.options.job_terms import (
+    PARALLEL_SIZES,
+    STAGE_FLAGS,
+    check_experts,
+    set_job_terms,
+    tensor_parallel_flag,
+)
 from megatron_hexi.options.kinds import PlanKind, is_packed
 from megatron_hexi.options.layer_features import layers_by_state
-from megatron_hexi.options.plan_experts import check_experts
 from megatron_hexi.options.refusals import refuse_unsupported, replace_options
 from megatron_hexi.options.release import is_assumed
 from megatron_hexi.plan import (
@@ -21,7 +26,7 @@ from megatron_hexi.plan import (
     has_equal_replicas,
     require_repeated,
 )
-from megatron_hexi.plan.state_heads import divided_domain
+from megatron_hexi.plan.heads import divided_domain
 from megatron_hexi.plan.units import domain_rows
 
 PER_TOKEN = "--calculate-per-token-loss"

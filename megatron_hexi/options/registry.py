@@ -1,10 +1,11 @@
-"""The class of every option of Megatron: counted, free, restricting, replaced or refused.
+"""The class of every option of Megatron (counted, free, restricting, replaced or refused).
 
 ``python -m megatron_hexi.options.registry`` prints the number of options in each class, by version.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections import Counter
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Final, Literal, get_args
 from megatron_hexi.options.classes import COUNTED, FREE, RESTRICTING
 from megatron_hexi.options.parser import HEXI_ROWS, read_rows
 from megatron_hexi.options.refusals import refused, replaced
-from megatron_hexi.options.release import VERSIONS
+from megatron_hexi.options.release import VERSIONS, assumed_series
 
 #: Classes of options. `counted`: part of the model, the job or the plan. `free`: without influence on plans.
 #: `restricting`: allowed with some plans. `replaced`: the plan does the same in its own way. `refused`:
@@ -110,3 +111,35 @@ def table() -> str:
 
 if __name__ == "__main__":
     print(table())
+
+
+#: Flags of other programs that mean an option of Megatron (slime's model files).
+ELSEWHERE = {"--use-gated-attention": "--attention-output-gate"}
+_NEGATIONS = {"no", "disable"}
+
+
+def nearest_option(flag: str) -> str | None:
+    """Return the option that a flag may be a misspelling of; ``None``: no plan trains with one like it."""
+    rows = [row for row in (*read_rows(), *HEXI_ROWS) if assumed_series() in row.versions]
+    known = [spelling for row in rows for spelling in row.flags]
+    near = [ELSEWHERE[flag]] if flag in ELSEWHERE else difflib.get_close_matches(flag, known, 5, 0.8)
+    alike = (option for option in near if flag in ELSEWHERE or _is_misspelt(flag, option))
+    return next((option for option in alike if option in known and class_of(option) != "refused"), None)
+
+
+def _is_misspelt(flag: str, option: str) -> bool:
+    """Return whether the words of a flag are an option's, but for misspellings or some that are left out."""
+    words, others = (text.removeprefix("--").split("-") for text in (flag, option))
+    added = [word for word in words if word not in others]
+    missing = [word for word in others if word not in words]
+    if _NEGATIONS & {*added, *missing}:
+        return False
+    if not added or not missing:
+        return True
+    if len(added) == len(missing):
+        return all(_ratio(*pair) >= 0.6 for pair in zip(added, missing, strict=True))
+    return _ratio("".join(words), "".join(others)) >= 0.9
+
+
+def _ratio(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()

@@ -1,6 +1,6 @@
 """The plan of a job as data classes, with its layout, split tables, checks and file format; without torch."""
 
-from megatron_hexi.plan.blocks import Block, Shape
+from megatron_hexi.plan.blocks import Block, Mask, Shape
 from megatron_hexi.plan.check import require_repeated
 from megatron_hexi.plan.file import (
     dump_plan,
@@ -11,7 +11,6 @@ from megatron_hexi.plan.file import (
     validate_plan,
     write_plan,
 )
-from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import Domain, Exchange, Group, Member, Plan, Replica, Stage
 from megatron_hexi.plan.proportion import check_speeds, proportional_domain, proportional_plan
 from megatron_hexi.plan.schedule import ExchangeStep, Schedule, Schedules, Transfer, build_schedule

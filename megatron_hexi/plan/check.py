@@ -6,15 +6,14 @@ import itertools
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.check_domain import check_domain, refuse
-from megatron_hexi.plan.check_experts import check_experts
-from megatron_hexi.plan.check_interleaving import check_interleaving
 from megatron_hexi.plan.check_ministages import (
+    check_interleaving,
     check_ministages,
     check_offload,
     check_order,
     refuse_ministages,
 )
-from megatron_hexi.plan.check_shares import check_shares
+from megatron_hexi.plan.check_shares import check_experts, check_shares
 from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage
 from megatron_hexi.plan.terms import UnitRates
 from megatron_hexi.plan.units import covers_gpus, spell_ranks

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
 from megatron_hexi.plan.batch_balance import balanced_domain
-from megatron_hexi.plan.blocks import Block, Call, Visible, exchange_blocks, own_blocks, together
+from megatron_hexi.plan.blocks import Block, Call, Mask, Visible, exchange_blocks, own_blocks, together
 from megatron_hexi.plan.halo import Halo, halo
 from megatron_hexi.plan.heads import (
     HeadSpan,
@@ -30,7 +30,6 @@ from megatron_hexi.plan.heads import (
     spans_in_two,
 )
 from megatron_hexi.plan.layout import shard_segments
-from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import Domain, Group, Range
 from megatron_hexi.plan.packing import packed_domain
 from megatron_hexi.plan.program import Batch, FarBlocks, Operation, OwnBlock, attention_program

@@ -5,7 +5,6 @@ CUDA) and `remove()` takes it off. `requested_platform(argv)` reads the one flag
 Megatron is imported. `adjust_cpu_arguments` turns off the defaults of Megatron that need a GPU.
 """
 
-from megatron_hexi.platform.cpu_arguments import adjust_cpu_arguments
-from megatron_hexi.platform.select import Platform, requested_platform, select_platform
+from megatron_hexi.platform.select import Platform, adjust_cpu_arguments, requested_platform, select_platform
 
 __all__ = ["Platform", "adjust_cpu_arguments", "requested_platform", "select_platform"]

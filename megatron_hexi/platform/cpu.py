@@ -7,7 +7,6 @@ reason:
 - `cpu_device`: the tensor factories and ``.cuda()``/``.to()`` take ``"cuda"`` to mean the CPU;
 - `cpu_cuda`: the surface of ``torch.cuda`` (streams, events, memory, properties);
 - `cpu_random`: the random number stream of "the device";
-- `cpu_tensor_type`: the type names by which Megatron tells tensors apart;
 - `cpu_megatron`: four places in Megatron itself;
 - `cpu_layers`: packages with kernels of state-space and delta-net layers.
 
@@ -31,11 +30,10 @@ import torch.distributed as dist
 
 from megatron_hexi.patching import Patch, PatchSet
 from megatron_hexi.platform.cpu_cuda import CUDA_PATCHES
-from megatron_hexi.platform.cpu_device import DEVICE_PATCHES
+from megatron_hexi.platform.cpu_device import DEVICE_PATCHES, TENSOR_TYPE_PATCHES
 from megatron_hexi.platform.cpu_layers import stand_ins
 from megatron_hexi.platform.cpu_megatron import MEGATRON_PATCHES
 from megatron_hexi.platform.cpu_random import RANDOM_PATCHES
-from megatron_hexi.platform.cpu_tensor_type import TENSOR_TYPE_PATCHES
 from megatron_hexi.platform.select import Platform
 
 

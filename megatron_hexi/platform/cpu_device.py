@@ -1,15 +1,53 @@
-"""The device named "cuda", wherever a tensor is made or moved, means the CPU."""
+"""The device named "cuda", wherever a tensor is made or moved, means the CPU.
+
+Megatron's optimizer tells master weights apart by their type's name, "torch.cuda.FloatTensor". PyTorch itself
+needs the true answer, so a call from Megatron is told from one of PyTorch.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._device import _device_constructors
 
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import MEGATRON_MODULES, Patch
+
+
+def called_from_megatron() -> bool:
+    """Return whether the caller was itself called from Megatron or the training script.
+
+    PyTorch itself calls the functions that stand in for CUDA here (its optimizers call
+    `torch.cuda.is_available()`), and must get true answers.
+    """
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    return str(caller).startswith(MEGATRON_MODULES)
+
+
+def _type(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def type_(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = original(tensor, *args, **kwargs)
+        if isinstance(answer, str) and called_from_megatron():
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    return type_
+
+
+TENSOR_TYPE_PATCHES = (
+    Patch(
+        target="torch:Tensor.type",
+        why="Megatron's optimizer and gradient clipping accept torch.cuda.*Tensor only",
+        build=_type,
+        package="torch",
+        versions=">=2.6",
+    ),
+)
+
 
 _CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_hexi.patching import Patch
-from megatron_hexi.platform.cpu_callers import called_from_megatron
+from megatron_hexi.platform.cpu_device import called_from_megatron
 
 #: The stream of the host: what the data loader draws from.
 HOST_GENERATOR = torch.Generator()

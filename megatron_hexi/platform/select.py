@@ -1,4 +1,4 @@
-"""Choosing the platform: ``--hexi-platform {auto,cpu,cuda}``."""
+"""Choose the platform, ``--hexi-platform {auto,cpu,cuda}``; replace defaults that a CPU cannot have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import multiprocessing
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -102,3 +103,41 @@ def say(message: str) -> None:
     is_rank = os.getpid() == _rank_process or multiprocessing.parent_process() is None
     if os.environ.get("RANK", "0") == "0" and is_rank:
         print(f"hexi: {message}", file=sys.stderr, flush=True)
+
+
+#: dest of the argument, the flag that sets it, what it is on a CPU.
+_DEFAULTS = (
+    ("distributed_backend", "--distributed-backend", "gloo"),
+    ("transformer_impl", "--transformer-impl", "local"),
+    ("apply_rope_fusion", "--no-rope-fusion", False),
+    ("masked_softmax_fusion", "--no-masked-softmax-fusion", False),
+    ("no_persist_layer_norm", "--no-persist-layer-norm", True),
+    ("gradient_accumulation_fusion", "--no-gradient-accumulation-fusion", False),
+)
+
+
+def adjust_cpu_arguments(args: Namespace, given: set[str]) -> list[str]:
+    """Replace the defaults that need a GPU by what a CPU can do.
+
+    Args:
+        args: Megatron's parsed arguments; changed in place.
+        given: the flags that the user wrote, as written (``"--distributed-backend"``).
+
+    Returns:
+        What was changed, as flags with their values, for the user to read.
+
+    Raises:
+        PlatformError: the user asked for a value that needs a GPU.
+    """
+    changed = []
+    for name, flag, value in _DEFAULTS:
+        present = getattr(args, name)
+        if present == value:
+            continue
+        if flag in given:
+            raise PlatformError(
+                f"{flag} {present}: needs a GPU, and --hexi-platform is cpu; leave {flag} out or give {value}"
+            )
+        setattr(args, name, value)
+        changed.append(flag if isinstance(value, bool) else f"{flag} {value}")
+    return changed

@@ -12,10 +12,9 @@ from megatron_hexi.cost.moved_bytes import HBM_SHARE
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.kernels import KERNEL_ALIASES
 from megatron_hexi.probe.document import Measurement
-from megatron_hexi.probe.fit import bytes_per_second
 from megatron_hexi.probe.merge import Merged, merge
 from megatron_hexi.probe.network import collective_note, network_entry
-from megatron_hexi.probe.network_fit import round_rate
+from megatron_hexi.probe.network_fit import bytes_per_second, round_rate
 from megatron_hexi.probe.nodes import NodeFound, device_name, find_nodes, spellable
 from megatron_hexi.probe.sizes import DIRECTIONS, MASKS
 

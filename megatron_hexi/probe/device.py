@@ -1,23 +1,51 @@
-"""The device of this rank: its name, memory, kernels and their versions."""
+"""The device of this rank (name, memory, kernels and their versions) and the network cards of its host."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import socket
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 import torch
 
+from megatron_hexi.doctor.facts import InfinibandPort
 from megatron_hexi.doctor.machine import find_network
 from megatron_hexi.errors import HexiError
-from megatron_hexi.probe.cards import find_cards
-from megatron_hexi.probe.document import Options, RankInfo
+from megatron_hexi.probe.document import HostCards, Options, RankInfo
 from megatron_hexi.runtime.kernels import select_kernel
+
+#: What the kernel calls a link layer.
+_FABRICS = {"InfiniBand": "infiniband", "Ethernet": "roce"}
+
+
+def find_cards(ports: Sequence[InfinibandPort], environment: Mapping[str, str]) -> HostCards | None:
+    """Return the fastest kind of cards that are up; of equally fast kinds the more numerous.
+
+    Hosts often have slower cards besides, for storage.
+
+    Args:
+        ports: ports of the host.
+        environment: NCCL_IB_DISABLE=1 leaves NCCL to TCP.
+    """
+    if environment.get("NCCL_IB_DISABLE") == "1":
+        return None
+    counts: Counter[tuple[str, float]] = Counter()
+    for port in ports:
+        rate = re.match(r"([0-9.]+) Gb/sec", port.rate)
+        if port.state == "ACTIVE" and port.link_layer in _FABRICS and rate is not None:
+            counts[_FABRICS[port.link_layer], float(rate[1])] += 1
+    if not counts:
+        return None
+    fabric, gbit_s = max(counts, key=lambda kind: (kind[1], counts[kind], kind[0]))
+    return HostCards(fabric, counts[fabric, gbit_s], gbit_s)
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -1,7 +1,16 @@
 """The record that a run writes for ``--hexi-record``, and that ``hexi report`` reads. No torch here."""
 
-from megatron_hexi.record.file import append_to_record, open_record, read_record
-from megatron_hexi.record.model import Interval, Leg, RankTimes, Record, Round, Start
+from megatron_hexi.record.model import (
+    Interval,
+    Leg,
+    RankTimes,
+    Record,
+    Round,
+    Start,
+    append_to_record,
+    open_record,
+    read_record,
+)
 
 __all__ = [
     "Interval",

@@ -3,7 +3,6 @@
 from megatron_hexi.report.comparison import comparison_report
 from megatron_hexi.report.estimate import estimate_report
 from megatron_hexi.report.planned import planned_report
-from megatron_hexi.report.run_summary import describe_run
-from megatron_hexi.report.run_tables import run_report
+from megatron_hexi.report.run_summary import describe_run, run_report
 
 __all__ = ["comparison_report", "describe_run", "estimate_report", "planned_report", "run_report"]

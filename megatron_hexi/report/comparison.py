@@ -12,9 +12,9 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Phases, Throughput
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.report.estimate import throughput_cells
-from megatron_hexi.report.lines import Report
 from megatron_hexi.report.planned import bound_line, cluster_ceiling, job_line, kernel_lines, planned_dict
 from megatron_hexi.report.share_lines import find_shares, spell_layout, spell_recomputed
+from megatron_hexi.report.tables import Report
 from megatron_hexi.spelling import spell_seconds
 
 if TYPE_CHECKING:  # brings the solver, which a report does not need

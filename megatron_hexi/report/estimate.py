@@ -12,7 +12,7 @@ from rich.text import Text
 from megatron_hexi.cost import IterationCost, RankCost, Throughput, find_shortage
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.models import Job
-from megatron_hexi.report.lines import Report
+from megatron_hexi.report.tables import Report
 from megatron_hexi.spelling import spell_seconds
 
 _TIMES = ("token", "attention", "logits", "optimizer", "communication", "idle")

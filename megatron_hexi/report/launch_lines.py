@@ -20,7 +20,7 @@ from megatron_hexi.cluster import Cluster, NodeEntry
 from megatron_hexi.cost import shipped_kernels
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.job_terms import replaced_flags
-from megatron_hexi.options.meaning import resolve
+from megatron_hexi.options.layer_features import resolve
 from megatron_hexi.options.parser import parse_words
 from megatron_hexi.options.plan_job import hold_job, replica_shares
 from megatron_hexi.options.refusals import refuse_unsupported

@@ -15,7 +15,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 from megatron_hexi.errors import HexiError, printable
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.model import Range
-from megatron_hexi.regular_file import write_atomically
 from megatron_hexi.report.labels import (
     BarLabel,
     add_legend,
@@ -35,6 +34,7 @@ from megatron_hexi.report.plan_panels import (
     shade,
 )
 from megatron_hexi.report.unit_summary import UnitSummary
+from megatron_hexi.text_file import write_atomically
 
 _BAR = 0.8  # height of a bar, where rows are one apart
 _WIDTH = 11.0  # inches

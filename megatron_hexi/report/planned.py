@@ -18,9 +18,8 @@ from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.plan.kernels import join_kernels
 from megatron_hexi.plan.units import domain_rows, rank_gpus
 from megatron_hexi.report.estimate import phases_line, spell_throughput
-from megatron_hexi.report.layer_names import kind_names
-from megatron_hexi.report.lines import Report
 from megatron_hexi.report.share_lines import find_shares, shares_table, spell_recompute
+from megatron_hexi.report.tables import Report, kind_names
 from megatron_hexi.spelling import spell_seconds
 
 if TYPE_CHECKING:  # brings the solver, which a report does not need

@@ -1,16 +1,41 @@
-"""Plans as tables for a terminal."""
+"""Plans as tables for a terminal and for a notebook."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
+from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
+from megatron_hexi.models import Model
 from megatron_hexi.plan import Estimate, JobTerms, Plan, Provenance, Traffic, Workload
 from megatron_hexi.report.unit_summary import UnitSummary
 from megatron_hexi.spelling import spell_bytes, spell_range
+
+
+class Report(JupyterMixin, Group):
+    """Lines and tables one below the other: ``rich`` prints them, and a notebook shows them as HTML."""
+
+    def _repr_html_(self) -> str:
+        """Return what Jupyter shows, for notebooks that read no bundles of types."""
+        return str(self._repr_mimebundle_([], [])["text/html"])
+
+
+#: Names of the parts of a layer as all decoders have them.
+_USUAL = ("full attention", "dense MLP")
+
+
+def kind_names(model: Model) -> tuple[str, ...]:
+    """Return what tells each kind of layer from the others; one empty name where all are alike."""
+    if model.is_uniform:
+        return ("",)
+    # In a hybrid a layer is one part, which is its name; else parts are named in which layers may differ.
+    columns = zip(*(kind.titles for kind in model.kinds), strict=True)
+    named = [titles for titles, usual in zip(columns, _USUAL, strict=True) if set(titles) != {usual}]
+    return tuple(" and ".join(filter(None, words)) for words in zip(*named, strict=True))
+
 
 _CAPTION = "heads and positions: first-last; sent: bytes a layer and sequence in bf16, forward + backward"
 

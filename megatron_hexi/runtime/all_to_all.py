@@ -6,6 +6,9 @@ member j: both sizes differ between members. Several tensors (query, key and val
 message, so one collective moves them all. Sums that return to the tokens' layout are written directly into
 the message.
 
+Megatron computes query, key and value as one tensor. The value stays a view of it, and saving the view for
+the backward pass would save the whole tensor: `compact` copies such small views.
+
 Shape letters: T tokens of the shard, L its rows with padding, G tokens of the group, B batch, H all heads, h
 own heads, D head size.
 """
@@ -13,6 +16,7 @@ own heads, D head size.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import methodcaller
@@ -24,12 +28,36 @@ from torch import Tensor
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.schedule import Schedule
 from megatron_hexi.plan.traffic import exchanges_heads
-from megatron_hexi.runtime.compact import compact
 from megatron_hexi.runtime.compiled import BufferPlace, Recorder, Value
 from megatron_hexi.runtime.fused.slots import Slot
-from megatron_hexi.runtime.kernels.dispatch import aligned
+from megatron_hexi.runtime.kernels.base import aligned
 from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import all_to_all
+
+#: Largest unused fraction of a tensor's memory for which no copy is made, so that a padding row causes none.
+_USELESS = 0.25
+
+
+def compact(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors; copy those whose memory the given tensors together use too little of.
+
+    Args:
+        tensors: tensors that do not overlap.
+    """
+    used: Counter[int] = Counter()
+    for tensor in tensors:
+        used[_memory(tensor)] += tensor.nbytes
+    return [
+        tensor.clone()
+        if used[_memory(tensor)] < (1 - _USELESS) * tensor.untyped_storage().nbytes()
+        else tensor
+        for tensor in tensors
+    ]
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
 
 #: Range of heads of one tensor that each member of the group holds.
 HeadTable = Sequence[Range]

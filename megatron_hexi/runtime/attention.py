@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.plan.mask import Mask
+from megatron_hexi.plan.blocks import Mask
 from megatron_hexi.plan.schedule import Schedules
 from megatron_hexi.plan.workload import Workload
 from megatron_hexi.runtime.agreement import agree_on_shapes

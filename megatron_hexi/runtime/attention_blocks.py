@@ -19,8 +19,7 @@ from megatron_hexi.plan.heads import HeadSpan
 from megatron_hexi.plan.model import Range
 from megatron_hexi.runtime.call_rows import CallRows, Rows, call_rows
 from megatron_hexi.runtime.compiled import Recorder, Value
-from megatron_hexi.runtime.kernels.base import BlockKind, Mode
-from megatron_hexi.runtime.kernels.dispatch import KernelDispatch, aligned_log_sum_exp
+from megatron_hexi.runtime.kernels.base import BlockKind, KernelDispatch, Mode, aligned_log_sum_exp
 
 
 @dataclass

@@ -5,23 +5,53 @@ no contents, and each operation is added to the list with its constants bound an
 list is run in one loop, in which a tensor is dropped after the last launch that reads it. Only constants such
 as row indices outlive a call, so a compiled pass may be in flight several times at once. A compiled pass is
 valid for one plan.
+
+While a profile is recorded, the phases of a pass are named ranges, by torch's own `record_function`: under
+`emit_nvtx`, which Megatron's ``--profile`` enters for Nsight Systems, torch makes NVTX ranges of them, and
+under torch's profiler (``--use-pytorch-profiler``) events of its trace. So one name serves both, no flag of
+ours is needed, and torch knows whether a profile is being recorded: a pass asks once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch.profiler import record_function
 
 from megatron_hexi.plan.model import Range
-from megatron_hexi.plan.program import Operation
+from megatron_hexi.plan.program import Operation, OwnBlock, Post, Wait
 from megatron_hexi.runtime import fused
-from megatron_hexi.runtime.kernels.dispatch import ALIGNMENT_BYTES
-from megatron_hexi.runtime.profile_ranges import named
+from megatron_hexi.runtime.kernels.base import ALIGNMENT_BYTES
+
+
+def named[T](phases: Iterable[tuple[Operation, T]]) -> Iterable[tuple[Operation, T]]:
+    """Yield the operations of a pass with their launches, each within a named range of a profile."""
+    return _in_ranges(phases) if _profiler_enabled() else phases
+
+
+def _in_ranges[T](phases: Iterable[tuple[Operation, T]]) -> Iterator[tuple[Operation, T]]:
+    for operation, launches in phases:
+        with record_function(f"hexi: {_spell(operation)}"):
+            yield operation, launches
+
+
+def _spell(operation: Operation) -> str:
+    match operation:
+        case OwnBlock(first, stop):
+            return "own block" if (first, stop) == (0, 2) else f"own block, half {first}"
+        case Post(batch) | Wait(batch):
+            verb = "post" if isinstance(operation, Post) else "wait for"
+            if batch.cargo in ("in", "out"):
+                return f"{verb} all-to-all {batch.cargo}, half {batch.step}"
+            return f"{verb} {batch.cargo} of step {batch.step}, part {batch.part}"
+    return f"blocks of step {operation.step}, part {operation.part}"
+
 
 #: Shape of a tensor.
 Shape = tuple[int, ...]

@@ -4,6 +4,11 @@ Both passes follow their program (`plan.program`). Query heads may be sent in tw
 which stay separate: kernels read the received buffers, and their results are summed (`sums`) in the buffer to
 send.
 
+An attention sink is a logit for each head that takes part in the softmax and has no value: one more key whose
+value is 0. The merged log-sum-exp of blocks begins with the sink's logit. With the merged log-sum-exp and
+output, the kernels' gradients of query, key and value are exact. The gradient of a sink is minus the sum of
+`exp(sink - lse) dO·O` over the rows of its head (StreamingLLM, arXiv 2309.17453).
+
 Shape letters: T tokens of the shard, L rows of the shard with padding, G tokens of the group, B batch, H
 query heads and K KV heads of the layer, h query heads of a half and k KV heads of the rank, D size of a head,
 Dv size of a head's value.
@@ -38,7 +43,6 @@ from megatron_hexi.runtime.exchange import GradientReturn, KVExchange
 from megatron_hexi.runtime.fused.slots import MOST_TERMS
 from megatron_hexi.runtime.kernels import KernelDispatch
 from megatron_hexi.runtime.latent import Expansion, LatentSizes
-from megatron_hexi.runtime.sinks import sinks_gradient
 from megatron_hexi.runtime.sums import RowSum
 
 
@@ -322,3 +326,18 @@ def _compile_backward(layer: AttentionLayer) -> CompiledPass:
     if expansion is not None:
         grad_matrix = expansion.matrix_gradient()
     return recorder.compile(*parts, grad_sinks, grad_matrix)
+
+
+def sinks_gradient(grad_output: Tensor, output: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of the sinks' logits, [h].
+
+    Args:
+        grad_output: gradient of the output, [B, h, G, D].
+        output: merged output, [B, h, G, D].
+        log_sum_exp: merged log-sum-exp including the sinks, [B, h, G].
+        sinks: logit of each head's sink, [h].
+    """
+    wide = log_sum_exp.dtype
+    weight = torch.exp(sinks.to(wide)[:, None] - log_sum_exp)
+    share = (grad_output.to(wide) * output.to(wide)).sum(dim=3)
+    return -(weight * share).sum(dim=(0, 2))

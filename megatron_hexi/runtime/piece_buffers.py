@@ -7,6 +7,9 @@ copied into the buckets before the sum, and values out of the buckets after the 
 Buckets are reduced in the order of the table, each as soon as the backward pass has computed its gradients.
 After these, in the same order, follow the buckets with gradients in host memory on some holder. All ranks
 keep this order, so two buckets can never wait for each other.
+
+Updated weights are broadcast at the same point on all ranks and in the order in which the forward pass needs
+them, optionally overlapped with it. Readers of weights wait for each bucket.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from megatron_hexi.plan.terms import Offload
 from megatron_hexi.runtime.bucket_buffer import (
     BucketBuffer,
     HeldBox,
+    lay_out,
     main_grad,
     send_values,
     set_main_grad,
@@ -39,11 +43,50 @@ from megatron_hexi.runtime.bucket_buffer import (
     start_sum,
     wait_all,
 )
-from megatron_hexi.runtime.bucket_layout import lay_out
 from megatron_hexi.runtime.host_memory import HostMemory
 from megatron_hexi.runtime.passing_buckets import PassingBuckets, Storages
-from megatron_hexi.runtime.value_broadcast import ValueBroadcast
 from megatron_hexi.runtime.waiting import waiting
+
+
+class ValueBroadcast:
+    """The broadcasts of updated weights in buckets that each holder keeps whole, on device or host.
+
+    Args:
+        buffers: the buckets, in the order in which the backward pass completes them; equal on all ranks.
+        renew: function that broadcasts the new values of a bucket into host memory.
+    """
+
+    def __init__(self, buffers: Sequence[BucketBuffer], renew: Callable[[BucketBuffer], None]) -> None:
+        self._order, self._renew = buffers[::-1], renew
+        #: Broadcasts in flight by bucket, in the order of their start.
+        self._works: dict[int, list[dist.Work | None]] = {}
+
+    @property
+    def under_way(self) -> int:
+        """Number of buckets whose broadcasts have not yet been waited for."""
+        return len(self._works)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Start the broadcast of each bucket."""
+        self.settle(self._order)
+        for buffer in self._order:
+            if not buffer.passes:
+                self._works[id(buffer)] = [] if buffer.group is None else send_values(buffer)
+            elif buffer.group is not None:
+                with waiting("gradients"):
+                    self._renew(buffer)
+
+    @torch.no_grad()
+    def settle(self, buffers: Iterable[BucketBuffer]) -> None:
+        """Wait for the values of some buckets, and copy the values to the buckets' parameters."""
+        for buffer in buffers:
+            works = self._works.pop(id(buffer), None)
+            if works is not None:
+                with waiting("gradients"):
+                    wait_all(works)
+                buffer.spread()
+
 
 #: Default device of parameters.
 CPU = torch.device("cpu")

@@ -1,8 +1,7 @@
 """A training as a Slurm job: the placement of ranks, and their arguments. No torch here."""
 
 from megatron_hexi.slurm.nodes import SlurmNode, allocated_hosts, parse_nodes
-from megatron_hexi.slurm.placement import Placed, find_gpus, place
-from megatron_hexi.slurm.training import TrainingStart, plan_start
+from megatron_hexi.slurm.placement import Placed, TrainingStart, find_gpus, place, plan_start
 
 __all__ = [
     "Placed",

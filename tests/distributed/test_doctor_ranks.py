@@ -15,7 +15,7 @@ import pytest
 from megatron_hexi.doctor.facts import Facts
 from megatron_hexi.doctor.gather import LaunchedJob, answer, joined, receive_facts, send_facts
 from megatron_hexi.errors import HexiError
-from megatron_hexi.lab.testbed.ports import free_port
+from megatron_hexi.lab.testbed.job import free_port
 from tests.support.processes import serve
 
 
@@ -121,7 +121,7 @@ def test_under_torchrun_rank_0_reports_for_all(forks):
         "import os, sys; os.environ.update({'NCCL_PROTO': 'Simple'} if os.environ['RANK'] == '1' else {}); "
         "sys.argv = ['hexi', 'doctor', '--json', '--timeout', '120']; "
         # Megatron, whose import takes seconds on each rank, is looked at in the tests of one process.
-        "from megatron_hexi.doctor.collect import _PARTS; del _PARTS['packages'], _PARTS['patches']; "
+        "from megatron_hexi.doctor.gather import _PARTS; del _PARTS['packages'], _PARTS['patches']; "
         "from megatron_hexi.cli.main import main; main()"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "GLOO_"))}

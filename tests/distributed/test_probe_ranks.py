@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.lab.testbed.ports import free_port
+from megatron_hexi.lab.testbed.job import free_port
 from tests.megatron.launch import environment
 
 #: A few seconds' worth.

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from megatron_hexi.lab.testbed.ports import free_port
+from megatron_hexi.lab.testbed.job import free_port
 from megatron_hexi.plan import Plan, write_plan
 from tests.megatron import forked_python
 from tests.megatron.launch import REPOSITORY, TrainingLog, environment, read_metrics

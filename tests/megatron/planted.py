@@ -15,9 +15,8 @@ from megatron_hexi.megatron.session import Session
 from megatron_hexi.mesh import ExpertDomain, RowMessage
 from megatron_hexi.runtime.bucket_buffer import BucketBuffer
 from megatron_hexi.runtime.column_exchange import ColumnExchange
-from megatron_hexi.runtime.piece_buffers import PieceBuffers
+from megatron_hexi.runtime.piece_buffers import PieceBuffers, ValueBroadcast
 from megatron_hexi.runtime.row_channel import RowChannel
-from megatron_hexi.runtime.value_broadcast import ValueBroadcast
 from tests.megatron.planted_losses import RESUME_FAULTS
 
 

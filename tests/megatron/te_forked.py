@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from benchmarks.one_gpu import fused_accumulation
-from megatron_hexi.platform import cpu_arguments, cpu_callers
+from megatron_hexi.platform import cpu_device, select
 from tests.megatron import forked, te_emulated
 
 #: Defaults of Megatron that the CPU platform replaces, and that the emulation carries out.
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     fused_accumulation.install()
     te_emulated.install()
     # Transformer Engine asks whether CUDA is there as Megatron does.
-    callers, arguments = vars(cpu_callers), vars(cpu_arguments)
+    callers, arguments = vars(cpu_device), vars(select)
     callers["MEGATRON_MODULES"] = (*callers["MEGATRON_MODULES"], "transformer_engine.")
     arguments["_DEFAULTS"] = tuple(
         default for default in arguments["_DEFAULTS"] if default[0] not in _CARRIED_OUT

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hexi.lab.testbed.ports import free_port
+from megatron_hexi.lab.testbed.job import free_port
 from tests.megatron.forked import Forks
 from tests.megatron.launch import REPOSITORY
 

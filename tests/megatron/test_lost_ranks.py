@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_hexi.lab.testbed.ports import free_port
+from megatron_hexi.lab.testbed.job import free_port
 from megatron_hexi.plan import write_plan
 from tests.megatron.launch import environment
 from tests.megatron.test_uneven_training import MODEL, THREE_AND_ONE

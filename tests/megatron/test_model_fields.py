@@ -5,7 +5,7 @@ from __future__ import annotations
 import megatron.core
 
 from megatron_hexi.megatron.model_fields import installed_defaults
-from megatron_hexi.options.model_defaults import model_defaults
+from megatron_hexi.options.layer_features import model_defaults
 from megatron_hexi.options.release import VERSIONS, series
 
 

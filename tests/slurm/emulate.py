@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_hexi.lab.testbed.ports import free_port
+from megatron_hexi.lab.testbed.job import free_port
 
 #: The nodes, and the partition and the feature of each: two of a kind, so that one may fail.
 NODES = {"fast0": "fast", "fast1": "fast", "slow0": "slow", "slow1": "slow"}

@@ -24,8 +24,7 @@ from megatron_hexi.runtime import all_to_all, call_rows, exchange, fused
 from megatron_hexi.runtime.attention import _DomainAttentionFunction
 from megatron_hexi.runtime.fused import on_gpu
 from megatron_hexi.runtime.kernels import flash_attn, ranked_kernels
-from megatron_hexi.runtime.kernels.base import BlockKind, KernelOnOffer, Mode
-from megatron_hexi.runtime.kernels.dispatch import KernelDispatch
+from megatron_hexi.runtime.kernels.base import BlockKind, KernelDispatch, KernelOnOffer, Mode
 from megatron_hexi.runtime.passes import AttentionLayer, Inputs
 from megatron_hexi.runtime.wire import Transfers
 from tests.support.flash_attention import flash_attention_2_8, flash_attention_3_beta

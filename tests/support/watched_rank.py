@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hexi.errors import HexiError, user_errors
-from megatron_hexi.lab.testbed.ports import free_port
+from megatron_hexi.lab.testbed.job import free_port
 from megatron_hexi.runtime.watch import start_watch
 
 #: The collective before which it happens.

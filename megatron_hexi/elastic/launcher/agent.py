@@ -38,13 +38,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE, COPIES_VARIABLE, COPY_INTERVAL_VARIABLE
 from megatron_hexi.elastic.entrance import is_here
-from megatron_hexi.elastic.fence import Fence, begin_present, find_present
 from megatron_hexi.elastic.launcher.job_store import keep_store, open_door
 from megatron_hexi.elastic.launcher.keeper import Keeper
-from megatron_hexi.elastic.launcher.life import MISSED, SIGN_S, LifeSigns, RoundLife
+from megatron_hexi.elastic.launcher.life import MISSED, SIGN_S, LifeSigns, RoundLife, wait_as_spare
 from megatron_hexi.elastic.launcher.ranks import WORDS_VARIABLE, run_rank
 from megatron_hexi.elastic.launcher.rendezvous import ClocklessBackend, PatientRendezvous
-from megatron_hexi.elastic.launcher.spares import wait_as_spare
 from megatron_hexi.elastic.secret import SECRET_VARIABLE
 from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import (
@@ -56,7 +54,10 @@ from megatron_hexi.elastic.store import (
     NODE_VARIABLE,
     ROUND_VARIABLE,
     STORE_VARIABLE,
+    Fence,
     add_spare,
+    begin_present,
+    find_present,
 )
 
 #: Seconds for which more nodes are waited for once the fewest that suffice have come; others join later.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_hexi.elastic.copies import CopyBoard, drop_older
 from megatron_hexi.elastic.copy_files import copy_folder, copy_path, list_files, pull, serve_files
-from megatron_hexi.elastic.launcher.round_thread import RoundThread
+from megatron_hexi.elastic.launcher.life import RoundThread
 from megatron_hexi.elastic.speech import say
 
 _PREFIX = "hexi-copies-"

@@ -1,16 +1,109 @@
 """Signs of life of the agents of a round, by which agents and spares see that a node is lost.
 
+A spare node waits, with Megatron imported, until a node of the job is missing. It has no part in the rounds
+that it waits through, not even in PyTorch's rendezvous, so it may come and end without stopping anything.
+
 PyTorch's rendezvous has signs of its own, but does not show them. Its numbers are taken here, too.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Self
 
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
-from megatron_hexi.elastic.launcher.round_thread import RoundThread
+from megatron_hexi.elastic.speech import say
+from megatron_hexi.elastic.store import find_present, read_present
+
+_STORE_S = 10.0
+
+
+class RoundThread(ABC):
+    """Attends to the present round at regular intervals, from entering its context until leaving it."""
+
+    def __init__(self, name: str, store: tuple[str, int], interval_s: float) -> None:
+        self._store, self._interval_s = store, interval_s
+        self._round: tuple[str, int] | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._round = None
+        self._stopped.set()
+        self._thread.join(_STORE_S)
+
+    def begin_round(self, name: str, number: int) -> None:
+        """Begin a round, whose ranks are about to start."""
+        self._round = name, number
+
+    @abstractmethod
+    def _attend(self, store: dist.Store, name: str, number: int) -> None:
+        """Attend to a round; a `RuntimeError` of the store is taken for its absence."""
+
+    def _run(self) -> None:
+        store: dist.Store | None = None
+        while not self._stopped.wait(self._interval_s):
+            # Where the store is gone for good, the agent says so and ends the node.
+            with suppress(RuntimeError):
+                if store is None:
+                    host, port = self._store
+                    limit = timedelta(seconds=_STORE_S)
+                    store = dist.TCPStore(host, port, wait_for_workers=False, timeout=limit)
+                if self._round is not None:
+                    self._attend(store, *self._round)
+
+
+#: Key in a round's store: how many spares have asked for a place.
+_ASKED = "asked"
+_LOOK_S = 0.2
+
+
+def wait_as_spare(
+    store: dist.Store, job: dist.Store, most: int, is_closed: Callable[[], bool], limit_s: float
+) -> None:
+    """Wait until the job needs this spare node: until fewer nodes are alive than can take part.
+
+    Args:
+        store: the store of the rendezvous, without a prefix for its keys.
+        limit_s: seconds within which a round must have begun.
+
+    Raises:
+        RendezvousClosedError: the job has ended.
+        RendezvousTimeoutError: no round has begun within `limit_s`.
+    """
+    deadline = time.monotonic() + limit_s
+    say(f"waits as a spare until fewer than {most} nodes are left")
+    while not find_present(job):
+        if time.monotonic() > deadline:
+            raise RendezvousTimeoutError
+        time.sleep(_LOOK_S)
+    seen, life, place = "", None, 0
+    while not is_closed():
+        name, nodes = read_present(find_present(job))
+        present = dist.PrefixStore(name, store)
+        if life is None or name != seen:
+            seen, life, place = name, RoundLife(present, nodes, MISSED), 0
+        alive = nodes - life.count_lost()
+        if alive < most:
+            # Each spare asks once a round, so that no more come than are missing.
+            place = place or present.add(_ASKED, 1)
+            if place <= most - alive:
+                say(f"takes part: {alive} of {most} nodes are left")
+                return
+        time.sleep(_LOOK_S)
+    raise RendezvousClosedError
+
 
 #: Seconds between two signs of life of an agent, and how many may be missed.
 SIGN_S, MISSED = 1, 4

@@ -18,10 +18,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousBackend,
 )
 
-from megatron_hexi.elastic.fence import Fence
 from megatron_hexi.elastic.launcher.life import SIGN_S, RoundLife, Silences
 from megatron_hexi.elastic.speech import say
-from megatron_hexi.elastic.store import BROKEN, TRAINING, WANTED
+from megatron_hexi.elastic.store import BROKEN, TRAINING, WANTED, Fence
 
 _DEADLINE = "deadline"
 _DIGEST_BYTES = hashlib.sha256().digest_size

@@ -16,8 +16,7 @@ from megatron_hexi.cluster import ANYTHING, MEMORY_MARGIN, Cluster, PlannerRules
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import Model, job_of_plan, job_terms
 from megatron_hexi.models.megatron_arguments import model_from_arguments, read_arguments, terms_from_arguments
-from megatron_hexi.options.job_terms import CHUNK_FLAGS, PARALLEL_SIZES, STAGE_FLAGS
-from megatron_hexi.options.vocabulary import vocabulary_step
+from megatron_hexi.options.job_terms import CHUNK_FLAGS, PARALLEL_SIZES, STAGE_FLAGS, vocabulary_step
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.units import domain_rows
 from megatron_hexi.planner import CHOSEN, Planned, Request

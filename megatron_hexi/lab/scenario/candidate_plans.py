@@ -14,7 +14,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.errors import NothingFitsError
-from megatron_hexi.lab.scenario.conditions import Conditions
+from megatron_hexi.lab.scenario.events import Conditions
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.units import domain_rows, rank_gpus, unit_rows

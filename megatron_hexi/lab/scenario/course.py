@@ -1,13 +1,22 @@
-"""The course of a job under a policy: iterations done, lost and repeated while the cluster changes."""
+"""The course of a job under each policy: iterations done, lost and repeated while the cluster changes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_hexi.lab.scenario.candidate_plans import PlacedPlan, Plans
-from megatron_hexi.lab.scenario.conditions import Period
-from megatron_hexi.lab.scenario.scenario_model import Recovery
+import numpy as np
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.lab.scenario.candidate_plans import AS_THE_FILE_SAYS, PlacedPlan, Plans
+from megatron_hexi.lab.scenario.events import Event, Period, find_periods
+from megatron_hexi.lab.scenario.scenario_model import Recovery, Replanning, Scenario
+from megatron_hexi.models import Job
+from megatron_hexi.plan import Plan
+from megatron_hexi.planner import Request
+from megatron_hexi.replan.planning.advisor import KEPT, Advisor
 
 
 @dataclass(frozen=True)
@@ -149,3 +158,197 @@ def add_piece(pieces: list[CoursePiece], piece: CoursePiece) -> None:
     if pieces and pieces[-1].tokens_per_s == piece.tokens_per_s:
         piece = replace(piece, begin_s=pieces.pop().begin_s)
     pieces.append(piece)
+
+
+#: Callback: receives the number of periods done and their total.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class PlayedScenario:
+    """A scenario, and the result of each policy.
+
+    Args:
+        lasts_s: seconds of the scenario.
+        undisturbed_s: seconds of an iteration of the given plan without events.
+    """
+
+    lasts_s: float
+    events: tuple[Event, ...]
+    tokens: int
+    undisturbed_s: float
+    courses: tuple[Course, ...]
+
+    def goodput(self, course: Course) -> float:
+        """Return tokens/s of kept iterations, over all of the time."""
+        return course.iterations * self.tokens / self.lasts_s
+
+    @property
+    def undisturbed_tokens_per_s(self) -> float:
+        """Tokens/s of the given plan without events."""
+        return self.tokens / self.undisturbed_s
+
+
+def play_scenario(
+    scenario: Scenario,
+    events: Sequence[Event],
+    plan: Plan,
+    job: Job,
+    request: Request,
+    cluster: Cluster,
+    progress: Progress | None = None,
+) -> PlayedScenario:
+    """Simulate a scenario under each policy: static, re-planning, oracle.
+
+    Between two events conditions are constant, and iterations take the cost model's time for the current
+    plan.
+
+    Args:
+        events: its events, in the order in which they begin.
+        plan: the job's first plan.
+
+    Raises:
+        HexiError: the plan is not for this cluster or job.
+    """
+    plans = Plans(plan, job, request, cluster)
+    periods = find_periods(events, scenario.lasts)
+    total, played = 3 * len(periods), 0
+
+    def watched() -> Iterator[Period]:
+        nonlocal played
+        for period in periods:
+            yield period
+            played += 1
+            if progress is not None:
+                progress(played, total)
+
+    courses = []
+    runners: tuple[Runner, ...] = (
+        StaticRunner(plans, scenario.recovery),
+        ReplanningRunner(plans, scenario.recovery, scenario.replanning),
+    )
+    for runner in runners:
+        for period in watched():
+            runner.go_through(period)
+        courses.append(runner.finished())
+    courses.append(best_course(plans, watched()))  # last: it may use any plan of the others
+    undisturbed = plans.pace(plans.given, AS_THE_FILE_SAYS).seconds
+    return PlayedScenario(scenario.lasts, tuple(events), plans.tokens, undisturbed, tuple(courses))
+
+
+class StaticRunner(Runner):
+    """A job that keeps its plan, and waits until all of its nodes are back after a failure."""
+
+    policy = "static"
+
+    def choose(self, period: Period) -> PlacedPlan | None:
+        """Return the given plan if no node of it is lost."""
+        given = self.plans.given
+        return None if given.nodes & period.conditions.lost else given
+
+
+class ReplanningRunner(Runner):
+    """A job that is re-planned as in training, and restarts with a plan for the other nodes after a failure.
+
+    When a node returns, the job restarts from a checkpoint to use it, if that saves more than the threshold.
+    """
+
+    policy = "re-planning"
+    _rows: list[Floats]  # seconds of work of each rank, for iterations that the advisor has not seen
+    _busy: Floats  # likewise, of the current iteration
+
+    def __init__(self, plans: Plans, recovery: Recovery, replanning: Replanning) -> None:
+        super().__init__(plans, recovery)
+        self._settings = replanning
+        self._lost_before: frozenset[int] = frozenset()
+        self.begun()
+
+    def begun(self) -> None:
+        """Begin with a new advisor, which has no samples yet."""
+        self._advisor: Advisor | None = None
+        placed = self.placed
+        if placed is not None and placed.can_be_cut:
+            settings = self._settings
+            self._advisor = Advisor(
+                placed.plan, placed.job, self.plans.cluster, settings.threshold, settings.interval
+            )
+        self._order: tuple[int, PlacedPlan] | None = None
+        self._look_anew()
+        self._skipped = False
+
+    def choose(self, period: Period) -> PlacedPlan | None:
+        """Return the planner's plan for the present nodes, if these have changed."""
+        self._steady = 0
+        lost, before = period.conditions.lost, self._lost_before
+        self._lost_before = lost
+        if self.placed is not None and lost == before:
+            return self.placed
+        planned = self.plans.after_loss(lost)
+        if planned is None or self.placed is None:
+            return planned or self.placed
+        present, next_s = (
+            self.plans.pace(placed, AS_THE_FILE_SAYS).seconds for placed in (self.placed, planned)
+        )
+        return planned if present - next_s > self._settings.threshold * present else self.placed
+
+    def train(self, period: Period) -> None:
+        """Train an iteration; or until the conditions change, where more samples cannot change the advice."""
+        assert self.placed is not None
+        busy = self.plans.pace(self.placed, period.conditions).busy_s
+        if self._advisor is None or self._steady > KEPT:
+            whole = self.run_until(period.end_s, period)
+            self._busy = self.part * busy if whole else self._busy + self.part * busy
+            return
+        self._busy = self._busy + self.end_iteration(period) * busy
+        if self.part == 0:
+            self._iteration_ended(self._advisor)
+
+    def _iteration_ended(self, advisor: Advisor) -> None:
+        row, self._busy = self._busy, np.zeros(1)
+        if self._order is not None and self.iteration >= self._order[0]:
+            self._swap(advisor, self._order[1])
+            return
+        if self._skipped:
+            self._rows.append(row)
+        self._skipped = True
+        if self.iteration % self._settings.interval or not self._rows:
+            return
+        rows, self._rows = self._rows, []
+        if self._order is not None:  # measurements before a swap are not used
+            return
+        advice = advisor.advise(self.iteration, [list(seconds) for seconds in rows], self._settings.swap)
+        self._steady += len(rows)
+        if advice.plan is not None:
+            assert self.placed is not None
+            self._order = (
+                self.iteration + self._settings.reaction,
+                self.plans.add(advice.plan, self.placed.job),
+            )
+            self._steady = 0
+
+    def _swap(self, advisor: Advisor, placed: PlacedPlan) -> None:
+        """Swap plans: continue with tokens and heads cut otherwise between the same units."""
+        advisor.swapped(placed.plan)
+        self.placed = placed
+        self.swaps += 1
+        self.stop_for(self._settings.swap)
+        self._look_anew()
+
+    def _look_anew(self) -> None:
+        """Begin to collect samples, from the second iteration of a plan on."""
+        self._order = None
+        self._rows, self._busy = [], np.zeros(1)
+        self._steady = 0  # samples since conditions or the plan changed
+        self._skipped = False
+
+
+def best_course(plans: Plans, periods: Iterable[Period]) -> Course:
+    """Return the course of a job that always has the best plan, without restarts and losses."""
+    iterations, pieces = 0.0, list[CoursePiece]()
+    for period in periods:
+        seconds = plans.best_seconds(period.conditions)
+        pace = 0.0 if seconds is None else plans.tokens / seconds
+        if seconds is not None:
+            iterations += (period.end_s - period.begin_s) / seconds
+        add_piece(pieces, CoursePiece(period.begin_s, period.end_s, pace))
+    return Course("oracle", iterations, 0.0, 0, 0, tuple(pieces))

@@ -1,17 +1,22 @@
-"""Events of a scenario on a cluster: stated in its file, or drawn."""
+"""Scenario files, and their events on a cluster (stated or drawn) with the conditions between two events."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
+from pydantic import TypeAdapter
+
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.errors import HexiError
 from megatron_hexi.lab.scenario.scenario_model import Scenario
-from megatron_hexi.yaml_file import Place, YamlFile
-from megatron_hexi.yaml_schema import short
+from megatron_hexi.yaml_file import Place, YamlFile, read_yaml
+from megatron_hexi.yaml_schema import parse, short
 
 EventKind = Literal["throttled", "congested", "lost"]
 #: Most events; more come from a mean time in the wrong unit.
@@ -154,3 +159,84 @@ def _link_names(cluster: Cluster) -> dict[str, tuple[tuple[int, int], ...]]:
             f"{tier.name} {name}": tuple((level, n) for n in numbers) for name, numbers in owners.items()
         }
     return known
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Deviations of a cluster from its file; by default none.
+
+    Args:
+        speeds: ranks with a factor on their curves.
+        links: links, as `Cluster.at_bandwidths` names them, with a factor on their bandwidth.
+    """
+
+    speeds: tuple[tuple[int, float], ...] = ()
+    links: tuple[tuple[tuple[int, int], float], ...] = ()
+    lost: frozenset[int] = frozenset()
+
+    def apply(self, cluster: Cluster) -> Cluster:
+        """Return the cluster at these rates; lost nodes stay in it."""
+        slower = cluster.at_speeds(dict(self.speeds)) if self.speeds else cluster
+        return slower.at_bandwidths(dict(self.links)) if self.links else slower
+
+
+@dataclass(frozen=True)
+class Period:
+    """A period with constant conditions, in seconds since the start."""
+
+    begin_s: float
+    end_s: float
+    conditions: Conditions
+
+
+def find_periods(events: Sequence[Event], lasts_s: float) -> list[Period]:
+    """Return the time from 0 to its end, cut where an event begins or ends."""
+    edges = sorted({0.0, lasts_s, *(time for event in events for time in (event.begin_s, event.end_s))})
+    periods: list[Period] = []
+    beginning = iter(events)  # by their beginning
+    following = next(beginning, None)
+    active: list[Event] = []
+    for begin, end in itertools.pairwise(edges):
+        active = [event for event in active if event.end_s > begin]
+        while following is not None and following.begin_s <= begin:
+            active.append(following)
+            following = next(beginning, None)
+        conditions = _together(active)
+        if periods and periods[-1].conditions == conditions:
+            begin = periods.pop().begin_s
+        periods.append(Period(begin, end, conditions))
+    return periods
+
+
+def _together(events: Sequence[Event]) -> Conditions:
+    speeds: dict[int, float] = defaultdict(lambda: 1.0)
+    links: dict[tuple[int, int], float] = defaultdict(lambda: 1.0)
+    for event in events:
+        for rank in event.ranks:
+            speeds[rank] *= event.factor
+        for link in event.links:
+            links[link] *= event.factor
+    lost = frozenset(node for event in events for node in event.nodes)
+    return Conditions(
+        tuple(sorted((rank, by) for rank, by in speeds.items() if by != 1)),
+        tuple(sorted((link, by) for link, by in links.items() if by != 1)),
+        lost,
+    )
+
+
+_ADAPTER = TypeAdapter(Scenario)
+
+
+def read_scenario(path: str | os.PathLike[str], cluster: Cluster) -> tuple[Scenario, tuple[Event, ...]]:
+    """Read a scenario file, and find its events on a cluster.
+
+    Raises:
+        HexiError: the file cannot be read or is not YAML, a field or a rule is broken; one line with file,
+            line, place, value and remedy.
+    """
+    source = read_yaml(path)
+    if not isinstance(source.data, dict):
+        content = "is empty" if source.data is None else f"holds {short(source.data)}"
+        raise HexiError(f"{source.path}:1: {content}; a scenario is a mapping with lasts and events")
+    scenario = parse(_ADAPTER, source.data, source.where, HexiError)
+    return scenario, find_events(scenario, cluster, source)

@@ -21,7 +21,7 @@ from megatron_hexi.lab.simulator.replay import SectionReplay, replay_layers
 from megatron_hexi.lab.simulator.simulation import LinkUse, PipelineSpan, RankTimeline, Simulation, Span
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Plan
-from megatron_hexi.report.layer_names import kind_names
+from megatron_hexi.report.tables import kind_names
 
 
 def simulate(

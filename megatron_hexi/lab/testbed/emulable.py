@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cluster.schema import refuse
-from megatron_hexi.lab.testbed.cycle import KERNEL
 from megatron_hexi.lab.testbed.lab import Speeds
+from megatron_hexi.lab.testbed.quotas import KERNEL
 from megatron_hexi.yaml_file import YamlFile
 
 #: An address is 10.77.NODE.GPU.

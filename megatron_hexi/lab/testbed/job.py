@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import socket
 import subprocess
 import sys
 import time
@@ -15,11 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.lab.testbed.isolation import command_prefix
+from megatron_hexi.lab.testbed.isolation import command_prefix, within
 from megatron_hexi.lab.testbed.lab import Lab
-from megatron_hexi.lab.testbed.namespaces import within
 from megatron_hexi.lab.testbed.network import node_address, node_namespace
-from megatron_hexi.lab.testbed.ports import free_port
+
+#: Below those that Linux hands out to whoever asks for any (`ip_local_port_range`, from 32768): between
+#: choosing a port and listening at it, sockets of other jobs cannot take one of these.
+_PORTS = range(20000, 32768)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at."""
+    choose = random.SystemRandom()  # seeds of a test or a job must not give two jobs the same
+    while True:
+        port = choose.choice(_PORTS)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
+
 
 _POLL_S = 0.1
 _GRACE_S = 5.0

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.lab.testbed.namespaces import within
+from megatron_hexi.lab.testbed.isolation import within
 from megatron_hexi.lab.testbed.network import rank_address, rank_namespace
 
 #: A message takes about so long: many times the burst, the start of a stream, and the slip of a busy core.

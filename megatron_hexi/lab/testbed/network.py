@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.lab.testbed.namespaces import prepare, run, within
+from megatron_hexi.lab.testbed.isolation import prepare, run, within
 
 #: An Ethernet frame of 1514 bytes carries 1448 of a TCP stream (headers: 14 Ethernet, 20 IP, 32 TCP with
 #: timestamps). The file says what is achieved, the bucket counts frames.

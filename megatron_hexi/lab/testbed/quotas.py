@@ -1,4 +1,4 @@
-"""Unequal speeds by quotas of processor time: the second method, beside pacing.
+"""Unequal speeds by quotas of processor time (besides pacing), and the load that measures them.
 
 Every rank has a control group and is pinned to a core. The scheduler stops it when its share of a period is
 used up, whatever it computes. Shares are in proportion to the devices' speeds: a quota knows ratios only. A
@@ -16,10 +16,35 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_hexi.cluster import Cluster
+from megatron_hexi.cluster import Cluster, Device
+from megatron_hexi.cost.compute import ATTENTION_BACKWARD
 from megatron_hexi.errors import PlatformError
-from megatron_hexi.lab.testbed.cycle import cycle_seconds
 from megatron_hexi.lab.testbed.lab import Quota
+
+#: The kernel whose curves a device must have: what ``--hexi-platform cpu`` computes attention with.
+KERNEL = "aten-cpu"
+#: A linear layer [width, width] and causal attention, forward and backward, on so many tokens. Heads are
+#: those of the curves.
+TOKENS, WIDTH, HEADS, HEAD_DIM = 256, 512, 2, 128
+
+
+def cycle_seconds(device: Device) -> float:
+    """Return the seconds of one cycle in fp32 by the device's curves."""
+    product = 2 * TOKENS * WIDTH**2
+    attention = 4 * HEADS * HEAD_DIM * TOKENS**2 / 2
+    causal = device.attention(KERNEL).causal
+    forward = device.layer_matmul.time(product, TOKENS) + causal.forward.time(attention, TOKENS)
+    backward = 2 * device.layer_matmul.time(product, TOKENS) + causal.backward.time(
+        ATTENTION_BACKWARD * attention, TOKENS
+    )
+    return (forward + backward) / fp32_factor(device)
+
+
+def fp32_factor(device: Device) -> float:
+    """Return the ratio of fp32 to 16-bit rates by datasheet; 1 where the device lacks either."""
+    half, single = device.nominal.bf16 or device.nominal.fp16, device.nominal.fp32
+    return single / half if half and single else 1.0
+
 
 #: Longer periods make single operations vary by 25 to 40 %.
 _PERIOD_US = 10_000

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.lab.testbed.cycle import cycle_seconds
 from megatron_hexi.lab.testbed.lab import TOLERANCE, Lab, Speeds
 from megatron_hexi.lab.testbed.links import LinkMeasured
+from megatron_hexi.lab.testbed.quotas import cycle_seconds
 
 
 @dataclass(frozen=True)

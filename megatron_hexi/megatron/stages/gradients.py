@@ -26,7 +26,7 @@ from megatron_hexi.mesh import Box, cut_pieces, make_buckets
 from megatron_hexi.patching import Patch, patched
 from megatron_hexi.runtime.bucket_buffer import HeldBox
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
-from megatron_hexi.runtime.row_store import DeviceRows, HostRows
+from megatron_hexi.runtime.row_channel import DeviceRows, HostRows
 
 #: Megatron's own size of a bucket where gradients are reduced behind the backward pass, elements.
 _BUCKET_SIZE = 40_000_000

@@ -24,7 +24,7 @@ from megatron_hexi.megatron.stages.ministage_iteration import MinistageIteration
 from megatron_hexi.megatron.stages.replayed_batches import ReplayedBatches
 from megatron_hexi.megatron.stages.slices import StageSlices
 from megatron_hexi.mesh import ministage_passes
-from megatron_hexi.runtime.row_store import RowStore, Where
+from megatron_hexi.runtime.row_channel import RowStore, Where
 
 
 class _Iteration(MinistageIteration):

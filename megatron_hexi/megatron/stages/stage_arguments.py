@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 from megatron_hexi.kinds.states import hybrid_layers
 from megatron_hexi.mesh import Mesh, job_experts
-from megatron_hexi.options.job_terms import recompute_settings
-from megatron_hexi.options.vocabulary import vocabulary_step
+from megatron_hexi.options.job_terms import recompute_settings, vocabulary_step
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.flags import argument_name
 from megatron_hexi.plan.units import Unit

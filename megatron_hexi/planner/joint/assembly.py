@@ -19,7 +19,7 @@ from megatron_hexi.models import Job
 from megatron_hexi.models.job import layers_again, recompute_mode
 from megatron_hexi.plan import Exchange, Plan, Replica
 from megatron_hexi.plan import Stage as PlanStage
-from megatron_hexi.plan.parts import worthwhile_parts
+from megatron_hexi.plan.proportion import worthwhile_parts
 from megatron_hexi.planner.expert_placement import placement
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint.layer_moves import with_layers_moved

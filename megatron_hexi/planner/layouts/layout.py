@@ -13,7 +13,7 @@ import numpy as np
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload, unit_ranks
 from megatron_hexi.plan.layout import causal_segments, consecutive, full_segments
-from megatron_hexi.plan.parts import worthwhile_parts
+from megatron_hexi.plan.proportion import worthwhile_parts
 from megatron_hexi.planner.expert_placement import spread_experts
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.deal import assign_tokens

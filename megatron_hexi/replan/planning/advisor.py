@@ -3,6 +3,10 @@
 It reads one JSON document a line and answers each with one. The first says what is trained, where and by
 which plan (`Advisor`); each of the others what ranks measured (`Advisor.advise`). It plans at a low priority,
 off the training process, which imports no planner.
+
+Changes of a rank's speed show in its history of times. A rank is held against itself only: samples are times
+relative to those that its plan predicts, so that a change of plan is none of the rank, and ranks with much
+work are not slow ones.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +29,61 @@ from megatron_hexi.plan import Plan, dump_plan, plan_digest, plan_from_yaml
 from megatron_hexi.plan.units import unit_rows
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.joint.layer_moves import with_layers_moved
-from megatron_hexi.replan.planning.history import WINDOW, RankHistory
 from megatron_hexi.replan.planning.recut import recut
 from megatron_hexi.yaml_file import yaml_from_text
+
+#: Samples that must agree on a new level.
+WINDOW = 5
+#: Samples of a level that are kept: an old one must not hide a slow drift.
+KEPT = 40
+#: A change is larger than this part of the level, and than so many standard deviations of its samples.
+_LEAST_CHANGE = 0.05
+_DEVIATIONS = 4.0
+#: The median absolute deviation of a normal distribution, in standard deviations.
+_MAD = 0.6745
+
+
+class RankHistory:
+    """The samples of one rank since its level last changed.
+
+    A change point is where the median of the last `WINDOW` samples lies off the median of those before by
+    more than `_LEAST_CHANGE` and by more than `_DEVIATIONS` robust standard deviations (median absolute
+    deviation), with all but one of them on that side. One slow iteration, or two, change nothing.
+    """
+
+    def __init__(self) -> None:
+        self._samples: deque[float] = deque(maxlen=KEPT)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @property
+    def level(self) -> float:
+        """Median of the samples since the last change."""
+        return median(self._samples)
+
+    def add(self, sample: float) -> bool:
+        """Add a sample.
+
+        Returns:
+            Whether it shows that the level has changed: then only the last samples are kept.
+        """
+        self._samples.append(sample)
+        if len(self._samples) < 2 * WINDOW:
+            return False
+        *before, _, _, _, _, _ = self._samples
+        latest = list(self._samples)[-WINDOW:]
+        old, new = median(before), median(latest)
+        deviation = median(abs(value - old) for value in before) / _MAD
+        if abs(new - old) <= max(_LEAST_CHANGE * old, _DEVIATIONS * deviation):
+            return False
+        middle = (old + new) / 2
+        if sum((value > middle) == (new > old) for value in latest) < WINDOW - 1:
+            return False
+        self._samples.clear()
+        self._samples.extend(latest)
+        return True
+
 
 _NICE = 10
 

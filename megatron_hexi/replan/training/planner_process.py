@@ -11,8 +11,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_hexi.megatron.session import Session
-from megatron_hexi.options.layer_features import query_size
-from megatron_hexi.options.meaning import model_features
+from megatron_hexi.options.layer_features import model_features, query_size
 
 
 class PlannerConnection:

@@ -8,8 +8,8 @@ import pytest
 import typer
 
 import megatron_hexi
+from megatron_hexi.cli import checkout, options, plans
 from megatron_hexi.cli import main as cli
-from megatron_hexi.cli import options, patching, plans
 from megatron_hexi.cli.output import print_report, say
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models.presets import presets
@@ -164,8 +164,8 @@ def test_show_refuses_a_picture_that_it_cannot_write(hexi, plan, tmp_path, name)
 
 def test_patch_and_unpatch_say_what_they_changed(hexi, monkeypatch, tmp_path):
     files = [tmp_path / "pretrain_gpt.py", tmp_path / "pretrain_hybrid.py"]
-    monkeypatch.setattr(patching, "patch_checkout", lambda checkout: files)
-    monkeypatch.setattr(patching, "unpatch_checkout", lambda checkout: files[:1])
+    monkeypatch.setattr(checkout, "patch_checkout", lambda checkout: files)
+    monkeypatch.setattr(checkout, "unpatch_checkout", lambda checkout: files[:1])
     assert hexi("patch", tmp_path) == (0, "", f"patched {files[0]}\npatched {files[1]}\n")
     assert hexi("unpatch", tmp_path) == (0, "", f"restored {files[0]}\n")
 
@@ -174,7 +174,7 @@ def test_patch_passes_a_refusal_on(hexi, monkeypatch):
     def refuse(checkout: Path):
         raise HexiError(f"{checkout}: patched already")
 
-    monkeypatch.setattr(patching, "patch_checkout", refuse)
+    monkeypatch.setattr(checkout, "patch_checkout", refuse)
     assert hexi("patch", "somewhere") == (2, "", "hexi: error: somewhere: patched already\n")
 
 

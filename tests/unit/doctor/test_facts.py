@@ -10,10 +10,9 @@ from dataclasses import fields
 import pytest
 from pydantic import TypeAdapter
 
-from megatron_hexi.doctor import collect as collecting
-from megatron_hexi.doctor import software
-from megatron_hexi.doctor.collect import collect
+from megatron_hexi.doctor import gather, software
 from megatron_hexi.doctor.facts import Checkout, Facts
+from megatron_hexi.doctor.gather import collect
 from megatron_hexi.doctor.machine import find_environment, find_network
 from megatron_hexi.doctor.rules import _parts_unknown
 from megatron_hexi.doctor.software import find_driver, find_packages, patch_state
@@ -51,7 +50,7 @@ def test_a_part_that_fails_leaves_the_others(monkeypatch) -> None:
     def broken() -> None:
         raise OSError("a disk\nis gone")
 
-    monkeypatch.setattr(collecting, "_PARTS", {"driver": broken, "limits": collecting._PARTS["limits"]})
+    monkeypatch.setattr(gather, "_PARTS", {"driver": broken, "limits": gather._PARTS["limits"]})
     facts = collect(3)
     assert facts.unknown == (("driver", "OSError: a disk"),)
     assert facts.limits.shared_memory_gib
@@ -59,7 +58,7 @@ def test_a_part_that_fails_leaves_the_others(monkeypatch) -> None:
 
 
 def test_progress_is_told_of_every_part(monkeypatch) -> None:
-    monkeypatch.setattr(collecting, "_PARTS", {"driver": find_driver, "limits": collecting._PARTS["limits"]})
+    monkeypatch.setattr(gather, "_PARTS", {"driver": find_driver, "limits": gather._PARTS["limits"]})
     told: list[tuple[str, int, int]] = []
     collect(None, progress=lambda *step: told.append(step))
     assert told == [("looking at driver", 0, 2), ("looking at limits", 1, 2)]
@@ -143,7 +142,7 @@ def test_it_imports_nothing_that_only_compiling_needs() -> None:
     """Which takes as long as all the rest."""
     program = """if True:
         import sys
-        from megatron_hexi.doctor.collect import collect
+        from megatron_hexi.doctor.gather import collect
         facts = collect(None)
         import torch
         assert {patch.state for patch in facts.patches} <= {"fits", "not needed"}, facts.patches
@@ -177,8 +176,8 @@ def test_what_nvidia_smi_says_as_it_fails_is_shown(monkeypatch, tmp_path, script
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    parts = {part: collecting._PARTS[part] for part in ("gpu_states", "gpu_links")}
-    monkeypatch.setattr(collecting, "_PARTS", parts)
+    parts = {part: gather._PARTS[part] for part in ("gpu_states", "gpu_links")}
+    monkeypatch.setattr(gather, "_PARTS", parts)
     found = list(_parts_unknown(collect(None)))
     assert [problem.severity for problem in found] == [severity]
     assert said in found[0].what

@@ -20,7 +20,7 @@ from megatron_hexi.doctor.facts import (
     PatchState,
     Torch,
 )
-from megatron_hexi.doctor.problems import Problem, healthy, problem_of
+from megatron_hexi.doctor.findings import Problem, healthy, problem_of
 from megatron_hexi.doctor.rules import find_problems
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 79.6)

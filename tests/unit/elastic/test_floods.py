@@ -22,7 +22,7 @@ from megatron_hexi.elastic.copy_files import serve_files
 from megatron_hexi.elastic.entrance import Entrance
 from megatron_hexi.elastic.launcher.job_store import open_door
 from megatron_hexi.elastic.secret import SECRET_VARIABLE
-from megatron_hexi.lab.testbed.ports import free_port
+from megatron_hexi.lab.testbed.job import free_port
 from tests.megatron.launch import environment
 
 #: Idle connections, and MiB that they may cost a server.

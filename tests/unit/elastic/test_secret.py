@@ -36,7 +36,7 @@ from megatron_hexi.elastic.copy_files import copy_folder, copy_path, list_files,
 from megatron_hexi.elastic.launcher.job_store import keep_store, open_door
 from megatron_hexi.elastic.launcher.rendezvous import ClocklessBackend
 from megatron_hexi.errors import HexiError
-from megatron_hexi.lab.testbed.ports import free_port
+from megatron_hexi.lab.testbed.job import free_port
 
 SECRET, OTHER = b"known to the job's nodes alone", b"known to a stranger's nodes"
 _STORE = timedelta(seconds=20)

@@ -11,7 +11,7 @@ from megatron_hexi.elastic.launcher.job_store import keep_store
 from megatron_hexi.elastic.secret import SECRET_VARIABLE, find_secret, secret_of_rank
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kubernetes import manifests
-from megatron_hexi.lab.testbed.ports import free_port
+from megatron_hexi.lab.testbed.job import free_port
 from tests.unit.elastic.test_secret import SECRET
 
 

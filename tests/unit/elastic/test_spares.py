@@ -10,17 +10,16 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
-from megatron_hexi.elastic.fence import begin_present, find_present
-from megatron_hexi.elastic.launcher import life, spares
-from megatron_hexi.elastic.launcher.spares import wait_as_spare
-from megatron_hexi.elastic.store import add_spare, find_spares
+from megatron_hexi.elastic.launcher import life
+from megatron_hexi.elastic.launcher.life import wait_as_spare
+from megatron_hexi.elastic.store import add_spare, begin_present, find_present, find_spares
 
 MOST = 3
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    monkeypatch.setattr(spares, "_LOOK_S", 0.01)
+    monkeypatch.setattr(life, "_LOOK_S", 0.01)
     monkeypatch.setattr(life, "SIGN_S", 0.1)
 
 

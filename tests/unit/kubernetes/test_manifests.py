@@ -14,9 +14,8 @@ import yaml
 from hypothesis import given
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.kubernetes.manifests import manifests, manifests_text
+from megatron_hexi.kubernetes.manifests import PRODUCT_LABEL, manifests, manifests_text, product_labels
 from megatron_hexi.kubernetes.pods import elastic_pods, probe_pods, training_pods
-from megatron_hexi.kubernetes.products import PRODUCT_LABEL, product_labels
 from megatron_hexi.kubernetes.settings import read_labels, read_resources, read_volume
 from tests.support.fleets import read_text
 from tests.support.manifests import (

@@ -6,11 +6,10 @@ import pytest
 
 from megatron_hexi.cluster import catalog
 from megatron_hexi.errors import HexiError
-from megatron_hexi.kubernetes.manifests import manifests
+from megatron_hexi.kubernetes.manifests import manifests, product_labels
 from megatron_hexi.kubernetes.pods import training_pods
-from megatron_hexi.kubernetes.products import product_labels
 from megatron_hexi.kubernetes.settings import Settings, read_labels, read_resources, read_volume
-from megatron_hexi.slurm.gres import names_gpu
+from megatron_hexi.slurm.nodes import names_gpu
 from tests.support.fleets import read_text
 from tests.support.manifests import FLEET, GPUS, plan_for, settings
 

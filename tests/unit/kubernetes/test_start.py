@@ -13,7 +13,7 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.kubernetes.manifests import manifests
 from megatron_hexi.kubernetes.pods import training_pods
 from megatron_hexi.kubernetes.start import find_commands, run_commands
-from megatron_hexi.lab.testbed.ports import free_port
+from megatron_hexi.lab.testbed.job import free_port
 from tests.support.fleets import read_text
 from tests.support.manifests import FLEET, plan_for, settings
 

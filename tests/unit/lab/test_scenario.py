@@ -13,14 +13,15 @@ from rich.console import Console
 from megatron_hexi.cluster import cluster_from_yaml
 from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.cost.network import LinkTable
-from megatron_hexi.lab.scenario import play_scenario, policies, read_scenario
+from megatron_hexi.lab.scenario import course as courses_of_jobs
+from megatron_hexi.lab.scenario import play_scenario, read_scenario
 from megatron_hexi.lab.scenario.candidate_plans import Plans
-from megatron_hexi.lab.scenario.conditions import find_periods
+from megatron_hexi.lab.scenario.events import find_periods
 from megatron_hexi.lab.scenario.scenario_picture import draw_scenario
 from megatron_hexi.lab.scenario.scenario_report import scenario_report, spell_duration
 from megatron_hexi.plan import proportional_plan
 from megatron_hexi.planner import Request, find_plan
-from megatron_hexi.replan.planning.history import WINDOW
+from megatron_hexi.replan.planning.advisor import WINDOW
 from megatron_hexi.report.pictures import save_picture
 from megatron_hexi.yaml_file import yaml_from_text
 from tests.support.costs import cluster, tiny_job
@@ -173,7 +174,7 @@ def test_what_is_passed_over_is_what_would_have_been_advised(play, monkeypatch):
     """More of the same cannot change the advice: asked about every iteration, it comes to the same."""
     text = HALVED.replace("10s", "0.01s")
     _, soon = play(text, *MOVABLE)
-    monkeypatch.setattr(policies, "KEPT", 10**9)
+    monkeypatch.setattr(courses_of_jobs, "KEPT", 10**9)
     _, late = play(text, *MOVABLE)
     assert soon["re-planning"].swaps == late["re-planning"].swaps > 0
     assert soon["re-planning"].iterations == pytest.approx(late["re-planning"].iterations, rel=1e-9)

@@ -15,14 +15,13 @@ from megatron_hexi.cluster import Curve, cluster_from_yaml, read_cluster
 from megatron_hexi.cost import compute
 from megatron_hexi.errors import ClusterError, PlatformError
 from megatron_hexi.lab.testbed import quotas, truth
-from megatron_hexi.lab.testbed.cycle import cycle_seconds
 from megatron_hexi.lab.testbed.emulable import check_emulable
 from megatron_hexi.lab.testbed.in_rank import load
-from megatron_hexi.lab.testbed.in_rank.charge import Charger
+from megatron_hexi.lab.testbed.in_rank.charge import Charger, Pacing
 from megatron_hexi.lab.testbed.in_rank.clock import PacedClock
-from megatron_hexi.lab.testbed.in_rank.pacing import Pacing
 from megatron_hexi.lab.testbed.lab import Lab, Quota
 from megatron_hexi.lab.testbed.links import LinkMeasured
+from megatron_hexi.lab.testbed.quotas import cycle_seconds
 from megatron_hexi.models import Job, Model
 from megatron_hexi.yaml_file import read_yaml
 from tests.support.shell import call_hexi, is_one_error_line

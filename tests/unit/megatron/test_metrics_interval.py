@@ -20,7 +20,7 @@ from megatron_hexi.megatron.metrics_interval import (
     set_metrics_interval,
 )
 from megatron_hexi.plan import Exchange, Mask, Workload, proportional_plan
-from megatron_hexi.replan.planning.history import WINDOW
+from megatron_hexi.replan.planning.advisor import WINDOW
 from megatron_hexi.runtime.waiting import WAITS, StepMeter, StepTimes, waiting
 from tests.distributed.test_nccl_rules import jobs
 from tests.support import training

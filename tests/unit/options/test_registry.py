@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import chain
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from megatron_hexi.options.classes import COUNTED, FREE, RESTRICTING
 from megatron_hexi.options.parser import known_flags, read_rows
 from megatron_hexi.options.refusals import refused
-from megatron_hexi.options.registry import class_and_reason, class_of, counts, table
+from megatron_hexi.options.registry import class_and_reason, class_of, counts, nearest_option, table
 from megatron_hexi.options.release import VERSIONS
 
 
@@ -54,3 +55,31 @@ def test_lists_and_rules_name_options_that_there_are():
 )
 def test_classes_by_hand(flag, found):
     assert class_of(flag) == found
+
+
+@pytest.mark.parametrize(
+    ("flag", "option"),
+    [
+        ("--train-itrs", "--train-iters"),
+        ("--tensor-parallel-size", "--tensor-model-parallel-size"),
+        ("--use-flash-attention", "--use-flash-attn"),
+        ("--global-batchsize", "--global-batch-size"),
+        ("--use-gated-attention", "--attention-output-gate"),  # slime's name
+        # Words of other programs, and those whose nearest option no plan trains with, or means the reverse.
+        ("--rm-type", None),
+        ("--use-megatron-fsd", None),
+        ("--fp8-forma", None),
+        ("--no-swiglu", None),
+        ("--learning-rate", None),
+    ],
+)
+def test_an_option_that_is_meant_is_suggested_or_none(flag, option):
+    assert nearest_option(flag) == option
+
+
+def test_no_suggestion_is_refused():
+    letters = random.Random(1)
+    for flag in letters.sample(sorted(known_flags()), 60):
+        at = letters.randrange(3, len(flag))
+        suggested = nearest_option(flag[:at] + flag[at + 1 :])
+        assert suggested is None or class_of(suggested) != "refused"

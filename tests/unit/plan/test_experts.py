@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_hexi.cost import check_job
 from megatron_hexi.errors import PlanError
 from megatron_hexi.mesh import job_experts
-from megatron_hexi.options.plan_experts import check_experts
+from megatron_hexi.options.job_terms import check_experts
 from megatron_hexi.plan import Workload, dump_plan, read_plan
 from megatron_hexi.plan.experts import HeldExperts
 from megatron_hexi.report.tables import units_table

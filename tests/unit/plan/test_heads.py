@@ -14,7 +14,7 @@ from megatron_hexi.plan.heads import (
     spans_in_two,
 )
 from megatron_hexi.plan.model import Domain, Group, Member, Replica, Stage
-from megatron_hexi.plan.parts import worthwhile_parts
+from megatron_hexi.plan.proportion import worthwhile_parts
 from tests.support.plans import examples
 
 RATIOS = st.integers(1, 9)

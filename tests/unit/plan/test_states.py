@@ -7,7 +7,7 @@ import pytest
 from megatron_hexi.errors import PlanError
 from megatron_hexi.options.plan_job import check_workload
 from megatron_hexi.plan import read_plan
-from megatron_hexi.plan.state_heads import divided_domain
+from megatron_hexi.plan.heads import divided_domain
 
 _GROUPS = """\
 groups:

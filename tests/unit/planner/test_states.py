@@ -14,7 +14,7 @@ from megatron_hexi.plan import validate_plan
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner import CHOSEN, Request, find_plan
 from megatron_hexi.planner.baselines import find_baselines
-from megatron_hexi.report.layer_names import kind_names
+from megatron_hexi.report.tables import kind_names
 from tests.support.costs import TINY, cluster, tiny_job
 
 MAMBA, DELTA = Mamba(12, 64, 2, 32), DeltaNet(8, 64, 4, 48)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_hexi.platform.cpu_fused import FUSED_PATCHES, RMSNorm
-from megatron_hexi.runtime.compact import compact
+from megatron_hexi.runtime.all_to_all import compact
 
 
 def rounding(dtype: torch.dtype) -> float:

@@ -15,7 +15,7 @@ from megatron_hexi.probe.assemble import assemble
 from megatron_hexi.probe.clock import WallClock, clock_for, steady_seconds
 from megatron_hexi.probe.compute import attention, host_copy_gb_s, matmul, measure_points, stream_gb_s
 from megatron_hexi.probe.document import Options
-from megatron_hexi.probe.file import write_cluster
+from megatron_hexi.probe.network import write_cluster
 from megatron_hexi.probe.run import partial_path, probe
 from megatron_hexi.probe.sizes import Sizes
 from megatron_hexi.probe.world import World

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from megatron_hexi.cluster import catalog
 from megatron_hexi.doctor.facts import InfinibandPort
 from megatron_hexi.errors import HexiError
-from megatron_hexi.probe.cards import find_cards
+from megatron_hexi.probe.device import find_cards
 from megatron_hexi.probe.document import Between, HostCards, Inside, Options, Series, TransferTimes
-from megatron_hexi.probe.fit import bytes_per_second
 from megatron_hexi.probe.merge import merge
 from megatron_hexi.probe.network import collective_note, network_entry
+from megatron_hexi.probe.network_fit import bytes_per_second
 from megatron_hexi.probe.nodes import NodeFound, device_name, find_nodes
-from megatron_hexi.probe.rounds import flows, local_rounds, tournament
 from megatron_hexi.probe.sizes import message_sizes, point_limit_s, sizes_for, transfer_limit_s
+from megatron_hexi.probe.stages import flows, local_rounds, tournament
 from tests.support.probes import GPU, rank_of, transfer
 
 #: torch's name, memory in GiB as torch shows it, the catalogue's name.

@@ -15,7 +15,7 @@ PACKAGE = Path(megatron_hexi.__file__).parent
 #: Where ranks read their plan, and where they derive their tables from it.
 TRAINING = ("megatron", "runtime", "mesh", "options", "replan/training", "elastic/training", "plan")
 #: Files of `plan` that read every field alike: the classes themselves, the file, and its rules.
-NO_READERS = {"model.py", "terms.py", "file.py", "shorthand.py"}
+NO_READERS = {"model.py", "terms.py", "file.py"}
 #: Fields that no rank needs.
 TOLD = {
     "Group.name": "for people",

@@ -30,8 +30,7 @@ from megatron_hexi.plan import (
     validate_plan,
 )
 from megatron_hexi.plan.layout import causal_segments
-from megatron_hexi.replan.planning.advisor import Advisor, answer
-from megatron_hexi.replan.planning.history import WINDOW, RankHistory
+from megatron_hexi.replan.planning.advisor import WINDOW, Advisor, RankHistory, answer
 from megatron_hexi.replan.planning.recut import recut
 from megatron_hexi.replan.training.plan_swap import grouping
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from megatron_hexi.plan import Group, Mask, Member, Workload
 from megatron_hexi.runtime.kernels import BlockKind, Mode
-from megatron_hexi.runtime.kernels.dispatch import aligned, aligned_log_sum_exp
+from megatron_hexi.runtime.kernels.base import aligned, aligned_log_sum_exp
 from tests.support.fake_cuda import CUDA, HALF, HostWait, checked_kernel, fake_tensors, gpu, run_layer
 from tests.support.kernels import ON_CUDA
 from tests.support.plans import RANDOMS, SPARSE, TORN, examples, masks, one_replica, plans, workloads

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_hexi.runtime.host_memory import HostMemory
-from megatron_hexi.runtime.row_store import DeviceRows, HostRows
+from megatron_hexi.runtime.row_channel import DeviceRows, HostRows
 
 CPU = torch.device("cpu")
 each_device = pytest.mark.parametrize(

@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from megatron_hexi.cluster import Curve, Device
 from megatron_hexi.cost.compute import ATTENTION_BACKWARD, head_size_factor
-from megatron_hexi.lab.testbed.cycle import KERNEL, fp32_factor
+from megatron_hexi.lab.testbed.in_rank.clock import PacedClock
+from megatron_hexi.lab.testbed.quotas import KERNEL, fp32_factor
+from megatron_hexi.lab.testbed.throttle import Throttle, speed_at
 
 _aten = torch.ops.aten
 #: Matrix products, and where their left factor stands among the arguments.
@@ -108,3 +111,31 @@ def _tokens(factor: Tensor) -> int:
 
 def _is_causal(arguments: Sequence[Any], place: int) -> bool:
     return len(arguments) > place and bool(arguments[place])
+
+
+class Pacing(TorchDispatchMode):
+    """Paces every operation of the thread that enters it, autograd's included."""
+
+    def __init__(self, charger: Charger, clock: PacedClock, throttles: Sequence[Throttle] = ()) -> None:
+        super().__init__()
+        self._charger = charger
+        self._clock = clock
+        self._throttles = throttles
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation, and wait until its modelled time is over."""
+        if func.namespace == "c10d":
+            self._clock.message()
+            return func(*args, **(kwargs or {}))
+        if not self._charger.knows(func):
+            return func(*args, **(kwargs or {}))
+        begin = self._clock.begin()
+        result = func(*args, **(kwargs or {}))
+        charge = self._charger.charge(func, args, result)
+        seconds = charge.seconds
+        if self._throttles:
+            seconds /= speed_at(self._throttles, self._clock.since_first(begin))
+        self._clock.end(begin, charge.kind, seconds)
+        return result

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from megatron_hexi.lab.testbed.cycle import HEAD_DIM, HEADS, TOKENS, WIDTH
+from megatron_hexi.lab.testbed.quotas import HEAD_DIM, HEADS, TOKENS, WIDTH
 
 _LEAST_CYCLES = 3
 

@@ -1,6 +1,7 @@
 """``python -m megatron_hexi.lab.testbed.in_rank.rank FOLDER JOB -m MODULE …``: an emulated device's rank.
 
-torchrun starts it in place of the program; it takes its place in the lab, then becomes the program.
+torchrun starts it in place of the program; it takes its place in the lab, limits its memory, then becomes the
+program.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import runpy
 import signal
 import sys
@@ -19,12 +21,38 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hexi.cluster import Device, read_cluster
-from megatron_hexi.lab.testbed.isolation import go_first
+from megatron_hexi.lab.testbed.isolation import enter, go_first
 from megatron_hexi.lab.testbed.lab import JOB, Lab, read_lab
-from megatron_hexi.lab.testbed.namespaces import enter
 from megatron_hexi.lab.testbed.network import rank_namespace
 from megatron_hexi.lab.testbed.throttle import Throttle
 from megatron_hexi.text_file import write_text_atomically
+
+_GIB = 2**30
+
+
+def limit_memory(device: Device) -> int:
+    """Limit this process to the device's memory, on top of what it already uses.
+
+    Call it when torch is imported, and before the job: code and libraries lie outside a device's memory.
+
+    Returns:
+        The limit (``RLIMIT_DATA``), bytes.
+    """
+    limit = _data_bytes() + round(device.usable_gib * _GIB)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    return limit
+
+
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Return whether an exception is a failed allocation. torch raises a plain RuntimeError on the CPU."""
+    return isinstance(problem, MemoryError) or "can't allocate memory" in str(problem)
+
+
+def _data_bytes() -> int:
+    """Return the private writable memory of this process, bytes, as `RLIMIT_DATA` counts it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
+
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -58,10 +86,8 @@ def _run(
 ) -> None:
     import torch  # noqa: F401  (the program's memory begins after it)
 
-    from megatron_hexi.lab.testbed.in_rank.charge import Charger
+    from megatron_hexi.lab.testbed.in_rank.charge import Charger, Pacing
     from megatron_hexi.lab.testbed.in_rank.clock import PacedClock
-    from megatron_hexi.lab.testbed.in_rank.memory import is_out_of_memory, limit_memory
-    from megatron_hexi.lab.testbed.in_rank.pacing import Pacing
 
     record: dict[str, Any] = {"memory_limit": limit_memory(device), "exit_code": 0}
     clock = PacedClock()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_hexi.runtime.value_broadcast import ValueBroadcast
+from megatron_hexi.runtime.piece_buffers import ValueBroadcast
 
 
 def a_bucket(name: str, seen: list[str], *, passes: bool = False) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron_hexi.options.vocabulary import keep_vocabulary, vocabulary_step
+from megatron_hexi.options.job_terms import keep_vocabulary, vocabulary_step
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, Workload
 
 

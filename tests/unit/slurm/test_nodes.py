@@ -7,7 +7,7 @@ import pytest
 from megatron_hexi.cluster import catalog
 from megatron_hexi.errors import ClusterError, PlatformError
 from megatron_hexi.slurm import parse_nodes, place
-from megatron_hexi.slurm.gres import gpus_of, names_gpu
+from megatron_hexi.slurm.nodes import gpus_of, names_gpu
 from tests.unit.slurm.test_placement import A100, H100, cluster, plan_for
 
 #: A site with one partition, no features, and types of GPUs in its generic resources only, in any order.

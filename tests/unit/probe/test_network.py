@@ -22,7 +22,7 @@ from megatron_hexi.probe.document import (
     measurement_from_json,
     save_partial,
 )
-from megatron_hexi.probe.file import write_cluster
+from megatron_hexi.probe.network import write_cluster
 from tests.support.probes import GPU, measurement, rank_of, transfer
 
 H100 = {"kind": "cuda", "gpu": "NVIDIA H100 80GB HBM3", "memory_bytes": 79 * 2**30, "capability": (9, 0)}

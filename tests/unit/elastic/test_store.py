@@ -9,8 +9,15 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from megatron_hexi.elastic.fence import Fence, begin_present, find_present, read_present
-from megatron_hexi.elastic.store import JOB_VARIABLE, ROUND_VARIABLE, STORE_VARIABLE
+from megatron_hexi.elastic.store import (
+    JOB_VARIABLE,
+    ROUND_VARIABLE,
+    STORE_VARIABLE,
+    Fence,
+    begin_present,
+    find_present,
+    read_present,
+)
 from megatron_hexi.elastic.training import fencing
 from megatron_hexi.elastic.training.fencing import FENCE_PATCHES
 

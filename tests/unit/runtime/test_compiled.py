@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_hexi.plan import Exchange, Mask, Workload, proportional_plan
 from megatron_hexi.plan.program import attention_program
-from megatron_hexi.runtime import profile_ranges
+from megatron_hexi.runtime import compiled
 from tests.support.training import Job
 
 PHASES: tuple[tuple[Any, list[Any]], ...] = tuple(
@@ -61,18 +61,18 @@ def test_a_profile_shows_every_phase():
 
 
 def test_without_a_profile_nothing_is_recorded():
-    with mock.patch.object(profile_ranges, "record_function", side_effect=AssertionError):
+    with mock.patch.object(compiled, "record_function", side_effect=AssertionError):
         job(1).post()
-    assert profile_ranges.named(PHASES) is PHASES
+    assert compiled.named(PHASES) is PHASES
 
 
 def test_a_profile_changes_nothing_of_the_program():
     with profile(activities=[ProfilerActivity.CPU]):
-        assert tuple(profile_ranges.named(PHASES)) == PHASES
+        assert tuple(compiled.named(PHASES)) == PHASES
 
 
 def fail_in_a_pass():
-    for _ in profile_ranges.named(PHASES):
+    for _ in compiled.named(PHASES):
         raise ValueError("broken")
 
 
@@ -89,5 +89,5 @@ def test_a_range_ends_where_a_pass_fails():
 @pytest.mark.gpu
 def test_under_emit_nvtx_names_are_asked_for():
     with torch.autograd.profiler.emit_nvtx():
-        assert profile_ranges.named(PHASES) is not PHASES
-    assert profile_ranges.named(PHASES) is PHASES
+        assert compiled.named(PHASES) is not PHASES
+    assert compiled.named(PHASES) is PHASES
