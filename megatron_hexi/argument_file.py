@@ -42,11 +42,7 @@ _NEMO_RL = re.compile(r"^[ \t]+megatron_cfg:|\brun_grpo\w*\.py\b", re.MULTILINE)
 
 
 def refuse_other_files(text: str, path: Path) -> None:
-    """Refuse YAML, Python and NeMo-RL's files: as words they would be unknown arguments.
-
-    Raises:
-        HexiError: the file is of such a kind; with its line, and what to give.
-    """
+    """Refuse YAML, Python and NeMo-RL's files: as words they would be unknown arguments."""
     match = _NEMO_RL.search(text)
     if match is not None:
         raise HexiError(
@@ -99,29 +95,17 @@ class Reading(NamedTuple):
 
 
 def read_words(path: Path) -> list[str]:
-    """Return the words of a file of arguments.
-
-    Raises:
-        HexiError: the file cannot be read, or `split_words` refuses it.
-    """
+    """Return the words of a file of arguments."""
     return split_words(read_text(path, MAX_BYTES), path)
 
 
 def split_words(text: str, path: Path) -> list[str]:
-    """Return the words of a file of arguments.
-
-    Raises:
-        HexiError: see `located_words`.
-    """
+    """Return the words of a file of arguments."""
     return [word.text for word in located_words(text, path)]
 
 
 def located_words(text: str, path: Path) -> list[Word]:
-    """Return the words of a file of arguments, each with its line.
-
-    Raises:
-        HexiError: see `read_arguments_file`; or variables stand where only a running shell fills them in.
-    """
+    """Return the words of a file of arguments, each with its line."""
     reading = read_arguments_file(text, path)
     lacking = [word for word in reading.words if reading.unknowns.found(word.text)]
     if lacking:
@@ -226,11 +210,7 @@ def _arguments_in(value: Word | list[Word]) -> list[Word]:
 
 
 def last_value(words: Sequence[str], flag: str, path: Path) -> str | None:
-    """Return the value of a flag, given as ``--flag value`` or ``--flag=value``; the last, as in Megatron.
-
-    Raises:
-        HexiError: the flag has no value.
-    """
+    """Return the value of a flag, given as ``--flag value`` or ``--flag=value``; the last, as in Megatron."""
     result = None
     for number, word in enumerate(words):
         name, has_value, value = word.partition("=")

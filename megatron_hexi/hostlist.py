@@ -20,9 +20,6 @@ def expand_hostlist(hostlist: str) -> list[str]:
     ['a1', 'a2', 'a3', 'a05', 'b']
     >>> expand_hostlist("r[1-2]n[08-10]")
     ['r1n08', 'r1n09', 'r1n10', 'r2n08', 'r2n09', 'r2n10']
-
-    Raises:
-        PlatformError: the brackets do not match, a range is none, or there are more hosts than Slurm has.
     """
     return [host for entry in _split(hostlist) for host in _expand(entry)]
 

@@ -211,9 +211,6 @@ def write_text_atomically(path: str | os.PathLike[str], text: str, private: bool
 
     Args:
         private: whether a new file may be read and written by its owner only.
-
-    Raises:
-        HexiError: it is no regular file, or cannot be written.
     """
     write_atomically(path, text.encode("utf-8", "backslashreplace"), private)
 
@@ -223,9 +220,6 @@ def append_line(path: Path, line: str) -> None:
 
     Args:
         path: the file; its folder must exist.
-
-    Raises:
-        HexiError: it cannot be written.
     """
     try:
         with open(path, "ab", buffering=0, opener=open_private) as file:

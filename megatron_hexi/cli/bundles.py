@@ -1,15 +1,27 @@
-"""Commands that take a bundle of options as one parameter, taken apart into typer's keywords."""
+"""Bundles of options that a command takes as one parameter, such as the features that plans may use."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Annotated, Any, get_args, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
-from megatron_hexi.cli.options import Bundle
+import typer
+
+from megatron_hexi.cluster import PlannerRules
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan.flags import spell_flag
+
+
+class Bundle:
+    """Options that a command takes as one parameter, a dataclass."""
+
+    #: How the help of an option ends, by field: what holds where the option is not given.
+    otherwise: ClassVar[Mapping[str, str]] = {}
 
 
 def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:
@@ -65,3 +77,49 @@ def _told(option: Any, otherwise: str | None) -> Any:
     told = copy(told)
     told.help = f"{told.help}; {otherwise}."
     return Annotated[value, told]
+
+
+#: Fields of `PlannerRules`, each of them an option.
+FEATURES = ("ministages", "offload", "unequal_replicas", "unequal_stages", "unequal_experts")
+
+
+def _feature(field: str, text: str) -> Any:
+    """Return the option that allows or forbids a feature, by the field of `PlannerRules`."""
+    name = "/".join(spell_flag(field, value) for value in (True, False))
+    help_text = f"{text}; default: the cluster file's planner setting, else on."
+    return typer.Option(name, help=help_text, rich_help_panel="What plans may use")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFeatures:
+    """The features that plans may use; ``None`` where the command line does not set one."""
+
+    ministages: Annotated[
+        bool | None,
+        _feature("ministages", "Let a stage run its layers in parts, which saves memory or idle time"),
+    ] = None
+    offload: Annotated[
+        bool | None, _feature("offload", "Keep weights, optimizer state or activations in host memory")
+    ] = None
+    unequal_replicas: Annotated[
+        bool | None,
+        _feature("unequal_replicas", "Let replicas differ in GPUs, stages and shares of the batch"),
+    ] = None
+    unequal_stages: Annotated[
+        bool | None,
+        _feature("unequal_stages", "Let stages differ in layers and ranks; ministages and offload need this"),
+    ] = None
+    unequal_experts: Annotated[
+        bool | None, _feature("unequal_experts", "Let faster or larger GPUs hold more experts of a layer")
+    ] = None
+
+    @property
+    def rules(self) -> PlannerRules:
+        """The command line's rules of what plans may use."""
+        for name in ("ministages", "offload"):
+            if getattr(self, name) and self.unequal_stages is False:
+                raise HexiError(
+                    f"{spell_flag(name, True)} and {spell_flag('unequal_stages', False)}: the first needs "
+                    "stages with layers of their own; leave out one of them"
+                )
+        return PlannerRules(**{name: getattr(self, name) for name in FEATURES})

@@ -74,11 +74,7 @@ def known_diffs() -> list[Path]:
 
 
 def read_diff(path: Path) -> list[FileChange]:
-    """Return the changes in one of our diffs.
-
-    Raises:
-        HexiError: the diff does more than adding lines, or lacks a file's hash.
-    """
+    """Return the changes in one of our diffs."""
     digests: dict[str, str] = {}
     insertions: dict[str, list[tuple[int, bytes]]] = {}
     name, after, expected = "", 0, 0
@@ -113,9 +109,6 @@ def patch_checkout(checkout: Path, diffs: Sequence[Path] | None = None) -> list[
 
     Returns:
         The files that were changed.
-
-    Raises:
-        HexiError: a file is missing, is patched already, is no original that we know, or cannot be written.
     """
     changes, contents = _matching(checkout, diffs)
     for change in changes:
@@ -130,9 +123,6 @@ def unpatch_checkout(checkout: Path, diffs: Sequence[Path] | None = None) -> lis
     """Remove our line again, so that every file is its original, byte for byte.
 
     Args and returns as for `patch_checkout`.
-
-    Raises:
-        HexiError: a file is missing, is not patched, was changed in other ways, or cannot be written.
     """
     changes, contents = _matching(checkout, diffs)
     for change in changes:
@@ -147,9 +137,6 @@ def checkout_is_patched(checkout: Path, diffs: Sequence[Path] | None = None) -> 
     """Return whether our line is in the training scripts of a Megatron-LM checkout.
 
     Args as for `patch_checkout`.
-
-    Raises:
-        HexiError: a file is missing or no original that we know, or only some of them are patched.
     """
     changes, contents = _matching(checkout, diffs)
     return any(change.is_patched(contents[change.name]) for change in changes)

@@ -11,8 +11,8 @@ import typer
 
 from megatron_hexi.argument_file import last_value
 from megatron_hexi.cli import probe as measuring
-from megatron_hexi.cli.bundles import with_bundles
-from megatron_hexi.cli.options import Bundle, ClusterPath, whole
+from megatron_hexi.cli.bundles import Bundle, with_bundles
+from megatron_hexi.cli.options import ClusterPath, whole
 from megatron_hexi.cli.output import AsJson, check_outputs, output_option, print_json, say
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.errors import HexiError
@@ -83,11 +83,7 @@ class Manifests(Bundle):
     ] = None
 
     def refuse_without_kubernetes(self) -> None:
-        """Refuse options of Kubernetes where no manifests are asked for.
-
-        Raises:
-            HexiError: one is given.
-        """
+        """Refuse options of Kubernetes where no manifests are asked for."""
         for field in dataclasses.fields(self):
             if getattr(self, field.name) != field.default:
                 raise HexiError(
@@ -100,9 +96,6 @@ class Manifests(Bundle):
         Args:
             name: name of the job where the settings give none.
             more: fields of `Settings` that other commands lack.
-
-        Raises:
-            HexiError: one is missing or wrong.
         """
         if self.image is None:
             raise HexiError(f"--kubernetes {self.kubernetes}: --image is missing; give the pods' image")
@@ -148,11 +141,7 @@ class TrainingManifests(Manifests):
     def training(
         self, plan: Plan, cluster: Cluster, path: Path, flags: tuple[str, ...]
     ) -> list[dict[str, Any]]:
-        """Return the Kubernetes objects of a training run.
-
-        Raises:
-            HexiError: a choice is missing or wrong, or the plan is for another cluster.
-        """
+        """Return the Kubernetes objects of a training run."""
         if self.restarts is not None and not 0 <= self.restarts <= 1000:
             raise HexiError(f"--restarts {self.restarts}: give 0 to 1000")
         restarts = Settings.restarts if self.restarts is None else self.restarts
@@ -189,11 +178,7 @@ _FLAGS = Path("Megatron's flags")
 
 
 def _resuming(flags: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the flags with which every start resumes from the last checkpoint; the same if none is saved.
-
-    Raises:
-        HexiError: flags that load something else at every start.
-    """
+    """Return the flags with which every start resumes from the last checkpoint; the same if none is saved."""
     save, load = (last_value(flags, flag, _FLAGS) for flag in ("--save", "--load"))
     if save is None:
         say("note: without --save a job that starts again begins at iteration 0")

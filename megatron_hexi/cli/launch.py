@@ -146,8 +146,6 @@ def find_lines(
         written: the file that the flags are written to; ``None``: they are printed only.
 
     Raises:
-        HexiError: an unknown model, a plan for another cluster, model or job, or flags that do not work with
-            it.
         NoFlagError: Megatron has no flag for a constant of the model, so it would train another model.
     """
     flags = find_flags(plan, str(path), model, more)

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_hexi.cli.features import FEATURES, PlanFeatures
+from megatron_hexi.cli.bundles import FEATURES, Bundle, PlanFeatures
 from megatron_hexi.cli.output import say
 from megatron_hexi.cluster import MEMORY_MARGIN, PlannerRules
 from megatron_hexi.errors import HexiError
@@ -88,11 +88,7 @@ def whole(text: str | int) -> int:
 
 
 def check_limits(numbers: Mapping[str, int | None]) -> None:
-    """Refuse numbers above their `LIMITS`, by field name.
-
-    Raises:
-        HexiError: one is beyond any job.
-    """
+    """Refuse numbers above their `LIMITS`, by field name."""
     for field, value in numbers.items():
         if value is not None and value > LIMITS[field]:
             raise HexiError(f"{spell_flag(field, value)}: is too large; the most is {LIMITS[field]}")
@@ -116,13 +112,6 @@ _LEFT = {
     "overlap_gradients": "no --overlap-grad-reduce with --overlap-param-gather, which saves time there",
     "sequence_parallel": "no --sequence-parallel, which saves memory with tensor parallelism",
 }
-
-
-class Bundle:
-    """Options that a command takes as one parameter, a dataclass."""
-
-    #: How the help of an option ends, by field: what holds where the option is not given.
-    otherwise: ClassVar[Mapping[str, str]] = {}
 
 
 _CHOSEN = "default: the planner's choice"
@@ -205,11 +194,7 @@ class Training(Bundle):
     ] = None
 
     def _stated(self, arguments: str | None) -> dict[str, Any]:
-        """Return the fields of `Job` that are given on the command line, or else in a file of arguments.
-
-        Raises:
-            HexiError: a number beyond any job, or a file that cannot be read.
-        """
+        """Return the fields of `Job` that are given on the command line, or else in a file of arguments."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in _NOT_TERMS]
         stated = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         terms = None if arguments is None else read_terms(arguments)
@@ -289,11 +274,7 @@ class NewJob(PlanFeatures, Training):
     ] = "auto"
 
     def named(self) -> NewJob:
-        """Return the job, which must name a model.
-
-        Raises:
-            HexiError: it names none.
-        """
+        """Return the job, which must name a model."""
         if not self.model:
             raise HexiError(
                 "--model is missing; give NAME|PATH, or to hexi plan -- and your script's command"
@@ -301,11 +282,7 @@ class NewJob(PlanFeatures, Training):
         return self
 
     def request(self) -> Request:
-        """Return the request to the planner.
-
-        Raises:
-            HexiError: an unknown model, no context, sizes that cannot be divided, or unknown words.
-        """
+        """Return the request to the planner."""
         from megatron_hexi.planner import CHOSEN, Request, check_depth
 
         model, stated = read_model(self.model), self._stated(self.model)
@@ -347,11 +324,7 @@ class NewJob(PlanFeatures, Training):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on terms that were not given although most figures depend on them, each with what to type.
-
-        Raises:
-            HexiError: as `request`.
-        """
+        """Notes on terms that were not given although most figures depend on them, each with what to type."""
         terms = read_terms(self.model)
         if self.global_batch_size is not None or (terms and "global_batch_size" in terms.fields):
             return ()
@@ -363,11 +336,7 @@ class NewJob(PlanFeatures, Training):
         return (note,)
 
     def _rules_of_file(self) -> PlannerRules:
-        """Return what plans may use: the command line's rules, less what a file of arguments rules out.
-
-        Raises:
-            HexiError: the command line asks for what such an option refuses.
-        """
+        """Return what plans may use: the command line's rules, less what a file of arguments rules out."""
         terms = read_terms(self.model)
         rules = self.rules
         for flag, features in (terms.restricting if terms else {}).items():
@@ -382,11 +351,7 @@ class NewJob(PlanFeatures, Training):
 
     @property
     def _replicas(self) -> int | None:
-        """Number of data-parallel replicas; ``None`` lets the planner choose it.
-
-        Raises:
-            HexiError: neither a number above 0 nor ``auto``.
-        """
+        """Number of data-parallel replicas; ``None`` lets the planner choose it."""
         text = self.data_parallel
         if text == "auto":
             return None

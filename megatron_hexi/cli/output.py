@@ -94,8 +94,6 @@ def check_outputs(
         picture: path of the picture; ``None`` where not asked for.
 
     Raises:
-        HexiError: what is no regular file or cannot be one, one file for two purposes, a name that ends as
-            files of another kind do, an unknown kind of picture.
         ModuleNotFoundError: a picture, and nothing to draw it with.
     """
     # What standard output is redirected to would be replaced, and what is printed would be lost.
@@ -133,11 +131,7 @@ def _check_ending(path: Path, kind: str) -> None:
 
 
 def write_picture(figure: Figure, path: Path) -> None:
-    """Write a figure atomically, and print its path.
-
-    Raises:
-        HexiError: the format is unknown, or the file cannot be written.
-    """
+    """Write a figure atomically, and print its path."""
     from megatron_hexi.report.pictures import save_picture
 
     save_picture(figure, path)

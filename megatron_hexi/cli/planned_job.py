@@ -29,11 +29,7 @@ def naming_files(plan: Path, cluster: Path) -> Iterator[None]:
 
 
 def estimate_on(plan: Plan, path: Path, job: Job, machines: Cluster, cluster: Path) -> IterationCost:
-    """Return the predicted iteration of a plan, with a note where it was made for a different cluster.
-
-    Raises:
-        HexiError: the plan does not fit the cluster or the job; the message names both files.
-    """
+    """Return the predicted iteration of a plan, with a note where it was made for a different cluster."""
     with naming_files(path, cluster):
         cost = estimate(plan, job, machines)
     made = plan.provenance
@@ -65,12 +61,7 @@ class PlannedJob(Training):
         return None if name is None else model_file(name)
 
     def job(self, plan: Plan, path: Path) -> Job:
-        """Return the job that a plan is evaluated for.
-
-        Raises:
-            HexiError: neither the plan nor the command line names a model, the model is unknown, its heads or
-                layers are not the plan's, or an option's value is unknown.
-        """
+        """Return the job that a plan is evaluated for."""
         model = self._name(plan)
         if model is None:
             raise HexiError(
@@ -85,11 +76,7 @@ class PlannedJob(Training):
         return job_of_plan(plan, shapes, **stated, **unfused_terms(model))
 
     def _check_terms(self, plan: Plan, path: Path, stated: Mapping[str, Any]) -> None:
-        """Refuse options that contradict the plan, with both values.
-
-        Raises:
-            PlanError: one does.
-        """
+        """Refuse options that contradict the plan, with both values."""
         for name, value in stated.items():
             planned = getattr(plan.job, name, None)
             differs = planned is not None and str(value) != str(planned)

@@ -171,11 +171,7 @@ def plan(
 
 
 def _job_of_command(command: Sequence[str], job: NewJob, cluster: Path, out: Path) -> NewJob:
-    """Return the job that a command would start, whose arguments are written beside the plan.
-
-    Raises:
-        HexiError: see `arguments_of_script`; or a model is given, too.
-    """
+    """Return the job that a command would start, whose arguments are written beside the plan."""
     if job.model:
         raise HexiError(
             f"--model {job.model} beside -- {command[0]}: the command says the model; leave one out"

@@ -164,11 +164,7 @@ def proportion(
 
 
 def parse_speeds(text: str) -> list[list[float]]:
-    """Parse ``"4,3,2/3"`` into ``[[4, 3, 2], [3]]``: the speeds of each group's ranks.
-
-    Raises:
-        HexiError: a part is not a number, or not above 0.
-    """
+    """Parse ``"4,3,2/3"`` into ``[[4, 3, 2], [3]]``: the speeds of each group's ranks."""
     try:
         if not text.isascii():  # `float` takes digits of any alphabet
             raise ValueError

@@ -111,7 +111,6 @@ def read_words(words: Sequence[str]) -> Path:
 
     Raises:
         TyperException: it does not take them.
-        HexiError: a value is out of range.
     """
     given = get_command(app).make_context("hexi launch-probe … --", list(words)).params
     names = ("kernel", "precision", "hidden", "heads", "head_dim", "budget")
@@ -129,11 +128,7 @@ def _options(
     *,
     quick: bool,
 ) -> Options:
-    """Return a probe's options, with defaults for those that are not given.
-
-    Raises:
-        HexiError: a value that cannot be measured.
-    """
+    """Return a probe's options, with defaults for those that are not given."""
     from megatron_hexi.probe.document import Options
 
     return Options(

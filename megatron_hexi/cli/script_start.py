@@ -31,12 +31,7 @@ _CLEAN_UP_S = 5.0
 
 
 def arguments_of_script(command: Sequence[str]) -> list[str]:
-    """Run a command up to its first start of a training, and return Megatron's arguments of this.
-
-    Raises:
-        HexiError: the command cannot be run, starts no training or different ones, or has words that no plan
-            can be made of.
-    """
+    """Run a command up to its first start of a training, and return Megatron's arguments of this."""
     _refuse_several(command)
     read, write = os.pipe()
     others = (*training_start.SPREADERS, *training_start.SILENT)
@@ -76,9 +71,6 @@ def start_with_plan(command: Sequence[str], plan: Path, drop: Sequence[str], fir
     Args:
         drop: flags that the plan sets.
         first: words before the script's own arguments, which go before them.
-
-    Raises:
-        HexiError: the command cannot be run.
     """
     words = {
         "drop": [*drop, "--hexi-plan"],
@@ -94,11 +86,7 @@ def start_with_plan(command: Sequence[str], plan: Path, drop: Sequence[str], fir
 
 
 def _refuse_several(command: Sequence[str]) -> None:
-    """Refuse a script whose text shows that it starts different trainings.
-
-    Raises:
-        HexiError: it does.
-    """
+    """Refuse a script whose text shows that it starts different trainings."""
     for word in command:
         if word.endswith((".sh", ".sbatch", ".slurm")) and os.path.isfile(word):
             try:

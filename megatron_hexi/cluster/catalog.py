@@ -65,11 +65,7 @@ def unknown_device(name: str, known: Iterable[str]) -> str:
 
 
 def catalog_with(entries: Mapping[str, DeviceEntry], source: YamlFile) -> Mapping[str, Device]:
-    """Return the catalogue, extended and overridden by the devices and measured curves of a cluster file.
-
-    Raises:
-        ClusterError: an entry lacks a field that the catalogue does not have either, or breaks a rule.
-    """
+    """Return the catalogue, extended and overridden by the devices and measured curves of a cluster file."""
     if not entries:
         return catalog()
     file, devices = _load()

@@ -29,11 +29,7 @@ _EXAMPLE = "{gbit_s: 100, latency_us: 10, per: node}"
 
 
 def check_network(file: ClusterFile, source: YamlFile) -> None:
-    """Check the networks and fabrics of a cluster file, but not its levels and its matrix.
-
-    Raises:
-        ClusterError: a rule is broken; the message names the first such rule.
-    """
+    """Check the networks and fabrics of a cluster file, but not its levels and its matrix."""
     if file.matrix is not None:
         for field in ("network", "fabrics", "levels"):
             if getattr(file, field):
@@ -130,11 +126,7 @@ def check_size(file: ClusterFile, source: YamlFile) -> None:
 
 
 def with_counted_hosts(file: ClusterFile, source: YamlFile) -> ClusterFile:
-    """Return the cluster file with `count` set to the number of hosts in each entry that names hosts.
-
-    Raises:
-        ClusterError: a host list is malformed, names a host twice, or contradicts a given `count`.
-    """
+    """Return the cluster file with `count` set to the number of hosts in each entry that names hosts."""
     entries = list(file.nodes)
     seen: dict[str, int] = {}
     for number, entry in enumerate(entries):

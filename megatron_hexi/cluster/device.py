@@ -247,11 +247,7 @@ class Device:
         )
 
     def attention(self, kernel: str | None = None) -> Attention:
-        """Return the achieved rates of an attention kernel; ``None`` stands for the default kernel.
-
-        Raises:
-            ClusterError: no rates of the kernel are known for this GPU.
-        """
+        """Return the achieved rates of an attention kernel; ``None`` stands for the default kernel."""
         if kernel is None:
             return self.attentions[0]
         name = KERNEL_ALIASES.get(kernel, kernel)

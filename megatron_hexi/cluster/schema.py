@@ -23,12 +23,7 @@ Size = Annotated[float, Field(strict=True, ge=1, le=2**40, allow_inf_nan=False)]
 
 
 def parse_file[T](kind: TypeAdapter[T], source: YamlFile, shape: str) -> T:
-    """Parse a YAML document into a value of a type.
-
-    Raises:
-        ClusterError: the document does not fit the type; the message names the file, line, place, value and
-            remedy of the first error.
-    """
+    """Parse a YAML document into a value of a type."""
     if not isinstance(source.data, dict):
         problem = "is empty" if source.data is None else f"holds {short(source.data)}"
         raise ClusterError(f"{source.path}:1: {problem}; {shape}")

@@ -140,11 +140,7 @@ class LaunchedJob:
 
 
 def find_job(environment: Mapping[str, str]) -> LaunchedJob | None:
-    """Return the job for which a launcher started this process; ``None`` where it runs alone.
-
-    Raises:
-        HexiError: the variables contradict each other.
-    """
+    """Return the job for which a launcher started this process; ``None`` where it runs alone."""
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
     size = variable_number(environment, "WORLD_SIZE", least=1)
@@ -166,11 +162,7 @@ def find_job(environment: Mapping[str, str]) -> LaunchedJob | None:
 
 @contextlib.contextmanager
 def joined(job: LaunchedJob, timeout_s: float) -> Iterator[Store]:
-    """Yield the job's store, with this rank joined to it.
-
-    Raises:
-        HexiError: it cannot be reached, or served.
-    """
+    """Yield the job's store, with this rank joined to it."""
     import torch.distributed as dist
 
     serves = job.rank == 0 and not job.served
@@ -198,9 +190,6 @@ def send_facts(store: Store, facts: Facts, timeout_s: float) -> bool:
 
     Returns:
         Whether the job is healthy.
-
-    Raises:
-        HexiError: rank 0 did not answer.
     """
     from pydantic import TypeAdapter
 
@@ -257,7 +246,6 @@ def adopt_launcher() -> None:
     """Derive torch.distributed's variables from SLURM's, where srun is the launcher.
 
     Raises:
-        HexiError: SLURM's variables name no host.
         ImportError: torch is missing.
     """
     from megatron_hexi.platform.slurm import adopt_slurm_environment

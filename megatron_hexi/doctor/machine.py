@@ -154,20 +154,12 @@ _STATES = {"Enabled": True, "Disabled": False}
 
 
 def find_gpu_states() -> tuple[GpuState, ...]:
-    """Return the state of each GPU of the machine; empty without nvidia-smi.
-
-    Raises:
-        PlatformError: nvidia-smi fails, does not end, or reports a GPU that it cannot reach.
-    """
+    """Return the state of each GPU of the machine; empty without nvidia-smi."""
     return read_states(_ask(f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"))
 
 
 def find_gpu_links() -> tuple[tuple[str, ...], ...]:
-    """Return the links of each GPU to the GPUs of its node; empty without nvidia-smi.
-
-    Raises:
-        PlatformError: nvidia-smi fails, or does not end.
-    """
+    """Return the links of each GPU to the GPUs of its node; empty without nvidia-smi."""
     return read_links(_ask("topo", "-m"))
 
 
@@ -179,11 +171,7 @@ def _ask(*words: str) -> str:
 
 
 def read_states(states: str) -> tuple[GpuState, ...]:
-    """Return the states in nvidia-smi's rows of `_QUERY`, separated by commas.
-
-    Raises:
-        PlatformError: a line is no such row, as of a GPU that fell off the bus.
-    """
+    """Return the states in nvidia-smi's rows of `_QUERY`, separated by commas."""
     gpu_states = []
     for line in filter(None, map(str.strip, states.splitlines())):
         fields = [field.strip() for field in line.split(",")]

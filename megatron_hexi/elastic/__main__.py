@@ -191,11 +191,7 @@ def _check_spare(options: argparse.Namespace) -> None:
 
 
 def _check_node(options: argparse.Namespace) -> None:
-    """Check that this node can listen, read and write where it is to, before anything starts.
-
-    Raises:
-        HexiError: it cannot; the message has the option and the remedy.
-    """
+    """Check that this node can listen, read and write where it is to, before anything starts."""
     for flag, path in (("--script", options.script), ("--when-store-lost", options.when_store_lost)):
         if path is not None and not os.path.isfile(path):
             raise HexiError(f"{flag} {path}: no such file; give the path of a script, or leave {flag} out")

@@ -44,11 +44,7 @@ class OtherServerError(ConnectionError):
 
 @functools.cache
 def tls_context(server: bool) -> ssl.SSLContext:
-    """Return the settings of TLS at one end.
-
-    Raises:
-        HexiError: this Python's OpenSSL has no anonymous Diffie-Hellman, as builds for FIPS.
-    """
+    """Return the settings of TLS at one end."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

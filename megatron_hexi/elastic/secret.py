@@ -26,9 +26,6 @@ def find_secret(path: str | None, alone: bool) -> bytes:
 
     Args:
         path: file of ``--secret-file``, if any.
-
-    Raises:
-        HexiError: there is no secret, it could be guessed, or others may read its file.
     """
     text = os.environ.get(SECRET_VARIABLE, "")
     if path is not None:

@@ -85,9 +85,6 @@ def manifests(pods: Pods, files: Mapping[str, str], settings: Settings) -> list[
 
     Args:
         files: texts of the files that pods find in `FOLDER` besides their commands, by file name.
-
-    Raises:
-        HexiError: nodes whose label is unknown, or files that are too large for a ConfigMap.
     """
     data = {**files, "pods.json": json.dumps(pods.table(), indent=1)}
     size = sum(len(name) + len(text.encode()) for name, text in data.items())
@@ -271,11 +268,7 @@ def _pod(kind: PodKind, settings: Settings) -> dict[str, Any]:
 
 
 def _node_terms(kind: PodKind, settings: Settings) -> list[dict[str, Any]]:
-    """Return the node selector terms of a kind's pods, by the user's labels, else host names, else GPU.
-
-    Raises:
-        HexiError: there are no labels and no host names, and the GPU's product label is not known.
-    """
+    """Return the node selector terms of a kind's pods, by the user's labels, else host names, else GPU."""
     labels: dict[str, Sequence[str]] = {
         key: [value] for key, value in settings.labels_of(kind.entry or "").items()
     }

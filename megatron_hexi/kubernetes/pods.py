@@ -63,9 +63,6 @@ def training_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
     """Return the pods of a training run in which rank r runs on the plan's GPU of rank r.
 
     A pod starts torchrun once for each run of consecutive ranks on its node (`find_agents`).
-
-    Raises:
-        HexiError: the plan was made for another cluster, or a name is too long for Kubernetes.
     """
     agents = find_agents(plan, cluster)
     ranks = [cluster.ranks[gpu] for gpu in find_gpus(plan, cluster)]
@@ -86,12 +83,7 @@ def training_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
 
 
 def elastic_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
-    """Return the pods of a job that goes on without lost nodes, and the pod that keeps its store.
-
-    Raises:
-        HexiError: see `training_pods`; the plan leaves out GPUs of a node; `settings.least` is not from 1 to
-            the plan's number of nodes; or a spare is no node of the cluster, or one of the plan's.
-    """
+    """Return the pods of a job that goes on without lost nodes, and the pod that keeps its store."""
     used = Counter(cluster.ranks[gpu].node for gpu in find_gpus(plan, cluster))
     for node, count in used.items():
         of_node = len(cluster.nodes[node].ranks)
@@ -138,11 +130,7 @@ def _spares(cluster: Cluster, used: Mapping[int, int], settings: Settings) -> di
 
 
 def probe_pods(cluster: Cluster, settings: Settings, words: Sequence[str]) -> Pods:
-    """Return the pods that measure all nodes of a cluster file, with ranks in the file's order.
-
-    Raises:
-        HexiError: a name is too long for Kubernetes.
-    """
+    """Return the pods that measure all nodes of a cluster file, with ranks in the file's order."""
     used = {number: len(node.ranks) for number, node in enumerate(cluster.nodes)}
     kinds = _kinds(cluster, used, settings)
     main = _addresses(kinds, settings)[0]
@@ -166,11 +154,7 @@ def _torchrun(ranks: int, agents: int, number: int, main: str) -> tuple[str, ...
 def _kinds(
     cluster: Cluster, used: Mapping[int, int], settings: Settings, others: Sequence[PodKind] = ()
 ) -> tuple[PodKind, ...]:
-    """Return the kinds of pods: one for all nodes of an entry of which equally many GPUs are used.
-
-    Raises:
-        HexiError: a name is too long for Kubernetes.
-    """
+    """Return the kinds of pods: one for all nodes of an entry of which equally many GPUs are used."""
     alike: dict[tuple[str, int], list[int]] = {}
     entries = [entry for entry in cluster.file.nodes for _ in range(entry.count)]
     for node in sorted(used):

@@ -74,9 +74,6 @@ class Settings:
             under ``""`` are for all entries.
         least: smallest number of nodes with which an elastic job goes on; ``None``: the job is not elastic.
         spares: names of nodes of the cluster file that wait as spares of an elastic job.
-
-    Raises:
-        HexiError: Kubernetes would refuse a value, or two folders are mounted at the same path.
     """
 
     form: Form
@@ -135,9 +132,6 @@ def read_volume(text: str) -> Volume:
     """Return the volume that ``CLAIM:/PATH`` or ``/FOLDER:/PATH`` names.
 
     An ending ``:ro`` makes it read-only.
-
-    Raises:
-        HexiError: the text has another form.
     """
     source, *rest = text.split(":")
     read_only = rest[1:] == ["ro"]
@@ -157,11 +151,7 @@ def _is_folder(text: str) -> bool:
 
 
 def read_labels(texts: Sequence[str], entries: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return the node labels that texts ``ENTRY:LABEL=VALUE`` name, by entry.
-
-    Raises:
-        HexiError: an entry is unknown, a label or its value is malformed, or a label is given twice.
-    """
+    """Return the node labels that texts ``ENTRY:LABEL=VALUE`` name, by entry."""
     found: dict[str, dict[str, str]] = {}
     for text in texts:
         entry, _, label = text.partition(":")
@@ -176,12 +166,7 @@ def read_labels(texts: Sequence[str], entries: Sequence[str]) -> dict[str, dict[
 
 
 def read_resources(texts: Sequence[str], entries: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return the resources that texts ``[ENTRY:]NAME=COUNT`` name, by entry; without an entry under ``""``.
-
-    Raises:
-        HexiError: an entry is unknown, a resource or its count is malformed, a resource is given twice, or it
-            is the GPUs, whose number the plan gives.
-    """
+    """Return the resources that texts ``[ENTRY:]NAME=COUNT`` name, by entry; without one under ``""``."""
     found: dict[str, dict[str, str]] = {}
     for text in texts:
         place, equals, count = text.partition("=")
@@ -204,11 +189,7 @@ def read_resources(texts: Sequence[str], entries: Sequence[str]) -> dict[str, di
 
 
 def check_host_names(entry: str, hosts: Sequence[str]) -> None:
-    """Refuse hosts of the cluster file that cannot be nodes of Kubernetes.
-
-    Raises:
-        HexiError: a name is no value of a label.
-    """
+    """Refuse hosts of the cluster file that cannot be nodes of Kubernetes."""
     for host in hosts:
         if not _VALUE.fullmatch(host):
             raise HexiError(

@@ -46,11 +46,7 @@ _TABLE = TypeAdapter(dict[str, tuple[tuple[Command, ...], ...]])
 
 
 def find_commands(folder: Path, kind: str, index: str) -> list[tuple[list[str], dict[str, str]]]:
-    """Return the words after ``python`` and the environment variables of each process of a pod.
-
-    Raises:
-        HexiError: a file is missing or malformed, or has no commands for the pod.
-    """
+    """Return the words after ``python`` and the environment variables of each process of a pod."""
     path = folder / "pods.json"
     text, number = read_text(path), whole_number(index)
     try:

@@ -84,9 +84,6 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
 
     Returns:
         The arguments that were set, as command-line text.
-
-    Raises:
-        PlanError: the command line contradicts the plan; the message has both values.
     """
     changed, faults = [], []
     for setting in _settings(plan):
@@ -202,11 +199,7 @@ def keep_vocabulary(args: Namespace, first: Plan, plan: Plan) -> None:
 
 
 def check_experts(args: Namespace, plan: Plan) -> None:
-    """Check the experts of a job against a plan whose stages state their layers.
-
-    Raises:
-        PlanError: job and plan contradict each other; the message has both values.
-    """
+    """Check the experts of a job against a plan whose stages state their layers."""
     if not args.num_experts:
         return
     path = args.hexi_plan

@@ -19,12 +19,7 @@ from megatron_hexi.kinds.states import hybrid_layers
 
 
 def layer_features(args: Namespace, source: str) -> dict[str, Any]:
-    """Return the fields of `megatron_hexi.models.Model` that describe the kinds of a model's layers.
-
-    Raises:
-        HexiError: a pattern does not fit the model's number of layers, or latent attention has weights that
-            the cost model does not count.
-    """
+    """Return the fields of `megatron_hexi.models.Model` that describe the kinds of a model's layers."""
     if hybrid_layers(args):
         return _hybrid(args, source)
     # Layers without rotary positions cost what others do: the option is checked alone.
@@ -40,11 +35,7 @@ def layer_features(args: Namespace, source: str) -> dict[str, Any]:
 
 
 def layers_by_state(args: Namespace, source: str) -> tuple[bool, ...]:
-    """Return for each layer of the model whether a state passes along the sequence.
-
-    Raises:
-        HexiError: the pattern of delta nets does not fit the model's number of layers.
-    """
+    """Return for each layer of the model whether a state passes along the sequence."""
     pattern = hybrid_layers(args).replace("|", "")
     if pattern:
         return tuple(letter in STATES for letter in pattern)
@@ -60,11 +51,7 @@ def query_size(args: Namespace) -> int:
 
 
 def _hybrid(args: Namespace, source: str) -> dict[str, Any]:
-    """Return the fields that a pattern of layers gives; its letters have passed the rules of options.
-
-    Raises:
-        HexiError: the pattern has states of two kinds, or other options describe layers too.
-    """
+    """Return the fields that a pattern of layers gives; its letters have passed the rules of options."""
     flag, letters = "--hybrid-layer-pattern", hybrid_layers(args).replace("|", "")
     beside = {
         "--mtp-num-layers": bool(args.mtp_num_layers),
@@ -107,11 +94,7 @@ def model_defaults() -> Mapping[str, Any]:
 
 
 def resolve(args: Namespace, source: str) -> None:
-    """Replace older spellings of arguments by current ones, and set arguments that follow from others.
-
-    Raises:
-        HexiError: arguments contradict each other in Megatron.
-    """
+    """Replace older spellings of arguments by current ones, and set arguments that follow from others."""
     for name in ("num_layers", "seq_length"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(args, f"encoder_{name}"))
@@ -137,11 +120,7 @@ def resolve(args: Namespace, source: str) -> None:
 
 
 def model_features(args: Namespace, source: str) -> dict[str, Any]:
-    """Return the fields of `megatron_hexi.models.Model` that describe the parts of a layer.
-
-    Raises:
-        HexiError: `layer_features` refuses the arguments.
-    """
+    """Return the fields of `megatron_hexi.models.Model` that describe the parts of a layer."""
     biases, norm_biases = bool(args.add_bias_linear), args.normalization == "LayerNorm"
     return {
         "gated": bool(args.swiglu or args.quick_geglu),

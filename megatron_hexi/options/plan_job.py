@@ -54,10 +54,6 @@ def hold_job(args: Namespace, given: set[str], plan: Plan) -> Held:
     Args:
         args: Megatron's arguments, before Megatron's own checks, with ``world_size`` and ``hexi_plan``;
             changed in place.
-
-    Raises:
-        PlanError: the plan does not support an option of the job, or was made for another job; the message
-            has both values.
     """
     stated = set_job_terms(args, given, plan)
     replaced = replace_options(args, kind_of(plan))
@@ -74,11 +70,7 @@ def hold_job(args: Namespace, given: set[str], plan: Plan) -> Held:
 
 
 def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
-    """Check a job against a plan whose stages state their layers.
-
-    Raises:
-        PlanError: job and plan contradict each other; the message has both values.
-    """
+    """Check a job against a plan whose stages state their layers."""
     path = args.hexi_plan
     if sizes := [flag for flag in (*PARALLEL_SIZES, *STAGE_FLAGS) if flag in given]:
         raise PlanError(
@@ -125,11 +117,7 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
 
 
 def check_workload(args: Namespace, plan: Plan) -> None:
-    """Check the plan's workload against the model and the sequence of the job.
-
-    Raises:
-        PlanError: workload and job differ; the message has both values.
-    """
+    """Check the plan's workload against the model and the sequence of the job."""
     workload = plan.workload
     grouped = args.group_query_attention
     latent = args.multi_latent_attention
@@ -185,11 +173,7 @@ def check_workload(args: Namespace, plan: Plan) -> None:
 
 
 def _check_states(args: Namespace, plan: Plan) -> None:
-    """Check that the layers of the job that pass a state along the sequence find all of it in one group.
-
-    Raises:
-        PlanError: a domain has several groups, or heads with a state cannot be shared out.
-    """
+    """Check that the layers of the job that pass a state along the sequence find all of it in one group."""
     letters = layers_with_state(args)
     if not letters:
         return
@@ -218,9 +202,6 @@ def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, s
 
     Returns:
         For each number: field name, the plan's value, Megatron's flag, and the job's value.
-
-    Raises:
-        PlanError: the job has no latent columns, or has an option with which they cannot be exchanged.
     """
     latent, path = workload.latent_exchange, args.hexi_plan
     if latent is None:
@@ -256,11 +237,7 @@ def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, s
 
 
 def check_ranks(args: Namespace, plan: Plan) -> None:
-    """Check the plan's number of ranks and parallel sizes against the job's.
-
-    Raises:
-        PlanError: plan and job differ; the message has both values.
-    """
+    """Check the plan's number of ranks and parallel sizes against the job's."""
     path, size = args.hexi_plan, _context_parallel_size(plan)
     if args.context_parallel_size != size:
         reason = (
@@ -287,9 +264,6 @@ def replica_shares(args: Namespace, plan: Plan) -> tuple[Share, ...] | None:
 
     Returns:
         The share of each replica; ``None`` if the replicas are equal, so that Megatron assigns micro-batches.
-
-    Raises:
-        PlanError: the plan's shares do not add up to the job's global batch.
     """
     if not _assigns_micro_batches(plan):
         return None
@@ -338,11 +312,7 @@ def _set_decided_arguments(args: Namespace, given: set[str], plan: Plan) -> list
 
 
 def _set_global_batch(args: Namespace, plan: Plan) -> list[str]:
-    """Set the global batch size if the plan states it and the user does not; return the flag in a list.
-
-    Raises:
-        PlanError: the job's batch size grows during training, but the replicas' shares are fixed.
-    """
+    """Set the global batch size if the plan states it and the user does not; return the flag in a list."""
     if not _assigns_micro_batches(plan):
         return []
     if getattr(args, "step_batch_size_schedule", None) is not None:  # not in 0.17

@@ -57,20 +57,12 @@ def replace_options(args: Namespace, plan: PlanKind) -> list[str]:
 
 
 def refuse_unsupported(args: Namespace, plan: PlanKind) -> None:
-    """Refuse a job with options that a plan of this kind does not support.
-
-    Raises:
-        PlanError: the job has such options; the message has each option, its reason and its remedy.
-    """
+    """Refuse a job with options that a plan of this kind does not support."""
     raise_all([option.message for option in find_refused(args, plan)], PlanError)
 
 
 def refuse_yaml_configuration(argv: Sequence[str]) -> None:
-    """Refuse ``--yaml-cfg`` with a plan, before Megatron parses and drops every other flag.
-
-    Raises:
-        PlanError: the command line has both options.
-    """
+    """Refuse ``--yaml-cfg`` with a plan, before Megatron parses and drops every other flag."""
     flags = {word.partition("=")[0] for word in argv}
     if {"--yaml-cfg", "--hexi-plan"} <= flags:
         raise PlanError(

@@ -27,9 +27,6 @@ def check_plan(plan: Plan, where: Where) -> None:
 
     Args:
         plan: the plan; its values already have the right types.
-
-    Raises:
-        PlanError: a rule is broken; the message names the place, value and remedy of the first such rule.
     """
     _check_workload(plan.workload, where)
     if not plan.replicas:
@@ -88,9 +85,6 @@ def refuse_stages(plan: Plan, subject: str, reason: str, remedy: str) -> None:
 
     Args:
         subject: beginning of the error message: the option and the plan's file.
-
-    Raises:
-        PlanError: the plan's stages state their layers.
     """
     if not plan.is_repeated:
         raise PlanError(f"{subject} has stages with layers of their own, {reason}; {remedy}")

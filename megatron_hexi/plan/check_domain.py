@@ -14,11 +14,7 @@ from megatron_hexi.yaml_schema import Where
 
 
 def check_domain(workload: Workload, domain: Domain, place: Place, where: Where) -> None:
-    """Check the positions, tokens and heads of a domain whose units have been checked.
-
-    Raises:
-        PlanError: a rule is broken; the message names the place, value and remedy of the first such rule.
-    """
+    """Check the positions, tokens and heads of a domain whose units have been checked."""
     width = len(domain.members[0].ranks)
     for g, group in enumerate(domain.groups):
         _check_group(replace(workload, tensor_parallel=width), group, (*place, g), where)

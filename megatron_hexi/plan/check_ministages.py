@@ -139,9 +139,6 @@ def check_interleaving(plan: Plan, where: Where) -> None:
 
     Args:
         plan: the plan; its other rules hold.
-
-    Raises:
-        PlanError: Megatron could not run the chunks.
     """
     chunks, stages = plan.job.virtual_stages, plan.job.pipeline_parallel
     place = ("job", "virtual_stages")

@@ -11,11 +11,7 @@ from megatron_hexi.yaml_schema import Where
 
 
 def check_shares(plan: Plan, replica: Replica, stage: Stage, place: Place, where: Where) -> None:
-    """Check how the domains of a stage divide micro-batches.
-
-    Raises:
-        PlanError: a rule is broken.
-    """
+    """Check how the domains of a stage divide micro-batches."""
     if stage.takes_micro_batches:
         _check_deal(replica, stage, place, where)
     else:
@@ -84,11 +80,7 @@ def _check_samples(plan: Plan, stage: Stage, place: Place, where: Where) -> None
 
 
 def check_experts(workload: Workload, stage: Stage, place: Place, where: Where) -> None:
-    """Check the experts that the units of a stage hold.
-
-    Raises:
-        PlanError: a rule is broken.
-    """
+    """Check the experts that the units of a stage hold."""
     places: dict[int, Place] = {}
     stated = False
     for d, domain in enumerate(stage.domains):

@@ -31,12 +31,7 @@ _INFORMATION = ("estimate", "provenance")
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan and check all its rules.
-
-    Raises:
-        HexiError: the file cannot be read or is not YAML.
-        PlanError: a field or a rule is broken; one line with file, line, place, value and remedy.
-    """
+    """Read a plan and check all its rules."""
     return plan_from_yaml(read_yaml(path))
 
 
@@ -74,12 +69,7 @@ def validate_plan(plan: Plan) -> None:
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Check a plan and write it to a file atomically. Equal plans give equal bytes.
-
-    Raises:
-        PlanError: the plan breaks a rule.
-        HexiError: the file cannot be written.
-    """
+    """Check a plan and write it to a file atomically. Equal plans give equal bytes."""
     validate_plan(plan)
     write_text_atomically(path, dump_plan(plan))
 

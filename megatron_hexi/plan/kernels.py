@@ -21,11 +21,7 @@ WIDEST_HEADS = {"cudnn": 128, "flash-attn-2": 256, "aten-flash": 256, "flash-att
 
 
 def split_kernels(text: str) -> dict[str, str]:
-    """Return the kernel chosen for each kind of GPU; the kind "" stands for every GPU.
-
-    Raises:
-        HexiError: a part is no ``GPU=NAME``, or a GPU is named twice.
-    """
+    """Return the kernel chosen for each kind of GPU; the kind "" stands for every GPU."""
     if "=" not in text and "," not in text and text:
         return {"": text}
     kernels: dict[str, str] = {}

@@ -32,10 +32,6 @@ def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:
 
     Args:
         environment: usually `os.environ`; changed in place.
-
-    Raises:
-        HexiError: a launcher's variable is no number, SLURM's name no host, the file cannot be read, or
-            SLURM's tasks are not on its hosts.
     """
     launched = all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
     in_step = all(

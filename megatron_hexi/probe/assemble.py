@@ -26,11 +26,7 @@ HOST_SHARE = 0.8
 
 
 def assemble(measured: Measurement, name: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the cluster file as plain values, nodes in the order of ranks, and notes for its user.
-
-    Raises:
-        HexiError: a GPU that the catalogue lacks, of which a curve could not be measured at any size.
-    """
+    """Return the cluster file as plain values, nodes in the order of ranks, and notes for its user."""
     nodes = find_nodes(measured.ranks)
     kinds: dict[str, dict[int, NodeFound]] = {}
     for number, node in enumerate(nodes):

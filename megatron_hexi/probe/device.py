@@ -56,11 +56,7 @@ _PACKAGES = {"flash-attn-2": "flash-attn", "flash-attn-3": "flash-attn-3"}
 def rank_info(
     options: Options, device: torch.device, environment: Mapping[str, str], host_ranks: int
 ) -> RankInfo:
-    """Return the facts of this rank that must not change when a probe is resumed.
-
-    Raises:
-        HexiError: the device cannot do what was asked.
-    """
+    """Return the facts of this rank that must not change when a probe is resumed."""
     dtype = DTYPES[options.precision]
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     if gpu and dtype == torch.bfloat16 and gpu.major < 8:
@@ -139,11 +135,7 @@ def _versions(kernels: tuple[str, ...], *, cuda: bool) -> dict[str, str]:
 
 
 def local_device() -> torch.device:
-    """Return this rank's GPU, or the CPU where there is none.
-
-    Raises:
-        HexiError: there are fewer GPUs than ranks on this host.
-    """
+    """Return this rank's GPU, or the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()

@@ -35,9 +35,6 @@ class Options:
         heads: number of attention heads; 8 on GPUs and 2 on CPUs if not given.
         budget_s: seconds that it all may take, roughly.
         quick: measure at fewer sizes.
-
-    Raises:
-        HexiError: a value that cannot be measured.
     """
 
     kernels: tuple[str, ...] = ("auto",)
@@ -228,11 +225,7 @@ def measurement_from_json(text: str) -> Measurement:
 
 
 def load_partial(path: Path, fresh: Measurement) -> Measurement:
-    """Return the measurement that an interrupted probe kept, or `fresh` if there is none.
-
-    Raises:
-        HexiError: the file is no such document, or one of other machines, versions or options.
-    """
+    """Return the measurement that an interrupted probe kept, or `fresh` if there is none."""
     remedy = "add --restart to measure everything again"
     if not os.path.lexists(path):
         return fresh

@@ -127,10 +127,6 @@ def write_cluster(
 
     Returns:
         The cluster as the planner reads it, and all notes.
-
-    Raises:
-        HexiError: it cannot be written.
-        ClusterError: a measured value is beyond what a cluster file may say.
     """
     text = yaml.dump(data, Dumper=_ClusterDumper, sort_keys=False, width=110, allow_unicode=True)
     cluster = cluster_from_yaml(yaml_from_text(path, text))

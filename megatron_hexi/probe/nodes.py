@@ -63,11 +63,7 @@ class NodeFound:
 
 
 def find_nodes(ranks: Sequence[RankInfo]) -> tuple[NodeFound, ...]:
-    """Return the nodes in rank order.
-
-    Raises:
-        HexiError: a node's ranks are not consecutive, or its GPUs are of several kinds.
-    """
+    """Return the nodes in rank order."""
     members: dict[tuple[str, str], list[int]] = {}
     for rank, info in enumerate(ranks):
         members.setdefault((info.host, info.group), []).append(rank)

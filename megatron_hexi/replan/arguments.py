@@ -15,11 +15,7 @@ _FLAG = "--hexi-replan-interval"
 
 
 def check_replanning(args: Namespace, plan: Plan) -> None:
-    """Refuse a job that cannot be re-planned.
-
-    Raises:
-        HexiError: an option does not work with re-planning; the message has flag, value and remedy.
-    """
+    """Refuse a job that cannot be re-planned."""
     interval, cluster = args.hexi_replan_interval, args.hexi_cluster
     if interval is None:
         if cluster is not None and not in_round():

@@ -92,10 +92,6 @@ def megatron_flags(model_words: Sequence[str], more: Sequence[str], plan: Plan, 
         model_words: Megatron's flags of the model, and of the job where a file states it.
         more: the user's flags; they replace flags of the same name.
         plan: the plan; flags that it sets are left out.
-
-    Raises:
-        HexiError: a flag that Megatron does not have, or that does not work with such a plan; a model or a
-            job that the plan was not made for.
     """
     names = {word.partition("=")[0] for word in more}
     words = [
@@ -138,11 +134,7 @@ def trial_notes(flags: Sequence[str], given: Sequence[str]) -> list[str]:
 
 
 def check_flags(flags: Sequence[str], plan: Plan) -> None:
-    """Check flags against their plan, as each rank does before it allocates anything.
-
-    Raises:
-        HexiError: see `megatron_flags`.
-    """
+    """Check flags against their plan, as each rank does before it allocates anything."""
     args = _parse(flags)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if getattr(args, name) is None and getattr(args, f"encoder_{name}", None) is None:
@@ -181,11 +173,7 @@ def _trial(names: set[str], args: Namespace, plan: Plan) -> list[str]:
 
 
 def find_agents(plan: Plan, cluster: Cluster) -> tuple[Agent, ...]:
-    """Return the starts of torchrun, in the order of ranks.
-
-    Raises:
-        PlanError: the plan was made for another cluster.
-    """
+    """Return the starts of torchrun, in the order of ranks."""
     ranks = [cluster.ranks[gpu] for gpu in find_gpus(plan, cluster)]
     entries = [entry for entry in cluster.file.nodes for _ in range(entry.count)]
     agents, first = [], 0
@@ -211,11 +199,7 @@ def launch_lines(
     more: Sequence[str] = (),
     written: str | None = None,
 ) -> LaunchLines:
-    """Return the commands of a plan.
-
-    Raises:
-        PlanError: the plan was made for another cluster.
-    """
+    """Return the commands of a plan."""
     agents = find_agents(plan, cluster)
     return LaunchLines(
         flags=tuple(flags),

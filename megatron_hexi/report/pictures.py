@@ -110,11 +110,7 @@ def plan_title(plan: Plan) -> str:
 
 
 def save_picture(figure: Figure, path: Path) -> None:
-    """Write a figure atomically, in the format of the file's suffix.
-
-    Raises:
-        HexiError: the format is unknown, or the file cannot be written.
-    """
+    """Write a figure atomically, in the format of the file's suffix."""
     known = figure.canvas.get_supported_filetypes()
     kind = path.suffix.lstrip(".").lower()
     if kind not in known:

@@ -60,11 +60,6 @@ def place(
     Args:
         hosts: hosts of the job, in Slurm's order, which does not matter.
         with_spares: whether hosts without ranks wait as spares, as far as the cluster file has them.
-
-    Raises:
-        PlanError: the plan was made for another cluster.
-        ClusterError: a name or a host of the cluster file means nothing to Slurm.
-        PlatformError: the job lacks a host for a node.
     """
     unknown = [host for host in hosts if host not in slurm_nodes]
     if unknown:

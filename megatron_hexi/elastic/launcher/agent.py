@@ -293,7 +293,6 @@ def _reach_store(launch: AgentSettings) -> tuple[dist.TCPStore, int, float]:
     The first node on the host of the rendezvous keeps the store.
 
     Raises:
-        HexiError: the store has another secret or time, or this node cannot keep it.
         OSError, dist.DistError: there is no store.
     """
     with contextlib.suppress(OSError):  # a process of this host keeps it already: the port is taken

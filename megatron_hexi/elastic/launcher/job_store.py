@@ -59,7 +59,6 @@ def keep_store(host: str, port: int, secret: bytes, bind: str | None = None) -> 
 
     Raises:
         OSError: the port is taken.
-        HexiError: this node may not listen there, or `bind` is no address of this node.
     """
     tls_context(True)  # raises its error before the store exists
     try:
@@ -103,7 +102,6 @@ def open_door(host: str, port: int, secret: bytes) -> tuple[int, float]:
         the store's host is ahead of `time.monotonic` here.
 
     Raises:
-        HexiError: the gate has another secret, the server there is no gate, or clocks differ.
         OSError: nothing is there.
     """
     place = f"--rdzv-endpoint {host}:{port}"
@@ -154,7 +152,6 @@ def _compare_clocks(place: str, gate: tuple[str, int], secret: bytes) -> float:
     """Return the seconds by which the time of the gate's host is ahead of `time.monotonic` here.
 
     Raises:
-        HexiError: this node's clock differs from the gate's by more than `_MOST_APART_S`.
         OSError: there is no such gate.
     """
     begin = time.monotonic()

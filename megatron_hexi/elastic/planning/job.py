@@ -59,11 +59,7 @@ class LastingJob:
 
 
 def lasting_job(first: Plan, words: Sequence[str], cluster: Cluster) -> LastingJob:
-    """Return the job of a command line under its own plan.
-
-    Raises:
-        HexiError: an option that the planner does not know, or that no other plan could continue with.
-    """
+    """Return the job of a command line under its own plan."""
     own = unplaced(words)
     args, given = read_arguments(own, COMMAND_LINE)
     model, terms = model_from_arguments(own, COMMAND_LINE), terms_from_arguments(own, COMMAND_LINE)
@@ -86,11 +82,7 @@ def lasting_job(first: Plan, words: Sequence[str], cluster: Cluster) -> LastingJ
 
 
 def _chunks(args: Namespace, given: frozenset[str]) -> int:
-    """Return the chunks of a stage's layers, which stay: those of the command line, or one.
-
-    Raises:
-        HexiError: the command line says the layers of a chunk, which depend on the stages.
-    """
+    """Return the chunks of a stage's layers, which stay: those of the command line, or one."""
     by_number, by_layers = CHUNK_FLAGS
     if by_layers in given:
         raise HexiError(f"{by_layers}: plans for the remaining nodes may have other stages; give {by_number}")
@@ -98,11 +90,7 @@ def _chunks(args: Namespace, given: frozenset[str]) -> int:
 
 
 def _fixed_by(given: frozenset[str], model: Model) -> str | None:
-    """Return a flag that stages with layers of their own would contradict; ``None`` if no flag does.
-
-    Raises:
-        HexiError: the model has experts, which lie in such stages alone.
-    """
+    """Return a flag that stages with layers of their own would contradict; ``None`` if no flag does."""
     flag = next((flag for flag in (*PARALLEL_SIZES, *STAGE_FLAGS) if flag in given), None)
     if flag is not None and model.experts is not None:
         raise HexiError(

@@ -11,11 +11,7 @@ from megatron_hexi.whole_number import whole_number
 
 
 def find_node(cluster: Cluster, name: str, ranks: int) -> Node:
-    """Return the node that a name stands for.
-
-    Raises:
-        HexiError: the cluster has no such node, or it has another number of GPUs.
-    """
+    """Return the node that a name stands for."""
     numbers = cluster.file.find_nodes(name)
     if numbers is None or len(numbers) != 1:
         names = first_few([node.name for node in cluster.nodes])

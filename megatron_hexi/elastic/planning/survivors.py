@@ -36,10 +36,6 @@ def survive(
 
     Args:
         present: node in the cluster file, and number there, of each started rank.
-
-    Raises:
-        HexiError: a node that the cluster file does not have, or with another number of GPUs; two of one
-            name; a job that cannot go on under other plans (`lasting_job`); nothing fits in memory.
     """
     starts, job = _starts(cluster, present), lasting_job(plan, words, cluster)
     if plan.provenance and plan.provenance.cluster_digest not in (None, cluster_digest(cluster)):

@@ -100,11 +100,7 @@ class RoundSteps:
             self._check_samples(iteration)
 
     def _check_samples(self, iteration: int) -> None:
-        """Check that the round goes on with the sample after the last one that its state has seen.
-
-        Raises:
-            HexiError: the loaded state has seen other samples than the rounds before had, up to there.
-        """
+        """Check that the round goes on with the sample after the last one that its state has seen."""
         seen, key = self._args.consumed_train_samples, f"samples/{iteration}"
         if self._job.check([key]) and (before := int(self._job.get(key))) != seen:
             raise HexiError(

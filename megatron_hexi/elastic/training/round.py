@@ -43,11 +43,7 @@ _FINISHED, _ROUNDS = "finished", "rounds"
 
 
 def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
-    """Refuse a job that could not go on after a node failure.
-
-    Raises:
-        HexiError: the job cannot go on; the message has the flag and the remedy.
-    """
+    """Refuse a job that could not go on after a node failure."""
     what = "megatron_hexi.elastic"
     if args.hexi_cluster is None:
         raise HexiError(f"{what}: re-plans for the remaining nodes; give --hexi-cluster cluster.yaml")
@@ -202,9 +198,6 @@ def newest_checkpoint(folder: Path) -> int | None:
 
     Returns:
         The iteration; ``None``: there is no complete checkpoint.
-
-    Raises:
-        HexiError: the tracker cannot be written.
     """
     complete = []
     for path in folder.glob("iter_*"):

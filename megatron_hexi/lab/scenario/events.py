@@ -44,11 +44,7 @@ class Event:
 
 
 def find_events(scenario: Scenario, cluster: Cluster, source: YamlFile) -> tuple[Event, ...]:
-    """Return all events of a scenario, in the order in which they begin.
-
-    Raises:
-        HexiError: a name that the cluster does not have, a time after the end, or too many events.
-    """
+    """Return all events of a scenario, in the order in which they begin."""
     events = [*_stated(scenario, cluster, source)]
     for event in _drawn(scenario, cluster):
         events.append(event)
@@ -228,12 +224,7 @@ _ADAPTER = TypeAdapter(Scenario)
 
 
 def read_scenario(path: str | os.PathLike[str], cluster: Cluster) -> tuple[Scenario, tuple[Event, ...]]:
-    """Read a scenario file, and find its events on a cluster.
-
-    Raises:
-        HexiError: the file cannot be read or is not YAML, a field or a rule is broken; one line with file,
-            line, place, value and remedy.
-    """
+    """Read a scenario file, and find its events on a cluster."""
     source = read_yaml(path)
     if not isinstance(source.data, dict):
         content = "is empty" if source.data is None else f"holds {short(source.data)}"

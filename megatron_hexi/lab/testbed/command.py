@@ -51,9 +51,6 @@ def run_testbed(
 
     Returns:
         The exit code, and what was measured if it came to that.
-
-    Raises:
-        HexiError: something that cannot be emulated, or that this machine or this user lacks.
     """
     _check_words(speeds, links, program)
     text = read_text(path)  # once: it may be a pipe

@@ -19,9 +19,6 @@ def check_emulable(cluster: Cluster, source: YamlFile, speeds: Speeds, *, links:
 
     Args:
         links: whether the file's links are wanted.
-
-    Raises:
-        ClusterError: the first thing that cannot be emulated: place, value, remedy.
     """
     if len(cluster.nodes) > _MOST or any(len(node.ranks) > _MOST for node in cluster.nodes):
         refuse(source, ("nodes",), f"= more than {_MOST} nodes, or GPUs of one", "emulate a smaller cluster")

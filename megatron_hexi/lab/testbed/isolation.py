@@ -28,11 +28,7 @@ _NAMESPACES = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-p
 
 
 def check_tools() -> None:
-    """Refuse a machine that lacks a program that the testbed needs.
-
-    Raises:
-        PlatformError: it does; names the package.
-    """
+    """Refuse a machine that lacks a program that the testbed needs."""
     for tool, package in _TOOLS.items():
         if shutil.which(tool) is None:
             raise PlatformError(f"the testbed needs {tool}, which is not here; install {package} (Linux)")
@@ -102,11 +98,7 @@ def within[T](name: str, work: Callable[[], T]) -> T:
 
 
 def run(*words: str | Sequence[str]) -> None:
-    """Run ``ip``, ``tc`` or ``mount``.
-
-    Raises:
-        PlatformError: it failed; with what it said.
-    """
+    """Run ``ip``, ``tc`` or ``mount``."""
     command = [part for word in words for part in ([word] if isinstance(word, str) else word)]
     try:
         output_of(command)

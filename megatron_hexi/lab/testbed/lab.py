@@ -85,11 +85,7 @@ class Lab:
 
 
 def write_lab(lab: Lab) -> None:
-    """Write it into its folder.
-
-    Raises:
-        HexiError: the folder cannot be written to.
-    """
+    """Write it into its folder."""
     write_text_atomically(lab.folder / "lab.json", json.dumps(asdict(lab) | {"folder": str(lab.folder)}))
 
 

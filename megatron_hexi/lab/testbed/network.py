@@ -52,11 +52,7 @@ def rank_address(cluster: Cluster, rank: int) -> str:
 
 
 def build_network(cluster: Cluster) -> None:
-    """Make all namespaces and links, in a lab that has none yet.
-
-    Raises:
-        PlatformError: the kernel refuses; with what it said.
-    """
+    """Make all namespaces and links, in a lab that has none yet."""
     prepare()
     _add_namespace(_SWITCH)
     _add_bridge(_SWITCH)

@@ -58,11 +58,7 @@ _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
 
 def assign_shares(cluster: Cluster, cores: Sequence[int]) -> list[tuple[int, float]]:
-    """Return a core and a share of it for each rank: the largest first, each to the least loaded core.
-
-    Raises:
-        PlatformError: a rank would get less than the kernel grants.
-    """
+    """Return a core and a share of it for each rank: the largest first, each to the least loaded core."""
     speeds = [1 / cycle_seconds(rank.device) for rank in cluster.ranks]
     load = dict.fromkeys(cores, 0.0)
     core_of: dict[int, int] = {}
@@ -97,11 +93,7 @@ def correct_shares(quotas: Sequence[Quota], speeds: Mapping[int, float]) -> tupl
 
 @contextmanager
 def rank_quotas(cluster: Cluster) -> Iterator[tuple[Quota, ...]]:
-    """Yield each rank's quota of processor time; the control groups are removed even if we are killed.
-
-    Raises:
-        PlatformError: this process may not make control groups, or a rank's quota would be too small.
-    """
+    """Yield each rank's quota of processor time; the control groups are removed even if we are killed."""
     shares = assign_shares(cluster, sorted(os.sched_getaffinity(0)))
     root = (_V1 if _is_v1() else _V2) / f"hexi-testbed-{os.getpid()}"
     # In a session of its own, so that what ends us leaves it alone; it ends when our end of the pipe closes.

@@ -33,11 +33,7 @@ class Throttle:
 
 
 def parse_throttle(text: str, gpus: int) -> Throttle:
-    """Parse a throttle: ``2=0.5@60..180`` is GPU 2 at half its speed from second 60 to 180.
-
-    Raises:
-        HexiError: they say something else.
-    """
+    """Parse a throttle: ``2=0.5@60..180`` is GPU 2 at half its speed from second 60 to 180."""
     match = _SPELLING.fullmatch(text)
     if match is not None:
         end = match["end"]

@@ -130,9 +130,6 @@ class Advisor:
         packed: whether sequences consist of documents: their lengths change the work of all ranks alike, so
             times are taken relative to the median rank of an iteration.
         shares: whether replicas may take other numbers of micro-batches.
-
-    Raises:
-        HexiError: the plan is not for this cluster or job.
     """
 
     def __init__(

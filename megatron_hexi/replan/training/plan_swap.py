@@ -14,12 +14,7 @@ from megatron_hexi.plan import Plan, Schedules, Share, Stage, assign_micro_batch
 
 
 def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
-    """Return the session of another plan with the same ranks in the same groups.
-
-    Raises:
-        PlanError: the plan has other groups or another model, or other shares of the batch where Megatron
-            deals them.
-    """
+    """Return the session of another plan with the same ranks in the same groups."""
     old, dealt = session.given.plan, session.share is not None
     is_other = plan.workload != old.workload or plan.job.micro_batch_size != old.job.micro_batch_size
     if is_other or grouping(plan, dealt) != grouping(old, dealt):
@@ -49,11 +44,7 @@ def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
 
 
 def swapped_shares(session: Session, plan: Plan) -> tuple[Share, ...] | None:
-    """Return each replica's share of a global batch under another plan; ``None`` where Megatron assigns it.
-
-    Raises:
-        PlanError: its shares do not add up to the batch.
-    """
+    """Return each replica's share of a global batch under another plan; ``None`` if Megatron assigns it."""
     if session.share is None:
         return None
     return assign_micro_batches(plan, session.share.total, 1)
