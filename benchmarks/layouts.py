@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.proof import joint_bound
 from benchmarks.rivals.readings import read_baselines
 from benchmarks.rivals.readings.staged import spell_stages
 from megatron_hexi.cluster import Cluster, read_cluster
@@ -205,7 +206,7 @@ def measure(name: str, request: Request, machines: Cluster) -> Row:
         proportion_s=best.get("proportion"),
         hexiscale_s=best.get("hexiscale"),
         zorse_s=best.get("zorse"),
-        gap=alone.gap,
+        gap=alone.cost.iteration_s / joint_bound(request, machines, alone.cost.iteration_s).iteration_s - 1,
         layout=spell_stages(alone.plan, machines),
         planning_s=planning_s,
     )

@@ -2,7 +2,7 @@
 
 Each mechanism is removed alone, and fifty requests are planned without it: the cells of benchmarks.layouts,
 fifteen with fixed sizes, six of kinds of layers, three of 128 GPUs and more with dead nodes, and three that
-nothing fits. A cell changes where the iteration's predicted seconds (of the linear program, the lower bound)
+nothing fits. A cell changes where the iteration's predicted seconds
 differ by 0.3 % or more. A mechanism that changes no cell and saves no planning time should go.
 
 Seconds of planning are of the processor. Each plan is found in a process of its own; a plan that takes longer
@@ -52,13 +52,11 @@ class Result:
 
     Args:
         seconds: of an iteration; ``None``: nothing fits, or planning was cut off.
-        bound_s: the lower bound; ``None``: there is none.
         cpu_s: seconds of the processor that planning took.
         cut: whether it was cut off.
     """
 
     seconds: float | None
-    bound_s: float | None
     cpu_s: float
     cut: bool = False
 
@@ -71,7 +69,6 @@ class Row:
         cells: how many these are.
         slower: cells whose plan is slower without it, with the part by which it is; infinite: none is found.
         faster: cells whose plan is faster without it, likewise.
-        bounds: cells whose lower bound changes.
         with_s: seconds of planning them with the mechanism.
         without_s: and without it.
         cut: cells that were cut off.
@@ -81,7 +78,6 @@ class Row:
     cells: int
     slower: dict[str, float]
     faster: dict[str, float]
-    bounds: int
     with_s: float
     without_s: float
     cut: int
@@ -95,14 +91,14 @@ class Row:
             return "stays"
         if self.without_s > self.with_s * (1 + SAVES):
             return "stays: saves time"
-        return "bound only" if self.bounds else "should go"
+        return "should go"
 
 
 def plan_cell(cell: Cell, name: str, limit_s: float) -> Result:
     """Plan a cell without a mechanism (`WHOLE`, `WHOLE_COMPARE`: with all of them)."""
     mechanism = MECHANISMS.get(name)
     compares = name == WHOLE_COMPARE if mechanism is None else mechanism.of_compare
-    seconds = bound_s = None
+    seconds = None
     begun, cut = time.process_time(), False
     signal.signal(signal.SIGPROF, _cut_off)
     signal.setitimer(signal.ITIMER_PROF, limit_s)
@@ -113,14 +109,14 @@ def plan_cell(cell: Cell, name: str, limit_s: float) -> Result:
                 seconds = min((one.trial.iteration_s for one in found if one.trial is not None), default=None)
             else:
                 planned = find_plan(cell.request, cell.cluster)
-                seconds, bound_s = planned.cost.iteration_s, planned.bound.iteration_s
+                seconds = planned.cost.iteration_s
     except NothingFitsError:
         pass
     except _CutOffError:
         cut = True
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    return Result(seconds, bound_s, time.process_time() - begun, cut)
+    return Result(seconds, time.process_time() - begun, cut)
 
 
 class _CutOffError(BaseException):
@@ -183,11 +179,6 @@ def row_of(name: str, results: Mapping[str, Mapping[str, Result]]) -> Row:
         cells=len(fair),
         slower={cell: part for cell, part in longer.items() if part >= CHANGED},
         faster={cell: part for cell, part in longer.items() if part <= -CHANGED},
-        bounds=sum(
-            abs(after.bound_s / before.bound_s - 1) >= CHANGED
-            for before, after in fair.values()
-            if before.bound_s is not None and after.bound_s is not None
-        ),
         with_s=sum(before.cpu_s for before, _ in fair.values()),
         without_s=sum(after.cpu_s for _, after in fair.values()),
         cut=len(both) - len(fair),
@@ -205,14 +196,14 @@ def _longer(before: Result, after: Result) -> float:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as a table in Markdown."""
-    head = "| removed | cells | slower | faster | bound changes | planning with, s | without, s | verdict |"
-    lines = [head, "|---|---:|---|---|---:|---:|---:|---|"]
+    head = "| removed | cells | slower | faster | planning with, s | without, s | verdict |"
+    lines = [head, "|---|---:|---|---|---:|---:|---|"]
     for row in rows:
         if not row.cells:
-            lines.append(f"| {row.mechanism} | 0 | | | | | | not run |")
+            lines.append(f"| {row.mechanism} | 0 | | | | | not run |")
             continue
         lines.append(
-            f"| {row.mechanism} | {row.cells} | {_spell(row.slower)} | {_spell(row.faster)} | {row.bounds} "
+            f"| {row.mechanism} | {row.cells} | {_spell(row.slower)} | {_spell(row.faster)} "
             f"| {row.with_s:.0f} | {row.without_s:.0f} | {row.verdict} |"
         )
     return "\n".join(lines)

@@ -107,11 +107,6 @@ MECHANISMS = {
         "planner.joint.synchronisation.Synchronisation.seconds",
         lambda _self, _stages, _shards: 0.0,
     ),
-    "linear-program": Mechanism(
-        "the linear program of the lower bound",
-        "planner.bound.bound._is_beyond_program",
-        lambda _model: True,
-    ),
     "floor": Mechanism(
         "bounds of flag layouts that count traffic, attention and rows",
         "planner.baselines.floor.Floor.seconds",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.proof import joint_bound
 from benchmarks.rivals.readings import read_baselines
 from benchmarks.simulation.cells import Cell, load_cluster
 from benchmarks.simulation.results import Ours, Result, Rival, Wire, rounded
@@ -16,7 +17,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import ceiling_tokens_per_s
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.plan import plan_digest, validate_plan, write_plan
-from megatron_hexi.planner import Baseline, Planned, find_plan
+from megatron_hexi.planner import Baseline, Planned, Request, find_plan
 from megatron_hexi.report.share_lines import find_shares, spell_layout
 
 #: Of a cell, or of a pair of cells that must be cut alike.
@@ -77,18 +78,19 @@ def measure(cell: Cell, plans: Path | None = None) -> tuple[Result, float]:
     if plans is not None:
         plans.mkdir(parents=True, exist_ok=True)
         write_plan(planned.plan, plans / f"{cell.name.replace('/', '-')}.yaml")
-    return rounded(replace(result, ours=_ours(planned, cluster), rivals=_rivals(baselines))), seconds
+    return rounded(replace(result, ours=_ours(planned, request, cluster), rivals=_rivals(baselines))), seconds
 
 
-def _ours(planned: Planned, cluster: Cluster) -> Ours:
+def _ours(planned: Planned, request: Request, cluster: Cluster) -> Ours:
     plan, job, cost = planned.plan, planned.job, planned.cost
     validate_plan(plan)
+    bound = joint_bound(request, cluster, cost.iteration_s)
     tokens = job.global_batch_size * job.seq_length
     return Ours(
         tokens_per_s=cost.tokens_per_s,
-        bound_tokens_per_s=tokens / planned.bound.iteration_s,
-        bound_reason=planned.bound.reason,
-        gap=planned.gap,
+        bound_tokens_per_s=tokens / bound.iteration_s,
+        bound_reason=bound.reason,
+        gap=cost.iteration_s / bound.iteration_s - 1,
         layout=spell_layout(find_shares(plan, job, cost, cluster)),
         replicas=len(plan.replicas),
         window=plan.exchange.window,

@@ -16,7 +16,7 @@ from megatron_hexi.plan import Estimate, Provenance
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
-from megatron_hexi.planner.bound import Bound, joint_bound, memory_fits
+from megatron_hexi.planner.bound import Bound, lower_bound, memory_fits
 from megatron_hexi.planner.cp_sat import SEED
 from megatron_hexi.planner.expert_placement import expert_rules
 from megatron_hexi.planner.interleaving import Interleaving
@@ -73,7 +73,7 @@ def find_plan(
         baselines, timed = find_baselines(asked, roomy, progress=tell)
         trials += timed
     tell("bound", 0, 1)
-    bound = joint_bound(asked, cluster, best.iteration_s)
+    bound = lower_bound(asked, cluster, best.iteration_s)
     planned = _planned(best, cluster, bound, baselines, trials, begun)
     notes = (
         *why_saved(best.plan, best.iteration_s, result.unsaved_s),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.proof import joint_bound
 from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.compute import device_speeds, logits_times
@@ -17,7 +18,6 @@ from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.mesh import Mesh
 from megatron_hexi.models import Model
 from megatron_hexi.planner import Request, find_plan
-from megatron_hexi.planner.bound import joint_bound
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.written_out import written_out
 from tests.support.costs import TINY, cluster, products_by_hand, tiny_job

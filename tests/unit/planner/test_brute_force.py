@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from benchmarks.proof import joint_bound
 from megatron_hexi.cluster import cluster_digest
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.planner import CHOSEN, Request, find_plan
-from megatron_hexi.planner.bound import joint_bound
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.layouts.trial import Judge
 from megatron_hexi.planner.search.domain import DomainSearch

@@ -16,7 +16,7 @@ from megatron_hexi.planner.interleaving import Interleaving
 from megatron_hexi.planner.joint import Candidate
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.stage_plans import job_plan
-from tests.unit.planner.test_bound import one_group
+from tests.unit.benchmarks.test_proof import one_group
 
 DEEP = dataclasses.replace(TINY, layers=12, vocab_size=128)
 JOB = tiny_job(model=DEEP, seq_length=16384, global_batch_size=5, pipeline_parallel=2)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.proof import joint_bound
 from megatron_hexi.cost import CostModel
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.plan import read_plan, validate_plan, write_plan
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner import planner as planner_module
-from megatron_hexi.planner.bound import joint_bound
 from megatron_hexi.planner.joint import Candidate, JointSearches
 from megatron_hexi.planner.saved_plans import SavedPlans
 from megatron_hexi.planner.savings import Savings, least_seconds, spell_savings

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.proof.linear_solver import solve
+from benchmarks.proof.options import MODES, Places, UnitCandidates, ranges
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.cost.memory import OPTIMIZER_BYTES
 from megatron_hexi.models import RECOMPUTES
-from megatron_hexi.planner.bound.linear_solver import solve
-from megatron_hexi.planner.bound.options import MODES, Places, UnitCandidates, ranges
 from megatron_hexi.planner.request import Request
 
 #: Tolerance for rounding of floats, which adds up to much less.

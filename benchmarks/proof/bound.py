@@ -47,15 +47,14 @@ A plan has one size of micro-batches. What the program of a range refutes, it re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from benchmarks.proof.options import ranges
+from benchmarks.proof.program import MARGIN, SHARES_STEP, BoundProgram
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import ceiling_tokens_per_s
-from megatron_hexi.cost.memory import GIB, static_memory
-from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.models import Model
-from megatron_hexi.planner.bound.options import ranges
-from megatron_hexi.planner.bound.program import MARGIN, SHARES_STEP, BoundProgram
+from megatron_hexi.planner import bound
+from megatron_hexi.planner.bound import Bound
 from megatron_hexi.planner.request import Request
 
 #: Relative precision of the bound.
@@ -69,19 +68,6 @@ _TRIES, _NEAR = 6, 5e-5
 _LONG = 1e9
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A lower bound of the iteration time over all layouts.
-
-    Args:
-        iteration_s: seconds of an iteration; infinite: no layout fits in memory.
-        reason: why no layout is faster, one sentence for people.
-    """
-
-    iteration_s: float
-    reason: str
-
-
 def joint_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -> Bound:
     """Return the bound over all layouts with causal attention and the request's tensor-parallel sizes.
 
@@ -93,10 +79,7 @@ def joint_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -
         ClusterError: a GPU cannot do the job.
     """
     if _is_beyond_program(request.job.model):
-        devices = [rank.device for rank in cluster.ranks]
-        tokens = request.job.global_batch_size * request.job.seq_length
-        least_s = tokens / ceiling_tokens_per_s(replace(request.job, recompute="none"), devices)
-        return Bound(min(least_s, found_s), f"all GPUs at their best rates take {least_s:.4g} s")
+        return bound.lower_bound(request, cluster, found_s)
     nothing = "no layout fits in memory" if math.isinf(found_s) else "no layout is faster than the one found"
     least = Bound(found_s, nothing)
     program, sizes = None, _sizes(request)
@@ -129,13 +112,7 @@ def memory_fits(request: Request, cluster: Cluster) -> bool:
         ClusterError: a GPU cannot do the job.
     """
     if _is_beyond_program(request.job.model):
-        job, params = (
-            replace(request.job, pipeline_parallel=1, tensor_parallel=1),
-            request.job.model.total_params,
-        )
-        needed = sum(static_memory(job, ModelPart.of_job(job, 0), params, params, params).values())
-        host = math.inf if request.rules.allow("offload") else 0.0
-        return float(needed) <= GIB * sum(rank.device.usable_gib for rank in cluster.ranks) + host
+        return bound.memory_fits(request, cluster)
     programs = (BoundProgram(request, cluster, sizes) for sizes in _sizes(request))
     return any(program.may_finish(_LONG * program.ceiling_s) for program in programs)
 

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from benchmarks.proof import joint_bound, memory_fits
 from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.plan import (
@@ -14,11 +15,10 @@ from megatron_hexi.plan import (
     proportional_plan,
     validate_plan,
 )
-from megatron_hexi.planner.bound import joint_bound, memory_fits
 from megatron_hexi.planner.request import Request
 from tests.support.costs import cluster, tiny_job
 from tests.support.stage_plans import job_plan
-from tests.unit.planner.test_bound import DEEP, FAST, LOOSER, just_enough, one_group
+from tests.unit.benchmarks.test_proof import DEEP, FAST, LOOSER, just_enough, one_group
 
 
 def cost_of(job, known, *stages, recompute="none"):
