@@ -1,8 +1,8 @@
 """A time that no layout can beat, and the memory that every layout needs: sums over all GPUs of a cluster.
 
 No plan takes less than all GPUs at their best rates, without communication, waiting, or recomputation that is
-not fixed. No plan fits where all GPUs and hosts together have less memory than one copy of weights, gradients
-and optimizer state takes, with each layer's input for one micro-batch, which any recomputation keeps.
+not fixed. No plan fits where all GPUs and hosts together have less memory than one copy of the model's state
+and one sequence's activations take.
 
 `benchmarks/proof` has a tighter bound, a linear program that also counts idle time in pipelines and the
 memory of each GPU.
@@ -13,13 +13,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import ceiling_tokens_per_s
 from megatron_hexi.cost.hosts import Hosts
-from megatron_hexi.cost.layer_bytes import input_bytes
-from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, static_memory
+from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, static_memory, token_bytes
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.planner.request import Request
 
@@ -48,6 +45,7 @@ def lower_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -
         ClusterError: a GPU cannot do the job.
     """
     job = request.job if "recompute" in request.fixed else replace(request.job, recompute="none")
+    job = job if "tensor_parallel" in request.fixed else replace(job, tensor_parallel=1)
     devices = [rank.device for rank in cluster.ranks]
     least_s = job.global_batch_size * job.seq_length / ceiling_tokens_per_s(job, devices)
     return Bound(min(least_s, found_s), f"all GPUs at their best rates take {least_s:.4g} s")
@@ -55,11 +53,34 @@ def lower_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -
 
 def memory_fits(request: Request, cluster: Cluster) -> bool:
     """Whether some layout may fit in memory; if not, none fits."""
-    job = replace(request.job, tensor_parallel=1, pipeline_parallel=1)
-    job = replace(job, micro_batch_size=request.micro_batch_sizes()[0])
-    params = job.model.total_params
-    static = sum(static_memory(job, ModelPart.of_job(job, 0), params, params, params).values())
-    inputs = job.model.layers * float(input_bytes(job, np.array(float(job.seq_length))))
+    static, sequence, _ = bytes_once(request)
     host = Hosts(cluster).bytes if request.rules.allow("offload") else 0.0
-    usable = sum(max(0.0, rank.device.usable_gib * GIB - RESERVE_BYTES) for rank in cluster.ranks)
-    return float(static) + inputs <= usable + host
+    return static + sequence <= sum(room(rank.device.usable_gib) for rank in cluster.ranks) * GIB + host
+
+
+def bytes_once(request: Request) -> tuple[float, float, float]:
+    """Return the bytes that a job needs if nothing is held twice, on all GPUs together.
+
+    Returns:
+        Of weights, gradients and optimizer state; of one sequence's activations, with all layers recomputed
+        unless recomputation is fixed, and of the layer and the loss being computed; and what attention
+        adds to these where the keys of the whole sequence are in flight.
+    """
+    job = replace(
+        request.job,
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        virtual_stages=1,
+        data_parallel=1,
+        micro_batch_size=1,
+        recompute=request.job.recompute if "recompute" in request.fixed else "full",
+    )
+    part, params = ModelPart.of_job(job, 0), job.model.total_params + job.model.mtp_params
+    static = float(sum(static_memory(job, part, params, params, params).values()))
+    _, held, attended = token_bytes(job, part, 1, 1)
+    return static, job.seq_length * held, job.seq_length * attended
+
+
+def room(usable_gib: float) -> float:
+    """Return the memory of a GPU, less what libraries take, GiB."""
+    return max(0.0, usable_gib - RESERVE_BYTES / GIB)

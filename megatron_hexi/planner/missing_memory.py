@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, static_memory, token_bytes
-from megatron_hexi.cost.model_part import ModelPart
+from megatron_hexi.cost.memory import GIB
+from megatron_hexi.planner.bound import bytes_once, room
 from megatron_hexi.planner.request import Request
 
 
@@ -40,32 +40,15 @@ def missing_memory(request: Request, cluster: Cluster) -> MissingMemory:
 
     A plan may need more, because layers are whole and replicas repeat weights, or less, because it offloads.
     """
-    recompute = request.job.recompute if "recompute" in request.fixed else "full"
-    job = replace(
-        request.job,
-        tensor_parallel=1,
-        pipeline_parallel=1,
-        virtual_stages=1,
-        data_parallel=1,
-        micro_batch_size=1,
-        recompute=recompute,
-    )
-    part, params = ModelPart.of_job(job, 0), job.model.total_params + job.model.mtp_params
-    static = float(sum(static_memory(job, part, params, params, params).values())) / GIB
-    _, held, attended = token_bytes(job, part, 1, 1)
-    sequence = job.seq_length * (held + attended) / GIB
-    there = sum(_room(rank.device.usable_gib) for rank in cluster.ranks)
+    once = [size / GIB for size in bytes_once(request)]
+    static, sequence = once[0], once[1] + once[2]
+    there = sum(room(rank.device.usable_gib) for rank in cluster.ranks)
     missing = static + sequence - there
     counts = {}
     if missing > 0 and len(cluster.nodes) == cluster.file.node_count:
         for entry in cluster.file.nodes:
             node = cluster.nodes[cluster.file.node_numbers[entry.name].start]
-            each = entry.gpus * _room(node.device.usable_gib)
+            each = entry.gpus * room(node.device.usable_gib)
             if each > 0:
                 counts[entry.name] = entry.count + math.ceil(missing / each)
     return MissingMemory(static, sequence, there, counts)
-
-
-def _room(usable_gib: float) -> float:
-    """Return the memory of a GPU, less what libraries take, GiB."""
-    return max(0.0, usable_gib - RESERVE_BYTES / GIB)

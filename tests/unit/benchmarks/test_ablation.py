@@ -41,7 +41,7 @@ def test_results_are_kept_and_not_planned_again(tmp_path, capsys, monkeypatch):
     assert rows[0]["with_s"] > 0
     monkeypatch.setattr(ablation, "plan_cell", None)
     assert main(words) == 0
-    assert "| polish | 1 | 0 | 0 | 0 |" in capsys.readouterr().out
+    assert "| polish | 1 | 0 | 0 |" in capsys.readouterr().out
     document = json.loads((tmp_path / "kept.json").read_text())
     (tmp_path / "kept.json").write_text(json.dumps(document | {"sources": "others"}))
     with pytest.raises(SystemExit):
