@@ -13,9 +13,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import ceiling_tokens_per_s
 from megatron_hexi.cost.hosts import Hosts
+from megatron_hexi.cost.layer_bytes import input_bytes
 from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, static_memory, token_bytes
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.planner.request import Request
@@ -52,10 +55,21 @@ def lower_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -
 
 
 def memory_fits(request: Request, cluster: Cluster) -> bool:
-    """Whether some layout may fit in memory; if not, none fits."""
+    """Whether some layout may fit in memory; if not, none fits.
+
+    In ministages of k of the L layers, L / k inputs wait and k are kept while one runs: at least 2 sqrt(L).
+    State and waiting inputs may lie in host memory, but not the layer that is being computed.
+    """
+    job, layers, waiting = replace(request.job, tensor_parallel=1), request.job.model.layers, 0.0
+    if request.rules.allow("ministages"):
+        request = replace(request, fixed=request.fixed - {"recompute"})
+        waiting = float(input_bytes(job, np.array(float(job.seq_length)))) / job.micro_batch_size
     static, sequence, _ = bytes_once(request)
+    on_device = sequence - layers * waiting
+    rooms = sum(room(rank.device.usable_gib) for rank in cluster.ranks) * GIB
     host = Hosts(cluster).bytes if request.rules.allow("offload") else 0.0
-    return static + sequence <= sum(room(rank.device.usable_gib) for rank in cluster.ranks) * GIB + host
+    inputs = min(float(layers), 2 * math.sqrt(layers)) * waiting
+    return on_device <= rooms and static + inputs + on_device <= rooms + host
 
 
 def bytes_once(request: Request) -> tuple[float, float, float]:
