@@ -85,6 +85,7 @@ class Reading(NamedTuple):
         defaults: variables in place of which their defaults are read.
         program: the script or module that a script starts; empty: the file starts none.
         where: the command that starts it.
+        missing: files that a script would read, and that are not there.
     """
 
     words: list[Word]
@@ -92,6 +93,7 @@ class Reading(NamedTuple):
     defaults: list[Word]
     program: str = ""
     where: Word | None = None
+    missing: tuple[Word, ...] = ()
 
 
 def read_words(path: Path) -> list[str]:
@@ -126,8 +128,10 @@ def unfilled(words: Sequence[Word], reading: Reading, path: Path) -> str:
             f"{place_of(str(path), shown)}: {listed}: variables are not filled in; write the value, or put "
             "the word in single quotes"
         )
+    absent = ", ".join(word.text[:40] for word in reading.missing[:8])
+    why = f" ({absent}, which it reads, is not there)" if absent else ""
     return (
-        f"{place_of(str(path), shown)}: {listed}: only a running shell knows it; write the value, or "
+        f"{place_of(str(path), shown)}: {listed}: only a running shell knows it{why}; write the value, or "
         f"{_run_it(path)}"
     )
 
@@ -176,7 +180,8 @@ def _read_script(text: str, path: Path) -> Reading:
         )
     for program, words in starts.values():
         first = len(words) - len(next(iter(starts))) + 1
-        return Reading(words[first:], shell.unknowns, shell.defaults, program, words[0])
+        missing = tuple(shell.missing)
+        return Reading(words[first:], shell.unknowns, shell.defaults, program, words[0], missing)
     stray = next((command[0] for command in shell.commands if command[0].text[:2] == "--"), None)
     arrays = dict.fromkeys(tuple(_arguments_in(value)) for value in shell.variables.values())
     held = [word for array in arrays if not any(_has(other, array) for other in arrays) for word in array]

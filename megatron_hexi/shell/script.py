@@ -46,6 +46,7 @@ class Shell(Expander):
         """Begin with nothing set."""
         super().__init__()
         self.commands: list[list[Word]] = []
+        self.missing: list[Word] = []
         self._files = self._depth = 0
         self._is_sure = True
         self._function_ends: list[int] = []
@@ -142,11 +143,12 @@ class Shell(Expander):
             self.commands.append(words)
 
     def _source(self, word: Word, cursor: Cursor) -> None:
-        """Read another script, where it is there; of what its absence leaves out, later words tell."""
+        """Read another script, or keep its name where it is not there."""
         for path in (Path(word.text), cursor.path.parent / word.text):
             if not self.unknowns.found(word.text) and os.path.isfile(path):
                 self.read(read_text(path, MAX_BYTES), path, os.path.relpath(path))
                 return
+        self.missing.append(word._replace(text=self.unknowns.shown(word.text)))
 
     def _skip_heredocs(self, cursor: Cursor) -> None:
         for tabs, end in self._heredocs:

@@ -9,6 +9,7 @@ This file is run by its path, without this package.
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -77,6 +78,13 @@ def main() -> None:
     plan = os.environ.get("HEXI_START_WORDS")
     if plan is not None and found is not None:
         _run(name, _with_plan(words, found[0], found[1] - 1, json.loads(plan)))
+    if plan is not None and name in SPREADERS and _starts_in_shell(words):
+        print(
+            f"hexi launch: {name}: the training that its shell starts cannot be given the plan; let {name} "
+            "start torchrun or python itself, or put -m megatron_hexi.run and --hexi-plan into the shell's words",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     if plan is None and name in SPREADERS:
         _start_program(name, words)
     if plan is None and found is not None:
@@ -120,6 +128,21 @@ def _start_program(name: str, words: list[str]) -> None:
             os.execvp(program, [program, *words[number + 1 :]])
     print(f"hexi: {name}: starts no shell, python or torchrun", file=sys.stderr)
     sys.exit(1)
+
+
+def _starts_in_shell(words: list[str]) -> bool:
+    """Whether a shell is given words, or a script, that name a program which starts trainings.
+
+    Under srun it runs on other nodes, where no stand-ins are.
+    """
+    for number, word in enumerate(words[:-1]):
+        if os.path.basename(word) in _SHELLS:
+            text = words[-1] if words[number + 1].startswith("-") else words[number + 1]
+            if os.path.isfile(text):
+                with open(text, errors="replace") as script:
+                    text = script.read()
+            return "--hexi-plan" not in text and re.search(rf"\b({'|'.join(PROGRAMS)})\b", text) is not None
+    return False
 
 
 def _run(name: str, words: list[str]) -> None:

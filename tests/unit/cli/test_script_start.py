@@ -76,11 +76,21 @@ def test_stand_ins_leave_nothing_behind(hexi, tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["cleaned", "cluster.yaml", "job.args", "train.sh"]
 
 
-def test_launch_starts_the_training_of_a_script_with_the_plan(hexi, asked, monkeypatch, tmp_path):
-    Path("bin").mkdir()
-    Path("bin/torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > started\nexit 5\n')
-    Path("bin/torchrun").chmod(0o700)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
+@pytest.fixture
+def program(monkeypatch, tmp_path):
+    """Puts a program on PATH that writes down its words and fails."""
+
+    def put(name):
+        Path("bin").mkdir()
+        Path("bin", name).write_text('#!/bin/sh\nprintf "%s\\n" "$@" > started\nexit 5\n')
+        Path("bin", name).chmod(0o700)
+        monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
+
+    return put
+
+
+def test_launch_starts_the_training_of_a_script_with_the_plan(hexi, asked, program, tmp_path):
+    program("torchrun")
     flags = "--tensor-model-parallel-size $TP --data-path 'a b' --micro-batch-size 1"
     Path("train.sh").write_text(f"TP=2\ntorchrun --standalone pretrain_gpt.py {flags} --lr 1\n")
     assert hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml").code == 0
@@ -90,6 +100,19 @@ def test_launch_starts_the_training_of_a_script_with_the_plan(hexi, asked, monke
     assert words[:4] == ["--standalone", "-m", "megatron_hexi.run", "pretrain_gpt.py"]
     assert words[-2:] == ["--hexi-plan", str(tmp_path / "plan.yaml")]
     assert ("a b" in words, "--lr" in words, "--tensor-model-parallel-size" in words) == (True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("start", "code"),
+    [("bash -c 'torchrun x.py'", 2), ("-N2 bash worker.sh", 2), ("bash -lc 'mkdir a'", 5), ("hostname", 5)],
+)
+def test_launch_refuses_a_training_that_starts_in_a_shell_of_other_nodes(hexi, asked, program, start, code):
+    program("srun")
+    Path("train.sh").write_text(f"srun {start}\n")
+    Path("worker.sh").write_text(f"torchrun {TRAINING}\n")
+    assert hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml").code == 0
+    assert hexi("launch", "plan.yaml", "--cluster", "cluster.yaml", "--", "bash", "train.sh").code == code
+    assert Path("started").exists() == (code == 5)
 
 
 def test_plan_plans_what_a_script_would_start(hexi, asked):

@@ -103,6 +103,10 @@ def test_words_have_the_lines_they_stand_on(tmp_path):
             "if [ $(hostname) = a ]; then N=1; fi\ntorchrun x.py --micro-batch-size $N --lr $X",
             "train.sh, lines 1, 2: N=…, $X: only a running shell knows it",
         ),
+        (
+            ". ./env.sh\ntorchrun x.py --micro-batch-size $N",
+            "$N: only a running shell knows it (./env.sh, which it reads, is not there); write the value",
+        ),
         ("A=(1 2\n", "train.sh, line 1: A=(1: is not closed; close the parenthesis"),
         ("#!/bin/bash\nA='eval $A'\n" + "eval " * 60 + "x", "calls itself too often to be read"),
     ],
