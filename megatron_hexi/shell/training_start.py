@@ -81,7 +81,7 @@ def main() -> None:
     if plan is not None and name in SPREADERS and _starts_in_shell(words):
         print(
             f"hexi launch: {name}: the training that its shell starts cannot be given the plan; let {name} "
-            "start torchrun or python itself, or put -m megatron_hexi.run and --hexi-plan into the shell's words",
+            "start torchrun or python itself, or put -m megatron_hexi.run and --hexi-plan into its words",
             file=sys.stderr,
         )
         sys.exit(2)
