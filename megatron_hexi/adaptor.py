@@ -19,8 +19,10 @@ with user_errors():
     platform = select_platform(requested_platform(sys.argv[1:]))
     platform.install()  # before the next import, which imports Megatron
 
+    from megatron_hexi.megatron.bridge_loop import await_bridge
     from megatron_hexi.patch_list import all_patches
 
     #: The installed patches.
     patches = PatchSet(all_patches(platform))
     patches.install()
+    await_bridge(platform)

@@ -102,5 +102,8 @@ say "two to ten minutes, by connection and disk"
 # Megatron does not see it.
 "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \
   --target "$venv/transformer-engine" 'transformer-engine==2.20.2'
+# Megatron Bridge without the forty packages that it asks for, and what reads its configuration; likewise beside.
+"$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \
+  --target "$venv/megatron-bridge" 'megatron-bridge==0.6.2' 'omegaconf==2.4.0' 'antlr4-python3-runtime==4.9.3'
 fingerprint >"$stamp"
 say "$venv: ready"

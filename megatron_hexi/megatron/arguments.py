@@ -135,10 +135,10 @@ def prepare_arguments(args: Namespace, given: set[str], platform: Platform) -> N
         say(f"the plan needs, and sets: {' '.join(held.added)}")
     for line in held.replaced:
         say(f"replaced by the plan: {line}")
-    _order_communication(args)
+    order_communication(args)
 
 
-def _order_communication(args: Namespace) -> None:
+def order_communication(args: Namespace) -> None:
     """Set CUDA_DEVICE_MAX_CONNECTIONS as Megatron needs it before Blackwell, where it is unset.
 
     Sharded data parallelism needs the opposite, and Megatron checks that itself.

@@ -148,13 +148,14 @@ def start_loop(plan: str | Path, job: LoopJob, device: torch.device, patches: Pa
         raise HexiError("start: an elastic job needs Megatron-LM's loop; start with torchrun")
     rank, world_size, mistake = dist.get_rank(), dist.get_world_size(), ""
     try:
-        args, settings = hold_loop(plan, job, device)
+        held = hold_loop(plan, job, device)
     except HexiError as problem:
         set_given_plan(None)
         mistake = str(problem)
     minutes = job.arguments.get("distributed_timeout_minutes", 10)  # Megatron's default
     agree(given_plan(), rank, world_size, timedelta(minutes=minutes), mistake=mistake)
     patches.install()
+    args = held.args
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -165,8 +166,7 @@ def start_loop(plan: str | Path, job: LoopJob, device: torch.device, patches: Pa
         nccl_communicator_config_path=args.nccl_communicator_config_path,
         distributed_timeout_minutes=minutes,
     )
-    for name, value in settings.items():
-        setattr(job.model, name, value)
+    held.apply()
     session = active_session()
     assert session is not None, "Megatron's groups were made under the plan"
     # The loop runs its own number of micro-batches, where Megatron-LM's runs that of the whole batch.

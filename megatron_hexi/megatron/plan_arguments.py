@@ -53,7 +53,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> Held:
             "megatron_hexi.elastic: re-plans after a node failure; give --hexi-plan plan.yaml to begin with"
         )
     if args.hexi_plan is None:
-        _refuse_without_plan(args)
+        refuse_without_plan(args)
         return Held([], [])
     plan = read_plan(args.hexi_plan)
     if in_round():
@@ -86,7 +86,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> Held:
     return held
 
 
-def _refuse_without_plan(args: Namespace) -> None:
+def refuse_without_plan(args: Namespace) -> None:
     """Refuse options that say how a plan is carried out in a job without one."""
     for name, (default, reason) in _NEED_A_PLAN.items():
         value = getattr(args, name)

@@ -22,7 +22,6 @@ from megatron_hexi.models.bridge_fields import (
     ACTIVATIONS,
     DATASETS,
     DECIDED,
-    DTYPES,
     ELSEWHERE,
     LAYER_SPECS,
     LEFT_FIELDS,
@@ -30,10 +29,9 @@ from megatron_hexi.models.bridge_fields import (
     MODELS,
     OBJECTS,
     READ,
-    RENAMED,
     SCRIPT_VALUES,
 )
-from megatron_hexi.options.layer_features import model_defaults
+from megatron_hexi.options.layer_features import ARGUMENTS, DTYPES, model_defaults
 from megatron_hexi.options.parser import Row, rows_by_argument, switch_of, value_words
 from megatron_hexi.yaml_file import Place, YamlFile, yaml_from_text
 from megatron_hexi.yaml_schema import short
@@ -108,7 +106,7 @@ class _Translation:
             if isinstance(value, Mapping) and "_target_" in value:
                 self._object(place, value)
                 continue
-            rows = rows_by_argument().get(RENAMED.get(place, field), ())
+            rows = rows_by_argument().get(ARGUMENTS.get(field, field), ())
             if place in DECIDED or (section == "model" and field in LEFT_FIELDS):
                 default = rows[0].default if rows else model_defaults().get(field)
                 if value and (section != "model" or value != default):

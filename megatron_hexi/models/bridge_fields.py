@@ -6,9 +6,7 @@ Names and meanings are those of megatron-bridge 0.6.2 (`ConfigContainer`, `GPTMo
 
 from __future__ import annotations
 
-from typing import Any, Final
-
-from megatron_hexi.options.layer_features import ARGUMENTS
+from typing import Final
 
 #: Models that are Megatron's GPT, by class; `TransformerConfig` and extras of `GPTModel`.
 MODELS: Final = (
@@ -37,14 +35,6 @@ LEFT_SECTIONS: Final = frozenset(
         "optimizer_config_override_provider",
     )
 )
-#: Arguments of Megatron by the section and the field that have another name for them.
-RENAMED: Final = {
-    **{("model", name): argument for name, argument in ARGUMENTS.items()},
-    ("model", "rope_scaling"): "use_rope_scaling",
-    ("model", "yarn_rotary_scaling_factor"): "rotary_scaling_factor",
-    ("ddp", "check_for_nan_in_grad"): "check_for_nan_in_loss_and_grad",
-    ("dataset", "path_to_cache"): "data_cache_path",
-}
 #: Fields that `models/bridge.py` reads together with others, or that other fields of the file imply.
 ELSEWHERE: Final = frozenset(
     (
@@ -134,10 +124,3 @@ DECIDED: Final = frozenset(
         ("dataset", "create_attention_mask"),
     )
 )
-#: Megatron's names of torch's types.
-DTYPES: Final[dict[str, Any]] = {
-    "torch.float32": "fp32",
-    "torch.bfloat16": "bf16",
-    "torch.float16": "fp16",
-    "torch.uint8": "fp8",
-}

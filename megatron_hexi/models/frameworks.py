@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from megatron_hexi.argument_file import Reading, unfilled
-from megatron_hexi.models.bridge_fields import LEFT_FIELDS, RENAMED
+from megatron_hexi.models.bridge_fields import LEFT_FIELDS
+from megatron_hexi.options.layer_features import ARGUMENTS
 from megatron_hexi.options.parser import known_flags, rows_by_argument, switch_of, value_words
 from megatron_hexi.options.registry import ELSEWHERE, class_of
 from megatron_hexi.shell.words import Word, place_of
@@ -48,9 +49,7 @@ _VERL: Final = re.compile(
 #: Fields of these sections that have other names in Megatron, as they are in Bridge or else.
 _VERL_NAMES: Final = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    **{name: argument for (_, name), argument in RENAMED.items()},
+    **ARGUMENTS,
 }
 _MOST_SECTIONS = 12
 

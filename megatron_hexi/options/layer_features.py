@@ -77,11 +77,31 @@ def _hybrid(args: Namespace, source: str) -> dict[str, Any]:
     return found
 
 
-#: Arguments of Megatron by the field of a model's configuration that has another name for them.
+#: Arguments of Megatron by the field, of Megatron-Core's or Bridge's configuration, that has another name.
 ARGUMENTS: Final = {
     "num_moe_experts": "num_experts",
     "use_te_rng_tracker": "te_rng_tracker",
     "bias_activation_fusion": "bias_swiglu_fusion",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "rope_scaling": "use_rope_scaling",
+    "yarn_rotary_scaling_factor": "rotary_scaling_factor",
+    "average_in_collective": "ddp_average_in_collective",
+    "bucket_size": "ddp_bucket_size",
+    "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
+    "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+    "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
+    "path_to_cache": "data_cache_path",
+    "fully_parallel_save": "ckpt_fully_parallel_save",
+    "fully_parallel_load": "ckpt_fully_parallel_load",
+}
+#: Megatron's names of torch's types.
+DTYPES: Final[dict[str, Any]] = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.uint8": "fp8",
 }
 DATA = Path(__file__).parent / "data" / "model_defaults.json"
 

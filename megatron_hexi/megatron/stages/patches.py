@@ -21,7 +21,8 @@ from megatron_hexi.patching import patched
     "megatron.core.pipeline_parallel.schedules:P2PCommunicator",
     why="rows travel between stages by the plan's table",
 )
-def _over_borders(original: Callable[..., Any], pp_group: Any, config: Any) -> Any:
+def over_borders(original: Callable[..., Any], pp_group: Any, config: Any) -> Any:
+    """Return a communicator over the plan's borders, in place of Megatron's."""
     session = active_session()
     if session is None or session.stages is None:
         return original(pp_group=pp_group, config=config)
@@ -41,7 +42,7 @@ STAGES_PATCHES = (
     *EXPERT_LAYER_PATCHES,
     DISPATCHER_PATCH,
     *ROUTER_PATCHES,
-    _over_borders,
+    over_borders,
     *GRADIENT_PATCHES,
     optimizer_of_slabs,
     _of_equal_stages,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ MODEL = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 6, "num_quer
 
 @pytest.fixture(autouse=True)
 def four_ranks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     yield
@@ -34,7 +36,8 @@ def job(batch: int = 8, arguments: dict[str, Any] | None = None, **model: Any) -
 
 
 def hold(one: LoopJob, plan: Path = REPOSITORY / "examples" / "own_loop.yaml") -> dict[str, Any]:
-    return hold_loop(plan, one, torch.device("cpu"))[1]
+    held = hold_loop(plan, one, torch.device("cpu"))
+    return {name: value for _, name, value in held.settings}
 
 
 def test_the_plan_s_sizes_and_mean_are_what_the_model_lacks():
@@ -43,6 +46,28 @@ def test_the_plan_s_sizes_and_mean_are_what_the_model_lacks():
     assert given is not None
     assert given.terms.layers == 2
     assert not given.terms.has_documents
+
+
+def test_what_the_plan_decides_is_set_in_each_section_that_has_it():
+    @dataclasses.dataclass
+    class Buckets:
+        average_in_collective: bool = True
+        use_distributed_optimizer: bool = True
+
+    @dataclasses.dataclass
+    class Rates:
+        lr: float = 1e-3
+        use_distributed_optimizer: bool = False
+
+    sections = (Rates(use_distributed_optimizer=True), Buckets())
+    one = dataclasses.replace(job(), sections=sections)
+    held = hold_loop(REPOSITORY / "examples" / "own_loop.yaml", one, torch.device("cpu"))
+    held.apply()
+    assert one.model.context_parallel_size == 4
+    assert held.args.lr == 1e-3
+    assert held.args.use_distributed_optimizer  # one of the sections states it
+    assert held.args.ddp_average_in_collective is False
+    assert sections[1] == Buckets(average_in_collective=False)
 
 
 def test_documents_are_known_to_the_session():
@@ -63,7 +88,7 @@ def test_documents_are_known_to_the_session():
         ({"fp16": True}, "fp16: its loss scale needs Megatron-LM's loop"),
         ({"arguments": {"seed_": 1}}, "seed_ is no argument of Megatron"),
         ({"arguments": {"num_layers": 2}}, "num_layers is a field of the job or its model"),
-        ({"arguments": {"hexi_record": "r"}}, "hexi_record needs Megatron-LM's loop"),
+        ({"arguments": {"hexi_record": "r"}}, "--hexi-record: needs Megatron-LM's loop"),
         ({"arguments": {"ddp_average_in_collective": True}}, "which only the loop can carry out"),
     ],
 )

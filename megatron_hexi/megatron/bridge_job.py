@@ -1,0 +1,144 @@
+"""Megatron Bridge's configuration as the job of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from argparse import ArgumentParser, Namespace
+from typing import Any, Final
+
+import torch
+
+from megatron_hexi.elastic.store import in_round
+from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.arguments import add_hexi_arguments, order_communication
+from megatron_hexi.megatron.loop_job import HeldJob, LoopJob, hold_loop
+from megatron_hexi.megatron.plan_arguments import refuse_without_plan
+from megatron_hexi.megatron.session import given_plan
+from megatron_hexi.platform.select import say
+
+#: Options of ours that choose how this process starts, not how a plan is carried out.
+_OF_THE_START: Final = ("hexi_plan", "hexi_platform")
+#: Sections that are not asked: the model is given apart, and Bridge states both ends of a constant weight
+#: decay, which Megatron-LM refuses.
+_APART: Final = ("model", "scheduler")
+_CHECKPOINTS: Final = ("save", "load", "pretrained_checkpoint")
+#: Settings that no argument of Megatron has, as section and field, with the value under a plan and a reason.
+_REFUSED: Final = (
+    ("dist", "use_decentralized_pg", False, "its groups are not those of the plan"),
+    ("dist", "eval_context_parallel_size", None, "the plan divides validation's sequences too"),
+    ("dist", "lazy_mpu_init", False, "a plan's groups are made at once"),
+    ("inprocess_restart", "enabled", False, "a restart makes groups anew"),
+    ("train", "num_epochs", None, "a plan's batches are counted in iterations"),
+    ("peft", None, None, "adapters on frozen weights do not train under a plan yet"),
+    ("tensor_inspect", "enabled", False, "it looks at layers that a plan replaces"),
+)
+
+
+def take_options(words: list[str]) -> Namespace:
+    """Take our options out of a command line, which is the script's own else.
+
+    Args:
+        words: the command line behind the script's name; changed in place.
+
+    Raises:
+        HexiError: an option of ours has no value, or none that is allowed.
+    """
+    parser = add_hexi_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
+
+    def refuse(message: str) -> None:
+        raise HexiError(f"{message}; correct it")
+
+    parser.error = refuse  # type: ignore[assignment, method-assign]
+    options, words[:] = parser.parse_known_args(words)
+    return options
+
+
+def hold_configuration(config: Any, options: Namespace, device: torch.device) -> HeldJob:
+    """Check a `ConfigContainer` against its plan.
+
+    Args:
+        config: the configuration, with the mixed precision and the overlap of communication that it names.
+
+    Raises:
+        HexiError: the plan was made for another job, or does not support a setting.
+    """
+    if in_round():
+        raise HexiError("megatron_hexi.elastic: needs Megatron-LM's loop; start with torchrun")
+    _refuse_settings(config)
+    usual = add_hexi_arguments(ArgumentParser(add_help=False)).parse_args([])
+    arguments = {
+        name: value
+        for name, value in vars(options).items()
+        if name not in _OF_THE_START and value != getattr(usual, name)
+    }
+    sections = [getattr(config, one.name) for one in dataclasses.fields(config) if one.name not in _APART]
+    job = LoopJob(
+        config.model,
+        config.model.seq_length,
+        config.train.micro_batch_size,
+        config.train.global_batch_size,
+        arguments,
+        [section for section in sections if dataclasses.is_dataclass(section)],
+    )
+    held = hold_loop(options.hexi_plan, job, device, stages=True)
+    given = given_plan()
+    kept = [name for name in _CHECKPOINTS if getattr(config.checkpoint, name, None) is not None]
+    if given is not None and given.mesh is not None and kept:
+        raise HexiError(
+            f"checkpoint.{kept[0]} {getattr(config.checkpoint, kept[0])}: stages that have layers of their "
+            "own are saved and loaded by Megatron-LM's loop alone; leave it out, or make a plan with "
+            "planner: {unequal_stages: false} in the cluster file"
+        )
+    order_communication(held.args)
+    for line in held.replaced:
+        say(f"replaced by the plan: {line}")
+    return held
+
+
+def _refuse_settings(config: Any) -> None:
+    """Refuse settings that a plan does not support and that Megatron's own loop does not have.
+
+    Raises:
+        HexiError: the configuration has one.
+    """
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.training.config import GPTDatasetConfig
+
+    for section, name, allowed, reason in _REFUSED:
+        value = getattr(config, section, None)
+        if name is not None and value is not None:
+            value = getattr(value, name, allowed)
+        if value not in (None, allowed):
+            place = section if name is None else f"{section}.{name}"
+            told = type(value).__name__ if name is None else value
+            raise HexiError(f"{place} {told}: {reason}; leave it out, or train without --hexi-plan")
+    for section, kind in (("model", GPTModelProvider), ("dataset", GPTDatasetConfig)):
+        value = getattr(config, section)
+        if not isinstance(value, kind):
+            raise HexiError(
+                f"{section} {type(value).__name__}: under a plan it is a {kind.__name__}; give one, or train "
+                "without --hexi-plan"
+            )
+    for name in ("micro_batch_size", "global_batch_size"):
+        value, trained = getattr(config.validation, f"eval_{name}"), getattr(config.train, name)
+        if value not in (None, trained):
+            raise HexiError(
+                f"validation.eval_{name} {value}: the replicas of a plan share out batches of train.{name} "
+                f"{trained}; leave it out"
+            )
+
+
+def given_options() -> Namespace:
+    """Return our options of this process, which are taken out of its command line the first time."""
+    global _options
+    if _options is None:
+        words = sys.argv[1:]
+        _options = take_options(words)
+        sys.argv[1:] = words
+        if _options.hexi_plan is None:
+            refuse_without_plan(_options)
+    return _options
+
+
+_options: Namespace | None = None
