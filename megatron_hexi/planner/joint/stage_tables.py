@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, owned_params, part_params, static_memory
 from megatron_hexi.cost.model_part import KindLayers, ModelPart
-from megatron_hexi.models import RECOMPUTES
+from megatron_hexi.models import RECOMPUTES, Job
 from megatron_hexi.models.job import layers_again, recompute_mode
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pools import Pools, StageShape
@@ -56,9 +55,6 @@ class StageTables:
 
         Args:
             under_way: number of micro-batches whose activations it keeps at a time.
-            is_first: whether it has the embedding.
-            is_last: whether it has the loss.
-            shards: number of replicas that share its optimizer's state.
             timed: whether its layer is timed; else that of a stage on several pools is an estimate.
         """
         name = shape, self.placed(shape, timed), is_first, is_last, shards, timed, self._fixed
@@ -83,19 +79,12 @@ class StageTables:
         count, under_way = np.arange(1, self.layers + 1), np.array(UNDER_WAY)[:, None]
         job = self.timer.job(shape.width)
         part = ModelPart(layers=count, again=count, is_first=is_first, is_last=is_last, ahead=1)
-        params = np.asarray(part_params(job, part), dtype=float)
-        owned = owned_params(job, params, shape.units * shards)
-        static = sum(static_memory(job, part, params, params, owned).values())
         # Bytes left for activations.
         ends = is_last * layer.logits_bytes + part.borders * layer.border_bytes
         usable = GIB * np.array([self.pools.pools[kind].device.usable_gib for kind in shape.kinds])
-        room = (usable - RESERVE_BYTES - ends)[:, None, None] - static
-        if job.model.experts is not None:
-            routed = part_params(job, part, layer.experts[:, None, None]) - params
-            # The state of an expert is shared by those that hold it.
-            owned = owned_params(job, routed, layer.expert_copies * shards)
-            nothing = replace(part, layers=0)  # copies in fp8 are counted above
-            room = room - sum(static_memory(job, nothing, routed, routed, owned).values())
+        room = (usable - RESERVE_BYTES - ends)[:, None, None]
+        copies = layer.expert_copies * shards
+        room = room - static_bytes(job, part, layer.experts, shape.units * shards, copies)
         best = np.full((len(under_way), len(count)), np.inf)
         modes = np.zeros(best.shape, dtype=np.int64)
         # Layers of multi-token prediction stand for layers of the mean.
@@ -132,6 +121,22 @@ class StageTables:
         missing = kept + layer.working[2][:, None, None] - room
         needed = np.ceil(np.maximum(missing, 0.0) / freed).max(axis=0)
         yield 2, np.clip(needed, 1, count).astype(np.int64)
+
+
+def static_bytes(job: Job, part: ModelPart, experts: Floats, owners: int, copies: int) -> Floats:
+    """Return the bytes beside the reserve that a GPU of each pool always holds, [pools, 1, L].
+
+    Args:
+        part: parts of 1 to L layers.
+        experts: number of routed experts on a GPU of each pool, [pools].
+        owners: number of units that share the state of weights that all hold.
+        copies: number of units that share the state of an expert.
+    """
+    params = part_params(job, part)
+    weights = part_params(job, part, experts[:, None, None])
+    owned = owned_params(job, params, owners) + owned_params(job, weights - params, copies)
+    total: Floats = sum(static_memory(job, part, weights, weights, owned).values(), np.zeros(()))
+    return total
 
 
 def _stretch(layer: LayerTimes, room: Floats, taken: Floats) -> Floats:

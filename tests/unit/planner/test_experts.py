@@ -3,12 +3,17 @@
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_hexi.cluster import PlannerRules
 from megatron_hexi.cost import CostModel
+from megatron_hexi.cost.layer_bytes import Flights
+from megatron_hexi.cost.memory import Holdings, part_memory, part_params
+from megatron_hexi.cost.memory_terms import sum_terms
+from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kinds import Experts
 from megatron_hexi.lab.simulator import simulate
@@ -20,6 +25,7 @@ from megatron_hexi.planner.baselines.expert_flags import EqualFloor, ExpertFlags
 from megatron_hexi.planner.baselines.expert_parallel import best_equal, equal_plan, spell_equal
 from megatron_hexi.planner.expert_placement import ExpertRule, expert_rules, placement, spread_experts
 from megatron_hexi.planner.features import USES
+from megatron_hexi.planner.joint.stage_tables import static_bytes
 from megatron_hexi.planner.request import Request
 from megatron_hexi.report.planned import expert_lines
 from tests.support.costs import cluster, tiny_job
@@ -246,3 +252,13 @@ def test_rules_with_one_key_place_experts_alike(units, width, total, rules, is_m
         )
 
     assert all(placed(rule) == placed(rules[0]) for rule in rules)
+
+
+def test_a_stage_s_table_counts_all_memory_that_does_not_depend_on_tokens():
+    job, counts = dataclasses.replace(JOB, distributed_optimizer=False), np.array([4.0, 6.5])
+    part = ModelPart(layers=3, again=3, is_first=True, is_last=True, ahead=1)
+    tokens, once = np.ones(2), np.ones(2, dtype=np.int64)
+    holdings = Holdings(tokens, tokens, tokens, tokens, once, Flights(tokens, tokens), experts=counts)
+    terms = part_memory(job, part, holdings, 1, part_params(job, part, counts))
+    always = sum_terms(terms, "always") - terms["reserve"]
+    assert static_bytes(job, part, counts, owners=4, copies=2).ravel() == pytest.approx(always)
