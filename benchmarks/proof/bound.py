@@ -72,7 +72,6 @@ def joint_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -
     """Return the bound over all layouts with causal attention and the request's tensor-parallel sizes.
 
     Args:
-        request: the job, with the terms that are fixed.
         found_s: seconds of an iteration that is known to be possible; the bound is at most that.
 
     Raises:

@@ -52,6 +52,7 @@ from megatron_hexi.cost import CostModel, Phases, Timing
 from megatron_hexi.cost.layer_bytes import logits_bytes
 from megatron_hexi.cost.library_bytes import workspace_bytes
 from megatron_hexi.cost.memory import FRAGMENTATION, GIB, SLACK_BYTES, stage_params
+from megatron_hexi.cost.once import iteration_phases
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.models import Job
@@ -214,13 +215,12 @@ def _layers(table: Table, row: Row) -> Iterator[Comparison]:
 def _stages(table: Table, row: Row) -> Iterator[Comparison]:
     wanted = job(row)
     timing = CostModel(wanted, mixed_cluster(row)).timing(mixed_plan(row, wanted))
-    waits = zip(timing.pipelines, timing.synchronisation, strict=True)
-    step = max(float(times.max()) for times in timing.optimizer)
-    seconds = (
-        (_blocking(pipeline) if row.blocking and pipeline.is_1f1b else pipeline).phases.total + wait
-        for pipeline, wait in waits
-    )
-    yield _comparison(table, row, "s", row.published, max(seconds) + step)
+    replicas = [
+        (_blocking(pipeline) if row.blocking and pipeline.is_1f1b else pipeline).phases
+        for pipeline in timing.pipelines
+    ]
+    seconds = iteration_phases(replicas, timing.once, 0.0).total
+    yield _comparison(table, row, "s", row.published, seconds)
     if row.memory_gb is not None:
         yield _comparison(table, row, "GB", row.memory_gb, _deepspeed_gb(row, timing))
 

@@ -49,7 +49,6 @@ class BorderTables:
         """Return the rows of a crossing.
 
         Args:
-            mesh: the mesh, with the units of all ranks.
             crossing: the border, and the domains at both of its ends.
         """
         replica, source, target, domains = crossing
@@ -85,12 +84,6 @@ def border_seconds(
     Messages of the same micro-batch over borders with the same number share links, as if all replicas sent
     at the same time. A replica with fewer micro-batches than others is counted with its first ones again, and
     the slowest of these times counts.
-
-    Args:
-        mesh: the units of all ranks.
-        links: the cluster's links.
-        micro_batches: micro-batches of each replica, [replicas].
-        tables: rows of borders.
 
     Returns:
         Seconds of activations and seconds of gradients, each [replicas][borders, micro-batches].
@@ -132,11 +125,6 @@ def interleaved_borders(
     """Return the seconds that a chunk's gradients are in transit over each border of a repeated stage.
 
     Activations are counted in the time of the stage that sends them (`stage_cost`), so their seconds are 0.
-
-    Args:
-        sections: the pipeline stages.
-        links: the cluster's links.
-        micro_batches: micro-batches of each replica, [replicas].
 
     Returns:
         Seconds of activations and seconds of gradients, each [replicas][stages, micro-batches]; the border

@@ -29,10 +29,6 @@ def ceiling_tokens_per_s(job: Job, devices: Sequence[Device], causal: bool = Tru
     If GPU d alone takes t_d seconds for an iteration's token work (or attention), all GPUs together take
     1 / sum(1 / t_d) for it, and attention follows token work. Since 1 / sum(1 / (a_d + b_d)) is never below
     the sum of both, this also bounds plans that give a GPU more of the work at which it is faster.
-
-    Args:
-        devices: the device of each GPU.
-        causal: whether a token sees earlier tokens only.
     """
     counts: dict[int, tuple[Device, int]] = {}
     for device in devices:
@@ -50,7 +46,6 @@ def token_seconds(speeds: Speeds, job: Job, with_experts: bool = True) -> float:
     """Return the seconds of one token through the whole model without attention, on one GPU.
 
     Args:
-        speeds: the GPU's rates.
         with_experts: whether the GPU computes all the routed experts that the token goes to.
     """
     rows = np.array([_ROWS])
@@ -72,10 +67,6 @@ def attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
     """Return the seconds of one token's attention and scans through the whole model, on one GPU.
 
     Causal attention is 2 (D + V) H S / 2 FLOPs a layer forward.
-
-    Args:
-        speeds: the GPU's rates.
-        causal: whether a token sees earlier tokens only.
     """
     kinds = list(zip(job.kinds, job.model.layers_run, strict=True))
     scans = sum(layers * _scan_seconds(speeds, kind) for kind, layers in kinds)

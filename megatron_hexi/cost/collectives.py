@@ -122,7 +122,6 @@ def all_to_alls(plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints) -> tup
     """Return the seconds of a layer's all-to-alls, where all groups of all replicas send at the same time.
 
     Args:
-        links: the cluster's links.
         gpus: the first GPU of each unit, [U].
 
     Returns:
@@ -187,7 +186,6 @@ def pipeline_seconds(links: LinkTable, job: Job, rows: Floats, gpus: Ints, follo
     sends only its part of the rows.
 
     Args:
-        links: the cluster's links.
         rows: B x T of each unit, [U].
         gpus: first GPU of each sending unit, [U].
         following: first GPU of each receiving unit, [U].

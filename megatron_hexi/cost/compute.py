@@ -135,10 +135,7 @@ def own_block_times(
     squares of that size; `edge_times` of all queries but w are added.
 
     Args:
-        speeds: the GPU's rates.
-        job: the job, with layers of one kind.
         tokens: number of tokens of the group, G.
-        causal: whether a token sees earlier tokens only.
         pairs: number of visible pairs of query and key in the window; ``None``: the group's segments are
             contiguous. An area contains half of each query's pair with itself.
     """
@@ -161,8 +158,6 @@ def expansion_times(speeds: Speeds, job: Job, keys: Floats, merged: bool = False
     backward: made again, and two products for the gradients of columns and matrix; bytes 4 (D + V)
 
     Args:
-        speeds: the GPU's rates.
-        job: the job, in which latent columns travel.
         keys: number of tokens S.
         merged: whether gradients of several blocks are added up first, as in a step of the exchange: bytes of
             an element of B (D + V) S, zeroed 4, added 8 + e, cast 4 + e.
@@ -302,8 +297,6 @@ def optimizer_seconds[N: (float, Floats)](speeds: Speeds, job: Job, params: N, s
     """Return the seconds of a training step on gradients and weights (`step_bytes`), bound by memory.
 
     Args:
-        speeds: the GPU's rates.
-        params: number of weights on this GPU.
         shard: number of weights whose optimizer state it holds.
     """
     each, of_shard = step_bytes(job)

@@ -130,9 +130,7 @@ def section_holdings(
     """Return the tokens, heads, micro-batches and experts that a section's units hold, [U].
 
     Args:
-        micro_batches: number of micro-batches of each replica of the plan, [replicas].
         flights: most keys that the units' exchange has in flight.
-        experts: experts of the units' ranks; ``None``: the model has none.
     """
     turns = section.turns(micro_batches)
     if experts is None:
@@ -144,12 +142,7 @@ def section_holdings(
 def expert_cycles(
     sections: Sequence[Section], experts: Sequence[ExpertsOnRanks | None], exchanges: ExpertExchanges
 ) -> list[ExpertCycle | None]:
-    """Return the experts' seconds of one layer for each section; ``None``: the model has no experts.
-
-    Args:
-        experts: the experts of each section's units.
-        exchanges: times the all-to-alls.
-    """
+    """Return the experts' seconds of one layer for each section; ``None``: the model has no experts."""
     placed = [held for held in experts if held is not None]
     if not placed:
         return [None] * len(sections)
@@ -184,8 +177,6 @@ def routed_times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Float
     """Return the seconds of the experts on GPUs of one model in one layer, as `expert_times` does, [U].
 
     Args:
-        speeds: rates of the GPUs.
-        job: the job, with layers of one kind.
         count: number of experts, or slices, on each GPU, [U].
         parts: number of slices of each expert, [U].
         rows: number of rows that the experts of each GPU compute, [U].
@@ -241,7 +232,6 @@ def exchange_seconds(
         domain: number of its expert domain, [R].
         rows: number of its rows of a micro-batch, [R].
         count: number of experts, or slices, that it holds, [R].
-        links: the cluster's links.
     """
     return _longest_messages(_domain_messages(job, gpus, domain, rows, count), links)
 

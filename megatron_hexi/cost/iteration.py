@@ -21,7 +21,6 @@ from megatron_hexi.cost.borders import BorderTables, border_seconds, interleaved
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.experts import (
     ExpertExchanges,
-    ExpertsOnRanks,
     expert_cycles,
     place_experts,
     section_holdings,
@@ -32,9 +31,10 @@ from megatron_hexi.cost.known_layers import KnownLayers
 from megatron_hexi.cost.lanes import Passing
 from megatron_hexi.cost.layer_bytes import input_bytes
 from megatron_hexi.cost.library_bytes import message_buffer_bytes, message_channels
-from megatron_hexi.cost.memory import part_host_memory, part_memory, part_params
-from megatron_hexi.cost.model_part import ModelPart, Present
+from megatron_hexi.cost.memory import part_host_memory, part_memory
+from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
+from megatron_hexi.cost.once import once_an_iteration, optimizer_times
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.placement import Placer
 from megatron_hexi.cost.ranks import Pace, RankCost, paces, rank_costs
@@ -43,7 +43,7 @@ from megatron_hexi.cost.replica_pipelines import ministage_parts, replica_lanes,
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section, plan_sections
 from megatron_hexi.cost.spread import spread
-from megatron_hexi.cost.stage import exposed_synchronisation, optimizer_times, stage_cost
+from megatron_hexi.cost.stage import stage_cost
 from megatron_hexi.cost.throughput import Throughput
 from megatron_hexi.cost.timing import Timing
 from megatron_hexi.mesh import Mesh
@@ -129,7 +129,6 @@ class CostModel:
         """Predict time and memory of a plan.
 
         Args:
-            plan: a plan that passed its checks.
             gpus: number in the cluster of each rank's GPU; ``None``: the GPUs that the plan names, or else
                 all of the cluster in file order.
 
@@ -186,35 +185,22 @@ class CostModel:
         times = ((cost.replicas, cost.forward_s) for cost in costs)
         lanes = replica_lanes(sections, times, micro_batches)
         pipelines = replica_pipelines(plan, lanes, borders, passing, parts, chunks=job.virtual_stages)
-        waits = exposed_synchronisation(sections, costs, reductions)
-        optimizer = [
-            self._optimizer_times(section, held_experts, owned, present)
-            for section, held_experts, owned, present in zip(
-                sections, experts, reductions.owned, reductions.present, strict=True
-            )
-        ]
-        held = [
-            section_holdings(section, micro_batches, cost.flights, held_experts)
-            for section, cost, held_experts in zip(sections, costs, experts, strict=True)
-        ]
-        memory = [
-            part_memory(
-                section.job, section.part, own, section.window, owned, present, self._message_buffers(section)
-            )
-            for section, own, owned, present in zip(
-                sections, held, reductions.owned, reductions.present, strict=True
-            )
-        ]
-        host_memory = [
-            part_host_memory(section.job, section.part, own, present)
-            for section, own, present in zip(sections, held, reductions.present, strict=True)
-        ]
+        optimizer, memory, host_memory = list[Floats](), list[dict[str, Floats]](), list[dict[str, Floats]]()
+        for section, cost, placed, owned, present in zip(
+            sections, costs, experts, reductions.owned, reductions.present, strict=True
+        ):
+            own, part = section.job, section.part
+            held = section_holdings(section, micro_batches, cost.flights, placed)
+            optimizer.append(optimizer_times(section, placed, owned, present, self.hosts))
+            buffers = self._message_buffers(section)
+            memory.append(part_memory(own, part, held, section.window, owned, present, buffers))
+            host_memory.append(part_host_memory(own, part, held, present))
         return Timing(
             sections=sections,
             stages=costs,
             pipelines=pipelines,
             reductions=reductions,
-            synchronisation=waits,
+            once=once_an_iteration(sections, costs, reductions, optimizer),
             optimizer=optimizer,
             micro_batches=micro_batches,
             experts=experts,
@@ -246,21 +232,6 @@ class CostModel:
                 if one > 0:
                     found[stage] = replace(found[stage], rows=max(found[stage].rows, one))
         return found
-
-    def _optimizer_times(
-        self,
-        section: Section,
-        experts: ExpertsOnRanks | None,
-        owned: Floats | float,
-        present: Present | None,
-    ) -> Floats:
-        """Return the seconds of each unit's optimizer step, on its GPU and on the host, [U]."""
-        params = part_params(section.job, section.part, 0 if experts is None else experts.whole)
-        if present is None or not present.host_state.any():
-            return optimizer_times(section, params, owned)
-        gpus = section.placement.stage.gpus
-        on_host = self.hosts.step_seconds(section.job, gpus, present.host_state, present.host_masters)
-        return optimizer_times(section, params, present.state) + on_host
 
     def _message_buffers(self, section: Section) -> Floats:
         """Return the bytes of NCCL's message buffers of each unit of a section, [U]; 0 without CUDA."""

@@ -35,7 +35,6 @@ class KnownLayers:
         """Return the seconds of a layer of one kind in a section, as `layer_times` does.
 
         Args:
-            kind: the section's job with layers of one kind.
             experts: seconds of the layer's routed experts; ``None``: it has none.
         """
         plan, stage = section.arrays, section.placement.stage

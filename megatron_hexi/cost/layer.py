@@ -161,10 +161,7 @@ def layer_times(
     """Return the seconds of one layer's passes, for all units of a section.
 
     Args:
-        plan: the units' tokens, heads and groups.
         job: the job, with layers of one kind.
-        stage: GPUs and links of the units.
-        links: the cluster's links.
         window: prefetch depth of the exchange, in steps.
         experts: seconds of the layer's routed experts; ``None``: it has none.
     """
@@ -282,11 +279,6 @@ def unit_times(plan: PlanArrays, job: Job, stage: UnitGpus) -> Floats:
 
     In a layer with a state, the scan of the unit's heads takes the place of the block; a layer of an MLP
     alone has neither.
-
-    Args:
-        plan: the units' tokens, heads and groups.
-        job: the job, with layers of one kind.
-        stage: GPUs of the units.
     """
     rows, group_tokens = job.micro_batch_size * plan.tokens.astype(float), plan.group_tokens[plan.group]
     found, size = np.empty((2, 2, len(rows))), job.model.span.size

@@ -191,7 +191,6 @@ def logits_bytes(job: Job, rows: Floats, logit: float) -> Floats:
 
     Args:
         rows: number of rows of the unit, B T.
-        logit: bytes of one logit (`logit_bytes`).
     """
     vocab = job.model.vocab_params(job.tensor_parallel) / job.model.hidden_size
     around = (3 / job.row_parts + 2 * (job.row_parts > 1)) * (1 + job.model.mtp_layers)

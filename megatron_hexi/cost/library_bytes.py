@@ -58,7 +58,6 @@ def message_buffer_bytes(arrays: PlanArrays, nodes: Ints, inside: Ints) -> Float
     as are collectives, whose channels have two peers each, whatever the number of ranks.
 
     Args:
-        arrays: tokens, heads and groups of the units.
         nodes: number of each unit's node, [U].
         inside: number of channels to a peer on the same node, [U] (`message_channels`).
     """

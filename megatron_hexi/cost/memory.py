@@ -64,7 +64,6 @@ def part_params(job: Job, part: ModelPart, experts: Floats | float = 0) -> Count
     If first and last stage differ, both hold a tied embedding, or one that multi-token prediction needs.
 
     Args:
-        part: the GPU's part of the model.
         experts: number of routed experts that it holds of each layer with experts; a slice is a part of one.
     """
     model, tp = job.model, job.tensor_parallel
@@ -87,7 +86,6 @@ def owned_params(job: Job, params: Counts, owners: float) -> Floats | float:
     """Return the number of a GPU's weights whose optimizer state it keeps.
 
     Args:
-        params: number of weights on the GPU.
         owners: number of GPUs that hold the same weights and share the distributed optimizer's state equally.
     """
     return params / owners if job.distributed_optimizer else params
@@ -152,8 +150,6 @@ def static_memory(
     """Return the bytes on a GPU that do not depend on the sequence, by the names of `Memory`'s terms.
 
     Args:
-        part: the GPU's part of the model.
-        weights: number of weights on the GPU.
         gradients: number of weights whose gradients are on the GPU.
         state: number of weights whose optimizer state is on the GPU.
     """
@@ -190,9 +186,6 @@ def part_memory(
     of one micro-batch, and the rows of all micro-batches that entered each ministage.
 
     Args:
-        job: the units' job.
-        part: the units' parts of the model.
-        held: tokens, heads, micro-batches and experts of the units.
         window: prefetch depth of the exchange, in steps.
         owned: number of weights whose optimizer state a GPU keeps.
         present: numbers of weights on a GPU at the peak; ``None``: all of its part.
@@ -289,11 +282,7 @@ def token_bytes(
     keys in flight as the unit's group has.
 
     Args:
-        job: the unit's job.
-        part: the unit's part of the model.
-        window: prefetch depth of the exchange, in steps.
         shards: number of units that share the optimizer's state.
-        micro_batches: number of micro-batches that the unit takes.
     """
     tokens, attended = np.array([0.0, _MANY, 0.0]), np.array([0.0, 0.0, _MANY])
     heads = np.full(3, float(job.workload().local_heads))
@@ -312,9 +301,6 @@ def part_host_memory(job: Job, part: ModelPart, held: Holdings, present: Present
     """Return the bytes in host memory for one GPU of each unit, [U], by the terms of `HostMemoryTerms`.
 
     Args:
-        job: the units' job.
-        part: the units' parts of the model.
-        held: tokens, heads, micro-batches and experts of the units.
         present: numbers of weights on the device and in host memory; ``None``: nothing is offloaded.
     """
     if present is None:

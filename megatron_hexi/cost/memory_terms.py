@@ -89,7 +89,6 @@ def sum_terms(terms: Mapping[str, Floats], lasts: Lasts, grows: Grows | None = N
     """Return the sum of the terms with a tag, bytes.
 
     Args:
-        terms: arrays of bytes by the names of `Memory`'s terms.
         lasts: duration of the terms, see `Tag`.
         grows: growth of the terms, see `Tag`; ``None``: any.
     """

@@ -49,12 +49,7 @@ class KindLayers(NamedTuple):
     again: Counts
 
     def kept(self, plain: Floats, repeated: Floats) -> Floats:
-        """Return the bytes that the layers keep of a micro-batch.
-
-        Args:
-            plain: bytes of a layer that is not computed again.
-            repeated: bytes of a layer that is computed again.
-        """
+        """Return the bytes that the layers keep of a micro-batch."""
         return self.again * repeated + (self.layers - self.again) * plain
 
     def seconds(self, once: Floats | float, repeated: Floats | float) -> Floats | float:
@@ -71,9 +66,7 @@ def chunk_ranges[N: (int, Ints)](job: Job, first: N, layers: int) -> tuple[tuple
     """Return the layers of each chunk of a pipeline stage, as Megatron numbers them.
 
     Args:
-        job: the job, which gives the number of chunks and of the model's layers.
         first: number of layers in the stages before.
-        layers: number of the stage's layers.
     """
     chunks = job.virtual_stages
     size = layers // chunks
@@ -164,14 +157,6 @@ class ModelPart:
         """First layers of `ranges`, and those after the last, [..., ranges] each."""
         ranges = np.asarray(self.ranges)
         return ranges[..., 0], ranges[..., 1]
-
-    def range_alone(self, number: int) -> ModelPart:
-        """Return the layers of one of `ranges` alone, without embedding and output matrix."""
-        alone = np.asarray(self.ranges)[..., number : number + 1, :]
-        layers = alone[..., 0, 1] - alone[..., 0, 0]
-        return replace(
-            self, layers=layers, again=0, is_first=False, is_last=False, ministages=0, ranges=alone
-        )
 
     def in_ranges(self, model: Model) -> list[Ints]:
         """Return the number of layers of each kind in each of `ranges`, [..., ranges] each.

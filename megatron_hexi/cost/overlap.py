@@ -70,9 +70,6 @@ class _Wire:
 
         Args:
             posted: time at which each unit posts the batch, s, [U].
-            src: sending unit of each message, [M].
-            dst: receiving unit of each message, [M].
-            seconds: seconds of each message, [M].
         """
         arrived = np.zeros(len(self._free))
         if len(src):
@@ -95,10 +92,7 @@ def pass_ends(
     """Return the times at which each unit ends a pass of attention.
 
     Args:
-        backward: whether it is the backward pass.
-        steps: the parts of each step of the exchange.
         start: times of the units when they enter attention.
-        window: prefetch depth, in steps.
         halves: number of all-to-alls before attention, and after it: 1, or 2 for halves of the heads.
         last_rest: seconds of each unit's last step that belong to the second half of its heads, [U].
     """

@@ -100,7 +100,6 @@ def domain_arrays(workload: Workload, domains: Sequence[Domain], parts: int) -> 
 
     Args:
         workload: the plan's workload, with the tensor-parallel size of these domains.
-        domains: the domains.
         parts: largest number of parts of the first exchange step.
     """
     groups = [group for domain in domains for group in domain.groups]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,21 +13,37 @@ from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.layer import Pass
 from megatron_hexi.cost.memory import GIB, unit_host_memory, unit_memory
 from megatron_hexi.cost.memory_terms import HostMemoryTerms, Memory
+from megatron_hexi.cost.once import replica_waits
 from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.timing import Timing
 
 
 @dataclass(frozen=True)
-class RankCost:
-    """A rank's time in an iteration, and its memory; times are seconds and add up to the iteration.
+class RankPlace:
+    """A rank of the job, its GPU, and its place in the plan.
 
     Args:
-        rank: the rank's number in the job.
         gpu: its GPU's number in the cluster.
         name: name of its GPU, for people, such as ``h100-0/3``.
         device: model of its GPU.
         stage: number of its pipeline stage in the replica.
         unit: number of its unit: in the stage for a plan with a repeated stage, else in the plan.
+    """
+
+    rank: int
+    gpu: int
+    name: str
+    device: str
+    stage: int
+    unit: int
+
+
+@dataclass(frozen=True)
+class RankCost(RankPlace):
+    """A rank's time in an iteration, and its memory; times are seconds and add up to the iteration.
+
+    Args:
         token_s: matrices, norms and routed experts on its tokens, recomputation included.
         attention_s: core attention on its heads, recomputation included.
         logits_s: output matrix and loss.
@@ -38,12 +55,6 @@ class RankCost:
         host_memory: host memory that its stage takes for this GPU, by term.
     """
 
-    rank: int
-    gpu: int
-    name: str
-    device: str
-    stage: int
-    unit: int
     token_s: float
     attention_s: float
     logits_s: float
@@ -87,7 +98,7 @@ def paces(ranks: Sequence[RankCost]) -> tuple[Pace, ...]:
 def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
     """Return time and memory of each rank of the job, by rank."""
     ranks: list[RankCost] = []
-    waited = np.array(timing.synchronisation)
+    waited = np.array(replica_waits(timing.once, len(timing.pipelines)))
     for section, cost, optimizer, memory, host_memory in zip(
         timing.sections, timing.stages, timing.optimizer, timing.memory, timing.host_memory, strict=True
     ):
@@ -102,27 +113,29 @@ def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
             "optimizer_s": optimizer,
             "communication_s": turns * (waits + cost.logits_sum + cost.pipeline_s) + waited[section.replica],
         }
-        for unit, numbers in enumerate(section.ranks):
-            parts = {name: float(values[unit]) for name, values in times.items()}
-            for rank, gpu in zip(numbers.tolist(), section.placement.gpus[unit].tolist(), strict=True):
-                device = cluster.ranks[gpu].device
-                ranks.append(
-                    RankCost(
-                        rank=rank,
-                        gpu=gpu,
-                        name=cluster.rank_name(gpu),
-                        device=device.name,
-                        stage=section.number,
-                        unit=int(section.units[unit]),
-                        **parts,
-                        # Rounding must not make a rank that never waits wait less than nothing.
-                        idle_s=max(0.0, timing.phases.total - sum(parts.values())),
-                        memory=unit_memory(memory, unit),
-                        usable_gib=device.usable_gib,
-                        host_memory=unit_host_memory(host_memory, unit),
-                    )
+        for number, place in section_ranks(cluster, section):
+            parts: dict[str, Any] = {name: float(values[number]) for name, values in times.items()}
+            ranks.append(
+                RankCost(
+                    **vars(place),
+                    **parts,
+                    # Rounding must not make a rank that never waits wait less than nothing.
+                    idle_s=max(0.0, timing.phases.total - sum(parts.values())),
+                    memory=unit_memory(memory, number),
+                    usable_gib=cluster.ranks[place.gpu].device.usable_gib,
+                    host_memory=unit_host_memory(host_memory, number),
                 )
+            )
     return tuple(sorted(ranks, key=lambda rank: rank.rank))
+
+
+def section_ranks(cluster: Cluster, section: Section) -> Iterator[tuple[int, RankPlace]]:
+    """Yield the ranks of a section's units, each with the number of its unit in the section."""
+    for number, unit in enumerate(section.units.tolist()):
+        both = zip(section.ranks[number].tolist(), section.placement.gpus[number].tolist(), strict=True)
+        for rank, gpu in both:
+            device = cluster.ranks[gpu].device.name
+            yield number, RankPlace(rank, gpu, cluster.rank_name(gpu), device, section.number, unit)
 
 
 def _own_communication(plan: PlanArrays, one: Pass) -> Floats:

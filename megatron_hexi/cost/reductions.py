@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,11 +19,8 @@ from megatron_hexi.cost.memory import GRADIENT_BYTES, owned_params, part_params
 from megatron_hexi.cost.model_part import ModelPart, Present
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section
-from megatron_hexi.mesh import Bucket, Mesh, Residence, bucket_residence, ministage_passes
+from megatron_hexi.mesh import Bucket, Mesh, Residence, Way, bucket_residence, ministage_passes
 from megatron_hexi.models.job import Job
-
-#: The pass of a layer behind which a collective travels; ``None``: nothing hides it.
-HidesBehind = Literal["forward", "backward"] | None
 
 
 class WeightCollective(NamedTuple):
@@ -35,7 +32,7 @@ class WeightCollective(NamedTuple):
     """
 
     element_bytes: int
-    hides_behind: HidesBehind
+    hides_behind: Way | None
 
 
 def weight_collectives(
@@ -62,7 +59,7 @@ class Turn:
     """
 
     seconds: list[Floats]
-    hides_behind: HidesBehind
+    hides_behind: Way | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,11 +93,7 @@ def repeated_reductions(
     gradients are all-reduced (twice their bytes).
 
     Args:
-        sections: the pipeline stages.
-        rings: rings that NCCL forms among the cluster's GPUs.
         shards: number of units that share the optimizer's state; ``None``: the units of the plan.
-        experts: experts of each section's units, whose state the expert domains share; ``None``: there are
-            none.
     """
     held = [
         (section.parts.of(np.int64(0)), section.placement.stage.gpus, len(section.replicas))
@@ -123,7 +116,6 @@ def repeated_turns(job: Job, stages: Iterable[tuple[ModelPart, Ints, int]], ring
     Args:
         stages: for each pipeline stage, its part of the model, the first GPU of each unit in rank order, and
             the number of domains.
-        rings: rings that NCCL forms among the cluster's GPUs.
     """
     collectives = weight_collectives(job)
     turns = tuple(Turn([], one.hides_behind) for one in collectives)
@@ -147,11 +139,6 @@ def uneven_reductions(
     the sets in one order, so a rank in several sets waits for the others of each. Gradients may hide behind
     the backward pass and weights behind the next forward pass. Weights and gradients that ministages fetch
     and send travel at other times (`cost.lanes`).
-
-    Args:
-        mesh: the units of all ranks.
-        rings: rings that NCCL forms among the cluster's GPUs.
-        hosts: host memory of the cluster.
     """
     weights = HeldWeights(job, mesh)
     owned = np.zeros(len(mesh.units))
@@ -208,8 +195,6 @@ class _Travel:
         """Add the transfers of a bucket on one rank.
 
         Args:
-            kept: residence of the bucket on the rank.
-            rank: the rank.
             seconds: seconds of the collectives of the bucket's gradients and of its weights.
             count: number of the bucket's weights that the rank keeps between the passes of its ministage.
         """
@@ -223,12 +208,7 @@ class _Travel:
         self._outward[rank, number] += count * self._gradient * kept.gradients_on_host
 
     def passing(self, gpus: Ints, hosts: Hosts) -> dict[tuple[int, int], Passing]:
-        """Return the transfers of each stage's slowest rank, by replica and stage.
-
-        Args:
-            gpus: number in the cluster of each rank's GPU, [ranks].
-            hosts: host memory of the cluster.
-        """
+        """Return the transfers of each stage's slowest rank, by replica and stage."""
         if not self._gathers.size:
             return {}
         inward, outward = (
@@ -265,8 +245,6 @@ class _Placing:
         """Add a bucket to the counts of a rank, and return its residence there.
 
         Args:
-            bucket: the bucket.
-            rank: a rank that holds it.
             whole: number of weights of the bucket on the rank.
             own: number of these whose optimizer state the rank keeps.
         """

@@ -30,7 +30,6 @@ def replica_lanes(
     Args:
         costs: for each section, seconds of a micro-batch by phase, and seconds of one forward pass in it,
             both [domains].
-        micro_batches: number of micro-batches of each replica, [replicas].
     """
     found: list[dict[int, dict[tuple[int, ...], Lane]]] = [{} for _ in micro_batches]
     for section, (phases, forward) in zip(sections, costs, strict=True):
@@ -49,10 +48,6 @@ def ministage_parts(sections: Sequence[Section], costs: Sequence[StageCost]) -> 
     """Return the part of a stage's work in each of its ministages, by replica and stage: [ministages] each.
 
     The parts are shares of the time of the stage's first domain; layers of one kind count equally.
-
-    Args:
-        sections: the sections of a plan whose stages differ.
-        costs: seconds of a micro-batch in each section.
     """
     parts = dict[tuple[int, int], Floats]()
     for section, cost in zip(sections, costs, strict=True):
@@ -85,13 +80,11 @@ def replica_pipelines(
     """Return the pipeline of each replica.
 
     Args:
-        lanes: lanes of each replica's stages, [replicas][stages].
         borders: seconds of activations and of gradients over borders (`border_seconds`); ``None``: sends are
             counted in the stages' time.
         passing: transfers of stages that run ministages in turn, by replica and stage.
         parts: part of a stage's work in each ministage, by replica and stage (`ministage_parts`); left out:
             the stage has one.
-        chunks: number of chunks of each stage's layers.
     """
     pipelines = []
     for number, (replica, own) in enumerate(zip(plan.replicas, lanes, strict=True)):

@@ -44,7 +44,6 @@ class Rings:
         Args:
             gpus: the first GPU of each unit, in rank order, [U]; a ring passes nodes in this order.
             size: bytes of the whole buffer on one GPU.
-            width: tensor-parallel size.
             least: the smallest share of the buffer that a unit ends (or begins) with, a part of 1; ``None``:
                 all shares are equal.
         """

@@ -104,10 +104,8 @@ def plan_sections(
 
     Args:
         job: the job, which gives the number of pipeline stages to a plan with a repeated stage.
-        placer: finds the units' GPUs.
         gpus: number in the cluster of each rank's GPU; ``None``: see `Placer.place`.
         part: the part of the model in the plan's only stage; ``None``: the part that the job assigns to it.
-        micro_batches: micro-batches of each replica, [replicas].
 
     Raises:
         PlanError: a domain has several groups, and the model layers with a state.

@@ -1,24 +1,22 @@
-"""Seconds of the stages of one section: their layers, logits, sends, gradients and optimizer's step."""
+"""Seconds of a micro-batch in the stages of one section: their layers, logits and sends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
 from megatron_hexi.cost.collectives import loss_sum_seconds, pipeline_seconds
-from megatron_hexi.cost.compute import logits_times, optimizer_seconds
+from megatron_hexi.cost.compute import logits_times
 from megatron_hexi.cost.known_layers import KnownLayers
 from megatron_hexi.cost.layer import ExpertCycle, Layer, Pass, UnitGpus
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.plan_arrays import PlanArrays
-from megatron_hexi.cost.reductions import Reductions
 from megatron_hexi.cost.sections import Section
+from megatron_hexi.mesh import Way
 from megatron_hexi.models.job import Job
 
 
@@ -97,10 +95,8 @@ def stage_cost(
     """Return the seconds of one micro-batch in a section.
 
     Args:
-        known: times layers.
         following: first GPU of each unit of the next stage, [U], if sends are exposed; ``None``: there are no
             sends, or they are hidden. With chunks the first stage follows the last.
-        experts: seconds of the experts in layers with experts; ``None``: the model has none.
     """
     job, stage = section.job, section.placement.stage
     kinds = tuple(known.times(section, kind, experts if kind.model.experts else None) for kind in job.kinds)
@@ -141,10 +137,8 @@ def _of_layers(
     """Return the seconds of one micro-batch in a section, from those of a layer of each kind.
 
     Args:
-        kinds: seconds of a layer of each kind.
         logits: seconds of each unit's output matrix and loss, [U].
         sums: seconds of the collectives inside each unit that these need, [U].
-        send: exposed seconds of sends.
         once: seconds of one layer's passes by phase, of each domain.
     """
     plan, job, parts = section.arrays, section.job, section.parts
@@ -205,68 +199,10 @@ def _pass_phases(plan: PlanArrays, one: Pass, units: Ints) -> Phases:
     )
 
 
-def exposed_seconds(seconds: Floats | float, layers: int, cover: Floats | float | None) -> Floats | float:
-    """Return the exposed seconds of a gradient or weight collective of a stage: max(t / L, t - L x cover).
-
-    Gradients may travel behind the backward pass of the last micro-batch and weights behind the forward pass
-    of the first, in the time that attention leaves the network free; the part of the last layer (of the
-    first) is always exposed.
-
-    Args:
-        seconds: seconds of the collective (t).
-        layers: number of layers of the stage (L).
-        cover: seconds of a layer's pass in which the network is free; ``None``: nothing hides the collective.
-    """
-    return seconds if cover is None else np.maximum(seconds / layers, seconds - layers * cover)
-
-
-def free_network(way: Literal["forward", "backward"], units: Bools, layer: Layer) -> float:
+def free_network(way: Way, units: Bools, layer: Layer) -> float:
     """Return the seconds of a layer's pass on some units in which the network is free."""
     one: Pass = getattr(layer, way)
     return max(0.0, float(one.finish[units].max()) - one.wire)
-
-
-def exposed_synchronisation(
-    sections: Sequence[Section], costs: Sequence[StageCost], reductions: Reductions
-) -> list[float]:
-    """Return the exposed seconds of gradient and weight collectives in each replica's slowest stage."""
-    waits = np.zeros(1 + max(int(section.replicas.max()) for section in sections))
-    for section, own in zip(sections, section_waits(sections, costs, reductions), strict=True):
-        np.maximum.at(waits, section.replicas, own)
-    return [float(wait) for wait in waits]
-
-
-def section_waits(
-    sections: Sequence[Section], costs: Sequence[StageCost], reductions: Reductions
-) -> list[Floats]:
-    """Return the exposed seconds of gradient and weight collectives of each domain, [sections][domains]."""
-    found = []
-    for number, (section, cost) in enumerate(zip(sections, costs, strict=True)):
-        layers, waits = section.by_domain(section.parts.layers), np.zeros(len(section.replicas))
-        for domain in range(len(waits)):
-            units = section.arrays.unit_replica == domain
-            for one in reductions.turns:
-                cover = None
-                if one.hides_behind is not None:
-                    cover = cost.mean(partial(free_network, one.hides_behind, units), domain)
-                waits[domain] += float(exposed_seconds(one.seconds[number][domain], layers[domain], cover))
-        found.append(waits)
-    return found
-
-
-def optimizer_times(section: Section, params: Counts, owned: Floats | float) -> Floats:
-    """Return the seconds of each unit's optimizer step, [U].
-
-    Args:
-        params: number of weights on one GPU, or [U].
-        owned: number of weights whose optimizer state it keeps, or [U].
-    """
-    job, stage = section.job, section.placement.stage
-    times = np.zeros(len(stage.gpus))
-    held, own = params + times, owned + times
-    for speeds, units in stage.by_kind:
-        times[units] = optimizer_seconds(speeds, job, held[units], own[units])
-    return times
 
 
 def _logits(job: Job, stage: UnitGpus, rows: Floats) -> Floats:

@@ -25,7 +25,6 @@ def model_flops(model: Model, context: int, counting: Literal["full", "half"] = 
 
     Args:
         model: the model; its vocabulary counts without padding.
-        context: tokens of a sequence.
         counting: part of the pairs of query and key that counts: all (``full``), or those of causal attention
             (``half``), which Megatron counts since core 0.15.
     """

@@ -10,6 +10,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.experts import ExpertsOnRanks
 from megatron_hexi.cost.hosts import HostMemoryUse
+from megatron_hexi.cost.once import Once, iteration_phases
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.plan_arrays import PlanArrays
@@ -29,7 +30,7 @@ class Timing:
         stages: seconds of one micro-batch in each section.
         pipelines: the pipeline of each replica, [replicas].
         reductions: collectives of gradients and weights, and places of weights, gradients and state.
-        synchronisation: exposed seconds of gradients and weights of each replica, [replicas].
+        once: what each stage does once an iteration.
         optimizer: seconds of the optimizer's step of each unit of a section, [U].
         micro_batches: number of micro-batches of each replica, [replicas].
         experts: routed experts of each section's units; ``None``: the model has none.
@@ -43,7 +44,7 @@ class Timing:
     stages: list[StageCost]
     pipelines: tuple[Pipeline, ...]
     reductions: Reductions
-    synchronisation: list[float]
+    once: Once
     optimizer: list[Floats]
     micro_batches: Ints
     experts: list[ExpertsOnRanks | None]
@@ -54,16 +55,13 @@ class Timing:
 
     @cached_property
     def replicas(self) -> tuple[Phases, ...]:
-        """Seconds of each replica by phase, without the optimizer's step; computed when first read."""
-        both = zip(self.pipelines, self.synchronisation, strict=True)
-        return tuple(pipeline.phases + Phases(gradients=wait) for pipeline, wait in both)
+        """Seconds of each replica's passes by phase; computed when first read."""
+        return tuple(pipeline.phases for pipeline in self.pipelines)
 
     @cached_property
     def phases(self) -> Phases:
-        """Seconds of the slowest replica by phase, with the optimizer's step of the slowest unit."""
-        step = max(float(times.max()) for times in self.optimizer)
-        slowest = max(self.replicas, key=lambda phases: phases.total)
-        return (slowest + Phases(optimizer=step)).spread_by(self.spread)
+        """Seconds of the iteration by phase."""
+        return iteration_phases(self.replicas, self.once, self.spread)
 
     @property
     def arrays(self) -> PlanArrays:

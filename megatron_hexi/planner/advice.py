@@ -95,7 +95,6 @@ def nothing_fits(request: Request, cluster: Cluster, planner: Planner, *, proven
     """Return the error for a request that has no plan, with changes of it that have one.
 
     Args:
-        request: the request without a plan.
         planner: returns the plan of another request on a cluster, or ``None``.
         proven: whether the bound proves that no layout fits; else the search found none.
     """

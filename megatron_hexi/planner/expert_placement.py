@@ -64,11 +64,7 @@ def expert_rules(
 
 
 def placement(rule: ExpertRule, units: int, width: int, *, is_mixed: bool) -> tuple[int, str]:
-    """Return a key of the placement on a stage, the same for all rules that place experts alike there.
-
-    Args:
-        is_mixed: whether GPUs of the stage differ.
-    """
+    """Return a key of the placement on a stage, the same for all rules that place experts alike there."""
     return _count_domains(rule.domain_size, units, units * width), rule.by if is_mixed else "equal"
 
 

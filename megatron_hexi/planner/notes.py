@@ -18,8 +18,6 @@ def why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
     """Return a note on how the plan saves memory or time, and by how much; empty if it is no faster.
 
     Args:
-        plan: the chosen plan.
-        seconds: seconds of its iteration.
         unsaved_s: seconds of the best layout's iteration without that; infinite: none fits.
     """
     what = spell_savings(plan)

@@ -14,11 +14,7 @@ _Kind = tuple[int, tuple[int, ...], tuple[int, ...], int]
 
 
 def best_of_each_kind(found: Iterable[Candidate], best: Candidate) -> tuple[Candidate, ...]:
-    """Return the fastest plan of each kind except that of the chosen plan, fastest first.
-
-    Args:
-        found: plans that fit, in any order.
-    """
+    """Return the fastest plan of each kind except that of the chosen plan, fastest first."""
     seen = {_kind(best)}
     rivals: list[Candidate] = []
     for candidate in sorted(found, key=lambda candidate_plan: candidate_plan.iteration_s):

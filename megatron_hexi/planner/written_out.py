@@ -14,7 +14,6 @@ def written_out(plan: Plan, job: Job, counts: Sequence[int] | None = None) -> tu
     """Return the same layout with `layers` and recomputation in each stage, and the job of that plan.
 
     Args:
-        plan: the plan; stages that have `layers` stay as they are.
         counts: micro-batches of each replica; ``None``: those that the plan states.
     """
     if domain_rows(plan)[0].layers is not None:

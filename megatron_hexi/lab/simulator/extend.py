@@ -27,32 +27,8 @@ _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
-class KindTimes:
-    """Times of one micro-batch in all layers of one kind.
-
-    Args:
-        forward: seconds of each domain's forward pass, without recomputation and logits, [domains].
-        token: seconds of token work of each unit, [U].
-        attention: likewise.
-        experts: work on routed experts, likewise.
-        communication: waiting while its own messages are in flight, likewise.
-        times: number of layers for which each layer pass counts, [passes, U].
-        layer: the cost model's, with simulated times.
-    """
-
-    replicas: tuple[Phases, ...]
-    forward: Floats
-    token: Floats
-    attention: Floats
-    experts: Floats
-    communication: Floats
-    times: Floats
-    layer: Layer
-
-
-@dataclass(frozen=True, eq=False)
 class StageTimes:
-    """Times of one micro-batch in the stages of a section.
+    """Times of one micro-batch in the stages of a section, or in their layers of one kind.
 
     Args:
         replicas: phases of each domain, exposed sends included.
@@ -75,35 +51,39 @@ class StageTimes:
     times: tuple[Floats, ...]
     cost: StageCost
 
+    def __add__(self, other: StageTimes) -> StageTimes:
+        return StageTimes(
+            tuple(map(add, self.replicas, other.replicas)),
+            self.forward + other.forward,
+            self.token + other.token,
+            self.attention + other.attention,
+            self.experts + other.experts,
+            self.communication + other.communication,
+            (*self.times, *other.times),
+            self.cost,
+        )
+
 
 def extend_stage(section: Section, replays: Sequence[SectionReplay], cost: StageCost) -> StageTimes:
     """Return the times of all layers of the stages of a section.
 
     Args:
         replays: a replay of some layers, for each kind of layer in the stage.
-        cost: cost of the stage by the cost model, for work and sends.
     """
-    kinds = [_extend_kind(section, replay, cost) for replay in replays]
-    layers = list(cost.kinds)
-    for replay, found in zip(replays, kinds, strict=True):
-        layers[replay.kind] = found.layer
+    whole, layers = reduce(add, (_extend_kind(section, one, cost) for one in replays)), list(cost.kinds)
+    for replay in replays:
+        layers[replay.kind] = _simulated_layer(replay, cost.kinds[replay.kind])
     sends = Phases(pipeline=cost.pipeline_s)
-    return StageTimes(
-        replicas=tuple(
-            reduce(add, phases) + sends for phases in zip(*(one.replicas for one in kinds), strict=True)
-        ),
-        forward=_total([one.forward for one in kinds])
-        + cost.pipeline_s / (2 if section.part.chunks == 1 else 1),
-        token=_total([one.token for one in kinds]),
-        attention=_total([one.attention for one in kinds]),
-        experts=_total([one.experts for one in kinds]),
-        communication=_total([one.communication for one in kinds]) + cost.pipeline_s,
-        times=tuple(one.times for one in kinds),
+    return replace(
+        whole,
+        replicas=tuple(phases + sends for phases in whole.replicas),
+        forward=whole.forward + cost.pipeline_s / (2 if section.part.chunks == 1 else 1),
+        communication=whole.communication + cost.pipeline_s,
         cost=replace(cost, kinds=tuple(layers)),
     )
 
 
-def _extend_kind(section: Section, replay: SectionReplay, cost: StageCost) -> KindTimes:
+def _extend_kind(section: Section, replay: SectionReplay, cost: StageCost) -> StageTimes:
     plan, laps, layer = replay.plan, replay.laps, cost.kinds[replay.kind]
     domain = plan.unit_replica
     once, more = _times(section, replay)
@@ -123,7 +103,7 @@ def _extend_kind(section: Section, replay: SectionReplay, cost: StageCost) -> Ki
         communication = communication + np.minimum(waits, missing[domain] - work)
     times = once + more
     forward, _, backward = _counts(section, replay.kind)
-    return KindTimes(
+    return StageTimes(
         replicas=tuple(
             _replica_phases(replay, cost, times[:, number], number, float(seconds))
             for number, seconds in enumerate(sum(passes))
@@ -134,8 +114,8 @@ def _extend_kind(section: Section, replay: SectionReplay, cost: StageCost) -> Ki
         attention=(times[:, domain] * attention).sum(axis=0),
         experts=(times[:, domain] * experts).sum(axis=0),
         communication=communication,
-        times=times[:, domain],
-        layer=_simulated_layer(replay, layer, durations),
+        times=(times[:, domain],),
+        cost=cost,
     )
 
 
@@ -214,9 +194,9 @@ def _replica_phases(
     return known + Phases(exchange=remainder)
 
 
-def _simulated_layer(replay: SectionReplay, layer: Layer, durations: Floats) -> Layer:
+def _simulated_layer(replay: SectionReplay, layer: Layer) -> Layer:
     """Return the cost model's layer with replayed times and with those of its busiest wire."""
-    passes = {}
+    passes, durations = {}, replay.durations()
     for way in ("forward", "backward"):
         last = last_laps(replay.laps, way)
         passes[way] = replace(
@@ -225,7 +205,3 @@ def _simulated_layer(replay: SectionReplay, layer: Layer, durations: Floats) -> 
             wire=float(replay.wire[last].mean(axis=0).max()),
         )
     return replace(layer, **passes)
-
-
-def _total(parts: Sequence[Floats]) -> Floats:
-    return reduce(add, parts)

@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import SubFigure
 from matplotlib.patches import Patch
 
-from megatron_hexi.lab.simulator import PipelineSpan, Simulation
+from megatron_hexi.cost.pipeline import PassSpan
+from megatron_hexi.lab.simulator import Simulation
 from megatron_hexi.plan import Plan
 from megatron_hexi.report.labels import BarLabel, every_nth, wrap
 from megatron_hexi.spelling import time_unit
@@ -35,22 +36,19 @@ class PipelineRow:
     """A stage of replicas that run alike, or a domain of it that takes whole micro-batches.
 
     Args:
-        lane: see `PipelineSpan`.
+        lane: see `PassSpan`.
     """
 
     replicas: tuple[int, ...]
     stage: int
     lane: int
-    spans: tuple[PipelineSpan, ...]
+    spans: tuple[PassSpan, ...]
 
 
 def pipeline_rows(simulation: Simulation) -> list[PipelineRow]:
     """Return the rows of the picture, by replica, stage and lane; replicas that run alike share rows."""
-    courses: dict[int, list[PipelineSpan]] = {}
-    for span in simulation.pipeline:
-        courses.setdefault(span.replica, []).append(span)
     alike: dict[object, list[int]] = {}
-    for replica, spans in courses.items():
+    for replica, spans in enumerate(simulation.pipeline):
         look = tuple(
             (
                 span.stage,
@@ -63,8 +61,8 @@ def pipeline_rows(simulation: Simulation) -> list[PipelineRow]:
         alike.setdefault(look, []).append(replica)
     rows = []
     for replicas in alike.values():
-        spans_of: dict[tuple[int, int], list[PipelineSpan]] = {}
-        for span in courses[replicas[0]]:
+        spans_of: dict[tuple[int, int], list[PassSpan]] = {}
+        for span in simulation.pipeline[replicas[0]]:
             spans_of.setdefault((span.stage, span.lane), []).append(span)
         rows += [
             PipelineRow(tuple(replicas), *place, tuple(sorted(spans, key=lambda span: span.start_s)))
@@ -85,7 +83,6 @@ def draw_pipeline(
 
     Args:
         figure: figure to draw in, with the height `pipeline_height`.
-        rows: rows of `pipeline_rows`.
         plan: plan for the layers of the stages; ``None``: labels have none.
     """
     axes = figure.subplots()
@@ -124,8 +121,7 @@ def _bars(row: PipelineRow, simulation: Simulation) -> _Bars:
     for span in row.spans:
         bars.setdefault(span.way, []).append((span.start_s, span.end_s, span.micro_batch))
     last = max(span.end_s for span in row.spans)
-    tail = simulation.phases.gradients + simulation.phases.optimizer
-    start = max(last, simulation.iteration_s - tail)
+    start = max(last, simulation.iteration_s - simulation.once[row.replicas[0], row.stage].total)
     if start < simulation.iteration_s:
         bars[_TAIL] = [(start, simulation.iteration_s, None)]
     return bars

@@ -153,7 +153,6 @@ def replay_layers(
 
     Args:
         sections: the units: of one section, or of all that may exchange tokens with experts.
-        costs: costs of their stages, for experts, logits and all-reduces.
         experts: experts of their units; ``None``: layers of this kind have none.
         kind: number of the kind among the model's.
         layers: number of layers; ``None``: `LEAST_LAYERS`, or more up to `MOST_MESSAGES`.

@@ -9,16 +9,17 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import CostModel, Phases, Timing
+from megatron_hexi.cost import CostModel, Timing
 from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.once import iteration_phases, once_an_iteration, replica_waits
+from megatron_hexi.cost.ranks import section_ranks
 from megatron_hexi.cost.replica_pipelines import replica_lanes
 from megatron_hexi.cost.sections import Section
-from megatron_hexi.cost.stage import exposed_synchronisation
 from megatron_hexi.lab.simulator.engine import Progress
 from megatron_hexi.lab.simulator.extend import StageTimes, extend_stage
 from megatron_hexi.lab.simulator.findings import find
 from megatron_hexi.lab.simulator.replay import SectionReplay, replay_layers
-from megatron_hexi.lab.simulator.simulation import LinkUse, PipelineSpan, RankTimeline, Simulation, Span
+from megatron_hexi.lab.simulator.simulation import LinkUse, RankTimeline, Simulation, Span
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Plan
 from megatron_hexi.report.tables import kind_names
@@ -48,27 +49,24 @@ def simulate(
         extend_stage(section, own, cost)
         for section, own, cost in zip(sections, replays, timing.stages, strict=True)
     ]
-    waits = exposed_synchronisation(sections, [stage.cost for stage in stages], timing.reductions)
+    once = once_an_iteration(sections, [stage.cost for stage in stages], timing.reductions, timing.optimizer)
     stage_lanes = replica_lanes(
         sections, ((stage.replicas, stage.forward.tolist()) for stage in stages), timing.micro_batches
     )
-    replicas, passes = list[Phases](), list[PipelineSpan]()
-    for replica, (wait, lanes) in enumerate(zip(waits, stage_lanes, strict=True)):
-        pipeline = replace(timing.pipelines[replica], lanes=lanes)
-        replicas.append(pipeline.phases_of_passes + Phases(gradients=wait))
-        passes += [PipelineSpan(replica, *span) for span in pipeline.spans()]
-    step = max(float(times.max()) for times in timing.optimizer)
-    slowest = max(replicas, key=lambda phases: phases.total)
-    phases = (slowest + Phases(optimizer=step)).spread_by(timing.spread)
+    pipelines = [
+        replace(known, lanes=lanes) for known, lanes in zip(timing.pipelines, stage_lanes, strict=True)
+    ]
+    phases = iteration_phases([one.phases_of_passes for one in pipelines], once, timing.spread)
     return Simulation(
         iteration_s=phases.total,
         tokens_per_s=job.global_batch_size * job.seq_length / phases.total,
         phases=phases,
-        ranks=_ranks(cluster, timing, stages, waits, phases.total),
+        once=once,
+        ranks=_ranks(cluster, timing, stages, replica_waits(once, len(pipelines)), phases.total),
         spans=tuple(
             span for section, own in zip(sections, replays, strict=True) for span in _spans(section, own)
         ),
-        pipeline=tuple(passes),
+        pipeline=tuple(tuple(one.spans()) for one in pipelines),
         links=_links(timing, replays, stages, phases.total),
         findings=find([replay for own in replays for replay in own]),
         layers=max(replay.whole.layers for own in replays for replay in own),
@@ -137,26 +135,20 @@ def _ranks(
             "optimizer": timing.optimizer[number],
         }
         communication = turns * stage.communication + np.array(waits)[replica]
-        for unit, numbers in enumerate(section.ranks):
+        for unit, place in section_ranks(cluster, section):
             busy = {kind: float(seconds[unit]) for kind, seconds in work.items()}
             # Rounding must not make the idle time negative.
             idle = max(0.0, whole - sum(busy.values()) - float(communication[unit]))
-            for rank, gpu in zip(numbers.tolist(), section.placement.gpus[unit].tolist(), strict=True):
-                ranks.append(
-                    RankTimeline(
-                        rank=rank,
-                        gpu=gpu,
-                        name=cluster.rank_name(gpu),
-                        device=cluster.ranks[gpu].device.name,
-                        stage=section.number,
-                        unit=int(section.units[unit]),
-                        section=number,
-                        busy=busy,
-                        communication_s=float(communication[unit]),
-                        idle_s=idle,
-                        idle_share=idle / whole,
-                    )
+            ranks.append(
+                RankTimeline(
+                    **vars(place),
+                    section=number,
+                    busy=busy,
+                    communication_s=float(communication[unit]),
+                    idle_s=idle,
+                    idle_share=idle / whole,
                 )
+            )
     return tuple(sorted(ranks, key=lambda rank: rank.rank))
 
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_hexi.cost import Phases
-from megatron_hexi.mesh import Way
+from megatron_hexi.cost.once import Once
+from megatron_hexi.cost.pipeline import PassSpan
+from megatron_hexi.cost.ranks import RankPlace
 
 Lane = Literal["compute", "network"]
 
 
 @dataclass(frozen=True)
-class RankTimeline:
+class RankTimeline(RankPlace):
     """A rank's part of an iteration; times are seconds and add up to the iteration.
 
     Args:
-        name: name of the GPU: ``h100-0/3``.
-        unit: number of its unit: in the stage if the plan repeats one, else in the plan.
         section: number of the units that were replayed together; their spans have a common start.
         busy: work by kind: ``token``, ``attention``, ``experts`` where the model has some, ``logits``,
             ``optimizer``; recomputation included.
@@ -27,12 +27,6 @@ class RankTimeline:
         idle_s: waiting for others, and for the pipeline to fill and drain.
     """
 
-    rank: int
-    gpu: int
-    name: str
-    device: str
-    stage: int
-    unit: int
     section: int
     busy: Mapping[str, float]
     communication_s: float
@@ -69,27 +63,6 @@ class Span:
     layer: int
     way: str
     layer_kind: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineSpan:
-    """A micro-batch's pass through a stage of a replica, from the start of the iteration.
-
-    Args:
-        chunk: number among the ministages, or the chunks, of the stage's layers.
-        lane: number among the stage's domains that take whole micro-batches; 0 where all domains share each.
-        start_s: start of the pass, s.
-        end_s: end of the pass, s.
-    """
-
-    replica: int
-    stage: int
-    way: Way
-    micro_batch: int
-    chunk: int
-    lane: int
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True)
@@ -163,8 +136,10 @@ class Simulation:
         iteration_s: seconds of the iteration.
         tokens_per_s: global batch x sequence length / `iteration_s`.
         phases: phases along the critical path; they add up to `iteration_s`.
+        once: what each stage does once an iteration, with simulated times of a layer.
         ranks: ranks of the job, ascending.
         spans: replayed activities: a few layers of one micro-batch, forward and backward.
+        pipeline: passes of each replica, by stage and begin.
         links: links, the busiest first.
         layers: number of replayed layers of each stage and kind; the largest where they differ.
         kinds: names of the model's kinds of layers; one empty name where all are alike.
@@ -173,9 +148,10 @@ class Simulation:
     iteration_s: float
     tokens_per_s: float
     phases: Phases
+    once: Once
     ranks: tuple[RankTimeline, ...]
     spans: tuple[Span, ...]
-    pipeline: tuple[PipelineSpan, ...]
+    pipeline: tuple[tuple[PassSpan, ...], ...]
     links: tuple[LinkUse, ...]
     findings: Findings
     layers: int

@@ -55,9 +55,10 @@ def chrome_trace(simulation: Simulation) -> dict[str, Any]:
 
 def _pipeline_events(simulation: Simulation) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
-    for replica in sorted({span.replica for span in simulation.pipeline if span.stage or span.lane}):
+    for replica, spans in enumerate(simulation.pipeline):
+        if not any(span.stage or span.lane for span in spans):
+            continue
         process = len(simulation.ranks) + replica
-        spans = [span for span in simulation.pipeline if span.replica == replica]
         events.append(_metadata("process_name", process, 0, {"name": f"replica {replica}: micro-batches"}))
         events.append(_metadata("process_sort_index", process, 0, {"sort_index": process}))
         lanes = sorted({(span.stage, span.lane) for span in spans})

@@ -15,11 +15,7 @@ _SAME_RATIO = 0.01
 
 
 def check_emulable(cluster: Cluster, source: YamlFile, speeds: Speeds, *, links: bool) -> None:
-    """Refuse a cluster that the testbed cannot emulate.
-
-    Args:
-        links: whether the file's links are wanted.
-    """
+    """Refuse a cluster that the testbed cannot emulate."""
     if len(cluster.nodes) > _MOST or any(len(node.ranks) > _MOST for node in cluster.nodes):
         refuse(source, ("nodes",), f"= more than {_MOST} nodes, or GPUs of one", "emulate a smaller cluster")
     if links:

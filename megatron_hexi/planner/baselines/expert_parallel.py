@@ -43,7 +43,6 @@ def best_equal(
     """Return the fastest equal layout that fits, and how many were timed; ``None``: none is fast enough.
 
     Args:
-        request: the job, with the terms that are fixed.
         cluster: the cluster; all of its nodes are tried, and each of `nodes_of_one_model`.
         faster_than: seconds of an iteration; layouts whose lower bound is not below are not timed.
         progress: callback, receives (phase, done, total).
@@ -181,7 +180,6 @@ def equal_plan(flags: ExpertFlags, job: Job, gpus: int) -> Plan:
     """Return Megatron's layout of these flags as a plan with `layers` in each stage.
 
     Args:
-        flags: the sizes; they divide each other.
         job: the job, with its recomputation; a micro-batch has the samples of all merged replicas.
         gpus: number of GPUs, on which ranks are numbered stage by stage.
     """

@@ -85,8 +85,6 @@ def find_baselines(
     Megatron can run.
 
     Args:
-        request: the job, with the terms that are fixed.
-        cluster: the cluster that the job runs on.
         progress: callback, receives (phase, done, total).
 
     Returns:
@@ -114,8 +112,6 @@ def find_faster(
     The layout is ``None`` if none is fast enough. Fleets whose lower bound is too slow are skipped.
 
     Args:
-        request: the job, with the terms that are fixed.
-        cluster: the cluster that the job runs on.
         faster_than: seconds of an iteration that the layout must beat; infinite: any that fits.
         progress: callback, receives (phase, done, total).
     """

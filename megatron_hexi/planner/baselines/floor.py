@@ -42,10 +42,11 @@ from megatron_hexi.cost.compute import (
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.memory import GIB, Holdings, owned_params, part_memory, part_params
 from megatron_hexi.cost.model_part import KindLayers, ModelPart
+from megatron_hexi.cost.once import exposed_seconds
 from megatron_hexi.cost.reductions import repeated_turns
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.scan import scan_times
-from megatron_hexi.cost.stage import exposed_seconds
+from megatron_hexi.mesh import Way
 from megatron_hexi.models.job import Job
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.layout import Layout
@@ -234,10 +235,8 @@ class Floor:
         """Return a lower bound of the seconds of each replica's micro-batches, [R].
 
         Args:
-            chunks: number of chunks of each stage.
             stages: seconds of a micro-batch on each stage, [S, R].
             sends: seconds of sending its activations to the next stage, [S, R].
-            arrays: the layouts.
         """
         count = len(stages)
         if chunks == 1:
@@ -334,11 +333,9 @@ class Floor:
 
     def _shown(self, forward: Floats | float, backward: Floats | float) -> Floats:
         """Return the exposed seconds of gradient and weight collectives on each stage."""
-        layers, shown = self._job.stage_layers, np.zeros(1)
-        for turn in self._turns:
-            cover = {"forward": forward, "backward": backward, None: None}[turn.hides_behind]
-            shown = shown + exposed_seconds(np.array(turn.seconds), layers, cover)
-        return shown
+        turns = ((np.array(turn.seconds), turn.hides_behind) for turn in self._turns)
+        cover: dict[Way, Floats | float] = {"forward": forward, "backward": backward}
+        return np.zeros(1) + exposed_seconds(turns, self._job.stage_layers, cover.__getitem__)
 
 
 def _best_up_to(size: float, speeds: Speeds) -> PassCurves:

@@ -58,7 +58,6 @@ class JointSearch:
 
         Args:
             progress: callback, receives (phase, done, total).
-            faster_than: seconds of an iteration that a plan should beat.
             fewest: whether to search only plans of the fewest replicas, which need least memory.
         """
         worth_polishing_s = math.inf

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost import CostModel
+from megatron_hexi.cost.once import iteration_phases
 from megatron_hexi.cost.phases import Phases
-from megatron_hexi.cost.stage import section_waits
 from megatron_hexi.models.job import layers_again
 from megatron_hexi.plan import Plan
 from megatron_hexi.planner.layouts.trial import Candidate
@@ -69,19 +69,12 @@ class _LeastOrder:
         timing = self._timing = base.timing
         self._job, self._stages = base.job, [replica.stages for replica in base.plan.replicas]
         self._full, self._seconds = timing.stage_fullness, cache(self._stage_phases)
-        #: Section and domain of each stage, by replica and stage; exposed seconds of its gradients and
-        #: weights, and of its optimizer's step.
-        self._place: dict[tuple[int, int], tuple[int, int]] = {}
-        self._waits: dict[tuple[int, int], float] = {}
-        self._steps: dict[tuple[int, int], float] = {}
-        waits = section_waits(timing.sections, timing.stages, timing.reductions)
-        for number, section in enumerate(timing.sections):
-            for domain, replica in enumerate(section.replicas.tolist()):
-                stage, units = (replica, section.number), section.arrays.unit_replica == domain
-                self._place[stage] = number, domain
-                self._waits[stage] = max(float(waits[number][domain]), self._waits.get(stage, 0.0))
-                step = float(timing.optimizer[number][units].max())
-                self._steps[stage] = max(step, self._steps.get(stage, 0.0))
+        #: Section and domain of each stage, by replica and stage.
+        self._place = {
+            (replica, section.number): (number, domain)
+            for number, section in enumerate(timing.sections)
+            for domain, replica in enumerate(section.replicas.tolist())
+        }
         #: Ministages, and domains that take samples, are not bounded.
         self._is_known = all(pipeline.is_1f1b for pipeline in timing.pipelines) and all(
             len(stage.domains) == 1 for stages in self._stages for stage in stages
@@ -99,13 +92,11 @@ class _LeastOrder:
         for (_, stage), layers in changed.items():
             stages[stage] = self._seconds(number, stage, layers)
         kept = [] if len(self._stages) > 1 else [stage for stage in self._place if stage not in changed]
-        wait = max((self._waits[stage] for stage in kept), default=0.0)
-        step = Phases(optimizer=max((self._steps[stage] for stage in kept), default=0.0))
         replicas = list(timing.replicas)
-        replicas[number] = pipeline.with_stage_phases(stages).phases + Phases(gradients=wait)
+        replicas[number] = pipeline.with_stage_phases(stages).phases
+        phases = iteration_phases(replicas, {stage: timing.once[stage] for stage in kept}, timing.spread)
         fullness = max((self._full[stage] for stage in kept), default=0.0)
-        seconds = max((phases + step).spread_by(timing.spread).total for phases in replicas)
-        return max(0.0, fullness - 1), seconds
+        return max(0.0, fullness - 1), phases.total
 
     def _stage_phases(self, replica: int, stage: int, layers: tuple[int, int]) -> Phases:
         """Return the seconds of a micro-batch in a stage with other layers."""

@@ -54,11 +54,7 @@ def pack(
     """Return the best set of replicas; ``None``: none finishes the batch in time.
 
     Args:
-        columns: the candidate replicas.
-        totals: GPUs of each pool.
         replicas: numbers of replicas that a set may have.
-        least_s: a known lower bound of the seconds of any set.
-        most_s: the most seconds that a set may take.
         equal: whether all replicas are of one column, with equal shares of the batch.
     """
     if not columns:

@@ -73,9 +73,6 @@ class PipelineSearch:
         """Return pipelines on these GPUs, the fastest first; empty if the model does not fit.
 
         Args:
-            counts: GPUs of each pool.
-            micro_batches: micro-batches that the pipeline processes in an iteration.
-            shards: number of replicas that share the optimizer's state.
             width: tensor-parallel size of all stages; ``None``: stages may differ.
         """
         candidates: list[tuple[float, list[StageShape]]] = []
@@ -105,9 +102,6 @@ class PipelineSearch:
         """Return the pipeline with the layers that make its slowest stage as fast as possible, if it fits.
 
         Args:
-            shapes: shape of each stage.
-            micro_batches: micro-batches that the pipeline processes in an iteration.
-            shards: number of replicas that share the optimizer's state.
             timed: whether all stages are timed; else the times of stages on several pools are estimates.
             took: for each stage, its number of layers in a timed plan and the seconds that they took, by
                 which the stage's table of times is scaled; empty: there is no timed plan.
@@ -201,11 +195,7 @@ class PipelineSearch:
         is_last: bool,
         shards: int,
     ) -> dict[int, _CarriedLayers]:
-        """Return the most layers of a block's stages together, by the number of its stages.
-
-        Args:
-            width: tensor-parallel size; ``None``: any.
-        """
+        """Return the most layers of a block's stages together, by the number of its stages."""
         by_depth: dict[int, _CarriedLayers] = {}
         for number, (shape, depth) in enumerate(self._runs.options(counts, width)):
             if behind + depth > DEEPEST:

@@ -78,7 +78,6 @@ def least_longest(seconds: Sequence[Floats], layers: int) -> list[int] | None:
 
     Args:
         seconds: seconds of each stage with 1 to L layers, [L] each; inf: they do not fit.
-        layers: number of layers to assign.
     """
     if len(seconds) > layers:
         return None
@@ -108,7 +107,6 @@ def moved_layers(
     Args:
         seconds: seconds of each stage with 1 to L layers, [L] each; inf: they do not fit.
         ways: seconds that a micro-batch travels over each border, activations and gradients added, [p - 1].
-        micro_batches: micro-batches that the pipeline processes.
     """
 
     def total(layers: Sequence[int]) -> float:

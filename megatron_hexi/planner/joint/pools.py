@@ -173,9 +173,6 @@ class Pools:
         """Return the estimated seconds for bytes from one stage to the next, over all of their links.
 
         Args:
-            first: the sender's shape.
-            second: the receiver's shape.
-            size: bytes to send.
             crossing: probability that the stages are on different nodes, if one node has room for both.
         """
         gpus, pool = sum(first.counts), self.pools[first.kinds[0]]

@@ -98,7 +98,6 @@ class ReplicaColumns:
 
         Args:
             replicas: the least number of replicas on these pools.
-            shards: number of replicas on the whole fleet that share optimizer state.
             width: tensor-parallel size of all stages; ``None``: stages may differ.
             whole: whether to add replicas of one stage, for more choices of GPUs.
         """

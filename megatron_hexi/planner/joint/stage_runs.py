@@ -61,11 +61,7 @@ class StageRuns:
         )
 
     def _options(self, counts: Counts, only: int | None) -> list[StageBlock]:
-        """Yield possible blocks on these GPUs: equal stages, aligned with nodes, few GPUs left over.
-
-        Args:
-            only: the tensor-parallel size; ``None``: all sizes are tried.
-        """
+        """Yield possible blocks on these GPUs: equal stages, aligned with nodes, few GPUs left over."""
         blocks = []
         kinds = pools_of(counts)
         pools = self._pools.pools

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.reductions import HidesBehind
+from megatron_hexi.mesh import Way
 from megatron_hexi.models import RECOMPUTES
 from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.joint.pipes import Pipe
@@ -57,9 +57,9 @@ class LayerTimes:
         """Seconds of forward and backward, without recomputation."""
         return self.forward + self.backward
 
-    def cover(self, way: HidesBehind) -> float | None:
-        """Return a layer's seconds that hide communication of gradients or weights; ``None``: not hidden."""
-        return None if way is None else {"forward": self.free_forward, "backward": self.free_backward}[way]
+    def cover(self, way: Way) -> float:
+        """Return the seconds of a layer's pass that hide communication of gradients or weights."""
+        return self.free_forward if way == "forward" else self.free_backward
 
     @property
     def added(self) -> tuple[float, ...]:

@@ -11,9 +11,9 @@ from megatron_hexi.cost.compute import device_speeds, optimizer_seconds
 from megatron_hexi.cost.memory import owned_params, part_params
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
+from megatron_hexi.cost.once import exposed_seconds
 from megatron_hexi.cost.reductions import weight_collectives
 from megatron_hexi.cost.rings import Rings
-from megatron_hexi.cost.stage import exposed_seconds
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pipes import PipeStage
 from megatron_hexi.planner.joint.pools import StageShape
@@ -67,13 +67,13 @@ class Synchronisation:
         owned = float(owned_params(job, params, shape.units * shards))
         speeds = (device_speeds(self._pools.pools[kind].device, job) for kind in shape.kinds)
         shown = max(optimizer_seconds(each, job, params, owned) for each in speeds)
-        layer = self._layer(shape)
+        collectives = []
         for one in self._collectives:
             seconds = self._ring(shape, shards, float((params - shared) * one.element_bytes))
             if end and shared:
                 seconds += self._ring_of_ends(shape, end, shards, float(shared * one.element_bytes))
-            shown += float(exposed_seconds(seconds, layers, layer.cover(one.hides_behind)))
-        return shown
+            collectives.append((seconds, one.hides_behind))
+        return shown + float(exposed_seconds(collectives, layers, self._layer(shape).cover))
 
     def _ring(self, shape: StageShape, shards: int, size: float) -> float:
         """Return the seconds of one ring pass over a stage's units in all replicas, on other nodes each."""

@@ -24,8 +24,6 @@ def assign_in_turn(
     Args:
         count: number of items; at least `least` for each member.
         times: for each member, a function that returns its seconds for a number of items.
-        least: number of items that each member must have.
-        caps: the most items of each member.
     """
     dealt = [least] * len(times)
     queue = [

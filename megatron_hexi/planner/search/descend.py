@@ -24,9 +24,6 @@ def descend(tried: TriedGroupings, fleet: Fleet, heads: int) -> None:
     """Try uniform groupings, then from the best one make groups larger or smaller, step by step.
 
     Each step changes the number of groups on all sites of one class: sites of the same kind and size.
-
-    Args:
-        tried: the search's tried groupings, to which these are added.
     """
     classes = site_classes(fleet)
     units = len(fleet.units)

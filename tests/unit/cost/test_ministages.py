@@ -299,7 +299,7 @@ def test_a_domain_has_work_and_rows_of_the_micro_batches_that_it_takes(estimate)
     simulation = simulate(plan, job, cluster)
     assert simulation.iteration_s == pytest.approx(dealt.iteration_s, rel=0.002)
     busy = {
-        lane: sum(span.end_s - span.start_s for span in simulation.pipeline if span.lane == lane)
+        lane: sum(span.end_s - span.start_s for span in simulation.pipeline[0] if span.lane == lane)
         for lane in range(4)
     }
     assert [busy[lane] / busy[3] for lane in range(4)] == pytest.approx(counts)
@@ -351,7 +351,7 @@ def test_the_simulator_replays_ministages(estimate):
     simulation = simulate(plan, job, cluster)
     assert simulation.iteration_s == pytest.approx(cost.iteration_s, rel=0.002)
     assert simulation.phases.total == pytest.approx(simulation.iteration_s)
-    steps = [span for span in simulation.pipeline if span.way == "backward"]
+    steps = [span for span in simulation.pipeline[0] if span.way == "backward"]
     assert len(steps) == 32 * 8
 
 

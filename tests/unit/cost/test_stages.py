@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_hexi.cost import CostModel, Phases, estimate
 from megatron_hexi.cost.layer_bytes import token_activation_bytes
 from megatron_hexi.cost.memory import FRAGMENTATION, RESERVE_BYTES
+from megatron_hexi.cost.once import replica_waits
 from megatron_hexi.errors import ClusterError, PlanError
 from megatron_hexi.models import job_of_plan
 from megatron_hexi.plan import (
@@ -178,9 +179,7 @@ def test_replicas_of_any_depth_take_their_own_micro_batches():
         CostModel(job, known).timing(plan_of(job, (5 - count, deep), (count, flat))) for count in (1, 4)
     )
     assert [len(pipeline.stage_phases) for pipeline in few.pipelines] == [2, 1]
-    assert few.replicas[1].total - few.synchronisation[1] == pytest.approx(
-        (many.replicas[1].total - many.synchronisation[1]) / 4
-    )
+    assert few.replicas[1].total == pytest.approx(many.replicas[1].total / 4)
     assert few.phases.bubble > 0 == many.phases.bubble  # now the flat one is waited for
 
 
@@ -216,14 +215,14 @@ def test_sets_of_holders_follow_each_other_on_ranks_that_they_share():
     layers, vocabulary = DEEP.layer_params(), DEEP.vocab_params()
     each = [2 * layers + vocabulary + 512, 2 * layers + vocabulary]
     gradients = [4 * params / 2 / (10 * GB) for params in each]
-    assert timing.synchronisation[1] == pytest.approx(1.5 * sum(gradients), rel=1e-5)
+    assert replica_waits(timing.once, 2)[1] == pytest.approx(1.5 * sum(gradients), rel=1e-5)
     # All sets are taken in one order, the last layers first.
-    assert timing.synchronisation[0] == pytest.approx(1.5 * sum(gradients), rel=1e-5)
+    assert replica_waits(timing.once, 2)[0] == pytest.approx(1.5 * sum(gradients), rel=1e-5)
     # Unequal tensor parallelism: each rank of the unit shares a half with the other replica's one.
     wide = plan_of(job, (1, [((0, 4), [whole(0, 1)])]), (1, [((0, 4), [whole(2)])]))
     known = cluster([("a", "PLAIN", 2), ("c", "PLAIN", 1)], bandwidth=10)
     half = (4 * layers + 2 * vocabulary + 512) / 2
-    assert CostModel(job, known).timing(wide).synchronisation[1] == pytest.approx(
+    assert replica_waits(CostModel(job, known).timing(wide).once, 2)[1] == pytest.approx(
         2 * 6 * half / 2 / (10 * GB),
         rel=2e-3,  # norms are on both ranks
     )

@@ -67,7 +67,7 @@ def test_traces_are_valid(tmp_path, changes):
     assert {(("thread_name"), pid, tid) for pid, tid in lanes} <= set(names)
     assert names["process_name", 0, 0] == {"name": "rank 0: a-0/0 (PLAIN)"}
     assert names["thread_name", 0, 1] == {"name": "network"}
-    pipeline = len(found.pipeline) if len(stages) > 1 else 0
+    pipeline = sum(map(len, found.pipeline)) if len(stages) > 1 else 0
     assert sum(map(len, lanes.values())) == len(found.spans) + pipeline
     assert trace["otherData"]["iteration_s"] == found.iteration_s
 

@@ -165,6 +165,7 @@ def test_any_simulation_can_be_read(ranks, stages, changes):
 
 def test_the_pipeline_shows_every_pass_when_it_happens_and_how_long_a_stage_is_idle():
     found, plan = simulated(16, 4)
+    (passes,) = found.pipeline
     axes: Any = draw_timeline(found, plan).axes[0]
     unit = time_unit(found.iteration_s)
     drawn: dict[str, list[tuple[float, ...]]] = {}
@@ -176,18 +177,17 @@ def test_the_pipeline_shows_every_pass_when_it_happens_and_how_long_a_stage_is_i
     for way, colour in (("forward", "#4878a8"), ("backward", "#e08214")):
         wanted = [
             (span.stage, span.start_s / unit.seconds, span.end_s / unit.seconds)
-            for span in found.pipeline
+            for span in passes
             if span.way == way
         ]
         assert [value for bar in sorted(drawn[colour]) for value in bar] == pytest.approx(
             [value for bar in sorted(wanted) for value in bar]
         )
-    assert len(found.pipeline) == 2 * 4 * 4  # four micro-batches through four stages, and back
-    tail = found.phases.gradients + found.phases.optimizer
+    assert len(passes) == 2 * 4 * 4  # four micro-batches through four stages, and back
     for stage, text in zip(range(4), [text for text in axes.texts if "idle" in text.get_text()], strict=True):
-        busy = sum(span.end_s - span.start_s for span in found.pipeline if span.stage == stage)
-        last = max(span.end_s for span in found.pipeline if span.stage == stage)
-        end = min(tail, found.iteration_s - last)
+        busy = sum(span.end_s - span.start_s for span in passes if span.stage == stage)
+        last = max(span.end_s for span in passes if span.stage == stage)
+        end = min(found.once[0, stage].total, found.iteration_s - last)
         assert text.get_text() == f"{1 - (busy + end) / found.iteration_s:.0%} idle"
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == [f"stage {stage}, 2 layers: {('PLAIN', 'DOUBLE')[stage % 2]}" for stage in range(4)]

@@ -70,7 +70,6 @@ class PacedClock:
         """End an operation: sleep until its modelled time is over.
 
         Args:
-            begin: result of `begin`.
             seconds: modelled seconds of the operation.
         """
         pace, due, now = self.pace, begin + seconds - self._late, time.perf_counter()
