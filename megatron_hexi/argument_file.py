@@ -143,12 +143,7 @@ def _run_it(path: Path) -> str:
 
 @lru_cache(maxsize=4)  # a command asks for the model, the job, and what is not read
 def read_arguments_file(text: str, path: Path) -> Reading:
-    """Return the words of a file of arguments, or of the training that a script starts.
-
-    Raises:
-        HexiError: a quote or an array is not closed, words stand outside the arrays of a script, a script
-            starts nothing or different trainings, or the file is of another kind; with file and lines.
-    """
+    """Return the words of a file of arguments, or of the training that a script starts."""
     refuse_other_files(text, path)
     if "\0" in text:
         line = text[: text.index("\0")].count("\n") + 1

@@ -48,11 +48,7 @@ class ClusterError(HexiError):
 
 
 class NothingFitsError(HexiError):
-    """No plan fits in the cluster's memory; the message says what is short, and what would fit.
-
-    Args:
-        details: the same as plain values, which ``--json`` adds.
-    """
+    """No plan fits in the cluster's memory; the message says what is short, and what would fit."""
 
     exit_code = EXIT_NO_PLAN
 

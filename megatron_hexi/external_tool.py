@@ -16,7 +16,6 @@ def output_of(command: Sequence[str], seconds: float | None = None) -> str:
 
     Raises:
         FileNotFoundError: there is no such program.
-        PlatformError: it failed or did not end; with all that it printed, on one line.
     """
     name = f"`{' '.join(command)[:80]}`"
     try:

@@ -127,10 +127,8 @@ def patched(
     The function becomes a `Patch`.
 
     Args:
-        target: see `Patch`.
         parameters: names of the original's parameters; ``None``: those of the decorated function, or any
             if it takes ``*args`` or ``**kwargs``.
-        fields: further fields of `Patch`.
     """
 
     def decorate(change: Callable[..., Any]) -> Patch:

@@ -40,11 +40,7 @@ def is_speaker() -> bool:
 
 
 def say_error(line: str) -> bool:
-    """Print an error to standard error and leave it for torchrun, if this rank prints errors.
-
-    Returns:
-        Whether it printed the error.
-    """
+    """Print an error for torchrun to standard error, and return whether this rank prints errors."""
     if not is_speaker():
         return False
     with contextlib.suppress(OSError):  # a full disk must not keep the process from ending

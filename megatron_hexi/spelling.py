@@ -12,8 +12,6 @@ class TimeUnit(NamedTuple):
     """A unit of time.
 
     Args:
-        seconds: seconds of one such unit.
-        name: name of the unit behind a number.
         word: name of the unit below an axis.
     """
 
@@ -42,8 +40,7 @@ def spell_time(seconds: float, unit: TimeUnit | None = None) -> str:
     """Return a time in three digits with its unit: ``17.3 min``, ``405 s``, ``12.5 ms``; ``0 s`` for zero.
 
     Args:
-        seconds: 0 or more.
-        unit: the unit; ``None``: a suitable one.
+        unit: ``None``: a suitable one.
     """
     if seconds == 0 and unit is None:
         return "0 s"

@@ -35,9 +35,6 @@ def standard_output() -> Iterator[None]:
     """Turn a closed or full standard output, inside this context, into an error of the user's.
 
     What is lost of standard error is lost silently. Names of files, which need not be text, are escaped.
-
-    Raises:
-        HexiError: the standard output is closed, or cannot be written.
     """
     if sys.stderr is None:  # else `print` takes the standard output instead
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)

@@ -33,11 +33,7 @@ def read_bytes(
     remedy: str = _CHECK,
     size_remedy: str = "is it the right file?",
 ) -> bytes:
-    """Return the contents of a file, or of a pipe such as that of ``<(…)``.
-
-    Raises:
-        HexiError: it cannot be read, is neither a regular file nor a pipe with a writer, or is too large.
-    """
+    """Return the contents of a file, or of a pipe such as that of ``<(…)``."""
     try:
         status = os.stat(path)  # before opening: to open a device may change its state
         kind = _kind(status.st_mode)
@@ -100,13 +96,6 @@ def write_atomically(path: str | os.PathLike[str], content: bytes, private: bool
 
     A symbolic link stays one: its target is written. An existing file keeps its mode and, where permitted,
     its owner.
-
-    Args:
-        content: its bytes.
-        private: whether a new file may be read and written by its owner only.
-
-    Raises:
-        HexiError: see `check_output`; or the disk is full.
     """
     with _beside(Path(path)) as (stream, target, status):
         try:
@@ -194,11 +183,7 @@ def read_text(
     remedy: str = "check the path and its permissions",
     content_remedy: str = "is it the right file?",
 ) -> str:
-    """Return the contents of a file in UTF-8, without a byte order mark.
-
-    Raises:
-        HexiError: the file cannot be read, is too large, or is no text.
-    """
+    """Return the contents of a file in UTF-8, without a byte order mark."""
     content = read_bytes(path, max_bytes, remedy, content_remedy)
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
@@ -216,11 +201,7 @@ def write_text_atomically(path: str | os.PathLike[str], text: str, private: bool
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a file, whole or not at all; a new file is its owner's only.
-
-    Args:
-        path: the file; its folder must exist.
-    """
+    """Append a line to a file, whole or not at all; a new file is its owner's only."""
     try:
         with open(path, "ab", buffering=0, opener=open_private) as file:
             end, data = file.seek(0, os.SEEK_END), f"{line}\n".encode()

@@ -30,11 +30,7 @@ def variable_number(
     """Return the number in an environment variable, which a launcher sets.
 
     Args:
-        environment: usually `os.environ`.
         default: the number if it is not set; ``None``: it must be.
-
-    Raises:
-        HexiError: it is no such number, or is not set.
     """
     text = environment.get(name, "" if default is None else str(default))
     number = whole_number(text)

@@ -54,12 +54,7 @@ def spell_place(place: Place) -> str:
 
 
 def read_yaml(path: str | os.PathLike[str]) -> YamlFile:
-    """Return the YAML document of a file.
-
-    Raises:
-        HexiError: the file cannot be read, is too large, is not YAML, holds several documents, uses an
-            alias, repeats a key, or nests too deeply.
-    """
+    """Return the YAML document of a file."""
     return yaml_from_text(Path(path), read_text(path))
 
 

@@ -60,11 +60,7 @@ Label = Annotated[str, Field(max_length=200), AfterValidator(_without_control_ch
 
 
 def parse[T](kind: TypeAdapter[T], data: Any, where: Where, error: type[HexiError]) -> T:
-    """Return plain values as a type.
-
-    Raises:
-        HexiError: an `error` about the first value that does not fit: place, value, remedy.
-    """
+    """Return plain values as a type."""
     try:
         return kind.validate_python(data)
     except ValidationError as problems:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from benchmarks.goodput.job import COPY_INTERVAL, NODES, GoodputJob
 from benchmarks.goodput.paced_rank import CLUSTER_VARIABLE
+from megatron_hexi.elastic.channel import SECRET_VARIABLE
 from megatron_hexi.elastic.launcher.job_store import keep_store
-from megatron_hexi.elastic.secret import SECRET_VARIABLE
 from megatron_hexi.lab.testbed.isolation import raise_priority
 from megatron_hexi.lab.testbed.job import free_port
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from megatron_hexi import pretrain_gpt
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.lab.testbed.in_rank.charge import Charger, Pacing
-from megatron_hexi.lab.testbed.in_rank.clock import PacedClock
+from megatron_hexi.lab.testbed.in_rank.charge import Charger, PacedClock, Pacing
 from megatron_hexi.lab.testbed.isolation import raise_priority
 
 #: Names the cluster file.

@@ -19,10 +19,10 @@ from torch import Tensor
 from benchmarks.blocks import measure
 from benchmarks.one_gpu.parts import Deadline, Row, Setting, json_rows, print_rows
 from megatron_hexi.plan import Workload, proportional_plan
-from megatron_hexi.probe.clock import clock_for, steady_seconds
+from megatron_hexi.probe.compute import clock_for, steady_seconds
 from megatron_hexi.runtime.call_rows import Rows
 from megatron_hexi.runtime.fused import on_gpu, plain
-from megatron_hexi.runtime.fused.slots import Slot
+from megatron_hexi.runtime.fused.plain import Slot
 
 _LIMIT_S = 0.3
 _BF16 = torch.bfloat16

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from megatron_hexi.lab.testbed.job import free_port
-from megatron_hexi.runtime.kernels.cudnn import torchs_cudnn
+from megatron_hexi.runtime.kernels.aten import torchs_cudnn
 
 #: In place of Megatron's defaults that need apex or Transformer Engine.
 PLAIN = (

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.one_gpu.parts import Deadline, Row, Setting, json_rows, print_rows
-from megatron_hexi.probe.clock import clock_for, steady_seconds
-from megatron_hexi.probe.compute import attention
-from megatron_hexi.probe.sizes import Sizes, sizes_for
+from megatron_hexi.probe.compute import attention, clock_for, steady_seconds
+from megatron_hexi.probe.document import Sizes, sizes_for
 from megatron_hexi.runtime.kernels import KERNELS, select_kernel
 
 #: (in, out) of linear layers: Llama 3 8B and 70B (QKV, projection, MLP), and of small experts.

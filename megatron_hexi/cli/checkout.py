@@ -32,8 +32,6 @@ class FileChange:
     """Lines added to one file.
 
     Attributes:
-        name: the file, relative to the checkout.
-        sha256: SHA-256 of the original's bytes, in hexadecimal.
         insertions: number of a line of the original (from 1), and the line added after it.
     """
 
@@ -101,15 +99,7 @@ def read_diff(path: Path) -> list[FileChange]:
 
 
 def patch_checkout(checkout: Path, diffs: Sequence[Path] | None = None) -> list[Path]:
-    """Add our line to the training scripts of a Megatron-LM checkout: to all of them or to none.
-
-    Args:
-        checkout: the folder that holds ``pretrain_gpt.py``.
-        diffs: the diffs to choose from; those that come with megatron-hexi if None.
-
-    Returns:
-        The files that were changed.
-    """
+    """Add our line to all training scripts of a Megatron-LM checkout or to none; return the changed files."""
     changes, contents = _matching(checkout, diffs)
     for change in changes:
         if change.is_patched(contents[change.name]):

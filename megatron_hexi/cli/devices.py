@@ -9,7 +9,7 @@ import typer
 from megatron_hexi.cli.output import AsJson, Picture, check_outputs, print_json, print_report, write_picture
 from megatron_hexi.cluster import catalog as known_devices
 from megatron_hexi.cluster import device as known_device
-from megatron_hexi.report.catalog_tables import catalog_table, device_dict, device_report
+from megatron_hexi.report.tables import catalog_table, device_dict, device_report
 
 app = typer.Typer()
 
@@ -24,7 +24,7 @@ def catalog(
     check_outputs([], [], picture)
     devices = list(known_devices().values()) if gpu is None else [known_device(gpu)]
     if picture is not None:
-        from megatron_hexi.report.curves import draw_curves
+        from megatron_hexi.report.pictures import draw_curves
 
         write_picture(draw_curves(devices), picture)
     if as_json:

@@ -94,7 +94,6 @@ class Manifests(Bundle):
         """Return the checked settings of a job.
 
         Args:
-            name: name of the job where the settings give none.
             more: fields of `Settings` that other commands lack.
         """
         if self.image is None:

@@ -91,7 +91,6 @@ def check_outputs(
         inputs: files that the command reads; ``None`` where there is none.
         outputs: files that it will write, the picture aside, first the one that the user names; ``None``
             where not asked for.
-        picture: path of the picture; ``None`` where not asked for.
 
     Raises:
         ModuleNotFoundError: a picture, and nothing to draw it with.

@@ -16,7 +16,7 @@ from megatron_hexi.errors import ClusterError, HexiError, PlanError
 from megatron_hexi.models import Job, check_options, job_of_plan, model_file, read_model, refuse_imbalance
 from megatron_hexi.plan import JobTerms, Plan
 from megatron_hexi.plan.flags import spell_flag
-from megatron_hexi.plan.kernels import join_kernels, kernel_on
+from megatron_hexi.plan.terms import join_kernels, kernel_on
 
 
 @contextlib.contextmanager

@@ -137,15 +137,15 @@ def plan(
 
         gpus = [rank.device for rank in planned.cost.ranks]
         write_picture(draw_plan(planned.plan, unit_summaries(planned.plan), gpus), picture)
-    from megatron_hexi.report.launch_lines import launch_dict, launch_text
-    from megatron_hexi.report.planned import job_dict, planned_dict, planned_report
-    from megatron_hexi.report.rival_lines import (
+    from megatron_hexi.report.comparison import (
         gains_dict,
         gains_report,
         rivals_dict,
         rivals_report,
         weak_report,
     )
+    from megatron_hexi.report.launch_lines import launch_dict, launch_text
+    from megatron_hexi.report.planned import job_dict, planned_dict, planned_report
 
     lines: LaunchLines | None = None
     with _without_flags():

@@ -150,7 +150,7 @@ def _finish(measured: Measurement, out: Path, picture: Path | None, *, as_json: 
     from megatron_hexi.probe.assemble import assemble
     from megatron_hexi.probe.network import write_cluster
     from megatron_hexi.probe.run import partial_path
-    from megatron_hexi.report.catalog_tables import device_report
+    from megatron_hexi.report.tables import device_report
 
     data, notes = assemble(measured, out.stem)
     cluster, notes = write_cluster(out, data, notes, measured)
@@ -158,7 +158,7 @@ def _finish(measured: Measurement, out: Path, picture: Path | None, *, as_json: 
     say(f"wrote {out}")
     devices = list({node.device.name: node.device for node in cluster.nodes}.values())
     if picture is not None:
-        from megatron_hexi.report.curves import draw_curves
+        from megatron_hexi.report.pictures import draw_curves
 
         write_picture(draw_curves(devices), picture)
     if as_json:

@@ -11,7 +11,7 @@ import typer
 from megatron_hexi.cli.options import ClusterPath
 from megatron_hexi.cli.output import AsJson, print_json, print_report
 from megatron_hexi.lab.testbed.command import run_testbed
-from megatron_hexi.lab.testbed.report import testbed_report
+from megatron_hexi.lab.testbed.truth import testbed_report
 
 commands = typer.Typer(
     help="Emulate a mixed cluster on this machine.",

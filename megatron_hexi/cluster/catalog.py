@@ -40,11 +40,7 @@ def catalog() -> Mapping[str, Device]:
 
 
 def device(name: str) -> Device:
-    """Return the device of the catalogue with a given name.
-
-    Raises:
-        ClusterError: the catalogue has no such device; the message suggests similar names.
-    """
+    """Return the device of the catalogue with a given name."""
     devices = catalog()
     if name not in devices:
         raise ClusterError(f"GPU {unknown_device(name, devices)}")

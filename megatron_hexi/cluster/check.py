@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from megatron_hexi.cluster.catalog import unknown_device
 from megatron_hexi.cluster.device import Device
+from megatron_hexi.cluster.links import fabric_groups
 from megatron_hexi.cluster.model import (
     MAX_GPUS,
     ClusterFile,
@@ -19,7 +20,6 @@ from megatron_hexi.cluster.model import (
     NodeNetwork,
 )
 from megatron_hexi.cluster.schema import refuse
-from megatron_hexi.cluster.tiers import fabric_groups
 from megatron_hexi.errors import PlatformError
 from megatron_hexi.hostlist import expand_hostlist
 from megatron_hexi.yaml_file import Place, YamlFile
@@ -153,11 +153,7 @@ def with_counted_hosts(file: ClusterFile, source: YamlFile) -> ClusterFile:
 
 
 def check_cluster(file: ClusterFile, devices: Mapping[str, Device], source: YamlFile) -> None:
-    """Check that a cluster file obeys all rules.
-
-    Raises:
-        ClusterError: a rule is broken; the message names the first such rule.
-    """
+    """Check that a cluster file obeys all rules."""
     _check_nodes(file, devices, source)
     check_network(file, source)
     if file.matrix is not None:

@@ -19,7 +19,7 @@ from pydantic import ConfigDict
 
 from megatron_hexi.cluster.schema import STRICT, Latency, Memory, Rate, Text
 from megatron_hexi.errors import ClusterError
-from megatron_hexi.plan.kernels import KERNEL_ALIASES
+from megatron_hexi.plan.terms import KERNEL_ALIASES
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class Curve:
 
     Args:
         sizes: at least one size, ascending: rows of a matrix product, or tokens of the sequence in attention.
-        rates: TFLOP/s at each size.
         source: source of the measurement, or derivation of the estimate.
         estimate: whether the curve is an estimate, not measured on this GPU with this kernel.
         given_from: smallest size that the source gives; rates at smaller sizes follow from an assumed
@@ -88,7 +87,6 @@ class Attention:
     """Achieved rates of one attention kernel for heads of 128 in bf16 (fp16 on GPUs without bf16).
 
     Args:
-        kernel: name of the kernel, as in ``--hexi-kernel``.
         causal: rates with a causal mask, which counts half the FLOPs of `full`.
         full: rates without a mask, which counts 4 x queries x keys x head dim x heads FLOPs in the forward
             pass.
@@ -185,18 +183,12 @@ class Device:
     """A GPU model with its memory, links and achieved rates.
 
     Args:
-        name: name of the GPU in cluster files.
         memory_gb: memory as the vendor sells it, 10^9 bytes.
         usable_gib: memory that a process finds free on the GPU, GiB.
         memory_gb_s: bandwidth of the GPU's memory by datasheet, 10^9 bytes/s.
-        capability: CUDA compute capability.
-        nominal: rates by datasheet.
-        link: link to the other GPUs of the node.
         matmul: achieved rate of matrix products against their rows, in bf16 (fp16 on GPUs without bf16).
         attentions: achieved rates of attention kernels: the cluster file's kernels before the catalogue's,
             each from fastest to slowest (causal, forward, 16k tokens).
-        source: the datasheet.
-        note: remark for users.
         matmul_fp8: achieved rate of matrix products in fp8; ``None`` if not known.
         layer_share: fraction of `matmul` and `matmul_fp8` that the matrix products of a training layer reach;
             1 if the curves were measured in a layer.

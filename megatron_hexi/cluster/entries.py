@@ -116,8 +116,6 @@ class Builder:
     """A builder of devices from their entries in a YAML document.
 
     Args:
-        source: the YAML document of the entries, for errors.
-        known: devices that an entry may extend or name as `like`.
         halves: number of tokens at which attention reaches half its rate, by mask and pass.
         citations: full citation for each one-word `source`.
         layer_share: `Device.layer_share` of devices whose `matmul` is in the document.
@@ -134,11 +132,7 @@ class Builder:
     call_us: float
 
     def device(self, name: str, entry: DeviceEntry) -> Device:
-        """Return the device of an entry.
-
-        Raises:
-            ClusterError: the entry lacks a field, or breaks a rule.
-        """
+        """Return the device of an entry."""
         place, base = ("devices", name), self.known.get(name)
 
         def need[T](field: str, value: T | None, inherit: Callable[[Device], T]) -> T:

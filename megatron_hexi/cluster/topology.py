@@ -19,9 +19,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_hexi.cluster.device import Device, Host
-from megatron_hexi.cluster.links import Cards, LinkId, Node, Rank, Route, Tier, Way
+from megatron_hexi.cluster.links import (
+    GB,
+    MICRO,
+    Cards,
+    LinkId,
+    Node,
+    Rank,
+    Route,
+    Tier,
+    Way,
+    find_tiers,
+    gb_s,
+)
 from megatron_hexi.cluster.model import ClusterFile, Matrix, NodeHost, NodeNetwork
-from megatron_hexi.cluster.tiers import GB, MICRO, find_tiers, gb_s
 
 
 @dataclass(frozen=True)

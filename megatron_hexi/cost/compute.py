@@ -25,7 +25,7 @@ from megatron_hexi.cost.products import (
 )
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.models.job import Job
-from megatron_hexi.plan.kernels import WIDEST_HEADS, kernel_on
+from megatron_hexi.plan.terms import WIDEST_HEADS, kernel_on
 
 #: Attention curves count the backward pass as this many forward passes (cluster/device.py).
 ATTENTION_BACKWARD = 2.5

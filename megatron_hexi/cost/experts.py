@@ -1,6 +1,6 @@
 """Routed experts: the ranks that hold them, the rows that ranks compute, and seconds of a layer's experts.
 
-Between attention and the next layer the ranks of an expert domain (`plan.experts`) send each token to the
+Between attention and the next layer the ranks of an expert domain (`plan.units`) send each token to the
 ranks that hold its experts, compute these, and send the results back. All of them wait for each other at both
 all-to-alls. Assumed: a token is sent to each of its experts, even if several are on one rank (Megatron's
 alltoall dispatcher); all expert domains of a stage exchange at the same time.
@@ -31,7 +31,7 @@ from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh.experts import ExpertDomain, job_experts
 from megatron_hexi.models.job import Job
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.experts import HeldExperts
+from megatron_hexi.plan.units import HeldExperts
 
 #: Rows of the rank whose experts are busiest, in standard deviations above the mean.
 _DEVIATIONS = 2

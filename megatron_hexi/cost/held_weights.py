@@ -12,8 +12,7 @@ from megatron_hexi.mesh import Box, Bucket, Mesh, cell_size, cut_pieces, make_bu
 from megatron_hexi.mesh.experts import job_experts
 from megatron_hexi.models.job import Job
 from megatron_hexi.models.model import Model
-from megatron_hexi.plan.experts import HeldExperts
-from megatron_hexi.plan.units import Unit
+from megatron_hexi.plan.units import HeldExperts, Unit
 
 
 class _Held(NamedTuple):

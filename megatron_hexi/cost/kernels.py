@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.errors import HexiError
-from megatron_hexi.plan.kernels import kernel_on, split_kernels
+from megatron_hexi.plan.terms import kernel_on, split_kernels
 
 #: A kernel that is built from source and not in the shipped image; the other kernels come with torch.
 _NOT_IN_IMAGE = "flash-attn-3"

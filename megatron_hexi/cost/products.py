@@ -30,7 +30,7 @@ from megatron_hexi.cost.moved_bytes import gradient_bytes
 from megatron_hexi.models.job import Job
 from megatron_hexi.models.model import Model
 
-#: The linear layer whose products curves are of: what `hexi probe` measures on a GPU (probe/sizes.py).
+#: The linear layer whose products curves are of: what `hexi probe` measures on a GPU (probe/document.py).
 CURVE_IN, CURVE_OUT = 4096, 16384
 #: The most by which leaving out writes may raise a curve's rate.
 _MOST = 2.0

@@ -5,9 +5,9 @@ to rank 0; `rules` finds problems in them without looking at the machine again; 
 works where torch, Megatron or anything else is missing: nothing is imported before it is looked for.
 """
 
-from megatron_hexi.doctor.examination import Examination, examine, launched_job
 from megatron_hexi.doctor.facts import Checkout, Facts
 from megatron_hexi.doctor.findings import Problem, doctor_dict, doctor_report
+from megatron_hexi.doctor.gather import Examination, examine, launched_job
 
 __all__ = [
     "Checkout",

@@ -29,8 +29,6 @@ class Problem:
         severity: ``error``: a job will not start, or be wrong; ``warning``: it will be slow, or fail where
         the
             network is needed; ``note``: worth knowing.
-        what: the problem, with the wrong value.
-        remedy: what to do.
         where: hosts and ranks that have it; empty where there is only this process.
     """
 

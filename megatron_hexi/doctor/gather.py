@@ -15,15 +15,17 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megatron_hexi.doctor import machine, software
 from megatron_hexi.doctor.facts import Checkout, Facts
+from megatron_hexi.doctor.findings import Problem, healthy
+from megatron_hexi.doctor.rules import find_job_problems
 from megatron_hexi.errors import HexiError
-from megatron_hexi.whole_number import variable_number
+from megatron_hexi.whole_number import variable_number, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -123,12 +125,7 @@ class LaunchedJob:
     """The job of this process, and its rank in it.
 
     Attributes:
-        rank: number of this process.
-        size: number of ranks.
-        address: host that serves the store.
-        port: its port.
         served: whether the launcher serves the store (torchrun does); else rank 0 does.
-        attempt: number of the job's start, counted by torchrun.
     """
 
     rank: int
@@ -186,11 +183,7 @@ def joined(job: LaunchedJob, timeout_s: float) -> Iterator[Store]:
 
 
 def send_facts(store: Store, facts: Facts, timeout_s: float) -> bool:
-    """Send this rank's facts to rank 0, and return its verdict.
-
-    Returns:
-        Whether the job is healthy.
-    """
+    """Send this rank's facts to rank 0, and return its verdict: whether the job is healthy."""
     from pydantic import TypeAdapter
 
     try:
@@ -251,3 +244,52 @@ def adopt_launcher() -> None:
     from megatron_hexi.platform.slurm import adopt_slurm_environment
 
     adopt_slurm_environment(os.environ)
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The result of an examination.
+
+    Attributes:
+        facts: facts of the ranks that answered, in rank order; empty on all ranks but the first.
+        problems: problems, the worst first; likewise.
+    """
+
+    facts: Sequence[Facts]
+    problems: Sequence[Problem]
+    healthy: bool
+
+
+def launched_job() -> LaunchedJob | None:
+    """Return the job of several ranks for which torchrun or srun started this process, if any."""
+    # An error of the store is one line, without torch's C++ stack; torch reads this variable at import.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    try:
+        adopt_launcher()
+    except ImportError:
+        return None  # without torch there is no store: every rank reports by itself
+    return find_job(os.environ)
+
+
+def examine(
+    job: LaunchedJob | None, checkout: Checkout | None, timeout_s: float, progress: Progress | None = None
+) -> Examination:
+    """Examine this process, and the other ranks of its job.
+
+    Args:
+        job: the job of `launched_job`; ``None`` to examine this process only.
+        timeout_s: time for which rank 0 waits for the others, and they for rank 0.
+    """
+    if job is None:
+        facts = [collect(whole_number(os.environ.get("RANK", "")), checkout, progress)]
+        problems = find_job_problems(facts)
+        return Examination(facts, problems, healthy(problems))
+    local_facts = collect(job.rank, checkout, progress)
+    with joined(job, timeout_s) as store:
+        if job.rank != 0:
+            return Examination((), (), send_facts(store, local_facts, 2 * timeout_s))
+        facts, silent = receive_facts(store, job, local_facts, timeout_s)
+        problems = find_job_problems(facts, silent)
+        verdict = healthy(problems)
+        answer(store, job, len(facts), healthy=verdict)
+    return Examination(facts, problems, verdict)

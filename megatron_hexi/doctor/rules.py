@@ -19,9 +19,8 @@ from megatron_hexi.doctor.findings import (
     warning,
     worst_first,
 )
-from megatron_hexi.doctor.rules_communication import COMMUNICATION_RULES
+from megatron_hexi.doctor.rules_communication import COMMUNICATION_RULES, GPU_RULES
 from megatron_hexi.doctor.rules_fleet import FLEET_RULES
-from megatron_hexi.doctor.rules_gpu import GPU_RULES
 from megatron_hexi.spelling import spell_numbers
 
 _REINSTALL = "pip install --force-reinstall --no-deps"
@@ -223,7 +222,6 @@ def find_job_problems(facts: Sequence[Facts], silent: Sequence[int] = ()) -> lis
 
     Args:
         facts: facts of the ranks that answered, in rank order; one without a rank where there is no job.
-        silent: the ranks that did not answer.
     """
     problems = list(_merged(facts))
     if silent:

@@ -64,7 +64,7 @@ def find_torch() -> Torch | None:
             nccl = ".".join(map(str, torch.cuda.nccl.version()[:3]))
     cudnn, folder = None, ""
     if torch.backends.cudnn.is_available():
-        from megatron_hexi.runtime.kernels.cudnn import UNKNOWN_FOLDER, cudnn_version, torchs_cudnn
+        from megatron_hexi.runtime.kernels.aten import UNKNOWN_FOLDER, cudnn_version, torchs_cudnn
 
         cudnn = cudnn_version()
         folder = "" if cudnn is not None else torchs_cudnn() or UNKNOWN_FOLDER

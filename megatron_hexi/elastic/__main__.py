@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from megatron_hexi.elastic.channel import find_secret
 from megatron_hexi.elastic.entrance import listen
 from megatron_hexi.elastic.launcher.agent import AgentSettings, run_agent
 from megatron_hexi.elastic.launcher.job_store import keep_store
 from megatron_hexi.elastic.launcher.ranks import ENTRY
-from megatron_hexi.elastic.secret import find_secret
 from megatron_hexi.elastic.store import SPARE
 from megatron_hexi.errors import HexiError, printable, user_errors
 from megatron_hexi.text_file import check_output, read_text

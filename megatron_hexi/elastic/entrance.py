@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from megatron_hexi.elastic.speech import say
+from megatron_hexi.elastic import say
 
 #: The most connections that have not proved the secret: in all, and of one network (/24, or /64 of IPv6).
 _MOST, _MOST_OF_NETWORK = 1024, 256
@@ -38,7 +38,6 @@ class Entrance:
         """Let a peer prove the secret; a context that ends with the proof.
 
         Args:
-            address: the peer's IP address.
             close: closes the connection; called in any thread that serves another one.
         """
         network, key = _network(address), object()

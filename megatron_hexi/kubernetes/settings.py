@@ -48,7 +48,6 @@ class Volume:
 
     Args:
         source: a PersistentVolumeClaim's name, or an absolute path on the node.
-        path: absolute path in the pod at which the folder is mounted.
     """
 
     source: str
@@ -66,14 +65,11 @@ class Settings:
     """The user's choices for a job on Kubernetes that stand in no plan and in no cluster file.
 
     Args:
-        name: the job's name; the names of all objects begin with it.
-        namespace: namespace of all objects; ``None``: the one that kubectl is set to.
         labels: labels of the nodes of an entry of the cluster file, by entry; they replace the GPU's product
             label.
         resources: resources that each pod asks for besides its GPUs, by entry of the cluster file; those
             under ``""`` are for all entries.
         least: smallest number of nodes with which an elastic job goes on; ``None``: the job is not elastic.
-        spares: names of nodes of the cluster file that wait as spares of an elastic job.
     """
 
     form: Form

@@ -32,9 +32,7 @@ class Command:
     """A process that a pod starts.
 
     Args:
-        words: the words of its command line after ``python``.
         trains: whether Megatron's arguments follow the words.
-        variables: environment variables that it has besides the pod's.
     """
 
     words: tuple[str, ...]

@@ -10,7 +10,7 @@ import torch
 
 from megatron_hexi.errors import HexiError, PlanError, PlatformError
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.kernels import is_same_kernel, kernel_by_torch, split_kernels
+from megatron_hexi.plan.terms import is_same_kernel, kernel_by_torch, split_kernels
 from megatron_hexi.runtime.kernels import KERNEL_NAMES, KernelDispatch, select_kernel
 
 _AUTO = "auto"

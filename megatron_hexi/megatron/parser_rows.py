@@ -14,8 +14,7 @@ from typing import Any
 import megatron.core
 from megatron.training import arguments
 
-from megatron_hexi.options.parser import DATA, Row, read_rows
-from megatron_hexi.options.release import VERSIONS, series
+from megatron_hexi.options.parser import DATA, VERSIONS, Row, read_rows, series
 from megatron_hexi.text_file import write_text_atomically
 
 _KINDS = {"_StoreTrueAction": "true", "_StoreFalseAction": "false", "BooleanOptionalAction": "both"}

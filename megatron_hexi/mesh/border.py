@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_hexi.mesh.mesh import Mesh
+from megatron_hexi.plan.batch_balance import packed_domain
 from megatron_hexi.plan.layout import merge_segments, shard_segments, slice_segments
 from megatron_hexi.plan.model import Range
-from megatron_hexi.plan.packing import packed_domain
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.experts import HeldExperts, expert_domains
+from megatron_hexi.plan.units import HeldExperts, expert_domains
 
 
 @dataclass(frozen=True)

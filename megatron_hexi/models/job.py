@@ -15,8 +15,7 @@ from megatron_hexi.options.job_terms import stage_terms
 from megatron_hexi.plan import JobTerms, LatentColumns, Plan, Workload
 from megatron_hexi.plan.check_ministages import interleaving_fault
 from megatron_hexi.plan.flags import spell_flag
-from megatron_hexi.plan.kernels import join_kernels, split_kernels
-from megatron_hexi.plan.terms import Precision, Recompute
+from megatron_hexi.plan.terms import Precision, Recompute, join_kernels, split_kernels
 
 #: Part of a layer that the backward pass computes again.
 RecomputeMode = Literal["none", "selective", "full"]
@@ -66,7 +65,7 @@ class Job:
         overlap_gradients: whether gradients and weights travel behind computation: --overlap-grad-reduce and
             --overlap-param-gather.
         sequence_parallel: --sequence-parallel; it has no effect unless `tensor_parallel` is above 1.
-        kernel: name of the attention kernel, or one for each model of GPU (`megatron_hexi.plan.kernels`);
+        kernel: name of the attention kernel, or one for each model of GPU (`megatron_hexi.plan.terms`);
             ``None``: each GPU's default.
         latent_exchange: whether latent columns travel between ranks in place of keys and values, as in plans
             with `workload.latent_exchange`; only for models with latent attention.

@@ -3,7 +3,7 @@
 The package works without torch.
 
 - `parser` parses words as the parser of the assumed `release` of Megatron does.
-- `rule_table` joins the modules `rules_*`, which list the options that a plan supports or refuses, with
+- `refusals` joins the modules `rules_*`, which list the options that a plan supports or refuses, with
   reasons; `refusals` applies the table.
 - `registry` assigns every option of Megatron to a class.
 - `plan_job` checks a job against a plan; `job_terms` has the flags that a plan sets or replaces.

@@ -11,8 +11,8 @@ from typing import Any, Final
 from megatron_hexi.errors import PlanError, raise_all
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.check_ministages import interleaving_fault
-from megatron_hexi.plan.experts import held_experts
 from megatron_hexi.plan.flags import FLAGS, argument_name
+from megatron_hexi.plan.units import held_experts
 
 #: Options of parallel sizes that each stage of a plan states for itself.
 PARALLEL_SIZES: Final = (
@@ -80,11 +80,7 @@ class _Setting:
 
 
 def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
-    """Set Megatron's arguments by the plan's `job`, and refuse a command line that contradicts the plan.
-
-    Returns:
-        The arguments that were set, as command-line text.
-    """
+    """Set Megatron's arguments by the plan's `job`, refuse contradictions; return what was set as text."""
     changed, faults = [], []
     for setting in _settings(plan):
         value = getattr(args, setting.argument)
@@ -192,7 +188,6 @@ def keep_vocabulary(args: Namespace, first: Plan, plan: Plan) -> None:
 
     Args:
         args: Megatron's arguments, not yet checked; changed in place.
-        plan: a plan whose tensor-parallel sizes divide the rows.
     """
     step = vocabulary_step(first, args.make_vocab_size_divisible_by)
     args.make_vocab_size_divisible_by = step // tensor_parallel_flag(plan)

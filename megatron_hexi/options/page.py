@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_hexi.options.classes import COUNTED, FREE, RESTRICTING
 from megatron_hexi.options.kinds import UNSHOWN, Refused, Replaced, Supported
-from megatron_hexi.options.registry import OptionClass, class_of, table
-from megatron_hexi.options.rule_table import OPTIONS
+from megatron_hexi.options.refusals import OPTIONS
+from megatron_hexi.options.registry import COUNTED, FREE, RESTRICTING, OptionClass, class_of, table
 
 _HEAD = """\
 # Megatron's options under a plan

@@ -11,13 +11,48 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 from megatron_hexi.argument_file import without_flags
 from megatron_hexi.errors import HexiError, raise_all
-from megatron_hexi.options.release import VERSIONS, assumed_series
 from megatron_hexi.shell.words import Word, place_of
+
+#: Release series of megatron-core whose options are recorded, each from its last release, oldest first.
+VERSIONS = ("0.17", "0.18", "0.19")
+
+
+@functools.cache
+def assumed_release() -> str:
+    """Return the installed release of megatron-core, or else the newest supported release.
+
+    A pre-release counts as its release.
+    """
+    try:
+        return Version(version("megatron-core")).base_version
+    except PackageNotFoundError:
+        return VERSIONS[-1]
+
+
+def is_assumed(versions: str) -> bool:
+    """Whether the assumed release is one of the given versions (a PEP 440 specifier)."""
+    return SpecifierSet(versions).contains(assumed_release())
+
+
+def series(release: str) -> str:
+    """Return the release series of a version: "0.19" for "0.19.2"."""
+    return ".".join(release.split(".")[:2])
+
+
+def assumed_series() -> str:
+    """Return the release series of the assumed release, whose options are used."""
+    installed = series(assumed_release())
+    return installed if installed in VERSIONS else VERSIONS[-1]
+
 
 DATA = Path(__file__).parent / "data" / "parser.jsonl"
 
@@ -26,13 +61,10 @@ class Row(NamedTuple):
     """A recorded option of Megatron's parser.
 
     Attributes:
-        flags: spellings of the option.
-        dest: name of the argument that the option sets.
         kind: ``store``, ``true``, ``false``, or ``both`` (``--x`` and ``--no-x``).
         type: type of the option's values: int, float, str, bool, or Megatron's ``pair`` ("128,0"),
             ``pattern`` ("([1]*3+[0])*2") and ``name`` (of an enumeration).
         nargs: number of values, as argparse spells it.
-        choices: allowed values; ``None``: all values.
         const: value of the argument if the flag is written without a value and `nargs` is ``?``.
         default: value of the argument without the option.
         versions: entries of `VERSIONS` that have exactly this option.
@@ -59,7 +91,6 @@ class Parsed(NamedTuple):
 
     Attributes:
         args: all arguments, with Megatron's names and defaults, before Megatron's own checks.
-        given: flags that the command line has.
     """
 
     args: argparse.Namespace
@@ -80,12 +111,7 @@ def _row(document: dict[str, Any]) -> Row:
 
 
 def parse_words(words: Sequence[Word], source: str) -> Parsed:
-    """Parse words as Megatron's command line.
-
-    Raises:
-        HexiError: there are unknown options, words that belong to no option, or wrong values; the message
-            names each with its line.
-    """
+    """Parse words as Megatron's command line."""
     parsed, faults = parse_and_judge(words, source)
     raise_all(faults)
     return parsed

@@ -16,8 +16,8 @@ from megatron_hexi.options.job_terms import (
 )
 from megatron_hexi.options.kinds import PlanKind, is_packed
 from megatron_hexi.options.layer_features import layers_by_state
+from megatron_hexi.options.parser import is_assumed
 from megatron_hexi.options.refusals import refuse_unsupported, replace_options
-from megatron_hexi.options.release import is_assumed
 from megatron_hexi.plan import (
     Plan,
     Share,
@@ -260,11 +260,7 @@ def check_ranks(args: Namespace, plan: Plan) -> None:
 
 
 def replica_shares(args: Namespace, plan: Plan) -> tuple[Share, ...] | None:
-    """Return each replica's share of the global batch.
-
-    Returns:
-        The share of each replica; ``None`` if the replicas are equal, so that Megatron assigns micro-batches.
-    """
+    """Return each replica's share of the global batch; ``None`` if Megatron assigns equal ones."""
     if not _assigns_micro_batches(plan):
         return None
     path = args.hexi_plan

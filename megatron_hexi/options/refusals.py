@@ -1,4 +1,4 @@
-"""Replace the options of a job that a plan carries out in its own way; refuse what it does not support."""
+"""The rules of all options by topic; replace or refuse the options of a job by them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,28 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from megatron_hexi.errors import PlanError, raise_all
-from megatron_hexi.options.kinds import PlanKind, Refused, Replaced
-from megatron_hexi.options.release import is_assumed
-from megatron_hexi.options.rule_table import OPTIONS
+from megatron_hexi.options import (
+    rules_attention,
+    rules_experts,
+    rules_megatron,
+    rules_parallelism,
+    rules_planning,
+    rules_replaced,
+    rules_training,
+)
+from megatron_hexi.options.kinds import PlanKind, Refused, Replaced, Supported
+from megatron_hexi.options.parser import is_assumed
+
+OPTIONS: dict[str, tuple[Supported | Replaced | Refused, ...]] = {
+    **rules_replaced.OPTIONS,
+    **rules_attention.OPTIONS,
+    **rules_parallelism.OPTIONS,
+    **rules_training.OPTIONS,
+    **rules_experts.OPTIONS,
+    **rules_planning.OPTIONS,
+    **rules_megatron.OPTIONS,
+}
+
 
 #: Kinds of rules (`Refused.beside`) that apply to each kind of plan.
 _KINDS: dict[PlanKind, tuple[PlanKind, ...]] = {
@@ -43,14 +62,10 @@ def replaced() -> list[Replaced]:
 
 
 def replace_options(args: Namespace, plan: PlanKind) -> list[str]:
-    """Replace the options of a job that a plan of this kind carries out in its own way.
+    """Replace the options that a plan of this kind carries out in its own way; return a line for each.
 
     Args:
         args: Megatron's arguments, before Megatron's own checks; changed in place.
-        plan: kind of the plan.
-
-    Returns:
-        For each replaced option a line that says what stands in its place.
     """
     rules = [rule for rule in replaced() if rule.beside in _KINDS[plan]]
     return [rule.apply(args) for rule in rules if rule.applies_to(args)]

@@ -11,8 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from megatron_hexi.options.conditions import describe, holds
-from megatron_hexi.options.kinds import Refused, Supported, given
+from megatron_hexi.options.kinds import Refused, Supported, describe, given, holds
 
 #: Conditions (`conditions`) which Megatron refuses together, with the remedy. The first names the option.
 STOPS = {

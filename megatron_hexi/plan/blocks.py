@@ -175,11 +175,7 @@ class _Piece:
 
 
 def own_blocks(group: Group, mask: Mask, seq_length: int) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """Return the blocks of a group's queries with the group's own keys.
-
-    Returns:
-        Blocks that contain every query exactly once, and the further blocks that a sliding window needs.
-    """
+    """Return blocks of own keys with every query exactly once, and further ones of a sliding window."""
     if not mask.causal:
         return (Block((0, group.tokens), (0, group.tokens)),), ()
     first: list[Block] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan.check_domain import check_domain, refuse
+from megatron_hexi.plan.check_domain import check_domain, check_experts, check_shares, refuse
 from megatron_hexi.plan.check_ministages import (
     check_interleaving,
     check_ministages,
@@ -13,7 +13,6 @@ from megatron_hexi.plan.check_ministages import (
     check_order,
     refuse_ministages,
 )
-from megatron_hexi.plan.check_shares import check_experts, check_shares
 from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage
 from megatron_hexi.plan.terms import UnitRates
 from megatron_hexi.plan.units import covers_gpus, spell_ranks
@@ -23,11 +22,7 @@ from megatron_hexi.yaml_schema import Where
 
 
 def check_plan(plan: Plan, where: Where) -> None:
-    """Check that a plan obeys all rules.
-
-    Args:
-        plan: the plan; its values already have the right types.
-    """
+    """Check that a plan obeys all rules."""
     _check_workload(plan.workload, where)
     if not plan.replicas:
         refuse(where, ("replicas",), "is empty", "give at least one replica")
@@ -60,9 +55,6 @@ def require_repeated(plan: Plan, action: str) -> None:
 
     Args:
         action: verb for the error message, such as ``train by``: the operation that needs one repeated stage.
-
-    Raises:
-        PlanError: the plan has one of these properties; the message names the first.
     """
     feature = ""
     if not plan.is_repeated:

@@ -135,11 +135,7 @@ def check_offload(replica: Replica, stage: Stage, place: Place, where: Where) ->
 
 
 def check_interleaving(plan: Plan, where: Where) -> None:
-    """Check `job.virtual_stages` of a plan, as far as the plan states what it depends on.
-
-    Args:
-        plan: the plan; its other rules hold.
-    """
+    """Check `job.virtual_stages` of a plan, as far as the plan states what it depends on."""
     chunks, stages = plan.job.virtual_stages, plan.job.pipeline_parallel
     place = ("job", "virtual_stages")
     if chunks is None or chunks == 1:

@@ -55,11 +55,7 @@ def plan_from_yaml(source: YamlFile) -> Plan:
 
 
 def validate_plan(plan: Plan) -> None:
-    """Check a plan that was built in memory, as if it had been read from a file.
-
-    Raises:
-        PlanError: a value or a rule is broken.
-    """
+    """Check a plan that was built in memory, as if it had been read from a file."""
     checked = _checked(plan_dict(plan), spell_place)
     if checked.workload != plan.workload:
         raise PlanError(

@@ -33,7 +33,6 @@ def spell_flag(field: str, value: Any) -> str:
     """Return a field and its value as command-line text, such as ``--micro-batch-size 4``.
 
     Args:
-        field: a field of `FLAGS`, or another field of a job.
         value: value of the field; ``True`` gives a flag, ``False`` the opposite flag.
     """
     flag = flag_name(field)

@@ -43,9 +43,7 @@ def halo(shards: Sequence[Sequence[Range]], index: int, documents: Sequence[Rang
 
     Args:
         shards: segments of the sequence that each rank of the domain holds, ascending.
-        index: the rank.
         documents: positions of each document, ascending.
-        reach: number of rows that a row reads before itself.
     """
     held = sorted(
         (start, stop, rank, before)

@@ -74,8 +74,6 @@ class FarBlocks:
     """Compute attention to keys received from another group: the blocks of one part of an exchange step.
 
     Args:
-        step: step of the exchange, from 0.
-        part: part of the step, from 0.
         piece: ``None``: all heads of the part. If the half of the heads whose output is sent first ends
             within the part, 0: the heads of this half, 1: the remaining heads.
     """

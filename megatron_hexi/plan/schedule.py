@@ -16,7 +16,7 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
-from megatron_hexi.plan.batch_balance import balanced_domain
+from megatron_hexi.plan.batch_balance import balanced_domain, packed_domain
 from megatron_hexi.plan.blocks import Block, Call, Mask, Visible, exchange_blocks, own_blocks, together
 from megatron_hexi.plan.halo import Halo, halo
 from megatron_hexi.plan.heads import (
@@ -31,7 +31,6 @@ from megatron_hexi.plan.heads import (
 )
 from megatron_hexi.plan.layout import shard_segments
 from megatron_hexi.plan.model import Domain, Group, Range
-from megatron_hexi.plan.packing import packed_domain
 from megatron_hexi.plan.program import Batch, FarBlocks, Operation, OwnBlock, attention_program
 from megatron_hexi.plan.terms import UnitRates
 from megatron_hexi.plan.workload import Workload
@@ -292,11 +291,7 @@ _KEPT = 32
 
 
 class Schedules:
-    """Cache of one rank's split tables, which are derived for each attention mask on demand.
-
-    Args:
-        rates: rates of the plan's units, if each batch is balanced by them.
-    """
+    """Cache of one rank's split tables, which are derived for each attention mask on demand."""
 
     def __init__(
         self, workload: Workload, domain: Domain, index: int, parts: int, rates: UnitRates | None = None

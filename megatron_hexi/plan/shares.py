@@ -46,9 +46,6 @@ def assign_micro_batches(plan: Plan, global_batch_size: int, micro_batch_size: i
 
     Args:
         micro_batch_size: number of sequences in a micro-batch; the same for all replicas.
-
-    Raises:
-        PlanError: the shares do not add up to the global batch; the message has all values.
     """
     total, replicas = global_batch_size // micro_batch_size, len(plan.replicas)
     stated = [replica.micro_batches for replica in plan.replicas]
@@ -69,14 +66,11 @@ def assign_micro_batches(plan: Plan, global_batch_size: int, micro_batch_size: i
 
 
 def assign_in_turn(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Assign the micro-batches of an iteration to the domains of a stage, which divide them by number.
+    """Return the micro-batches of each domain of a stage that divides them by number, ascending.
 
     The assignment follows from the plan and from no clock, so every rank knows it. A domain that processes n
     micro-batches is taken to need 1 / n of an iteration for each. The next micro-batch goes to the domain
     that is free first; among several, to the domain with most micro-batches; then to the first.
-
-    Returns:
-        The numbers of the micro-batches of each domain, ascending.
     """
     assigned: list[list[int]] = [[] for _ in counts]
     for micro_batch in range(sum(counts)):

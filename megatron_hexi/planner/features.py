@@ -8,7 +8,7 @@ from typing import Final
 from megatron_hexi.models import Job
 from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.plan import Plan, Stage
-from megatron_hexi.plan.experts import expert_domains
+from megatron_hexi.plan.units import expert_domains
 from megatron_hexi.planner.request import Request
 
 

@@ -6,8 +6,7 @@ reason:
 
 - `cpu_device`: the tensor factories and ``.cuda()``/``.to()`` take ``"cuda"`` to mean the CPU;
 - `cpu_cuda`: the surface of ``torch.cuda`` (streams, events, memory, properties);
-- `cpu_random`: the random number stream of "the device";
-- `cpu_megatron`: four places in Megatron itself;
+- four places in Megatron itself, in this module;
 - `cpu_layers`: packages with kernels of state-space and delta-net layers.
 
 Explicit wrappers were preferred to a `TorchFunctionMode`, which slows down every operation and holds for
@@ -18,23 +17,88 @@ kernels. What is not in these lists fails as it always does on a machine without
 from __future__ import annotations
 
 import atexit
+import functools
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from megatron_hexi.patching import Patch, PatchSet
-from megatron_hexi.platform.cpu_cuda import CUDA_PATCHES
+from megatron_hexi.patching import Patch, PatchSet, patched
+from megatron_hexi.platform.cpu_cuda import CUDA_PATCHES, HOST_GENERATOR, RANDOM_PATCHES
 from megatron_hexi.platform.cpu_device import DEVICE_PATCHES, TENSOR_TYPE_PATCHES
-from megatron_hexi.platform.cpu_layers import stand_ins
-from megatron_hexi.platform.cpu_megatron import MEGATRON_PATCHES
-from megatron_hexi.platform.cpu_random import RANDOM_PATCHES
+from megatron_hexi.platform.cpu_layers import FUSED_PATCHES, RMSNorm, stand_ins
 from megatron_hexi.platform.select import Platform
+
+
+@patched(
+    "megatron.training.initialize:_warmup_jit_function",
+    why="nothing is compiled on a CPU, and its draws depend on the sequence length",
+    parameters={"<0.19": (), ">=0.19": ("tp_size",)},
+)
+def _no_warm_up(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Compile nothing."""
+
+
+@patched(
+    "megatron.training.datasets.data_samplers:build_pretraining_data_loader",
+    why="the data loader draws its seed from the host's stream, and there is no GPU to pin pages for",
+    parameters=("dataset", "consumed_samples"),
+)
+def _host_data_loader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    loader = original(*args, **kwargs)
+    if loader is not None:
+        loader.generator = HOST_GENERATOR
+        loader.pin_memory = False
+    return loader
+
+
+def _fused_norm(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
+    build = original.__func__
+
+    @functools.wraps(build)
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = SimpleNamespace(**{**vars(config), "sequence_parallel": False})
+        norm = build(cls, plain, *args, **kwargs)
+        if isinstance(norm, torch.nn.RMSNorm):
+            norm.__class__ = RMSNorm
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return staticmethod(new)
+
+
+@patched(
+    "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+    why="experts exchange by sizes in numpy, which Megatron makes only on the way from a GPU",
+)
+def _as_asked(
+    original: Callable[..., Any], tensor: Any, as_numpy: bool = False, record_stream: bool = False
+) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+MEGATRON_PATCHES = (
+    *FUSED_PATCHES,
+    _no_warm_up,
+    _host_data_loader,
+    Patch(
+        target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+        why="PyTorch's norm does under sequence parallelism, once its gradients are summed over the ranks; "
+        "its RMSNorm keeps more than fused kernels do",
+        build=_fused_norm,
+        parameters=(
+            *("cls", "config", "hidden_size", "eps"),
+            *("persist_layer_norm", "zero_centered_gamma", "normalization"),
+        ),
+    ),
+    _as_asked,
+)
 
 
 def _do_not_compile(model: Any = None, **options: Any) -> Any:

@@ -23,16 +23,13 @@ CHUNK = 32
 def causal_convolution(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None
 ) -> Tensor:
-    """Convolve each channel with the tokens before it in its document.
+    """Return each channel convolved with the tokens before it in its document, [B, S, C].
 
     Args:
         inputs: channels of each token, [B, S, C].
         weight: taps of each channel, [C, W]; the last tap is the token itself.
         bias: bias of each channel, [C], or ``None``.
         documents: number of each token's document, [B, S], ascending; ``None``: one document.
-
-    Returns:
-        The convolved channels, [B, S, C].
     """
     length, taps = inputs.shape[1], weight.shape[1]
     total = inputs * weight[:, -1]
@@ -53,7 +50,7 @@ def state_space_scan(
     queries: Tensor,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Return the outputs of Mamba-2's recurrence.
+    """Return the outputs of Mamba-2's recurrence, [B, S, H, P].
 
     At each token the state of a head, [N, P], is multiplied by ``exp(step x rate)``, then the outer product
     of key and step x input is added; the output is the query times the state. A document begins with a state
@@ -66,9 +63,6 @@ def state_space_scan(
         keys: input projections (B in Mamba-2), [B, S, G, N]; each serves H / G consecutive heads.
         queries: output projections (C in Mamba-2), of the same shape.
         documents: number of each token's document, [B, S], ascending; ``None``: one document.
-
-    Returns:
-        The output of each token and head, [B, S, H, P].
     """
     repeated = inputs.shape[2] // keys.shape[2]
     keys, queries = (part.repeat_interleave(repeated, 2) for part in (keys, queries))
@@ -90,7 +84,7 @@ def delta_rule_scan(
     rates: Tensor,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Return the outputs of the gated delta rule.
+    """Return the outputs of the gated delta rule, [B, S, H, P].
 
     At each token the state of a head, [N, P], is multiplied by ``exp(decay)``, then the outer product of key
     and rate x (value - key times the state) is added; the output is the query times the state. A document
@@ -103,9 +97,6 @@ def delta_rule_scan(
         decays: logarithm of the decay of each token and head, [B, S, H], at most 0.
         rates: rate at which each token and head writes to the state (beta), [B, S, H].
         documents: number of each token's document, [B, S], ascending; ``None``: one document.
-
-    Returns:
-        The output of each token and head, [B, S, H, P].
     """
     state = values.new_zeros(values.shape[0], values.shape[2], keys.shape[3], values.shape[3])
     outputs = []

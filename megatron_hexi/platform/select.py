@@ -24,11 +24,7 @@ class Platform:
     """Device and communication backend of a training run.
 
     Attributes:
-        name: ``"cuda"`` or ``"cpu"``.
-        device: the device of this rank's tensors.
-        backend: the backend of torch.distributed.
         torch_patches: patches of PyTorch; must be applied before Megatron is imported.
-        megatron_patches: patches of Megatron for this platform alone.
     """
 
     name: str
@@ -51,11 +47,7 @@ class Platform:
 
 
 def requested_platform(argv: Sequence[str]) -> str:
-    """Return the value of ``--hexi-platform`` in a command line that Megatron has not parsed yet.
-
-    Raises:
-        PlatformError: the flag has no value, or one that is not known.
-    """
+    """Return the value of ``--hexi-platform`` in a command line that Megatron has not parsed yet."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(PLATFORM_FLAG, choices=PLATFORM_NAMES, default="auto")
     try:
@@ -65,11 +57,7 @@ def requested_platform(argv: Sequence[str]) -> str:
 
 
 def select_platform(name: str) -> Platform:
-    """Return the platform of a name; ``auto`` is CUDA where there is a GPU and the CPU elsewhere.
-
-    Raises:
-        PlatformError: CUDA was asked for and there is none, or the name is not known.
-    """
+    """Return the platform of a name; ``auto`` is CUDA where there is a GPU and the CPU elsewhere."""
     if name not in PLATFORM_NAMES:
         raise PlatformError(f"{PLATFORM_FLAG} {name}: not a platform; give auto, cpu or cuda")
     has_gpu = torch.cuda.is_available()
@@ -117,17 +105,11 @@ _DEFAULTS = (
 
 
 def adjust_cpu_arguments(args: Namespace, given: set[str]) -> list[str]:
-    """Replace the defaults that need a GPU by what a CPU can do.
+    """Replace the defaults that need a GPU by what a CPU can do; return the flags that were changed.
 
     Args:
         args: Megatron's parsed arguments; changed in place.
         given: the flags that the user wrote, as written (``"--distributed-backend"``).
-
-    Returns:
-        What was changed, as flags with their values, for the user to read.
-
-    Raises:
-        PlatformError: the user asked for a value that needs a GPU.
     """
     changed = []
     for name, flag, value in _DEFAULTS:

@@ -29,9 +29,6 @@ def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:
 
     SLURM can only number tasks component by component. Where ``HEXI_HOSTS`` names a file, the n-th task on a
     host is instead the n-th rank that the file puts there.
-
-    Args:
-        environment: usually `os.environ`; changed in place.
     """
     launched = all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
     in_step = all(

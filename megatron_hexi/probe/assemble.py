@@ -10,13 +10,11 @@ from megatron_hexi.cluster import catalog
 from megatron_hexi.cost.compute import CURVE_HEAD_DIM, head_size_factor
 from megatron_hexi.cost.moved_bytes import HBM_SHARE
 from megatron_hexi.errors import HexiError
-from megatron_hexi.plan.kernels import KERNEL_ALIASES
-from megatron_hexi.probe.document import Measurement
+from megatron_hexi.plan.terms import KERNEL_ALIASES
+from megatron_hexi.probe.document import DIRECTIONS, MASKS, Measurement
 from megatron_hexi.probe.merge import Merged, merge
-from megatron_hexi.probe.network import collective_note, network_entry
-from megatron_hexi.probe.network_fit import bytes_per_second, round_rate
+from megatron_hexi.probe.network import bytes_per_second, collective_note, network_entry, round_rate
 from megatron_hexi.probe.nodes import NodeFound, device_name, find_nodes, spellable
-from megatron_hexi.probe.sizes import DIRECTIONS, MASKS
 
 GIB = 2**30
 #: Nodes whose usable memory differs by less have the same.

@@ -31,7 +31,6 @@ def find_cards(ports: Sequence[InfinibandPort], environment: Mapping[str, str]) 
     Hosts often have slower cards besides, for storage.
 
     Args:
-        ports: ports of the host.
         environment: NCCL_IB_DISABLE=1 leaves NCCL to TCP.
     """
     if environment.get("NCCL_IB_DISABLE") == "1":

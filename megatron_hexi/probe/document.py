@@ -1,4 +1,7 @@
-"""The measurement as plain data: printed by ``--json``, and kept to resume an interrupted probe."""
+"""What to measure (sizes with their FLOPs, time limits), and the measurement as plain data.
+
+The document is printed by ``--json``, and kept to resume an interrupted probe.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,101 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from megatron_hexi.cost.compute import ATTENTION_BACKWARD
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.flags import flag_name
 from megatron_hexi.text_file import read_text, write_text_atomically
 from megatron_hexi.yaml_schema import short
+
+KIB, MIB = 2**10, 2**20
+
+#: Parts of the budget: the curves', and the links'.
+CURVES_SHARE, LINKS_SHARE = 0.6, 0.3
+#: No point of a curve takes much longer, so that ranks that wait for another know when it is lost.
+LONGEST_POINT_S = 20.0
+#: Width of the MLP over the hidden size, in the matrix that is measured.
+WIDENING = 4
+
+MASKS = ("causal", "full")
+DIRECTIONS = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes to measure at on one rank.
+
+    Args:
+        hidden: the weight is [4 hidden, hidden].
+        stream_bytes: bytes of each of the three arrays of the memory stream, well beyond any cache.
+    """
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    hidden: int
+    heads: int
+    head_dim: int
+    stream_bytes: int
+    largest_message: int
+    host_stream_bytes: int = 64 * MIB
+
+    def matmul_flops(self, rows: int) -> float:
+        """Return the FLOPs of a weight's three products in training: output and both gradients."""
+        return 3 * 2.0 * rows * WIDENING * self.hidden**2
+
+    def attention_flops(self, mask: str, direction: str, tokens: int) -> float:
+        """Return FLOPs of attention as curves count them: causal half of full, backward 2.5 times forward."""
+        area = tokens**2 / 2 if mask == "causal" else tokens**2
+        factor = ATTENTION_BACKWARD if direction == "backward" else 1.0
+        return factor * 4.0 * self.heads * self.head_dim * area
+
+
+def sizes_for(options: Options, kind: str) -> Sizes:
+    """Return sizes for a GPU (``cuda``) or a CPU, which is a hundred times slower."""
+    gpu = kind == "cuda"
+    step = 4 if options.quick else 2
+    least_rows, least_tokens = (256, 512) if gpu else (64, 256)
+    most_rows, most_tokens = (16384, 131072) if gpu else (1024, 4096) if options.quick else (4096, 16384)
+    return Sizes(
+        rows=_doubling(least_rows, most_rows, step),
+        tokens=_doubling(least_tokens, most_tokens, step),
+        hidden=options.hidden_size or (4096 if gpu else 1024),
+        heads=options.heads or (8 if gpu else 2),
+        head_dim=options.head_dim,
+        stream_bytes=512 * MIB if gpu else 64 * MIB,
+        largest_message=256 * MIB if gpu else 64 * MIB,
+    )
+
+
+def point_limit_s(options: Options, sizes: Sizes) -> float:
+    """Return the time limit of one point of a curve, s."""
+    attention = len(options.kernels) * len(MASKS) * len(DIRECTIONS) * len(sizes.tokens)
+    return min(LONGEST_POINT_S, CURVES_SHARE * options.budget_s / (len(sizes.rows) + attention))
+
+
+def transfer_limit_s(options: Options, sweeps: int) -> float:
+    """Return the seconds from which on a transfer is long enough to determine the bandwidth."""
+    # A sweep's sizes grow fourfold and each is sent four times: 4 x (1 + 1/4 + …) = 5.3 times the last one,
+    # which itself is up to four times as long as the first that is long enough.
+    return min(0.5, max(0.005, LINKS_SHARE * options.budget_s / (max(1, sweeps) * 22)))
+
+
+def message_sizes(sizes: Sizes, usable_bytes: int, peers: int) -> tuple[int, ...]:
+    """Return sizes of a message, bytes: from 64 KiB up, by factors of four.
+
+    Args:
+        usable_bytes: free memory of the rank that has least; an eighth of it is taken each way.
+        peers: messages that a rank sends, and receives, at once.
+    """
+    return _doubling(64 * KIB, min(sizes.largest_message, usable_bytes // 8) // peers, 4)
+
+
+def _doubling(least: int, most: int, step: int) -> tuple[int, ...]:
+    """Return ``least``, ``least x step``, … up to ``most``."""
+    sizes = [least]
+    while sizes[-1] * step <= most:
+        sizes.append(sizes[-1] * step)
+    return tuple(sizes)
+
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -30,11 +124,8 @@ class Options:
     """Options of a probe.
 
     Args:
-        kernels: attention kernels; ``auto`` is what a job on that GPU would choose.
         hidden_size: hidden size of the weights; 4096 on GPUs and 1024 on CPUs if not given.
-        heads: number of attention heads; 8 on GPUs and 2 on CPUs if not given.
         budget_s: seconds that it all may take, roughly.
-        quick: measure at fewer sizes.
     """
 
     kernels: tuple[str, ...] = ("auto",)
@@ -69,11 +160,7 @@ class Options:
 
 @dataclass(frozen=True)
 class HostCards:
-    """A host's cards of one kind, which its ranks share.
-
-    Args:
-        fabric: ``infiniband`` or ``roce``.
-    """
+    """A host's cards of one kind, which its ranks share."""
 
     fabric: str
     count: int
@@ -87,15 +174,11 @@ class RankInfo:
     """Facts of a rank; equal in every run on the same machines.
 
     Args:
-        host: its host's name.
         group: the launcher's number of its node; empty if it has none.
         kind: ``cuda`` or ``cpu``.
         gpu: torch's name of its GPU; a CPU's model name.
         memory_bytes: memory of the GPU; on a CPU the rank's share of the host's, or its limit.
-        capability: CUDA compute capability; 0, 0 for a CPU.
-        kernels: the attention kernels that it measures, one for each that was asked for.
         versions: versions of torch and of the kernels' packages, on which its rates depend.
-        cards: the fastest kind of its host's; ``None``: no InfiniBand or RoCE device is up, or allowed.
     """
 
     host: str
@@ -143,7 +226,6 @@ class Inside:
 
     Args:
         ports: times of messages between all pairs of GPUs at once; a size is the bytes that one GPU sends.
-        all_to_all: times of one all-to-all collective, sizes as in `ports`; it may be slower.
         point_to_point: times of messages between two GPUs, both ways at once, of the median pair; a size is
             the bytes of one message.
         latency_s: latency of a small message between two GPUs, s, of the median pair.
@@ -165,7 +247,6 @@ class Between:
     Args:
         all_ranks: times while all ranks of both nodes send or receive; a size is the bytes of all messages.
         one_rank: times of a message from one rank to one other; ``None`` where it was not measured.
-        latency_s: latency of a small message, s.
     """
 
     src: int
@@ -182,14 +263,10 @@ class Measurement:
     """All measurements so far.
 
     Args:
-        version: version of this document's format.
-        started: date, UTC.
-        usable_bytes: memory that each rank found free.
         host_bytes: each rank's part of its host's memory that is free.
         host_gb_s: GB/s of each rank between device and host, the slower direction; ``None``: no room.
         host_stream_gb_s: bandwidth of the host's memory that each rank reached, all at once.
         curves: rates by name: ``matmul``, or a kernel, mask and direction (``cudnn causal forward``).
-        together: transfers between all ranks of different nodes at once.
     """
 
     version: Literal[1]

@@ -45,14 +45,7 @@ _LONGEST_NAME = 64
 
 @dataclass(frozen=True)
 class NodeFound:
-    """A node: its name in the file, its ranks, and their devices.
-
-    Args:
-        kind: ``cuda`` or ``cpu``.
-        gpu: torch's name of its GPUs.
-        host: its name for Slurm; empty where several nodes are on one host.
-        cards: cards of its host.
-    """
+    """A node: its name in the file, its ranks, and their devices."""
 
     name: str
     ranks: range

@@ -41,8 +41,6 @@ def probe(world: World, options: Options, partial: Path, *, restart: bool, progr
     """Measure what has not been measured yet. Every rank calls it at once, and all get all of it.
 
     Raises:
-        HexiError: a device that cannot do what was asked, ranks that are not numbered node by node, or a kept
-            measurement of something else; on the rank that found it.
         ElsewhereError: raised on all other ranks then.
         LostRankError: a rank died.
     """

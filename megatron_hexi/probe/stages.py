@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_hexi.probe import compute
-from megatron_hexi.probe.clock import WallClock, clock_for
+from megatron_hexi.probe.compute import WallClock, Wire, clock_for
 from megatron_hexi.probe.device import DTYPES, host_bytes, usable_bytes
 from megatron_hexi.probe.document import (
+    DIRECTIONS,
+    MASKS,
     Between,
     Inside,
     Measurement,
@@ -21,17 +23,12 @@ from megatron_hexi.probe.document import (
     RankInfo,
     Series,
     TransferTimes,
-)
-from megatron_hexi.probe.links import Wire
-from megatron_hexi.probe.nodes import NodeFound
-from megatron_hexi.probe.sizes import (
-    DIRECTIONS,
-    MASKS,
     message_sizes,
     point_limit_s,
     sizes_for,
     transfer_limit_s,
 )
+from megatron_hexi.probe.nodes import NodeFound
 from megatron_hexi.probe.world import World
 from megatron_hexi.runtime.kernels import select_kernel
 
@@ -67,10 +64,7 @@ def flows(senders: range, receivers: range) -> list[tuple[int, int]]:
 
 
 def local_rounds(nodes: Mapping[int, range]) -> list[list[tuple[int, tuple[int, int]]]]:
-    """Return rounds in which every two ranks of a node meet once, in all nodes at the same time.
-
-    Returns:
-        Rounds of (node, two of its ranks).
+    """Return rounds (node, two ranks) in which every two ranks of a node meet once, in all nodes at a time.
 
     >>> local_rounds({0: range(0, 2), 2: range(4, 7)})
     [[(0, (0, 1)), (2, (5, 6))], [(2, (4, 6))], [(2, (4, 5))]]
@@ -89,11 +83,7 @@ Stage = tuple[str, Callable[[Measurement], Measurement]]
 
 
 class Stages:
-    """The stages of a probe, bound to this rank.
-
-    Args:
-        host_ranks: ranks on this rank's host.
-    """
+    """The stages of a probe, bound to this rank."""
 
     def __init__(
         self,

@@ -44,8 +44,7 @@ class World:
     """The process group of a probe, and this rank's place in it.
 
     Args:
-        store: the job's; ``None`` for a world of one.
-        others: what is known of the other ranks; ``None`` for a world of one.
+        store: the job's; ``None`` for a world of one, as for `others`.
     """
 
     rank: int

@@ -32,10 +32,8 @@ class Round:
     """A start of the ranks under `megatron_hexi.elastic`.
 
     Args:
-        number: number of the round, from 1.
         without: nodes of the cluster file that are absent.
         resumed: iteration that it resumes from; 0 at the beginning.
-        in_memory: whether its state came from copies in memory.
         goodput: seconds of iterations that no loss undid, of all seconds since the job began, by then.
     """
 
@@ -55,15 +53,10 @@ class Start:
 
     Args:
         started: time of the start, ISO 8601 with the zone.
-        digest: digest of the plan (``plan_digest``).
-        platform: ``cuda`` or ``cpu``.
-        micro_batch_size: Megatron's argument; so are the following.
-        virtual_stages: chunks of each stage.
-        recompute: ``none``, ``selective`` or ``full``.
-        precision: ``bf16``, ``fp16`` or ``fp32``.
-        distributed_optimizer: whether the optimizer's state is cut over ranks.
         swapped_at: the first iteration under this plan, which took another's place while the job ran
             (``--hexi-replan-interval``); ``None``: the job was started.
+        recompute: ``none``, ``selective`` or ``full``.
+        platform: ``cuda`` or ``cpu``.
         round: round of an elastic job; ``None`` in any other job.
     """
 
@@ -145,9 +138,9 @@ class Interval:
         iterations: their numbers, ascending, from 1.
         seconds: seconds of each iteration's training step, on the rank where it took longest.
         losses: loss of each iteration, a mean over its tokens.
-        tokens: tokens of one iteration, over all replicas.
         expert_imbalance: standard deviation over mean of the rows of an expert, a mean over these iterations
             and layers; ``None`` without experts.
+        tokens: tokens of one iteration, over all replicas.
     """
 
     iterations: Annotated[tuple[Positive, ...], Field(min_length=1)]
@@ -175,11 +168,7 @@ class Leg:
 
 @dataclass(frozen=True)
 class Record:
-    """A whole record: at least one start with at least one interval.
-
-    Args:
-        legs: part of the record of each start, in the order of time.
-    """
+    """A whole record: at least one start with at least one interval."""
 
     path: Path
     legs: tuple[Leg, ...]
@@ -206,9 +195,6 @@ def open_record(path: Path) -> None:
 
     The last line is incomplete if the job was killed while writing it. A new file is readable by its owner
     only.
-
-    Raises:
-        HexiError: the file is no record, or cannot be written.
     """
     check_output(path)
     try:
@@ -226,21 +212,13 @@ def open_record(path: Path) -> None:
 
 
 def append_to_record(path: Path, entry: Start | Interval) -> None:
-    """Append a line, whole or not at all.
-
-    Raises:
-        HexiError: it cannot be written.
-    """
+    """Append a line, whole or not at all."""
     kind = "start" if isinstance(entry, Start) else "interval"
     append_line(path, json.dumps({kind: _rounded(dataclasses.asdict(entry))}, allow_nan=False))
 
 
 def read_record(path: Path) -> Record:
-    """Read a record and check it.
-
-    Raises:
-        HexiError: the file cannot be read, is no record, or ends too early; with the line.
-    """
+    """Read a record and check it."""
     remedy = "give the file of the run's --hexi-record"
     text = read_text(path, _MAX_BYTES, remedy=remedy, content_remedy=remedy)
     *lines, rest = text.split("\n")

@@ -86,7 +86,6 @@ class BarLabel(Text):
     Args:
         bar: its left and right end, and its bottom and top, in the axes' units.
         texts: texts of which the first that fits is drawn, upright in a narrow bar, if any does.
-        style: arguments of `matplotlib.text.Text`.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from megatron_hexi.options.plan_job import hold_job, replica_shares
 from megatron_hexi.options.refusals import refuse_unsupported
 from megatron_hexi.options.registry import ADDED
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.kernels import join_kernels
+from megatron_hexi.plan.terms import join_kernels
 from megatron_hexi.plan.units import job_ranks
 from megatron_hexi.shell.words import unplaced
 from megatron_hexi.slurm import find_gpus
@@ -74,7 +74,6 @@ class LaunchLines:
 
     Args:
         torchrun: node and line, in the order of ranks.
-        sbatch: the lines for Slurm, which run from anywhere in the repository.
         unnamed: nodes whose hosts the cluster file does not say: lines have its own names of them, and
             partitions of these names.
     """
@@ -91,7 +90,6 @@ def megatron_flags(model_words: Sequence[str], more: Sequence[str], plan: Plan, 
     Args:
         model_words: Megatron's flags of the model, and of the job where a file states it.
         more: the user's flags; they replace flags of the same name.
-        plan: the plan; flags that it sets are left out.
     """
     names = {word.partition("=")[0] for word in more}
     words = [

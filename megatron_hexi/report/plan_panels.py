@@ -14,8 +14,8 @@ from typing import NamedTuple
 from matplotlib import colormaps
 
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.plan.model import Range
+from megatron_hexi.plan.units import expert_domains
 from megatron_hexi.report.labels import lines_of, wrap
 from megatron_hexi.report.unit_summary import UnitSummary, spell_ministages
 from megatron_hexi.spelling import spell_range
@@ -44,11 +44,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanPanel:
-    """A panel with rows of bars.
-
-    Args:
-        rows: names of the rows by place, from the top.
-    """
+    """A panel with rows of bars."""
 
     title: str
     unit: str
@@ -121,11 +117,7 @@ def _divided(
 
 @dataclass(frozen=True)
 class Paint:
-    """The colours of a plan.
-
-    Args:
-        kinds: kinds of GPUs, in rank order; empty where unknown.
-    """
+    """The colours of a plan."""
 
     kinds: list[str]
     units: dict[int, Colour]

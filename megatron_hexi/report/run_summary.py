@@ -39,13 +39,7 @@ class RankRun:
     """A rank: its part of the plan, and its mean iteration; predictions are ``None`` without any.
 
     Args:
-        busy_s: seconds without waiting.
-        attention_s: seconds of waiting in attention.
-        gradients_s: seconds of waiting for gradients and weights.
-        pipeline_s: seconds of waiting for other stages.
-        experts_s: seconds of waiting for tokens on their way to experts and back.
         idle_share: part of its step spent waiting, from 0 to 1.
-        predicted_busy_s: predicted seconds of work.
         predicted_wait_s: predicted seconds of exposed communication, and of waiting for slower ranks.
     """
 
@@ -78,12 +72,8 @@ class RunSpeed:
     """The mean speed of iterations.
 
     Args:
-        iteration_s: mean seconds of an iteration.
-        tokens_per_s: tokens of an iteration / `iteration_s`.
         idle_share: part of all ranks' time spent waiting, from 0 to 1.
         tokens_per_s_per_gpu: mean of a GPU; ``None`` where the cluster is unknown, as below.
-        model_tflops_per_gpu: mean of a GPU, in FLOPs that the model needs (`Throughput`).
-        mfu: model FLOP/s as a part of the datasheet's rate.
     """
 
     iteration_s: float
@@ -99,17 +89,9 @@ class Run:
     """A run with its measurements and prediction.
 
     Args:
-        plan_digest: SHA-256 (hex) of its plan.
-        started: time of the first start, ISO 8601.
-        platform: ``cuda`` or ``cpu``.
-        iterations: recorded iterations, ascending.
         losses: loss of each; ``None`` where it was not finite.
         seconds: seconds of each.
         timed: number of iterations in the means below.
-        predicted: their prediction; ``None`` without one.
-        ranks: ranks of the job, ascending.
-        expert_imbalance: measured standard deviation over mean of the rows of an expert; ``None`` without
-            experts.
         assumed_imbalance: imbalance of experts' loads that the plan was made for; ``None`` without experts.
     """
 
@@ -130,11 +112,7 @@ class Run:
 
 
 def last_start(record: Record, plan: Plan) -> Start:
-    """Return the last start of the job under a plan.
-
-    Raises:
-        HexiError: the record is of another plan.
-    """
+    """Return the last start of the job under a plan."""
     digest = plan_digest(plan)
     starts = [leg.start for leg in record.legs if leg.start.digest == digest]
     if not starts:
@@ -157,9 +135,6 @@ def describe_run(record: Record, plan: Plan, cost: IterationCost | None = None) 
 
     Args:
         cost: the cost model's prediction; ``None``: the plan's own estimate is used.
-
-    Raises:
-        HexiError: the record is of another plan.
     """
     start = last_start(record, plan)
     same = [leg for leg in record.legs if _settings(leg.start) == _settings(start)]

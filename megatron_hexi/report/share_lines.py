@@ -32,15 +32,14 @@ class ShareLine:
         stages: numbers of adjacent similar stages in the replica.
         layers: layers of each of these; ``None``: as the job says.
         ministages: ministages of each of these; ``None``: they run whole.
-        order: order of the ministages; ``None``: one after the other.
         offload: data of each of these that waits in host memory; ``None``: nothing.
-        recompute: recomputation of the stages; ``None``: the job's setting.
-        tensor_parallel: tensor-parallel size of a member.
         device: model of GPU; several where a member's pipeline stages differ.
         tokens: tokens of a member, the least and the most.
         share: part of the sequence that they hold in a stage, from 0 to 1.
         heads: heads of a member, the least and the most, on one tensor-parallel rank.
         memory_gib: memory of the fullest GPU.
+        order: order of the ministages; ``None``: one after the other.
+        recompute: recomputation of the stages; ``None``: the job's setting.
     """
 
     replicas: tuple[int, ...]

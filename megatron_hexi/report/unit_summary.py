@@ -20,17 +20,15 @@ class UnitSummary:
 
     Args:
         layers: the layers of the stage; ``None``: all, and the job's pipeline repeats it.
-        ministages: the layers of each of its ministages; ``None``: it runs whole.
-        order: order of the ministages; ``None``: one after the other.
-        offload: data of the stage that waits in host memory; ``None``: nothing.
-        recompute: recomputation of the stage; ``None``: the job's setting.
         samples: samples of each micro-batch that the domain takes; ``None``: all.
         micro_batches: whole micro-batches of an iteration that the domain takes; ``None``: all.
-        group_name: the group's name; may be empty.
         share: part of the sequence in its shard, from 0 to 1.
         kv_heads: the KV heads that its query heads read.
         state: its share of the optimizer's state, relative to other units.
         experts: ranges of experts of its ranks, or one range that they divide; ``None``: all, divided.
+        ministages: the layers of each of its ministages; ``None``: it runs whole.
+        order: order of the ministages; ``None``: one after the other.
+        recompute: recomputation of the stage; ``None``: the job's setting.
     """
 
     rank: int

@@ -178,7 +178,6 @@ def agree_on_shapes(
     use it at the same time.
 
     Args:
-        schedule: this rank's split tables.
         tensors: query [T, B, H, D], key [T, B, K, D] and value [T, B, K, Dv]; with exchanged latent columns,
             query, latent columns [T, B, 1, C] and rotary columns [T, B, 1, R].
         agreed: kinds on which all ranks agreed before; a new kind is added.

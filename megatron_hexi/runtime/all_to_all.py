@@ -29,7 +29,7 @@ from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.schedule import Schedule
 from megatron_hexi.plan.traffic import exchanges_heads
 from megatron_hexi.runtime.compiled import BufferPlace, Recorder, Value
-from megatron_hexi.runtime.fused.slots import Slot
+from megatron_hexi.runtime.fused.plain import Slot
 from megatron_hexi.runtime.kernels.base import aligned
 from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import all_to_all
@@ -69,8 +69,6 @@ class Arriving:
     Args:
         parts: tensors to send, [T, B, H, D]; H and D may differ between tensors.
         tables: for each tensor, the heads that are sent to each member.
-        schedule: the rank's split tables.
-        group: process group of the A2A group.
     """
 
     def __init__(
@@ -112,8 +110,6 @@ class Leaving:
 
     Args:
         sums: sums to send, [B, h, G, D] each.
-        schedule: the rank's split tables.
-        group: process group of the A2A group.
 
     Attributes:
         written: each sum as written into the message, with its log-sum-exp.

@@ -50,10 +50,8 @@ class DomainAttention:
     the old object.
 
     Args:
-        schedules: this rank's split tables.
         a2a_group: process group of the rank's A2A group, in rank order.
         window: number of exchange steps in flight ahead of the step in use.
-        kernel_name: name of an attention kernel, or ``auto``.
     """
 
     workload: Workload
@@ -91,7 +89,7 @@ class DomainAttention:
         padding: int = 0,
         matrix: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention output of the tokens in the rank's shard; call `connect` before.
+        """Return the attention output of the rank's tokens, [L, B, H, Dv]; call `connect` before.
 
         Args:
             query: query [L, B, H, D].
@@ -106,9 +104,6 @@ class DomainAttention:
             matrix: with exchanged latent columns, the up-projection [H (N + Dv), C] of these to each head's
                 value and to its key without the rotary columns, N = D - R. Its gradient on this rank is a
                 part, which is to be summed over the ranks of the domain.
-
-        Returns:
-            The output [L, B, H, Dv].
 
         Raises:
             PlanError: the tensors do not fit the plan, or differ between ranks, in which case every rank

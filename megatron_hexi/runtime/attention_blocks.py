@@ -51,11 +51,7 @@ class Queries:
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """A recorder of kernel calls over blocks, for any ranges of query heads.
-
-    Args:
-        kernel: kernels among which each block's kernel is chosen.
-    """
+    """A recorder of kernel calls over blocks, for any ranges of query heads."""
 
     recorder: Recorder
     kernel: KernelDispatch

@@ -41,9 +41,6 @@ class BucketBuffer:
     """The tensors of one bucket on this rank.
 
     Args:
-        bucket: table of the bucket's pieces and owners.
-        residence: memory, device or host, in which this rank keeps the bucket over an iteration.
-        group: process group of the holders; ``None`` if only this rank holds the bucket.
         gradients: gradients, flat; after the sum over holders only the rank's own share is defined.
         stored_values: part of `values` that the rank keeps while the memory of `values` is released;
             ``None``: it is never released.
@@ -52,6 +49,7 @@ class BucketBuffer:
         copied: pieces of parameters that have their own memory: box, cell, and slice of the bucket.
         viewed: parameters that are views of `values`, with their slices of the bucket.
         scales: factors, other than 1, by which slices of the gradients are multiplied before the sum.
+        group: process group of the holders; ``None`` if only this rank holds the bucket.
     """
 
     bucket: Bucket
@@ -187,11 +185,7 @@ def lay_out(
     """Return the tensors of a bucket, with values copied from its parameters and gradients of zero.
 
     Args:
-        bucket: table of the bucket's pieces and owners.
-        residence: memory, device or host, in which this rank keeps the bucket over an iteration.
-        group: process group of the holders; ``None`` if only this rank holds the bucket.
         gradient_dtype: type in which gradients are accumulated; ``None``: the type of the weights.
-        host: host memory of this rank.
     """
     values = boxes[0].parameter.data.new_empty(bucket.size)
     gradients = values.new_zeros(bucket.size, dtype=gradient_dtype or values.dtype)

@@ -31,7 +31,6 @@ class ColumnExchange:
         shards: tokens of each member of the group; in this order they are the sequence.
         position: the rank's own place among the members.
         columns: ranges of columns that each member reads, ascending.
-        group: the ranks of the A2A group.
     """
 
     shards: tuple[int, ...]

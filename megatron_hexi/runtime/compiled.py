@@ -120,11 +120,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledPass:
-    """A compiled forward or backward pass of attention, which is called with the pass's inputs.
-
-    Args:
-        phases: operations of the program, each with the launches that carry it out.
-    """
+    """A compiled forward or backward pass of attention, which is called with the pass's inputs."""
 
     phases: Sequence[tuple[Operation, list[Launch]]]
     tensors: int
@@ -132,11 +128,7 @@ class CompiledPass:
     shapes: Sequence[Shape]
 
     def __call__(self, *inputs: Tensor | None) -> list[Any]:
-        """Run the pass.
-
-        Returns:
-            The tensors for the values that `Recorder.compile` was given.
-        """
+        """Run the pass, and return the tensors for the values that `Recorder.compile` was given."""
         tensors: list[Any] = [*inputs, *[None] * (self.tensors + 1)]
         for _, launches in named(self.phases):
             for run, reads, writes, last in launches:

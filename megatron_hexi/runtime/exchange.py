@@ -30,7 +30,6 @@ class KVExchange:
     Args:
         key: keys that the rank owns, [B, k, G, Dk].
         value: values that the rank owns, [B, k, G, Dv].
-        schedule: the rank's split tables.
     """
 
     def __init__(
@@ -107,7 +106,6 @@ class GradientReturn:
     Args:
         keys: sum of the gradients of the rank's keys; complete when all parts have been waited for.
         values: sum of the gradients of the rank's values; complete when all parts have been waited for.
-        schedule: the rank's split tables.
     """
 
     def __init__(

@@ -18,11 +18,7 @@ from torch import Tensor
 
 
 class HostMemory:
-    """The host memory of one rank, with copies to and from the rank's device.
-
-    Args:
-        device: device of the tensors that are copied to host memory.
-    """
+    """The host memory of one rank, with copies to and from the rank's device."""
 
     def __init__(self, device: torch.device) -> None:
         self._has_streams = device.type == "cuda" and torch.version.cuda is not None
@@ -59,7 +55,6 @@ class HostMemory:
         """Start a copy from the device to host memory; `drain` waits for it.
 
         Args:
-            target: tensor in host memory.
             source: tensor on the device; it may be freed at once.
         """
         with self._way(0) as stream:

@@ -40,7 +40,7 @@ from megatron_hexi.runtime.attention_blocks import BlockAttention, Queries
 from megatron_hexi.runtime.call_rows import Rows
 from megatron_hexi.runtime.compiled import CompiledPass, Recorder, Shape, Value
 from megatron_hexi.runtime.exchange import GradientReturn, KVExchange
-from megatron_hexi.runtime.fused.slots import MOST_TERMS
+from megatron_hexi.runtime.fused.plain import MOST_TERMS
 from megatron_hexi.runtime.kernels import KernelDispatch
 from megatron_hexi.runtime.latent import Expansion, LatentSizes
 from megatron_hexi.runtime.sums import RowSum
@@ -110,8 +110,6 @@ class AttentionLayer:
     """The compiled passes of attention for one plan, mask and kind of tensors; compiled on first use.
 
     Args:
-        schedule: the rank's split tables for the mask.
-        kernel: kernels among which each block's kernel is chosen.
         a2a_group: process group of the rank's A2A group, in rank order.
         window: number of exchange steps in flight ahead of the step in use.
     """

@@ -33,7 +33,6 @@ class PassingBuckets:
     Args:
         staying: parameters whose memory is not released, since parts of them are in buckets that stay on the
             device.
-        host: host memory of this rank.
     """
 
     def __init__(self, buffers: Sequence[BucketBuffer], staying: Set[Parameter], host: HostMemory) -> None:

@@ -98,8 +98,8 @@ class PieceBuffers:
     Args:
         scale_of: function that returns the factor for a parameter's gradient before the sum over holders.
         group_of: function that creates a process group; all ranks of the job call it in the same order.
-        gradient_dtype: type in which gradients are accumulated; ``None``: the type of the weights.
         offload_of: function that returns, for a rank, the data of its stage that waits in host memory.
+        gradient_dtype: type in which gradients are accumulated; ``None``: the type of the weights.
     """
 
     def __init__(

@@ -86,11 +86,7 @@ class RowChannel:
         self.sent += 1
 
     def expect(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Post the receives of the next micro-batch, unless they are posted already.
-
-        Args:
-            shape: shape of the rows of this rank, [L, b, hidden].
-        """
+        """Post the receives of the next micro-batch, unless they are posted already."""
         if self._arriving is not None:
             return
         # Padding rows come from nowhere: they are zero, and so are their gradients.
@@ -209,11 +205,7 @@ class DeviceRows:
 
 
 class HostRows:
-    """A store of rows in host memory; only rows in use and rows needed next are on the device.
-
-    Args:
-        host: host memory of this rank, whose allocations are reused in every iteration.
-    """
+    """A store of rows in host memory; only rows in use and rows needed next are on the device."""
 
     def __init__(self, host: HostMemory) -> None:
         self._host = host

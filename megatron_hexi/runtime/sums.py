@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatron_hexi.plan.model import Range
 from megatron_hexi.runtime.call_rows import Rows
 from megatron_hexi.runtime.compiled import BufferPlace, Recorder, Shape, Value
-from megatron_hexi.runtime.fused.slots import MOST_TERMS
+from megatron_hexi.runtime.fused.plain import MOST_TERMS
 
 
 class Term(NamedTuple):
@@ -73,11 +73,7 @@ class RowSum:
         self._terms.append(Term(heads, rows, value, log_sum_exp))
 
     def write(self, target: Value) -> Value | None:
-        """Write the sum to a tensor [B, h, G, D] of any type.
-
-        Returns:
-            The merged log-sum-exp [B, h, G] of attention outputs; ``None`` for a plain sum.
-        """
+        """Write the sum to a tensor [B, h, G, D] of any type; return log-sum-exps [B, h, G], or ``None``."""
         total = self._new_log_sum_exp()
         self._combine(target, total)
         return total

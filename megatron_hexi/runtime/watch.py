@@ -31,8 +31,7 @@ import torch.distributed as dist
 
 from megatron_hexi.elastic.store import lost_after_s
 from megatron_hexi.errors import HexiError, set_fault_listener
-from megatron_hexi.runtime.heartbeats import Fault
-from megatron_hexi.runtime.liveness import FAILED, Liveness, clock_time
+from megatron_hexi.runtime.liveness import FAILED, Fault, Liveness, clock_time
 from megatron_hexi.runtime.waiting import waits_begun
 from megatron_hexi.speaker import ENDED_S, say_error, under_torchrun
 

@@ -136,7 +136,6 @@ class SlurmNode:
     """A node as Slurm describes it. Nodes with equal descriptions are taken to be alike.
 
     Args:
-        features: features that an administrator gave it.
         gres: its generic resources in one order, ``gpu:h100:8,nvme:1``.
     """
 
@@ -155,11 +154,7 @@ class SlurmNode:
 
 
 def parse_nodes(text: str) -> dict[str, SlurmNode]:
-    """Parse the output of `SINFO` into nodes by name.
-
-    Raises:
-        PlatformError: a line has other fields, or there is none.
-    """
+    """Parse the output of `SINFO` into nodes by name."""
     nodes: dict[str, SlurmNode] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         fields = line.strip().split("|")
@@ -181,11 +176,7 @@ def parse_nodes(text: str) -> dict[str, SlurmNode]:
 
 
 def allocated_hosts(environment: Mapping[str, str]) -> list[list[str]]:
-    """Return the hosts of each component of this job; one component where it is not heterogeneous.
-
-    Raises:
-        PlatformError: this is not a job, or a variable of Slurm's is missing.
-    """
+    """Return the hosts of each component of this job; one component where it is not heterogeneous."""
     size = variable_number(environment, "SLURM_HET_SIZE", 0, most=9999)
     names = (
         ["SLURM_JOB_NODELIST"]

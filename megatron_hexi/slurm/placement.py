@@ -34,10 +34,7 @@ class Placed:
     """The hosts of ranks and of the cluster file's nodes.
 
     Args:
-        hosts: host of each rank, in rank order.
-        nodes: the host of each of the cluster file's nodes that the plan uses, in file order.
         spares: the host of each node that the plan does not use and that waits as a spare, in file order.
-        idle: hosts of the job that have no rank and are no spare.
         absent: hosts that the cluster file names and the job lacks, with the host that stands in for each.
     """
 
@@ -58,7 +55,6 @@ def place(
     """Find a host for every rank.
 
     Args:
-        hosts: hosts of the job, in Slurm's order, which does not matter.
         with_spares: whether hosts without ranks wait as spares, as far as the cluster file has them.
     """
     unknown = [host for host in hosts if host not in slurm_nodes]
@@ -114,11 +110,7 @@ class _Node:
 
 
 def find_gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
-    """Return the cluster's GPU of each rank.
-
-    Raises:
-        PlanError: the plan was made for another cluster.
-    """
+    """Return the cluster's GPU of each rank."""
     made_for = plan.provenance.cluster_digest if plan.provenance else None
     if made_for is not None and made_for != cluster_digest(cluster):
         name = plan.provenance.cluster if plan.provenance else None
@@ -296,11 +288,7 @@ def plan_start(
     starts the job again.
 
     Args:
-        plan: the file that ranks are placed by.
         checkpoints: folder for checkpoints, if the user names none.
-
-    Raises:
-        HexiError: the training could not go on after a failure, or the plan is another one.
     """
     flags = {word.partition("=")[0] for word in words}
     for flag, why in _EVERY_START.items():

@@ -10,12 +10,12 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_hexi.plan import Plan
-from megatron_hexi.report.losses import draw_losses, relative_differences
 from megatron_hexi.report.pictures import save_picture
 from megatron_hexi.report.unit_summary import unit_summaries
 from megatron_hexi.spelling import spell_range
 from megatron_hexi.text_file import write_text_atomically
 from scripts.quickstart.job import Job
+from scripts.quickstart.losses import draw_losses, relative_differences
 
 #: Losses are fp32 sums, made in another order by each layout; training then makes such differences grow.
 LOSS_LIMIT = 1e-5

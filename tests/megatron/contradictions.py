@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from megatron_hexi.argument_file import without_flags
-from megatron_hexi.options.conditions import row_of
+from megatron_hexi.options.kinds import row_of
 from megatron_hexi.options.parser import Row
 from megatron_hexi.options.rules_megatron import STOPS, stops_together
 

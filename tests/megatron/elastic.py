@@ -17,9 +17,9 @@ from typing import Self
 import psutil
 import torch.distributed as dist
 
+from megatron_hexi.elastic.channel import SECRET_VARIABLE
 from megatron_hexi.elastic.copies import CopyBoard
 from megatron_hexi.elastic.launcher.job_store import keep_store
-from megatron_hexi.elastic.secret import SECRET_VARIABLE
 from megatron_hexi.lab.testbed.job import free_port
 from tests.megatron.launch import environment, read_metrics
 from tests.support.clocks import Clock

@@ -6,7 +6,7 @@ import megatron.core
 
 from megatron_hexi.megatron.model_fields import installed_defaults
 from megatron_hexi.options.layer_features import model_defaults
-from megatron_hexi.options.release import VERSIONS, series
+from megatron_hexi.options.parser import VERSIONS, series
 
 
 def test_defaults_are_those_of_the_installed_megatron():

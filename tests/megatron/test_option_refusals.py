@@ -9,7 +9,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.options import release
+from megatron_hexi.options import parser as recorded
 from megatron_hexi.options.kinds import Refused
 from megatron_hexi.options.parser import parse_words
 from megatron_hexi.options.refusals import refuse_unsupported, refuse_yaml_configuration, refused
@@ -125,7 +125,7 @@ def test_an_option_is_refused_by_its_real_name(
 ):
     versions = SpecifierSet(option.versions or ">=0.19")
     version = next(version for version in ("0.19.2", "0.18.2", "0.17.1") if version in versions)
-    monkeypatch.setattr(release, "assumed_release", lambda: version)
+    monkeypatch.setattr(recorded, "assumed_release", lambda: version)
     words = with_words(MODEL, OPTION_WORDS.get(option.name, option.option))
     if option.option in parser._option_string_actions:
         args = parser.parse_args(words)

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_hexi.options.parser import is_assumed
 from megatron_hexi.options.refusals import refused
-from megatron_hexi.options.release import is_assumed
 from megatron_hexi.plan import Plan, write_plan
 from tests.megatron.conftest import job
 from tests.megatron.option_cases import (

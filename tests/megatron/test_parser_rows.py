@@ -10,8 +10,7 @@ import pytest
 
 from megatron_hexi.megatron.arguments import add_hexi_arguments
 from megatron_hexi.megatron.parser_rows import installed_rows, rows_of
-from megatron_hexi.options.parser import HEXI_ROWS, parse_words, read_rows
-from megatron_hexi.options.release import series
+from megatron_hexi.options.parser import HEXI_ROWS, parse_words, read_rows, series
 from megatron_hexi.shell.words import Word
 
 VERSION = series(megatron.core.__version__)

@@ -36,6 +36,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
+from megatron_hexi.elastic import say
+from megatron_hexi.elastic.channel import SECRET_VARIABLE
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE, COPIES_VARIABLE, COPY_INTERVAL_VARIABLE
 from megatron_hexi.elastic.entrance import is_here
 from megatron_hexi.elastic.launcher.job_store import keep_store, open_door
@@ -43,8 +45,6 @@ from megatron_hexi.elastic.launcher.keeper import Keeper
 from megatron_hexi.elastic.launcher.life import MISSED, SIGN_S, LifeSigns, RoundLife, wait_as_spare
 from megatron_hexi.elastic.launcher.ranks import WORDS_VARIABLE, run_rank
 from megatron_hexi.elastic.launcher.rendezvous import ClocklessBackend, PatientRendezvous
-from megatron_hexi.elastic.secret import SECRET_VARIABLE
-from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import (
     BROKEN,
     CLOCK_VARIABLE,
@@ -110,8 +110,7 @@ class NodeAgent(LocalElasticAgent):
     Args:
         store_port: port of this node's loopback at which the store is reached.
         clock: seconds by which `job_time` is ahead of `time.monotonic`.
-        life: shows other agents that this one runs.
-        keeper: keeper of this node's copies; ``None``: no copies are made.
+        keeper: ``None``: no copies are made.
     """
 
     def __init__(
@@ -210,11 +209,7 @@ def exit_code(result: RunResult) -> int:
 
 
 def run_agent(launch: AgentSettings) -> int:
-    """Run this node's ranks, round after round.
-
-    Returns:
-        The exit code.
-    """
+    """Run this node's ranks, round after round, and return the exit code."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # PyTorch 2.14 shares an agent's store over all rounds, but tells its address to those of the first alone.

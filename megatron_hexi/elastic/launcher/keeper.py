@@ -13,10 +13,10 @@ from typing import TextIO
 
 import torch.distributed as dist
 
+from megatron_hexi.elastic import say
 from megatron_hexi.elastic.copies import CopyBoard, drop_older
 from megatron_hexi.elastic.copy_files import copy_folder, copy_path, list_files, pull, serve_files
 from megatron_hexi.elastic.launcher.life import RoundThread
-from megatron_hexi.elastic.speech import say
 
 _PREFIX = "hexi-copies-"
 _LOOK_S = 0.2
@@ -30,8 +30,6 @@ class Keeper(RoundThread):
     Args:
         parent: folder of a file system in memory, in which a folder for the copies is made.
         store: host and port of the job's store.
-        job: prefix of the job's keys.
-        address: address at which other nodes reach this one.
         bind: address of this node to serve copies at, if not `address`.
     """
 

@@ -19,7 +19,7 @@ from typing import Self
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
-from megatron_hexi.elastic.speech import say
+from megatron_hexi.elastic import say
 from megatron_hexi.elastic.store import find_present, read_present
 
 _STORE_S = 10.0
@@ -76,7 +76,6 @@ def wait_as_spare(
 
     Args:
         store: the store of the rendezvous, without a prefix for its keys.
-        limit_s: seconds within which a round must have begun.
 
     Raises:
         RendezvousClosedError: the job has ended.
@@ -124,9 +123,6 @@ class Silences:
 
     Between two looks at most two signs can be missed: a process that was stopped itself, or that waited for
     the store, has not listened.
-
-    Args:
-        clock: function that returns seconds and is never set.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

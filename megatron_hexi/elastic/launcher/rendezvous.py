@@ -18,8 +18,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousBackend,
 )
 
+from megatron_hexi.elastic import say
 from megatron_hexi.elastic.launcher.life import SIGN_S, RoundLife, Silences
-from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import BROKEN, TRAINING, WANTED, Fence
 
 _DEADLINE = "deadline"

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_hexi.elastic import say
+from megatron_hexi.elastic.channel import secret_of_rank
 from megatron_hexi.elastic.copies import (
     COPIES_URL_VARIABLE,
     COPY_INTERVAL_VARIABLE,
@@ -34,8 +36,6 @@ from megatron_hexi.elastic.copies import (
     find_newest,
 )
 from megatron_hexi.elastic.copy_files import bare_name, copy_folder
-from megatron_hexi.elastic.secret import secret_of_rank
-from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import ROUND_VARIABLE, round_store, whole_store
 from megatron_hexi.patching import Patch
 from megatron_hexi.text_file import write_text_atomically
@@ -162,9 +162,6 @@ def find_copy(job: dist.Store, present: list[str], checkpoint: int | None) -> di
 
 def fetch_copy(store: dist.Store, chosen: dict[str, Any]) -> Path | None:
     """Complete a copy on every node; called by all started ranks, with the same result on each.
-
-    Args:
-        chosen: the copy that rank 0 chose, as `find_copy` returns it.
 
     Returns:
         The folder to load from; ``None``: a node could not complete the copy, so the checkpoint is loaded.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from megatron_hexi.elastic.speech import say
+from megatron_hexi.elastic import say
 from megatron_hexi.elastic.store import ROUND_VARIABLE, Fence, in_round, whole_store
 from megatron_hexi.patching import patched
 from megatron_hexi.runtime import stop_watch

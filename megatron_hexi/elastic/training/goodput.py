@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_hexi.elastic.speech import say
+from megatron_hexi.elastic import say
 from megatron_hexi.elastic.store import TRAINING, WANTED, in_round, job_time, round_store, whole_store
 from megatron_hexi.elastic.training.copying import copied_last, is_safe
 from megatron_hexi.elastic.training.fencing import ask_fence, end_to_start_again
@@ -36,9 +36,7 @@ def begin_round(
     """Return the facts of a new round: where it resumes, and which iterations were lost.
 
     Args:
-        number: number of the round, from 1.
         iteration: iteration of the loaded state; ``None`` if nothing is loaded.
-        in_memory: whether the state comes from copies in memory.
     """
     begun = float(job.compare_set("begun", "", str(job_time())))
     last_iteration = json.loads(job.get("done"))["iteration"] if job.check(["done"]) else 0

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_hexi.elastic import say
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE
-from megatron_hexi.elastic.speech import say
 from megatron_hexi.elastic.store import NODE_VARIABLE, in_round, round_store, whole_store
 from megatron_hexi.elastic.training.copying import TRACKER, fetch_copy, find_copy
 from megatron_hexi.elastic.training.fencing import ask_fence
@@ -91,15 +91,12 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
 
 
 def take_part(args: Namespace) -> Plan:
-    """Agree on the present nodes, and take this rank's number in the plan for them.
+    """Agree on the present nodes, take this rank's number in the plan for them, and return that plan.
 
     Does not return on a rank that the plan leaves out, but ends the process when the training has ended.
 
     Args:
         args: Megatron's arguments; `rank`, `world_size` and `load` are changed in place.
-
-    Returns:
-        The plan of this round.
 
     Raises:
         HexiError: there is no plan for the present nodes; raised on every rank.

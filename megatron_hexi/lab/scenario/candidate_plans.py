@@ -26,11 +26,7 @@ AS_THE_FILE_SAYS = Conditions()
 
 @dataclass(frozen=True, eq=False)
 class PlacedPlan:
-    """A plan on the cluster's GPUs.
-
-    Args:
-        units: the cluster's GPUs of each tensor-parallel unit.
-    """
+    """A plan on the cluster's GPUs."""
 
     plan: Plan
     job: Job
@@ -52,11 +48,7 @@ class PlanPace:
 
 
 class Plans:
-    """Plans of one job on one cluster, each computed once.
-
-    Args:
-        plan: the job's first plan.
-    """
+    """Plans of one job on one cluster, each computed once."""
 
     def __init__(self, plan: Plan, job: Job, request: Request, cluster: Cluster) -> None:
         self.cluster = cluster

@@ -35,7 +35,6 @@ class Course:
     Args:
         iterations: iterations done and kept at the end, with the part of the current one.
         lost_iterations: iterations since the last checkpoint that were lost with a node.
-        pieces: tokens/s over time, in order.
     """
 
     policy: str
@@ -99,11 +98,7 @@ class Runner(ABC):
                 self.train(period)
 
     def run_until(self, end_s: float, period: Period) -> int:
-        """Train until a time under the present plan.
-
-        Returns:
-            Number of iterations that ended.
-        """
+        """Train until a time under the present plan, and return the number of iterations that ended."""
         assert self.placed is not None
         seconds = self.plans.pace(self.placed, period.conditions).seconds
         iterations = self.part + (end_s - self.clock_s) / seconds
@@ -114,11 +109,7 @@ class Runner(ABC):
         return whole
 
     def end_iteration(self, period: Period) -> float:
-        """Train until the current iteration ends, or the period.
-
-        Returns:
-            The part of an iteration that was trained.
-        """
+        """Train until the current iteration or the period ends; return the part of an iteration trained."""
         assert self.placed is not None
         seconds = self.plans.pace(self.placed, period.conditions).seconds
         remaining = 1 - self.part
@@ -169,7 +160,6 @@ class PlayedScenario:
     """A scenario, and the result of each policy.
 
     Args:
-        lasts_s: seconds of the scenario.
         undisturbed_s: seconds of an iteration of the given plan without events.
     """
 
@@ -202,13 +192,6 @@ def play_scenario(
 
     Between two events conditions are constant, and iterations take the cost model's time for the current
     plan.
-
-    Args:
-        events: its events, in the order in which they begin.
-        plan: the job's first plan.
-
-    Raises:
-        HexiError: the plan is not for this cluster or job.
     """
     plans = Plans(plan, job, request, cluster)
     periods = find_periods(events, scenario.lasts)

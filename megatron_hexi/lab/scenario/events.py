@@ -28,7 +28,6 @@ class Event:
     """A change of the cluster that holds from one time to another.
 
     Args:
-        begin_s: seconds since the start.
         factor: factor on speed or bandwidth; 0 for lost nodes.
         links: links whose bandwidth it changes, as `Cluster.at_bandwidths` names them.
     """
@@ -162,7 +161,6 @@ class Conditions:
     """Deviations of a cluster from its file; by default none.
 
     Args:
-        speeds: ranks with a factor on their curves.
         links: links, as `Cluster.at_bandwidths` names them, with a factor on their bandwidth.
     """
 

@@ -67,13 +67,7 @@ class Ended:
 
 
 def run_job(lab: Lab, cluster: Cluster, name: str, program: Sequence[str], *, show: bool) -> Ended:
-    """Run a program on all ranks of the lab.
-
-    Args:
-        name: name of the job's logs and records.
-        program: torchrun's arguments after its own options.
-        show: pass on what the first and the last rank print.
-    """
+    """Run a program on all ranks of the lab."""
     count = len(lab.gpus)
     logs = [lab.log(name, rank) for rank in sorted({0, count - 1})] if show else []
     port = 29500 if lab.links else free_port()

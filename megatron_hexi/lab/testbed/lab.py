@@ -1,16 +1,70 @@
-"""The request of the command to the lab, as a file in the run folder, and the paths of all files there."""
+"""The request of the command to the lab (with throttled GPUs) as a file, and the paths of all files there."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.lab.testbed.throttle import Throttle
 from megatron_hexi.text_file import write_text_atomically
+
+_SPELLING = re.compile(
+    r"(?P<gpu>\d{1,5})=(?P<factor>\d*\.?\d+)@(?P<begin>\d+(\.\d+)?)\.\.(?P<end>\d+(\.\d+)?)?"
+)
+
+
+@dataclass(frozen=True)
+class Throttle:
+    """A GPU at another speed for some time.
+
+    Args:
+        begin_s: begin, s after the rank's first paced operation.
+        end_s: end, s after that; ``None``: until the job ends.
+    """
+
+    gpu: int
+    factor: float
+    begin_s: float
+    end_s: float | None = None
+
+    def holds(self, seconds: float) -> bool:
+        """Return whether the throttle is active, by seconds since the first paced operation."""
+        return self.begin_s <= seconds and (self.end_s is None or seconds < self.end_s)
+
+
+def parse_throttle(text: str, gpus: int) -> Throttle:
+    """Parse a throttle: ``2=0.5@60..180`` is GPU 2 at half its speed from second 60 to 180."""
+    match = _SPELLING.fullmatch(text)
+    if match is not None:
+        end = match["end"]
+        throttle = Throttle(
+            int(match["gpu"]),
+            float(match["factor"]),
+            float(match["begin"]),
+            None if end is None else float(end),
+        )
+        later = throttle.end_s is None or throttle.end_s > throttle.begin_s
+        if throttle.gpu < gpus and 0 < throttle.factor <= 1 and later:
+            return throttle
+    raise HexiError(
+        f"--throttle {text[:40]}: write GPU=SPEED@BEGIN..END, a GPU from 0 to {gpus - 1}, a part of its "
+        "speed, and seconds of the job: 2=0.5@60..180, or 2=0.5@60.. until it ends"
+    )
+
+
+def speed_at(throttles: Iterable[Throttle], seconds: float) -> float:
+    """Return the factor on a GPU's curves at a time, given its throttles."""
+    factor = 1.0
+    for throttle in throttles:
+        if throttle.holds(seconds):
+            factor *= throttle.factor
+    return factor
+
 
 Speeds = Literal["paced", "quota", "none"]
 SPEEDS: tuple[Speeds, ...] = ("paced", "quota", "none")
@@ -31,11 +85,7 @@ class UntrueError(HexiError):
 
 @dataclass(frozen=True)
 class Quota:
-    """A GPU's part of the machine.
-
-    Args:
-        share: share of that core, 0 to 1.
-    """
+    """A GPU's part of the machine."""
 
     cgroup: str
     core: int
@@ -47,13 +97,7 @@ class Lab:
     """A run of the testbed.
 
     Args:
-        folder: the run folder, absolute; its `cluster` is the file that is emulated.
-        links: whether each node and rank has a network namespace with the file's links.
-        isolation: way in which the lab gets namespaces of its own.
         gpus: the GPUs of the file that the job's ranks are, in rank order.
-        quotas: quota of each GPU of the file, with ``speeds = quota``.
-        program: the program for torchrun, with its arguments; empty: only measure.
-        throttles: GPUs that are slower for a while in the job, with ``speeds = paced``.
     """
 
     folder: Path

@@ -21,8 +21,7 @@ from megatron_hexi.lab.testbed import truth
 from megatron_hexi.lab.testbed.isolation import go_first
 from megatron_hexi.lab.testbed.job import Ended, run_job
 from megatron_hexi.lab.testbed.lab import JOB, Lab, UntrueError, read_lab
-from megatron_hexi.lab.testbed.links import LinkMeasured, measure_links
-from megatron_hexi.lab.testbed.network import build_network, raise_loopback
+from megatron_hexi.lab.testbed.network import LinkMeasured, build_network, measure_links, raise_loopback
 from megatron_hexi.lab.testbed.quotas import correct_shares
 from megatron_hexi.text_file import write_text_atomically
 
@@ -49,10 +48,7 @@ class TestbedMeasurements(NamedTuple):
 
 
 def main(folder: str) -> int:
-    """Run the lab.
-
-    Returns:
-        The job's exit code.
+    """Run the lab, and return the job's exit code.
 
     Raises:
         UntrueError: the testbed is not the cluster that the file describes.

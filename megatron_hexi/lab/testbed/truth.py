@@ -1,16 +1,20 @@
-"""Compares the testbed with the cluster file: requested and measured figures, and those that are off."""
+"""Compares the testbed with the cluster file: requested and measured figures, and their report."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.lab.testbed.lab import TOLERANCE, Lab, Speeds
-from megatron_hexi.lab.testbed.links import LinkMeasured
+from megatron_hexi.lab.testbed.network import LinkMeasured
 from megatron_hexi.lab.testbed.quotas import cycle_seconds
 
 
@@ -21,7 +25,6 @@ class SpeedMeasured:
     Args:
         asked_s: time of a cycle of the load. Paced: by the file. Quota: in the file's ratios, with the mean
             speed of all as it was measured.
-        measured_s: measured seconds of a cycle.
     """
 
     gpu: int
@@ -39,7 +42,6 @@ class PaceMeasured:
     """A measurement of how well a rank of a paced job kept its pace.
 
     Args:
-        asked_s: modelled seconds of these operations.
         measured_s: seconds that they took: modelled, and lost.
         overrun: share of the modelled time by which operations computed longer than modelled.
         paced_share: share of the time from the first operation to the last in paced operations.
@@ -145,3 +147,83 @@ def _pace(gpu: int, pace: dict[str, Any]) -> PaceMeasured:
 def _seconds_a_cycle(log: Path) -> float:
     printed = json.loads(log.read_text().splitlines()[-1])
     return float(printed["seconds"] / printed["cycles"])
+
+
+def testbed_report(document: Mapping[str, Any]) -> RenderableType:
+    """Return tables of speeds and links, requested and measured, and of how a paced job kept its pace."""
+    parts: list[RenderableType] = [Text(document["method"])]
+    names = {row["gpu"]: row["name"] for row in document["gpus"]}
+    for when, measured in document["measured"].items():
+        if measured["speeds"]:
+            parts.append(_speeds(when, measured["speeds"], names))
+        if measured["links"]:
+            parts.append(_links(when, measured["links"], names))
+    if document["pace"]:
+        parts.append(_pace_lines(document["pace"], names))
+    if not document["links_emulated"]:
+        parts.append(Text("links: NOT emulated"))
+    return Group(*parts)
+
+
+def _speeds(when: str, rows: list[dict[str, Any]], names: Mapping[int, str]) -> Table:
+    table = _table(
+        f"speeds {when}, under a synthetic load", ("GPU", "asked ms", "measured ms", "speed off by")
+    )
+    for row in rows:
+        cells = (
+            f"{1e3 * row['asked_s']:.2f}",
+            f"{1e3 * row['measured_s']:.2f}",
+            f"{row['error']:+.1%}",
+        )
+        table.add_row(_who(row["gpu"], names), *cells)
+    return table
+
+
+def _links(when: str, rows: list[dict[str, Any]], names: Mapping[int, str]) -> Table:
+    columns = ("from", "to", "asked MB/s", "measured MB/s", "off by", "file's µs", "measured µs")
+    table = _table(f"links {when} (latency is not emulated)", columns)
+    for row in rows:
+        cells = (
+            f"{1e3 * row['asked_gb_s']:.2f}",
+            f"{1e3 * row['measured_gb_s']:.2f}",
+            f"{row['error']:+.1%}",
+            f"{row['file_latency_us']:.0f}",
+            f"{row['measured_latency_us']:.0f}",
+        )
+        table.add_row(_who(row["source"], names), _who(row["target"], names), *cells)
+    return table
+
+
+def _pace_lines(rows: list[dict[str, Any]], names: Mapping[int, str]) -> Table:
+    shares = {
+        "overrun": "overrun",
+        "computing": "busy_share",
+        "paced": "paced_share",
+        "unmodelled": "unmodelled_share",
+        "exposed": "exposed_share",
+    }
+    table = _table("pace of the job", ("GPU", "asked s", "measured s", "speed off by", *shares))
+    table.caption = (
+        "overrun, computing: of the modelled time; paced, unmodelled, and at most so much of that exposed\n"
+        "to other ranks: of the job's time"
+    )
+    for row in rows:
+        table.add_row(
+            _who(row["gpu"], names),
+            f"{row['asked_s']:.3f}",
+            f"{row['measured_s']:.3f}",
+            f"{row['error']:+.1%}",
+            *(f"{row[field]:.1%}" for field in shares.values()),
+        )
+    return table
+
+
+def _who(gpu: int, names: Mapping[int, str]) -> str:
+    return f"{gpu} {names[gpu]}"
+
+
+def _table(title: str, columns: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("GPU", "from", "to") else "right")
+    return table

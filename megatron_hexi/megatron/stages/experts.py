@@ -19,7 +19,7 @@ from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.mesh_groups import MeshGroups
 from megatron_hexi.mesh import ExpertDomain, Mesh, job_experts
 from megatron_hexi.patching import patched
-from megatron_hexi.plan.experts import HeldExperts
+from megatron_hexi.plan.units import HeldExperts
 
 
 @dataclass(frozen=True)

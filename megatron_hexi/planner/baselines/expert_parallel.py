@@ -18,10 +18,10 @@ from megatron_hexi.cost import CostModel
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import RECOMPUTES, Job
 from megatron_hexi.plan import Domain, Exchange, Group, JobTerms, Member, Plan, Replica, Stage
-from megatron_hexi.plan.experts import expert_domains
 from megatron_hexi.plan.layout import apportion, causal_segments, consecutive
 from megatron_hexi.plan.proportion import worthwhile_parts
 from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.plan.units import expert_domains
 from megatron_hexi.planner.baselines.arrange import nodes_of_one_model
 from megatron_hexi.planner.baselines.expert_flags import EqualFloor, ExpertFlags
 from megatron_hexi.planner.expert_placement import spread_experts

@@ -93,14 +93,12 @@ class Advice:
     """Advice after some iterations: keep the plan, or swap.
 
     Args:
-        iteration: number of the last iteration considered.
         speeds: speed of each rank, relative to the fastest, by its own history.
         present_s: seconds of an iteration under the present plan at these speeds, as predicted.
         best_s: the same under the best plan found.
-        plan: plan to swap to; ``None``: keep the present one.
         restart: a plan that is faster by more than the threshold than the best found, with other layers in
             its stages; ``None``: none was found. Layers do not move while the job runs.
-        restart_s: seconds of an iteration under it.
+        plan: plan to swap to; ``None``: keep the present one.
     """
 
     iteration: int
@@ -123,13 +121,10 @@ class Advisor:
     """Follows the ranks' speeds in a job and looks for better plans.
 
     Args:
-        plan: the job's first plan.
-        cluster: the cluster of the file; speeds are relative to it.
         threshold: the least gain that is worth a swap, as a part of an iteration.
-        interval: iterations in which a swap must pay back.
         packed: whether sequences consist of documents: their lengths change the work of all ranks alike, so
             times are taken relative to the median rank of an iteration.
-        shares: whether replicas may take other numbers of micro-batches.
+        interval: iterations in which a swap must pay back.
     """
 
     def __init__(
@@ -157,12 +152,7 @@ class Advisor:
         self._follow(plan)
 
     def advise(self, iteration: int, busy_s: Sequence[Sequence[float]], swap_s: float) -> Advice:
-        """Return advice from measured times.
-
-        Args:
-            busy_s: seconds without waiting, by iteration and rank.
-            swap_s: seconds of a swap.
-        """
+        """Return advice from measured times."""
         for row in busy_s:
             self._note([busy / work for busy, work in zip(row, self._work_s, strict=True)])
         if min(map(len, self._histories)) < WINDOW:

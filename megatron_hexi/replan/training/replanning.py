@@ -58,14 +58,7 @@ _AGREEMENT = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class Order:
-    """A command from rank 0 to swap plans, for all ranks.
-
-    Args:
-        number: number of the order, from 0.
-        iteration: iteration before which all ranks swap.
-        plan: the plan, as YAML.
-        final: whether no plan follows it.
-    """
+    """A command from rank 0 to swap plans, for all ranks."""
 
     number: int
     iteration: int
@@ -78,7 +71,6 @@ class Replanner:
 
     Args:
         store: the job's store; a part of it that nothing else uses.
-        advice: makes the planner, on rank 0.
     """
 
     def __init__(self, store: dist.Store, args: Namespace, advice: Callable[[dict[str, Any]], Any]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_hexi.runtime import call_rows
 from megatron_hexi.runtime.call_rows import Rows
-from megatron_hexi.runtime.fused.slots import Slot
+from megatron_hexi.runtime.fused.plain import Slot
 
 #: Number of elements of a Triton program: few enough for fp32 values in the registers of 128 threads.
 _ELEMENTS = 2048

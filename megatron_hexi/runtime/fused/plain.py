@@ -7,13 +7,33 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from megatron_hexi.plan.model import Range
 from megatron_hexi.runtime.call_rows import Rows
-from megatron_hexi.runtime.fused.slots import Slot
+
+#: Largest number of terms that one operation adds; a fused operation has a pointer for each term.
+MOST_TERMS = 4
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of heads of a tensor [T, B, heads, D] in a flat message.
+
+    Args:
+        offset: offset of the slot's first element in the message.
+        stride: elements from one row (of tokens and batch) to the next.
+    """
+
+    part: int
+    heads: Range
+    size: int
+    offset: int
+    stride: int
 
 
 def combine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_hexi.errors import PlatformError
-from megatron_hexi.runtime.kernels.aten import AtenCpuKernel, AtenFlashKernel
+from megatron_hexi.runtime.kernels.aten import AtenCpuKernel, AtenFlashKernel, CudnnKernel
 from megatron_hexi.runtime.kernels.base import (
     BlockKind,
     Kernel,
@@ -14,7 +14,6 @@ from megatron_hexi.runtime.kernels.base import (
     MathKernel,
     Mode,
 )
-from megatron_hexi.runtime.kernels.cudnn import CudnnKernel
 from megatron_hexi.runtime.kernels.flash_attn import flash_attention_2, flash_attention_3
 
 _FLASH_3, _CUDNN, _FLASH_2 = flash_attention_3(), CudnnKernel(), (flash_attention_2(), AtenFlashKernel())

@@ -54,7 +54,6 @@ class BlockKind(NamedTuple):
     Args:
         query: shape of the query, [B, H, Q, D].
         key: shape of the key, [B, K, S, D].
-        sequences: sizes of the blocks; ``None``: the call has a single block.
     """
 
     query: tuple[int, ...]
@@ -69,7 +68,6 @@ class Mode(NamedTuple):
 
     Args:
         causal: whether the blocks are causal; only set for square blocks.
-        scale: factor on scores.
         sequences: sizes of the blocks, each of whose queries see its own keys only; ``None``: a single block.
     """
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from megatron_hexi.cli import main as cli
 from megatron_hexi.cluster import Curve, catalog, device, read_cluster
 from megatron_hexi.errors import ClusterError
-from megatron_hexi.report.catalog_tables import catalog_table, device_dict, device_report
-from megatron_hexi.report.curves import draw_curves
+from megatron_hexi.report.pictures import draw_curves
+from megatron_hexi.report.tables import catalog_table, device_dict, device_report
 
 NAMES = list(catalog())
 K = 1024

@@ -7,7 +7,7 @@ from megatron_hexi.cost import assumed_kernels, planned_kernels
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.errors import ClusterError, HexiError
 from megatron_hexi.models import Job, read_model
-from megatron_hexi.plan.kernels import kernel_on
+from megatron_hexi.plan.terms import kernel_on
 from megatron_hexi.yaml_file import read_yaml
 
 H100, A100 = "H100-SXM-80GB", "A100-SXM-80GB"

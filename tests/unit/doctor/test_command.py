@@ -130,7 +130,7 @@ def test_a_launcher_that_contradicts_itself_is_refused(wrong):
 
 def test_a_wrong_launcher_is_one_line(hexi, monkeypatch):
     monkeypatch.setattr(
-        "megatron_hexi.doctor.examination.find_job",
+        "megatron_hexi.doctor.gather.find_job",
         lambda environment: find_job({"RANK": "x", "WORLD_SIZE": "2"}),
     )
     result = hexi("doctor")

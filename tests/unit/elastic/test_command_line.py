@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from megatron_hexi.elastic.__main__ import _read
-from megatron_hexi.elastic.secret import SECRET_VARIABLE, find_secret
+from megatron_hexi.elastic.channel import SECRET_VARIABLE, find_secret
 from megatron_hexi.errors import HexiError
 from tests.megatron.launch import environment
 

@@ -17,11 +17,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_hexi.elastic import entrance
-from megatron_hexi.elastic.channel import SecretRefusedError, connect, knock
+from megatron_hexi.elastic.channel import SECRET_VARIABLE, SecretRefusedError, connect, knock
 from megatron_hexi.elastic.copy_files import serve_files
 from megatron_hexi.elastic.entrance import Entrance
 from megatron_hexi.elastic.launcher.job_store import open_door
-from megatron_hexi.elastic.secret import SECRET_VARIABLE
 from megatron_hexi.lab.testbed.job import free_port
 from tests.megatron.launch import environment
 

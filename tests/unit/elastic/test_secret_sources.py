@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megatron_hexi.elastic import channel
-from megatron_hexi.elastic.channel import tls_context
+from megatron_hexi.elastic.channel import SECRET_VARIABLE, find_secret, secret_of_rank, tls_context
 from megatron_hexi.elastic.entrance import is_here, listen
 from megatron_hexi.elastic.launcher.job_store import keep_store
-from megatron_hexi.elastic.secret import SECRET_VARIABLE, find_secret, secret_of_rank
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kubernetes import manifests
 from megatron_hexi.lab.testbed.job import free_port
-from tests.unit.elastic.test_secret import SECRET
+from tests.unit.elastic.test_channel import SECRET
 
 
 def test_a_secret_is_of_a_file_or_of_the_environment(monkeypatch, tmp_path):

@@ -12,8 +12,7 @@ from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import CostModel
 from megatron_hexi.elastic.planning import __main__ as planning
 from megatron_hexi.elastic.planning import node
-from megatron_hexi.elastic.planning.job import COMMAND_LINE
-from megatron_hexi.elastic.planning.survivors import survive
+from megatron_hexi.elastic.planning.survivors import COMMAND_LINE, survive
 from megatron_hexi.elastic.training.copying import TRACKER
 from megatron_hexi.elastic.training.round import newest_checkpoint
 from megatron_hexi.errors import HexiError, NothingFitsError

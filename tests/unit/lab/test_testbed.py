@@ -15,12 +15,11 @@ from megatron_hexi.cluster import Curve, cluster_from_yaml, read_cluster
 from megatron_hexi.cost import compute
 from megatron_hexi.errors import ClusterError, PlatformError
 from megatron_hexi.lab.testbed import quotas, truth
-from megatron_hexi.lab.testbed.emulable import check_emulable
+from megatron_hexi.lab.testbed.command import check_emulable
 from megatron_hexi.lab.testbed.in_rank import load
-from megatron_hexi.lab.testbed.in_rank.charge import Charger, Pacing
-from megatron_hexi.lab.testbed.in_rank.clock import PacedClock
+from megatron_hexi.lab.testbed.in_rank.charge import Charger, PacedClock, Pacing
 from megatron_hexi.lab.testbed.lab import Lab, Quota
-from megatron_hexi.lab.testbed.links import LinkMeasured
+from megatron_hexi.lab.testbed.network import LinkMeasured
 from megatron_hexi.lab.testbed.quotas import cycle_seconds
 from megatron_hexi.models import Job, Model
 from megatron_hexi.yaml_file import read_yaml
@@ -229,7 +228,7 @@ class Time:
         self.now = self.busy = 0.0
         self.slept = []
         time = SimpleNamespace(perf_counter=lambda: self.now, sleep=self.sleep)
-        monkeypatch.setattr("megatron_hexi.lab.testbed.in_rank.clock.time", time)
+        monkeypatch.setattr("megatron_hexi.lab.testbed.in_rank.charge.time", time)
         monkeypatch.setattr(PacedClock, "_busy", lambda clock: self.busy)
 
     def sleep(self, seconds):

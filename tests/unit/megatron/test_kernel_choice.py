@@ -11,7 +11,7 @@ from megatron_hexi.errors import PlanError, PlatformError
 from megatron_hexi.megatron import kernel_choice
 from megatron_hexi.megatron.kernel_choice import choose_kernel
 from megatron_hexi.plan import JobTerms, Workload, proportional_plan, read_plan
-from megatron_hexi.plan.kernels import join_kernels, kernel_by_torch, split_kernels
+from megatron_hexi.plan.terms import join_kernels, kernel_by_torch, split_kernels
 from megatron_hexi.report.launch_lines import megatron_flags
 from tests.support.shell import call_hexi
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_hexi.mesh import Mesh, RowMessage, border_messages, held_rows
 from megatron_hexi.mesh import border as border_room
-from megatron_hexi.plan.packing import packed_domain
+from megatron_hexi.plan.batch_balance import packed_domain
 from tests.support.plans import RANDOMS, examples
 from tests.support.stage_plans import meshes
 

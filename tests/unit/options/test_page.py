@@ -7,8 +7,7 @@ from pathlib import Path
 
 from megatron_hexi.options.kinds import Replaced, Supported
 from megatron_hexi.options.page import page
-from megatron_hexi.options.refusals import refused
-from megatron_hexi.options.rule_table import OPTIONS
+from megatron_hexi.options.refusals import OPTIONS, refused
 from scripts.docs.combination_tests import TESTS
 from tests.conftest import COLLECTED
 

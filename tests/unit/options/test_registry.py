@@ -7,11 +7,18 @@ from itertools import chain
 
 import pytest
 
-from megatron_hexi.options.classes import COUNTED, FREE, RESTRICTING
-from megatron_hexi.options.parser import known_flags, read_rows
+from megatron_hexi.options.parser import VERSIONS, known_flags, read_rows
 from megatron_hexi.options.refusals import refused
-from megatron_hexi.options.registry import class_and_reason, class_of, counts, nearest_option, table
-from megatron_hexi.options.release import VERSIONS
+from megatron_hexi.options.registry import (
+    COUNTED,
+    FREE,
+    RESTRICTING,
+    class_and_reason,
+    class_of,
+    counts,
+    nearest_option,
+    table,
+)
 
 
 def test_every_option_of_every_version_has_one_class():

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.plan import Block, Group, Mask, Member, Shape
+from megatron_hexi.plan.batch_balance import packed_domain, proportional_table
 from megatron_hexi.plan.blocks import exchange_blocks, own_blocks
 from megatron_hexi.plan.layout import causal_segments
 from megatron_hexi.plan.model import Domain
-from megatron_hexi.plan.packing import packed_domain, proportional_table
 from tests.support.plans import RANDOMS, examples, masks, plans
 
 

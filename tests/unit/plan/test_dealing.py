@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_hexi.plan import Domain, Mask, Plan, UnitRates, Workload, proportional_plan
-from megatron_hexi.plan.batch_balance import EVEN, balanced_domain, even_seconds, unit_seconds
+from megatron_hexi.plan.batch_balance import EVEN, balanced_domain, even_seconds, packed_domain, unit_seconds
 from megatron_hexi.plan.blocks import exchange_blocks, own_blocks
 from megatron_hexi.plan.file import validate_plan
-from megatron_hexi.plan.packing import packed_domain
 
 #: The aim: no unit is busy for longer than this part above its share of a batch's work.
 _AIM = 0.03

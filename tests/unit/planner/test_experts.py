@@ -19,7 +19,7 @@ from megatron_hexi.kinds import Experts
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.models import Model, job_of_plan
 from megatron_hexi.plan import Domain, Group, Member, validate_plan
-from megatron_hexi.plan.experts import expert_domains
+from megatron_hexi.plan.units import expert_domains
 from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.baselines.expert_flags import EqualFloor, ExpertFlags
 from megatron_hexi.planner.baselines.expert_parallel import best_equal, equal_plan, spell_equal

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_hexi.probe import world
 from megatron_hexi.probe.world import LostRankError, World, end_when_lost
-from megatron_hexi.runtime.heartbeats import Fault
+from megatron_hexi.runtime.liveness import Fault
 from tests.support.shell import is_one_error_line
 
 FAULT = Fault(0, "lost rank 1 on host h (process 7): no heartbeat since 12:00:00. Look at its log", 1)

@@ -12,12 +12,19 @@ import torch
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.probe import compute, stages
 from megatron_hexi.probe.assemble import assemble
-from megatron_hexi.probe.clock import WallClock, clock_for, steady_seconds
-from megatron_hexi.probe.compute import attention, host_copy_gb_s, matmul, measure_points, stream_gb_s
-from megatron_hexi.probe.document import Options
+from megatron_hexi.probe.compute import (
+    WallClock,
+    attention,
+    clock_for,
+    host_copy_gb_s,
+    matmul,
+    measure_points,
+    steady_seconds,
+    stream_gb_s,
+)
+from megatron_hexi.probe.document import Options, Sizes
 from megatron_hexi.probe.network import write_cluster
 from megatron_hexi.probe.run import partial_path, probe
-from megatron_hexi.probe.sizes import Sizes
 from megatron_hexi.probe.world import World
 from megatron_hexi.runtime.kernels import select_kernel
 from tests.support.shell import call_hexi, is_one_error_line

@@ -14,12 +14,21 @@ from megatron_hexi.cluster import catalog
 from megatron_hexi.doctor.facts import InfinibandPort
 from megatron_hexi.errors import HexiError
 from megatron_hexi.probe.device import find_cards
-from megatron_hexi.probe.document import Between, HostCards, Inside, Options, Series, TransferTimes
+from megatron_hexi.probe.document import (
+    Between,
+    HostCards,
+    Inside,
+    Options,
+    Series,
+    TransferTimes,
+    message_sizes,
+    point_limit_s,
+    sizes_for,
+    transfer_limit_s,
+)
 from megatron_hexi.probe.merge import merge
-from megatron_hexi.probe.network import collective_note, network_entry
-from megatron_hexi.probe.network_fit import bytes_per_second
+from megatron_hexi.probe.network import bytes_per_second, collective_note, network_entry
 from megatron_hexi.probe.nodes import NodeFound, device_name, find_nodes
-from megatron_hexi.probe.sizes import message_sizes, point_limit_s, sizes_for, transfer_limit_s
 from megatron_hexi.probe.stages import flows, local_rounds, tournament
 from tests.support.probes import GPU, rank_of, transfer
 

@@ -15,7 +15,7 @@ from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import CostModel
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kinds import DeltaNet, Experts
-from megatron_hexi.lab.testbed.throttle import Throttle, parse_throttle, speed_at
+from megatron_hexi.lab.testbed.lab import Throttle, parse_throttle, speed_at
 from megatron_hexi.models import Job, Model, read_model
 from megatron_hexi.plan import (
     Domain,

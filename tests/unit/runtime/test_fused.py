@@ -19,7 +19,7 @@ from megatron_hexi.plan import Mask
 from megatron_hexi.runtime import fused
 from megatron_hexi.runtime.call_rows import Rows, rows_of
 from megatron_hexi.runtime.fused import on_gpu, plain
-from megatron_hexi.runtime.fused.slots import MOST_TERMS, Slot
+from megatron_hexi.runtime.fused.plain import MOST_TERMS, Slot
 from megatron_hexi.runtime.fused.toolchain import triton_lacks
 from megatron_hexi.runtime.sums import RowSum
 from tests.support.compiled import carried_out

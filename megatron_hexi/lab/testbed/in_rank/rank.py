@@ -22,21 +22,17 @@ from typing import Any
 
 from megatron_hexi.cluster import Device, read_cluster
 from megatron_hexi.lab.testbed.isolation import enter, go_first
-from megatron_hexi.lab.testbed.lab import JOB, Lab, read_lab
+from megatron_hexi.lab.testbed.lab import JOB, Lab, Throttle, read_lab
 from megatron_hexi.lab.testbed.network import rank_namespace
-from megatron_hexi.lab.testbed.throttle import Throttle
 from megatron_hexi.text_file import write_text_atomically
 
 _GIB = 2**30
 
 
 def limit_memory(device: Device) -> int:
-    """Limit this process to the device's memory, on top of what it already uses.
+    """Limit this process's memory to the device's, on top of what it uses; return the limit, bytes.
 
     Call it when torch is imported, and before the job: code and libraries lie outside a device's memory.
-
-    Returns:
-        The limit (``RLIMIT_DATA``), bytes.
     """
     limit = _data_bytes() + round(device.usable_gib * _GIB)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -86,8 +82,7 @@ def _run(
 ) -> None:
     import torch  # noqa: F401  (the program's memory begins after it)
 
-    from megatron_hexi.lab.testbed.in_rank.charge import Charger, Pacing
-    from megatron_hexi.lab.testbed.in_rank.clock import PacedClock
+    from megatron_hexi.lab.testbed.in_rank.charge import Charger, PacedClock, Pacing
 
     record: dict[str, Any] = {"memory_limit": limit_memory(device), "exit_code": 0}
     clock = PacedClock()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_hexi.platform.cpu_fused import FUSED_PATCHES, RMSNorm
+from megatron_hexi.platform.cpu_layers import FUSED_PATCHES, RMSNorm
 from megatron_hexi.runtime.all_to_all import compact
 
 

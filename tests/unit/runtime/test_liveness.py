@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron_hexi.runtime.heartbeats import Fault, Heartbeats
+from megatron_hexi.runtime.liveness import Fault, Heartbeats
 
 RANKS = 4
 
