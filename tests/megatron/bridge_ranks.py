@@ -1,7 +1,8 @@
 """A script of Megatron Bridge on its ranks, which trains in several jobs one after the other.
 
-Run it by `bridge_run`, with a folder for the results and options of the first job. On one rank it trains by
-Bridge alone; with ``--hexi-plan`` under that plan first, then under the folder's others.
+Run `bridge_script` by `bridge_run`, with a folder for the results and options of the first job. On one rank
+it trains by Bridge alone; with ``--hexi-plan`` under that plan first, then under the folder's others. On one
+rank again it goes on from a checkpoint of theirs.
 """
 
 from __future__ import annotations
@@ -101,6 +102,20 @@ def configuration(iterations: int = ITERATIONS, **ddp: Any) -> ConfigContainer:
     )
 
 
+def saving(folder: Path) -> ConfigContainer:
+    """Return the first half of a job, which is saved."""
+    config = configuration(ITERATIONS // 2)
+    config.checkpoint.save, config.checkpoint.save_interval = str(folder), ITERATIONS // 2
+    return config
+
+
+def loading(folder: Path) -> ConfigContainer:
+    """Return the second half of a job."""
+    config = configuration()
+    config.checkpoint.load, config.scheduler.override_opt_param_scheduler = str(folder), True
+    return config
+
+
 class Results(Callback):
     """Saves losses and weights at the end of a training."""
 
@@ -157,7 +172,12 @@ def refusals(plan: Path) -> dict[str, str]:
 
 
 def alone(out: Path) -> None:
+    if (out / "saved-by-plan").is_dir():
+        results = [Results(out, "back")]
+        pretrain(loading(out / "saved-by-plan"), forward_step, callbacks=results)
+        return
     pretrain(configuration(), forward_step, callbacks=[Results(out, "alone")])
+    pretrain(saving(out / "saved-alone"), forward_step)
     told = refusals(out / "one-stage.yaml")
     (out / "refusals.json").write_text(json.dumps(told))
 
@@ -178,12 +198,14 @@ def under_plans(out: Path) -> None:
     pipeline.model.pipeline_model_parallel_size = 2
     train("pipeline", pipeline)
     train("stages", configuration(**SHARED))
+    train("replicas", loading(out / "saved-alone"), "there")
+    train("replicas", saving(out / "saved-by-plan"), "saving")
     sampler = samplers.MegatronPretrainingSampler
     sampler.__iter__ = sampler.__iter__.__wrapped__  # each replica begins with the first micro-batch
     train("replicas", configuration(1), "fault")
 
 
-if __name__ == "__main__":
+def main() -> None:
     (folder,) = map(Path, sys.argv[1:])  # our options are taken out
     dist.init_process_group("gloo")
     if dist.get_world_size() == 1:

@@ -76,7 +76,7 @@ PLANS = {
   - {layers: [0, 4], domains: [{ranks: [1]}]}
 """,
 }
-SCRIPT = Path(__file__).parent / "bridge_ranks.py"
+SCRIPT = Path(__file__).parent / "bridge_script.py"
 Results = dict[str, tuple[list[float], dict[str, Any]]]
 
 
@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bridge")
     for name, replicas in PLANS.items():
         (folder / f"{name}.yaml").write_text(HEADER + replicas)
-    for ranks, words in ((1, ()), (4, ("--hexi-plan", folder / "one-stage.yaml"))):
+    for ranks, words in ((1, ()), (4, ("--hexi-plan", folder / "one-stage.yaml")), (1, ())):
         args = (SCRIPT, folder, *words)
         ended = launch(folder, ranks=ranks, args=args, entry="tests.megatron.bridge_run", timeout=240)
         assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
@@ -117,6 +117,15 @@ def test_losses_and_weights_are_those_of_one_rank(results: Results, job: str):
     assert weights.keys() == true_weights.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, true_weights[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("job", ["there", "back"])
+def test_a_checkpoint_goes_on_under_a_plan_and_without(results: Results, job: str):
+    losses, weights = results[job]
+    true_losses, true_weights = results["alone"]
+    assert losses == pytest.approx(true_losses[5:10], rel=1e-5)
+    for name, weight in true_weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5)
 
 
 def test_a_planted_fault_shows_in_the_first_loss(results: Results):
