@@ -126,4 +126,5 @@ def _build(
         return scalars.construct_object(node)
     except (ValueError, yaml.YAMLError):
         where = f"{path}:{lines[place]}: {spell_place(place)}"
-        raise HexiError(f"{where}: {str(node.value)[:40]!r} cannot be read; write a plain value") from None
+        said = f"{where}: {str(node.value)[:40]!r} is no number, text, true, false or null"
+        raise HexiError(f"{said}; write one of these, without a tag (!)") from None

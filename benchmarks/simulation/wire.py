@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.simulation.results import Wire
-from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.layer import message_bytes
+from megatron_hexi.cost.mixing import mixing_of
 from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Domain, Exchange, Plan, Schedules, Stage, Workload
@@ -166,7 +166,7 @@ def counted_bytes(arrays: PlanArrays, job: Job) -> dict[tuple[str, int], Bytes]:
                 counted.setdefault((side, rank), Counter())[kind, sender, receiver] += int(size)
 
     holder, taker = arrays.all_to_all_pairs
-    for number, move in enumerate(all_to_all_bytes(arrays, job)):
+    for number, move in enumerate(mixing_of(arrays, job).all_to_alls()):
         senders, receivers = (holder, taker) if move.inward else (taker, holder)
         count(("all-to-all", number), senders, receivers, move.size)
     first = 0

@@ -21,8 +21,6 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.calls import expert_calls
 from megatron_hexi.cost.compute import Speeds, rates
 from megatron_hexi.cost.layer import ExpertCycle
-from megatron_hexi.cost.layer_bytes import Flights
-from megatron_hexi.cost.memory import Holdings
 from megatron_hexi.cost.moved_bytes import CAST_BYTES, activation_elements
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.products import Elements, Products, Times, product_seconds
@@ -122,21 +120,6 @@ def place_experts(plan: Plan, job: Job, sections: Sequence[Section]) -> list[Exp
         )
         for section, of_units in zip(sections, numbers, strict=True)
     ]
-
-
-def section_holdings(
-    section: Section, micro_batches: Ints, flights: Flights, experts: ExpertsOnRanks | None
-) -> Holdings:
-    """Return the tokens, heads, micro-batches and experts that a section's units hold, [U].
-
-    Args:
-        flights: most keys that the units' exchange has in flight.
-    """
-    turns = section.turns(micro_batches)
-    if experts is None:
-        return Holdings.of(section.arrays, turns, flights)
-    rows = experts.rows(section.job) / experts.parts
-    return Holdings.of(section.arrays, turns, flights, experts.whole, rows)
 
 
 def expert_cycles(

@@ -23,7 +23,6 @@ from megatron_hexi.cost.experts import (
     ExpertExchanges,
     expert_cycles,
     place_experts,
-    section_holdings,
 )
 from megatron_hexi.cost.hosts import HostMemoryUse, Hosts
 from megatron_hexi.cost.job_check import check_job
@@ -31,7 +30,7 @@ from megatron_hexi.cost.known_layers import KnownLayers
 from megatron_hexi.cost.lanes import Passing
 from megatron_hexi.cost.layer_bytes import input_bytes
 from megatron_hexi.cost.library_bytes import message_buffer_bytes, message_channels
-from megatron_hexi.cost.memory import part_host_memory, part_memory
+from megatron_hexi.cost.memory import Holdings, part_host_memory, part_memory
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.once import once_an_iteration, optimizer_times
@@ -190,7 +189,7 @@ class CostModel:
             sections, costs, experts, reductions.owned, reductions.present, strict=True
         ):
             own, part = section.job, section.part
-            held = section_holdings(section, micro_batches, cost.flights, placed)
+            held = Holdings.of_section(section, micro_batches, cost.flights, placed)
             optimizer.append(optimizer_times(section, placed, owned, present, self.hosts))
             buffers = self._message_buffers(section)
             memory.append(part_memory(own, part, held, section.window, owned, present, buffers))

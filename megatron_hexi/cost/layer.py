@@ -29,17 +29,15 @@ from megatron_hexi.cost.compute import (
     expansion_times,
     keys_merge_times,
     merge_times,
-    own_block_times,
     rectangle_times,
     token_times,
 )
-from megatron_hexi.cost.exchange import Chunk, exchange_chunks
+from megatron_hexi.cost.exchange import Chunk
 from megatron_hexi.cost.layer_bytes import Flights
+from megatron_hexi.cost.mixing import Mixing, mixing_of
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.overlap import EntryTimes, ExchangePart, pass_ends
 from megatron_hexi.cost.plan_arrays import PlanArrays
-from megatron_hexi.cost.scan import scan_times, state_shares
-from megatron_hexi.cost.windows import own_pairs
 from megatron_hexi.models.job import Job
 
 
@@ -166,12 +164,13 @@ def layer_times(
         experts: seconds of the layer's routed experts; ``None``: it has none.
     """
     rows = job.micro_batch_size * plan.tokens.astype(float)
-    token, own = unit_times(plan, job, stage)
+    mixing = mixing_of(plan, job)
+    token, own = unit_times(mixing, rows, job, stage)
     if experts is None:
         experts = ExpertCycle(*np.zeros((3, *token.shape)))
     sums = len(job.model.parts) * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
-    inward, outward = all_to_alls(plan, job, links, stage.gpus)
-    share, in_halves = first_share(plan, job)
+    inward, outward = all_to_alls(mixing, links, stage.gpus, job.tensor_parallel)
+    share, in_halves = mixing.first_share, mixing.in_halves
     first = own * share
     shown, hidden, ready = by_group(
         plan, np.stack([inward.shown, inward.hidden, token + sums + experts.total])
@@ -183,7 +182,7 @@ def layer_times(
     attention = own
     received, sent, wire = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(2)
     steps: list[list[ExchangePart]] = []
-    for chunk in layer_chunks(plan, job):
+    for chunk in mixing.chunks():
         work = chunk_times(plan, job, stage, chunk)
         there, home = _message_seconds(job, stage, links, chunk)
         steps += _parts(chunk, work, there, home)
@@ -222,7 +221,7 @@ def layer_times(
 
     again = None
     if job.mode == "selective":  # core attention, which other layers lack
-        again = assemble(0, whole=False) if job.model.has_attention else _no_pass(len(rows))
+        again = assemble(0, whole=False) if mixing.is_attention else _no_pass(len(rows))
     return Layer(
         assemble(0),
         assemble(1),
@@ -234,20 +233,6 @@ def layer_times(
 def _no_pass(units: int) -> Pass:
     nothing: dict[str, Any] = {field.name: np.zeros(units) for field in fields(Pass)}
     return Pass(**(nothing | {"wire": 0.0}))
-
-
-def first_share(plan: PlanArrays, job: Job) -> tuple[Floats, bool]:
-    """Return the part of each unit's heads that come first, [U], and whether all-to-alls travel in halves."""
-    if not job.model.has_attention:
-        return np.ones(len(plan.tokens)), False
-    return plan.heads_first / np.maximum(plan.heads, 1), plan.in_halves
-
-
-def layer_chunks(plan: PlanArrays, job: Job) -> Iterator[Chunk]:
-    """Yield the steps of the exchange of keys and values; layers without attention have none."""
-    if job.model.has_attention:
-        size = job.model.span.size
-        yield from exchange_chunks(plan, size if size < job.seq_length else None)
 
 
 def _parts(chunk: Chunk, work: Floats, there: Floats, home: Floats) -> Iterator[list[ExchangePart]]:
@@ -274,42 +259,22 @@ def by_group(plan: PlanArrays, values: Floats) -> Floats:
     return largest[..., plan.group]
 
 
-def unit_times(plan: PlanArrays, job: Job, stage: UnitGpus) -> Floats:
-    """Return seconds [work, pass, unit]: token-wise work and attention inside the group; forward, backward.
+def unit_times(mixing: Mixing, rows: Floats, job: Job, stage: UnitGpus) -> Floats:
+    """Return seconds [work, pass, unit]: token-wise work and work inside the group; forward, backward.
 
-    In a layer with a state, the scan of the unit's heads takes the place of the block; a layer of an MLP
-    alone has neither.
+    Args:
+        rows: B x T of each unit, [U].
+        job: the job, with layers of one kind.
     """
-    rows, group_tokens = job.micro_batch_size * plan.tokens.astype(float), plan.group_tokens[plan.group]
-    found, size = np.empty((2, 2, len(rows))), job.model.span.size
-    pairs = own_pairs(plan, size)[plan.group] if size < job.seq_length else None
+    found = np.stack([np.empty((2, len(rows))), mixing.own_times(stage)])
     for speeds, units in stage.by_kind:
         found[0][:, units] = token_times(speeds, job, rows[units])
-        sizes, own = group_tokens[units].astype(float), None if pairs is None else pairs[units]
-        if not job.model.has_attention:
-            found[1][:, units] = _scan(plan, job, speeds, sizes, units)
-            continue
-        found[1][:, units] = own_block_times(speeds, job, sizes, plan.causal, own)
-        if job.latent_exchange:
-            found[1][:, units] += expansion_times(speeds, job, sizes)
-    if job.model.has_attention:
-        found[1] *= plan.heads
-    for speeds, units in stage.by_kind:
         for way, calls in enumerate(LAYER_CALLS):
             # Kernels of a pass that are shorter than what calls them wait for the host.
             called = speeds.call_s * calls * len(job.model.parts) / 2
             late = called * (rows[units] > 0) - found[1, way, units]
             found[0, way, units] = np.maximum(found[0, way, units], late)
     return found
-
-
-def _scan(plan: PlanArrays, job: Job, speeds: Speeds, tokens: Floats, units: Ints | slice) -> Floats:
-    """Return the seconds of the scans of some units' heads over their groups' tokens, [2, units]."""
-    if job.model.state is None:
-        return np.zeros((2, len(tokens)))
-    heads, groups = (held[units].astype(float) for held in state_shares(plan, job))
-    head, group = scan_times(speeds, job, tokens)
-    return heads * np.array(head) + groups * np.array(group)
 
 
 def chunk_times(plan: PlanArrays, job: Job, stage: UnitGpus, chunk: Chunk) -> Floats:

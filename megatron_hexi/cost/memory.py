@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Counts, Floats, Ints
 from megatron_hexi.cost.layer_bytes import (
     Flights,
-    attention_bytes,
     border_bytes,
     input_bytes,
     kept_weights,
@@ -21,16 +20,18 @@ from megatron_hexi.cost.layer_bytes import (
     routed_row_bytes,
     routed_working_bytes,
     token_activation_bytes,
-    token_qkv_bytes,
-    working_set_bytes,
 )
 from megatron_hexi.cost.library_bytes import workspace_bytes
 from megatron_hexi.cost.memory_terms import HostMemoryTerms, Memory
+from megatron_hexi.cost.mixer_bytes import mixer_bytes
 from megatron_hexi.cost.model_part import ModelPart, Present
 from megatron_hexi.cost.plan_arrays import PlanArrays
-from megatron_hexi.cost.state_bytes import scan_bytes, scan_working_bytes
 from megatron_hexi.mesh import ROWS_ON_DEVICE
 from megatron_hexi.models.job import Job
+
+if TYPE_CHECKING:  # both of which need the bytes of a weight
+    from megatron_hexi.cost.experts import ExpertsOnRanks
+    from megatron_hexi.cost.sections import Section
 
 GIB = 2.0**30
 
@@ -138,6 +139,22 @@ class Holdings:
         tokens, heads, kv = (held.astype(float) for held in (plan.tokens, plan.heads, plan.kv))
         group_tokens = plan.group_tokens[plan.group].astype(float)
         return cls(tokens, group_tokens, heads, kv, micro_batches, flights, experts, routed_rows)
+
+    @classmethod
+    def of_section(
+        cls, section: Section, micro_batches: Ints, flights: Flights, experts: ExpertsOnRanks | None
+    ) -> Holdings:
+        """Return the holdings of a section's units, [U], with their routed experts, if the model has any.
+
+        Args:
+            micro_batches: number of micro-batches of each replica of the plan, [replicas].
+            flights: most keys that the units' exchange has in flight.
+        """
+        turns = section.turns(micro_batches)
+        if experts is None:
+            return cls.of(section.arrays, turns, flights)
+        rows = experts.rows(section.job) / experts.parts
+        return cls.of(section.arrays, turns, flights, experts.whole, rows)
 
 
 def static_memory(
@@ -255,22 +272,13 @@ def _layer_memory(job: Job, held: Holdings, window: int) -> _LayerMemory:
     """Return the bytes of a layer, for a job with layers of one kind."""
     rows = job.micro_batch_size * held.tokens
     outside = rows * token_activation_bytes(job) + held.routed_rows * routed_row_bytes(job)
-    if not job.model.has_attention:
-        inside = scan_bytes(job, held.group_tokens, held.heads)
-        working = scan_working_bytes(job, held.tokens, held.group_tokens, held.heads)
-        if job.mode == "full":
-            inputs, nothing = input_bytes(job, held.tokens), np.zeros(np.shape(inside))
-            return _LayerMemory(outside, inside, inputs, nothing, working)
-        return _LayerMemory(outside, inside, outside, inside, working)
-    inside = attention_bytes(job, held.tokens, held.group_tokens, held.heads, held.kv)
-    working = working_set_bytes(
-        job, held.tokens, held.group_tokens, held.heads, held.kv, held.flights, window
-    )
+    mixed = mixer_bytes(job.model.mixer, job, held, window)
     if job.mode == "full":
-        return _LayerMemory(outside, inside, input_bytes(job, held.tokens), np.zeros(inside.shape), working)
+        again = input_bytes(job, held.tokens), np.zeros(np.shape(mixed.kept))
+        return _LayerMemory(outside, mixed.kept, *again, mixed.working)
     if job.mode == "selective":
-        return _LayerMemory(outside, inside, outside, rows * token_qkv_bytes(job), working + inside)
-    return _LayerMemory(outside, inside, outside, inside, working)
+        return _LayerMemory(outside, mixed.kept, outside, mixed.kept_again, mixed.working_again)
+    return _LayerMemory(outside, mixed.kept, outside, mixed.kept, mixed.working)
 
 
 def token_bytes(

@@ -74,10 +74,9 @@ def _rates(device: Device, plan: Plan, job: Job) -> tuple[float, float]:
     for kind, count in zip(job.kinds, job.model.layers_run, strict=True):
         share, layer = count / job.model.layers, token_times(speeds, kind, rows)
         row += share * float(again * layer.forward[0] + layer.backward[0]) / rows[0]
-        if not kind.model.has_attention:
-            continue
         block = own_block_times(speeds, kind, lengths, causal=True)
-        seconds += share * (passes * block.forward + block.backward) * plan.workload.local_heads
+        heads = kind.model.mixer.attends * plan.workload.local_heads
+        seconds += share * (passes * block.forward + block.backward) * heads
     # a L^2 / 2 + b L, with b not below 0
     per_token = seconds / lengths
     pair = max(0.0, 2 * float(per_token[0] - per_token[1]) / (lengths[0] - lengths[1])) if long > 1 else 0.0

@@ -227,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _open(self) -> BufferedReader:
         _, *names, name = self.path.split("/")
         if len(names) != 2:
-            raise OSError("no file of a copy")
+            raise OSError(f"{self.path}: is not /ROUND/ITERATION/NAME")
         with _Folder(self.server.folder, *names) as folder:
             return folder.read(name)
 

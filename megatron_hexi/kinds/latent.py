@@ -51,8 +51,8 @@ class Latent(SoftmaxAttention):
             )
         if self.rotary_dim >= model.head_dim:
             raise HexiError(
-                f"model {model.name}: head_dim = {model.head_dim} with {self.rotary_dim} rotary "
-                "columns; give the size of a whole query, rotary columns included"
+                f"model {model.name}: head_dim = {model.head_dim} counts all columns of a head's query, with "
+                f"its {self.rotary_dim} rotary columns; give more than {self.rotary_dim}"
             )
 
     @staticmethod

@@ -41,7 +41,8 @@ def check_batch_shares(args: Namespace, plan: Plan) -> None:
     refuse_stages(plan, f"{_FLAG}: {args.hexi_plan}", "which send the same rows in every batch", remedy)
     if in_round():
         raise HexiError(
-            f"{_FLAG}: a plan made after a node failure has no rates; start with torchrun, or leave it out"
+            f"{_FLAG}: is not supported in elastic jobs: a plan made after a node failure does not say "
+            "how fast its units are; start with torchrun, or leave it out"
         )
     if plan.rates is None:
         raise HexiError(

@@ -51,7 +51,6 @@ _VERL_NAMES: Final = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     **ARGUMENTS,
 }
-_MOST_SECTIONS = 12
 
 
 @dataclass(frozen=True)

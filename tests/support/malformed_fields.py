@@ -23,7 +23,7 @@ FIELDS = [
         27,
         "provenance.seed",
         "'x'",
-        "write a plain value",
+        "write one of these",
     ),
     edit(
         "a key twice",

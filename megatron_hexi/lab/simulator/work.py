@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.collectives import all_to_all_bytes, exchange_pairs
 from megatron_hexi.cost.experts import ExpertsOnRanks, expert_messages
 from megatron_hexi.cost.layer import (
     Layer,
     UnitGpus,
     chunk_times,
-    first_share,
-    layer_chunks,
     message_bytes,
     unit_times,
 )
+from megatron_hexi.cost.mixing import Mixing, mixing_of
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.products import Times
 from megatron_hexi.cost.sections import Section
@@ -117,10 +116,9 @@ def layer_work(plan: PlanArrays, job: Job, stage: UnitGpus, layer: Layer) -> Lay
     Args:
         layer: the cost model's layer, from which all-reduces inside units and experts are taken.
     """
-    token, own = (Times(*seconds) for seconds in unit_times(plan, job, stage))
-    attends = job.model.has_attention
-    unit_steps = (plan.groups_beside[plan.group] - 1) * attends
-    share, in_halves = first_share(plan, job)
+    mixing, rows = mixing_of(plan, job), job.micro_batch_size * plan.tokens.astype(float)
+    token, own = (Times(*seconds) for seconds in unit_times(mixing, rows, job, stage))
+    unit_steps = (plan.groups_beside[plan.group] - 1) * mixing.is_attention
     first = plan.heads_first
     units = np.arange(len(first))
     # Only the first step may have several parts.
@@ -128,47 +126,48 @@ def layer_work(plan: PlanArrays, job: Job, stage: UnitGpus, layer: Layer) -> Lay
     turn = np.where(unit_steps == 1, np.argmax(stops >= first, axis=0), 0)
     part_heads = np.where(unit_steps == 1, plan.part_heads[turn, units], plan.heads)
     before = np.where(unit_steps == 1, stops[turn, units] - part_heads, 0)
-    blocks, keys = _exchange(plan, job, stage)
+    blocks, keys = _exchange(mixing, plan, job, stage)
     home = {
         to._replace(cargo="gradients"): Messages(sent.dst, sent.src, sent.size) for to, sent in keys.items()
     }
-    there_in, there_out, back_in, back_out = _all_to_alls(plan, job).values()
+    there_in, there_out, back_in, back_out = _all_to_alls(mixing)
     return LayerWork(
         token=token,
         sums=layer.forward.tensor_parallel,
         experts=Times(layer.forward.experts, layer.backward.experts),
         own=own,
-        share=share,
+        share=mixing.first_share,
         blocks=blocks,
         unit_steps=unit_steps,
         turn=turn,
         early=(first - before) / np.maximum(part_heads, 1),
-        halves=1 + in_halves,
-        attends=attends,
+        halves=1 + mixing.in_halves,
+        attends=mixing.is_attention,
         sent=(there_in | keys | there_out, back_in | keys | home | back_out),
     )
 
 
-def _all_to_alls(plan: PlanArrays, job: Job) -> dict[tuple[str, bool], dict[Batch, Messages]]:
-    """Return messages of all-to-alls: forward in and out, backward in and out, in one or two halves."""
-    holder, taker = exchange_pairs(plan, job)
-    messages: dict[tuple[str, bool], dict[Batch, Messages]] = {}
-    for move in all_to_all_bytes(plan, job):
-        # A unit may have heads of attention and none with a state.
-        there = (move.size > 0) | job.model.has_attention
-        ends = (holder[there], taker[there]) if move.inward else (taker[there], holder[there])
-        batch = Batch("in" if move.inward else "out", move.half)
-        messages.setdefault((move.way, move.inward), {})[batch] = Messages(*ends, move.size[there])
-    return messages
+def _all_to_alls(mixing: Mixing) -> Iterator[dict[Batch, Messages]]:
+    """Yield messages of all-to-alls: forward in and out, backward in and out, in one or two halves."""
+    (holder, taker), moves = mixing.pairs, mixing.all_to_alls()
+    for way, inward in itertools.product(("forward", "backward"), (True, False)):
+        messages = {}
+        for move in moves:
+            if (move.way, move.inward) == (way, inward):
+                # A unit may have heads of attention and none with a state.
+                there = (move.size > 0) | mixing.is_attention
+                ends = (holder[there], taker[there]) if inward else (taker[there], holder[there])
+                messages[Batch("in" if inward else "out", move.half)] = Messages(*ends, move.size[there])
+        yield messages
 
 
 def _exchange(
-    plan: PlanArrays, job: Job, stage: UnitGpus
+    mixing: Mixing, plan: PlanArrays, job: Job, stage: UnitGpus
 ) -> tuple[tuple[tuple[Times, ...], ...], dict[Batch, Messages]]:
     """Return seconds of the blocks of each step in its parts, and the keys that travel for them."""
     blocks: list[tuple[Times, ...]] = []
     keys: dict[Batch, Messages] = {}
-    for chunk in layer_chunks(plan, job):
+    for chunk in mixing.chunks():
         work, size = chunk_times(plan, job, stage, chunk), message_bytes(job, chunk)
         for numbers in chunk.steps:
             for part, number in enumerate(numbers):

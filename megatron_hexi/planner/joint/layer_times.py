@@ -17,10 +17,9 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
-from megatron_hexi.cost.experts import section_holdings
 from megatron_hexi.cost.layer import Layer
 from megatron_hexi.cost.layer_bytes import border_bytes, prediction_bytes
-from megatron_hexi.cost.memory import allocated_bytes, part_memory
+from megatron_hexi.cost.memory import Holdings, allocated_bytes, part_memory
 from megatron_hexi.cost.memory_terms import sum_terms
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.stage import free_network
@@ -183,7 +182,7 @@ class LayerTimer:
         nodes = [self.cluster.ranks[gpu].node for gpu in section.placement.gpus[:, 0].tolist()]
         pool = np.array([shape.kinds.index(pool_of_node[node]) for node in nodes])
         (placed,) = trial.timing.experts
-        held = section_holdings(section, np.ones(1, dtype=np.int64), stage.flights, placed)
+        held = Holdings.of_section(section, np.ones(1, dtype=np.int64), stage.flights, placed)
         alone = _without_prediction(section.job)
         memory = [
             part_memory(replace(alone, recompute=mode), _ONE_LAYER, held, section.window, 0.0)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.cost import exchange
-from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.layer import message_bytes
+from megatron_hexi.cost.mixing import mixing_of
 from megatron_hexi.cost.overlap import EntryTimes, ExchangePart, pass_ends
 from megatron_hexi.plan import Group, Member, Workload, attention_traffic, build_schedule
 from tests.support.costs import TINY, plan_arrays, tiny_job
@@ -100,7 +100,7 @@ def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch):
     arrays = plan_arrays(plan)
     holder, taker = arrays.all_to_all_pairs
     sent = np.zeros((4, len(arrays.tokens)))
-    for move in all_to_all_bytes(arrays, job):
+    for move in mixing_of(arrays, job).all_to_alls():
         np.add.at(sent[int(move.way == "backward")], holder if move.inward else taker, move.size)
     for chunk in exchange_chunks(arrays):
         size = message_bytes(job, chunk)

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.cost import estimate
-from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.compute import (
     device_speeds,
     expansion_times,
@@ -27,6 +26,7 @@ from megatron_hexi.cost.layer_bytes import (
     working_set_bytes,
 )
 from megatron_hexi.cost.library_bytes import workspace_bytes
+from megatron_hexi.cost.mixing import mixing_of
 from megatron_hexi.cost.moved_bytes import layer_elements
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.kinds import Latent
@@ -73,7 +73,7 @@ def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch, travel):
     arrays = plan_arrays(plan)
     holder, taker = arrays.all_to_all_pairs
     sent = np.zeros((4, len(arrays.tokens)))
-    for move in all_to_all_bytes(arrays, job):
+    for move in mixing_of(arrays, job).all_to_alls():
         np.add.at(sent[int(move.way == "backward")], holder if move.inward else taker, move.size)
     for chunk in exchange_chunks(arrays):
         size = message_bytes(job, chunk)

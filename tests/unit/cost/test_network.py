@@ -15,6 +15,7 @@ from megatron_hexi.cost.collectives import (
     pipeline_seconds,
     tensor_parallel_seconds,
 )
+from megatron_hexi.cost.mixing import mixing_of
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.plan import Group, Member, Workload
@@ -150,7 +151,7 @@ def test_all_to_alls_by_hand():
     )
     job = tiny_job()
     links = LinkTable(cluster([("a", "PLAIN", 1), ("b", "PLAIN", 1)]))
-    inward, outward = all_to_alls(plan_arrays(plan), job, links, whole(0, 1))
+    inward, outward = all_to_alls(mixing_of(plan_arrays(plan), job), links, whole(0, 1), 1)
     element = 128 * 2 / (10 * GB)
     # In: 0 sends 3000 tokens x (1 query, 1 key, 1 value) heads, 1 sends 1096 x 9; both directions at once.
     assert list(inward.shown[0]) == pytest.approx([1096 * 9 * element] * 2)
@@ -167,7 +168,7 @@ def test_halves_of_all_to_alls_by_hand():
     groups = Group(((0, 4096),), (Member((0,), 3000, (0, 3)), Member((1,), 1096, (3, 4))))
     links = LinkTable(cluster([("a", "PLAIN", 1), ("b", "PLAIN", 1)]))
     arrays = plan_arrays(one_replica(workload, groups, parts=2))
-    inward, outward = all_to_alls(arrays, tiny_job(), links, whole(0, 1))
+    inward, outward = all_to_alls(mixing_of(arrays, tiny_job()), links, whole(0, 1), 1)
     element = 128 * 2 / (10 * GB)
     # The first half in: 1 sends a query and all 6 keys and values; 0 sends 3 of 3000 tokens.
     assert list(inward.shown[0]) == pytest.approx([3000 * 3 * element] * 2)

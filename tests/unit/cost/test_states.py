@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_hexi.cost import CostModel, ceiling_tokens_per_s, estimate, model_flops
-from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.compute import device_speeds
+from megatron_hexi.cost.mixing import mixing_of
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.scan import scan_times, state_shares
@@ -111,7 +111,7 @@ def test_messages_are_the_columns_that_members_read(weights, state):
     heads, groups = state_shares(arrays, job)
     there: dict[str, Any] = {}
     back: dict[str, Any] = {}
-    for move in all_to_all_bytes(arrays, job):
+    for move in mixing_of(arrays, job).all_to_alls():
         (there if move.inward == (move.way == "forward") else back)[move.way] = move.size
     for (holder, taker), columns, outputs in zip(
         np.transpose(arrays.all_to_all_pairs), there["forward"], back["forward"], strict=True

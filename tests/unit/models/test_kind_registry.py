@@ -42,17 +42,13 @@ QUESTIONS = {"attends", "experts", "has_attention", "latent", "mtp_layers", "pat
 MODELS = {"kind", "last", "mixer", "model", "shapes"}
 #: Conditionals on kinds that are left in the cost model, models and reports, by file, each with the reason.
 LEFT = {
-    "cost/collectives.py": (4, "attention's messages depend on halves and latent columns, a scan's do not"),
     "cost/experts.py": (1, "a plan places experts in domains, which other models do not have"),
     "cost/held_weights.py": (
         2,
         "a plan places experts; the last stage embeds tokens for further predictions",
     ),
     "cost/job_check.py": (1, "a plan for experts that does not say where they lie is refused"),
-    "cost/layer.py": (6, "blocks and exchange, a scan, or nothing stand between two all-to-alls"),
-    "cost/memory.py": (1, "what a scan keeps does not depend on flights of the exchange"),
     "cost/stage.py": (1, "seconds of an expert domain are those of several sections"),
-    "cost/unit_rates.py": (1, "documents are dealt out by pairs of attention"),
     "models/job.py": (4, "latent columns travel by the user's choice; predictions follow the last kind"),
     "report/planned.py": (2, "lines that tell a reader of experts and of further predictions"),
 }
