@@ -9,54 +9,55 @@ inputs before outputs and the columns of gate and up in turn.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 from megatron_hexi.convert.layers import CheckpointLayer, dense_mlp
 from megatron_hexi.convert.parts import Weight
+from megatron_hexi.kinds import Experts
 
 #: Names of an expert's gate, up and down matrices.
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 _MIXTRAL_MATRICES = ("w1", "w3", "w2")
+#: Those of all experts of a layer, where they lie in one tensor.
+_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+#: Megatron's names of both.
+_FIRST, _SECOND = "mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2"
 
 
-def has_experts(layer: CheckpointLayer) -> bool:
-    """Whether the layer has experts in place of a dense MLP."""
-    experts = layer.model.shapes.experts
-    return experts is not None and (not experts.layers or experts.layers[layer.number])
-
-
-def expert_weights(layer: CheckpointLayer, found: Collection[str]) -> list[Weight]:
+def expert_weights(experts: Experts, layer: CheckpointLayer, found: Collection[str]) -> list[Weight]:
     """Return the weights of a layer's router and experts.
 
     Args:
         found: names of the Hugging Face tensors that there are; without any, those of published models.
     """
-    experts = layer.model.shapes.experts
-    assert experts is not None
+    count, hidden = experts.count, layer.shapes.hidden_size
     if layer.model.model_type == "gpt_oss":
-        return _interleaved_experts(layer)
+        return [
+            layer.weight("mlp.router.weight", ("mlp.router.weight", (count, hidden))),
+            layer.weight("mlp.router.bias", ("mlp.router.bias", (count,))),
+            *_interleaved_experts(layer, experts),
+        ]
     is_joined = f"model.layers.{layer.number}.mlp.experts.gate_up_proj" in found
     is_mixtral = layer.model.model_type == "mixtral" and not is_joined
     block = "block_sparse_moe" if is_mixtral else "mlp"
-    shape = (experts.count, layer.model.shapes.hidden_size)
-    weights = [layer.weight("mlp.router.weight", (f"{block}.gate.weight", shape))]
+    weights = [layer.weight("mlp.router.weight", (f"{block}.gate.weight", (count, hidden)))]
     if experts.score_bias:
-        bias = (f"{block}.gate.e_score_correction_bias", (experts.count,))
+        bias = (f"{block}.gate.e_score_correction_bias", (count,))
         weights.append(layer.weight("mlp.router.expert_bias", bias))
     if is_joined:
-        weights += _joined_experts(layer)
+        weights += _joined_experts(layer, experts)
     else:
-        weights += _single_experts(layer, block, _MIXTRAL_MATRICES if is_mixtral else _MATRICES)
+        weights += _single_experts(layer, experts, block, _MIXTRAL_MATRICES if is_mixtral else _MATRICES)
     if experts.shared_ffn_hidden_size:
-        weights += dense_mlp(
-            layer, "mlp.shared_experts", "mlp.shared_experts", experts.shared_ffn_hidden_size
-        )
+        shared = "mlp.shared_experts"
+        weights += dense_mlp(layer, shared, shared, experts.shared_ffn_hidden_size)
     return weights
 
 
-def _single_experts(layer: CheckpointLayer, block: str, names: tuple[str, str, str]) -> list[Weight]:
-    experts, hidden = layer.model.shapes.experts, layer.model.shapes.hidden_size
-    assert experts is not None
-    width, numbers = experts.ffn_hidden_size, range(experts.count)
+def _single_experts(
+    layer: CheckpointLayer, experts: Experts, block: str, names: tuple[str, str, str]
+) -> list[Weight]:
+    hidden, width, numbers = layer.shapes.hidden_size, experts.ffn_hidden_size, range(experts.count)
     gate, up, down = names
     first = [
         (f"{block}.experts.{number}.{matrix}.weight", (width, hidden))
@@ -65,53 +66,27 @@ def _single_experts(layer: CheckpointLayer, block: str, names: tuple[str, str, s
     ]
     second = [(f"{block}.experts.{number}.{down}.weight", (hidden, width)) for number in numbers]
     return [
-        layer.weight("mlp.experts.experts.linear_fc1.weight", *first, experts=experts.count),
-        layer.weight("mlp.experts.experts.linear_fc2.weight", *second, experts=experts.count),
+        layer.weight(f"{_FIRST}.weight", *first, experts=experts.count),
+        layer.weight(f"{_SECOND}.weight", *second, experts=experts.count),
     ]
 
 
-def _joined_experts(layer: CheckpointLayer) -> list[Weight]:
-    experts, hidden = layer.model.shapes.experts, layer.model.shapes.hidden_size
-    assert experts is not None
-    count, width = experts.count, experts.ffn_hidden_size
-    first = ("mlp.experts.gate_up_proj", (count, 2 * width, hidden))
-    second = ("mlp.experts.down_proj", (count, hidden, width))
+def _joined_experts(layer: CheckpointLayer, experts: Experts) -> list[Weight]:
+    hidden, count, width = layer.shapes.hidden_size, experts.count, experts.ffn_hidden_size
+    joined = partial(layer.weight, experts=count, is_joined=True)
     return [
-        layer.weight("mlp.experts.experts.linear_fc1.weight", first, experts=count, is_joined=True),
-        layer.weight("mlp.experts.experts.linear_fc2.weight", second, experts=count, is_joined=True),
+        joined(f"{_FIRST}.weight", (_GATE_UP, (count, 2 * width, hidden))),
+        joined(f"{_SECOND}.weight", (_DOWN, (count, hidden, width))),
     ]
 
 
-def _interleaved_experts(layer: CheckpointLayer) -> list[Weight]:
-    experts, hidden = layer.model.shapes.experts, layer.model.shapes.hidden_size
-    assert experts is not None
-    count, width = experts.count, experts.ffn_hidden_size
-    first, second = "mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2"
-    gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+def _interleaved_experts(layer: CheckpointLayer, experts: Experts) -> list[Weight]:
+    hidden, count, width = layer.shapes.hidden_size, experts.count, experts.ffn_hidden_size
+    joined = partial(layer.weight, experts=count, is_joined=True)
+    in_turn = partial(joined, is_interleaved=True)
     return [
-        layer.weight("mlp.router.weight", ("mlp.router.weight", (count, hidden))),
-        layer.weight("mlp.router.bias", ("mlp.router.bias", (count,))),
-        layer.weight(
-            f"{first}.weight",
-            (gate_up, (count, hidden, 2 * width)),
-            experts=count,
-            is_joined=True,
-            is_transposed=True,
-            is_interleaved=True,
-        ),
-        layer.weight(
-            f"{first}.bias",
-            (f"{gate_up}_bias", (count, 2 * width)),
-            experts=count,
-            is_joined=True,
-            is_interleaved=True,
-        ),
-        layer.weight(
-            f"{second}.weight",
-            (down, (count, width, hidden)),
-            experts=count,
-            is_joined=True,
-            is_transposed=True,
-        ),
-        layer.weight(f"{second}.bias", (f"{down}_bias", (count, hidden)), experts=count, is_joined=True),
+        in_turn(f"{_FIRST}.weight", (_GATE_UP, (count, hidden, 2 * width)), is_transposed=True),
+        in_turn(f"{_FIRST}.bias", (f"{_GATE_UP}_bias", (count, 2 * width))),
+        joined(f"{_SECOND}.weight", (_DOWN, (count, width, hidden)), is_transposed=True),
+        joined(f"{_SECOND}.bias", (f"{_DOWN}_bias", (count, hidden))),
     ]

@@ -7,13 +7,15 @@ from typing import Any
 
 from megatron_hexi.convert.config import ConvertedModel
 from megatron_hexi.convert.parts import Part, Weight
+from megatron_hexi.models import Model
 
 
 @dataclass(frozen=True)
 class CheckpointLayer:
-    """A layer of a model, with its names in both formats."""
+    """A layer of a model, and a model of only such layers, with its names in both formats."""
 
     model: ConvertedModel
+    shapes: Model
     number: int
     has_own_keys: bool
 
@@ -37,8 +39,7 @@ class CheckpointLayer:
 
 def dense_mlp(layer: CheckpointLayer, key: str, name: str, width: int) -> list[Weight]:
     """Return the weights of an MLP with a gate that every token goes through."""
-    shapes = layer.model.shapes
-    hidden = shapes.hidden_size
+    hidden = layer.shapes.hidden_size
     weights = [
         layer.weight(
             f"{key}.linear_fc1.weight",
@@ -47,7 +48,7 @@ def dense_mlp(layer: CheckpointLayer, key: str, name: str, width: int) -> list[W
         ),
         layer.weight(f"{key}.linear_fc2.weight", (f"{name}.down_proj.weight", (hidden, width))),
     ]
-    if shapes.biases:
+    if layer.shapes.biases:
         gate_and_up = [(f"{name}.{matrix}_proj.bias", (width,)) for matrix in ("gate", "up")]
         weights += [
             layer.weight(f"{key}.linear_fc1.bias", *gate_and_up),

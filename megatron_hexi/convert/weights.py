@@ -12,14 +12,21 @@ has two names, and checkpoints are written with both.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import singledispatch
 
 from megatron_hexi.convert.config import ConvertedModel
-from megatron_hexi.convert.expert_weights import expert_weights, has_experts
+from megatron_hexi.convert.expert_weights import expert_weights
 from megatron_hexi.convert.layers import CheckpointLayer, dense_mlp
 from megatron_hexi.convert.parts import Weight
+from megatron_hexi.kinds import Experts, Latent
+from megatron_hexi.kinds.attention import SoftmaxAttention
+from megatron_hexi.kinds.part import LayerPart
 
 _NORM_IN_MLP = "mlp.linear_fc1.layer_norm_weight"
 _NORM_BESIDE = "pre_mlp_layernorm.weight"
+#: Other names of the norm before an MLP and before experts, by the layer's attention: Megatron's own
+#: specification maps names where attention is plain, and not where it is latent.
+_OTHER_NORMS = {SoftmaxAttention: ("", _NORM_IN_MLP), Latent: (_NORM_BESIDE, "")}
 
 
 def weights_of(
@@ -35,22 +42,25 @@ def weights_of(
     """
     shapes = model.shapes
     if keys_by_layer is None:
-        keys_by_layer = shapes.experts is not None and bool(shapes.experts.layers)
+        keys_by_layer = len({type(kind.feed_forward) for kind in shapes.kinds}) > 1
     hidden, vocabulary = (shapes.hidden_size,), (shapes.vocab_size, shapes.hidden_size)
     embedding = (("model.embed_tokens.weight", vocabulary),)
     weights = [Weight("embedding.word_embeddings.weight", embedding, is_vocabulary=True)]
-    for number in range(shapes.layers):
-        layer = CheckpointLayer(model, number, keys_by_layer)
-        weights += _attention(layer) if shapes.latent is None else _latent_attention(layer)
-        weights += _mlp(layer, found)
+    for number, kind in enumerate(shapes.kind_of_layers):
+        layer = CheckpointLayer(model, shapes.kinds[kind], number, keys_by_layer)
+        weights += _mixer(layer.shapes.mixer, layer)
+        weights += _feed_forward(layer.shapes.feed_forward, layer, found)
     weights.append(Weight("decoder.final_layernorm.weight", (("model.norm.weight", hidden),)))
     if not shapes.tied_embeddings:
         weights.append(Weight("output_layer.weight", (("lm_head.weight", vocabulary),), is_vocabulary=True))
     return weights
 
 
-def _attention(layer: CheckpointLayer) -> list[Weight]:
-    shapes = layer.model.shapes
+@singledispatch
+def _mixer(attention: LayerPart, layer: CheckpointLayer) -> list[Weight]:
+    """Return the weights of attention, or of what stands in its place, and of the norm before it."""
+    del attention
+    shapes = layer.shapes
     hidden, head = shapes.hidden_size, shapes.head_dim
     queries, keys = shapes.heads * head, shapes.kv_heads * head
 
@@ -81,9 +91,9 @@ def _attention(layer: CheckpointLayer) -> list[Weight]:
     return weights
 
 
-def _latent_attention(layer: CheckpointLayer) -> list[Weight]:
-    shapes, latent = layer.model.shapes, layer.model.shapes.latent
-    assert latent is not None
+@_mixer.register(Latent)
+def _(latent: Latent, layer: CheckpointLayer) -> list[Weight]:
+    shapes = layer.shapes
     hidden, queries = shapes.hidden_size, shapes.heads * shapes.head_dim
     values = shapes.heads * latent.value_dim
     expanded = queries - shapes.heads * latent.rotary_dim + values
@@ -115,14 +125,20 @@ def _latent_attention(layer: CheckpointLayer) -> list[Weight]:
     ]
 
 
-def _mlp(layer: CheckpointLayer, found: Collection[str]) -> list[Weight]:
-    shapes = layer.model.shapes
-    norm = ("post_attention_layernorm.weight", (shapes.hidden_size,))
-    if has_experts(layer):
-        beside = "" if shapes.latent else _NORM_IN_MLP  # Megatron's own spec maps the name in plain attention
-        return [
-            layer.weight(_NORM_BESIDE, norm, same_as=beside),
-            *expert_weights(layer, found),
-        ]
-    weights = [layer.weight(_NORM_IN_MLP, norm, same_as=_NORM_BESIDE if shapes.latent else "")]
-    return weights + dense_mlp(layer, "mlp", "mlp", shapes.ffn_hidden_size)
+@singledispatch
+def _feed_forward(mlp: LayerPart, layer: CheckpointLayer, found: Collection[str]) -> list[Weight]:
+    """Return the weights of an MLP, or of experts, and of the norm before it."""
+    del mlp, found
+    norm = _norm(layer, _NORM_IN_MLP, _OTHER_NORMS[type(layer.shapes.mixer)][0])
+    return [norm, *dense_mlp(layer, "mlp", "mlp", layer.shapes.ffn_hidden_size)]
+
+
+@_feed_forward.register(Experts)
+def _(experts: Experts, layer: CheckpointLayer, found: Collection[str]) -> list[Weight]:
+    norm = _norm(layer, _NORM_BESIDE, _OTHER_NORMS[type(layer.shapes.mixer)][1])
+    return [norm, *expert_weights(experts, layer, found)]
+
+
+def _norm(layer: CheckpointLayer, key: str, same_as: str) -> Weight:
+    width = (layer.shapes.hidden_size,)
+    return layer.weight(key, ("post_attention_layernorm.weight", width), same_as=same_as)

@@ -49,8 +49,11 @@ class HeldWeights:
         self.density: dict[tuple[str, int], float] = {}
         self._elements: dict[str, int] = {}
         widest = max(self.width)
-        experts = job.model.experts
-        self._experts = {} if experts is None else job_experts(mesh.plan, experts.count)
+        self._experts = {
+            rank: held
+            for experts in job.model.routed
+            for rank, held in job_experts(mesh.plan, experts.count).items()
+        }
         slices = math.lcm(*(held.parts for _, held in self._experts.values()))
         for kind, model in enumerate(job.model.kinds):
             for routed in model.routed:

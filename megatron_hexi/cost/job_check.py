@@ -68,12 +68,12 @@ def _check_experts(plan: Plan, job: Job) -> None:
 
 
 def _check_repeated(plan: Plan, job: Job) -> None:
-    if job.model.experts is not None and plan.workload.experts is None:
-        raise PlanError(
-            f"the {job.model.experts.count} experts of {job.model.name} lie where "
-            "--expert-model-parallel-size puts them, which the plan does not say; give its stages layers, "
-            "and its units experts"
-        )
+    for experts in job.model.routed:
+        if plan.workload.experts is None:
+            raise PlanError(
+                f"the {experts.count} experts of {job.model.name} lie where --expert-model-parallel-size "
+                "puts them, which the plan does not say; give its stages layers, and its units experts"
+            )
     if not job.has_equal_stages:
         raise PlanError(
             f"pipeline_parallel = {job.pipeline_parallel}: the plan leaves stages to the job, whose "

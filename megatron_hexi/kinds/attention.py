@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_hexi.kinds.part import Columns, LayerPart, WeightMatrix
 
@@ -20,6 +20,13 @@ class SoftmaxAttention(LayerPart):
 
     title = "full attention"
     attends = True
+    #: Whether latent columns travel in place of keys and values, in each of the exchanges that there are.
+    exchanges: ClassVar[tuple[bool, ...]] = (False,)
+
+    def planned_sizes(self, sends_latent: bool) -> dict[str, Any]:
+        """Return the fields of a plan's workload beside heads and their size."""
+        del sends_latent
+        return {}
 
     def value_size(self, model: Decoder) -> int:
         """Return the size of one head's value."""

@@ -261,6 +261,33 @@ class Decoder:
         return replace(self, layers=layers, pattern=kind.letter * layers, mtp_layers=0, **alone)
 
     @cached_property
+    def without_predictions(self) -> Self:
+        """The model without blocks of multi-token prediction."""
+        return replace(self, mtp_layers=0) if self.mtp_layers else self
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the last stage needs the input embedding too, if only for predictions of further tokens."""
+        return self.tied_embeddings or self.mtp_layers > 0
+
+    @property
+    def expert_count(self) -> int | None:
+        """Number of experts of a layer with experts, as plans state it; ``None`` without any."""
+        return None if self.experts is None else self.experts.count
+
+    @property
+    def uncut(self) -> str:
+        """Reason why a stage's layers are not cut into chunks; empty where they may be."""
+        if self.pattern:
+            return "a pattern's layers are not cut into chunks yet"
+        return "chunks are not planned with multi-token prediction" if self.mtp_layers else ""
+
+    @cached_property
+    def spans_groups(self) -> bool:
+        """Whether several groups of ranks may divide a sequence in all layers."""
+        return all(kind.mixer.spans_groups for kind in self.kinds)
+
+    @cached_property
     def attention(self) -> SoftmaxAttention:
         """The attention of the model, in proportion to whose heads plans cut all layers."""
         return self.latent or _ATTENTION

@@ -10,6 +10,7 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.kinds.attention import SoftmaxAttention, head_counts
 from megatron_hexi.kinds.part import Columns, WeightMatrix
 from megatron_hexi.kinds.sizes import check_sizes
+from megatron_hexi.plan import LatentColumns
 
 if TYPE_CHECKING:
     from megatron_hexi.kinds.decoder import Decoder
@@ -29,6 +30,8 @@ class Latent(SoftmaxAttention):
     Raises:
         HexiError: a size that is no whole number above 0.
     """
+
+    exchanges = (False, True)
 
     kv_rank: int
     rotary_dim: int
@@ -100,6 +103,11 @@ class Latent(SoftmaxAttention):
         if self.query_rank is not None:
             found["--q-lora-rank"] = self.query_rank
         return found
+
+    def planned_sizes(self, sends_latent: bool) -> dict[str, Any]:
+        """Return the fields of a plan's workload beside heads and their size."""
+        columns = LatentColumns(self.kv_rank, self.rotary_dim) if sends_latent else None
+        return {"value_dim": self.value_dim, "latent_exchange": columns}
 
     def value_size(self, model: Decoder) -> int:
         """Return the size of one head's value."""

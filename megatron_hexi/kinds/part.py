@@ -83,6 +83,8 @@ class LayerPart:
     title: ClassVar[str] = ""
     #: Whether it is attention, whose keys and values pass between ranks.
     attends: ClassVar[bool] = False
+    #: Whether several groups of ranks may divide a sequence.
+    spans_groups: ClassVar[bool] = True
 
     def matrices(self, model: Decoder, width: int) -> tuple[WeightMatrix, ...]:
         """Return the matrices on one of `width` tensor-parallel ranks, without those of routed experts."""

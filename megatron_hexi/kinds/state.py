@@ -59,6 +59,8 @@ class State(LayerPart, ABC):
     steering: ClassVar[int]
     #: Megatron's option of each field.
     flag_of: ClassVar[Mapping[str, str]]
+    #: A state does not pass between groups.
+    spans_groups = False
     #: Whether all outputs of a rank go through one norm, and not each head's by itself.
     norms_all_outputs: ClassVar[bool] = False
 

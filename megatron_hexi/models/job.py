@@ -12,7 +12,7 @@ from megatron_hexi.kinds.part import Columns
 from megatron_hexi.models.model import Model
 from megatron_hexi.models.planned_kinds import refuse_unplanned
 from megatron_hexi.options.job_terms import stage_terms
-from megatron_hexi.plan import JobTerms, LatentColumns, Plan, Workload
+from megatron_hexi.plan import JobTerms, Plan, Workload
 from megatron_hexi.plan.check_ministages import interleaving_fault
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.terms import Precision, Recompute, join_kernels, split_kernels
@@ -117,7 +117,7 @@ class Job:
             _refuse("precision", self.precision, f"use {', '.join(PRECISIONS)}")
         if self.kernel is not None:
             split_kernels(self.kernel)
-        if self.latent_exchange and self.model.latent is None:
+        if self.latent_exchange not in self.model.attention.exchanges:
             _refuse("latent_exchange", True, f"leave it out: {self.model.name} has no latent attention")
         self._check_division()
 
@@ -151,7 +151,7 @@ class Job:
 
         These models have no multi-token prediction, whose layers are of the kind of the model's last layer.
         """
-        if self.model.is_uniform and not self.model.mtp_layers:
+        if self.model.kinds[0] is self.model:
             return (self,)
         return tuple(
             replace(self, model=kind, pipeline_parallel=1, virtual_stages=1) for kind in self.model.kinds
@@ -200,19 +200,15 @@ class Job:
     @cached_property
     def _workload(self) -> Workload:
         model = self.model
-        columns = None
-        if self.latent_exchange and model.latent is not None:
-            columns = LatentColumns(model.latent.kv_rank, model.latent.rotary_dim)
         return Workload(
             seq_length=self.seq_length,
             heads=model.heads,
             kv_heads=model.kv_heads,
             head_dim=model.head_dim,
-            value_dim=None if model.latent is None else model.value_dim,
             layers=model.layers,
             hidden_size=model.hidden_size,
-            latent_exchange=columns,
             tensor_parallel=self.tensor_parallel,
+            **model.attention.planned_sizes(self.latent_exchange),
         )
 
 

@@ -131,8 +131,8 @@ def _search_experts(
             best = result, choice
             fastest_s = math.inf if result.best is None else result.best.iteration_s
     assert best is not None, "there is a rule for every model"
-    if request.job.model.latent is not None:
-        choice = replace(best[1], job=replace(request.job, latent_exchange=True))
+    for sends_latent in request.job.model.attention.exchanges[1:]:
+        choice = replace(best[1], job=replace(request.job, latent_exchange=sends_latent))
         result = _search(choice, cluster, searches, tell, fastest_s)
         trials += result.trials
         if result.best is not None and result.best.iteration_s < fastest_s:

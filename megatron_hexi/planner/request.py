@@ -76,10 +76,8 @@ class Request:
                 f"{spelt}: plans of models with experts have stages with layers of their own, which run "
                 "whole; leave it out"
             )
-        if self.job.model.pattern:
-            raise HexiError(f"{spelt}: a pattern's layers are not cut into chunks yet; leave it out")
-        if self.job.model.mtp_layers:
-            raise HexiError(f"{spelt}: chunks are not planned with multi-token prediction; leave it out")
+        if self.job.model.uncut:
+            raise HexiError(f"{spelt}: {self.job.model.uncut}; leave it out")
         if self.rules.unequal_stages:
             allowed = spell_flag("unequal_stages", True)
             raise HexiError(f"{spelt} and {allowed}: chunks are of equal stages; leave one of them out")
@@ -94,8 +92,7 @@ class Request:
 
     def chunk_counts(self, job: Job) -> list[int]:
         """Return the numbers of chunks a stage to try: divisors of its layers, or 1 if it cannot be cut."""
-        is_whole = not job.has_equal_stages or job.model.mtp_layers or job.model.pattern
-        if job.pipeline_parallel == 1 or is_whole:
+        if job.pipeline_parallel == 1 or not job.has_equal_stages or job.model.uncut:
             counts = [1]
         else:
             counts = [count for count in range(1, job.stage_layers + 1) if job.stage_layers % count == 0]

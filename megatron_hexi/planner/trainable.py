@@ -11,19 +11,17 @@ from megatron_hexi.shell.words import unplaced
 
 
 def refuse_untrained(request: Request) -> None:
-    """Refuse a request for layers with a state, or of one part, that training refuses in every plan.
+    """Refuse a request for layers that training refuses in every plan.
 
     Raises:
         HexiError: training refuses the layers, or the tensor-parallel size; with the option and the reason.
     """
     model = request.job.model
-    if model.state is None and not model.pattern:
-        return
     try:
         flags = model_flags(model, request.job.seq_length)
     except NoFlagError:
         return  # no job can be started, and its times may be asked for
-    if model.experts is not None and model.experts.score_bias:  # which Megatron has of sigmoids alone
+    if any(experts.score_bias for experts in model.routed):  # which Megatron has of sigmoids alone
         flags += ["--moe-router-score-function", "sigmoid"]
     words = unplaced(flags)
     options = find_refused(parse_words(words, model.name).args, "any")

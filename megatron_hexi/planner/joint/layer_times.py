@@ -183,16 +183,14 @@ class LayerTimer:
         pool = np.array([shape.kinds.index(pool_of_node[node]) for node in nodes])
         (placed,) = trial.timing.experts
         held = Holdings.of_section(section, np.ones(1, dtype=np.int64), stage.flights, placed)
-        alone = _without_prediction(section.job)
+        alone = replace(section.job, model=section.job.model.without_predictions)
         memory = [
             part_memory(replace(alone, recompute=mode), _ONE_LAYER, held, section.window, 0.0)
             for mode in RECOMPUTES
         ]
-        model, loss = section.job.model, memory[0]
-        blocks = model.mtp_layers * prediction_bytes(section.job, held.tokens)
-        if model.mtp_layers:
-            once = replace(section.job, recompute=RECOMPUTES[0])
-            loss = part_memory(once, _ONE_LAYER, held, section.window, 0.0)
+        once = replace(section.job, recompute=RECOMPUTES[0])
+        loss = part_memory(once, _ONE_LAYER, held, section.window, 0.0)
+        blocks = once.model.mtp_layers * prediction_bytes(once, held.tokens)
         stage = replace(stage, counts=tuple(kind.layers for kind in _ONE_LAYER.of_kinds(alone.model)))
 
         def most(values: Floats) -> Floats:
@@ -256,11 +254,6 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
     )
 
 
-def _without_prediction(job: Job) -> Job:
-    """Return the job with a model without multi-token prediction, whose layers `StageTables` counts."""
-    return job if not job.model.mtp_layers else replace(job, model=replace(job.model, mtp_layers=0))
-
-
 def _layer_seconds(trial: Trial) -> float:
     return trial.timing.stages[0].mean(
         lambda layer: float(layer.forward.finish.max() + layer.backward.finish.max())
@@ -274,7 +267,7 @@ def _attention_again(layer: Layer) -> float:
 
 def _spread_sizes(fleet: Fleet, best: Trial, heads: int) -> list[int]:
     """Return group sizes that may be faster across nodes: the present one, and one unit for each head."""
-    if fleet.job.model.state is not None:
+    if not fleet.job.model.spans_groups:
         return []
     sizes = {max(len(part.units) for part in best.layouts[0].parts), heads}
     return sorted(size for size in sizes if 1 < size < len(fleet.units)) if len(fleet.sites) > 1 else []
@@ -283,7 +276,7 @@ def _spread_sizes(fleet: Fleet, best: Trial, heads: int) -> list[int]:
 def _groupings(fleet: Fleet, heads: int) -> list[Grouping]:
     """Return groupings from one group of all units down to single units: nodes joined, whole, and cut."""
     sites, units = fleet.sites, tuple(range(len(fleet.units)))
-    if fleet.job.model.state is not None:
+    if not fleet.job.model.spans_groups:
         return [(units,)] if len(units) <= heads else []
     groupings: list[Grouping] = [(units,)]
     joined = 2 ** max(0, (len(sites) - 1).bit_length() - 1)

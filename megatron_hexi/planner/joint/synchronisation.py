@@ -62,8 +62,7 @@ class Synchronisation:
         """Return the exposed seconds of a stage's gradients and weights, and of the optimizer's step."""
         job, part = self._timer.job(shape.width), ModelPart(layers, 0, is_first, is_last, 1)
         params = int(part_params(job, part))
-        is_shared = job.model.tied_embeddings or job.model.mtp_layers > 0
-        shared = job.model.vocab_params(shape.width) if end and is_shared else 0
+        shared = job.model.vocab_params(shape.width) if end and job.model.shares_embedding else 0
         owned = float(owned_params(job, params, shape.units * shards))
         speeds = (device_speeds(self._pools.pools[kind].device, job) for kind in shape.kinds)
         shown = max(optimizer_seconds(each, job, params, owned) for each in speeds)

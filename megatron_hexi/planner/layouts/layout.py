@@ -99,8 +99,7 @@ def units_by_rank(fleet: Fleet, layouts: Sequence[Layout]) -> list[int]:
 
 def with_experts(workload: Workload, job: Job) -> Workload:
     """Return a plan's workload, with the number of experts of a layer if the job's model has experts."""
-    experts = job.model.experts
-    return workload if experts is None else replace(workload, experts=experts.count)
+    return replace(workload, experts=job.model.expert_count)
 
 
 def build_domain(
@@ -119,12 +118,11 @@ def build_domain(
             key=lambda member: member.lead,
         )
         groups.append(Group(held, tuple(members), name=_name(fleet, part)))
-    domain, experts = Domain(tuple(groups)), fleet.job.model.experts
-    if experts is None:
-        return domain
-    (domain,) = spread_experts(
-        [domain], experts.count, fleet.experts.domain_size, lambda rank: fleet.expert_weight(gpu[rank])
-    )
+    domain = Domain(tuple(groups))
+    for experts in fleet.job.model.routed:
+        (domain,) = spread_experts(
+            [domain], experts.count, fleet.experts.domain_size, lambda rank: fleet.expert_weight(gpu[rank])
+        )
     return domain
 
 

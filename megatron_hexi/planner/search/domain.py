@@ -47,7 +47,7 @@ class DomainSearch:
 
     def run(self, polished: bool = True) -> Trial:
         """Return the best layout on all units; `polished`: whether small changes of it are tried."""
-        if self._fleet.job.model.state is not None:  # which does not pass between groups
+        if not self._fleet.job.model.spans_groups:
             self._tried.attempt((tuple(range(len(self._fleet.units))),))
         elif self._few:
             for grouping in all_partitions(self._fleet):
