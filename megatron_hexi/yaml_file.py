@@ -126,5 +126,5 @@ def _build(
         return scalars.construct_object(node)
     except (ValueError, yaml.YAMLError):
         where = f"{path}:{lines[place]}: {spell_place(place)}"
-        said = f"{where}: {str(node.value)[:40]!r} is no number, text, true, false or null"
+        said = f"{where}: {str(node.value)[:40]!r} cannot be read as number, text, true, false or null"
         raise HexiError(f"{said}; write one of these, without a tag (!)") from None

@@ -17,6 +17,7 @@ from benchmarks.simulation.summary import speed_ups, targets
 from benchmarks.simulation.units import find_unit
 from benchmarks.simulation.wire import WireError, check_wire
 from megatron_hexi.cluster import catalog
+from megatron_hexi.cost import mixing
 from megatron_hexi.models import Job, Model
 from megatron_hexi.plan import Plan, build_schedule
 from megatron_hexi.planner import Request, find_plan
@@ -114,9 +115,13 @@ def test_bytes_follow_the_type(precision):
     assert size == check_wire(RAGGED, job_for(RAGGED)).message_bytes * (2 if precision == "fp32" else 1)
 
 
-@pytest.mark.parametrize("counts", ["all_to_all_bytes", "message_bytes"])
-def test_one_byte_more_is_noticed(monkeypatch, counts):
-    honest = getattr(wire, counts)
+@pytest.mark.parametrize(
+    ("place", "counts"),
+    [(mixing._Attention, "all_to_alls"), (wire, "message_bytes")],
+    ids=["inside", "between"],
+)
+def test_one_byte_more_is_noticed(monkeypatch, place, counts):
+    honest = getattr(place, counts)
 
     def more(*arguments):
         counted = honest(*arguments)
@@ -124,7 +129,7 @@ def test_one_byte_more_is_noticed(monkeypatch, counts):
         sizes[-1] += 1
         return counted
 
-    monkeypatch.setattr(wire, counts, more)
+    monkeypatch.setattr(place, counts, more)
     with pytest.raises(WireError, match="the cost model counts"):
         check_wire(RAGGED, job_for(RAGGED))
 
