@@ -33,6 +33,7 @@ _STATES_PLANNED = (
 )
 _STATES_REPLAYED = f"{_U}/cost/test_states.py::test_the_simulator_takes_as_long_between_two_units"
 _STATES_STAGED = f"{_M}stages_states.py::test_training_is_that_of_one_rank[{{}}]"
+_CHAIN = f"{_M}checkpoint_chains.py::test_a_chain_ends_as_it_begins[{{}}]"
 _DOCUMENTS = f"{_M}stages_jobs.py::test_documents_{{}}"
 
 
@@ -156,6 +157,18 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "re-planning": _MOVED.format("mamba"),
         "elastic": _LASTING.format("mamba"),
         "checkpoints": _STATES + "a_checkpoint_goes_on_under_another_plan[mamba]",
+    },
+    "convolution": {
+        "domain": _STATES + "training_is_that_of_one_rank[convolution-recomputed]",
+        "replicas": _STATES + "training_is_that_of_one_rank[convolution-unequal-replicas]",
+        "stages": _STATES_STAGED.format("convolution-depths"),
+        "samples": _STATES_STAGED.format("convolution-samples"),
+        **dict.fromkeys(("ministages", "offload"), _STATES_STAGED.format("convolution-ministages")),
+        "planner": _PLANNED.format("2+1-pipeline_parallel=2-convolution"),
+        "simulator": _STATES_REPLAYED,
+        "re-planning": _MOVED.format("convolution"),
+        "elastic": _LASTING.format("convolution"),
+        "checkpoints": _CHAIN.format("convolutions-fp32"),
     },
     "delta": {
         "domain": _STATES + "training_is_that_of_one_rank[delta-uneven-heads]",

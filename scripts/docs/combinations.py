@@ -85,6 +85,9 @@ KINDS: Final[Mapping[str, Kind]] = {
             *("--mamba-num-groups", "2", "--mamba-state-dim", "16"),
         ),
     ),
+    "convolution": Kind(
+        "Short convolutions", ("--hybrid-layer-pattern", "C*C-", "--linear-conv-kernel-dim", "3")
+    ),
     "delta": Kind(
         "Gated delta nets",
         (

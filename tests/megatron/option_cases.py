@@ -118,10 +118,10 @@ class Case:
         }
         if DEALT[0] not in self.job:
             return plans
-        return {name: replace(plan, rates=_rates(plan.units)) for name, plan in plans.items()}
+        return {name: replace(plan, rates=unit_rates(plan.units)) for name, plan in plans.items()}
 
 
-def _rates(units: int) -> UnitRates:
+def unit_rates(units: int) -> UnitRates:
     """Of units of which each takes half as long again as the one before, the last with little memory."""
     slow = [1.5**number for number in range(units)]
     rows, pairs = tuple(1e-6 * one for one in slow), tuple(2e-8 * one for one in slow)

@@ -18,6 +18,7 @@ from tests.megatron.test_ministages import OFFLOADED
 from tests.megatron.test_stages_experts import LOSSES
 from tests.megatron.test_stages_experts import MODEL as EXPERTS
 from tests.megatron.test_stages_states import (
+    CONVOLUTION,
     DEPTHS,
     GPT,
     HYBRID,
@@ -85,6 +86,7 @@ CHAINS = {
         proportional_plan(dataclasses.replace(WORKLOAD, kv_heads=6, layers=LAYERS), [[[1]]]),
     ),
     "hybrid": Chain((*MODEL, *HYBRID), written(MINISTAGES, DEPTHS, TENSOR_DOMAIN)),
+    "convolutions": Chain((*MODEL, *CONVOLUTION), written(MINISTAGES, DEPTHS, TENSOR_DOMAIN)),
     "delta-nets": Chain((*MODEL, *GPT), written(DEPTHS, MINISTAGES, TENSOR_DOMAIN)),
     "delta-nets-experts": Chain((*MODEL, *QWEN), written(MIXED, INTERLEAVED, MINISTAGES, model=QWEN)),
     "hybrid-experts": Chain((*MODEL, *SPARSE), written(INTERLEAVED, DEPTHS, MINISTAGES, model=SPARSE)),

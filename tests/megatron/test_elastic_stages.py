@@ -21,8 +21,8 @@ from tests.megatron.option_cases import FURTHER_TOKENS, WINDOW
 from tests.megatron.test_elastic import check_losses, more_lines, said_more, words
 from tests.megatron.test_stages_experts import BIAS, Z_LOSS, balanced
 from tests.megatron.test_stages_experts import MODEL as EXPERTS
+from tests.megatron.test_stages_states import CONVOLUTION, GROUP_BEHIND_UNIT, MAMBA_PATTERN
 from tests.megatron.test_stages_states import GPT as DELTA_NETS
-from tests.megatron.test_stages_states import GROUP_BEHIND_UNIT, MAMBA_PATTERN
 from tests.megatron.test_stages_training import DENSE_HEADER
 from tests.megatron.test_stages_training import MODEL as IN_SIX
 from tests.megatron.test_uneven_training import MODEL
@@ -114,6 +114,7 @@ LASTING = {
     ),
     "prediction": Lasting(TWO_STAGES, 3.5, (*FOUR_LAYERS, *FURTHER_TOKENS)),
     "mamba": Lasting(GROUP_BEHIND_UNIT, 3.5, tuple(job_words((*IN_SIX, *MAMBA_PATTERN))), DENSE_HEADER),
+    "convolution": Lasting(GROUP_BEHIND_UNIT, 3.5, tuple(job_words((*IN_SIX, *CONVOLUTION))), DENSE_HEADER),
     "delta": Lasting(GROUP_BEHIND_UNIT, 3.5, tuple(job_words((*IN_SIX, *DELTA_NETS))), DENSE_HEADER),
 }
 NODES = {"duo": 2, "n1": 1, "n2": 1}

@@ -16,6 +16,7 @@ from megatron_hexi.planner import Request, find_plan
 from tests.megatron.conftest import References, job
 from tests.megatron.forked import Forks
 from tests.megatron.option_cases import FURTHER_TOKENS, NORMED_LATENT, NORMED_LATENT_SPEC, SINKS, WINDOW
+from tests.megatron.test_stages_states import CONVOLUTION
 from tests.megatron.test_stages_training import MICRO_BATCH, MICRO_BATCHES, MODEL, words
 from tests.megatron.test_uneven_training import SEQ_LENGTH, largest_difference
 
@@ -54,6 +55,7 @@ class Wanted:
             "sinks": SINKS[0],
             "latent": NORMED_LATENT[0],
             "further": FURTHER_TOKENS[0],
+            "convolution": CONVOLUTION[0],
         }
         return [name for name, flag in named.items() if flag in self.model]
 
@@ -83,6 +85,7 @@ WANTED = [
     Wanted(2, 2, {"pipeline_parallel": 2}, 2, model=(*WINDOW, "--window-attn-skip-freq", "2", *SINKS)),
     Wanted(2, 2, {}, 1, model=NORMED_LATENT, reference=NORMED_LATENT_SPEC),
     Wanted(1, 1, {"pipeline_parallel": 2}, 2, model=FURTHER_TOKENS, slow_test=False),
+    Wanted(2, 1, {"pipeline_parallel": 2}, 2, model=CONVOLUTION),
 ]
 
 

@@ -24,6 +24,7 @@ from tests.megatron.checkpoint_contents import tensors_of
 from tests.megatron.conftest import References, job
 from tests.megatron.forked import Forks
 from tests.megatron.posting import posted
+from tests.megatron.test_stages_states import CONVOLUTION
 from tests.megatron.test_te_training import EmulatedTe
 from tests.megatron.test_uneven_training import WORKLOAD
 from tests.support.drawn_plans import FEATURES, drawn_plan
@@ -32,11 +33,6 @@ from tests.support.nccl_rules import replay
 
 ITERATIONS = 3
 WITH_EXPERTS = (*experts.MODEL, *experts.LOSSES["all"])
-#: As LFM2: short convolutions, and attention with norms of queries and keys.
-CONVOLUTION = (
-    *("--hybrid-layer-pattern", "CC*-C-", "--linear-conv-kernel-dim", "3", "--qk-layernorm"),
-    "--disable-bias-linear",
-)
 MODELS = {
     "tied": dense.MODEL,
     "untied": (*dense.MODEL, *dense.UNTIED),

@@ -27,7 +27,7 @@ from tests.megatron.conftest import job, skip_what_is_not_there
 from tests.megatron.forked import Trainer
 from tests.megatron.launch import REPOSITORY, TrainingLog
 from tests.megatron.option_cases import FURTHER_TOKENS, NORMED_LATENT, ONE_EACH, PACKED, SINKS, WINDOW
-from tests.megatron.test_stages_states import GROUP_BEHIND_UNIT, MAMBA_PATTERN, MIXED, QWEN
+from tests.megatron.test_stages_states import CONVOLUTION, GROUP_BEHIND_UNIT, MAMBA_PATTERN, MIXED, QWEN
 from tests.megatron.test_stages_training import DENSE_HEADER
 from tests.megatron.test_stages_training import MODEL as IN_SIX
 from tests.megatron.test_unequal_replicas import plan_of
@@ -197,8 +197,12 @@ IN_STAGES = ("--num-layers", "4", "--micro-batch-size", "3", "--global-batch-siz
 
 def of_layers(kind: str, tokens: int, heads: int) -> Plan:
     """Return the plan for a kind of layers, with these tokens and heads on the first of two ranks."""
-    text = {"mamba": GROUP_BEHIND_UNIT, "experts": MIXED, "prediction": HEADS}[kind]
-    shared = {"mamba": (90, 4), "experts": (80, 4), "prediction": (70, 4)}[kind]
+    text, shared = {
+        "mamba": (GROUP_BEHIND_UNIT, (90, 4)),
+        "convolution": (GROUP_BEHIND_UNIT, (90, 4)),
+        "experts": (MIXED, (80, 4)),
+        "prediction": (HEADS, (70, 4)),
+    }[kind]
     for old, new in (
         (f"tokens: {shared[0]}", f"tokens: {tokens}"),
         (f"tokens: {127 - shared[0]}", f"tokens: {127 - tokens}"),
@@ -212,11 +216,12 @@ def of_layers(kind: str, tokens: int, heads: int) -> Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mamba", "experts", "prediction"])
+@pytest.mark.parametrize("kind", ["mamba", "convolution", "experts", "prediction"])
 def test_kinds_of_layers_keep_their_losses_in_stages(forks, tmp_path, kind):
     """Heads of layers with a state move by the plan's heads of attention; experts stay where they are."""
     args = {
         "mamba": MAMBA_PATTERN,
+        "convolution": CONVOLUTION,
         "experts": (*ALL_EXPERTS, "--sequence-parallel"),
         "prediction": FURTHER_TOKENS,
     }[kind]

@@ -45,6 +45,12 @@ QWEN = (*GPT, "--qk-layernorm", "--attention-output-gate", *ROUTED, "--moe-share
 #: A hybrid with experts in two layers alone.
 SPARSE = ("--hybrid-layer-pattern", "M*EG-E", *MAMBA[2:], *LINEAR, "--disable-bias-linear", *ROUTED)
 
+#: As LFM2: short convolutions, and attention with norms of queries and keys.
+CONVOLUTION = (
+    *("--hybrid-layer-pattern", "CC*-C-", "--linear-conv-kernel-dim", "3", "--qk-layernorm"),
+    "--disable-bias-linear",
+)
+
 #: A stage of a unit of two ranks before one whose members share tokens and heads unevenly; a replica of one.
 DEPTHS = """\
 - micro_batches: 3
@@ -151,6 +157,9 @@ CASES = {
     "hybrid-interleaved": Case(INTERLEAVED, HYBRID),
     "hybrid-experts-interleaved": Case(INTERLEAVED, SPARSE),
     "gpt-experts-interleaved": Case(INTERLEAVED, QWEN),
+    "convolution-depths": Case(DEPTHS, CONVOLUTION, SEQUENCE),
+    "convolution-samples": Case(SAMPLES, CONVOLUTION, SEQUENCE),
+    "convolution-ministages": Case(MINISTAGES, CONVOLUTION),
 }
 FAST = {"hybrid-depths"}
 #: Compared for three iterations. `gpt-experts` stays within 4e-7 for twelve and is off by 6e-4 in the

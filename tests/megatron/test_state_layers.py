@@ -14,6 +14,7 @@ from tests.megatron.conftest import References, job, skip_what_is_not_there
 from tests.megatron.faulty import assert_fault_is_found
 from tests.megatron.forked import Forks
 from tests.megatron.option_cases import (
+    DEALT,
     DEEPER,
     DISTRIBUTED,
     FULL,
@@ -24,6 +25,7 @@ from tests.megatron.option_cases import (
     SEQUENCE,
     TENSOR,
     balanced,
+    unit_rates,
 )
 from tests.megatron.planted import CONVOLUTION_FAULTS, DELTA_FAULTS, MAMBA_FAULTS
 from tests.megatron.test_checkpoints import RESHARDABLE
@@ -232,6 +234,17 @@ def test_states_begin_anew_in_each_document(
     continued = [word for word in words if word not in PACKED]
     other = forks.train(tmp_path, ranks=3, args=continued, plan=plan_of(LAYOUTS["uneven-heads"]))
     assert largest_difference(other, reference) > 1e-4
+
+
+def test_convolutions_begin_anew_in_documents_that_are_dealt(
+    forks: Forks, references: References, documents: tuple[str, ...], tmp_path: Path
+):
+    model = ("--hybrid-layer-pattern", "C-C-", *CONVOLUTION[2:], *ONE_EACH, *documents, *PACKED)
+    start, reference = references(model, 4)
+    plan = plan_of(LAYOUTS["uneven-heads"])
+    words: list[str | Path] = [*job(model), *steps(4), "--load", start, "--finetune", *DEALT]
+    log = forks.train(tmp_path, ranks=3, args=words, plan=replace(plan, rates=unit_rates(plan.units)))
+    assert largest_difference(log, reference) < 1e-5
 
 
 @pytest.mark.parametrize(
