@@ -85,7 +85,7 @@ WANTED = [
     Wanted(2, 2, {"pipeline_parallel": 2}, 2, model=(*WINDOW, "--window-attn-skip-freq", "2", *SINKS)),
     Wanted(2, 2, {}, 1, model=NORMED_LATENT, reference=NORMED_LATENT_SPEC),
     Wanted(1, 1, {"pipeline_parallel": 2}, 2, model=FURTHER_TOKENS, slow_test=False),
-    Wanted(2, 1, {"pipeline_parallel": 2}, 2, model=CONVOLUTION),
+    Wanted(2, 1, {"pipeline_parallel": 2}, 2, interleaved=True, model=CONVOLUTION),
 ]
 
 
