@@ -102,7 +102,7 @@ def test_the_one_that_is_left_goes_on_from_what_is_whole(forks, tmp_path, copies
 
 
 def said_more(job: ElasticJob, than: int) -> bool:
-    return len(job.told("has ended")) > than
+    return len(job.told("has finished")) > than
 
 
 #: Two ranks on one node; four nodes.
@@ -168,7 +168,7 @@ def hurt(job: ElasticJob, links: Links, disk: Path, grief: str, chance: random.R
     victim = chance.choice(sorted(job.agents))
     survivors = sorted(job.agents.keys() - {victim})
     told = {name: len(job.told("lost rank", name)) for name in survivors}
-    before = len(job.told("has ended"))
+    before = len(job.told("has finished"))
     ballast = disk / "ballast"
     if grief == "node":
         job.kill(victim)

@@ -139,7 +139,7 @@ def test_six_losses_in_a_row_in_stages(name, forks, tmp_path):
         victims = ["duo", "n1", *chance.choices(("duo", "n1"), k=2)]
         for grief in chance.sample(GRIEFS, len(GRIEFS)):
             job.wait(partial(more_lines, job, job.lines() + chance.randrange(3, 8)), 600)
-            before = len(job.told("has ended"))
+            before = len(job.told("has finished"))
             if grief == "rank":
                 os.kill(job.rank(chance.choice(("duo", "n1"))).pid, signal.SIGKILL)
             else:

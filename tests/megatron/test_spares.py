@@ -52,7 +52,7 @@ def test_two_nodes_train_through_six_losses_beside_two_spares(forks, tmp_path, s
             training = set(re.findall(r"ranks on (\w+), (\w+)[;, ]", job.rounds()[-1])[0])
             others = sorted(nodes.keys() - training)
             victim = chance.choice(others if grief == "spare" else sorted(training))
-            ended, rounds = len(job.told("has ended")), len(job.rounds())
+            ended, rounds = len(job.told("has finished")), len(job.rounds())
             if grief == "rank":
                 os.kill(job.rank(victim).pid, signal.SIGKILL)
             else:
