@@ -48,7 +48,10 @@ LEFT = {
     "cost/experts.py": (1, "a plan places experts in domains, which other models do not have"),
     "cost/held_weights.py": (1, "the last stage embeds tokens for further predictions"),
     "cost/stage.py": (1, "seconds of an expert domain are those of several sections"),
-    "elastic/planning/job.py": (2, "balancing losses are means over a micro-batch; experts lie in stages"),
+    "elastic/planning/survivors.py": (
+        2,
+        "balancing losses are means over a micro-batch; experts lie in stages",
+    ),
     "lab/simulator/simulated_iteration.py": (2, "ranks with experts go through a layer together"),
     "planner/expert_placement.py": (1, "a search tries a rule of placement for models with experts"),
     "planner/joint/assembly.py": (1, "Megatron's flags put experts elsewhere than a plan does"),
