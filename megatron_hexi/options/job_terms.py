@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from megatron_hexi.errors import PlanError, raise_all
+from megatron_hexi.kinds.states import hybrid_layers
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.check_ministages import interleaving_fault
 from megatron_hexi.plan.flags import FLAGS, argument_name
@@ -83,6 +84,8 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
     """Set Megatron's arguments by the plan's `job`, refuse contradictions; return what was set as text."""
     changed, faults = [], []
     for setting in _settings(plan):
+        if setting.flag == FLAGS["virtual_stages"] and setting.value == 1 and hybrid_layers(args):
+            continue  # Megatron takes no number of chunks beside a pattern, which has one
         value = getattr(args, setting.argument)
         if setting.flag in given:
             if value != setting.value:

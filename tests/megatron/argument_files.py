@@ -211,3 +211,13 @@ def _file(model: str, job: str) -> str:
 
 #: Fifty files: each model with each job, by name.
 FILES = {f"{model}-by-{job}": _file(model, job) for model in MODELS for job in JOBS}
+#: LiquidAI/LFM2-1.2B: config.json, in the words that this package has for its layers.
+LFM2 = f"""\
+MODEL_ARGS=(
+   --num-layers 4 --hybrid-layer-pattern C-*- --linear-conv-kernel-dim 3 --hidden-size 64
+   --num-attention-heads 4 --ffn-hidden-size 96 {_GROUPED} --qk-layernorm --swiglu
+   --normalization RMSNorm --norm-epsilon 1e-5
+   --position-embedding-type rope --rotary-base 1000000 --disable-bias-linear --vocab-size 256
+)
+"""
+FILES["lfm2-by-slime"] = LFM2 + JOBS["slime"]
