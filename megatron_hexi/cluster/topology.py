@@ -58,7 +58,6 @@ def matrix_partitions(nodes: int, gb_s: Mapping[tuple[int, int], float]) -> list
     the measurement does not split equal nodes. A threshold that joins no further nodes is left out.
 
     Args:
-        nodes: number of nodes.
         gb_s: bandwidth from node to node, GB/s; the slower of the two directions counts.
 
     Returns:
@@ -120,9 +119,6 @@ class Cluster:
         """Return this cluster with the rates of some ranks multiplied by factors.
 
         Ranks with equal rates share a `Device`; the device of a node is the device of its first rank.
-
-        Args:
-            factors: factors by rank.
         """
         devices: dict[tuple[int, float], Device] = {}
         ranks = []

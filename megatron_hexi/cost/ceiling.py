@@ -9,13 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_hexi.cluster import Curve, Device
-from megatron_hexi.cost.compute import (
-    ATTENTION_BACKWARD,
-    Speeds,
-    device_speeds,
-    logits_times,
-    token_times,
-)
+from megatron_hexi.cost.compute import ATTENTION_BACKWARD, Speeds, device_speeds, logits_times, token_times
 from megatron_hexi.cost.scan import whole_scan_times
 from megatron_hexi.models.job import Job
 

@@ -135,7 +135,6 @@ def own_block_times(
     squares of that size; `edge_times` of all queries but w are added.
 
     Args:
-        tokens: number of tokens of the group, G.
         pairs: number of visible pairs of query and key in the window; ``None``: the group's segments are
             contiguous. An area contains half of each query's pair with itself.
     """
@@ -158,7 +157,6 @@ def expansion_times(speeds: Speeds, job: Job, keys: Floats, merged: bool = False
     backward: made again, and two products for the gradients of columns and matrix; bytes 4 (D + V)
 
     Args:
-        keys: number of tokens S.
         merged: whether gradients of several blocks are added up first, as in a step of the exchange: bytes of
             an element of B (D + V) S, zeroed 4, added 8 + e, cast 4 + e.
     """
@@ -294,11 +292,7 @@ def row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
 
 
 def optimizer_seconds[N: (float, Floats)](speeds: Speeds, job: Job, params: N, shard: N) -> N:
-    """Return the seconds of a training step on gradients and weights (`step_bytes`), bound by memory.
-
-    Args:
-        shard: number of weights whose optimizer state it holds.
-    """
+    """Return the seconds of a training step on gradients and weights (`step_bytes`), bound by memory."""
     each, of_shard = step_bytes(job)
     return (each * params + of_shard * shard) / speeds.memory
 

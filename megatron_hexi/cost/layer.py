@@ -159,7 +159,6 @@ def layer_times(
     """Return the seconds of one layer's passes, for all units of a section.
 
     Args:
-        job: the job, with layers of one kind.
         window: prefetch depth of the exchange, in steps.
         experts: seconds of the layer's routed experts; ``None``: it has none.
     """
@@ -222,12 +221,7 @@ def layer_times(
     again = None
     if job.mode == "selective":  # core attention, which other layers lack
         again = assemble(0, whole=False) if mixing.is_attention else _no_pass(len(rows))
-    return Layer(
-        assemble(0),
-        assemble(1),
-        again,
-        Flights(received, sent),
-    )
+    return Layer(assemble(0), assemble(1), again, Flights(received, sent))
 
 
 def _no_pass(units: int) -> Pass:
@@ -264,7 +258,6 @@ def unit_times(mixing: Mixing, rows: Floats, job: Job, stage: UnitGpus) -> Float
 
     Args:
         rows: B x T of each unit, [U].
-        job: the job, with layers of one kind.
     """
     found = np.stack([np.empty((2, len(rows))), mixing.own_times(stage)])
     for speeds, units in stage.by_kind:

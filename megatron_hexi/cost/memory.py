@@ -158,11 +158,7 @@ class Holdings:
 
 
 def static_memory(
-    job: Job,
-    part: ModelPart,
-    weights: Floats | float,
-    gradients: Floats | float,
-    state: Floats | float,
+    job: Job, part: ModelPart, weights: Floats | float, gradients: Floats | float, state: Floats | float
 ) -> dict[str, Floats]:
     """Return the bytes on a GPU that do not depend on the sequence, by the names of `Memory`'s terms.
 

@@ -43,7 +43,6 @@ def mixer_bytes(mixer: LayerPart, job: Job, held: Holdings, window: int) -> Mixe
     """Return the bytes of a mixer; of an MLP alone gradients of its first output and its activation.
 
     Args:
-        job: the job, with layers of one kind.
         window: prefetch depth of the exchange, in steps.
     """
     del mixer, window
@@ -109,7 +108,6 @@ def _own_heads(job: Job, state: State, heads: Floats) -> tuple[Floats, Floats]:
     The most groups are counted: a range of heads may begin and end inside a group.
 
     Args:
-        state: the state of its layers.
         heads: heads of attention of each unit, to which heads with a state are in proportion, [U].
     """
     own = heads * state.heads / job.model.heads

@@ -92,7 +92,6 @@ def pass_ends(
     """Return the times at which each unit ends a pass of attention.
 
     Args:
-        start: times of the units when they enter attention.
         halves: number of all-to-alls before attention, and after it: 1, or 2 for halves of the heads.
         last_rest: seconds of each unit's last step that belong to the second half of its heads, [U].
     """

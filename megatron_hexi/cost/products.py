@@ -98,9 +98,6 @@ def product_seconds(rate: Floats, memory: float, rows: Floats, sizes: Products, 
     Args:
         rate: FLOP/s of a product without the time in which it writes its result, for each number of rows.
         memory: the memory's bandwidth, bytes/s.
-        rows: numbers of rows m.
-        sizes: the products' sizes.
-        elements: bytes of the products' elements.
     """
     work = 2 * rows * sizes.weights / rate
     factor, result = elements.factor / memory, elements.result / memory
@@ -131,7 +128,6 @@ def unwritten(curve: Curve, memory: float, element: float) -> Curve:
     Args:
         curve: rates of the three products of a linear layer (`CURVE_IN`, `CURVE_OUT`) by rows.
         memory: bytes/s.
-        element: bytes of a result's element.
     """
     given = [place for place, size in enumerate(curve.sizes) if size >= curve.given_from] or [-1]
     sizes = tuple(curve.sizes[place] for place in given)

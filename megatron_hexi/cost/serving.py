@@ -48,7 +48,6 @@ def serving(classes: tuple[tuple[Range, ...], ...], queries_per_kv: int) -> Serv
 
     Args:
         classes: query heads of each member of a group, for each head class.
-        queries_per_kv: number of query heads that share a KV head.
     """
     users = [
         [(place, piece) for place, heads in enumerate(members) for piece in kv_pieces(heads, queries_per_kv)]
@@ -84,7 +83,6 @@ def serving_in_parts(
     Args:
         users: query heads of each member of the group that receives keys.
         owners: query heads of each member of the group that sends them.
-        queries_per_kv: number of query heads that share a KV head.
         parts: largest number of parts of a user's heads.
 
     Returns:

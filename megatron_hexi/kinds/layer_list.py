@@ -19,7 +19,6 @@ def layers_of(args: Namespace, flag: str, source: str, every: Callable[[int, int
     """Return for each layer whether an option of frequency names the layer; without a value all are named.
 
     Args:
-        args: Megatron's arguments.
         flag: the option, whose value is a step or a pattern.
         source: file or command line of the arguments, for errors.
         every: whether a layer (counted from 0) has it, by a step.

@@ -100,7 +100,6 @@ class LayerPart:
         """Return the columns of a row on one of `width` tensor-parallel ranks.
 
         Args:
-            width: number of tensor-parallel ranks.
             row_parts: number of ranks that share the rows of norms (`Job.row_parts`).
             sends_latent: whether latent columns travel between ranks (`Job.latent_exchange`).
         """

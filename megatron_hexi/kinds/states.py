@@ -55,8 +55,6 @@ def check_state_heads(args: Namespace, source: str, letter: str, width: int, ask
     """Check that tensor-parallel ranks share out heads with a state; Megatron checks it with `assert`.
 
     Args:
-        letter: the letter of the layers.
-        width: number of tensor-parallel ranks.
         asked: words for that number, for errors.
 
     Raises:

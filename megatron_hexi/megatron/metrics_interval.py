@@ -34,7 +34,6 @@ def set_metrics_interval(args: Namespace, plan: Plan, on_gpu: bool) -> None:
 
     Args:
         args: Megatron's arguments; `hexi_metrics_interval` is a number afterwards.
-        plan: the job's.
         on_gpu: whether events are CUDA's; on the CPU an event reads the clock.
 
     Raises:

@@ -89,7 +89,6 @@ def make_buckets(
     The order is the same on all ranks, so that no two ranks wait for each other in different buckets.
 
     Args:
-        pieces: the pieces, as `cut_pieces` returns them.
         weights: weight of each rank in the division of the optimizer's state among ranks with the same
             pieces.
         bucket_size: number of elements after which a bucket is closed; ``None``: one bucket for each set of

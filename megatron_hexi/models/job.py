@@ -221,9 +221,7 @@ def layers_again(layers: int, recompute: Recompute, chunks: int = 1) -> int:
     """Return the number of a stage's layers that are computed again, in whole or in part.
 
     Args:
-        layers: number of the stage's layers.
         recompute: see `Job`; a number of layers is counted in each chunk, as Megatron does.
-        chunks: number of chunks of the stage's layers.
     """
     if isinstance(recompute, int):
         return min(layers, chunks * recompute)

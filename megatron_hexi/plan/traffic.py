@@ -52,8 +52,6 @@ def attention_traffic(
     If the all-to-alls are split in two halves of the heads, each half counts as an all-to-all.
 
     Args:
-        schedule: the rank's split tables.
-        element_bytes: bytes of one tensor element.
         value_dim: size of one head's value; ``None``: `head_dim`.
         exchanged: columns of a KV head that are exchanged; ``None``: the columns of key and value.
     """

@@ -93,7 +93,6 @@ def domain_rows(
     """Return a row for each domain of a plan, in the order of replicas, stages and domains.
 
     Args:
-        micro_batch_size: samples of a micro-batch (B).
         stages: number of pipeline stages of the job, for a plan with a repeated stage.
         layers: number of layers of the model, for a plan with a repeated stage; ``None``: the rows of such a
             plan have no layers.

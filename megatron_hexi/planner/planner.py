@@ -32,11 +32,7 @@ from megatron_hexi.planner.trainable import refuse_untrained
 
 
 def find_plan(
-    request: Request,
-    cluster: Cluster,
-    *,
-    with_baselines: bool = False,
-    progress: Progress | None = None,
+    request: Request, cluster: Cluster, *, with_baselines: bool = False, progress: Progress | None = None
 ) -> Planned:
     """Return the best plan found, with a lower bound over all layouts.
 

@@ -39,11 +39,7 @@ _USELESS = 0.25
 
 
 def compact(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors; copy those whose memory the given tensors together use too little of.
-
-    Args:
-        tensors: tensors that do not overlap.
-    """
+    """Return the tensors, which do not overlap; copy those of whose memory they together use too little."""
     used: Counter[int] = Counter()
     for tensor in tensors:
         used[_memory(tensor)] += tensor.nbytes

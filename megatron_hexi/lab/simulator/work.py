@@ -10,13 +10,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.experts import ExpertsOnRanks, expert_messages
-from megatron_hexi.cost.layer import (
-    Layer,
-    UnitGpus,
-    chunk_times,
-    message_bytes,
-    unit_times,
-)
+from megatron_hexi.cost.layer import Layer, UnitGpus, chunk_times, message_bytes, unit_times
 from megatron_hexi.cost.mixing import Mixing, mixing_of
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.products import Times

@@ -170,11 +170,7 @@ def _speeds(when: str, rows: list[dict[str, Any]], names: Mapping[int, str]) -> 
         f"speeds {when}, under a synthetic load", ("GPU", "asked ms", "measured ms", "speed off by")
     )
     for row in rows:
-        cells = (
-            f"{1e3 * row['asked_s']:.2f}",
-            f"{1e3 * row['measured_s']:.2f}",
-            f"{row['error']:+.1%}",
-        )
+        cells = (f"{1e3 * row['asked_s']:.2f}", f"{1e3 * row['measured_s']:.2f}", f"{row['error']:+.1%}")
         table.add_row(_who(row["gpu"], names), *cells)
     return table
 

@@ -80,7 +80,6 @@ def end_iteration(model: list[Any], stages: StagesSession) -> None:
     Replicas may cut the layers differently, so the counts of all layers are summed in one table over the job.
 
     Args:
-        model: this rank's model chunks.
         stages: the stages part of this rank's session.
     """
     from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors

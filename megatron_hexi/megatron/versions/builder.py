@@ -25,8 +25,6 @@ def build_gpt(
     """Return one pipeline stage of the model.
 
     Args:
-        pre_process: whether it embeds tokens.
-        post_process: whether it has the output layer.
         config: configuration of its transformer; by default the command line's.
     """
     print_rank_0("building GPT model ...")

@@ -113,9 +113,6 @@ class Config:
         """Raise the error about a value of a field.
 
         Args:
-            field: name of the field.
-            value: its value.
-            remedy: the change of the file that solves the problem.
             problem: reason why the value is not supported; empty: the value is not usable.
 
         Raises:

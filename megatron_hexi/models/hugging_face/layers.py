@@ -155,10 +155,7 @@ def _written_pattern(config: Config) -> str:
 
 def _plain_experts(config: Config) -> Fields:
     """Return the fields for experts in every layer, each of which is intermediate_size wide."""
-    return {
-        "count": config.size("num_local_experts"),
-        "ffn_hidden_size": config.size("intermediate_size"),
-    }
+    return {"count": config.size("num_local_experts"), "ffn_hidden_size": config.size("intermediate_size")}
 
 
 def _gated_experts(config: Config) -> Fields:

@@ -35,10 +35,7 @@ _SCORED_ONLY = {
     "topk_method": Only(("noaux_tc",), "another choice of experts", "give a model with noaux_tc"),
     "moe_layer_freq": Only((1,), "layers without experts among those that follow", "give a model with 1"),
 }
-_SCORED_ALIASES = {
-    "num_local_experts": "n_routed_experts",
-    "num_mtp_layers": "num_nextn_predict_layers",
-}
+_SCORED_ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 _LATENT: Mapping[str, Any] = {
     **DECODER,
     **_SCORED_EXPERTS,
@@ -111,13 +108,7 @@ TYPES: Mapping[str, ModelType] = {
     ),
     "qwen3": ModelType(
         "Qwen3ForCausalLM",
-        {
-            **DECODER,
-            **_WINDOWS,
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 32768,
-        },
+        {**DECODER, **_WINDOWS, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
         {"hidden_act": SILU, **NO_BIASES},
     ),
     "qwen3_moe": ModelType(

@@ -60,7 +60,6 @@ def assign_tokens(tokens: int, weights: Floats, caps: Floats | None = None) -> t
 
     Args:
         weights: weight of each member, at least one above 0.
-        caps: the most tokens of each member.
     """
     if tokens == 0:
         return (0,) * len(weights)

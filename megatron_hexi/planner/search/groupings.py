@@ -39,7 +39,6 @@ def group_counts(size: int, sites: int, units: int, heads: int) -> list[int]:
 
     Args:
         size: number of units of each site.
-        units: number of units of the whole fleet.
     """
     # Besides numbers that divide the sites, those with one head a unit, or two.
     merged = {*_counts(sites), *(max(1, round(sites * size * each / heads)) for each in (1, 2))}
