@@ -40,7 +40,11 @@ def catalog() -> Mapping[str, Device]:
 
 
 def device(name: str) -> Device:
-    """Return the device of the catalogue with a given name."""
+    """Return the device of the catalogue with a given name.
+
+    Raises:
+        ClusterError: the catalogue has no such device; the message suggests similar names.
+    """
     devices = catalog()
     if name not in devices:
         raise ClusterError(f"GPU {unknown_device(name, devices)}")

@@ -21,7 +21,12 @@ _ADAPTER = TypeAdapter(ClusterFile)
 
 
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """Read a cluster file, check all its rules and return the cluster."""
+    """Read a cluster file, check all its rules and return the cluster.
+
+    Raises:
+        HexiError: the file cannot be read or is not YAML.
+        ClusterError: a field or a rule is broken; one line with file, line, place, value and remedy.
+    """
     return cluster_from_yaml(read_yaml(path))
 
 

@@ -55,6 +55,9 @@ def require_repeated(plan: Plan, action: str) -> None:
 
     Args:
         action: verb for the error message, such as ``train by``: the operation that needs one repeated stage.
+
+    Raises:
+        PlanError: the plan has one of these properties; the message names the first.
     """
     feature = ""
     if not plan.is_repeated:

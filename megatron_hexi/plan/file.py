@@ -31,7 +31,12 @@ _INFORMATION = ("estimate", "provenance")
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan and check all its rules."""
+    """Read a plan and check all its rules.
+
+    Raises:
+        HexiError: the file cannot be read or is not YAML.
+        PlanError: a field or a rule is broken; one line with file, line, place, value and remedy.
+    """
     return plan_from_yaml(read_yaml(path))
 
 
@@ -55,7 +60,11 @@ def plan_from_yaml(source: YamlFile) -> Plan:
 
 
 def validate_plan(plan: Plan) -> None:
-    """Check a plan that was built in memory, as if it had been read from a file."""
+    """Check a plan that was built in memory, as if it had been read from a file.
+
+    Raises:
+        PlanError: a value or a rule is broken.
+    """
     checked = _checked(plan_dict(plan), spell_place)
     if checked.workload != plan.workload:
         raise PlanError(
@@ -65,7 +74,12 @@ def validate_plan(plan: Plan) -> None:
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Check a plan and write it to a file atomically. Equal plans give equal bytes."""
+    """Check a plan and write it to a file atomically. Equal plans give equal bytes.
+
+    Raises:
+        PlanError: the plan breaks a rule.
+        HexiError: the file cannot be written.
+    """
     validate_plan(plan)
     write_text_atomically(path, dump_plan(plan))
 

@@ -47,6 +47,9 @@ def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], f
 
     Args:
         speeds: for each group, the relative speed of each of its members; units are numbered in this order.
+
+    Raises:
+        PlanError: there is no group, a group has no members, or a speed is not positive or far too large.
     """
     if not speeds or not all(speeds):
         raise PlanError(f"speeds {list(map(list, speeds))}: give at least one rank in every group")
@@ -67,7 +70,11 @@ def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], f
 
 
 def check_speeds(speeds: Sequence[Sequence[float]], given: str) -> None:
-    """Refuse a speed that is not positive, or far too large."""
+    """Refuse a speed that is not positive, or far too large.
+
+    Raises:
+        PlanError: a speed is refused; the message has its number, counted from 1 over all groups.
+    """
     for number, speed in enumerate(itertools.chain.from_iterable(speeds), 1):
         if not speed > 0:
             raise PlanError(
@@ -89,6 +96,9 @@ def proportional_plan(
     Args:
         replicas: relative speed of each member of each group of each replica.
         window: prefetch depth of the exchange of keys and values, in steps.
+
+    Raises:
+        PlanError: the speeds of a replica are refused by `proportional_domain`.
     """
     built = []
     first_unit = 0

@@ -46,6 +46,9 @@ def assign_micro_batches(plan: Plan, global_batch_size: int, micro_batch_size: i
 
     Args:
         micro_batch_size: number of sequences in a micro-batch; the same for all replicas.
+
+    Raises:
+        PlanError: the shares do not add up to the global batch; the message has all values.
     """
     total, replicas = global_batch_size // micro_batch_size, len(plan.replicas)
     stated = [replica.micro_batches for replica in plan.replicas]

@@ -47,7 +47,11 @@ class Platform:
 
 
 def requested_platform(argv: Sequence[str]) -> str:
-    """Return the value of ``--hexi-platform`` in a command line that Megatron has not parsed yet."""
+    """Return the value of ``--hexi-platform`` in a command line that Megatron has not parsed yet.
+
+    Raises:
+        PlatformError: the flag has no value, or one that is not known.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(PLATFORM_FLAG, choices=PLATFORM_NAMES, default="auto")
     try:
@@ -57,7 +61,11 @@ def requested_platform(argv: Sequence[str]) -> str:
 
 
 def select_platform(name: str) -> Platform:
-    """Return the platform of a name; ``auto`` is CUDA where there is a GPU and the CPU elsewhere."""
+    """Return the platform of a name; ``auto`` is CUDA where there is a GPU and the CPU elsewhere.
+
+    Raises:
+        PlatformError: CUDA was asked for and there is none, or the name is not known.
+    """
     if name not in PLATFORM_NAMES:
         raise PlatformError(f"{PLATFORM_FLAG} {name}: not a platform; give auto, cpu or cuda")
     has_gpu = torch.cuda.is_available()
@@ -110,6 +118,9 @@ def adjust_cpu_arguments(args: Namespace, given: set[str]) -> list[str]:
     Args:
         args: Megatron's parsed arguments; changed in place.
         given: the flags that the user wrote, as written (``"--distributed-backend"``).
+
+    Raises:
+        PlatformError: the user asked for a value that needs a GPU.
     """
     changed = []
     for name, flag, value in _DEFAULTS:

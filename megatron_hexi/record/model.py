@@ -195,6 +195,9 @@ def open_record(path: Path) -> None:
 
     The last line is incomplete if the job was killed while writing it. A new file is readable by its owner
     only.
+
+    Raises:
+        HexiError: the file is no record, or cannot be written.
     """
     check_output(path)
     try:
@@ -212,13 +215,21 @@ def open_record(path: Path) -> None:
 
 
 def append_to_record(path: Path, entry: Start | Interval) -> None:
-    """Append a line, whole or not at all."""
+    """Append a line, whole or not at all.
+
+    Raises:
+        HexiError: it cannot be written.
+    """
     kind = "start" if isinstance(entry, Start) else "interval"
     append_line(path, json.dumps({kind: _rounded(dataclasses.asdict(entry))}, allow_nan=False))
 
 
 def read_record(path: Path) -> Record:
-    """Read a record and check it."""
+    """Read a record and check it.
+
+    Raises:
+        HexiError: the file cannot be read, is no record, or ends too early; with the line.
+    """
     remedy = "give the file of the run's --hexi-record"
     text = read_text(path, _MAX_BYTES, remedy=remedy, content_remedy=remedy)
     *lines, rest = text.split("\n")

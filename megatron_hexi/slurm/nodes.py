@@ -154,7 +154,11 @@ class SlurmNode:
 
 
 def parse_nodes(text: str) -> dict[str, SlurmNode]:
-    """Parse the output of `SINFO` into nodes by name."""
+    """Parse the output of `SINFO` into nodes by name.
+
+    Raises:
+        PlatformError: a line has other fields, or there is none.
+    """
     nodes: dict[str, SlurmNode] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         fields = line.strip().split("|")
@@ -176,7 +180,11 @@ def parse_nodes(text: str) -> dict[str, SlurmNode]:
 
 
 def allocated_hosts(environment: Mapping[str, str]) -> list[list[str]]:
-    """Return the hosts of each component of this job; one component where it is not heterogeneous."""
+    """Return the hosts of each component of this job; one component where it is not heterogeneous.
+
+    Raises:
+        PlatformError: this is not a job, or a variable of Slurm's is missing.
+    """
     size = variable_number(environment, "SLURM_HET_SIZE", 0, most=9999)
     names = (
         ["SLURM_JOB_NODELIST"]

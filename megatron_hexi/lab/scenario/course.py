@@ -192,6 +192,9 @@ def play_scenario(
 
     Between two events conditions are constant, and iterations take the cost model's time for the current
     plan.
+
+    Raises:
+        HexiError: the plan is not for this cluster or job.
     """
     plans = Plans(plan, job, request, cluster)
     periods = find_periods(events, scenario.lasts)

@@ -222,7 +222,12 @@ _ADAPTER = TypeAdapter(Scenario)
 
 
 def read_scenario(path: str | os.PathLike[str], cluster: Cluster) -> tuple[Scenario, tuple[Event, ...]]:
-    """Read a scenario file, and find its events on a cluster."""
+    """Read a scenario file, and find its events on a cluster.
+
+    Raises:
+        HexiError: the file cannot be read or is not YAML, a field or a rule is broken; one line with file,
+            line, place, value and remedy.
+    """
     source = read_yaml(path)
     if not isinstance(source.data, dict):
         content = "is empty" if source.data is None else f"holds {short(source.data)}"
