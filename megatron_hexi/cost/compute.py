@@ -292,7 +292,11 @@ def row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
 
 
 def optimizer_seconds[N: (float, Floats)](speeds: Speeds, job: Job, params: N, shard: N) -> N:
-    """Return the seconds of a training step on gradients and weights (`step_bytes`), bound by memory."""
+    """Return the seconds of a training step on gradients and weights (`step_bytes`), bound by memory.
+
+    Args:
+        shard: number of weights whose optimizer state it holds.
+    """
     each, of_shard = step_bytes(job)
     return (each * params + of_shard * shard) / speeds.memory
 

@@ -159,6 +159,7 @@ def layer_times(
     """Return the seconds of one layer's passes, for all units of a section.
 
     Args:
+        job: the job, with layers of one kind.
         window: prefetch depth of the exchange, in steps.
         experts: seconds of the layer's routed experts; ``None``: it has none.
     """
@@ -258,6 +259,7 @@ def unit_times(mixing: Mixing, rows: Floats, job: Job, stage: UnitGpus) -> Float
 
     Args:
         rows: B x T of each unit, [U].
+        job: the job, with layers of one kind.
     """
     found = np.stack([np.empty((2, len(rows))), mixing.own_times(stage)])
     for speeds, units in stage.by_kind:

@@ -43,6 +43,7 @@ def mixer_bytes(mixer: LayerPart, job: Job, held: Holdings, window: int) -> Mixe
     """Return the bytes of a mixer; of an MLP alone gradients of its first output and its activation.
 
     Args:
+        job: the job, with layers of one kind.
         window: prefetch depth of the exchange, in steps.
     """
     del mixer, window
