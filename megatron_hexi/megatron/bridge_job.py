@@ -120,6 +120,11 @@ def _refuse_settings(config: Any) -> None:
                 f"{section} {type(value).__name__}: under a plan it is a {kind.__name__}; give one, or train "
                 "without --hexi-plan"
             )
+    if config.dataset.dataloader_type not in (None, "single", "cyclic"):
+        raise HexiError(
+            f"dataset.dataloader_type {config.dataset.dataloader_type}: its batches are not shared out by a "
+            "plan; give single or cyclic"
+        )
     for name in ("micro_batch_size", "global_batch_size"):
         value, trained = getattr(config.validation, f"eval_{name}"), getattr(config.train, name)
         if value not in (None, trained):

@@ -153,6 +153,7 @@ def refusals(plan: Path) -> dict[str, str]:
         ("context", "model", "context_parallel_size", 2),
         ("dropout", "model", "hidden_dropout", 0.1),
         ("validation", "validation", "eval_global_batch_size", 8),
+        ("loader", "dataset", "dataloader_type", "batch"),
         ("epochs", "train", "num_epochs", 2),
         ("ranks", "train", "micro_batch_size", 1),
     ):
