@@ -20,8 +20,8 @@ class HexiError(ValueError):
     """A mistake of the user, with a remedy in the message.
 
     The message is one line: place (file and field), value, remedy. The error passes to the entry point, which
-    prints it. Docstrings name it for functions that their package exports, and where a caller handles it or every
-    rank raises it.
+    prints it. Docstrings name it for functions that their package exports, and where a caller handles it or
+    every rank raises it.
     """
 
     exit_code: ClassVar[int] = EXIT_USER_ERROR
