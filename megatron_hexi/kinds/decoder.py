@@ -234,12 +234,13 @@ class Decoder:
     def _kind_of_layers(self) -> list[LayerKind]:
         """The kind of each layer."""
         if self.pattern:
-            of_letter = {
+            of_letter: dict[str, frozenset[str]] = {
+                **dict.fromkeys((ATTENTION, DENSE), frozenset()),
                 EXPERTS: frozenset({"experts"}),
                 ShortConv.letter: frozenset({"short_conv"}),
                 **dict.fromkeys(STATES, frozenset({"state"})),
             }
-            return [LayerKind(letter, of_letter.get(letter, frozenset())) for letter in self.pattern]
+            return [LayerKind(letter, of_letter[letter]) for letter in self.pattern]
         listed = {field: getattr(self, field) for field in _LISTED}
         found = []
         for layer in range(self.layers):

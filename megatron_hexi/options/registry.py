@@ -92,7 +92,7 @@ FREE: Final = {
     """,
     "logs, profiles and watchers": """
         --log-interval --log-device-memory-used --log-energy --log-memory-* --log-num-zeros-in-grad
-        --log-progress --log-straggler --log-throughput --log-timers-to-tensorboard
+        --log-params-norm --log-progress --log-straggler --log-throughput --log-timers-to-tensorboard
         --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard
         --no-log-loss-scale-to-tensorboard --logging-level --tensorboard-* --wandb-* --timing-log-*
         --no-barrier-with-level-1-timing --profile --profile-* --pytorch-profiler-*
@@ -208,7 +208,10 @@ def class_and_reason(flag: str) -> tuple[OptionClass, str]:
     spellings = _spellings()
     named = {answer for spelling in spellings[flag] for answer in _named(spelling)}
     if len(named) != 1:
-        raise LookupError(f"{flag}: is to have one class, has {sorted(named) or 'none'}")
+        raise LookupError(
+            f"{flag}: is to have one class, has {sorted(named) or 'none'}; list it in options/registry.py, or"
+            " write a rule"
+        )
     return named.pop()
 
 

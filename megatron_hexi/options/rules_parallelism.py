@@ -158,6 +158,10 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "--use-distributed-optimizer, --overlap-grad-reduce",
             _JOBS + "test_gradients_are_summed_behind_the_backward_pass",
         ),
+        Supported(
+            "--log-params-norm",
+            _JOBS + "test_the_norm_of_all_weights_is_that_of_one_rank[units-bf16-distributed]",
+        ),
         Supported("--bf16", _JOBS + "test_bf16_is_no_further_from_fp32_than_one_rank_is"),
         Supported(
             "--fp16",
@@ -234,7 +238,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             beside_stages(option, partial(is_given, flag=option), UNSHOWN)
             for option in (
                 "--mtp-use-repeated-layer",
-                "--log-params-norm",
                 "--load-main-params-from-ckpt",
                 "--data-parallel-random-init",
                 "--check-weight-hash-across-dp-replicas-interval",

@@ -16,12 +16,14 @@ from scripts.docs.draw_resources import draw_memory, draw_time
 from scripts.docs.draw_schedules import draw_schedules
 from scripts.docs.drawing import as_svg
 from scripts.docs.field_pages import cluster_fields_page, plan_fields_page, scenario_fields_page
+from scripts.docs.options_page import options_page
 from scripts.docs.training_page import training_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 #: The text of each file below docs/, by its name there.
 GENERATED: Mapping[str, Callable[[], str]] = {
+    "options.md": options_page,
     "reference/commands.md": commands_page,
     "reference/plan-file.md": plan_fields_page,
     "reference/cluster-file.md": cluster_fields_page,

@@ -127,6 +127,31 @@ def test_bf16_is_no_further_from_fp32_than_one_rank_is(forks, references, tmp_pa
     assert error(log) < 2 * error(one)
 
 
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("units", "bf16-distributed"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (
+                *(("depths", "fp32"), ("depths", "bf16-distributed"), ("samples", "distributed")),
+                *(("domains", "fp32"), ("ministages", "distributed"), ("interleaved", "bf16")),
+            )
+        ),
+    ],
+)
+def test_the_norm_of_all_weights_is_that_of_one_rank(layout, kind, forks, references, tmp_path):
+    words = ["--load", references(FOUR_LAYERS, iterations=4)[0], "--finetune", "--log-params-norm"]
+    told = []
+    for holder in (layout, "one-rank"):
+        (tmp_path / holder).mkdir()
+        log = go_on(forks, tmp_path / holder, holder, kind, words)
+        told.append([float(norm) for norm in re.findall(r"params norm: ([\d.]+)", log.output)])
+    ours, reference = told
+    assert len(reference) == 4
+    assert ours == pytest.approx(reference, rel=1e-3 if "bf16" in kind else 1e-4)
+
+
 #: The first step is skipped, and the scale grows after two that are not.
 FP16 = ("--fp16", "--initial-loss-scale", str(2**17), "--loss-scale-window", "2", "--hysteresis", "1")
 

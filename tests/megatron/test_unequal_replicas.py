@@ -170,7 +170,7 @@ CASES = {
     ],
 )
 def test_training_is_that_of_one_rank(case: Case, forks, references, documents, tmp_path):
-    model = (*BATCH, *case.model, *(documents if case.documents else ()))
+    model = (*BATCH, *case.model, *(documents if case.documents else ()), "--log-params-norm")
     iterations = ON_REQUEST if case.slow else IN_CI
     weights, reference = references((*model, *(APART if case.documents else ())), iterations)
     log = forks.train(
@@ -186,6 +186,10 @@ def test_training_is_that_of_one_rank(case: Case, forks, references, documents, 
     for name in ("consumed samples", "learning rate", "global batch size"):
         assert len(column(log.output, name)) == iterations
         assert column(log.output, name) == column(reference.output, name)
+    norms = [[float(norm) for norm in column(run.output, "params norm")] for run in (log, reference)]
+    assert len(norms[1]) == iterations
+    if "--overlap-param-gather" not in case.job:  # Megatron takes the norm before new weights are gathered
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     assert counts(log.output) == [iterations * share * case.layers for share in case.shares()]
 
 

@@ -10,7 +10,7 @@ from megatron_hexi.megatron.stages.communicator import BorderCommunicator
 from megatron_hexi.megatron.stages.dispatcher import DISPATCHER_PATCH
 from megatron_hexi.megatron.stages.experts import EXPERT_LAYER_PATCHES
 from megatron_hexi.megatron.stages.gradients import GRADIENT_PATCHES
-from megatron_hexi.megatron.stages.piece_optimizer import optimizer_of_slabs
+from megatron_hexi.megatron.stages.piece_optimizer import norm_of_slabs, optimizer_of_slabs
 from megatron_hexi.megatron.stages.routers import ROUTER_PATCHES
 from megatron_hexi.megatron.stages.slices import MINISTAGE_PATCHES
 from megatron_hexi.megatron.stages.stage_checkpoints import STAGE_CHECKPOINT_PATCHES, stages_active
@@ -45,6 +45,7 @@ STAGES_PATCHES = (
     over_borders,
     *GRADIENT_PATCHES,
     optimizer_of_slabs,
+    norm_of_slabs,
     _of_equal_stages,
     *STAGE_CHECKPOINT_PATCHES,
 )

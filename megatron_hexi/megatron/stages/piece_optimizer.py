@@ -281,6 +281,22 @@ def optimizer_of_slabs(
     return _make_optimizer(config, chunk, overrides, session.stages.view.world)
 
 
+@patched(
+    "megatron.training.training:calc_params_l2_norm",
+    why="each weight counts once in their norm, at its owner",
+)
+def norm_of_slabs(original: Callable[..., float], model: Any, *args: Any, **kwargs: Any) -> float:
+    """Return the norm of all weights of the job, over the slabs of all ranks where stages differ."""
+    session = active_session()
+    if session is None or session.stages is None:
+        return original(model, *args, **kwargs)
+    (chunk,) = model
+    owned = (weights.detach().double().square().sum().to("cuda") for weights in chunk.owned_weights)
+    total = sum(owned, torch.zeros((), dtype=torch.float64, device="cuda"))
+    dist.all_reduce(total, group=session.stages.view.world)
+    return float(total.sqrt())
+
+
 def _make_optimizer(config: Any, chunk: Any, overrides: Any, world: Any) -> PieceOptimizer:
     """Return Megatron's optimizer over this rank's slabs, with Megatron's parameter groups.
 
@@ -295,6 +311,7 @@ def _make_optimizer(config: Any, chunk: Any, overrides: Any, world: Any) -> Piec
     group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
     buffers: PieceBuffers = chunk.pieces
     owned = _owned_slabs(buffers)
+    chunk.owned_weights = [part.main for part in owned]
     own: list[list[Parameter]] = [[] for _ in groups]
     for part in owned:
         own[group_of[buffers.parameter_of(part.slab)]].append(part.main)

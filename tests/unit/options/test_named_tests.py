@@ -1,4 +1,4 @@
-"""The page of Megatron's options says what the code says, and names tests that exist."""
+"""The rules of Megatron's options, and the page of combinations, name tests that exist."""
 
 from __future__ import annotations
 
@@ -6,18 +6,11 @@ import subprocess
 from pathlib import Path
 
 from megatron_hexi.options.kinds import Replaced, Supported
-from megatron_hexi.options.page import page
 from megatron_hexi.options.refusals import OPTIONS, refused
 from scripts.docs.combination_tests import TESTS
 from tests.conftest import COLLECTED
 
 REPOSITORY = Path(__file__).parents[3]
-
-
-def test_the_page_is_current():
-    assert (REPOSITORY / "docs" / "options.md").read_text() == page(), (
-        "run: python -m megatron_hexi.options.page > docs/options.md"
-    )
 
 
 def test_every_option_and_combination_names_a_test_that_exists(request):

@@ -1,4 +1,4 @@
-"""Write docs/options.md, the page of Megatron's options: ``python -m megatron_hexi.options.page > …``."""
+"""The page of Megatron's options: what each is to a plan, by the rules of `megatron_hexi.options`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEAD = """\
 # Megatron's options under a plan
 
 <!-- Made from megatron_hexi/options/:
-     python -m megatron_hexi.options.page > docs/options.md -->
+     python -m scripts.docs -->
 
 Every option of Megatron 0.17 to 0.19 has one class; `hexi plan`, `hexi launch`, `hexi validate` and training
 decide by it alike, before anything is allocated. What Megatron does not have is refused by name.
@@ -44,7 +44,7 @@ _LISTS: dict[OptionClass, tuple[str, Mapping[str, str]]] = {
 _UNSTATED = "train without it"
 
 
-def page() -> str:
+def options_page() -> str:
     """Return the page of Megatron's options in Markdown."""
     lines = [line for title, options in OPTIONS.items() for line in _section(title, options)]
     for name in _LISTS:
@@ -102,7 +102,3 @@ def _refused(option: Refused) -> str:
 def _marked(flags: str) -> str:
     """Return flags and their values as Markdown code."""
     return ", ".join(f"`{flag}`" if flag.startswith("--") else flag for flag in flags.split(", "))
-
-
-if __name__ == "__main__":
-    print(page(), end="")
