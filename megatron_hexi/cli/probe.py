@@ -183,7 +183,7 @@ def _progress(world: World, bar: Progress | None) -> Progress:
 
 @contextlib.contextmanager
 def _said_once(world: World) -> Iterator[None]:
-    """Print an error that all ranks end with on one of them.
+    """Let one rank print an error that ends all ranks alike.
 
     Raises:
         HexiError: on the rank that speaks.

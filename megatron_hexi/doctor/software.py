@@ -93,7 +93,7 @@ def find_gpus() -> tuple[Gpu, ...]:
 
 
 def find_driver(file: Path = _DRIVER_FILE) -> Driver:
-    """Return NVIDIA's driver, without torch, which may not start because of an old driver."""
+    """Return the versions of NVIDIA's driver, without torch, which an old driver may stop from starting."""
     module = None
     with contextlib.suppress(OSError):
         match = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]*)", file.read_text())

@@ -242,7 +242,9 @@ def _read(words: list[str]) -> tuple[argparse.Namespace, AgentSettings | None]:
     options.least, options.most = options.nnodes
     if options.nodes is not None:
         if options.node is not None or options.ranks is not None or options.spare:
-            raise HexiError("--nodes: says --node, --nproc-per-node and --spare; leave these out, or --nodes")
+            raise HexiError(
+                "--nodes: sets --node, --nproc-per-node and --spare; give either --nodes or these three"
+            )
         options.node, options.ranks, options.spare = _this_node(Path(options.nodes))
     if options.ranks is None:
         raise HexiError("--nproc-per-node: is missing; give the number of GPUs of this node")

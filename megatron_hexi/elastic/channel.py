@@ -58,7 +58,7 @@ def find_secret(path: str | None, alone: bool) -> bytes:
     try:
         secret = text.strip().encode()
     except UnicodeEncodeError:  # bytes of the environment that are no text
-        raise HexiError(f"{place}: it is no text; take one from: {_MAKE}") from None
+        raise HexiError(f"{place}: the secret is not text; make one by: {_MAKE}") from None
     if len(secret) < _LEAST:
         raise HexiError(
             f"{place}: {len(secret)} characters can be guessed, {_LEAST} are needed; take one from: {_MAKE}"

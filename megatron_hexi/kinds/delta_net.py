@@ -112,5 +112,5 @@ class DeltaNet(State):
 
     @property
     def counted_flops(self) -> int:
-        """FLOPs of a token's scan forward, as `gdn_layer_flops`: the convolution, and 4 products a head."""
+        """Forward FLOPs per token, as `gdn_layer_flops`: the convolution, and 4 products per head."""
         return 2 * (self.conv_width * self.channels + 4 * self.inner * self.key_dim)

@@ -113,5 +113,5 @@ class Mamba(State):
 
     @property
     def counted_flops(self) -> int:
-        """FLOPs of a token's scan forward, as `mamba_layer_flops`."""
+        """Forward FLOPs per token of the scan, as `mamba_layer_flops` counts them."""
         return 7 * self.inner * self.key_dim

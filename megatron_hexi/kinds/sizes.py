@@ -39,7 +39,7 @@ def freeze_layers(name: str, kind: Any) -> None:
     if any(type(has) is not bool for has in layers):
         raise HexiError(f"{name}: layers = {short(list(layers))}; write true or false for each layer")
     if layers and not any(layers):
-        raise HexiError(f"{name}: layers: no layer has any; leave {name} out")
+        raise HexiError(f"{name} is given, but no entry of its layers is true; leave {name} out")
     object.__setattr__(kind, "layers", () if all(layers) else layers)
 
 

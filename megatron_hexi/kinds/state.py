@@ -148,10 +148,10 @@ class State(LayerPart, ABC):
         return Columns(normed=inner * self.norms_all_outputs, inputs=inner, outputs=self.columns / width)
 
     def mixing_flops(self, model: Decoder, keys: float) -> float:
-        """Return the FLOPs of a token's scan forward (`counted_flops`)."""
+        """Return the forward FLOPs per token of the scan, as `counted_flops` counts them."""
         return self.counted_flops
 
     @property
     @abstractmethod
     def counted_flops(self) -> int:
-        """FLOPs of a token's scan forward, as Megatron counts them (megatron/training/training.py)."""
+        """Forward FLOPs per token of the scan, as Megatron counts them (megatron/training/training.py)."""

@@ -104,7 +104,9 @@ def _read_metadata(stream: BinaryIO) -> Metadata:
     """
     metadata = _MetadataUnpickler(stream).load()
     if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f".metadata: {type(metadata).__name__} is no metadata")
+        raise pickle.UnpicklingError(
+            f".metadata: holds a {type(metadata).__name__}, not the metadata of torch.distributed.checkpoint"
+        )
     for file in {str(info.relative_path) for info in metadata.storage_data.values()}:
         if Path(file).name != file:
             raise pickle.UnpicklingError(f"GLOBAL {file} was not an allowed global")

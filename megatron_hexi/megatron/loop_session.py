@@ -74,7 +74,9 @@ class LoopSession:
                 continue
             if not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.shape[1] != length:
                 shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise PlanError(f"batch[{name!r}] is {shape}, not [B, {length}, …]; leave it out, or cut it")
+                raise PlanError(
+                    f"batch[{name!r}] is {shape}, not [B, {length}, …]; give whole sequences, or leave it out"
+                )
             if rows.get("loss_mask") is None:
                 rows["loss_mask"] = torch.ones(len(tensor), shard.rows, device=tensor.device)
             rows[name] = tensor.index_select(1, shard.positions)
@@ -130,8 +132,10 @@ class LoopSession:
         terms = self._session.given.terms
         if (documents is not None) != terms.has_documents:
             raise PlanError(
-                f"the batch has {'' if documents is not None else 'no '}ends of documents, the job "
-                f"{'' if terms.has_documents else 'none'}; see arguments of the job"
+                "the job was started without documents, but the batch has their ends; give LoopJob arguments="
+                "{'dataloader_inter_document_masking': True}, or leave cu_seqlens out"
+                if not terms.has_documents
+                else "the job was started with documents, but the batch has no cu_seqlens; give their ends"
             )
         return self._session.shard if documents is None else packed_shard(self._session, documents).shard
 

@@ -152,7 +152,7 @@ class _ScriptWords:
         return ScriptArguments(self._words, notes, self._faults)
 
     def megatron(self, options: Iterable[_Option], *, is_slime: bool) -> None:
-        """Take Megatron's own options as they are; of slime's say which they are."""
+        """Take Megatron's own options as they are, and list slime's own for a note if `is_slime`."""
         for option in options:
             flag = option.flag.text
             if is_slime and flag not in known_flags() and flag and not self._refused(option):

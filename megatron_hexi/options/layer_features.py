@@ -64,8 +64,8 @@ def _hybrid(args: Namespace, source: str) -> dict[str, Any]:
     states = [letter for letter in STATES if letter in letters]
     if len(states) > 1:
         raise HexiError(
-            f"{source}: {flag} with {' and '.join(sorted(states, reverse=True))} is not read: states of one "
-            "kind are; use one of them"
+            f"{source}: {flag} has layers {' and '.join(sorted(states, reverse=True))}: a model has layers "
+            "with a state of one kind; use one of them"
         )
     found: dict[str, Any] = {"pattern": letters}
     if states:

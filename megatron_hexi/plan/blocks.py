@@ -88,7 +88,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A kernel call: blocks of one shape, with ascending queries and keys that do not overlap.
+    """A kernel call: blocks of one shape in ascending order, no two of which share queries or keys.
 
     Calls are compared by identity, so that results can be cached by call.
     """

@@ -71,7 +71,7 @@ def require_repeated(plan: Plan, action: str) -> None:
     if feature:
         raise PlanError(
             f"the plan has {feature}, and this version cannot {action} such plans yet; give every replica "
-            "one stage without layers, of one domain"
+            "one stage with one domain, and leave its layers: out"
         )
 
 

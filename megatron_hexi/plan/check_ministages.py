@@ -179,7 +179,7 @@ def interleaving_fault(
 
 
 def _micro_batches(plan: Plan) -> list[int]:
-    """Return the micro-batches of the replicas, as far as the plan states them."""
+    """Return the number of micro-batches of each replica for which the plan states it; no others."""
     counts = [replica.micro_batches for replica in plan.replicas]
     size, batch = plan.job.micro_batch_size, plan.job.global_batch_size
     if None in counts and size is not None and batch is not None and set(counts) == {None}:

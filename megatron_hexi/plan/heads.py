@@ -111,7 +111,7 @@ def _queries_per_kv(span: HeadSpan) -> int:
 
 @functools.cache  # asked for by every layer
 def state_heads(attention: tuple[Range, ...], heads: int) -> tuple[Range, ...]:
-    """Return the heads of each member: as many of all as it has of attention's, by largest remainder.
+    """Return the heads of each member, in proportion to its heads of attention, by largest remainder.
 
     A member without heads of attention has none; one with few of them may have none either.
 

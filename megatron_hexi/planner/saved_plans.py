@@ -124,9 +124,9 @@ class SavedPlans:
         return requests if len(widths) > 1 else []
 
     def _one_stage(self, request: Request, faster_than: float) -> list[Candidate]:
-        """Return the best plan of a single stage for GPUs with more memory, or none.
+        """Return the best plan of a single stage as if GPUs had more memory; an empty list if there is none.
 
-        The last ministage of such a stage runs only once.
+        In a single stage the last ministage is not recomputed: its forward pass runs only once.
         """
         job, alone = request.job, frozenset({"pipeline_parallel", "data_parallel"})
         is_ruled_out = any(getattr(job, name) != 1 for name in alone & request.fixed)

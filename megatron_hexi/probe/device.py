@@ -83,7 +83,7 @@ def _mps_share(environment: Mapping[str, str]) -> str:
 
 
 def usable_bytes(device: torch.device, host_ranks: int) -> int:
-    """Return the memory that a job finds free, bytes: a GPU's with its context, or a CPU rank's share."""
+    """Return the bytes that a job can use: free on the GPU beside the CUDA context, or a CPU rank's share."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

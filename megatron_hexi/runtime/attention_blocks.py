@@ -131,7 +131,7 @@ class BlockAttention:
     def _run(self, way: str, query: Value, key: Value, rows: CallRows) -> Callable[..., Any]:
         """Return the chosen kernel's function, `forward` or `backward`, for blocks of the given shapes.
 
-        Several sequences are computed for one batch entry at a time.
+        If a call packs several sequences, its function computes one batch entry at a time.
         """
         block = BlockKind(query.shape, key.shape, rows.causal, self.recorder.device, rows.sequences)
         mode = Mode(rows.causal, self.scale, rows.sequences)

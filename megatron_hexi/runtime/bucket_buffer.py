@@ -108,7 +108,7 @@ class BucketBuffer:
             part.copy_(self.values[span].view(part.shape))
 
     def collect(self) -> None:
-        """Copy parameters that are stored outside the bucket into it, then update what is stored (`keep`)."""
+        """Copy parameters that are stored outside the bucket into it, and refresh the stored values."""
         for box, cell, span in self.copied:
             self.values[span] = box.view(box.parameter.data, cell).reshape(-1)
         self.keep()

@@ -103,7 +103,7 @@ def zeros(folder: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "text": (lambda folder: (folder / ".metadata").write_text("no metadata"), "invalid load key"),
     "empty": (lambda folder: (folder / ".metadata").write_bytes(b""), "Ran out of input"),
-    "other-metadata": (lambda folder: write_metadata(folder, {"a": 1}), "dict is no metadata"),
+    "other-metadata": (lambda folder: write_metadata(folder, {"a": 1}), "holds a dict, not the metadata"),
     "cut-metadata": (cut_metadata, "truncated"),
     "no-metadata": (lambda folder: (folder / ".metadata").unlink(), "its .metadata is missing"),
     "no-format": (lambda folder: (folder / "metadata.json").unlink(), "damaged or missing"),

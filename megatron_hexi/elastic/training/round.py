@@ -54,7 +54,9 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
             f"{what}: --ckpt-format {args.ckpt_format} is tied to its number of ranks; give torch_dist"
         )
     if getattr(args, "async_save", False):
-        raise HexiError(f"{what}: --async-save writes while a rank may be lost unseen; leave it out")
+        raise HexiError(
+            f"{what}: a node that fails while --async-save writes would go unnoticed; leave --async-save out"
+        )
     if getattr(args, "non_persistent_save_interval", None):
         raise HexiError(
             f"{what}: --non-persistent-save-interval leaves a lost node's part on it; leave it out, and "

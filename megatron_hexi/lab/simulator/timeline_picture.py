@@ -89,7 +89,7 @@ def draw_timeline(simulation: Simulation, plan: Plan | None = None) -> Figure:
 def _draw_layer(
     figure: Figure | SubFigure, panels: Sequence[_Panel], rows: Sequence[_Row], height: float
 ) -> None:
-    """Draw a layer in each direction; stages with very different times have scales of their own."""
+    """Draw forward and backward pass of one layer; stages that take very different times get own scales."""
     places = _places(rows)
     scales = _Scales.of(panels, rows)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=scales.widths)[0]

@@ -17,7 +17,7 @@ class MinistageIteration:
 
     Args:
         shape: shape of the rows between ministages, [L, b, hidden].
-        batches: the batches, set to a micro-batch before the model runs it; ``None``: this rank has none.
+        batches: hands the model its micro-batch, chosen before each pass; ``None``: this rank has none.
     """
 
     def __init__(

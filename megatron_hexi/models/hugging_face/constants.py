@@ -72,8 +72,8 @@ def _clamped_activation(config: Config) -> list[tuple[str, str]]:
     alpha = config.number("swiglu_alpha")
     if alpha != _QUICK_GELU:
         raise NoFlagError(
-            f"{config.path}: swiglu_alpha = {alpha}: Megatron's --quick-geglu has {_QUICK_GELU} built in; "
-            "change it in a copy to train another model of the same shapes"
+            f"{config.path}: swiglu_alpha = {alpha}: Megatron's --quick-geglu always has {_QUICK_GELU}; to "
+            f"train another model of the same shapes, set swiglu_alpha: {_QUICK_GELU} in a copy"
         )
     limit = config.number("swiglu_limit")
     return [

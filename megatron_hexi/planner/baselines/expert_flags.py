@@ -79,7 +79,7 @@ class EqualFloor:
         return micro_batches * max(stage) + (flags.pipeline - 1) * min(stage)
 
     def may_fit(self, flags: ExpertFlags, recompute: Recompute) -> bool:
-        """Whether the first stage may fit in memory; if there are several, on GPUs with the most memory."""
+        """Whether the first stage may fit in memory; one of several is taken to have the largest GPUs."""
         job = self._job(flags, recompute)
         model, layers = job.model, job.model.layers // flags.pipeline
         experts = model.experts

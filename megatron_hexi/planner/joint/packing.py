@@ -134,8 +134,8 @@ def _packed(
 def _most(gpus: Ints, taking: Ints, totals: Ints) -> float:
     """Return an upper bound of the micro-batches of any set of columns, by prices of GPUs.
 
-    The lower of two bounds: with the same price for all GPUs, and with the most micro-batches a GPU that
-    columns on one pool alone reach as the price of that pool's GPUs.
+    The lower of two bounds: in the first every GPU has the same price; in the second a GPU of a pool costs as
+    much as the most micro-batches per GPU of columns that use this pool alone.
 
     Args:
         gpus: GPUs of each column from each pool, [columns, pools].

@@ -233,7 +233,7 @@ class PipelineSearch:
     def _candidates(
         self, blocks: Sequence[Counts], micro_batches: int, shards: int, width: int | None
     ) -> Iterator[tuple[float, list[StageShape]]]:
-        """Yield, for each number of stages, the fastest pipeline on the grid: its seconds and shapes."""
+        """Yield the seconds and stage shapes of the fastest tabulated pipeline of each number of stages."""
         levels = [{0: _CarriedLayers(np.zeros(len(self._grid)), np.array(0), np.array(0))}]
         most = min(micro_batches, DEEPEST)
         for place in reversed(range(len(blocks))):

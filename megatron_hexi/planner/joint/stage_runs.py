@@ -94,7 +94,7 @@ class StageRuns:
 
 
 def _trimmed(each: Counts, kinds: list[int], width: int, size: int) -> Counts | None:
-    """Return a stage's GPUs reduced to `size` units, from the last pool first; ``None`` if too few."""
+    """Return a stage's GPUs cut down to `size` units, of the last pool first; ``None`` if it has fewer."""
     counts, surplus = list(each), sum(each) // width - size
     for pool in reversed(kinds):
         less = max(0, min(surplus, counts[pool] // width - 1))

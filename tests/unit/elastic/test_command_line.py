@@ -83,7 +83,7 @@ def test_a_bad_value_is_refused_by_name(flag):
         (words(without="--nnodes"), "--nnodes: is missing; give MIN:MAX"),
         (words(without="--nproc-per-node"), "--nproc-per-node: is missing; give the number of GPUs"),
         (words(without="--rdzv-endpoint"), "required: --rdzv-endpoint; see python -m megatron_hexi.elastic"),
-        (words("--nodes=file"), "--nodes: says --node, --nproc-per-node and --spare; leave these out"),
+        (words("--nodes=file"), "--nodes: sets --node, --nproc-per-node and --spare; give either"),
         (["--keep-store", *words()], "--keep-store: --nnodes=1:2 has no effect beside it; leave one"),
         (
             [*words()[:4], "pretrain.py"],

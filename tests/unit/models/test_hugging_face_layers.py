@@ -211,7 +211,7 @@ def test_flags_are_megatrons(write, name):
             | {"rope_scaling": DEEPSEEK["rope_scaling"] | {"original_max_position_embeddings": 8192}},
             "original_max_position_embeddings = 8192: Megatron's latent",
         ),
-        (GPT_OSS | {"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5: Megatron's --quick-geglu has 1.702 built in"),
+        (GPT_OSS | {"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5: Megatron's --quick-geglu always has 1.702"),
         (GEMMA, 'model_type = "gemma3_text": Megatron has no flags for norms behind'),
         (LLAMA4, 'model_type = "llama4_text": Megatron has no flags for attention in chunks'),
     ],
