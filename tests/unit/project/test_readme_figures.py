@@ -22,7 +22,10 @@ def test_published_times_are_told_with_median_and_worst():
         row = re.search(rf"^  - {kind}, \d+ rows: median ([\d.]+)%", page, re.MULTILINE)
         assert row is not None
         assert f"{kind} {row[1]} %" in README
-    assert f"{longer[1]} % longer than the one measured to be the fastest in the median, {longer[2]} % at worst" in README
+    assert (
+        f"{longer[1]} % longer than the one measured to be the fastest in the median, {longer[2]} % at worst"
+        in README
+    )
 
 
 def test_one_h200_is_told_by_the_catalogue_and_by_the_probe_s_file():
