@@ -30,8 +30,8 @@ class BorderRows(NamedTuple):
 
     Args:
         source: rank that sends each message, [M].
-        target: rank that receives it, [M].
-        rows: its number of rows, [M].
+        target: rank that receives each message, [M].
+        rows: number of rows in each message, [M].
     """
 
     source: Ints
@@ -46,7 +46,7 @@ class BorderTables:
         self._kept = Recent[BorderRows](_MOST_BORDERS)
 
     def of(self, mesh: Mesh, crossing: _Crossing) -> BorderRows:
-        """Return the rows of a crossing.
+        """Return the messages that carry a micro-batch's rows over a border.
 
         Args:
             crossing: the border, and the domains at both of its ends.

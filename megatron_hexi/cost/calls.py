@@ -18,7 +18,7 @@ from megatron_hexi.models.job import Job
 
 
 class Calls(NamedTuple):
-    """Operations that are called from Python, forward and backward."""
+    """Numbers of operations that are called from Python, forward and backward."""
 
     forward: Floats | float
     backward: Floats | float

@@ -62,8 +62,8 @@ def device_speeds(device: Device, job: Job) -> Speeds:
 
     Curves are in bf16 (fp16 where there is no bf16); both 16-bit types run alike. fp32 is slower by the
     ratio of the nominal rates, matrix products and attention alike. fp8 is matrix products in fp8;
-    attention and the output matrix stay in bf16, as with Megatron's --fp8-format. Of the catalogue's matrix
-    products, the best of many shapes, a layer reaches a share (cluster/data/devices.yaml).
+    attention and the output matrix stay in bf16, as with Megatron's --fp8-format. The catalogue's rates of
+    matrix products are the best of many shapes; layers reach a share of them (cluster/data/devices.yaml).
 
     Raises:
         ClusterError: the GPU lacks the precision or curves for the kernel, or the kernel takes no such heads.
@@ -105,7 +105,7 @@ def device_speeds(device: Device, job: Job) -> Speeds:
 
 
 def head_size_factor(head_dim: int) -> float:
-    """Return the part of a curve's rate, which is for heads of 128, that heads of another size reach."""
+    """Return the fraction of a curve's rate, measured with heads of 128, that heads of this size reach."""
     return min(1.0, (head_dim / CURVE_HEAD_DIM) ** HEAD_SIZE_EXPONENT)
 
 
@@ -264,10 +264,10 @@ def _output_products(job: Job) -> tuple[Products, Products]:
 
 
 def row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
-    """Return lower bounds of the work of a row in a layer forward, in a layer backward, and in the loss.
+    """Return lower bounds of the work of one row: in a layer forward, in a layer backward, and in the loss.
 
-    FLOPs at the rate of any number of rows, and the seconds added, are no more than the `token_times` and
-    `logits_times` of these rows.
+    The seconds of the FLOPs, at the rate of any number of rows, plus the seconds of memory traffic, are no
+    more than the `token_times` and `logits_times` of these rows.
 
     Returns:
         FLOPs of matrix products, [3], and seconds of memory traffic, [3].

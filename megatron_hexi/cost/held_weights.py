@@ -70,7 +70,7 @@ class HeldWeights:
                 self.density[key, width] = self._params(key, width) / (chunks * self._elements[key])
 
     def buckets(self) -> tuple[tuple[Bucket, float], ...]:
-        """Return the buckets in the order in which ranks reduce them, each with its smallest owner's part."""
+        """Return the buckets in the order of their reduction, each with the least fraction a holder owns."""
         # Many ranks of a stage hold the same part of each box.
         found: dict[tuple[object, ...], tuple[Box, ...]] = {}
         boxes, state = [], []
@@ -88,7 +88,7 @@ class HeldWeights:
         return _buckets(tuple(boxes), tuple(state))
 
     def size(self, bucket: Bucket) -> float:
-        """Return the number of weights of a bucket on the holder that has most copies of them."""
+        """Return the number of weights of a bucket on a holder; of each piece, the most on any holder."""
         widths = {self.width[rank] for rank in bucket.holders}
         return sum(
             piece.size * max(self.density[piece.key, width] for width in widths) for piece in bucket.pieces
@@ -106,7 +106,7 @@ class HeldWeights:
         return ((rank, whole[self.width[rank]], own[rank]) for rank in bucket.holders)
 
     def _params(self, key: str, width: int) -> int:
-        """Return the weights of a key on one of `width` ranks; for a kind of layers, those of one layer."""
+        """Return how many weights of a key one of `width` ranks has; for a kind of layers, in one layer."""
         model = self._job.model
         layers = {_layers_key(number): kind.layer_params(width) for number, kind in enumerate(model.kinds)}
         return {
@@ -175,7 +175,7 @@ def _experts_key(kind: int) -> str:
 
 
 def _layer_boxes(model: Model, layers: tuple[int, int]) -> Iterator[tuple[int, tuple[int, int], int]]:
-    """Yield the number of each kind of these layers, the range of its rows, and the model's rows of the kind.
+    """Yield for each kind of these layers: the kind's number, the range of its rows, and its rows in all.
 
     Layers of multi-token prediction are further rows of the last layer's kind, and come with that layer.
     """

@@ -31,7 +31,7 @@ class HostMemoryUse:
 
     @property
     def fullness(self) -> float:
-        """Needed host memory as a part of the usable."""
+        """Needed host memory as a fraction of usable host memory."""
         return self.needed_gib / max(self.usable_gib, 1e-9)
 
     @property

@@ -241,7 +241,7 @@ def _parts(chunk: Chunk, work: Floats, there: Floats, home: Floats) -> Iterator[
 
 
 def _last_step(plan: PlanArrays, own: Floats, steps: Sequence[Sequence[ExchangePart]]) -> Floats:
-    """Return the seconds of each unit's last step forward, or of its own group's block without steps, [U]."""
+    """Return the seconds of each unit's last step forward; without steps, of its own group's block, [U]."""
     work, number = own, plan.groups_beside[plan.group] - 1
     for last in set(number.tolist()) - {0}:
         work = np.where(number == last, sum(part.compute[0] for part in steps[last - 1]), work)

@@ -67,9 +67,9 @@ def token_qkv_bytes(job: Job) -> float:
 
 
 def kept_weights(job: Job) -> list[float]:
-    """Return the bytes of a token that a layer of each kind keeps, beside those of the other kinds.
+    """Return, for each kind of layers, the bytes that a layer keeps of a token, relative to other kinds.
 
-    If all layers are computed again, each keeps its input alone: then all weigh the same.
+    All are 1 if layers are of one kind, or if all are recomputed: then each keeps its input only.
     """
     if len(job.kinds) == 1 or job.mode == "full":
         return [1] * len(job.kinds)

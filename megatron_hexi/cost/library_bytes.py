@@ -75,9 +75,9 @@ def message_buffer_bytes(arrays: PlanArrays, nodes: Ints, inside: Ints) -> Float
 
 
 def _beside(owner: Ints, nodes: Ints, count: int) -> tuple[Ints, Bools]:
-    """Return the number of units of each unit's owner (group or domain) on its node, and whether more exist.
+    """Return, for each unit, how many units of its owner are on its node, and whether others are elsewhere.
 
-    Both are [U]; further units of the owner are on other nodes.
+    Both are [U]; a unit's owner is its group or its domain.
     """
     together = np.bincount(owner * count + nodes, minlength=(int(owner.max()) + 1) * count)
     here = together[owner * count + nodes]

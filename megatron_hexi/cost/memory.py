@@ -93,7 +93,7 @@ def owned_params(job: Job, params: Counts, owners: float) -> Floats | float:
 
 
 def allocated_bytes[N: (float, Floats)](tensors: N) -> N:
-    """Return the bytes that the caching allocator takes for temporary tensors of so many bytes."""
+    """Return the bytes that the caching allocator takes for temporary tensors of `tensors` bytes."""
     return (1 + FRAGMENTATION) * tensors
 
 
@@ -280,7 +280,7 @@ def _layer_memory(job: Job, held: Holdings, window: int) -> _LayerMemory:
 def token_bytes(
     job: Job, part: ModelPart, window: int, shards: int, micro_batches: int = 1
 ) -> tuple[float, float, float]:
-    """Return the bytes on a GPU without tokens, for each token of its unit, and for each attended token.
+    """Return the bytes on a GPU without tokens, per token of its unit, and per token the unit attends to.
 
     A unit with h of the H heads attends to h / H of its group's tokens. The exchange is taken to have as many
     keys in flight as the unit's group has.

@@ -28,8 +28,8 @@ class MixerBytes(NamedTuple):
     Args:
         kept: bytes that are kept for the backward pass.
         working: bytes that the layer needs at its peak, in the backward pass.
-        kept_again: those that are kept where core attention is computed again.
-        working_again: those that it then needs.
+        kept_again: bytes that are kept for the backward pass if core attention is recomputed.
+        working_again: bytes that the layer needs at its peak in that case.
     """
 
     kept: Floats
@@ -40,7 +40,7 @@ class MixerBytes(NamedTuple):
 
 @singledispatch
 def mixer_bytes(mixer: LayerPart, job: Job, held: Holdings, window: int) -> MixerBytes:
-    """Return the bytes of a mixer; of an MLP alone gradients of its first output and its activation.
+    """Return the bytes of a mixer; for an MLP alone, of gradients of its first output and its activation.
 
     Args:
         job: the job, with layers of one kind.
@@ -52,7 +52,7 @@ def mixer_bytes(mixer: LayerPart, job: Job, held: Holdings, window: int) -> Mixe
 
 @mixer_bytes.register(ShortConv)
 def _(mixer: ShortConv, job: Job, held: Holdings, window: int) -> MixerBytes:
-    """Return those of a short convolution: gradients of gates and value, and of the sum in fp32."""
+    """Return the bytes of a short convolution: gradients of gates and value, and of the sum in fp32."""
     del mixer, window
     gradients = held.tokens * 2 * job.columns.outputs * job.element_bytes
     return _uncut(job, held, np.zeros(np.shape(held.heads)), gradients)
@@ -60,7 +60,7 @@ def _(mixer: ShortConv, job: Job, held: Holdings, window: int) -> MixerBytes:
 
 @mixer_bytes.register(State)
 def _(mixer: State, job: Job, held: Holdings, window: int) -> MixerBytes:
-    """Return those of a scan, which keeps G e times `State.kept_columns`.
+    """Return the bytes of a scan, which keeps G e times `State.kept_columns`.
 
     Columns and their gradients as they travel 2 T C e, all columns C of the rank's layer; of the own heads
     and groups, of c columns, their gradients, what the convolution put out and its gradient 3 G c e; states
@@ -78,7 +78,7 @@ def _(mixer: State, job: Job, held: Holdings, window: int) -> MixerBytes:
 
 @mixer_bytes.register(SoftmaxAttention)
 def _(mixer: SoftmaxAttention, job: Job, held: Holdings, window: int) -> MixerBytes:
-    """Return those of attention, which alone is computed again by selective recomputation."""
+    """Return the bytes of attention, the only mixer that selective recomputation computes again."""
     del mixer
     kept = attention_bytes(job, held.tokens, held.group_tokens, held.heads, held.kv)
     working = working_set_bytes(

@@ -44,7 +44,7 @@ class AllToAll(NamedTuple):
 
 
 class Mixing:
-    """A layer of an MLP alone: nothing is sent, and nothing computed beside token work.
+    """What stands between a layer's all-to-alls; here of a layer of an MLP alone: no messages, no work.
 
     Args:
         plan: the units' tokens, heads and groups.
@@ -83,7 +83,7 @@ class Mixing:
         ]
 
     def columns(self) -> tuple[Floats, Floats]:
-        """Return the bytes that go inward, and outward, of each of `pairs`."""
+        """Return the bytes that go inward and the bytes that go outward, for each of `pairs`."""
         nothing = np.zeros(len(self.pairs[0]))
         return nothing, nothing
 
@@ -101,9 +101,9 @@ class _Convolution(Mixing):
 
     @property
     def pairs(self) -> tuple[Ints, Ints]:
-        """Each unit with tokens and the next one of its domain, and the last and the first.
+        """Senders and receivers of halo rows: units with tokens, and the next one of each in its domain.
 
-        In the nested layout nearly every unit has one before it.
+        The last unit's next one is the first: in the nested layout nearly all units read rows of another.
         """
         plan = self._plan
         units = plan.slots[plan.tokens[plan.slots] > 0]
@@ -113,7 +113,7 @@ class _Convolution(Mixing):
         return units[units != following], following[units != following]
 
     def columns(self) -> tuple[Floats, Floats]:
-        """Return the rows of a halo inward."""
+        """Return the bytes of halo rows, which go inward, for each of `pairs`; nothing goes outward."""
         job, (nothing, _) = self._job, super().columns()
         rows = job.model.mixer.halo_elements(job.model, job.tensor_parallel) * job.micro_batch_size
         return nothing + rows * job.element_bytes, nothing
@@ -123,7 +123,7 @@ class _Scan(Mixing):
     """The scan of heads with a state, behind which no all-to-all hides."""
 
     def columns(self) -> tuple[Floats, Floats]:
-        """Return the columns of own heads and of the groups that these read inward, and outputs outward."""
+        """Return the bytes for each of `pairs`: inward columns of heads and their groups, outward outputs."""
         job, (state,), (holder, taker) = self._job, self._job.model.scans, self.pairs
         heads, groups = state_shares(self._plan, job)
         unit = self._plan.tokens[holder].astype(float) * (job.micro_batch_size * job.element_bytes)
@@ -210,6 +210,6 @@ _MIXINGS: Mapping[type[LayerPart], type[Mixing]] = {
 
 
 def mixing_of(plan: PlanArrays, job: Job) -> Mixing:
-    """Return what mixes tokens in the layers of a job, which are of one kind."""
+    """Return what stands between the all-to-alls of a job's layers, which are of one kind."""
     known = (_MIXINGS.get(kind) for kind in type(job.model.mixer).__mro__)
     return next(kind for kind in known if kind is not None)(plan, job)

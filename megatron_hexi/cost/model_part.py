@@ -38,7 +38,7 @@ class Present:
     host_masters: Floats
 
     def of(self, ranks: Ints) -> Present:
-        """Return the numbers of units of these ranks, [U, tp], from numbers by rank: the largest of each."""
+        """Return the numbers by unit from numbers by rank: the largest of each unit's `ranks`, [U, tp]."""
         return Present(**{field.name: getattr(self, field.name)[ranks].max(axis=1) for field in fields(self)})
 
 
@@ -49,7 +49,7 @@ class KindLayers(NamedTuple):
     again: Counts
 
     def kept(self, plain: Floats, repeated: Floats) -> Floats:
-        """Return the bytes that the layers keep of a micro-batch."""
+        """Return the bytes that the layers keep, from those of a plain and of a recomputed layer."""
         return self.again * repeated + (self.layers - self.again) * plain
 
     def seconds(self, once: Floats | float, repeated: Floats | float) -> Floats | float:
@@ -154,7 +154,7 @@ class ModelPart:
 
     @property
     def _ends(self) -> tuple[Ints, Ints]:
-        """First layers of `ranges`, and those after the last, [..., ranges] each."""
+        """First layer of each of `ranges`, and the layer after its last, [..., ranges] each."""
         ranges = np.asarray(self.ranges)
         return ranges[..., 0], ranges[..., 1]
 
@@ -188,12 +188,12 @@ class ModelPart:
         return np.where(self.ministages, 1, passes / self.chunks)
 
     def at_once(self, model: Model, weights: Sequence[float]) -> Floats:
-        """Return the part of the activations that is kept at a time: that of the largest ministage, or all.
+        """Return the fraction of activations kept at a time: the largest ministage's; 1 without ministages.
 
         Layers of multi-token prediction belong to the last ministage, and are added to the largest.
 
         Args:
-            weights: bytes that a layer of each kind keeps, beside those of the others.
+            weights: relative bytes that a layer of each kind keeps (`kept_weights`).
         """
         more = self.predictions(model).layers * weights[model.kind_of_layers[-1]]
         layers = np.stack(self.in_ranges(model), axis=-1)
@@ -205,7 +205,7 @@ class ModelPart:
     def entered(self, micro_batches: Ints) -> Ints:
         """Return the number of micro-batches whose input rows are kept, added up over all ministages.
 
-        The first ministage of the model has no input rows, and the last one uses them at once.
+        The model's first ministage has no input rows, and its last one uses them as soon as they arrive.
         """
         ends = np.logical_or(self.is_first, self.is_last)
         return micro_batches * np.maximum(self.ministages - ends, 0)

@@ -108,7 +108,7 @@ def loss_bytes(job: Job) -> Ways:
 
 
 def vocabulary(job: Job) -> float:
-    """Return the logits of a row on one GPU."""
+    """Return the number of logits of a row on one GPU."""
     return job.model.vocab_params(job.tensor_parallel) / job.model.hidden_size
 
 

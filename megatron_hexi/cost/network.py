@@ -130,7 +130,7 @@ class LinkTable:
         return np.where(distance == 0, self._local_latency[a], far)
 
     def _far_latency(self, a: Ints, b: Ints, distance: Ints) -> Floats:
-        """Return the latency of the tiers between nodes `a` and `b`, s; in a tier the longer of the two."""
+        """Return the sum over the tiers between nodes `a` and `b` of the longer of their latencies, s."""
         if not len(self._tier_latency):
             return np.zeros(distance.shape)
         if (self._tier_latency == self._tier_latency[:, :1]).all():

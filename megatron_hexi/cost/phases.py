@@ -58,7 +58,7 @@ class Phases:
         )
 
     def spread_by(self, part: float) -> Phases:
-        """Return the phases with this part of computation, including filling and draining, as spread."""
+        """Return the phases with `part` of computation, filling and draining added to them as spread."""
         return self + Phases(spread=part * (self.token + self.attention + self.logits + self.bubble))
 
     @property

@@ -119,7 +119,7 @@ class Pipeline:
     def pass_s(self, stage: int, lane: Lane, way: Way, ministage: int) -> float:
         """Return the seconds of a pass; the logits belong to the backward pass of the model's last ministage.
 
-        In turn, all backward passes but the last ministage's run forward once more.
+        Where ministages run in turn, a backward pass includes a forward pass, except the last ministage's.
         """
         part = float(self.parts[stage][ministage])
         if way == "forward":
@@ -168,9 +168,9 @@ class PassTimes:
 class _StageClock:
     """The clock of one stage: when its lanes are free, and when its transfers end.
 
-    While a ministage runs in turn, the weights of the next one arrive. Its gradients leave while the next one
-    runs, and have left before those of the next one leave (runtime/passing_buckets.py). Collectives, in which
-    all lanes take part, run one after the other, and so do each lane's copies from host memory, and to it.
+    While a ministage runs in turn, the next one's weights arrive. Its own gradients leave while the next one
+    runs, before that one's gradients (runtime/passing_buckets.py). Collectives, in which all lanes take part,
+    run one after the other; so do each lane's copies from host memory, and each lane's copies to it.
     """
 
     def __init__(self, pipeline: Pipeline, stage: int) -> None:
@@ -206,7 +206,7 @@ class _StageClock:
 
     @property
     def end_s(self) -> float:
-        """When everything has ended."""
+        """Time at which all passes, collectives and copies of the stage have ended, s."""
         return max(*self._free, *self._inward, *self._outward, self._wire, self._left)
 
     def enter(self, run: StageRun) -> None:
@@ -229,7 +229,7 @@ class _StageClock:
         self._wait_for(self._here[sweep.ministage])
 
     def run(self, step: PipelineStep, ready: float | None) -> tuple[float, float]:
-        """Run a pass whose input is ready at a time, or always, and return its begin and end."""
+        """Run a pass and return its begin and end; `ready`: when its input is ready, ``None``: always."""
         way, lane = step.way, self.lane_of[step.micro_batch]
         begin = free = self._free[lane]
         if ready is not None:
@@ -254,9 +254,9 @@ class _StageClock:
         self._left = max(self._outward)
 
     def _with_rows(self, way: Way, lane: int, begin: float) -> float:
-        """Return the begin of a pass whose entering rows are copied to host memory, or back.
+        """Return the begin of a pass, delayed by the copies of input rows to host memory or back.
 
-        The rows of `ROWS_ON_DEVICE` micro-batches are on the device at a time.
+        The device holds the rows of at most `ROWS_ON_DEVICE` micro-batches at a time.
         """
         begun, copied = self._begun[lane], self._copied[lane]
         if way == "backward":

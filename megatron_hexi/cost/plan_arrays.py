@@ -127,7 +127,7 @@ def domain_arrays(workload: Workload, domains: Sequence[Domain], parts: int) -> 
 def _grouping(
     groups: tuple[tuple[tuple[int, Range, bool], ...], ...], counts: tuple[int, ...], ratio: int, parts: int
 ) -> Grouping:
-    """Return the grouping of members, given by place by rank, query heads and whether the member has tokens.
+    """Return the grouping; `groups` has each member's place by rank, query heads, and whether tokens > 0.
 
     `counts` is the number of groups of each domain, `ratio` the number of query heads that share a KV head.
     """

@@ -113,7 +113,7 @@ def product_seconds(rate: Floats, memory: float, rows: Floats, sizes: Products, 
 def row_seconds(memory: float, sizes: Products, elements: Elements) -> tuple[float, float]:
     """Return the seconds, forward and backward, in which a row's results are written.
 
-    With the row's FLOPs they are a lower bound of what it takes.
+    Added to the seconds of the row's FLOPs, they are a lower bound of the row's time.
     """
     result = elements.result / memory
     return float(sizes.outputs * result), float(sizes.inputs * result)

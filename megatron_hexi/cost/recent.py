@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 
 
 class Recent[Result]:
-    """Results by key, of which those asked for last are kept.
+    """A cache of results by key, which keeps those that were asked for last.
 
     Args:
         most: the most results that are kept.

@@ -276,7 +276,7 @@ class _Placing:
     def _most_at_once(
         self, ministages: int, gives_loss: bool, sizes: tuple[tuple[int, float], ...]
     ) -> tuple[float, float]:
-        """Return the weights and the gradients on the device in the pass of a ministage with most bytes.
+        """Return the numbers of weights and of gradients on the device in the ministage pass with most bytes.
 
         `sizes` are pairs of a ministage's number and its number of weights.
         """

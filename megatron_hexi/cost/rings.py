@@ -4,8 +4,8 @@ NCCL makes as many rings as nodes have network cards, and each ring takes an equ
 own card ("creates 4 rings, each using a different NIC", https://github.com/NVIDIA/nccl/issues/601; rails stay
 apart unless NCCL_CROSS_NIC is set). Every ring enters each node once, passes all of its GPUs, and leaves it.
 So the whole buffer crosses a node's border once, spread over the cards of the GPUs in use there, and the node
-with the fewest cards is the slowest. Inside a node each of n GPUs sends its neighbour all bytes but the n-th
-part, which leaves the node from it.
+with the fewest cards is the slowest. Inside a node each of n GPUs sends (n - 1) / n of the bytes to its
+neighbour, and the rest out of the node.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from megatron_hexi.plan.heads import kv_range, state_heads
 
 
 def scan_times(speeds: Speeds, job: Job, tokens: Floats) -> tuple[Times, Times]:
-    """Return seconds of one head, and of one group of heads, over so many tokens of the job's micro-batch."""
+    """Return the seconds of a head and of a group of heads, for `tokens` of each sample of a micro-batch."""
     (state,) = job.model.scans
     at = np.array([float(state.chunk)])
     forward, backward = (float(rates(curve, at)[0]) for curve in (speeds.full.forward, speeds.full.backward))
@@ -36,7 +36,7 @@ def scan_times(speeds: Speeds, job: Job, tokens: Floats) -> tuple[Times, Times]:
 
 
 def whole_scan_times(speeds: Speeds, job: Job, tokens: Floats) -> Times:
-    """Return seconds of all heads of a tensor-parallel rank over so many tokens; none without a state."""
+    """Return the seconds of all heads of a tensor-parallel rank for `tokens`; 0 without a state."""
     times = np.zeros((2, *np.shape(tokens)))
     for state in job.model.scans:
         heads, groups = (count / job.tensor_parallel for count in (state.heads, state.groups))
@@ -48,7 +48,7 @@ def whole_scan_times(speeds: Speeds, job: Job, tokens: Floats) -> Times:
 def state_shares(plan: Grouping, job: Job) -> tuple[Ints, Ints]:
     """Return each unit's heads with a state, and the groups that these read, [U] each.
 
-    They are those of the runtime: of all in proportion to attention's, by largest remainder.
+    As in the runtime, heads are divided in proportion to units' heads of attention, by largest remainder.
     """
     (state,) = job.model.scans
     local, shared_by = state.heads // job.tensor_parallel, state.heads // state.groups

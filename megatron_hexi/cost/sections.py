@@ -211,7 +211,7 @@ def _layer_ranges(row: DomainRow, job: Job) -> Sequence[Range]:
 def _kept_at_a_time(row: DomainRow, job: Job, micro_batches: int, own_job: Job) -> float:
     """Return the largest number of passes whose activations are kept at a time.
 
-    With ministages interleaved, it is the number of micro-batches that keep as much.
+    With interleaved ministages: the number of whole micro-batches whose activations take as many bytes.
     """
     if not row.interleaved or row.ministages is None:
         return passes_ahead(row.depth, row.stage, job.virtual_stages) + 1

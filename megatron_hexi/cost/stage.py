@@ -183,7 +183,7 @@ def _of_layers(
 def _pass_phases(plan: PlanArrays, one: Pass, units: Ints) -> Phases:
     """Return the seconds of a layer's pass by phase, in the group with most work; the rest is exchange.
 
-    Not in the group that ends last: groups that wait for another group's last gradients end with it.
+    The group that ends last need not have most work: it may only wait for another group's last gradients.
     """
     busiest = units[np.argmax(one.undisturbed[units])]
     members = plan.slots[plan.first_slot[plan.group[busiest]] : plan.first_slot[plan.group[busiest] + 1]]

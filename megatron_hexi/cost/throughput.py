@@ -14,8 +14,8 @@ from megatron_hexi.models.model import Model
 def model_flops(model: Model, context: int, counting: Literal["full", "half"] = "half") -> float:
     """Return the model FLOPs of one token, forward and backward, without recomputation.
 
-    As Megatron counts them: three products of 2 FLOPs a weight, one forward and two backward. Only those
-    routed experts count that a token goes to.
+    As Megatron counts them: three products of 2 FLOPs a weight, one forward and two backward. Of routed
+    experts only those count to which a token goes.
 
         6 (layers x weights of a layer's matrices + hidden x vocabulary) + 12 x layers x heads x D x keys
 

@@ -24,7 +24,7 @@ class SoftmaxAttention(LayerPart):
     exchanges: ClassVar[tuple[bool, ...]] = (False,)
 
     def planned_sizes(self, sends_latent: bool) -> dict[str, Any]:
-        """Return the fields of a plan's workload beside heads and their size."""
+        """Return the workload fields of a plan that this attention needs besides number and size of heads."""
         del sends_latent
         return {}
 
@@ -33,12 +33,12 @@ class SoftmaxAttention(LayerPart):
         return model.head_dim
 
     def expansion(self, model: Decoder) -> WeightMatrix:
-        """Return the matrix that makes one head's key and value of latent columns."""
+        """Return the matrix from latent columns to one head's key and value; 0 x 0 without such columns."""
         del model
         return WeightMatrix(0, 0)
 
     def matrices(self, model: Decoder, width: int) -> tuple[WeightMatrix, ...]:
-        """Return QKV, hidden x (heads + 2 kv) x D with a gate as much as the queries, and the projection."""
+        """Return the projection, and QKV: hidden x (heads + 2 kv) D, with a gate another hidden x heads D."""
         heads, kv_heads = head_counts(model, width)
         columns = model.head_dim * ((1 + model.output_gate) * heads + 2 * kv_heads)
         return (
@@ -47,9 +47,9 @@ class SoftmaxAttention(LayerPart):
         )
 
     def vectors(self, model: Decoder, width: int) -> int:
-        """Return the weights of norms of queries and keys, of biases and of sinks.
+        """Return the number of weights in norms of queries and keys, in biases and in sinks.
 
-        Every rank has the projection's bias, whose matrix is row-parallel.
+        Every rank has the whole bias of the projection, whose matrix is row-parallel.
         """
         heads, kv_heads = head_counts(model, width)
         columns = model.head_dim * ((1 + model.output_gate) * heads + 2 * kv_heads)
@@ -61,7 +61,7 @@ class SoftmaxAttention(LayerPart):
         )
 
     def row_columns(self, model: Decoder, width: int, row_parts: int, sends_latent: bool) -> Columns:
-        """Return the columns of a row; H query heads and K KV heads of D columns.
+        """Return the `Columns` of a row, for H query heads and K KV heads of D columns.
 
         Rotary (H + K) D, queries of grouped heads copied 2 H D, gradients put together 2 (H + 2 K) D.
         """
@@ -79,5 +79,5 @@ class SoftmaxAttention(LayerPart):
         )
 
     def mixing_flops(self, model: Decoder, keys: float) -> float:
-        """Return the FLOPs of one product of queries and keys, and of one with values."""
+        """Return a token's forward FLOPs of the products of queries and keys, and of those with values."""
         return 2.0 * keys * model.heads * (model.head_dim + self.value_size(model))

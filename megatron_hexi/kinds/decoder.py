@@ -336,7 +336,7 @@ class Decoder:
         return mixer, self.feed_forward.title if self.experts is None else f"{self.experts.count} experts"
 
     def norm_params(self, width: int) -> int:
-        """Return the weights of a norm over `width` values: a scale, and a bias with LayerNorm."""
+        """Return the number of weights of a norm over `width` values: a scale, with LayerNorm also a bias."""
         has_bias = self.biases if self.norm_biases is None else self.norm_biases
         return width * (2 if has_bias else 1)
 

@@ -90,19 +90,19 @@ class DeltaNet(State):
         return TokenWork((0.0, 0.0), (10.0 * self.key_dim * element, 14.0 * self.key_dim * element))
 
     def kept_columns(self, heads: Any, groups: Any) -> Any:
-        """Return the columns that are kept (Megatron's GatedDeltaNet, flash-linear-attention).
+        """Return the number of columns kept of a token (Megatron's GatedDeltaNet, flash-linear-attention).
 
-        Those that arrived; keys and queries behind the convolution; of each head keys and queries repeated,
-        values, the matrix of pairs, and outputs before the norm: 2 N + 3 P + Q.
+        Kept are the columns that arrived; keys and queries after the convolution; and of each head repeated
+        keys and queries, values, the matrix of pairs, and outputs before the norm: 2 N + 3 P + Q.
         """
         more = 2 * self.key_dim + 3 * self.head_dim + self.chunk
         return heads * (self.head_columns + more) + groups * 2 * self.group_columns
 
     def vectors(self, model: Decoder, width: int) -> int:
-        """Return the weights beside the projections.
+        """Return the number of weights beside the projections.
 
-        Of each channel the taps of the convolution; of each head a decay and a step; and on every rank one
-        norm of a head's output.
+        Each channel has the taps of the convolution, each head a decay and a step, and every rank one norm of
+        a head's output.
         """
         return (
             self.channels // width * self.conv_width

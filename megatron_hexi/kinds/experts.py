@@ -107,12 +107,12 @@ class Experts(Mlp):
         return self.shared_ffn_hidden_size
 
     def matrices(self, model: Decoder, width: int) -> tuple[WeightMatrix, ...]:
-        """Return those of the experts that see every token, and the router, which every rank has whole."""
+        """Return the matrices of experts that see every token, and the router, which every rank has whole."""
         shared = super().matrices(model, width) if self.shared_ffn_hidden_size else ()
         return *shared, WeightMatrix(model.hidden_size, self.count, is_whole=True)
 
     def vectors(self, model: Decoder, width: int) -> int:
-        """Return the weights of biases and of the shared experts' gate; every rank has the router's."""
+        """Return the number of weights in biases and the shared experts' gate; the router's are not cut."""
         router = self.count * (model.biases + self.score_bias) + model.hidden_size * self.shared_gate
         return super().vectors(model, width) + router
 
@@ -121,12 +121,12 @@ class Experts(Mlp):
         return (2 + model.gated) * model.hidden_size * self.ffn_hidden_size
 
     def expert_params(self, model: Decoder, parts: int) -> int:
-        """Return the weights of one routed expert, or of one of `parts` slices of it."""
+        """Return the number of weights of one routed expert, or of one of `parts` slices of it."""
         biases = (1 + model.gated) * self.ffn_hidden_size // parts + model.hidden_size
         return self.expert_matrices(model) // parts + biases * model.biases
 
     def kept_columns(self, model: Decoder) -> int:
-        """Return the columns of a routed expert's row that are kept.
+        """Return the number of columns that are kept of a row of a routed expert.
 
         Input h, first output f (gated 2 f), activation f. The second output is not kept: Megatron multiplies
         the activation by the router's probability before it.

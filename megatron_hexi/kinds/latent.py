@@ -105,7 +105,7 @@ class Latent(SoftmaxAttention):
         return found
 
     def planned_sizes(self, sends_latent: bool) -> dict[str, Any]:
-        """Return the fields of a plan's workload beside heads and their size."""
+        """Return the workload fields of a plan that this attention needs besides number and size of heads."""
         columns = LatentColumns(self.kv_rank, self.rotary_dim) if sends_latent else None
         return {"value_dim": self.value_dim, "latent_exchange": columns}
 
@@ -121,7 +121,7 @@ class Latent(SoftmaxAttention):
         """Return the projection, the matrix down to latent columns, and those up from them.
 
         Every rank has the matrix down whole: Megatron's MLASelfAttention runs it on the rank's own rows under
-        sequence parallelism. Of the matrices up a rank has the part of its heads.
+        sequence parallelism. Each rank has only its own heads' part of the matrices up.
         """
         heads, hidden = model.heads // width, model.hidden_size
         down = self.kv_rank + self.rotary_dim + (self.query_rank or 0)
@@ -133,17 +133,17 @@ class Latent(SoftmaxAttention):
         )
 
     def vectors(self, model: Decoder, width: int) -> int:
-        """Return the weights beside the matrices; latent columns have norms of their own."""
+        """Return the number of weights beside the matrices; latent columns have norms of their own."""
         norms = model.norm_params(self.kv_rank) + model.norm_params(self.query_rank or 0)
         return super().vectors(model, width) + norms
 
     def row_columns(self, model: Decoder, width: int, row_parts: int, sends_latent: bool) -> Columns:
-        """Return the columns of a row, of r rotary columns.
+        """Return the `Columns` of a row, with r rotary and c latent columns.
 
-        (H + 1) r turn in no fused kernel, which a plan refuses. Queries, keys and values, whose columns are
-        put together, are copied, 2 H (2 D + V), or where latent columns travel queries 2 H D and these
-        columns 2 (c + r) alone. Latent columns are kept once more behind their norm (Megatron's
-        MLASelfAttention); the heads that are made of them are counted inside attention.
+        Rotary embedding of (H + 1) r columns is not fused: plans refuse the fused kernel. Copies put columns
+        together: of queries, keys and values 2 H (2 D + V) or, where latent columns travel, of queries 2 H D
+        and latent columns 2 (c + r). Latent columns are kept a second time behind their norm (Megatron's
+        MLASelfAttention); keys and values made of them are counted inside attention.
         """
         plain = super().row_columns(model, width, row_parts, sends_latent)
         heads, keys = (model.head_dim * count for count in head_counts(model, width))

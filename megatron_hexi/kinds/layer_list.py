@@ -16,7 +16,7 @@ MOST_LAYERS = 2**14
 
 
 def layers_of(args: Namespace, flag: str, source: str, every: Callable[[int, int], bool]) -> tuple[bool, ...]:
-    """Return for each layer whether an option of frequency names the layer; without a value all are named.
+    """Return for each layer whether a frequency option selects it; an option without a value selects all.
 
     Args:
         flag: the option, whose value is a step or a pattern.

@@ -96,17 +96,17 @@ class Mamba(State):
         )
 
     def kept_columns(self, heads: Any, groups: Any) -> Any:
-        """Return the columns that are kept: those that arrived, and the outputs before the gate.
+        """Return the number of columns kept of a token: all that arrived, and the outputs before the gate.
 
-        As mamba_ssm's mamba_split_conv1d_scan_combined.
+        As in mamba_ssm's mamba_split_conv1d_scan_combined.
         """
         return heads * (self.head_columns + self.head_dim) + groups * self.group_columns
 
     def vectors(self, model: Decoder, width: int) -> int:
-        """Return the weights beside the projections.
+        """Return the number of weights beside the projections.
 
-        Of each channel the taps of the convolution and a bias; of each head a decay, a step and a skip; and a
-        norm of all outputs.
+        Each channel has the taps of the convolution and a bias, each head a decay, a step and a skip; and all
+        outputs have a norm.
         """
         channels, heads = self.channels // width, self.heads // width
         return channels * (self.conv_width + 1) + heads * (3 + self.head_dim)

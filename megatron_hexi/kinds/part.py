@@ -92,7 +92,7 @@ class LayerPart:
         return ()
 
     def vectors(self, model: Decoder, width: int) -> int:
-        """Return the weights beside matrices and the hidden state's norms: biases, norms, convolutions."""
+        """Return the number of weights in biases, convolutions, and norms other than the hidden state's."""
         del model, width
         return 0
 
@@ -107,7 +107,7 @@ class LayerPart:
         return Columns()
 
     def halo_elements(self, model: Decoder, width: int) -> float:
-        """Return the elements of a sample that one of `width` ranks receives of the rows before its own."""
+        """Return how many elements of rows before its own one of `width` ranks receives for a sample."""
         del model, width
         return 0.0
 

@@ -27,8 +27,8 @@ class ShortConv(LayerPart):
     """A convolution of the latest few tokens between two gates, in place of attention in some layers.
 
     It has a channel for each column of the hidden state (transformers' Lfm2ShortConv). A row reads the rows
-    just before it, of which a rank receives what it does not hold (`plan.halo`). So channels stay where they
-    are, and a domain may have several groups.
+    just before it; a rank receives those of them that it does not hold (`plan.halo`). So the channels
+    of a row stay on the unit that holds the row, and a domain may have several groups.
 
     Args:
         taps: taps of the convolution: --linear-conv-kernel-dim.
@@ -56,7 +56,7 @@ class ShortConv(LayerPart):
         return {_TAPS: self.taps}
 
     def matrices(self, model: Decoder, width: int) -> tuple[WeightMatrix, ...]:
-        """Return both projections: into two gates and a value a channel, and out; neither has biases."""
+        """Return the projections into the channels (two gates and a value each) and out; without biases."""
         hidden = model.hidden_size
         return WeightMatrix(hidden, 3 * hidden / width), WeightMatrix(hidden / width, hidden)
 
@@ -65,7 +65,7 @@ class ShortConv(LayerPart):
         return model.hidden_size // width * self.taps
 
     def row_columns(self, model: Decoder, width: int, row_parts: int, sends_latent: bool) -> Columns:
-        """Return the columns of a row: gates and taps read and write it many times."""
+        """Return the `Columns` of a row, which gates and taps read and write many times."""
         channels = model.hidden_size / width
         return Columns(
             copied=_FORWARD * channels,
@@ -76,7 +76,7 @@ class ShortConv(LayerPart):
         )
 
     def halo_elements(self, model: Decoder, width: int) -> float:
-        """Return the elements of a sample that a rank receives of the rows before its own."""
+        """Return how many elements of rows before its own a rank receives for a sample."""
         return (self.taps - 1) * model.hidden_size / width
 
     def mixing_flops(self, model: Decoder, keys: float) -> float:

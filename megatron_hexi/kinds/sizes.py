@@ -14,10 +14,10 @@ LARGEST = 2**32
 
 
 def check_sizes(name: str, kind: Any, least: Mapping[str, int] | None = None) -> None:
-    """Check that all sizes of a kind are whole numbers; the least is 1 where `least` names no other.
+    """Check that all sizes of a kind are whole numbers, from 1 or from the number in `least` on.
 
     Raises:
-        HexiError: a size is none; with its name and the remedy.
+        HexiError: a size is no such number; the message has the size's name and the remedy.
     """
     for size in (field.name for field in fields(kind) if field.type in ("int", "int | None")):
         value, smallest = getattr(kind, size), (least or {}).get(size, 1)
@@ -44,5 +44,5 @@ def freeze_layers(name: str, kind: Any) -> None:
 
 
 def built[T](kind: type[T], value: T | Mapping[str, Any] | None) -> T | None:
-    """Return an object of a class, from the object or from its fields, as the presets' file gives them."""
+    """Return `value` as an object of class `kind`: itself, or built from fields, as in the presets' file."""
     return kind(**value) if isinstance(value, Mapping) else value

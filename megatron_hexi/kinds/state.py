@@ -127,7 +127,7 @@ class State(LayerPart, ABC):
 
     @abstractmethod
     def head_work(self, element: int) -> TokenWork:
-        """Return the work of one head, with so many bytes an element."""
+        """Return the work of one head, with `element` bytes an element."""
 
     @abstractmethod
     def group_work(self, element: int) -> TokenWork:
@@ -135,7 +135,7 @@ class State(LayerPart, ABC):
 
     @abstractmethod
     def kept_columns[N](self, heads: N, groups: N) -> N:
-        """Return the columns of a token that are kept of a scan, for numbers of heads and groups."""
+        """Return how many columns of a token a scan keeps, for these numbers of heads and groups."""
 
     def matrices(self, model: Decoder, width: int) -> tuple[WeightMatrix, ...]:
         """Return both projections, hidden x columns and outputs x hidden; neither ever has biases."""
@@ -143,7 +143,7 @@ class State(LayerPart, ABC):
         return WeightMatrix(hidden, self.columns / width), WeightMatrix(self.inner / width, hidden)
 
     def row_columns(self, model: Decoder, width: int, row_parts: int, sends_latent: bool) -> Columns:
-        """Return the columns of a row: a norm may see all outputs."""
+        """Return the `Columns` of a row; in some kinds one norm sees all outputs."""
         inner = self.inner / width
         return Columns(normed=inner * self.norms_all_outputs, inputs=inner, outputs=self.columns / width)
 

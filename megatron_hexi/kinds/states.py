@@ -52,10 +52,10 @@ def state_option(args: Namespace) -> str:
 
 
 def check_state_heads(args: Namespace, source: str, letter: str, width: int, asked: str) -> None:
-    """Check that tensor-parallel ranks share out heads with a state; Megatron checks it with `assert`.
+    """Check that heads with a state divide among `width` ranks; Megatron checks this with `assert`.
 
     Args:
-        asked: words for that number, for errors.
+        asked: text for `width` in error messages.
 
     Raises:
         PlanError: groups that do not divide the heads, or a width that does not divide both.

@@ -182,7 +182,7 @@ class _HolderIndex:
 def _divided(
     spans: tuple[Range, ...], owners: tuple[int, ...], turn: int
 ) -> Iterable[tuple[int, tuple[Range, ...]]]:
-    """Divide positions equally among owners; yield each owner with its part, if not empty."""
+    """Divide positions equally among owners, from owner number `turn` on; yield owners with their parts."""
     total, count = sum(stop - start for start, stop in spans), len(owners)
     cuts = [total * number // count for number in range(count + 1)]
     for number, (start, stop) in enumerate(itertools.pairwise(cuts)):

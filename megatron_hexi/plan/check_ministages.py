@@ -135,7 +135,7 @@ def check_offload(replica: Replica, stage: Stage, place: Place, where: Where) ->
 
 
 def check_interleaving(plan: Plan, where: Where) -> None:
-    """Check `job.virtual_stages` of a plan, as far as the plan states what it depends on."""
+    """Check `job.virtual_stages` against the stages, layers and micro-batches that the plan states."""
     chunks, stages = plan.job.virtual_stages, plan.job.pipeline_parallel
     place = ("job", "virtual_stages")
     if chunks is None or chunks == 1:
@@ -151,13 +151,13 @@ def check_interleaving(plan: Plan, where: Where) -> None:
 def interleaving_fault(
     chunks: int, stages: int, layers: int | None, micro_batches: Sequence[int] = ()
 ) -> str | None:
-    """Return why Megatron cannot run so many chunks a stage, with the remedy behind a semicolon.
+    """Return why Megatron cannot run `chunks` chunks a stage, and the remedy behind a semicolon, or ``None``.
 
     Args:
         chunks: virtual stages of each pipeline stage; 1: its layers run in one go, as 1F1B does.
         layers: number of layers of the model; ``None``: not known.
-        micro_batches: micro-batches of each replica, as far as they are known. Megatron runs as many at a
-            time as there are stages, and the last group must be complete.
+        micro_batches: numbers of micro-batches of those replicas for which they are known. Megatron runs as
+            many at a time as there are stages, and the last group must be complete.
     """
     if chunks == 1:
         return None
@@ -179,7 +179,7 @@ def interleaving_fault(
 
 
 def _micro_batches(plan: Plan) -> list[int]:
-    """Return the number of micro-batches of each replica for which the plan states it; no others."""
+    """Return the number of micro-batches of each replica, without replicas for which it is not stated."""
     counts = [replica.micro_batches for replica in plan.replicas]
     size, batch = plan.job.micro_batch_size, plan.job.global_batch_size
     if None in counts and size is not None and batch is not None and set(counts) == {None}:

@@ -141,9 +141,9 @@ def divided_domain(plan: Plan, has_state: Sequence[bool]) -> tuple[str, int] | N
 
 
 def even_groups(heads: Range, shared_by: int) -> tuple[int, ...]:
-    """Return groups, counted from the first that these heads read, each of which serves as many of them.
+    """Return the group that each run of equally many heads reads, counted from the first group of them.
 
-    Kernels take heads in groups of one size. Where the range cuts a group, groups are repeated.
+    Kernels need equal runs. Where the range cuts a group, runs are shorter than groups, which then repeat.
     """
     start, stop = heads
     size = math.gcd(start, stop, shared_by)

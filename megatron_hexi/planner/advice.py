@@ -189,7 +189,7 @@ def _shortened(asked: _Variant) -> Iterator[_Variant]:
 
 
 def _enlarged(asked: _Variant) -> Iterator[_Variant]:
-    """Yield variants with more nodes of one entry, if the cluster file says how these are connected."""
+    """Yield variants with more nodes of one entry; none if the file's links do not cover further nodes."""
     file = asked.cluster.file
     if not file.networks or file.fabrics or file.levels or file.matrix:
         return
@@ -203,7 +203,7 @@ def _enlarged(asked: _Variant) -> Iterator[_Variant]:
 
 
 def _thinned(asked: _Variant) -> Iterator[_Variant]:
-    """Yield variants with half the global batch, a quarter and so on: pipelines keep fewer micro-batches."""
+    """Yield variants with 1/2, 1/4, ... of the global batch, so that pipelines keep fewer micro-batches."""
     job = asked.request.job
     least = job.micro_batch_size if "micro_batch_size" in asked.request.fixed else 1
     least *= job.data_parallel if "data_parallel" in asked.request.fixed else 1
@@ -223,7 +223,7 @@ def _spell_memory(missing: MissingMemory) -> str:
 
 
 def _spell_counts(missing: MissingMemory) -> str:
-    """Return as text the numbers of nodes with which no memory is missing, any one of which would do."""
+    """Return, as text, for each entry of the cluster file the number of nodes at which memory suffices."""
     if not missing.counts:
         return ""
     counts = ", or ".join(itertools.starmap(_spell_nodes, missing.counts.items()))

@@ -57,7 +57,8 @@ def lower_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -
 def memory_fits(request: Request, cluster: Cluster) -> bool:
     """Whether some layout may fit in memory; if not, none fits.
 
-    In ministages of k of the L layers, L / k inputs wait and k are kept while one runs: at least 2 sqrt(L).
+    With ministages of k of the L layers, L / k layer inputs wait, and k more are kept while a ministage runs:
+    at least 2 sqrt(L) layer inputs.
     State and waiting inputs may lie in host memory, but not the layer that is being computed.
     """
     job, layers, waiting = replace(request.job, tensor_parallel=1), request.job.model.layers, 0.0
@@ -76,9 +77,9 @@ def bytes_once(request: Request) -> tuple[float, float, float]:
     """Return the bytes that a job needs if nothing is held twice, on all GPUs together.
 
     Returns:
-        Of weights, gradients and optimizer state; of one sequence's activations, with all layers recomputed
-        unless recomputation is fixed, and of the layer and the loss being computed; and what attention
-        adds to these where the keys of the whole sequence are in flight.
+        Bytes of weights, gradients and optimizer state; bytes of one sequence's activations (all layers
+        recomputed unless recomputation is fixed), with the layer and the loss being computed; and bytes that
+        attention adds where the keys of the whole sequence are in flight.
     """
     job = replace(
         request.job,
@@ -96,5 +97,5 @@ def bytes_once(request: Request) -> tuple[float, float, float]:
 
 
 def room(usable_gib: float) -> float:
-    """Return the memory of a GPU, less what libraries take, GiB."""
+    """Return the usable memory of a GPU that libraries leave to the job, GiB."""
     return max(0.0, usable_gib - RESERVE_BYTES / GIB)

@@ -22,7 +22,7 @@ class ExpertRule:
     Args:
         domain_size: approximate number of ranks of an expert domain; ``None``: all ranks of the stage.
         by: whether ranks hold experts in proportion to their rates of matrix products, or to their memory;
-            ``equal``: ranks of an expert domain hold equal numbers, up to one where they do not divide.
+            ``equal``: ranks of an expert domain hold equal numbers, or numbers that differ by one.
     """
 
     domain_size: int | None = None
@@ -69,7 +69,7 @@ def placement(rule: ExpertRule, units: int, width: int, *, is_mixed: bool) -> tu
 
 
 def _count_domains(domain_ranks: int | None, units: int, ranks: int) -> int:
-    """Return the number of expert domains of a stage; for `domain_ranks` see `ExpertRule.ranks`."""
+    """Return the number of expert domains of a stage; for `domain_ranks` see `ExpertRule.domain_size`."""
     return 1 if domain_ranks is None else max(1, min(units, ranks // domain_ranks))
 
 
@@ -78,8 +78,8 @@ def spread_experts(
 ) -> tuple[Domain, ...]:
     """Return the domains of a stage with whole experts assigned to their ranks.
 
-    Units, in the order of the plan, are cut into expert domains of about as many ranks; each holds every
-    expert once.
+    Units, in the order of the plan, are cut into expert domains of about `domain_ranks` ranks; each expert
+    domain holds every expert once.
 
     Args:
         domains: all domains of the stage, which share the samples of a micro-batch.

@@ -24,7 +24,7 @@ def _has_unequal_replicas(plan: Plan) -> bool:
 
 
 def _has_unequal_stages(plan: Plan) -> bool:
-    """Whether stages have `layers`; with experts, which need that, whether they have unequal numbers."""
+    """Whether stages state `layers`; with experts, which need that, whether numbers of layers differ."""
     if plan.workload.experts is None:
         return kind_of(plan) == "stages"
     return len({sum(stage.ministage_sizes) for stage in plan.stages}) > 1

@@ -1,8 +1,8 @@
 """Interleaves the ministages of plans that the search found, where the cost model says that this is faster.
 
 The search knows only stages that run whole. Here the stages of its best plans are cut into ministages that
-run in interleaved 1F1B: so many in each stage, or fewer where a stage has fewer layers. Stages then keep more
-activations: those that no longer fit compute more of them again.
+run in interleaved 1F1B: equally many in each stage, fewer where a stage has fewer layers. Stages then keep
+more activations: stages that no longer fit recompute more of them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Interleaving:
         return best
 
     def _interleaved(self, start: Candidate, count: int, faster_than: float) -> Candidate | None:
-        """Return a plan in a number of ministages; ``None`` if too slow, or if memory does not suffice."""
+        """Return a plan with `count` interleaved ministages a stage; ``None``: too slow, or does not fit."""
         recomputes: _Recomputes = {
             (r, s): "selective" if isinstance(stage.recompute, int) else stage.recompute or "none"
             for r, replica in enumerate(start.plan.replicas)
@@ -89,7 +89,7 @@ class Interleaving:
 
 
 def _cut(start: Candidate, count: int, recomputes: _Recomputes) -> Plan:
-    """Return a plan with its replicas in ministages, `count` or as many as layers allow, interleaved."""
+    """Return a plan with stages cut into `count` interleaved ministages, or fewer where layers are few."""
 
     def cut(number: int, replica: Replica) -> Replica:
         alone = len(replica.stages) == 1 or replica.ministages is not None

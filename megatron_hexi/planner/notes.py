@@ -18,7 +18,7 @@ def why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
     """Return a note on how the plan saves memory or time, and by how much; empty if it is no faster.
 
     Args:
-        unsaved_s: seconds of the best layout's iteration without that; infinite: none fits.
+        unsaved_s: seconds of the best layout's iteration without these savings; infinite: none fits.
     """
     what = spell_savings(plan)
     if seconds >= unsaved_s or not what:

@@ -101,7 +101,7 @@ class SavedPlans:
         return [changed for changed in tried if changed is not None]
 
     def _is_new(self, plan: Candidate) -> bool:
-        """Whether variants of a plan were not compared yet; placements of experts share plans."""
+        """Whether no search, for any placement of experts, compared a plan's variants yet; note the plan."""
         name = plan.plan, plan.job, self._memory
         if name in self._known:
             return False
@@ -116,7 +116,7 @@ class SavedPlans:
         return [*fastest, *(plan for plan in others[:_STARTS] if plan not in fastest)]
 
     def _of_one_width(self) -> list[Request]:
-        """Return the request with each tensor-parallel size fixed, where it leaves a choice."""
+        """Return a request for each tensor-parallel size, with that size fixed; empty if only one exists."""
         request = self._request
         widths = request.widths(max(len(node.ranks) for node in self._cluster.nodes))
         fixed = request.fixed | {"tensor_parallel"}

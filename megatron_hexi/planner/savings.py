@@ -258,9 +258,9 @@ class Savings:
 
 
 def spell_savings(plan: Plan) -> str:
-    """Return what a plan does besides the joint search's layouts, in words; may be empty.
+    """Return, in words, the features of a plan that the joint search does not use; empty if there are none.
 
-    That may be: memory saved, ministages interleaved, micro-batches divided by sample.
+    These are ministages, offload, uneven shares of optimizer state, and micro-batches divided by sample.
     """
     stages = plan.stages
     words = []
@@ -282,17 +282,17 @@ def spell_savings(plan: Plan) -> str:
 
 
 def saving_features(plan: Plan) -> list[str]:
-    """Return the fields of `PlannerRules` that name what `spell_savings` says, as far as there are any."""
+    """Return the fields of `PlannerRules` that switch the savings of a plan: ministages and offload."""
     ministages = any(replica.ministages is not None for replica in plan.replicas)
     used = {"ministages": ministages, "offload": any(stage.offload for stage in plan.stages)}
     return [feature for feature, is_used in used.items() if is_used]
 
 
 def least_seconds(base: Candidate, ministages: int | None = None) -> float:
-    """Return a lower bound of a plan's seconds with any option: those of its busiest stage without waits.
+    """Return a lower bound of a plan's seconds with any memory option: the busiest stage's work, no waits.
 
-    Where the plan recomputes, one forward pass is taken off, which recomputation takes at most. With
-    ministages, stages before the last run the forward pass twice.
+    Where the plan recomputes, the seconds of one forward pass are subtracted, an upper bound of those of
+    recomputation. With ministages, stages before the last run the forward pass twice.
     """
     found, timing = 0.0, base.timing
     for section, cost in zip(timing.sections, timing.stages, strict=True):

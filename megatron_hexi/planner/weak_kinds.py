@@ -32,7 +32,7 @@ class WeakKind:
 
 
 def weak_kinds(request: Request, cluster: Cluster, plan: Plan) -> tuple[WeakKind, ...]:
-    """Plan without each kind of GPU of little speed that a plan uses; return the weakest first."""
+    """Plan once without each kind of GPU that adds little speed; return these kinds, the weakest first."""
     job = replace(request.job, recompute="none", pipeline_parallel=1)
 
     def speed(kind: str | None) -> float:

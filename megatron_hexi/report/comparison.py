@@ -227,7 +227,7 @@ def _layout(result: LayoutResult) -> str:
 
 
 def alone_text(comparison: Comparison) -> str:
-    """Return how the plan compares with the fastest GPUs alone, as text; empty where nothing does."""
+    """Return how the plan compares with the fastest GPUs alone, as text; empty without such a result."""
     alone = comparison.one_kind
     if alone is None or alone.tokens_per_s is None:
         return ""

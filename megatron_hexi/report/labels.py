@@ -72,10 +72,10 @@ def _columns(names: Sequence[str], width: float) -> int:
 
 
 def every_nth(count: int, height: float, line: float) -> int:
-    """Return the distance between labelled rows of a picture, whose rows together have a height, in inches.
+    """Return n such that labels of every n-th row fit in a picture; `height` (of all rows) in inches.
 
     Returns:
-        1 for all of them, 2 for every other one, and so on.
+        1 for all rows, 2 for every other row, and so on.
     """
     return max(1, math.ceil(count * line / height))
 

@@ -73,9 +73,9 @@ class LaunchLines:
     """Commands and flags that start a training run.
 
     Args:
-        torchrun: node and line, in the order of ranks.
-        unnamed: nodes whose hosts the cluster file does not say: lines have its own names of them, and
-            partitions of these names.
+        torchrun: for each start, the node and the line to type there, in the order of ranks.
+        unnamed: nodes for which the cluster file states no hosts: lines use its names of these nodes, and
+            Slurm partitions with the same names.
     """
 
     flags: tuple[str, ...]

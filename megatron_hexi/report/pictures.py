@@ -215,7 +215,7 @@ def read_as_written(figure: Figure) -> None:
 
 
 def _number_positions(axes: Axes, end: int) -> None:
-    """Label whole positions, at equal parts of a sequence that has them."""
+    """Label positions at equal parts of the sequence, if these are multiples of 1,024; else whole numbers."""
     parts = next((parts for parts in _TICKS if end % (parts * 1024) == 0), None)
     axes.xaxis.set_major_locator(MultipleLocator(end // parts) if parts else MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _spell_tokens(int(value))))

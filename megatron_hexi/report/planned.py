@@ -169,7 +169,7 @@ def kernel_lines(planned: Planned, cluster: Cluster) -> list[str]:
 
 
 def assumption_lines(cluster: Cluster, planned: Mapping[str, str]) -> list[str]:
-    """Return a note for each of a plan's kernels that the shipped image lacks, with the one that it has."""
+    """Return a note on each assumed kernel that the shipped image lacks, with the kernel that it has."""
     return [
         f"note: {assumed} was assumed on {gpu}; the shipped image has none: without it, plan with "
         f"--kernel {gpu}={shipped}"

@@ -73,7 +73,7 @@ class RunSpeed:
 
     Args:
         idle_share: part of all ranks' time spent waiting, from 0 to 1.
-        tokens_per_s_per_gpu: mean of a GPU; ``None`` where the cluster is unknown, as below.
+        tokens_per_s_per_gpu: mean of a GPU; ``None``, as are the next fields, if the cluster is unknown.
     """
 
     iteration_s: float
@@ -89,9 +89,9 @@ class Run:
     """A run with its measurements and prediction.
 
     Args:
-        losses: loss of each; ``None`` where it was not finite.
-        seconds: seconds of each.
-        timed: number of iterations in the means below.
+        losses: loss of each iteration; ``None`` where it was not finite.
+        seconds: seconds of each iteration.
+        timed: number of iterations over which `measured` and `ranks` have means.
         assumed_imbalance: imbalance of experts' loads that the plan was made for; ``None`` without experts.
     """
 

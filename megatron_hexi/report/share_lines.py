@@ -79,7 +79,7 @@ class _MembersOfKind:
         return _extent(member.heads[1] - member.heads[0] for member in self.members)
 
     def look(self, seq_length: int) -> tuple[object, ...]:
-        """Return a key that members sharing a line have in common; rounding may give some a token more."""
+        """Return a key that is equal for members that share a line: nearly equal tokens, and equal heads."""
         shares = tuple(f"{count / seq_length:.2g}" for count in self.tokens)
         return self.models, len(self.members), self.heads, shares
 

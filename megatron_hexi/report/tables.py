@@ -22,7 +22,7 @@ class Report(JupyterMixin, Group):
     """Lines and tables one below the other: ``rich`` prints them, and a notebook shows them as HTML."""
 
     def _repr_html_(self) -> str:
-        """Return what Jupyter shows, for notebooks that read no bundles of types."""
+        """Return the HTML that Jupyter shows, for notebooks that cannot choose among several MIME types."""
         return str(self._repr_mimebundle_([], [])["text/html"])
 
 
@@ -31,7 +31,7 @@ _USUAL = ("full attention", "dense MLP")
 
 
 def kind_names(model: Model) -> tuple[str, ...]:
-    """Return what tells each kind of layer from the others; one empty name where all are alike."""
+    """Return a name for each kind of layer, by the parts in which kinds differ; one empty name if alike."""
     if model.is_uniform:
         return ("",)
     # In a hybrid a layer is one part, which is its name; else parts are named in which layers may differ.

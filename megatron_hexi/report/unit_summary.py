@@ -57,7 +57,7 @@ class UnitSummary:
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """Replica, stage, domain and group, which members of one group share."""
+        """Numbers of replica, stage, domain and group, the same for all members of a group."""
         return (self.replica, self.stage, self.domain, self.group)
 
 

@@ -68,7 +68,7 @@ class Runner(ABC):
 
     @abstractmethod
     def choose(self, period: Period) -> PlacedPlan | None:
-        """Return the plan to continue with when conditions change; any but the present plan is a restart."""
+        """Return the plan to go on with when conditions change; another than the present means a restart."""
 
     def train(self, period: Period) -> None:
         """Train until the next decision; at most until the conditions change."""

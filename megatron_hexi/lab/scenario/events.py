@@ -184,7 +184,7 @@ class Period:
 
 
 def find_periods(events: Sequence[Event], lasts_s: float) -> list[Period]:
-    """Return the time from 0 to its end, cut where an event begins or ends."""
+    """Cut the time from 0 to `lasts_s` where conditions change; return the periods between."""
     edges = sorted({0.0, lasts_s, *(time for event in events for time in (event.begin_s, event.end_s))})
     periods: list[Period] = []
     beginning = iter(events)  # by their beginning

@@ -139,7 +139,7 @@ class RandomFailures:
 
     Args:
         mean_time_between: mean time of a node from its return to its next failure; exponentially distributed.
-        repair: time until it is back.
+        repair: time from a failure until the node is back.
     """
 
     mean_time_between: Span
@@ -206,7 +206,7 @@ class Scenario:
     """Events of a cluster while a job runs on it, and the job's costs.
 
     Args:
-        lasts: its duration.
+        lasts: duration of the scenario.
         throttled: slower GPUs; where several hold at once, their factors multiply.
         congested: slower links, likewise.
         lost: lost nodes.

@@ -114,7 +114,7 @@ def _reasons(phase: str, more: float, findings: Findings) -> Iterator[str]:
 
 
 def _transfers(kinds: tuple[str, ...], more: float, findings: Findings) -> Iterator[str]:
-    """Yield links that transfers share against the model, or do not share as the model assumes."""
+    """Yield text on links where transfers meet though the model excludes it, or do not meet as it assumes."""
     if more > 0:
         met = [
             meeting

@@ -82,7 +82,7 @@ class FairNetwork:
             self._changed.add(link)
 
     def settle(self, now: float) -> list[tuple[float, int]]:
-        """Share changed links again; return for each part when its first transfer ends, and its number."""
+        """Compute rates on changed links; return each joined part's first end of a transfer, and number."""
         ends = []
         changed, self._changed = self._changed, set()
         while changed:

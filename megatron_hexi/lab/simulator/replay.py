@@ -133,7 +133,7 @@ class SectionReplay:
         return self.whole.wire[:, self.units]
 
     def durations(self) -> Floats:
-        """Return seconds from a pass's last unit to the next pass's, by replica, [passes, replicas]."""
+        """Return each pass's seconds, from the last unit's end of the pass before, [passes, replicas]."""
         finish = self.marks[:, FINISH]
         replicas = int(self.plan.replica[-1]) + 1
         last = [finish[:, self.plan.unit_replica == replica].max(axis=1) for replica in range(replicas)]
@@ -158,7 +158,7 @@ def replay_layers(
         layers: number of layers; ``None``: `LEAST_LAYERS`, or more up to `MOST_MESSAGES`.
 
     Returns:
-        The part of each section.
+        For each section, the replay of its units.
     """
     works = [_section_work(section, cost, kind) for section, cost in zip(sections, costs, strict=True)]
     traffic = expert_traffic(sections, experts)
@@ -221,5 +221,5 @@ def _section_work(section: Section, cost: StageCost, kind: int) -> SectionWork:
 
 
 def last_laps(laps: Sequence[LayerPass], way: str) -> list[int]:
-    """Return the last two passes of a way, which stand for layers that are not replayed."""
+    """Return the last two passes of one direction, which stand for layers that are not replayed."""
     return [number for number, lap in enumerate(laps) if lap.way == way][-2:]

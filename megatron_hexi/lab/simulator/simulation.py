@@ -98,7 +98,7 @@ class Scattering:
     """Transfers of one set that the cost model assumes to share a link, and that did not all share it.
 
     Args:
-        spared_s: seconds of the transfers that did not.
+        spared_s: seconds that the link would need for the transfers that did not share it.
     """
 
     kind: str

@@ -134,7 +134,7 @@ class _Scales:
 
     @classmethod
     def of(cls, panels: Sequence[_Panel], rows: Sequence[_Row]) -> _Scales:
-        """Return the scales of some panels: a common one without headings, which would show the times."""
+        """Return the scales: common, or by stage if times differ much and headings can show them."""
         used = {row.section for row in rows}
         times = [[end - start for start, end in windows] for _, _, windows in panels]
         longest = [max(panel_times) for panel_times in times]
@@ -156,7 +156,7 @@ class _Scales:
         )
 
     def unit_s(self, window: tuple[float, float]) -> float:
-        """Return the seconds of one unit of the axis, for a stage whose layer takes a window of time."""
+        """Return the seconds of one unit of the axis, for a stage whose layer takes this window (s)."""
         return ((window[1] - window[0]) / 100 or 1.0) if self.differ else self.unit.seconds
 
 

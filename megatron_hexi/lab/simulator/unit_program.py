@@ -97,7 +97,7 @@ class WaitForBatch(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Pass a point of a layer pass."""
+    """Note the time at which the unit passes a point of a layer pass."""
 
     lap: int
     point: int
@@ -258,7 +258,7 @@ class _Builder:
         return self._batches(alike, Messages(first + sent.src, first + sent.dst, sent.size), route)
 
     def _batches(self, alike: UnitBatch, messages: Messages, route: Ints) -> _Batches:
-        """Return a batch like another for each unit that sends or receives any of the messages."""
+        """Return a copy of `alike` for each unit that sends or receives any of the messages."""
         number = len(self.batches)
         batches: _Batches = {}
         for src, dst in zip(messages.src.tolist(), messages.dst.tolist(), strict=True):

@@ -75,14 +75,14 @@ class LayerWork:
     Args:
         token: seconds of token work.
         sums: seconds of all-reduces inside each unit, in each direction.
-        experts: seconds of its own routed experts, of the rank with the most of them.
+        experts: seconds of each unit's routed experts, on its rank with the most of them.
         own: seconds of the own group's block.
-        share: part of each unit's heads in the first half.
+        share: fraction of each unit's heads that are in the first half.
         blocks: seconds of blocks, by step of the exchange and part.
-        turn: part of the last step in which the first half of the heads ends.
-        early: part of that part's work in the first half.
+        turn: number of the part of the last step in which the first half of the heads ends.
+        early: fraction of that part's work that belongs to the first half.
         halves: number of all-to-alls in which query heads travel each way.
-        attends: whether it has core attention, which alone is computed again where layers are not.
+        attends: whether the layer has core attention, all that selective recomputation computes again.
     """
 
     token: Times
@@ -158,7 +158,7 @@ def _all_to_alls(mixing: Mixing) -> Iterator[dict[Batch, Messages]]:
 def _exchange(
     mixing: Mixing, plan: PlanArrays, job: Job, stage: UnitGpus
 ) -> tuple[tuple[tuple[Times, ...], ...], dict[Batch, Messages]]:
-    """Return seconds of the blocks of each step in its parts, and the keys that travel for them."""
+    """Return the seconds of blocks by step and part of the exchange, and the messages of keys for them."""
     blocks: list[tuple[Times, ...]] = []
     keys: dict[Batch, Messages] = {}
     for chunk in mixing.chunks():

@@ -109,8 +109,8 @@ def run_testbed(
     """Emulate a cluster, run a job on it, and measure what was emulated.
 
     Args:
-        folder: the run folder, new or empty; ``None``: one with a name of the time.
-        gpus: GPUs of the file that the job's ranks are, as ``0,1``; ``None``: all.
+        folder: the run folder, new or empty; ``None``: one that is named by the time.
+        gpus: GPUs of the cluster file that the ranks stand for, as ``0,1``; ``None``: all.
         quiet: print the job's output on standard error, since standard output is for a document.
         speeds: ``paced``, ``quota`` or ``none``.
         program: the program for torchrun; empty: only measure.

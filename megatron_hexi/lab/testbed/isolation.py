@@ -1,4 +1,4 @@
-"""Namespaces of its own for the lab, and its end with ours.
+"""Gives the lab namespaces of its own, and ends the lab with the process that started it.
 
 The lab is process 1 of its PID namespace: when it ends, the kernel ends every process in there, and with the
 last of them its mounts and network namespaces go. It is told to end by the death of the process that started

@@ -97,7 +97,7 @@ class Lab:
     """A run of the testbed.
 
     Args:
-        gpus: the GPUs of the file that the job's ranks are, in rank order.
+        gpus: the GPUs of the cluster file that the job's ranks stand for, in rank order.
     """
 
     folder: Path
@@ -129,7 +129,7 @@ class Lab:
 
 
 def write_lab(lab: Lab) -> None:
-    """Write it into its folder."""
+    """Write the request to the lab into the lab's folder."""
     write_text_atomically(lab.folder / "lab.json", json.dumps(asdict(lab) | {"folder": str(lab.folder)}))
 
 

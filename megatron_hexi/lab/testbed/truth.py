@@ -23,8 +23,8 @@ class SpeedMeasured:
     """A measurement of one GPU's speed under the synthetic load.
 
     Args:
-        asked_s: time of a cycle of the load. Paced: by the file. Quota: in the file's ratios, with the mean
-            speed of all as it was measured.
+        asked_s: requested seconds of a cycle of the load. Paced: by the file. Quota: by the file's ratios
+            of speeds, scaled to the measured mean speed of all GPUs.
     """
 
     gpu: int
@@ -42,7 +42,7 @@ class PaceMeasured:
     """A measurement of how well a rank of a paced job kept its pace.
 
     Args:
-        measured_s: seconds that they took: modelled, and lost.
+        measured_s: seconds that the operations took: modelled and lost ones.
         overrun: share of the modelled time by which operations computed longer than modelled.
         paced_share: share of the time from the first operation to the last in paced operations.
         unmodelled_share: share of that time in work between operations, which is not modelled.

@@ -40,7 +40,8 @@ def orders(fleet: Fleet) -> dict[str, Order]:
 def equal_replicas(fleet: Fleet, count: int, order: Order) -> Iterator[ReplicaUnits]:
     """Yield the units divided into `count` equal replicas.
 
-    In the given order; and, if the units of every GPU model divide evenly, with the same mix in each replica.
+    Units are divided in the given order and, if those of every GPU model divide evenly, also with the same
+    mix of models in each replica.
     """
     yield _runs(order, count)
     owned = fleet.models.values()
@@ -54,7 +55,7 @@ def equal_replicas(fleet: Fleet, count: int, order: Order) -> Iterator[ReplicaUn
 def nodes_of_one_model(cluster: Cluster) -> list[tuple[int, ...]]:
     """Return sets of nodes with GPUs of one model: all such nodes, and those of each size if sizes differ.
 
-    Users leave out a node that lacks GPUs where it keeps the others from a larger tensor-parallel size.
+    Users leave out a node with fewer GPUs if it would limit the tensor-parallel size of the other nodes.
     """
     sets: dict[tuple[int, ...], list[int]] = {}
     for number, node in enumerate(cluster.nodes):
@@ -76,7 +77,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _paths(fleet: Fleet, sites: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return each site's path from the outermost level inwards, each part named by its first site."""
+    """Return each site's part of every level, outermost level first; a part is named by its first site."""
     paths: list[list[int]] = [[] for _ in sites]
     firsts = [fleet.units[site[0]].gpus[0][0] for site in sites]
     for partition in reversed(fleet.cluster.fast_domains()[1:]):

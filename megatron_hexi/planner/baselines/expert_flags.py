@@ -79,7 +79,7 @@ class EqualFloor:
         return micro_batches * max(stage) + (flags.pipeline - 1) * min(stage)
 
     def may_fit(self, flags: ExpertFlags, recompute: Recompute) -> bool:
-        """Whether the first stage may fit in memory; one of several is taken to have the largest GPUs."""
+        """Whether the first stage may fit in memory; of several stages it is assumed on the largest GPUs."""
         job = self._job(flags, recompute)
         model, layers = job.model, job.model.layers // flags.pipeline
         experts = model.experts
@@ -126,7 +126,7 @@ class EqualFloor:
         return self._request.job.global_batch_size // (replicas * self._request.micro_batch_sizes()[0])
 
     def _layer_seconds(self, device: Device, flags: ExpertFlags, recompute: Recompute) -> float:
-        """Return the seconds of a mean layer; with several stages, of the layer kind that takes least."""
+        """Return the seconds of a mean layer or, with several stages, of a layer of the fastest kind."""
         job = self._job(flags, recompute)
         speeds = device_speeds(device, job)
         units = flags.context * flags.tensor
@@ -150,7 +150,7 @@ class EqualFloor:
         return sum(layers * seconds for layers, seconds in kinds) / job.model.layers
 
     def _routed_rows(self, flags: ExpertFlags) -> Floats:
-        """Return the rows of a GPU's experts, if all units of an expert domain have equal tokens, [1]."""
+        """Return the number of rows that a GPU's experts compute if all units have equal tokens, [1]."""
         job = self._request.job
         experts = job.model.experts
         assert experts is not None
@@ -159,7 +159,7 @@ class EqualFloor:
         return busiest_rows(job, np.array([experts.count // flags.expert]), rows)
 
     def _exchange_seconds(self, flags: ExpertFlags) -> float:
-        """Return the seconds of one all-to-all of a layer's experts, in the stage where it takes least."""
+        """Return the seconds of one all-to-all of a layer's experts, in the stage with the fastest links."""
         job, ranks = self._job(flags, "none"), self._gpus // flags.pipeline
         experts = job.model.experts
         assert experts is not None

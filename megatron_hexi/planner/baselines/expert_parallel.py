@@ -44,7 +44,7 @@ def best_equal(
 
     Args:
         cluster: the cluster; all of its nodes are tried, and each of `nodes_of_one_model`.
-        faster_than: seconds of an iteration; layouts whose lower bound is not below are not timed.
+        faster_than: seconds of an iteration; layouts whose lower bound is no smaller are not timed.
         progress: callback, receives (phase, done, total).
     """
     modes = [request.job.recompute] if "recompute" in request.fixed else RECOMPUTES
@@ -115,9 +115,9 @@ def _choices(request: Request, cluster: Cluster, floor: EqualFloor, most: Recomp
 
 
 def _expert_sizes(count: int, width: int, context: int, replicas: int) -> list[int]:
-    """Return expert-parallel sizes: the ranks of whole units of a replica, or of several replicas.
+    """Return expert-parallel sizes to try: numbers of ranks of whole units, in one or several replicas.
 
-    If they were fewer than a unit's ranks, the unit would hold copies of experts, which saves nothing.
+    A size below a unit's number of ranks would make the unit hold copies of experts, which saves nothing.
     """
     sizes = [width * n for n in range(1, context + 1) if context % n == 0]
     sizes += [width * context * n for n in range(2, replicas + 1) if replicas % n == 0]
@@ -125,9 +125,9 @@ def _expert_sizes(count: int, width: int, context: int, replicas: int) -> list[i
 
 
 def _groups(job: Job, context: int) -> list[int]:
-    """Return sizes of all-to-all groups: 1, a ring, and the largest with equal KV heads for all units.
+    """Return sizes of all-to-all groups: 1 (a ring), and the largest with equal KV heads for all units.
 
-    If the model has layers with a state, all units are one group, as far as they divide the heads.
+    If the model has layers with a state, the only size is all units; none if these do not divide the heads.
     """
     if job.model.state is not None:
         return [context] if job.workload().local_heads % context == 0 else []
@@ -181,7 +181,7 @@ def equal_plan(flags: ExpertFlags, job: Job, gpus: int) -> Plan:
 
     Args:
         job: the job, with its recomputation; a micro-batch has the samples of all merged replicas.
-        gpus: number of GPUs, on which ranks are numbered stage by stage.
+        gpus: number of GPUs; their ranks are numbered stage by stage.
     """
     per_stage = gpus // flags.pipeline
     per_replica = flags.tensor * flags.context * flags.merged

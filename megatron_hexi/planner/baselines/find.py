@@ -155,7 +155,7 @@ def _fixed_replicas(request: Request) -> int | None:
 
 
 def _trainable(found: Candidate, cluster: Cluster) -> Candidate:
-    """Return a layout in the form that multi-token prediction needs: several stages each have `layers`."""
+    """Return a layout with `layers` in each of several stages, as training multi-token prediction needs."""
     if found.job.pipeline_parallel == 1:
         return found
     plan, job = written_out(found.plan, found.job)
@@ -182,7 +182,7 @@ def _layouts_by_fleet(
 
 
 def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
-    """Return the fleet of each choice of flags that may fit on some GPU, else of the one that needs least.
+    """Return a fleet for each choice of flags that may fit; if none may, for the one that needs least memory.
 
     Empty if no choice divides the layers equally among the pipeline's stages.
 

@@ -100,7 +100,7 @@ class _Arrays(NamedTuple):
         )
 
     def beside(self, values: Floats) -> tuple[Floats, Floats]:
-        """Return, for each group, sums over its replica's outer groups and its inner ones, [..., N, C]."""
+        """Return for each group the sums over its replica's groups outside it, and inside it, [..., N, C]."""
         before = np.cumsum(values, axis=-2) - values
         outside = before - before[..., self.begin, :][..., self.replica, :]
         whole = np.add.reduceat(values, self.begin, axis=-2)[..., self.replica, :]
@@ -153,8 +153,8 @@ class Floor:
     def least_s(self, replicas: int) -> float:
         """Return a lower bound of an iteration's seconds with this number of equal replicas, for any layout.
 
-        The larger of two bounds: all work at the best rates while pipelines fill and drain; and, since
-        gradients and weights hide behind one micro-batch at most, these plus the work of the others.
+        The larger of two bounds: all work at the best rates, with pipelines that fill and drain; and the
+        collectives of gradients and weights, which hide behind one micro-batch, plus all other micro-batches.
         """
         job, work = self._job, self._work
         micro_batches = job.global_batch_size / job.micro_batch_size
@@ -251,7 +251,7 @@ class Floor:
     def _attention(self, arrays: _Arrays, job: Job) -> Floats:
         """Return the seconds of one head's attention in each group on each device, in layers of one kind.
 
-        In layers with a state: of the scan of the heads that a unit has for each head of attention, at least.
+        In layers with a state: of the scan instead, for the heads with a state that go with one of attention.
 
         Returns:
             [devices, forward and backward, groups].
@@ -276,7 +276,7 @@ class Floor:
         return np.array(seconds_by_device)
 
     def _scan(self, arrays: _Arrays, job: Job) -> Floats:
-        """Return the seconds of the scan beside one head of attention, as in `_attention`; 0 for an MLP."""
+        """Return the seconds of the scan that goes with a head of attention (`_attention`); 0 for an MLP."""
         state, totals = job.model.state, arrays.totals.astype(float)
         if state is None:
             return np.zeros((len(self._speeds), 2, len(totals)))
@@ -355,7 +355,7 @@ def _numbered(counts: Sequence[int]) -> tuple[Ints, Ints]:
 
 
 def _way_out(cluster: Cluster, node: int) -> float:
-    """Return the bytes/s of a node's network cards (or each GPU's), whatever the links beyond them carry."""
+    """Return the bandwidth of a node's own links out (or each GPU's), bytes/s, without links beyond them."""
     if len(cluster.nodes) == 1:
         return np.inf
     if cluster.tiers:

@@ -87,7 +87,7 @@ class BaselineSearch:
                 self._least[key] = self._time(layouts, least)
 
     def _time(self, candidate: BaselineLayouts, least_s: float) -> float:
-        """Time each promising window; return a lower bound of the seconds with more recomputation."""
+        """Time a layout with each promising prefetch window; return a lower bound with more recomputation."""
         fleet = candidate.fleet
         judge = self._judges.setdefault(id(fleet.job), Judge(fleet))
         for window in _windows(candidate.layouts):
@@ -118,7 +118,7 @@ class BaselineSearch:
 
 
 def _windows(layouts: Sequence[Layout]) -> Iterator[int]:
-    """Yield windows that make a difference: with as many steps as the exchange has, all begin at once."""
+    """Yield the prefetch windows to try: up to the first that covers all steps of the exchange."""
     steps = max(len(layout.parts) for layout in layouts) - 1
     reached = 0
     for window in WINDOWS:

@@ -182,7 +182,7 @@ def _tokens(fleet: Fleet, deal: ReplicaUnits, weights: Sequence[float]) -> list[
 
 
 def _same(heads: tuple[int, ...], units: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the given heads of each unit, whichever units these are."""
+    """Return `heads` unchanged, for a rule by which heads do not depend on the units."""
     assert len(heads) == len(units)
     return heads
 

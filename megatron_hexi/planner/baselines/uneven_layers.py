@@ -125,7 +125,7 @@ class UnevenLayers:
                 yield _Choice(units, each, depth, width, replicas, least_s)
 
     def _orders(self) -> list[list[int]]:
-        """Yield orders of the nodes: fast nodes first, slow nodes first, nodes of each GPU model alone."""
+        """Return orders of the nodes: fast nodes first, slow nodes first, nodes of each GPU model alone."""
         nodes = self._cluster.nodes
         speed = {number: self._rates[id(node.device)] for number, node in enumerate(nodes)}
         fast = sorted(speed, key=lambda number: (-speed[number], number))
@@ -156,7 +156,7 @@ class UnevenLayers:
         )
 
     def _layouts(self, choice: _Choice) -> list[list[tuple[int, ...]]]:
-        """Yield groupings of a replica's units in a stage: by the most that heads allow, and inside nodes."""
+        """Return groupings of a stage's units in a replica: the largest groups, and groups inside a node."""
         size = len(choice.units[0]) // choice.replicas
         heads = self._job(choice).workload().local_heads
         node = max(1, min(len(node.ranks) for node in self._cluster.nodes) // choice.width)
@@ -165,7 +165,7 @@ class UnevenLayers:
         return [groups(tuple(range(size)), degree, False) for degree in sorted({inside, degrees[-1]})]
 
     def _dealt(self, choice: _Choice, cut: list[tuple[int, ...]], job: Job) -> Candidate | None:
-        """Return the layout with layers by their seconds on each stage; ``None``: more stages than layers."""
+        """Return the best of a few layouts, as layers move to faster stages; ``None``: too few layers."""
         layers, depth = job.model.layers, len(choice.units)
         if depth > layers:
             return None
@@ -216,7 +216,7 @@ class UnevenLayers:
 
 
 def _deal_again(candidate: Candidate, dealt: Sequence[int], layers: int) -> list[int] | None:
-    """Return the layers of each stage by their seconds on its slowest replica; ``None``: memory is short."""
+    """Return each stage's new number of layers, by its slowest replica's time; ``None``: memory is short."""
     counts, full = np.arange(1, layers + 1), candidate.timing.stage_fullness
     seconds = []
     for stage, assigned in enumerate(dealt):

@@ -125,8 +125,8 @@ class Fleet:
 def find_units(job: Job, cluster: Cluster, gpus: Collection[int] | None = None) -> Fleet:
     """Return all units that the cluster, or a subset of its GPUs, has for a job.
 
-    Pipeline stages are put on different nodes of one kind where their number allows it, so that a stage keeps
-    whole nodes for its all-to-alls; else inside a node; the GPUs that then remain are stacked in their order.
+    If the number of nodes of one kind allows it, pipeline stages are put on different nodes, so that a stage
+    has whole nodes for its all-to-alls; else inside a node. Remaining GPUs are stacked in their order.
 
     Raises:
         ClusterError: too few GPUs for a single unit, or a GPU that cannot do the job.

@@ -150,7 +150,7 @@ class JointSearch:
             yield from itertools.islice(_best(part, columns, range(1, 2), most_s), 1)
 
     def _replicas(self, part: ReplicaColumns, shards: int) -> range:
-        """Return the numbers of replicas in a class, limited to the fixed number and to the batch."""
+        """Return the numbers of replicas in the class from `shards` on, within the fixed number and batch."""
         most = min(part.micro_batches, sum(part.pools.totals))
         if "data_parallel" in self._request.fixed:
             fixed = self._request.job.data_parallel

@@ -58,7 +58,7 @@ def with_layers_moved(best: Candidate, model: CostModel) -> Candidate:
 
 
 class _LeastOrder:
-    """Lower bounds of the order of a plan after a move of layers, without timing it.
+    """Lower bounds of a plan's sort key (`Candidate.order`) after a move of layers, without timing the plan.
 
     The two stages' passes are known from one layer of each kind. All other stages of a replica stay as they
     are, unless other replicas share their weights: then sums of gradients, optimizer's step and memory of all

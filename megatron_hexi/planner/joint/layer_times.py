@@ -102,7 +102,7 @@ class LayerTimer:
         return placement(self.experts, shape.units, shape.width, is_mixed=len(shape.kinds) > 1)
 
     def _layer(self, shape: StageShape, timed: bool) -> LayerTimes | None:
-        """Return a layer on a stage of this shape; ``None``: the shape is impossible."""
+        """Return the times of a layer on a stage of this shape; ``None``: the shape is impossible."""
         if timed or len(shape.kinds) == 1:
             name = shape, self.placement(shape)
             if name not in self.known.layers:
@@ -132,7 +132,7 @@ class LayerTimer:
         return 1.0 if beside is None or timed is None else timed.seconds / beside.seconds
 
     def _trial(self, shape: StageShape) -> LayerTimes | None:
-        """Return a layer by the cost model, in the fastest of a few groupings; ``None`` if impossible."""
+        """Return a layer's times by the cost model, in the best of a few groupings; ``None``: impossible."""
         fleet = self._stage_fleet(shape)
         if fleet is None:
             return None
@@ -223,7 +223,7 @@ def _only(shape: StageShape, pool: int) -> StageShape:
 
 
 def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
-    """Return the layer of a stage on several pools: tokens in proportion to the pools' speeds, no waiting."""
+    """Return a layer's times on several pools, with tokens in proportion to speed, and none waiting."""
     speeds = np.array([1 / layer.seconds for layer in layers])
     share = speeds / speeds.sum()
 

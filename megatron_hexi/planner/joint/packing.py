@@ -132,10 +132,11 @@ def _packed(
 
 
 def _most(gpus: Ints, taking: Ints, totals: Ints) -> float:
-    """Return an upper bound of the micro-batches of any set of columns, by prices of GPUs.
+    """Return an upper bound of the micro-batches that any set of columns processes on all GPUs.
 
-    The lower of two bounds: in the first every GPU has the same price; in the second a GPU of a pool costs as
-    much as the most micro-batches per GPU of columns that use this pool alone.
+    Each GPU gets a price; no set processes more than the best column's micro-batches per price times the
+    price of all GPUs. The lower of two bounds: all GPUs have one price; or a GPU of a pool costs the most
+    micro-batches per GPU of columns that use this pool alone.
 
     Args:
         gpus: GPUs of each column from each pool, [columns, pools].
@@ -147,7 +148,7 @@ def _most(gpus: Ints, taking: Ints, totals: Ints) -> float:
 
 
 def _undominated(columns: Sequence[Column], seconds: float, micro_batches: int) -> list[tuple[Column, int]]:
-    """Return columns with their micro-batches in a time, without those that others match with fewer GPUs."""
+    """Return columns with their micro-batches in `seconds`, without those that others match on fewer GPUs."""
     offers = [(column, min(micro_batches, column.micro_batches(seconds))) for column in columns]
     offers = [offer for offer in offers if offer[1]]
     if not offers:
@@ -160,7 +161,7 @@ def _undominated(columns: Sequence[Column], seconds: float, micro_batches: int) 
 
 
 def _with_batch(columns: Sequence[Column], micro_batches: int) -> Packed | None:
-    """Return these replicas with at least one micro-batch each; ``None``: too few micro-batches."""
+    """Return replicas that divide the batch, at least one micro-batch each; ``None``: too small a batch."""
     if len(columns) > micro_batches:
         return None
     counts = assign_in_turn(micro_batches, [column.seconds for column in columns], least=1)

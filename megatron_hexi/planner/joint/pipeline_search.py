@@ -35,12 +35,12 @@ _NEVER = -(10**6)
 
 
 class _CarriedLayers(NamedTuple):
-    """The most layers of the last blocks within each time of the grid, and the choices that reach them.
+    """The most layers of a pipeline's last blocks, if no stage exceeds a time of the grid, and the choices.
 
     Args:
         layers: the most layers, [times].
-        block: index of the first of these blocks' option, [times]; one number: at all times.
-        behind: number of stages of the blocks after it, [times]; one number: at all times.
+        block: index of the option chosen for the first of these blocks, [times], or one number for all times.
+        behind: number of stages in the blocks after the first, [times], or one number for all times.
     """
 
     layers: Floats
@@ -164,7 +164,7 @@ class PipelineSearch:
         return best
 
     def _ways(self, shapes: Sequence[StageShape]) -> list[float]:
-        """Return the seconds of activations over each of the borders between p stages, [p - 1]."""
+        """Return the seconds that a micro-batch's activations take over each border of p stages, [p - 1]."""
         ways: list[float] = []
         for shape, run in itertools.groupby(shapes):
             alike = len(list(run))
@@ -177,8 +177,8 @@ class PipelineSearch:
     def _times(self) -> Floats:
         """Return the grid of times that a stage may take, s, ascending by the factor `_STEP`.
 
-        It begins at 1 / (2 `DEEPEST`) of a micro-batch's time on all GPUs together, and ends at twice its
-        time on one of the slowest GPUs.
+        The grid begins at 1 / (2 `DEEPEST`) of a micro-batch's time on all GPUs together, and ends at twice a
+        micro-batch's time on one of the slowest GPUs.
         """
         rates = [self._tables.timer.seconds_alone(pool) for pool in range(len(self._pools.pools))]
         together = 1 / sum(count / seconds for count, seconds in zip(self._pools.totals, rates, strict=True))

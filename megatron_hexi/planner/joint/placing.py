@@ -37,7 +37,7 @@ StageGpus = dict[StagePlace, list[int]]
 
 
 class _Demand(NamedTuple):
-    """A part of a node that a stage needs."""
+    """A stage's need of a part of a node: `gpus` GPUs, in tensor-parallel units of `width`."""
 
     place: StagePlace
     width: int
@@ -80,7 +80,7 @@ def find_gpus(pools: Pools, replicas: Sequence[Sequence[StageShape]]) -> StageGp
 
 
 def _share(demands: Sequence[_Demand], size: int, nodes: Sequence[int]) -> dict[int, list[_Demand]] | None:
-    """Return the demands for parts of nodes by the node that each gets; ``None`` for want of room."""
+    """Return which demands each node serves, by node; ``None``: the nodes have too little room."""
     shared: dict[int, list[_Demand]] = {}
     for demand in sorted(demands, key=lambda demand: (-demand.gpus, demand.place)):
         rooms = [
@@ -102,10 +102,10 @@ def _are_neighbours(one: _Demand, other: _Demand) -> bool:
 
 
 def number_ranks(cluster: Cluster, placed: StageGpus) -> list[int]:
-    """Return the GPU of each rank; empty if one of several nodes alone has all ends of pipelines.
+    """Return the GPU of each rank; empty if no order exists: one of several nodes has all pipelines' ends.
 
-    A node's GPUs follow each other, and nodes do as in the cluster file, but for two rules of the runtime:
-    the first rank stands at an end of a pipeline, where data is read, and the last one computes the loss.
+    Ranks go node by node in the order of the cluster file, except for two rules of the runtime: the first
+    rank stands at an end of a pipeline, where data is read, and the last rank computes the loss.
     """
     place_of = {gpu: place for place, gpus in placed.items() for gpu in gpus}
     node_of = {gpu: cluster.ranks[gpu].node for gpu in place_of}

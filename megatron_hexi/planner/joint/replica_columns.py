@@ -139,9 +139,9 @@ class ReplicaColumns:
         return replace(column, pipe=pipe, sync_s=self._sync.seconds(pipe.stages, column.shards))
 
     def _some(self, choices: list[Counts], most: int) -> list[Counts]:
-        """Return at most `most` choices, and those always tried.
+        """Return at most `most` of the choices, and in addition all choices in `_always`.
 
-        The former are whole pools, nearly all GPUs, and an even sample of the others.
+        The first are choices of whole pools or nearly all GPUs, and an even sample of the other choices.
         """
         nearly = [choice for choice in choices if self._share(choice) > _NEARLY_ALL][: most // 3]
         pools = [choice for choice in choices if set(map(truediv, choice, self.pools.totals)) <= {0, 1}]
@@ -164,7 +164,7 @@ class ReplicaColumns:
         return math.sumprod(counts, self._speeds) / math.sumprod(self.pools.totals, self._speeds)
 
     def _take(self, counts: Counts, replicas: int) -> int:
-        """Return roughly the micro-batches of one of `replicas` on these GPUs; 0 where none is possible."""
+        """Return about how many micro-batches one of `replicas` on these GPUs takes; 0: not worth trying."""
         share, all_of_them = self._share(counts), self.micro_batches
         if replicas == 1:
             return all_of_them if share > self._least_alone or counts in self._always else 0
@@ -183,7 +183,7 @@ class ReplicaColumns:
 def _always(pools: Pools) -> set[Counts]:
     """Return the choices of GPUs that are always tried, since over thin links they may be the best.
 
-    They are a node of each pool, all of it, and the fastest pools together.
+    They are one node of each pool, each whole pool, and the fastest pools together.
     """
     totals = pools.totals
     places = range(len(totals))
@@ -225,7 +225,7 @@ def _choices(pools: Pools) -> Iterator[Counts]:
 def _sizes(size: int, nodes: int) -> list[int]:
     """Return numbers of GPUs to take from one pool: powers of 2, whole nodes, and equal parts of the pool.
 
-    Of one node, also as many as units of 2, 4, ... GPUs use.
+    Also, for units of 2, 4, ... GPUs, the number of one node's GPUs that whole units use.
     """
     total = size * nodes
     powers = [2**power for power in range(total.bit_length())]

@@ -51,7 +51,7 @@ class JointSearches:
         return list(self._fitting(request, cluster, memory, faster_than, fewest=False))
 
     def with_few_replicas(self, request: Request, cluster: Cluster, memory: float) -> Candidate | None:
-        """Return the first plan that fits, with as few replicas as possible, see `plans`; ``None``: none."""
+        """Return the first plan found that fits, with as few replicas as possible; ``None``: none fits."""
         return next(self._fitting(request, cluster, memory, math.inf, fewest=True), None)
 
     def _fitting(

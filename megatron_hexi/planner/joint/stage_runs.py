@@ -61,7 +61,7 @@ class StageRuns:
         )
 
     def _options(self, counts: Counts, only: int | None) -> list[StageBlock]:
-        """Yield possible blocks on these GPUs: equal stages, aligned with nodes, few GPUs left over."""
+        """Return possible blocks on these GPUs: equal stages, aligned with nodes, few GPUs left over."""
         blocks = []
         kinds = pools_of(counts)
         pools = self._pools.pools
@@ -94,7 +94,7 @@ class StageRuns:
 
 
 def _trimmed(each: Counts, kinds: list[int], width: int, size: int) -> Counts | None:
-    """Return a stage's GPUs cut down to `size` units, of the last pool first; ``None`` if it has fewer."""
+    """Return a stage's GPUs with all but `size` units removed, last pool first; ``None``: too few units."""
     counts, surplus = list(each), sum(each) // width - size
     for pool in reversed(kinds):
         less = max(0, min(surplus, counts[pool] // width - 1))
@@ -104,7 +104,7 @@ def _trimmed(each: Counts, kinds: list[int], width: int, size: int) -> Counts | 
 
 
 def _partitions(kinds: list[int]) -> Iterator[list[list[int]]]:
-    """Yield partitions of pools into blocks: all of a few pools, else those with one or two mixed blocks."""
+    """Yield partitions of pools into blocks: all of few pools, else some with one or two mixed blocks."""
     if len(kinds) <= _FEW:
         yield from set_partitions(kinds)
         return

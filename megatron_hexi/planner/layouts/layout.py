@@ -60,7 +60,7 @@ class Layout:
     micro_batches: int
 
     def with_tokens(self, tokens: int, weights: Sequence[float]) -> Layout:
-        """Return the layout with tokens divided among groups by weight, and among members as they were."""
+        """Return the layout with tokens divided among groups by `weights`, inside groups as before."""
         parts = [
             replace(part, tokens=assign_tokens(total, np.array(part.tokens, dtype=float) + 1e-9))
             for part, total in zip(self.parts, assign_tokens(tokens, np.array(weights)), strict=True)
@@ -69,7 +69,7 @@ class Layout:
 
 
 def build_plan(fleet: Fleet, layouts: Sequence[Layout], window: int) -> Plan:
-    """Build a plan from one layout a replica; `window` is the prefetch depth of the exchange, in steps.
+    """Build a plan from one layout per replica; `window` is the prefetch depth of the exchange, in steps.
 
     Ranks are numbered by the cluster file, so a plan for all of a cluster needs no `Plan.gpus`.
     """

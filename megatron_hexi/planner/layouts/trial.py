@@ -94,7 +94,7 @@ class Judge:
         self.trials = 0
 
     def try_out(self, fleet: Fleet, layouts: Sequence[Layout], window: int) -> Trial:
-        """Return the plan of one layout a replica, timed; `window` is the prefetch depth of the exchange."""
+        """Return the timed plan of one layout per replica; `window` is the exchange's prefetch depth."""
         self.trials += 1
         plan = build_plan(fleet, layouts, window)
         model = self._model(len(layouts))

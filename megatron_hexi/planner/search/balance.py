@@ -67,7 +67,7 @@ def rebalanced(rates: Rates, trial: Trial) -> Layout:
 
 
 def _token_scale(rates: Rates, trial: Trial, measured: UnitTimes) -> float:
-    """Return timed tokens/s over the best rate, used for units that hold no tokens yet."""
+    """Return timed over best tokens/s of a unit with tokens, a factor for rates of units without any."""
     for part in trial.layouts[0].parts:
         for unit, tokens in zip(part.units, part.tokens, strict=True):
             if tokens:

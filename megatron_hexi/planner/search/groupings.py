@@ -47,7 +47,7 @@ def group_counts(size: int, sites: int, units: int, heads: int) -> list[int]:
 
 
 def _counts(most: int, *others: int) -> list[int]:
-    """Return the numbers of groups that divide evenly, and if these are few, some that nearly do."""
+    """Return the numbers of groups that divide `most` and `others`; if these are few, some more."""
     even = [count for count in range(1, most + 1) if all(number % count == 0 for number in (most, *others))]
     if len(even) > _FEW_DIVISORS:
         return even
@@ -145,7 +145,7 @@ def all_partitions(fleet: Fleet) -> Iterator[Grouping]:
 
 
 def _run[T](things: Sequence[T], place: int, count: int) -> Sequence[T]:
-    """Return the run at `place` of `count` runs of nearly equal length."""
+    """Return run number `place` of the `count` runs of nearly equal length into which `things` are cut."""
     return things[place * len(things) // count : (place + 1) * len(things) // count]
 
 

@@ -80,7 +80,7 @@ def _other_windows(trial: Trial) -> Iterator[int]:
 
 
 def _worthwhile_steps(trial: Trial) -> list[float]:
-    """Return steps small enough to pay: at best they save the communication that groups wait for."""
+    """Return the relative changes of tokens to try: none far larger than communication's share of time."""
     phases = trial.timing.phases
     return [step for step in _STEPS if step <= _LEVERAGE * phases.communication / phases.total]
 
@@ -91,7 +91,7 @@ _Change = Callable[[Layout, float], Layout]
 def _changes(fleet: Fleet, layout: Layout) -> Iterator[_Change]:
     """Yield changes of the tokens of a class of groups, then of a kind of unit inside its groups.
 
-    Each of a few groups is a class, since an outer group receives other messages than an inner one.
+    If groups are few, each is a class of its own: outer groups receive other messages than inner ones.
     """
     classes = [fleet.kinds_of(part.units) for part in layout.parts]
     alone = len(classes) <= _FEW

@@ -76,7 +76,7 @@ def refine(judge: Judge, trial: Trial) -> CpSatResult:
 
 @dataclass(frozen=True, eq=False)
 class _MemberKind:
-    """Equal members of a group: positions, tokens of each, and the number with h heads."""
+    """Equal members of a group: positions, tokens of each, and for each h the number with h heads."""
 
     positions: Sequence[int]
     tokens: cp_model.IntVar

@@ -46,7 +46,7 @@ class TriedGroupings:
         return sorted(self._found.values(), key=promise_of)[:most]
 
     def attempt(self, grouping: Grouping) -> Trial:
-        """Return the trial of a grouping in the fastest order of its parts, rebalanced if memory is short."""
+        """Return the trial of a grouping in the fastest order of groups, rebalanced if memory is short."""
         name = _unordered(grouping)
         if name not in self._found:
             layout = self._nested(grouping)
@@ -78,7 +78,7 @@ class TriedGroupings:
     def _order_matters(self, trial: Trial) -> bool:
         """Return whether another order of groups and members may be faster.
 
-        It may where a trial waits for keys, and would be the best so far without that wait.
+        Another order may help if the trial waits for keys, and would be the best so far without that wait.
         """
         phases, best = trial.timing.phases, self._best
         if phases.exchange <= _WAITING * phases.total or self._is_behind(trial):

@@ -163,7 +163,7 @@ class Charger:
         return operation.overloadpacket in _CHARGED
 
     def charge(self, operation: Any, arguments: Sequence[Any], result: Any) -> Charge:
-        """Return the charge of a call."""
+        """Return the modelled time to charge for a call of an operation."""
         packet = operation.overloadpacket
         if packet is _FORWARD:
             return self._attention_charge(*arguments[:3], causal=_is_causal(arguments, 4), backward=False)
