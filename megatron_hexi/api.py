@@ -18,8 +18,8 @@ __all__ = ["LoopJob", "LoopSession", "start"]
 
 if "megatron_hexi.adaptor" in sys.modules:
     raise HexiError(
-        "megatron_hexi.api: megatron_hexi.adaptor is imported, which changes Megatron-LM's loop; import one "
-        "of the two: Megatron-LM's loop takes --hexi-plan"
+        "megatron_hexi.api: megatron_hexi.adaptor is imported already, for Megatron-LM's loop; import the "
+        "api alone in a loop of your own, or the adaptor alone and give Megatron-LM --hexi-plan"
     )
 platform = select_platform("cuda" if torch.cuda.is_available() else "cpu")
 platform.install()  # before the next imports, which import Megatron

@@ -45,7 +45,9 @@ def _train(train: Any, config: Any, forward_step_func: Any, plan: str | Path, ca
     with user_errors():
         options = given_options()
         if options.hexi_plan is not None:
-            raise HexiError(f"--hexi-plan {options.hexi_plan}: the script names {plan}; leave the option out")
+            raise HexiError(
+                f"--hexi-plan {options.hexi_plan}: the script names {plan}; leave --hexi-plan out"
+            )
     options.hexi_plan = str(plan)
     try:
         train(config, forward_step_func, callbacks=callbacks)

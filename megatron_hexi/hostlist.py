@@ -53,7 +53,7 @@ def _numbers(ranges: str) -> list[str]:
         match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", item)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise PlatformError(
-                f"SLURM host list: {item[:40]} is no number or range; check SLURM_JOB_NODELIST"
+                f"SLURM host list: {item[:40]} is not a number or a range, as 1-3; check SLURM_JOB_NODELIST"
             )
         first, last = match[1], match[2] or match[1]
         _check_count(int(last) - int(first))

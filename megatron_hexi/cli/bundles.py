@@ -120,6 +120,6 @@ class PlanFeatures:
             if getattr(self, name) and self.unequal_stages is False:
                 raise HexiError(
                     f"{spell_flag(name, True)} and {spell_flag('unequal_stages', False)}: the first needs "
-                    "stages with layers of their own; leave out one of them"
+                    "the unequal stages that the second forbids; leave out one of them"
                 )
         return PlannerRules(**{name: getattr(self, name) for name in FEATURES})

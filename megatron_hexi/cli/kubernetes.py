@@ -87,7 +87,7 @@ class Manifests(Bundle):
         for field in dataclasses.fields(self):
             if getattr(self, field.name) != field.default:
                 raise HexiError(
-                    f"{flag_name(field.name)}: belongs to --kubernetes job|jobset; add it, or leave this out"
+                    f"{flag_name(field.name)}: works with --kubernetes only; add --kubernetes job or jobset"
                 )
 
     def settings(self, cluster: Cluster, name: str, **more: Any) -> Settings:
@@ -145,7 +145,7 @@ class TrainingManifests(Manifests):
             raise HexiError(f"--restarts {self.restarts}: give 0 to 1000")
         restarts = Settings.restarts if self.restarts is None else self.restarts
         if self.spare and self.elastic is None:
-            raise HexiError(f"--spare {self.spare[0]}: is of an elastic job; add --elastic NODES")
+            raise HexiError(f"--spare {self.spare[0]}: only elastic jobs have spares; add --elastic NODES")
         settings = self.settings(
             cluster, "train", restarts=restarts, least=self.elastic, spares=tuple(self.spare or ())
         )
@@ -155,7 +155,7 @@ class TrainingManifests(Manifests):
             pods = training_pods(plan, cluster, settings)
         else:
             if words == flags:
-                raise HexiError("--elastic: such a job goes on from checkpoints; add -- --save /FOLDER")
+                raise HexiError("--elastic: needs checkpoints to go on from; add -- --save /FOLDER")
             pods = elastic_pods(plan, cluster, settings)
             files["cluster.yaml"] = read_text(path)
             where = "" if settings.namespace is None else f" -n {settings.namespace}"
@@ -254,6 +254,6 @@ def launch_probe(
     settings = job.settings(machines, "probe", restarts=0)
     measured = measuring.read_words(words)
     if not settings.holds(str(measured)):
-        raise HexiError(f"-- -o {measured}: is lost with its pod; give a path in a --volume, without ..")
+        raise HexiError(f"-- -o {measured}: is lost with the pod; give a path in a --volume, and no ..")
     objects = manifests(probe_pods(machines, settings, words), {}, settings)
     write_manifests(objects, {"cluster": str(cluster)}, out, as_json=as_json)

@@ -87,7 +87,7 @@ def launch(
     planned = read_plan(plan)
     if more and not more[0].startswith("-"):
         if out or as_json or kubernetes.kubernetes:
-            raise HexiError(f"-- {more[0]}: runs a command, and prints nothing; leave the other options out")
+            raise HexiError(f"-- {more[0]}: hexi launch runs it; leave -o, --json and --kubernetes out")
         with naming_files(plan, cluster):
             find_gpus(planned, read_cluster(cluster))
         first = [word for pair in ADDED.items() for word in pair]

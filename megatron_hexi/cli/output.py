@@ -104,9 +104,7 @@ def check_outputs(
             continue
         check_output(path)
         if os.path.realpath(path) in used_paths:
-            raise HexiError(
-                f"{path}: would be overwritten, it is read or written already; choose another name"
-            )
+            raise HexiError(f"{path}: this command reads or writes the file already; choose another name")
         used_paths.add(os.path.realpath(path))
     if outputs and outputs[0] is not None:
         _check_ending(outputs[0], kind)
@@ -124,8 +122,8 @@ def _check_ending(path: Path, kind: str) -> None:
     kind_of_ending = next((name for name, endings in _ENDINGS.items() if ending in endings), kind)
     if kind_of_ending != kind:
         raise HexiError(
-            f"{path}: {kind} is written here, and the name ends as {kind_of_ending} does; end it in "
-            f".{_ENDINGS[kind][0]}"
+            f"{path}: the file is to be {kind}, but its name ends as that of {kind_of_ending}; end the name "
+            f"in .{_ENDINGS[kind][0]}"
         )
 
 

@@ -98,12 +98,12 @@ def place(
 def _nodes_text() -> str:
     """Read sinfo's output from standard input; refuse a terminal."""
     if sys.stdin is None or sys.stdin.isatty():
-        raise HexiError("standard input is no pipe; pipe in what sinfo says (hexi place --help)")
+        raise HexiError("standard input is a terminal or closed; pipe in sinfo's output (hexi place --help)")
     with contextlib.suppress(OSError, UnicodeDecodeError):
         text = sys.stdin.read(MAX_BYTES + 1)
         if len(text) <= MAX_BYTES:
             return text
-    raise HexiError("standard input is not what sinfo says; pipe that in (hexi place --help)")
+    raise HexiError("standard input is not sinfo's output; pipe it in, as hexi place --help shows")
 
 
 def _write(path: Path, hosts: list[str] | tuple[str, ...]) -> None:
@@ -134,7 +134,7 @@ def slurm_arguments(
     if save_interval < 1:
         raise HexiError(f"--save-interval {save_interval}: give a number of iterations above 0")
     if os.path.exists(checkpoints) and not os.path.isdir(checkpoints):
-        raise HexiError(f"--checkpoints {checkpoints}: is no folder; give one, which need not be there yet")
+        raise HexiError(f"--checkpoints {checkpoints}: is a file; give a folder, new or there already")
     text = read_text(file, MOST_OF_ARGUMENTS)
     located = located_words(text, file)
     read_arguments(located, file, read_plan(plan))

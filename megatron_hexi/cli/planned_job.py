@@ -88,5 +88,5 @@ class PlannedJob(Training):
             if differs:
                 raise PlanError(
                     f"{path}: job.{name} is {planned}, the command line has {spell_flag(name, value)}; leave "
-                    "it out, or make a plan for it with hexi plan"
+                    "the option out, or make a plan with it by hexi plan"
                 )

@@ -174,7 +174,7 @@ def _job_of_command(command: Sequence[str], job: NewJob, cluster: Path, out: Pat
     """Return the job that a command would start, whose arguments are written beside the plan."""
     if job.model:
         raise HexiError(
-            f"--model {job.model} beside -- {command[0]}: the command says the model; leave one out"
+            f"--model {job.model} beside -- {command[0]}: the command says the model; leave --model out"
         )
     written = out.with_suffix(".args")
     scripts = [Path(word) for word in command if os.path.isfile(word)]
@@ -260,7 +260,7 @@ def simulate(
     Compares with the cost model. With --scenario, simulates a changing cluster instead.
     """
     if scenario is not None and trace is not None:
-        raise HexiError(f"--trace {trace}: is of one iteration, --scenario of many; leave one out")
+        raise HexiError(f"--trace {trace}: shows one iteration, --scenario plays many; leave out one")
     replayed = read_plan(plan)
     check_outputs([plan, cluster, scenario, job.model_file(replayed)], [trace], picture, "JSON")
     machines = read_cluster(cluster)

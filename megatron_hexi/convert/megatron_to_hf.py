@@ -129,7 +129,7 @@ def _iteration(checkpoint: Path) -> Path:
         return checkpoint
     if isinstance(latest, str) and latest != "release":
         raise HexiError(
-            f"{get_checkpoint_tracker_filename(str(checkpoint))}: {latest[:40]!r} is no iteration; give "
+            f"{get_checkpoint_tracker_filename(str(checkpoint))}: {latest[:40]!r} is not an iteration; give "
             "one of its folders, as iter_0000500"
         )
     return iteration_folder(checkpoint, latest)

@@ -85,8 +85,8 @@ def device_speeds(device: Device, job: Job) -> Speeds:
     chosen = kernel_on(job.kernel, device.name)
     if chosen is not None and job.model.kernel_dim > WIDEST_HEADS.get(chosen, job.model.kernel_dim):
         raise ClusterError(
-            f"--kernel {chosen}: it takes heads up to {WIDEST_HEADS[chosen]}, those of {job.model.name} are "
-            f"of {job.model.kernel_dim}; choose another of {', '.join(device.kernels)}"
+            f"--kernel {chosen}: takes heads of up to {WIDEST_HEADS[chosen]} columns, those of "
+            f"{job.model.name} have {job.model.kernel_dim}; choose another of {', '.join(device.kernels)}"
         )
     attention = device.attention(chosen).map(lambda curve: curve.scaled(heads))
     memory = device.memory_gb_s * 1e9 * HBM_SHARE

@@ -122,6 +122,6 @@ class Hosts:
         if len(unknown):
             rank = self._cluster.ranks[int(unknown.flat[0])]
             raise ClusterError(
-                f"{self._cluster.nodes[rank.node].name}: nothing is known of the host memory beside "
-                f"{rank.device.name}, and the plan offloads there; give its entry in the cluster file host:"
+                f"{self._cluster.nodes[rank.node].name}: the plan offloads, but the host memory beside "
+                f"{rank.device.name} is not known; add host: to this entry of the cluster file"
             )

@@ -48,7 +48,7 @@ def check_job(plan: Plan, job: Job) -> Ints:
     if replicas != job.data_parallel:
         raise PlanError(
             f"replicas: the plan has {replicas}, the job {spell_flag('data_parallel', job.data_parallel)}; "
-            "make them equal"
+            f"give {spell_flag('data_parallel', replicas)}"
         )
     shares = assign_micro_batches(plan, job.global_batch_size, job.micro_batch_size)
     counts = [share.count for share in shares]
@@ -71,8 +71,8 @@ def _check_repeated(plan: Plan, job: Job) -> None:
     for experts in job.model.routed:
         if plan.workload.experts is None:
             raise PlanError(
-                f"the {experts.count} experts of {job.model.name} lie where --expert-model-parallel-size "
-                "puts them, which the plan does not say; give its stages layers, and its units experts"
+                f"workload.experts is missing: the plan does not say where the {experts.count} experts of "
+                f"{job.model.name} lie; give its stages layers:, and its units experts:"
             )
     if not job.has_equal_stages:
         raise PlanError(
@@ -85,8 +85,8 @@ def _check_repeated(plan: Plan, job: Job) -> None:
 def _check_stages(plan: Plan, job: Job) -> None:
     if job.pipeline_parallel != 1:
         raise PlanError(
-            f"{spell_flag('pipeline_parallel', job.pipeline_parallel)}: the plan has stages with layers of "
-            "their own; leave it out"
+            f"{spell_flag('pipeline_parallel', job.pipeline_parallel)}: the plan's stages have layers of "
+            "their own; leave the option out"
         )
     shared = any(len(stage.domains) > 1 and not stage.takes_micro_batches for stage in plan.stages)
     if shared and job.micro_batch_size != plan.job.micro_batch_size:

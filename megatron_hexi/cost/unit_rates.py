@@ -34,12 +34,12 @@ def unit_rates(plan: Plan, job: Job, cluster: Cluster) -> UnitRates:
     if any(job.model.has_state):
         raise PlanError(
             f"--batch-shares: {job.model.name} has Mamba layers or delta nets, whose heads cannot move "
-            "between batches; leave it out"
+            "between batches; leave --batch-shares out"
         )
     if domain_rows(plan)[0].layers is not None or job.pipeline_parallel > 1:
         raise PlanError(
             "--batch-shares: the plan has pipeline stages, between which all batches have the same rows; "
-            "give --pipeline-model-parallel-size 1, or leave it out"
+            "give --pipeline-model-parallel-size 1, or leave --batch-shares out"
         )
     gpus = rank_gpus(plan, len(cluster.ranks))
     devices = [[cluster.ranks[gpus[rank]].device for rank in member.ranks] for member in plan.members]

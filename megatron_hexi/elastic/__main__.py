@@ -171,8 +171,8 @@ def _this_node(path: Path) -> tuple[str, int, bool]:
                     return node, int(gpus), more == [SPARE]
             case _:
                 raise HexiError(
-                    f"--nodes {path}, line {number}: {line[:80]!r} is no line of hexi place; write the file "
-                    "with it"
+                    f"--nodes {path}, line {number}: {line[:80]!r} is not HOST NODE GPUS, as hexi place "
+                    "writes it; write the file with hexi place"
                 )
     raise HexiError(f"--nodes {path}: has no line for {host}; give what hexi place wrote for this job")
 
@@ -229,7 +229,7 @@ def _read(words: list[str]) -> tuple[argparse.Namespace, AgentSettings | None]:
     if options.keep_store:
         for word in words:
             if word.startswith("--") and word.partition("=")[0] not in _OF_THE_STORE:
-                raise HexiError(f"--keep-store: {word} has no effect beside it; leave one of them out")
+                raise HexiError(f"--keep-store: {word} has no effect on the store; leave {word} out")
         _check_node(options)
         options.secret = find_secret(options.secret_file, alone=False)
         return options, None
@@ -243,7 +243,7 @@ def _read(words: list[str]) -> tuple[argparse.Namespace, AgentSettings | None]:
     if options.nodes is not None:
         if options.node is not None or options.ranks is not None or options.spare:
             raise HexiError(
-                "--nodes: sets --node, --nproc-per-node and --spare; give either --nodes or these three"
+                "--nodes: its file says --node, --nproc-per-node and --spare; leave these three out"
             )
         options.node, options.ranks, options.spare = _this_node(Path(options.nodes))
     if options.ranks is None:

@@ -61,10 +61,10 @@ def find_secret(path: str | None, alone: bool) -> bytes:
         raise HexiError(f"{place}: the secret is not text; make one by: {_MAKE}") from None
     if len(secret) < _LEAST:
         raise HexiError(
-            f"{place}: {len(secret)} characters can be guessed, {_LEAST} are needed; take one from: {_MAKE}"
+            f"{place}: the secret has {len(secret)} characters, {_LEAST} are needed; make one by: {_MAKE}"
         )
     if _is_plain(secret):
-        raise HexiError(f"{place}: it is no random one, so it can be guessed; take one from: {_MAKE}")
+        raise HexiError(f"{place}: the secret is not random, it can be guessed; make one by: {_MAKE}")
     return secret
 
 

@@ -153,7 +153,7 @@ class Decoder:
         if self.latent is not None:
             self.latent.check(self)
         if self.state is not None and self.latent is not None:
-            raise HexiError(f"model {self.name}: state beside latent attention is not known; leave it out")
+            raise HexiError(f"model {self.name}: state and latent exclude each other; leave one out")
         if self.pattern:
             self._check_pattern()
         elif self.short_conv is not None:
@@ -187,8 +187,8 @@ class Decoder:
         of_layers = [part for part in (self.experts, self.state) if part is not None and part.layers]
         if self.window or self.latent or self.mtp_layers or self.post_norms or of_layers:
             raise HexiError(
-                f"{said}: is not supported with windows, latent attention, multi-token prediction, norms "
-                "behind parts or a list of layers; leave these out"
+                f"{said}: does not work with window, latent, mtp_layers, post_norms, or layers of experts or "
+                "state; leave these out"
             )
 
     @cached_property

@@ -48,7 +48,7 @@ class Experts(Mlp):
         check_sizes("experts", self, {"shared_ffn_hidden_size": 0})
         freeze_layers("experts", self)
         if self.shared_gate and not self.shared_ffn_hidden_size:
-            raise HexiError("experts: shared_gate without shared experts; leave it out")
+            raise HexiError("experts: shared_gate without shared_ffn_hidden_size; leave shared_gate out")
         if self.active > self.count:
             raise HexiError(
                 f"experts: active = {self.active} of {self.count} experts; give a number up to {self.count}"

@@ -78,7 +78,7 @@ class Latent(SoftmaxAttention):
             if is_so:
                 verb = "add" if words.startswith("without") else "remove"
                 raise HexiError(
-                    f"{source}: --multi-latent-attention {words} is not read: its weights are not counted; "
+                    f"{source}: --multi-latent-attention {words} is not supported: its weights are unknown; "
                     f"{verb} {words.partition(' ')[2]}"
                 )
         return {

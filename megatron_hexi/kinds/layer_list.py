@@ -52,7 +52,7 @@ def layer_pattern(flag: str, pattern: str | list[int], layers: int, source: str)
         values = None
     if not isinstance(values, list) or any(value not in (0, 1) for value in values):
         said = str(pattern)[:40]
-        raise HexiError(f"{source}: {flag} {said}: is no list of 0 and 1; write one, as '[0]*3+[1]*{layers}'")
+        raise HexiError(f"{source}: {flag} {said}: not a list of 0 and 1; write it as '[0]*3+[1]*{layers}'")
     if len(values) != layers:
         raise HexiError(
             f"{source}: {flag} has {len(values)} entries for the model's {layers} layers; give one for each"

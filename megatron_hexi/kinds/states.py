@@ -65,8 +65,8 @@ def check_state_heads(args: Namespace, source: str, letter: str, width: int, ask
     groups, heads = ((kind.flag_of[name], sizes[name]) for name in ("groups", "heads"))
     if heads[1] % groups[1]:
         raise PlanError(
-            f"{groups[0]} {groups[1]} does not divide {heads[0]} {heads[1]}; give numbers of which one "
-            "divides the other"
+            f"{groups[0]} {groups[1]} does not divide {heads[0]} {heads[1]}; give a {groups[0]} "
+            f"that divides {heads[1]}"
         )
     for flag, count in (groups, heads):
         if count % width:

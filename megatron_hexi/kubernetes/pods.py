@@ -122,8 +122,8 @@ def _spares(cluster: Cluster, used: Mapping[int, int], settings: Settings) -> di
         if not numbers or any(number in used for number in numbers):
             free = [node.name for number, node in enumerate(cluster.nodes) if number not in used]
             raise HexiError(
-                f"--spare {name}: is no node that the plan leaves out; "
-                + (f"give one of {', '.join(free)}" if free else "the plan uses all nodes: leave it out")
+                f"--spare {name}: the plan uses this node, or the cluster file lacks it; "
+                + (f"give one of {', '.join(free)}" if free else "the plan uses all nodes: leave --spare out")
             )
         spares |= {number: len(cluster.nodes[number].ranks) for number in numbers}
     return spares

@@ -85,10 +85,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):
-            raise HexiError(f"--kubernetes {self.form}: is no form; give {' or '.join(get_args(Form))}")
+            raise HexiError(f"--kubernetes {self.form}: not known; give {' or '.join(get_args(Form))}")
         if not _IMAGE.fullmatch(self.image) or len(self.image) > 255:
             raise HexiError(
-                f"--image {self.image}: is no name of an image; give one as registry.example/hexi:0.1.0"
+                f"--image {self.image}: not an image's name; give one as registry.example/hexi:0.1.0"
             )
         if not _SERVICE.fullmatch(self.name) or len(self.name) > MAX_NAME:
             raise HexiError(
@@ -106,7 +106,7 @@ class Settings:
         for volume in self.volumes:
             if volume.path in taken:
                 raise HexiError(
-                    f"--volume {volume.source}:{volume.path}: {taken[volume.path]}; choose another"
+                    f"--volume {volume.source}:{volume.path}: {taken[volume.path]}; choose another /PATH"
                 )
             taken[volume.path] = "another --volume is mounted there"
 
@@ -135,9 +135,9 @@ def read_volume(text: str) -> Volume:
         raise HexiError(f"--volume {text}: give CLAIM:/PATH or /FOLDER:/PATH, with :ro to read only")
     if source.startswith("/"):
         if not _is_folder(source):
-            raise HexiError(f"--volume {text}: {source} is no plain absolute path of the nodes; give one")
+            raise HexiError(f"--volume {text}: {source}: give a folder of the nodes below /, without ..")
     elif not _CLAIM.fullmatch(source) or len(source) > _MAX_SUBDOMAIN:
-        raise HexiError(f"--volume {text}: {source!r} is no name of a PersistentVolumeClaim; correct it")
+        raise HexiError(f"--volume {text}: {source!r} cannot name a PersistentVolumeClaim; give CLAIM:/PATH")
     return Volume(source, PurePosixPath(rest[0]), read_only)
 
 

@@ -30,10 +30,10 @@ def check_batch_shares(args: Namespace, plan: Plan) -> None:
         return
     if not is_packed(args):
         raise HexiError(
-            f"{_FLAG}: assigns documents, and each sequence of the job is one; give "
-            "--dataloader-inter-document-masking or --sft too, or leave it out"
+            f"{_FLAG}: shares out documents, and each sequence of the job is one document; add "
+            f"--dataloader-inter-document-masking or --sft, or leave {_FLAG} out"
         )
-    remedy = "make a plan with --pipeline-model-parallel-size 1, or leave it out"
+    remedy = f"make a plan with --pipeline-model-parallel-size 1, or leave {_FLAG} out"
     if args.pipeline_model_parallel_size > 1:
         raise HexiError(
             f"{_FLAG}: does not work with pipeline stages, which send the same rows in every batch; {remedy}"
@@ -42,12 +42,12 @@ def check_batch_shares(args: Namespace, plan: Plan) -> None:
     if in_round():
         raise HexiError(
             f"{_FLAG}: is not supported in elastic jobs: a plan made after a node failure does not say "
-            "how fast its units are; start with torchrun, or leave it out"
+            f"how fast its units are; start with torchrun, or leave {_FLAG} out"
         )
     if plan.rates is None:
         raise HexiError(
-            f"{_FLAG}: {args.hexi_plan} does not say how fast its units are; make it with hexi plan "
-            "--batch-shares, or leave it out"
+            f"{_FLAG}: {args.hexi_plan} does not say how fast its units are; make a plan with "
+            f"hexi plan --batch-shares, or leave {_FLAG} out"
         )
     for name, (flag, reason) in _REFUSED.items():
         if getattr(args, name, None):

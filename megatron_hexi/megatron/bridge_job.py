@@ -87,7 +87,7 @@ def hold_configuration(config: Any, options: Namespace, device: torch.device) ->
     if given is not None and given.mesh is not None and kept:
         raise HexiError(
             f"checkpoint.{kept[0]} {getattr(config.checkpoint, kept[0])}: stages that have layers of their "
-            "own are saved and loaded by Megatron-LM's loop alone; leave it out, or make a plan with "
+            "own are saved and loaded by Megatron-LM's loop alone; leave the field out, or make a plan with "
             "planner: {unequal_stages: false} in the cluster file"
         )
     order_communication(held.args)
@@ -112,12 +112,12 @@ def _refuse_settings(config: Any) -> None:
         if value not in (None, allowed):
             place = section if name is None else f"{section}.{name}"
             told = type(value).__name__ if name is None else value
-            raise HexiError(f"{place} {told}: {reason}; leave it out, or train without --hexi-plan")
+            raise HexiError(f"{place} {told}: {reason}; leave {place} out, or train without --hexi-plan")
     for section, kind in (("model", GPTModelProvider), ("dataset", GPTDatasetConfig)):
         value = getattr(config, section)
         if not isinstance(value, kind):
             raise HexiError(
-                f"{section} {type(value).__name__}: under a plan it is a {kind.__name__}; give one, or train "
+                f"{section} {type(value).__name__}: a plan needs a {kind.__name__} here; give one, or train "
                 "without --hexi-plan"
             )
     if config.dataset.dataloader_type not in (None, "single", "cyclic"):
@@ -130,7 +130,7 @@ def _refuse_settings(config: Any) -> None:
         if value not in (None, trained):
             raise HexiError(
                 f"validation.eval_{name} {value}: the replicas of a plan share out batches of train.{name} "
-                f"{trained}; leave it out"
+                f"{trained}; leave validation.eval_{name} out"
             )
 
 

@@ -83,7 +83,7 @@ def start_session(given: GivenPlan, device: torch.device, options: GroupOptions)
     if len(job_ranks) != given.plan.units:
         raise PlanError(
             f"{given.path}: the plan has {given.plan.units} members, Megatron's data-and-context-parallel "
-            f"group {len(job_ranks)}; make the two equal"
+            f"group {len(job_ranks)} ranks; make the two equal"
         )
     domains = [replica.domain for replica in given.plan.replicas]
     ranks = [[member.number for member in domain.members] for domain in domains]

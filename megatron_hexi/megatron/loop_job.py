@@ -123,8 +123,8 @@ def hold_loop(plan: str | Path, job: LoopJob, device: torch.device, *, stages: b
         if name in _OF_THE_LOOP or not (name in places or is_ours):
             place = "the model's configuration" if name in places else f"arguments={{{name!r}: {value!r}}}"
             raise PlanError(
-                f"{plan}: trains with {name} {value}, which only the loop can carry out; do so, and state it "
-                f"in {place}"
+                f"{plan}: trains with {name} {value}, which your loop has to carry out; let it do so, and "
+                f"state this in {place}"
             )
         if name not in _OF_MEGATRON_LM:
             settings += [(one.section, one.field.name, value) for one in places.get(name, ())]
@@ -165,9 +165,9 @@ def _arguments(
     sizes = {name: getattr(job, name) for name in ("seq_length", "micro_batch_size", "global_batch_size")}
     for name in job.arguments:
         if name in sizes or name in places:
-            raise HexiError(f"arguments: {name} is a field of the job or its model; state it there alone")
+            raise HexiError(f"arguments: {name} is a field of the job or its model; state it there, not here")
         if not hasattr(args, name):
-            raise HexiError(f"arguments: {name} is no argument of Megatron; correct or remove it")
+            raise HexiError(f"arguments: Megatron has no argument {name}; correct or remove it")
         if name.startswith("hexi_") and name != "hexi_kernel":
             raise HexiError(f"--{name.replace('_', '-')}: needs Megatron-LM's loop; leave it out")
     values, stated = {}, set()

@@ -75,7 +75,7 @@ class LoopSession:
             if not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.shape[1] != length:
                 shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise PlanError(
-                    f"batch[{name!r}] is {shape}, not [B, {length}, …]; give whole sequences, or leave it out"
+                    f"batch[{name!r}] is {shape}, not [B, {length}, …]; give whole sequences, or no {name!r}"
                 )
             if rows.get("loss_mask") is None:
                 rows["loss_mask"] = torch.ones(len(tensor), shard.rows, device=tensor.device)
@@ -147,7 +147,7 @@ def start_loop(plan: str | Path, job: LoopJob, device: torch.device, patches: Pa
     if not dist.is_initialized():
         raise HexiError("start: torch.distributed has no process group; call init_process_group before")
     if parallel_state.model_parallel_is_initialized():
-        raise HexiError("start: Megatron has groups; call start in place of initialize_model_parallel")
+        raise HexiError("start: Megatron has groups already; call start, not initialize_model_parallel")
     if in_round():
         raise HexiError("start: an elastic job needs Megatron-LM's loop; start with torchrun")
     rank, world_size, mistake = dist.get_rank(), dist.get_world_size(), ""

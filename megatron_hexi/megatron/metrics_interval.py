@@ -41,15 +41,15 @@ def set_metrics_interval(args: Namespace, plan: Plan, on_gpu: bool) -> None:
     """
     stated, looks = args.hexi_metrics_interval, args.hexi_replan_interval
     if stated is not None and stated < 1:
-        raise HexiError(f"{_FLAG} {stated}: measures every so many iterations; give 1 or more")
+        raise HexiError(f"{_FLAG} {stated}: a number of iterations; give 1 or more")
     most = None if looks is None else max(1, looks // LOOKED_AT)
     if stated is None:
         chosen = default_interval(args, plan) if on_gpu else 1
         args.hexi_metrics_interval = chosen if most is None else min(most, chosen)
     elif most is not None and stated > most:
         raise HexiError(
-            f"{_FLAG} {stated}: --hexi-replan-interval {looks} has {looks // stated} measured iterations to "
-            f"look at and needs {min(looks, LOOKED_AT)}; give {_FLAG} {most}, or --hexi-replan-interval "
+            f"{_FLAG} {stated}: measures {looks // stated} iterations of --hexi-replan-interval {looks}, "
+            f"which needs {min(looks, LOOKED_AT)}; give {_FLAG} {most}, or --hexi-replan-interval "
             f"{LOOKED_AT * stated}"
         )
 

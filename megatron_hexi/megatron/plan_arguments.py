@@ -92,7 +92,7 @@ def refuse_without_plan(args: Namespace) -> None:
         value = getattr(args, name)
         if value != default:
             option = f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "")
-            raise HexiError(f"{option}: {reason}; give --hexi-plan too, or leave it out")
+            raise HexiError(f"{option}: {reason}; add --hexi-plan, or leave this option out")
 
 
 def set_terms(args: Namespace) -> None:

@@ -34,8 +34,8 @@ _LAYOUT = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-_RESHARD = "save it again with --dist-ckpt-optim-fully-reshardable"
-_FRESH = "--no-load-optim starts a new optimizer"
+_RESHARD = "save again from the old job with --dist-ckpt-optim-fully-reshardable"
+_FRESH = "add --no-load-optim to start a new optimizer"
 
 
 #: Arguments of Megatron that decide on names and shapes of weights.
@@ -68,8 +68,8 @@ def check_model(folder: str, args: Namespace, saved: Namespace) -> None:
     if differ:
         there, here = (_spelt(differ, values) for values in (saved, args))
         raise CheckpointError(
-            f"--load {folder}: it is of another model: it has {there}, this job {here}; train with the "
-            "checkpoint's, or load one of this model"
+            f"--load {folder}: the checkpoint is of another model: it has {there}, this job {here}; train "
+            f"with {there}, or load a checkpoint of this model"
         )
 
 
@@ -88,22 +88,23 @@ def check_optimizer_state(folder: str, args: Namespace, saved: Namespace, shardi
     here, there = args.use_distributed_optimizer, saved.use_distributed_optimizer
     if here != there:
         raise CheckpointError(
-            f"--load {folder}: it was saved {_with(there)} --use-distributed-optimizer, this job trains "
-            f"{_with(here)} it; train {_with(there)} it, or {_FRESH}"
+            f"--load {folder}: the checkpoint was saved {_with(there)} --use-distributed-optimizer, this job "
+            f"trains {_with(here)} it; train {_with(there)} it, or {_FRESH}"
         )
     sizes = saved.expert_model_parallel_size, args.expert_model_parallel_size
     if min(sizes) == 1 < max(sizes):
         raise CheckpointError(
-            f"--load {folder}: it was saved with --expert-model-parallel-size {sizes[0]}, this job has "
-            f"{sizes[1]}, and with more than 1 Megatron keeps the optimizer state of experts apart; {_FRESH}"
+            f"--load {folder}: the checkpoint was saved with --expert-model-parallel-size {sizes[0]}, this "
+            f"job has {sizes[1]}; above 1 Megatron keeps the optimizer state of experts apart; {_FRESH}"
         )
     if sharding == "dp_reshardable":
         for name in _LAYOUT:
             if getattr(saved, name, None) != getattr(args, name, None):
                 raise CheckpointError(
-                    f"--load {folder}: it was saved with --{name.replace('_', '-')} {getattr(saved, name)}, "
-                    f"this job has {getattr(args, name)}, and its optimizer state is in Megatron's default "
-                    f"format; train with {getattr(saved, name)}, or {_RESHARD} there; {_FRESH}"
+                    f"--load {folder}: the checkpoint was saved with --{name.replace('_', '-')} "
+                    f"{getattr(saved, name)}, this job has {getattr(args, name)}, and the format of "
+                    "its optimizer state is Megatron's default; train with "
+                    f"{getattr(saved, name)}, or {_RESHARD}, or {_FRESH}"
                 )
 
 
@@ -123,7 +124,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise  # --exit-on-missing-checkpoint
             with user_errors():
                 raise CheckpointError(
-                    f"--load {load_dir}: it has no file for this rank, or one that cannot be read: what was "
+                    f"--load {load_dir}: the file of this rank is missing or cannot be read: what was "
                     "saved with --ckpt-format torch is loaded under the same --tensor-model-parallel-size "
                     "and --pipeline-model-parallel-size alone; train with those, or save with --ckpt-format "
                     "torch_dist"
@@ -215,7 +216,7 @@ def _with_same_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
                         f"--load {checkpoint_dir}: its optimizer state is in Megatron's default format, and "
                         "in other buckets than this job has; train with the same --overlap-grad-reduce, "
                         "--ddp-bucket-size, --ddp-num-buckets and layers of a stage, or "
-                        f"{_RESHARD} there; {_FRESH}"
+                        f"{_RESHARD}, or {_FRESH}"
                     )
         return original(sharded_state_dict, checkpoint_dir, *rest, **kwargs)
 

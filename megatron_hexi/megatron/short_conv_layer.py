@@ -51,7 +51,9 @@ class ShortConvLayer(MambaLayer):
     ) -> None:
         del add_layer_offset
         if more.pop("is_mtp_layer", False):
-            raise PlanError("short convolutions do not predict further tokens; leave C out of the last part")
+            raise PlanError(
+                "--hybrid-layer-pattern: layers C cannot predict further tokens; leave C out of the last part"
+            )
         super().__init__(config, submodules, layer_number, **more)
 
 

@@ -33,4 +33,4 @@ def refuse_imbalance(imbalance: float | None, model: Model) -> None:
     """
     if imbalance is not None and not model.routed:
         flag = spell_flag("expert_imbalance", imbalance)
-        raise HexiError(f"{flag}: {model.name} has no experts; leave it out")
+        raise HexiError(f"{flag}: {model.name} has no experts; leave the option out")

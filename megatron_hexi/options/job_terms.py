@@ -115,7 +115,7 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
             if flag in given:
                 raise PlanError(
                     f"{args.hexi_plan}: its stages say what they recompute, the command line has {flag}; "
-                    "leave it out"
+                    f"leave {flag} out"
                 )
     return changed
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -220,7 +221,8 @@ class Refused:
     @property
     def message(self) -> str:
         """The error message: the option, the reason and the remedy."""
-        return f"{self.option} does not work with {self.conflicts_with}: {self.reason}; {self.remedy}"
+        remedy = re.sub(r"\b(leave|train without) it\b", rf"\1 {self.option}", self.remedy)
+        return f"{self.option} does not work with {self.conflicts_with}: {self.reason}; {remedy}"
 
     @property
     def test(self) -> str:

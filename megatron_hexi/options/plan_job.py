@@ -86,23 +86,23 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
     loss_ranks = {max(m.ranks) for replica in plan.replicas for m in replica.stages[-1].members}
     if plan.ranks - 1 not in loss_ranks:
         raise PlanError(
-            f"{path}: rank {plan.ranks - 1} does not compute the loss, which the job's last rank logs; give "
-            "it a place in the last stage of a replica, as the highest rank of its unit"
+            f"{path}: rank {plan.ranks - 1}, the job's last, logs the loss and does not compute it; put this "
+            "rank into the last stage of a replica, as the highest rank of its unit"
         )
     ends = [stage for replica in plan.replicas for stage in (replica.stages[0], replica.stages[-1])]
     if not any(0 in member.ranks for stage in ends for member in stage.members):
         raise PlanError(
-            f"{path}: rank 0 reads no data, and whether there is any is the job's first rank to say; give it "
-            "a place in the first or the last stage of a replica"
+            f"{path}: rank 0 is in a stage that reads no data, and has to know whether there is any; put "
+            "rank 0 into the first or the last stage of a replica"
         )
     if plan.has_offload and getattr(args, "async_save", False):
         raise PlanError(
             f"{path}: its stages offload, and --async-save writes host memory while the next step changes "
-            "it; leave out one of them"
+            "it; leave out --async-save, or offload: in the plan"
         )
     if plan.takes_micro_batches and is_packed(args):
         raise PlanError(
-            f"{path}: its domains take whole micro-batches, which do not follow documents yet; leave out "
+            f"{path}: domains that take whole micro-batches do not support documents yet; leave out "
             "--dataloader-inter-document-masking and --sft, or give the domains samples"
         )
     size = args.ffn_hidden_size

@@ -93,20 +93,20 @@ def _check_layers(plan: Plan, replica: Replica, place: Place, where: Where) -> N
     if len(stages) == 1 and stages[0].layers is None:
         if not plan.is_repeated:
             refuse(
-                where, (*place, 0, "layers"), "is missing, other replicas have it", "give it, as [0, layers]"
+                where, (*place, 0, "layers"), "is missing, other replicas state layers", "add layers: [0, L]"
             )
         refuse_ministages(stages[0], (*place, 0), where)
         return
     total, reached = plan.workload.layers, 0
     if total is None:
-        refuse(where, ("workload", "layers"), "is missing, stages have layers of their own", "give it")
+        refuse(where, ("workload", "layers"), "is missing, stages state layers", "add layers: N, the model's")
     for term, stated in (
         ("pipeline_parallel", plan.job.pipeline_parallel is not None),
         ("virtual_stages", plan.job.virtual_stages not in (None, 1)),
     ):
         if stated:
             value = getattr(plan.job, term)
-            refuse(where, ("job", term), f"is {value}, the plan has stages of its own", "leave it out")
+            refuse(where, ("job", term), f"is {value}, but stages state layers", f"leave {term} out")
     for s, stage in enumerate(stages):
         here = (*place, s, "layers")
         if stage.layers is None:
@@ -185,7 +185,7 @@ def _check_batch(plan: Plan, where: Where) -> None:
 def _check_rates(plan: Plan, rates: UnitRates, where: Where) -> None:
     """Check that every list of unit rates has one value for each unit."""
     if not plan.is_repeated:
-        refuse(where, ("rates",), "is given, stages have layers of their own", "leave it out")
+        refuse(where, ("rates",), "works only with stages without layers", "leave rates out")
     for name in ("row_s", "pair_s", "room"):
         count = len(getattr(rates, name))
         if count != plan.units:

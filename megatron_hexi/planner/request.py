@@ -52,7 +52,7 @@ class Request:
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed.difference(CHOSEN))
         if unknown:
-            raise HexiError(f"fixed: {unknown[0]} is not the planner's to choose; give some of {CHOSEN}")
+            raise HexiError(f"fixed: {unknown[0]} cannot be fixed; name some of {', '.join(CHOSEN)}")
         for name in ("context_parallel", "virtual_stages", "expert_parallel"):
             size = getattr(self, name)
             if size is not None and size < 1:
@@ -60,7 +60,7 @@ class Request:
         if self.expert_parallel is not None and self.job.model.experts is None:
             if self.expert_parallel > 1:
                 size_of = spell_flag("expert_parallel", self.expert_parallel)
-                raise HexiError(f"{size_of}: {self.job.model.name} has no experts; leave it out")
+                raise HexiError(f"{size_of}: {self.job.model.name} has no experts; leave the option out")
             object.__setattr__(self, "expert_parallel", None)
         if self.virtual_stages is not None and self.virtual_stages > 1:
             self._refuse_beside_chunks(self.virtual_stages)
@@ -73,14 +73,14 @@ class Request:
         spelt = spell_flag("virtual_stages", chunks)
         if self.job.model.experts is not None:
             raise HexiError(
-                f"{spelt}: plans of models with experts have stages with layers of their own, which run "
-                "whole; leave it out"
+                f"{spelt}: stages of models with experts have layers of their own, and are not cut into "
+                "chunks; leave the option out"
             )
         if self.job.model.uncut:
-            raise HexiError(f"{spelt}: {self.job.model.uncut}; leave it out")
+            raise HexiError(f"{spelt}: {self.job.model.uncut}; leave the option out")
         if self.rules.unequal_stages:
             allowed = spell_flag("unequal_stages", True)
-            raise HexiError(f"{spelt} and {allowed}: chunks are of equal stages; leave one of them out")
+            raise HexiError(f"{spelt} and {allowed}: only equal stages have chunks; leave one of them out")
 
     @property
     def may_interleave(self) -> bool:

@@ -310,7 +310,7 @@ def load_partial(path: Path, fresh: Measurement) -> Measurement:
     try:
         kept = measurement_from_json(text)
     except ValidationError:
-        raise HexiError(f"{path}: is no measurement of this version; remove it, or {remedy}") from None
+        raise HexiError(f"{path}: is no measurement of this version; remove the file, or {remedy}") from None
     for name, old, new in (
         ("megatron-hexi", kept.hexi, fresh.hexi),
         ("ranks", len(kept.ranks), len(fresh.ranks)),

@@ -206,7 +206,7 @@ def open_record(path: Path) -> None:
             begin = file.read(len(_BEGIN))
             if not _BEGIN.startswith(begin):
                 raise HexiError(
-                    f"{path}: is no run's record ({short(begin[:20])}); give --hexi-record another file"
+                    f"{path}: begins with {short(begin[:20])}, no record; give --hexi-record another file"
                 )
             text = begin + file.read()
             file.truncate(text.rfind(b"\n") + 1)
@@ -239,7 +239,7 @@ def read_record(path: Path) -> Record:
         if isinstance(entry, Start):
             legs.append((entry, []))
         elif not legs:
-            raise HexiError(f"{path}:{number}: an interval before any start; the beginning is missing")
+            raise HexiError(f"{path}:{number}: no start of a run before this line; give the whole file")
         else:
             _check_lengths(path, number, entry, len(legs[-1][0].devices))
             legs[-1][1].append(entry)
@@ -263,7 +263,7 @@ def _entry(path: Path, number: int, line: str) -> Start | Interval:
         data = None
     if not isinstance(data, dict) or len(data) != 1 or next(iter(data)) not in _KINDS:
         raise HexiError(
-            f"{path}:{number}: {short(line)} is no line of a run's record; give the file of its --hexi-record"
+            f"{path}:{number}: {short(line)} is not a line of a run's record; give what --hexi-record wrote"
         )
     ((kind, value),) = data.items()
 

@@ -20,16 +20,16 @@ def check_replanning(args: Namespace, plan: Plan) -> None:
     if interval is None:
         if cluster is not None and not in_round():
             raise HexiError(
-                f"--hexi-cluster {cluster}: is for re-planning; give {_FLAG} 10 too, or leave it out"
+                f"--hexi-cluster {cluster}: is for re-planning; add {_FLAG} 10, or leave --hexi-cluster out"
             )
         return
     what = f"{_FLAG} {interval}"
     if interval < 2:
-        raise HexiError(f"{what}: looks every so many iterations; give 2 or more, for example 10")
+        raise HexiError(f"{what}: a number of iterations between looks; give 2 or more, as 10")
     if not 0 <= args.hexi_replan_threshold < 1:
         raise HexiError(
-            f"--hexi-replan-threshold {args.hexi_replan_threshold}: is a part of an iteration; "
-            "give for example 0.03"
+            f"--hexi-replan-threshold {args.hexi_replan_threshold}: is a part of an iteration's time; "
+            "give 0 to below 1, as 0.03"
         )
     if cluster is None:
         raise HexiError(f"{what}: the planner needs the machines; give --hexi-cluster cluster.yaml too")
@@ -37,14 +37,14 @@ def check_replanning(args: Namespace, plan: Plan) -> None:
         raise HexiError(f"--hexi-cluster {cluster}: no such file; give the cluster file of the plan")
     if not in_round() and not can_move(plan):
         raise HexiError(
-            f"{what}: tokens, heads and samples of {args.hexi_plan} have no other unit to go to, nothing can "
-            "move; leave it out"
+            f"{what}: {args.hexi_plan} has no second unit to which tokens, heads or samples could move; "
+            f"leave {_FLAG} out"
         )
     if getattr(args, "fp8", None):
-        raise HexiError(f"{what}: the planner does not know the work of --fp8-format; leave one of them out")
+        raise HexiError(f"{what}: the planner cannot time --fp8-format; leave out one of the two")
     layer_features(args, what)  # refuses layers whose weights are not counted
     if getattr(args, "cuda_graph_impl", "none") not in ("none", None):
-        raise HexiError(f"{what}: --cuda-graph-impl fixes the rows of a rank; leave one of them out")
+        raise HexiError(f"{what}: --cuda-graph-impl fixes the rows of a rank; leave out one of the two")
 
 
 def can_move(plan: Plan) -> bool:

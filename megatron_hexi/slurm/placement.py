@@ -60,7 +60,7 @@ def place(
     unknown = [host for host in hosts if host not in slurm_nodes]
     if unknown:
         raise PlatformError(
-            f"the job has the host {unknown[0]}, which the list of Slurm's nodes lacks; give sinfo --all"
+            f"the job's host {unknown[0]} is missing in sinfo's output; pipe in that of sinfo --all"
         )
     entries = [entry for entry in cluster.file.nodes for _ in range(entry.count)]
     nodes = [
@@ -116,7 +116,7 @@ def find_gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
         name = plan.provenance.cluster if plan.provenance else None
         raise PlanError(
             f"the plan was made for the cluster {name} (digest {made_for[:12]}), and cluster {cluster.name} "
-            f"(digest {cluster_digest(cluster)[:12]}) is another; give its own cluster file, or plan again"
+            f"(digest {cluster_digest(cluster)[:12]}) is another; give the first one's file, or plan again"
         )
     gpus = rank_gpus(plan, len(cluster.ranks))
     if max(gpus) >= len(cluster.ranks) or not covers_gpus(plan, len(gpus)):

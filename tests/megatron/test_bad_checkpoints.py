@@ -48,7 +48,7 @@ def refused(forks, tmp_path, words, **entry):
 
 def test_a_checkpoint_of_another_model(forks, saved, tmp_path):
     line = refused(forks, tmp_path, [*JOB, "--ffn-hidden-size", "200", "--load", saved])
-    assert line.startswith(f"--load {saved}: it is of another model: it has ")
+    assert line.startswith(f"--load {saved}: the checkpoint is of another model: it has ")
     assert "ffn-hidden-size 256" in line
     assert "this job ffn-hidden-size 200" in line
 
@@ -141,7 +141,7 @@ UNCONVERTED = {
     "a name too long": (("hf-to-megatron", "fifo", "x" * 300), "cannot be made in"),
     "no name": (("hf-to-megatron", "fifo", "."), ".: is there already"),
     "an empty name": (("hf-to-megatron", "", "out"), "HF_FOLDER: is empty"),
-    "no iteration": (("megatron-to-hf", "weights", "out", "--like", "fifo"), "'x' is no iteration; give"),
+    "no iteration": (("megatron-to-hf", "weights", "out", "--like", "fifo"), "'x' is not an iteration; give"),
 }
 
 

@@ -136,13 +136,16 @@ def test_a_planted_fault_shows_in_the_first_loss(results: Results):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ("grid", "dist.use_decentralized_pg True: its groups are not those of the plan; leave it out"),
+        (
+            "grid",
+            "dist.use_decentralized_pg True: its groups are not those of the plan",
+        ),
         ("length", "workload.seq_length is 101, but the job has --seq-length 100"),
         ("context", "but the job has --context-parallel-size 2; give --context-parallel-size 4"),
         ("dropout", "--hidden-dropout"),
         ("validation", "validation.eval_global_batch_size 8: the replicas of a plan share out batches of"),
         ("loader", "dataset.dataloader_type batch: its batches are not shared out by a plan; give single or"),
-        ("epochs", "train.num_epochs 2: a plan's batches are counted in iterations; leave it out"),
+        ("epochs", "train.num_epochs 2: a plan's batches are counted in iterations; leave train.num_epochs"),
         ("ranks", "need 4 ranks, but the job has 1; start 4 ranks or use another plan"),
         ("record", "--hexi-record: needs Megatron-LM's loop; leave it out"),
         ("kernel", "--hexi-kernel"),

@@ -78,8 +78,8 @@ def test_chunks_that_contradict_the_command_line(take, words, says):
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [
-        ((1, 0, 2), "rank 0 reads no data, and whether there is any is the job's first rank to say"),
-        ((0, 2, 1), "rank 2 does not compute the loss, which the job's last rank logs"),
+        ((1, 0, 2), "rank 0 is in a stage that reads no data"),
+        ((0, 2, 1), "rank 2, the job's last, logs the loss and does not compute it"),
     ],
 )
 def test_the_first_and_the_last_rank_of_a_job_have_places_that_megatron_asks_of_them(take, ranks, says):
@@ -194,7 +194,7 @@ MISMATCHES = {
         ("--micro-batch-size does not work with a number below 1", "give 1 or more"),
     ),
     "kernel": (THREE_AND_ONE, ("--hexi-kernel", "cudnn"), ("kernel cudnn", "use: aten-cpu")),
-    "option": (THREE_AND_ONE, ("--qk-clip",), ("--qk-clip does not work", "train without it")),
+    "option": (THREE_AND_ONE, ("--qk-clip",), ("--qk-clip does not work", "train without --qk-clip")),
 }
 
 
@@ -225,7 +225,7 @@ def test_options_of_a_plan_are_refused_without_one(take, option, value):
     args.hexi_plan, args.hexi_metrics_interval = None, None
     take_plan(args, set(), torch.device("cpu"))
     setattr(args, f"hexi_{option}", value)
-    with pytest.raises(HexiError, match=f"--hexi-{option.replace('_', '-')}.*: .*; give --hexi-plan too"):
+    with pytest.raises(HexiError, match=f"--hexi-{option.replace('_', '-')}.*: .*; add --hexi-plan"):
         take_plan(args, set(), torch.device("cpu"))
 
 

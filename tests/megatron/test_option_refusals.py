@@ -131,7 +131,7 @@ def test_an_option_is_refused_by_its_real_name(
         args = parser.parse_args(words)
     else:  # of an earlier version, as recorded
         args = parse_words([Word(word, 0) for word in words], "").args
-    message = f"{option.option} does not work with {option.conflicts_with}: {option.reason}; {option.remedy}"
+    message = option.message
     with pytest.raises(HexiError, match=re.escape(message)):
         refuse_unsupported(args, option.beside)
     if option.beside not in ("any", "script"):

@@ -180,10 +180,10 @@ def test_a_job_that_goes_on_appends(forks, tmp_path):
         (
             "record.jsonl",
             False,
-            "--hexi-record record.jsonl: records a run under a plan; give --hexi-plan too",
+            "--hexi-record record.jsonl: records a run under a plan; add --hexi-plan",
         ),
         (".", True, ".: is a folder; give the name of a file in it"),
-        ("plan.yaml", True, "plan.yaml: is no run's record"),
+        ("plan.yaml", True, "plan.yaml: begins with"),
     ],
 )
 def test_a_record_that_cannot_be_is_refused_before_anything_is_allocated(

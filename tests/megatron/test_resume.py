@@ -90,12 +90,12 @@ def test_the_iterations_after_a_load_are_those_of_the_undisturbed_training(
         (
             "plain",
             FORMATS["default"],
-            "it was saved without --use-distributed-optimizer, this job trains with it; train without it",
+            "the checkpoint was saved without --use-distributed-optimizer, this job trains with it",
         ),
         (
             "default",
             (*FORMATS["default"], "--tensor-model-parallel-size", "2"),
-            "it was saved with --tensor-model-parallel-size 1, this job has 2",
+            "the checkpoint was saved with --tensor-model-parallel-size 1, this job has 2",
         ),
         (
             "default",

@@ -321,7 +321,7 @@ def test_its_optimizer_state_is_refused(loader, forks, references, tmp_path):
     start, _ = references((*MODEL, *LOSSES["all"]), 3)
     parallel = ("--expert-model-parallel-size", "2", "--save", tmp_path / "weights", "--save-interval", "2")
     forks.train(tmp_path, ranks=2, args=words((*MODEL, *LOSSES["all"]), 2, start, *parallel))
-    with pytest.raises(AssertionError, match="--expert-model-parallel-size 2, this job has 1, and with more"):
+    with pytest.raises(AssertionError, match="--expert-model-parallel-size 2, this job has 1; above 1"):
         go_on(loader, "fp32", 4, ["--load", tmp_path / "weights"], forks, tmp_path)
 
 

@@ -326,7 +326,7 @@ def test_a_job_with_nodes_of_the_wrong_kind_is_refused(desk):
 def test_a_plan_for_another_cluster_is_refused(desk):
     cluster = desk.folder / "cluster.yaml"
     cluster.write_text(cluster.read_text().replace("slow0", "gpu17"))
-    assert "give its own cluster file, or plan again" in _refused(desk, *ONE_PARTITION)
+    assert "give the first one's file, or plan again" in _refused(desk, *ONE_PARTITION)
 
 
 def test_a_cluster_file_with_names_that_slurm_does_not_know_is_refused(desk):

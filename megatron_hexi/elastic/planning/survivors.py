@@ -94,7 +94,7 @@ def _fixed_by(given: frozenset[str], model: Model) -> str | None:
     flag = next((flag for flag in (*PARALLEL_SIZES, *STAGE_FLAGS) if flag in given), None)
     if flag is not None and model.experts is not None:
         raise HexiError(
-            f"{flag}: experts lie in stages that have layers, and these say their own sizes; leave it out"
+            f"{flag}: plans of a model with experts say the sizes of each stage; leave {flag} out"
         )
     return flag
 
@@ -153,7 +153,7 @@ def survive(
     if plan.provenance and plan.provenance.cluster_digest not in (None, cluster_digest(cluster)):
         raise HexiError(
             f"--hexi-plan was made for a different cluster than that of --hexi-cluster, {cluster.name}; "
-            "give its own file"
+            "give --hexi-cluster the file that the plan was made for"
         )
     gpus = rank_gpus(plan, job_ranks(plan, job.stages))
     numbers = {cluster.ranks[gpu].node for gpu in starts}

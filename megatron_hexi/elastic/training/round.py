@@ -59,7 +59,7 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
         )
     if getattr(args, "non_persistent_save_interval", None):
         raise HexiError(
-            f"{what}: --non-persistent-save-interval leaves a lost node's part on it; leave it out, and "
+            f"{what}: what --non-persistent-save-interval writes is lost with a node; leave it out, and "
             "give a smaller --save-interval"
         )
     order = getattr(args, "dataloader_type", None)
@@ -75,7 +75,7 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
         )
     for flag in ("--finetune", "--ckpt-step"):
         if flag in given:
-            raise HexiError(f"{what}: {flag} would undo the training at every start; leave it out")
+            raise HexiError(f"{what}: {flag} would undo the training at every start; leave {flag} out")
     if args.load not in (None, args.save):
         raise HexiError(
             f"{what}: --load {args.load} is not --save {args.save}; to begin with other weights give "
@@ -83,8 +83,8 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
         )
     if kind_of(plan) != "stages" and args.num_experts:
         raise HexiError(
-            f"{what}: {args.hexi_plan} leaves experts to --expert-model-parallel-size, which no plan for the "
-            "nodes that are left does; give its stages layers, and its units experts, as hexi plan does"
+            f"{what}: {args.hexi_plan} does not say where the experts lie, as plans for the nodes that are "
+            "left do; give its stages layers: and its units experts:, or make a plan with hexi plan"
         )
     if "--context-parallel-size" in given:
         raise HexiError(

@@ -117,15 +117,15 @@ def _times(
         )
     if end <= at:
         raise HexiError(
-            f"{source.where((*place, 'until'))} = {end:g} s is not after at = {at:g} s; write a later time "
-            "(since the start, too)"
+            f"{source.where((*place, 'until'))} = {end:g} s is not after at = {at:g} s; write a later time, "
+            "counted from the scenario's start as at is"
         )
     return at, min(end, scenario.lasts)
 
 
 def _refuse(source: YamlFile, place: Place, text: str, kind: str, example: str) -> NoReturn:
     raise HexiError(
-        f"{source.where(place)} = {short(text)} is no {kind} of the cluster file; write for example {example}"
+        f"{source.where(place)} = {short(text)} is not a {kind} of the cluster file; write one, as {example}"
     )
 
 

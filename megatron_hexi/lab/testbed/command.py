@@ -127,7 +127,7 @@ def run_testbed(
     chosen = _choose(cluster, gpus)
     slowed = tuple(parse_throttle(text, len(cluster.ranks)) for text in throttles)
     if slowed and method != "paced":
-        raise HexiError(f"--throttle {throttles[0][:40]}: speeds change only with --speeds paced; take that")
+        raise HexiError(f"--throttle {throttles[0][:40]}: speeds change under paced only; add --speeds paced")
     check_tools()
     isolation = find_isolation()
     emulated = links == "on" and isolation != "none"
@@ -151,9 +151,9 @@ def _check_words(speeds: str, links: str, program: Sequence[str]) -> None:
     if speeds not in SPEEDS:
         raise HexiError(f"--speeds {speeds}: unknown kind of speeds; take {', '.join(SPEEDS)}")
     if links not in ("on", "off"):
-        raise HexiError(f"--emulate-links {links}: neither on nor off; take one of them")
+        raise HexiError(f"--emulate-links {links}: give on or off")
     if program and program[0] == "-m" and len(program) == 1:
-        raise HexiError("-m: names no module; write -m megatron_hexi.pretrain_gpt, and its arguments")
+        raise HexiError("-m: no module follows it; write -m megatron_hexi.pretrain_gpt and its arguments")
     if program and program[0] != "-m" and not os.path.isfile(program[0]):
         raise HexiError(f"{program[0]}: no such script; write a script's path, or -m and a module's name")
 

@@ -135,14 +135,14 @@ def read_config(text: str, path: Path) -> Config:
         line = getattr(problem, "lineno", 1)
         raise HexiError(f"{path}:{line}: not valid JSON ({problem}); correct that line") from None
     if not isinstance(values, dict):
-        raise HexiError(f"{path}: not a config.json: a mapping with model_type and num_hidden_layers")
+        raise HexiError(f"{path}: not a mapping of fields; give a model's config.json")
     values, is_part = _language_model(values, path)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in TYPES:
         found = "is missing" if model_type is None else f"= {short(model_type)} is not known"
         raise HexiError(
-            f"{path}: model_type {found}; known are {', '.join((*TYPES, *WRAPPERS))}: "
-            "write the one with the same shapes, or give a file of Megatron's arguments"
+            f"{path}: model_type {found}; write one whose shapes are the same "
+            f"({', '.join((*TYPES, *WRAPPERS))}), or give a file of Megatron's arguments"
         )
     kind = TYPES[model_type]
     config = Config(_without_aliases(values, kind, path), model_type, path, is_part)
@@ -207,7 +207,7 @@ def _without_aliases(values: dict[str, Any], kind: ModelType, path: Path) -> dic
         field = kind.aliases[alias]
         if field in found and found[field] != values[alias]:
             both = f"{alias} = {short(values[alias])} and {field} = {short(found[field])}"
-            raise HexiError(f"{path}: {both} are one field; remove one of them")
+            raise HexiError(f"{path}: {both} mean the same field; remove one of them")
         found[field] = values[alias]
     return found
 

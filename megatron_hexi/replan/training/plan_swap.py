@@ -19,8 +19,8 @@ def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
     is_other = plan.workload != old.workload or plan.job.micro_batch_size != old.job.micro_batch_size
     if is_other or grouping(plan, dealt) != grouping(old, dealt):
         raise PlanError(
-            f"{session.given.path}: the plan to swap to has other groups or another workload; start the job "
-            "again with it"
+            f"{session.given.path}: the new plan has other groups or another workload; start the job again "
+            "with --hexi-plan and the new plan"
         )
     attention, stages, exchange = session.attention, session.stages, plan.exchange
     if stages is None:

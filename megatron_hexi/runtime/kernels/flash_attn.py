@@ -89,7 +89,7 @@ class FlashAttentionKernel(KernelOnOffer):
             return by_heads(output, mode), lse
         if lse.shape != (query.shape[1], query.shape[2]):  # flash-attn before 2.6
             raise PlatformError(
-                f"{self.name}: it pads the log-sum-exp of documents; install flash-attn 2.6 or later"
+                f"{self.name}: this release pads documents' log-sum-exp; install flash-attn 2.6 or later"
             )
         return by_heads(output, mode), lse[None]
 

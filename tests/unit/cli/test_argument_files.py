@@ -75,7 +75,7 @@ def test_the_imbalance_of_experts_is_a_term_of_the_job(hexi, asked):
     assert NewJob(model="mixtral-8x7b", seq_length=4096).request().job.expert_imbalance == 0.2
     refused = hexi("plan", "cluster.yaml", *JOB, "--expert-imbalance", "0.6", "-o", "plan.yaml")
     assert (refused.code, refused.out) == (2, "")
-    assert "--expert-imbalance 0.6: gpt-3b has no experts; leave it out" in refused.err
+    assert "--expert-imbalance 0.6: gpt-3b has no experts; leave the option out" in refused.err
 
 
 def test_a_context_parallel_size_in_a_file_is_said_to_be_chosen_anew(hexi, asked):

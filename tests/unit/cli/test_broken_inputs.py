@@ -129,7 +129,7 @@ OPTIONS = {
     ),
     "a feature without what it needs": (
         "--ministages --no-unequal-stages",
-        "--ministages and --no-unequal-stages: the first needs stages with layers of their own",
+        "--ministages and --no-unequal-stages: the first needs the unequal stages that",
     ),
     "no context-parallel size": (
         "--context-parallel-size 0",
@@ -183,8 +183,8 @@ OUTPUTS = {
     "no output": ("", "Missing option"),
     "a folder that is not there": ("-o absent/plan.yaml", "the folder absent is not there; make it first"),
     "a folder as output": ("-o .", "is a folder; give the name of a file"),
-    "the cluster file as output": ("-o ./cluster.yaml", "cluster.yaml: would be overwritten"),
-    "one file twice": ("-o out.png --picture out.png", "out.png: would be overwritten"),
+    "the cluster file as output": ("-o ./cluster.yaml", "cluster.yaml: this command reads or writes"),
+    "one file twice": ("-o out.png --picture out.png", "out.png: this command reads or writes"),
 }
 
 #: What `hexi validate` and `hexi simulate` are given beside a plan for 8 GPUs.

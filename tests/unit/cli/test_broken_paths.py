@@ -91,9 +91,9 @@ UNWRITABLE = {
     "a path too long": (DEEP, "cannot be written (File name too long)"),
     "a file as folder": ("config.json/file", "cannot be written (Not a directory)"),
     "a folder that is not there": ("absent/file", "the folder absent is not there; make it first"),
-    "an input": ("INPUT", "would be overwritten, it is read or written already; choose another name"),
-    "a link to an input": ("to-INPUT", "would be overwritten, it is read or written already"),
-    "an input by another name": ("folder/../INPUT", "would be overwritten, it is read or written already"),
+    "an input": ("INPUT", "this command reads or writes the file already; choose another name"),
+    "a link to an input": ("to-INPUT", "this command reads or writes the file already"),
+    "an input by another name": ("folder/../INPUT", "this command reads or writes the file already"),
     "a file of the kernel": ("/proc/version", "the folder /proc cannot be written to"),
     "a new file of the kernel": ("/proc/self/file", "the folder /proc/self cannot be written to"),
     "a new file of the kernel's devices": ("/sys/file", "the folder /sys cannot be written to"),
@@ -251,9 +251,13 @@ def test_where_no_cluster_file_can_be_written(folder, monkeypatch, capsys, kind)
 
 def test_one_more_output_is_held_against_the_others(folder, monkeypatch, capsys):
     plan = ("plan", "cluster.yaml", *JOB, "-o", "out.png")
-    assert "out.png: would be" in refused(monkeypatch, capsys, folder, [*plan, "--picture", "out.png"])
+    assert "out.png: this command reads or writes" in refused(
+        monkeypatch, capsys, folder, [*plan, "--picture", "out.png"]
+    )
     Path("out.png").symlink_to("plan.png")
-    assert "plan.png: would be" in refused(monkeypatch, capsys, folder, [*plan, "--picture", "plan.png"])
+    assert "plan.png: this command reads or writes" in refused(
+        monkeypatch, capsys, folder, [*plan, "--picture", "plan.png"]
+    )
     Path("hosts.0").mkdir()
     words = ("place", "plan.yaml", "--cluster", "cluster.yaml", "-o", "hosts")
     assert "hosts.0: is a folder" in refused(monkeypatch, capsys, folder, words)
@@ -270,28 +274,28 @@ def test_a_name_that_is_no_text_stays_on_its_line(folder, monkeypatch, capsys, n
 
 #: Commands that write a file, an ending that promises another kind, and what is written.
 MISNAMED = {
-    "plan": (("plan", "cluster.yaml", *JOB), "-o", "out.json", "YAML is written here", ".yaml"),
+    "plan": (("plan", "cluster.yaml", *JOB), "-o", "out.json", "the file is to be YAML", ".yaml"),
     "proportion": (
         (
             *("proportion", "--speeds", "1,1", "--seq-length", "64"),
             *("--num-attention-heads", "2", "--kv-channels", "8"),
         ),
-        *("-o", "out.png", "YAML is written here", ".yaml"),
+        *("-o", "out.png", "the file is to be YAML", ".yaml"),
     ),
-    "probe": (("probe",), "-o", "out.JSON", "YAML is written here", ".yaml"),
+    "probe": (("probe",), "-o", "out.JSON", "the file is to be YAML", ".yaml"),
     "report": (
         ("report", "run.yaml", "--record", "record.jsonl"),
-        *("-o", "out.pdf", "HTML is written here", ".html"),
+        *("-o", "out.pdf", "the file is to be HTML", ".html"),
     ),
-    "simulate": (("simulate", "plan.yaml", *HERE), "--trace", "out.gz", "JSON is written here", ".json"),
-    "launch": (("launch", "plan.yaml", *HERE), "-o", "out.yaml", "text is written here", ".txt"),
+    "simulate": (("simulate", "plan.yaml", *HERE), "--trace", "out.gz", "the file is to be JSON", ".json"),
+    "launch": (("launch", "plan.yaml", *HERE), "-o", "out.yaml", "the file is to be text", ".txt"),
     "place": (
         ("place", "plan.yaml", "--cluster", "cluster.yaml"),
-        *("-o", "out.csv", "text is written here", ".txt"),
+        *("-o", "out.csv", "the file is to be text", ".txt"),
     ),
     "slurm-arguments": (
         ("slurm-arguments", "config.json", "--plan", "plan.yaml", "--checkpoints", "folder"),
-        *("-o", "out.html", "text is written here", ".txt"),
+        *("-o", "out.html", "the file is to be text", ".txt"),
     ),
 }
 
@@ -302,7 +306,7 @@ def test_a_name_that_promises_another_kind_of_file_is_refused(folder, monkeypatc
     monkeypatch.setattr("megatron_hexi.probe.run.probe", None)
     error = refused(monkeypatch, capsys, folder, [*words, option, name])
     assert f"{name}: {said}" in error
-    assert f"end it in {ending}" in error
+    assert f"end the name in {ending}" in error
 
 
 def test_a_name_without_a_known_ending_is_fine(folder, monkeypatch, capsys):

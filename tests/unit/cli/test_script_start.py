@@ -126,5 +126,5 @@ def test_plan_plans_what_a_script_would_start(hexi, asked):
     both = hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml", "--", "bash", "train.sh")
     neither = hexi("plan", "cluster.yaml", "-o", "plan.yaml")
     assert (both.code, neither.code) == (2, 2)
-    assert "--model gpt-3b beside -- bash: the command says the model; leave one out" in both.err
+    assert "--model gpt-3b beside -- bash: the command says the model; leave --model out" in both.err
     assert "--model is missing; give NAME|PATH" in neither.err

@@ -215,7 +215,7 @@ def test_a_plan_for_other_experts_is_refused():
     with pytest.raises(PlanError, match=r"the plan is for 8, but the job has 4 \(model tiny\)"):
         estimate(plan, tiny_job(model=fewer), known)
     repeated = proportional_plan(tiny_job(model=SPARSE).workload(), [[[1.0]]])
-    with pytest.raises(PlanError, match="--expert-model-parallel-size puts them"):
+    with pytest.raises(PlanError, match="does not say where the 8 experts"):
         estimate(repeated, tiny_job(model=SPARSE), known)
 
 

@@ -192,7 +192,7 @@ def test_a_kernel_that_takes_no_such_heads_is_refused():
         "network: {bandwidth_gb_s: 25, latency_us: 10, per: gpu}\n"
     ).nodes
     wide = dataclasses.replace(MODEL, head_dim=192)
-    with pytest.raises(ClusterError, match="takes heads up to 128, those of tiny are of 192"):
+    with pytest.raises(ClusterError, match="takes heads of up to 128 columns, those of tiny have 192"):
         device_speeds(node.device, tiny_job(model=wide, kernel="cudnn"))
     device_speeds(node.device, tiny_job(model=MODEL, kernel="cudnn"))
     device_speeds(node.device, tiny_job(model=wide, kernel="flash-attn-2"))

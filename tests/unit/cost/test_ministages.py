@@ -387,6 +387,6 @@ def test_offload_where_nothing_is_known_of_the_host_is_refused(estimate):
     device = replace(cluster.ranks[0].device, host=None)
     unknown = replace(cluster, ranks=tuple(replace(rank, device=device) for rank in cluster.ranks))
     with pytest.raises(
-        ClusterError, match="node-0: nothing is known of the host memory beside H100-SXM-80GB"
+        ClusterError, match="node-0: the plan offloads, but the host memory beside H100-SXM-80GB"
     ):
         CostModel(job, unknown).estimate(plan)

@@ -298,7 +298,7 @@ def test_what_does_not_fit_the_plan_is_refused():
     with pytest.raises(ClusterError, match=re.escape("has 2 GPUs, but the plan is for 3 (3 ranks)")):
         estimate(plan, job, cluster([("a", "PLAIN", 2)]))
     with pytest.raises(
-        PlanError, match="--pipeline-model-parallel-size 2: the plan has stages with layers of their own"
+        PlanError, match="--pipeline-model-parallel-size 2: the plan's stages have layers of their own"
     ):
         estimate(plan, dataclasses.replace(job, pipeline_parallel=2), cluster([("a", "PLAIN", 3)]))
 

@@ -83,8 +83,8 @@ def test_a_bad_value_is_refused_by_name(flag):
         (words(without="--nnodes"), "--nnodes: is missing; give MIN:MAX"),
         (words(without="--nproc-per-node"), "--nproc-per-node: is missing; give the number of GPUs"),
         (words(without="--rdzv-endpoint"), "required: --rdzv-endpoint; see python -m megatron_hexi.elastic"),
-        (words("--nodes=file"), "--nodes: sets --node, --nproc-per-node and --spare; give either"),
-        (["--keep-store", *words()], "--keep-store: --nnodes=1:2 has no effect beside it; leave one"),
+        (words("--nodes=file"), "--nodes: its file says --node, --nproc-per-node and --spare"),
+        (["--keep-store", *words()], "--keep-store: --nnodes=1:2 has no effect on the store; leave --nnodes"),
         (
             [*words()[:4], "pretrain.py"],
             "'pretrain.py': Megatron's arguments come behind --; give a script by",
@@ -150,7 +150,7 @@ def test_a_command_with_a_bad_value_ends_with_2_and_one_line():
 def test_a_secret_that_is_plainly_not_random_is_refused(monkeypatch, secret):
     monkeypatch.setenv(SECRET_VARIABLE, secret)
     with pytest.raises(
-        HexiError, match="is no random one, so it can be guessed; take one from: openssl rand"
+        HexiError, match="the secret is not random, it can be guessed; make one by: openssl rand"
     ):
         find_secret(None, alone=False)
 

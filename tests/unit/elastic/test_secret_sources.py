@@ -33,7 +33,7 @@ def test_a_secret_is_of_a_file_or_of_the_environment(monkeypatch, tmp_path):
     path.chmod(0o600)
     assert find_secret(str(path), alone=False) == b"of the file, far longer"
     path.write_text("short\n")
-    with pytest.raises(HexiError, match="5 characters can be guessed, 16 are needed"):
+    with pytest.raises(HexiError, match="the secret has 5 characters, 16 are needed"):
         find_secret(str(path), alone=False)
 
 

@@ -46,7 +46,7 @@ def test_a_job_that_can_go_on_is_taken():
         ({}, {"--finetune"}, "--finetune would undo"),
         ({}, {"--ckpt-step"}, "--ckpt-step would undo"),
         ({}, {"--context-parallel-size"}, "--context-parallel-size changes after a node failure"),
-        ({"num_experts": 4}, set(), "leaves experts to --expert-model-parallel-size"),
+        ({"num_experts": 4}, set(), "does not say where the experts lie"),
         ({"load": "other"}, {"--load"}, "--load other is not --save checkpoints"),
     ],
 )

@@ -184,7 +184,7 @@ def test_what_the_command_line_fixes_is_fixed_after_a_loss(cluster):
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ([*EXPERTS, "--tensor-model-parallel-size", "1"], "--tensor-model-parallel-size: experts lie in"),
+        ([*EXPERTS, "--tensor-model-parallel-size", "1"], "--tensor-model-parallel-size: plans of a"),
         (["--make-vocab-size-divisible-by", "1"], "--make-vocab-size-divisible-by 1: .* a multiple of 2"),
         (
             ["--num-layers-per-virtual-pipeline-stage", "1"],

@@ -164,9 +164,11 @@ def test_spares_of_an_elastic_job_are_pods_that_wait():
     assert {words[words.index("--nnodes") + 1] for words in starts} == {f"2:{len(used)}"}
     waiting = [words[words.index("--node") + 1] for words in starts if "--spare" in words]
     assert waiting == [last.name]
-    with pytest.raises(HexiError, match=r"--spare x: is no node that the plan leaves out; give one of "):
+    with pytest.raises(
+        HexiError, match=r"--spare x: the plan uses this node, or the cluster file lacks it; give one of "
+    ):
         elastic_pods(plan_for([0, 1, 2]), machines, settings(least=1, spares=("x",)))
-    with pytest.raises(HexiError, match="the plan uses all nodes: leave it out"):
+    with pytest.raises(HexiError, match="the plan uses all nodes: leave --spare out"):
         elastic_pods(plan_for(range(GPUS)), machines, settings(least=1, spares=(last.name,)))
 
 

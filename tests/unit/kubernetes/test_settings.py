@@ -41,9 +41,9 @@ def test_images_that_are_taken(image):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"form": "trainjob"}, "--kubernetes trainjob: is no form; give job or jobset"),
-        ({"image": "a b"}, "--image a b: is no name of an image"),
-        ({"image": "x; rm -rf /"}, "is no name of an image"),
+        ({"form": "trainjob"}, "--kubernetes trainjob: not known; give job or jobset"),
+        ({"image": "a b"}, "--image a b: not an image's name"),
+        ({"image": "x; rm -rf /"}, "not an image's name"),
         ({"name": "Train"}, "--name Train: give at most 63 lower-case"),
         ({"name": "1st"}, "begin with a letter"),
         ({"name": "a" * 64}, "give at most 63"),
@@ -65,8 +65,8 @@ def test_what_kubernetes_would_refuse_is_refused(change, said):
         (read_volume, "work:/a/../b", "give CLAIM:/PATH"),
         (read_volume, "work:/a:rw", "give CLAIM:/PATH"),
         (read_volume, "work:/", "give CLAIM:/PATH"),
-        (read_volume, "Work:/a", "'Work' is no name of a PersistentVolumeClaim"),
-        (read_volume, "/a\nb:/c", "no plain absolute path"),
+        (read_volume, "Work:/a", "'Work' cannot name a PersistentVolumeClaim"),
+        (read_volume, "/a\nb:/c", "give a folder of the nodes below /"),
         (lambda text: read_labels([text], ["a"]), "a:pool", "give ENTRY:LABEL=VALUE"),
         (lambda text: read_labels([text], ["a"]), "a:po ol=x", "give ENTRY:LABEL=VALUE"),
         (lambda text: read_labels([text], ["a"]), "b:pool=x", "has no nodes 'b'; it has a"),

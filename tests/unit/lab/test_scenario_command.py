@@ -76,7 +76,7 @@ BROKEN = {
     "unknown field": ("{lasts: 1h, crashed: []}", "crashed is not a known field"),
     "unknown GPU": (
         "lasts: 1h\nthrottled:\n- {gpus: v100, speed_factor: 0.5}",
-        "scenario.yaml:3: throttled[0].gpus = 'v100' is no GPU, node or kind",
+        "scenario.yaml:3: throttled[0].gpus = 'v100' is not a GPU, node or kind",
     ),
     "faster": (
         "{lasts: 1h, throttled: [{gpus: h100, speed_factor: 2.0}]}",
@@ -88,9 +88,12 @@ BROKEN = {
     ),
     "unknown link": (
         "{lasts: 1h, congested: [{link: rack 0, bandwidth_factor: 0.5}]}",
-        "is no link of the cluster",
+        "is not a link of the cluster",
     ),
-    "unknown node": ("{lasts: 1h, lost: [{nodes: h100-1, at: 1m}]}", "lost[0].nodes = 'h100-1' is no node"),
+    "unknown node": (
+        "{lasts: 1h, lost: [{nodes: h100-1, at: 1m}]}",
+        "lost[0].nodes = 'h100-1' is not a node",
+    ),
     "too late": ("{lasts: 1h, lost: [{nodes: h100, at: 1h}]}", "lost[0].at = 3600 s is not before the end"),
     "backwards": ("{lasts: 1h, lost: [{nodes: h100, at: 9m, until: 5m}]}", "until = 300 s is not after at"),
     "too many": (
@@ -116,7 +119,7 @@ def test_broken_scenarios_are_refused_in_one_line(simulate, case):
 def test_a_trace_is_of_one_iteration(simulate):
     code, _, err = simulate(SEEDED, "--trace", "trace.json")
     assert code == 2
-    assert "--trace trace.json: is of one iteration, --scenario of many; leave one out" in err
+    assert "--trace trace.json: shows one iteration, --scenario plays many; leave out one" in err
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "scenarios").glob("*.yaml")), ids=lambda path: path.stem)

@@ -133,7 +133,7 @@ def test_a_quota_refuses_devices_whose_ratio_depends_on_the_work(tmp_path):
         (["check", "pair.yaml", "--out", "full"], "holds files already"),
         (["run", "pair.yaml"], "MODULE|SCRIPT"),
         (["run", "pair.yaml", "--", "absent.py"], "absent.py: no such script"),
-        (["run", "pair.yaml", "--", "-m"], "names no module"),
+        (["run", "pair.yaml", "--", "-m"], "-m: no module follows it"),
     ],
 )
 def test_a_users_mistake_is_one_line(tmp_path, monkeypatch, capsys, words, said):

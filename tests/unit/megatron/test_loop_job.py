@@ -86,10 +86,10 @@ def test_documents_are_known_to_the_session():
         ({"context_parallel_size": 2}, "the job has --context-parallel-size 2"),
         ({"batch": 6}, "the global batch has 6"),
         ({"fp16": True}, "fp16: its loss scale needs Megatron-LM's loop"),
-        ({"arguments": {"seed_": 1}}, "seed_ is no argument of Megatron"),
+        ({"arguments": {"seed_": 1}}, "Megatron has no argument seed_"),
         ({"arguments": {"num_layers": 2}}, "num_layers is a field of the job or its model"),
         ({"arguments": {"hexi_record": "r"}}, "--hexi-record: needs Megatron-LM's loop"),
-        ({"arguments": {"ddp_average_in_collective": True}}, "which only the loop can carry out"),
+        ({"arguments": {"ddp_average_in_collective": True}}, "which your loop has to carry out"),
     ],
 )
 def test_another_job_is_refused(wrong: dict[str, Any], message: str):

@@ -210,7 +210,7 @@ WINDOWS = QWEN2 | {"use_sliding_window": True, "sliding_window": 64}
         (MIXTRAL | {"num_local_experts": 0}, "num_local_experts = 0; write a whole number above 0"),
         (MIXTRAL | {"num_experts_per_tok": 9}, "experts: active = 9 of 8 experts; give a number up to 8"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: noise in what routers see"),
-        (MIXTRAL | {"num_experts": 4}, "num_experts = 4 and num_local_experts = 8 are one field"),
+        (MIXTRAL | {"num_experts": 4}, "num_experts = 4 and num_local_experts = 8 mean the same field"),
         (
             QWEN3_MOE | {"mlp_only_layers": [48]},
             "mlp_only_layers = [48]; write a list of layers from 0 to 47",
@@ -234,7 +234,10 @@ WINDOWS = QWEN2 | {"use_sliding_window": True, "sliding_window": 64}
             "training quantized weights is not supported",
         ),
         (GPT_OSS | {"attention_bias": False}, "attention_bias = false: experts with biases beside"),
-        (GPT_OSS | {"experts_per_token": 2}, "experts_per_token = 2 and num_experts_per_tok = 4 are one"),
+        (
+            GPT_OSS | {"experts_per_token": 2},
+            "experts_per_token = 2 and num_experts_per_tok = 4 mean the same",
+        ),
         (GPT_OSS | {"swiglu_limit": 0}, "swiglu_limit = 0; write a finite number above 0"),
         (
             GPT_OSS | {"layer_types": ["chunked_attention"] * 24},
@@ -272,7 +275,10 @@ WINDOWS = QWEN2 | {"use_sliding_window": True, "sliding_window": 64}
             GPT2 | {"activation_function": "relu"},
             'activation_function = "relu"; give a model with gelu_new or',
         ),
-        (GPT2 | {"hidden_size": 5}, "hidden_size = 5 and n_embd = 768 are one field; remove one of them"),
+        (
+            GPT2 | {"hidden_size": 5},
+            "hidden_size = 5 and n_embd = 768 mean the same field; remove one of them",
+        ),
         (GPT2 | {"add_cross_attention": True}, "attention to an encoder is not supported"),
         (GPT2 | {"n_special": 3}, "n_special = 3"),
         (GPT2 | {"tie_word_embeddings": None}, "tie_word_embeddings = null; write true or false"),

@@ -195,7 +195,7 @@ def test_published_lfm2_have_their_sizes(path):
         ({"pattern": "M*-*"}, "'M': use *, -, or describe its part"),
         ({"state": DELTA, "pattern": "*-*-"}, "has no G; leave state out"),
         ({"experts": Experts(4, 2, 8), "pattern": "*-*-"}, "has no E; leave experts out"),
-        ({"window": Window(8), "pattern": "*-*-"}, "with windows, latent attention"),
+        ({"window": Window(8), "pattern": "*-*-"}, "does not work with window, latent"),
         ({"state": {**vars(MAMBA), "kind": "rwkv"}}, "state: kind = 'rwkv'; write mamba or delta"),
         (
             {"state": replace(DELTA, layers=(True, False))},

@@ -131,9 +131,9 @@ def without(field):
     [
         ("{", "not valid JSON"),
         ("{" * 100000, "not valid JSON"),
-        ('{"model_type": "bert"}', 'model_type = "bert" is not known; known are llama'),
+        ('{"model_type": "bert"}', 'model_type = "bert" is not known; write one'),
         ("{}", "model_type is missing"),
-        ("[]", "not a config.json"),
+        ("[]", "not a mapping of fields"),
         (json.dumps(without("hidden_size")), "hidden_size is missing; add it"),
         (json.dumps(without("intermediate_size")), "intermediate_size is missing; add it"),
         (json.dumps(LLAMA3_8B | {"vocab_size": "many"}), 'vocab_size = "many"; write a whole number'),
@@ -175,7 +175,7 @@ def test_a_window_that_is_not_used_is_harmless(tmp_path):
         ),
         (
             LLAMA3_8B_ARGUMENTS + "--num-experts 8 --moe-layer-freq [0,1]*99999999",
-            "--moe-layer-freq [0,1]*99999999: is no list of 0 and 1; write one",
+            "--moe-layer-freq [0,1]*99999999: not a list of 0 and 1; write it",
         ),
         (
             LLAMA3_8B_ARGUMENTS + "--window-size 9,0 --window-attn-skip-freq [0,1]",
@@ -184,7 +184,7 @@ def test_a_window_that_is_not_used_is_harmless(tmp_path):
         (
             LLAMA3_8B_ARGUMENTS.replace("--group-query-attention", "")
             + "--multi-latent-attention --no-rope-fusion",
-            "--multi-latent-attention without --qk-layernorm is not read: its weights are not counted; add",
+            "--multi-latent-attention without --qk-layernorm is not supported: its weights are unknown; add",
         ),
         (
             LLAMA3_8B_ARGUMENTS + "--swigluu",

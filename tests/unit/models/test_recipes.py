@@ -86,7 +86,10 @@ def test_show_write_and_list_agree(monkeypatch, capsys, tmp_path):
     [
         ("recipe show llama3-8b", "'llama3-8b' is no recipe; did you mean llama3-8b-"),
         ("recipe show x", "'x' is no recipe; see hexi recipe list"),
-        ("recipe write llama3-8b-32k -o job.yaml", "text is written here, and the name ends as YAML does"),
+        (
+            "recipe write llama3-8b-32k -o job.yaml",
+            "the file is to be text, but its name ends as that of YAML",
+        ),
         ("recipe write llama3-8b-32k -o missing/job.args", "the folder missing is not there"),
         ("plan none.yaml --model llama3-8b-64k -o plan.yaml", "is no preset, recipe or file; did you mean"),
     ],

@@ -140,9 +140,9 @@ def test_another_version_is_refused_with_the_line_to_write(line, says, read):
         (
             "  precision: bf16",
             "  pipeline_parallel: 2",
-            "pipeline_parallel is 2, the plan has stages of its own",
+            "pipeline_parallel is 2, but stages state layers",
         ),
-        ("  layers: 6\n", "", ":3: workload.layers is missing, stages have layers of their own"),
+        ("  layers: 6\n", "", ":3: workload.layers is missing, stages state layers"),
         (
             "recompute: full",
             "ministages: 2",

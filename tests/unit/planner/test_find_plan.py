@@ -226,7 +226,7 @@ def test_progress_is_told():
 def test_what_is_free_is_as_jobs_have_it_by_default():
     request = Request(tiny_job(recompute="full", data_parallel=2), frozenset(["recompute"]))
     assert request == Request(tiny_job(recompute="full"), frozenset(["recompute"]))
-    with pytest.raises(HexiError, match="heads is not the planner's to choose"):
+    with pytest.raises(HexiError, match="heads cannot be fixed; name some of tensor_parallel"):
         Request(tiny_job(), frozenset(["heads"]))
 
 

@@ -78,12 +78,12 @@ def test_a_number_that_the_user_gives_stays():
         (
             JOB,
             {"virtual_stages": 2, "rules": PlannerRules(unequal_stages=True)},
-            "--num-virtual-stages-per-pipeline-rank 2 and --unequal-stages: chunks are of equal stages",
+            "--num-virtual-stages-per-pipeline-rank 2 and --unequal-stages: only equal stages have chunks",
         ),
         (
             tiny_job(model=presets()["mixtral-8x7b"]),
             {"virtual_stages": 2},
-            "plans of models with experts have stages with layers of their own",
+            "stages of models with experts have layers of their own",
         ),
     ],
 )

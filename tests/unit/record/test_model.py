@@ -60,7 +60,7 @@ def test_a_folder_that_is_not_there_is_refused_as_by_every_command(tmp_path):
 @pytest.mark.parametrize("text", ["notes of mine", '{"iteration": 1}\n', "\n"])
 def test_another_file_is_left_alone(path, text):
     path.write_text(text)
-    with pytest.raises(HexiError, match=r"is no run's record .*; give --hexi-record another file"):
+    with pytest.raises(HexiError, match=r"begins with .*, no record; give --hexi-record another file"):
         open_record(path)
     assert path.read_text() == text
 
@@ -125,7 +125,7 @@ def test_a_record_without_iterations_is_named(path, entries):
 
 def test_a_record_without_its_beginning_is_named(path):
     write_record(path, interval(1))
-    with pytest.raises(HexiError, match=r"record.jsonl:1: an interval before any start"):
+    with pytest.raises(HexiError, match=r"record.jsonl:1: no start of a run before"):
         read_record(path)
 
 
@@ -165,7 +165,7 @@ def _changed(path, line, change):
             lambda data: data["interval"]["ranks"].update(attention_s=[float("nan"), 1]),
             "interval.ranks.attention_s[0] = nan is not finite",
         ),
-        (2, lambda data: data.update(more=1), "is no line of a run's record"),
+        (2, lambda data: data.update(more=1), "is not a line of a run's record"),
     ],
 )
 def test_what_is_wrong_in_a_line_is_named(path, line, change, said):
@@ -180,7 +180,7 @@ def test_what_is_wrong_in_a_line_is_named(path, line, change, said):
 @pytest.mark.parametrize("text", ["no JSON\n", "[1]\n", "[" * 100_000 + "\n", '{"other": {}}\n'])
 def test_no_record_at_all_is_named(path, text):
     path.write_text(text)
-    with pytest.raises(HexiError, match=r"record.jsonl:1: .* is no line of a run's record; give the file"):
+    with pytest.raises(HexiError, match=r"record.jsonl:1: .* is not a line of a run's record; give what"):
         read_record(path)
 
 

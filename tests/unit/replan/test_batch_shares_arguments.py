@@ -32,14 +32,14 @@ def test_documents_under_a_plan_with_rates_pass():
 @pytest.mark.parametrize(
     ("given", "plan", "message"),
     [
-        ({"dataloader_inter_document_masking": False}, RATED, "give --dataloader-inter-document-masking"),
+        ({"dataloader_inter_document_masking": False}, RATED, "add --dataloader-inter-document-masking"),
         (
             {"pipeline_model_parallel_size": 2},
             RATED,
             "does not work with pipeline stages, which send the same rows",
         ),
         ({}, STAGES, "stages with layers of their own, which send the same rows"),
-        ({}, TWO, "make it with hexi plan --batch-shares"),
+        ({}, TWO, "make a plan with hexi plan --batch-shares"),
         ({"num_experts": 4}, RATED, "does not work with --num-experts"),
         ({"mtp_num_layers": 1}, RATED, "does not work with --mtp-num-layers"),
         ({"hexi_replan_interval": 10}, RATED, "does not work with --hexi-replan-interval"),

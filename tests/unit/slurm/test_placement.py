@@ -120,7 +120,7 @@ def test_a_plan_for_another_cluster_is_refused():
     machines = cluster(f"h100 {H100} 1")
     own = dataclasses.replace(plan_for(8), provenance=Provenance(cluster_digest=cluster_digest(machines)))
     assert place(own, machines, NODES, ["h1"]).hosts == ("h1",) * 8
-    with pytest.raises(PlanError, match="is another; give its own cluster file, or plan again"):
+    with pytest.raises(PlanError, match="is another; give the first one's file, or plan again"):
         place(own, cluster(f"a100 {A100} 1"), NODES, ["a1"])
 
 
@@ -205,7 +205,7 @@ def test_nodes_of_two_kinds_that_slurm_describes_alike_are_not_guessed():
 
 
 def test_a_host_that_the_list_lacks_is_refused():
-    with pytest.raises(PlatformError, match="has the host x1, which the list of Slurm's nodes lacks"):
+    with pytest.raises(PlatformError, match="the job's host x1 is missing in sinfo's output"):
         place(plan_for(8), cluster(f"h100 {H100} 1"), NODES, ["x1"])
 
 
@@ -463,7 +463,7 @@ def test_the_command_writes_nothing_where_it_refuses(monkeypatch, capsys, text):
         (["-o", "-words"], "'-words' begins as an option does; write './-words'"),
         (["--save-interval", "0"], "--save-interval 0: give a number of iterations above 0"),
         (["--plan", "absent.yaml"], "absent.yaml: cannot be read"),
-        (["--checkpoints", "job.args"], "--checkpoints job.args: is no folder"),
+        (["--checkpoints", "job.args"], "--checkpoints job.args: is a file"),
         (["--checkpoints="], "'--checkpoints=': is empty (is a variable not set?)"),
     ],
 )
