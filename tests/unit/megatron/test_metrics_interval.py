@@ -156,7 +156,7 @@ def test_what_is_chosen():
         ({"hexi_metrics_interval": 0}, "--hexi-metrics-interval 0: .*give 1 or more"),
         (
             {"hexi_metrics_interval": 4, "hexi_replan_interval": 10},
-            "has 2 measured .* and needs 5; give --hexi-metrics-interval 2, or --hexi-replan-interval 20",
+            "measures 2 .* which needs 5; give --hexi-metrics-interval 2, or --hexi-replan-interval 20",
         ),
         ({"hexi_metrics_interval": 2, "hexi_replan_interval": 3}, "needs 3; give .*interval 1"),
     ],
