@@ -106,7 +106,7 @@ class HeldWeights:
         return ((rank, whole[self.width[rank]], own[rank]) for rank in bucket.holders)
 
     def _params(self, key: str, width: int) -> int:
-        """Return how many weights of a key one of `width` ranks has; for a kind of layers, in one layer."""
+        """Return the weights of a key on one rank of a unit of `width`; of a kind of layers, in one layer."""
         model = self._job.model
         layers = {_layers_key(number): kind.layer_params(width) for number, kind in enumerate(model.kinds)}
         return {

@@ -49,7 +49,7 @@ class _OneLineParser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class _ValueKind:
-    """A kind of values: its name in the help, what to give, and the value of a text; ``None``: a bad text."""
+    """A kind of option values: name in the help, what to give, and a parser; ``None``: invalid text."""
 
     metavar: str
     wanted: str

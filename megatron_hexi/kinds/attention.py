@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def head_counts(model: Decoder, width: int) -> tuple[int, int]:
-    """Return the query heads and KV heads of one of `width` ranks, which is at least one KV head."""
+    """Return the query heads and the KV heads (at least one) on each of `width` ranks."""
     return model.heads // width, max(1, model.kv_heads // width)
 
 

@@ -69,7 +69,7 @@ def _plain(value: Any) -> Any:
 
 
 def record() -> None:
-    """Write the installed version's options into the data, replacing its previous ones."""
+    """Write the options of the installed Megatron into the data, in place of those of its version before."""
     version = series(megatron.core.__version__)
     rows: dict[str, Row] = {}
     other_rows = [row for row in read_rows() if row.versions != (version,)] if DATA.exists() else []

@@ -21,10 +21,10 @@ def has_yaml_arguments(text: str) -> bool:
 
 
 def read_yaml_arguments(text: str, path: Path) -> Reading:
-    """Return the words of such a file; as on a command line, the last of a repeated flag counts.
+    """Return the words of a YAML file with MODEL_ARGS; the last of a repeated flag counts.
 
     Raises:
-        HexiError: MODEL_ARGS has a line that is no flag with a value.
+        HexiError: an entry of MODEL_ARGS is not a flag with a value.
     """
     section = _SECTION.search(text)
     start = section.start() if section else 0

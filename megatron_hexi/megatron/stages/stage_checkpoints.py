@@ -166,7 +166,7 @@ STAGE_CHECKPOINT_PATCHES = (_by_rank, _of_whole_models, _into_buckets)
 
 @contextlib.contextmanager
 def _as_chain() -> Iterator[None]:
-    """Let Megatron's arguments be those of a pipeline of all ranks and of the whole model meanwhile.
+    """Let Megatron's arguments describe the whole model as a pipeline over all ranks, in this context.
 
     Megatron compares them with the checkpoint's to decide whether it can load random states.
     """

@@ -84,7 +84,7 @@ def _clamped_activation(config: Config) -> list[tuple[str, str]]:
 
 
 def _lack_gemma(config: Config) -> NoReturn:
-    """Check the constants of Gemma 3, and say that Megatron has no flags for them."""
+    """Check the constants of Gemma 3, and return a note that Megatron has no flags for them."""
     config.number("query_pre_attn_scalar")
     check_rotary_by_kind(config)
     _lack(config, "norms behind attention and MLP, a gate of GELU, scaled embeddings and two rotary bases")
