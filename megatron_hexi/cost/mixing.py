@@ -1,4 +1,4 @@
-"""What stands between the two all-to-alls of a layer, by the kind of its mixer.
+"""Messages and work between the two all-to-alls of a layer, by the kind of its mixer.
 
 Shape letters: U units, T tokens, h query and k KV heads of a unit, D size of a query and key, V of a value, B
 micro-batch, e bytes an element.
@@ -44,7 +44,7 @@ class AllToAll(NamedTuple):
 
 
 class Mixing:
-    """What stands between a layer's all-to-alls; here of a layer of an MLP alone: no messages, no work.
+    """The messages and work between a layer's all-to-alls; for a layer of an MLP alone, which has none.
 
     Args:
         plan: the units' tokens, heads and groups.

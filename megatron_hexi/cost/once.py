@@ -1,4 +1,4 @@
-"""What an iteration does once: collectives of gradients and weights, and the optimizer's step."""
+"""Costs that occur once an iteration: collectives of gradients and weights, and the optimizer's step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to measure (sizes with their FLOPs, time limits), and the measurement as plain data.
+"""The sizes to measure, with FLOPs and time limits, and the measurement as plain data.
 
 The document is printed by ``--json``, and kept to resume an interrupted probe.
 """

@@ -209,7 +209,7 @@ replicas:
 
 
 def job(**changes) -> Namespace:
-    """What is read of Megatron's arguments, of a job that fits `MIXED`."""
+    """Return those of Megatron's arguments that are read, of a job that fits `MIXED`."""
     usual = Namespace(
         num_experts=8,
         sequence_parallel=True,

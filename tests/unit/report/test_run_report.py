@@ -379,10 +379,7 @@ def test_with_a_cluster_and_a_model_it_predicts(hexi, tmp_path):
     ("words", "said"),
     [
         (("--record", "gone.jsonl", "-o", "report.html"), "gone.jsonl: cannot be read"),
-        (
-            ("--record", "plan.yaml", "-o", "report.html"),
-            "plan.yaml:1: 'version: 2' is not a line of a run's",
-        ),
+        (("--record", "plan.yaml", "-o", "report.html"), "plan.yaml:1: 'version: 2' is not a line of a run"),
         (("--record", "record.jsonl"), "Missing option '--out'"),
         (("-o", "report.html"), "Missing option '--record'"),
         (("--record", "record.jsonl", "-o", "record.jsonl"), "record.jsonl: this command reads or writes"),
