@@ -132,6 +132,9 @@ def test_an_option_is_refused_by_its_real_name(
     else:  # of an earlier version, as recorded
         args = parse_words([Word(word, 0) for word in words], "").args
     message = option.message
+    told = f"{option.option} does not work with {option.conflicts_with}: {option.reason}; "
+    assert message.startswith(told)
+    assert message.removeprefix(told) in (option.remedy, option.remedy.replace(" it", f" {option.option}", 1))
     with pytest.raises(HexiError, match=re.escape(message)):
         refuse_unsupported(args, option.beside)
     if option.beside not in ("any", "script"):
