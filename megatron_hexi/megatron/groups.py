@@ -34,6 +34,7 @@ from megatron_hexi.megatron.stages.mesh_groups import MeshGroups
 from megatron_hexi.megatron.stages.stages_session import start_stages_session
 from megatron_hexi.patching import Patch
 from megatron_hexi.plan import Schedules
+from megatron_hexi.plan.units import domain_rows
 from megatron_hexi.runtime import (
     NO_PLAN,
     DomainAttention,
@@ -85,12 +86,13 @@ def start_session(given: GivenPlan, device: torch.device, options: GroupOptions)
             f"{given.path}: the plan has {given.plan.units} members, Megatron's data-and-context-parallel "
             f"group {len(job_ranks)} ranks; make the two equal"
         )
-    domains = [replica.domain for replica in given.plan.replicas]
+    rows = domain_rows(given.plan)
+    domains = [row.domain for row in rows]
     ranks = [[member.number for member in domain.members] for domain in domains]
     replica = next(number for number, replica_ranks in enumerate(ranks) if rank in replica_ranks)
     index = ranks[replica].index(rank)
     parts = given.plan.exchange.parts
-    schedules = Schedules(given.plan.workload, domains[replica], index, parts, given.rates)
+    schedules = Schedules(given.plan.workload, domains[replica], index, parts, rows[replica].rates)
     schedule = schedules()
     domain_ranks = [job_ranks[member] for member in ranks[replica]]
     domain_group = parallel_state.get_context_parallel_group()

@@ -70,7 +70,9 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> Held:
     if args.deterministic_mode:
         # Megatron does so when it checks its arguments, which is later; the choice of a kernel depends on it.
         torch.use_deterministic_algorithms(True)
-    kernel = choose_kernel(args, plan, device, _dtype(args))
+    kernel, digest = choose_kernel(args, plan, device, _dtype(args)), plan_digest(plan)
+    if not args.hexi_batch_shares:
+        plan = replace(plan, rates=None)
     mesh = Mesh.of(plan, args.micro_batch_size, args.sequence_parallel)
     width = mesh.units[args.rank].width if mesh else args.tensor_model_parallel_size
     row_multiple = width if args.sequence_parallel else 1
@@ -78,8 +80,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> Held:
         open_record(Path(args.hexi_record))
     set_given_plan(
         GivenPlan(
-            *(plan, args.hexi_plan, plan_digest(plan), kernel.name, row_multiple, shares, mesh),
-            rates=plan.rates if args.hexi_batch_shares else None,
+            *(plan, args.hexi_plan, digest, kernel.name, row_multiple, shares, mesh),
             scales_mean=PER_TOKEN in held.added,
         )
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_hexi.mesh import Mesh
-from megatron_hexi.plan import Plan, Schedule, Share, UnitRates
+from megatron_hexi.plan import Plan, Schedule, Share
 from megatron_hexi.runtime import DomainAttention
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ class GivenPlan:
     """The plan of the job, checked against its terms.
 
     Args:
+        plan: the plan, with `rates` only if documents are assigned by them in each batch.
         kernel: name of the attention kernel, or ``auto``.
         row_multiple: number that divides the rows of every local tensor: the tensor-parallel size under
             sequence parallelism, else 1.
         shares: micro-batches of each replica; ``None`` where replicas are equal, and Megatron assigns
             micro-batches.
         mesh: the units of all ranks, of a plan whose stages have layers of their own; else ``None``.
-        rates: rates of the plan's units, if documents are assigned by them in each batch; else ``None``.
         scales_mean: whether the loss scale is meant for the mean over a batch, as it is unless the user gives
             ``--calculate-per-token-loss``; the plan has losses summed over tokens all the same.
     """
@@ -70,7 +70,6 @@ class GivenPlan:
     row_multiple: int
     shares: tuple[Share, ...] | None = None
     mesh: Mesh | None = None
-    rates: UnitRates | None = None
     scales_mean: bool = False
     terms: TrainingTerms = TrainingTerms()
 

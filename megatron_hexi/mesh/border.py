@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_hexi.mesh.mesh import Mesh
-from megatron_hexi.plan.batch_balance import packed_domain
+from megatron_hexi.plan.batch_balance import batch_domain
 from megatron_hexi.plan.layout import merge_segments, shard_segments, slice_segments
-from megatron_hexi.plan.model import Range
+from megatron_hexi.plan.model import Domain, Range
+from megatron_hexi.plan.units import Unit
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,16 @@ def held_rows(mesh: Mesh, rank: int, documents: tuple[int, ...] | None = None) -
         documents: lengths of the documents of the sequence; ``None``: the sequence is one document.
     """
     unit = mesh.units[rank]
-    domain = unit.domain
-    if documents is not None:
-        domain = packed_domain(domain, documents)
+    return _held(mesh, unit, rank, batch_domain(unit.domain, documents, unit.rates))
+
+
+def _held(mesh: Mesh, unit: Unit, rank: int, domain: Domain) -> HeldRows:
+    """Return the rows of a rank of a unit, of the unit's domain in one batch."""
     group = domain.groups[unit.group]
     number = next(n for n, member in enumerate(group.members) if member.ranks == unit.ranks)
     positions = shard_segments(group, number)
     width = unit.width if mesh.sequence_parallel else 1
-    rows = max(1, -(-unit.tokens // width))  # as `LocalShard` pads them
+    rows = max(1, -(-group.members[number].tokens // width))  # as `LocalShard` pads them
     if width > 1:
         first = unit.ranks.index(rank) * rows
         positions = slice_segments(positions, first, first + rows)
@@ -119,14 +122,15 @@ def border_messages(
         domains: for each of the two stages, the number of the domain that processes the micro-batch;
             ``None``: all domains process some of its samples.
     """
-    sides = [
-        [
-            held_rows(mesh, rank, documents)
-            for rank in mesh.stage_ranks(replica, stage)
-            if domain in (None, mesh.units[rank].number)
-        ]
-        for stage, domain in zip((source, target), domains, strict=True)
-    ]
+    sides: list[list[HeldRows]] = []
+    for stage, domain in zip((source, target), domains, strict=True):
+        units = {rank: mesh.units[rank] for rank in mesh.stage_ranks(replica, stage)}
+        taking = {rank: unit for rank, unit in units.items() if domain in (None, unit.number)}
+        dealt = {
+            unit.number: batch_domain(unit.domain, documents, unit.rates)
+            for unit in {unit.number: unit for unit in taking.values()}.values()
+        }
+        sides.append([_held(mesh, unit, rank, dealt[unit.number]) for rank, unit in taking.items()])
     return row_messages(*sides)
 
 

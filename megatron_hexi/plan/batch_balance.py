@@ -30,6 +30,19 @@ from megatron_hexi.plan.model import Domain, Group, Member, Range
 from megatron_hexi.plan.terms import UnitRates
 
 
+def batch_domain(domain: Domain, documents: tuple[int, ...] | None, rates: UnitRates | None) -> Domain:
+    """Return a domain with the positions, tokens and heads of its members in one batch.
+
+    Args:
+        documents: lengths of the batch's documents; ``None``: the plan's own shares, of a whole sequence.
+        rates: rates of the domain's units, in the order of `domain.members`, if each batch is balanced by
+            them (`balanced_domain`); ``None``: groups keep their numbers of tokens (`packed_domain`).
+    """
+    if documents is None:
+        return domain
+    return packed_domain(domain, documents) if rates is None else balanced_domain(domain, documents, rates)
+
+
 @lru_cache(maxsize=64)  # all layers ask for the same
 def packed_domain(domain: Domain, documents: tuple[int, ...]) -> Domain:
     """Return a domain whose segments are cut document by document, with unchanged tokens for each group.
@@ -140,13 +153,14 @@ def balanced_domain(domain: Domain, documents: tuple[int, ...], rates: UnitRates
 
     Args:
         documents: lengths of the documents; their sum is the domain's number of tokens.
+        rates: rates of the domain's units, in the order of `domain.members`.
 
     Returns:
         The balanced domain. If the plan's own shares (`packed_domain`) are balanced enough, or no better
         shares fit the memory of the units, the domain with the plan's shares.
     """
     even = even_seconds(domain, documents, rates)
-    paces = {member.lead: _pace(member, rates) for member in domain.members}
+    paces = _paces(domain, rates)
     groups = [
         _Pace.together([paces[member.lead] for member in group.members], rates.attended)
         for group in domain.groups
@@ -166,7 +180,7 @@ def balanced_domain(domain: Domain, documents: tuple[int, ...], rates: UnitRates
 
 def even_seconds(domain: Domain, documents: Sequence[int], rates: UnitRates) -> float:
     """Return the seconds that each unit would take for a batch if rows and pairs were balanced ideally."""
-    pace = _Pace.together([_pace(member, rates) for member in domain.members], rates.attended)
+    pace = _Pace.together(list(_paces(domain, rates).values()), rates.attended)
     return pace.row_s * sum(documents) + pace.pair_s * sum(map(_pairs, documents))
 
 
@@ -174,11 +188,11 @@ def unit_seconds(domain: Domain, documents: Sequence[int], rates: UnitRates) -> 
     """Return the seconds that each unit needs for a batch, in the order of the domain's members."""
     heads = max(member.heads[1] for member in domain.members)
     ends = [stop for _, stop in consecutive(documents)]
-    seconds = {}
+    paces, seconds = _paces(domain, rates), {}
     for group in domain.groups:
         pairs = _visible(group.segments, documents, ends)
         for member in group.members:
-            pace, part = _pace(member, rates), (member.heads[1] - member.heads[0]) / heads
+            pace, part = paces[member.lead], (member.heads[1] - member.heads[0]) / heads
             seconds[member.lead] = member.tokens * pace.row_s + part * pairs * pace.pair_s
     return [seconds[member.lead] for member in domain.members]
 
@@ -360,9 +374,10 @@ def _shared(
     )
 
 
-def _pace(member: Member, rates: UnitRates) -> _Pace:
-    number = member.number
-    return _Pace(rates.row_s[number], rates.pair_s[number], rates.room[number])
+def _paces(domain: Domain, rates: UnitRates) -> dict[int, _Pace]:
+    """Return the pace of each unit of a domain, by its first rank."""
+    paces = map(_Pace, rates.row_s, rates.pair_s, rates.room)
+    return dict(zip((member.lead for member in domain.members), paces, strict=True))
 
 
 def _pairs(count: int) -> int:

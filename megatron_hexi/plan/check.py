@@ -184,8 +184,6 @@ def _check_batch(plan: Plan, where: Where) -> None:
 
 def _check_rates(plan: Plan, rates: UnitRates, where: Where) -> None:
     """Check that every list of unit rates has one value for each unit."""
-    if not plan.is_repeated:
-        refuse(where, ("rates",), "works only with stages without layers", "leave rates out")
     for name in ("row_s", "pair_s", "room"):
         count = len(getattr(rates, name))
         if count != plan.units:

@@ -16,7 +16,7 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
-from megatron_hexi.plan.batch_balance import balanced_domain, packed_domain
+from megatron_hexi.plan.batch_balance import batch_domain
 from megatron_hexi.plan.blocks import Block, Call, Mask, Visible, exchange_blocks, own_blocks, together
 from megatron_hexi.plan.halo import Halo, halo
 from megatron_hexi.plan.heads import (
@@ -208,13 +208,11 @@ def build_schedule(
     Args:
         parts: largest number of parts in which the keys of the first exchange step are sent; more than one
             also splits the all-to-alls in two.
-        mask: the attention mask; ``None``: the workload's mask. With documents the groups hold other segments
-            (`packed_domain`), but as many tokens.
-        rates: rates of the plan's units, if each batch is balanced by them: tokens and heads are then chosen
-            for the batch's documents (`balanced_domain`).
+        mask: the attention mask; ``None``: the workload's mask. With documents, see `batch_domain`.
+        rates: rates of the domain's units, if each batch is balanced by them.
     """
     mask = Mask(causal=workload.causal) if mask is None else mask
-    domain = _of_documents(domain, mask, rates)
+    domain = batch_domain(domain, mask.documents, rates)
     seq_length = workload.seq_length
     ratio = workload.queries_per_kv
     members = domain.members
@@ -277,15 +275,6 @@ def build_schedule(
     )
 
 
-def _of_documents(domain: Domain, mask: Mask, rates: UnitRates | None) -> Domain:
-    """Return the domain with the positions that its members hold for the documents of a mask."""
-    if mask.documents is None:
-        return domain
-    if rates is None:
-        return packed_domain(domain, mask.documents)
-    return balanced_domain(domain, mask.documents, rates)
-
-
 #: Number of cached split tables: enough for the micro-batches in flight, with a few windows each.
 _KEPT = 32
 
@@ -325,7 +314,7 @@ class Schedules:
 def _halo(
     seq_length: int, domain: Domain, index: int, rates: UnitRates | None, mask: Mask, reach: int
 ) -> Halo:
-    domain = _of_documents(domain, mask, rates)
+    domain = batch_domain(domain, mask.documents, rates)
     place = {
         member.lead: shard_segments(group, number)
         for group in domain.groups

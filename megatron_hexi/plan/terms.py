@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -81,13 +81,15 @@ class JobTerms:
 class UnitRates:
     """Speed and memory of each unit, in rank order, by which each batch of documents is balanced.
 
+    Every stage has its own units; a unit of a repeated stage stands for its counterparts in all of them.
+
     Args:
         row_s: seconds per token outside attention, forward and backward, in one layer.
         pair_s: seconds per pair of query and key in attention, forward and backward, in one layer, over all
             heads of a rank of the unit.
         room: number of tokens for which the unit has memory.
         attended: memory that a unit with all heads needs for each token of its group, relative to the memory
-            of a token of its shard.
+            of a token of its shard; the largest of all units.
     """
 
     row_s: tuple[Rate, ...]
@@ -96,6 +98,11 @@ class UnitRates:
     attended: Real = 0.0
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    def of(self, units: Sequence[int]) -> UnitRates:
+        """Return the rates of some units, in their order."""
+        rows, pairs = (tuple(values[unit] for unit in units) for values in (self.row_s, self.pair_s))
+        return UnitRates(rows, pairs, tuple(self.room[unit] for unit in units), self.attended)
 
 
 @dataclass(frozen=True)

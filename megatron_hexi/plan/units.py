@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megatron_hexi.plan.model import Domain, Exchange, Member, Plan, Range, Replica, Stage
 from megatron_hexi.plan.shares import domain_micro_batches
-from megatron_hexi.plan.terms import Offload, Recompute
+from megatron_hexi.plan.terms import Offload, Recompute, UnitRates
 from megatron_hexi.plan.workload import Workload
 
 
@@ -34,6 +34,7 @@ class DomainRow:
         ministages: layers of each ministage of the stage; ``None``: the stage runs whole.
         interleaved: whether the replica runs its ministages in interleaved 1F1B.
         offload: data of the stage that waits in host memory while it is not used.
+        rates: rates of the domain's units, in the order of `domain.members`; ``None``: the plan has none.
     """
 
     replica: int
@@ -50,6 +51,7 @@ class DomainRow:
     ministages: tuple[Range, ...] | None
     interleaved: bool
     offload: tuple[Offload, ...]
+    rates: UnitRates | None
 
     @property
     def width(self) -> int:
@@ -111,6 +113,7 @@ def _replica_rows(
     is_repeated = replica.stages[0].layers is None
     stages = replica.stages * count if is_repeated else replica.stages
     ranks = plan.ranks if is_repeated and count > 1 else 0
+    units = {} if plan.rates is None else {member.lead: number for number, member in enumerate(plan.members)}
     for s, stage in enumerate(stages):
         stage_layers = stage.layers
         if stage_layers is None and layers is not None:
@@ -137,6 +140,7 @@ def _replica_rows(
                 ministages=ministages,
                 interleaved=replica.is_interleaved,
                 offload=stage.offload or (),
+                rates=plan.rates and plan.rates.of([units[member.lead] for member in domain.members]),
             )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_hexi.plan import Mask, build_schedule
+from megatron_hexi.plan.units import domain_rows
 from megatron_hexi.runtime.kernels import Mode
 from megatron_hexi.runtime.kernels.aten import AtenCpuKernel
 from tests.support.threads import run_ranks
@@ -133,7 +134,8 @@ def planned_results(plan, problem, kernel="auto", layer=None):
 
     Gradients of sinks are those of all ranks, added up.
     """
-    domain = plan.replicas[0].domain
+    row = domain_rows(plan)[0]
+    domain, rates = row.domain, row.rates
     layer = layer or (
         lambda attention, query, key, value, scale, sinks=None: attention(
             query, key, value, scale, problem.mask, sinks
@@ -141,9 +143,7 @@ def planned_results(plan, problem, kernel="auto", layer=None):
     )
     places = [
         positions_of(
-            build_schedule(
-                plan.workload, domain, index, plan.exchange.parts, problem.mask, plan.rates
-            ).segments
+            build_schedule(plan.workload, domain, index, plan.exchange.parts, problem.mask, rates).segments
         )
         for index in range(len(domain.members))
     ]

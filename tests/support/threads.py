@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_hexi.plan import Plan, Schedules
+from megatron_hexi.plan.units import domain_rows
 from megatron_hexi.runtime import DomainAttention
 
 _TIMEOUT = timedelta(seconds=60)
@@ -55,9 +56,9 @@ class ThreadRank:
 
     def attention(self, plan: Plan, kernel: str = "auto", replica: int = 0) -> DomainAttention:
         """This rank's part of a plan, with the groups that it needs."""
-        domain = plan.replicas[replica].domain
-        schedules = Schedules(plan.workload, domain, self.rank, plan.exchange.parts, plan.rates)
-        everyone = self.new_group("domain", range(len(domain.members)))
+        row = domain_rows(plan)[replica]
+        schedules = Schedules(plan.workload, row.domain, self.rank, plan.exchange.parts, row.rates)
+        everyone = self.new_group("domain", range(len(row.domain.members)))
         a2a = self.new_group("a2a", schedules().members)
         return DomainAttention(plan.workload, schedules, everyone, a2a, plan.exchange.window, kernel)
 

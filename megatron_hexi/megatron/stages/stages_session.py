@@ -95,7 +95,7 @@ def start_stages_session(
 def schedules_of(mesh: Mesh, place: Unit) -> Schedules:
     """Return the cache of a unit's split tables, which has one for each attention mask."""
     workload = mesh.plan.workload_of(place.domain)
-    return Schedules(workload, place.domain, place.member, place.exchange.parts)
+    return Schedules(workload, place.domain, place.member, place.exchange.parts, place.rates)
 
 
 def stages_under(stages: StagesSession, plan: Plan) -> StagesSession:

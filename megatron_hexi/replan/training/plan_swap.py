@@ -26,7 +26,7 @@ def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
     if stages is None:
         domain = plan.replicas[session.replica].domain
         index = dist.get_rank(attention.domain_group)
-        schedules = Schedules(plan.workload, domain, index, exchange.parts, session.given.rates)
+        schedules = Schedules(plan.workload, domain, index, exchange.parts)
     else:
         stages = stages_under(stages, plan)
         schedules, exchange = schedules_of(stages.mesh, stages.view.place), stages.view.place.exchange

@@ -10,16 +10,20 @@ from hypothesis import strategies as st
 
 from megatron_hexi.mesh import Mesh, RowMessage, border_messages, held_rows
 from megatron_hexi.mesh import border as border_room
-from megatron_hexi.plan.batch_balance import packed_domain
-from tests.support.plans import RANDOMS, examples
+from megatron_hexi.plan.batch_balance import balanced_domain, packed_domain
+from tests.support.plans import RANDOMS, examples, with_rates
 from tests.support.stage_plans import meshes
 
 
 def held_by(mesh, rank, documents):
     """Positions of a rank's rows in order, from the plan alone; padding is ``None``."""
-    domain = mesh.units[rank].domain
-    if documents is not None:
+    domain, rates = mesh.units[rank].domain, mesh.plan.rates
+    if documents is not None and rates is None:
         domain = packed_domain(domain, documents)
+    elif documents is not None and rates is not None:
+        units = sorted({unit.ranks for unit in mesh.units})
+        numbers = [units.index(member.ranks) for member in domain.members]
+        domain = balanced_domain(domain, documents, rates.of(numbers))
     for group in domain.groups:
         free = iter(position for span in group.segments for position in range(*span))
         for member in group.members:
@@ -66,8 +70,9 @@ def check_messages(mesh, messages, targets, documents):
 
 @st.composite
 def cases(draw):
-    """A mesh, and the documents of its sequence or none."""
+    """A mesh, and the documents of its sequence or none; they may be assigned by rates of the units."""
     mesh = draw(meshes())
+    mesh = Mesh(draw(with_rates(mesh.plan)), mesh.micro_batch_size, mesh.sequence_parallel)
     random = draw(RANDOMS)
     length = mesh.plan.workload.seq_length
     if random.random() < 0.4:

@@ -12,7 +12,7 @@ from megatron_hexi.cost import unit_rates
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.megatron.batch_shares import check_batch_shares
 from megatron_hexi.models import Job, read_model
-from megatron_hexi.plan import UnitRates, proportional_plan, validate_plan
+from megatron_hexi.plan import Domain, Replica, Stage, UnitRates, proportional_plan, validate_plan
 from tests.unit.replan.test_arguments import STAGES, TWO
 
 RATES = UnitRates((1e-6, 2e-6), (1e-9, 2e-9), (8, 8))
@@ -79,5 +79,32 @@ def test_rates_are_those_of_the_gpus_that_the_plan_names():
     # Five and a half passes of two products of 2 x 4096 FLOPs a pair
     assert 4.5 * 4 * 4096 / 1e15 < rates.pair_s[0] < 4.5 * 4 * 4096 / 3e14
     assert all(room > 16384 for room in rates.room)
-    with pytest.raises(PlanError, match="give --pipeline-model-parallel-size 1"):
-        unit_rates(plan, replace(job, pipeline_parallel=2), cluster)
+
+
+def test_each_stage_has_rates_of_its_own():
+    """A stage of H100 before one of A100; the last computes logits, and layers do not count in seconds."""
+    cluster = read_cluster("examples/clusters/mixed-16.yaml")
+    job = Job(read_model("gpt-7b"), seq_length=32768, recompute="full", global_batch_size=2)
+    plan = proportional_plan(job.workload(), [[[1.0] * 2, [1.0] * 2]])
+    (replica,) = plan.replicas
+    second = tuple(
+        replace(group, members=tuple(replace(one, ranks=(4 + one.lead,)) for one in group.members))
+        for group in replica.domain.groups
+    )
+    stages = (
+        Stage(replica.stages[0].domains, layers=(0, 20)),
+        Stage((Domain(second),), layers=(20, 32)),
+    )
+    staged = replace(plan, replicas=(Replica(stages, micro_batches=2),), gpus=(*range(4), *range(8, 12)))
+    rates = unit_rates(staged, job, cluster)
+    validate_plan(replace(staged, rates=rates))
+    for seconds in (rates.row_s, rates.pair_s):
+        assert len(set(seconds[:4])) == len(set(seconds[4:])) == 1
+        assert 2 < seconds[4] / seconds[0] < 4
+    assert all(room > 8192 for room in rates.room)
+    # A repeated stage: A100 before H100 on the same units is as slow as A100 alone, and holds no more.
+    halves = replace(job, pipeline_parallel=2)
+    repeated = unit_rates(replace(plan, gpus=(*range(8, 12), *range(4))), halves, cluster)
+    slow = unit_rates(replace(plan, gpus=(*range(8, 12), *range(12, 16))), halves, cluster)
+    assert repeated.pair_s == slow.pair_s
+    assert repeated.room == slow.room
