@@ -14,7 +14,6 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron.arguments import add_hexi_arguments, order_communication
 from megatron_hexi.megatron.loop_job import HeldJob, LoopJob, hold_loop
 from megatron_hexi.megatron.plan_arguments import refuse_without_plan
-from megatron_hexi.megatron.session import given_plan
 from megatron_hexi.platform.select import say
 
 #: Options of ours that choose how this process starts, not how a plan is carried out.
@@ -22,7 +21,6 @@ _OF_THE_START: Final = ("hexi_plan", "hexi_platform")
 #: Sections that are not asked: the model is given apart, and Bridge states both ends of a constant weight
 #: decay, which Megatron-LM refuses.
 _APART: Final = ("model", "scheduler")
-_CHECKPOINTS: Final = ("save", "load", "pretrained_checkpoint")
 #: Settings that no argument of Megatron has, as section and field, with the value under a plan and a reason.
 _REFUSED: Final = (
     ("dist", "use_decentralized_pg", False, "its groups are not those of the plan"),
@@ -30,6 +28,8 @@ _REFUSED: Final = (
     ("dist", "lazy_mpu_init", False, "a plan's groups are made at once"),
     ("inprocess_restart", "enabled", False, "a restart makes groups anew"),
     ("train", "num_epochs", None, "a plan's batches are counted in iterations"),
+    ("checkpoint", "also_save_hf_checkpoint", False, "its export gathers weights by Bridge's groups"),
+    ("checkpoint", "custom_manager_class", None, "its files may depend on Bridge's groups"),
     ("peft", None, None, "adapters on frozen weights do not train under a plan yet"),
     ("tensor_inspect", "enabled", False, "it looks at layers that a plan replaces"),
 )
@@ -82,14 +82,6 @@ def hold_configuration(config: Any, options: Namespace, device: torch.device) ->
         [section for section in sections if dataclasses.is_dataclass(section)],
     )
     held = hold_loop(options.hexi_plan, job, device, stages=True)
-    given = given_plan()
-    kept = [name for name in _CHECKPOINTS if getattr(config.checkpoint, name, None) is not None]
-    if given is not None and given.mesh is not None and kept:
-        raise HexiError(
-            f"checkpoint.{kept[0]} {getattr(config.checkpoint, kept[0])}: stages that have layers of their "
-            "own are saved and loaded by Megatron-LM's loop alone; leave the field out, or make a plan with "
-            "planner: {unequal_stages: false} in the cluster file"
-        )
     order_communication(held.args)
     for line in held.replaced:
         say(f"replaced by the plan: {line}")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_hexi.errors import set_fault_listener, user_errors
+from megatron_hexi.megatron.bridge_checkpoint import BRIDGE_CHECKPOINT_PATCHES, OF_BRIDGE
 from megatron_hexi.megatron.bridge_job import given_options, hold_configuration
 from megatron_hexi.megatron.groups import agree
 from megatron_hexi.megatron.session import active_session, given_plan
@@ -28,7 +29,7 @@ from megatron_hexi.platform import Platform
 _TRAINING = "megatron.bridge.training"
 #: What every training by Bridge imports.
 _FIRST = f"{_TRAINING}.setup"
-_Patch = functools.partial(Patch, package="megatron-bridge", versions=">=0.6.2,<0.7")
+_Patch = functools.partial(Patch, **OF_BRIDGE)
 
 
 def bridge_patches(platform: Platform) -> list[Patch]:
@@ -63,6 +64,7 @@ def bridge_patches(platform: Platform) -> list[Patch]:
             )
             for sampler in samplers
         ),
+        *BRIDGE_CHECKPOINT_PATCHES,
     ]
 
 
@@ -76,7 +78,7 @@ def _with_plan(original: Callable[[Any], None], device: torch.device) -> Callabl
         if given_plan() is None or known is None or known[0] != options.hexi_plan:
             with user_errors():
                 held = hold_configuration(self, options, device)
-            held.apply()
+            self.hexi_given = held.apply()
             known = self.hexi_job = options.hexi_plan, held.args.data_parallel_size
         self.data_parallel_size = known[1]
         # Bridge wants sequences that 2 x the context-parallel size divides; the plan has no such rule.

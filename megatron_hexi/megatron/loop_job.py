@@ -63,10 +63,12 @@ class HeldJob(NamedTuple):
     settings: list[tuple[Any, str, Any]]
     replaced: list[str]
 
-    def apply(self) -> None:
-        """Set in the configurations what the plan decides."""
+    def apply(self) -> list[tuple[Any, str, Any]]:
+        """Set in the configurations what the plan decides, and return what it replaces, in the same form."""
+        given = [(section, name, getattr(section, name)) for section, name, _ in self.settings]
         for section, name, value in self.settings:
             setattr(section, name, value)
+        return given
 
 
 class _Place(NamedTuple):

@@ -32,7 +32,9 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.tokenizers.config import TokenizerConfig
+from megatron.bridge.training.utils import checkpoint_utils
 
+from megatron_hexi.megatron.stages.stage_checkpoints import whole_models
 from tests.megatron import te_emulated
 
 te_emulated.use_torch_in_megatron()
@@ -102,16 +104,17 @@ def configuration(iterations: int = ITERATIONS, **ddp: Any) -> ConfigContainer:
     )
 
 
-def saving(folder: Path) -> ConfigContainer:
+def saving(folder: Path, **ddp: Any) -> ConfigContainer:
     """Return the first half of a job, which is saved."""
-    config = configuration(ITERATIONS // 2)
+    config = configuration(ITERATIONS // 2, **ddp)
     config.checkpoint.save, config.checkpoint.save_interval = str(folder), ITERATIONS // 2
     return config
 
 
-def loading(folder: Path) -> ConfigContainer:
+def loading(folder: Path, **ddp: Any) -> ConfigContainer:
     """Return the second half of a job."""
-    config = configuration()
+    checkpoint_utils.read_train_state.cache_clear()  # the training before changed what it had read
+    config = configuration(**ddp)
     config.checkpoint.load, config.scheduler.override_opt_param_scheduler = str(folder), True
     return config
 
@@ -133,11 +136,12 @@ class Results(Callback):
 
     def on_train_end(self, context: CallbackContext) -> None:
         module, weights = context.model[0].module, {}
-        for key, weight in module.named_parameters():
-            parts = key.split(".")
-            if parts[:2] == ["decoder", "layers"]:  # a stage counts its own layers from 0
-                parts[2] = str(module.decoder.layers[int(parts[2])].layer_number - 1)
-            weights[".".join(parts)] = weight.detach().clone()
+        with whole_models(context.model):
+            for key, weight in module.named_parameters():
+                parts = key.split(".")
+                if parts[:2] == ["decoder", "layers"]:  # a stage counts its own layers from 0
+                    parts[2] = str(module.get_submodule(".".join(parts[:3])).layer_number - 1)
+                weights[".".join(parts)] = weight.detach().clone()
         torch.save((self._losses, weights), self._out / f"{self._name}-{dist.get_rank()}.pt")
 
 
@@ -155,6 +159,7 @@ def refusals(plan: Path) -> dict[str, str]:
         ("validation", "validation", "eval_global_batch_size", 8),
         ("loader", "dataset", "dataloader_type", "batch"),
         ("epochs", "train", "num_epochs", 2),
+        ("export", "checkpoint", "also_save_hf_checkpoint", True),
         ("ranks", "train", "micro_batch_size", 1),
     ):
         config = configuration()
@@ -176,6 +181,8 @@ def alone(out: Path) -> None:
     if (out / "saved-by-plan").is_dir():
         results = [Results(out, "back")]
         pretrain(loading(out / "saved-by-plan"), forward_step, callbacks=results)
+        results = [Results(out, "stages-back")]
+        pretrain(loading(out / "saved-by-stages", **SHARED), forward_step, callbacks=results)
         return
     pretrain(configuration(), forward_step, callbacks=[Results(out, "alone")])
     pretrain(saving(out / "saved-alone"), forward_step)
@@ -201,6 +208,9 @@ def under_plans(out: Path) -> None:
     train("stages", configuration(**SHARED))
     train("replicas", loading(out / "saved-alone"), "there")
     train("replicas", saving(out / "saved-by-plan"), "saving")
+    train("ministages", loading(out / "saved-alone"), "stages-there")
+    train("stages", saving(out / "saved-by-stages", **SHARED), "saving")
+    train("ministages", loading(out / "saved-by-stages", **SHARED), "stages-on")
     sampler = samplers.MegatronPretrainingSampler
     sampler.__iter__ = sampler.__iter__.__wrapped__  # each replica begins with the first micro-batch
     train("replicas", configuration(1), "fault")

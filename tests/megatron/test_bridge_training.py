@@ -76,6 +76,23 @@ PLANS = {
   - {layers: [0, 4], domains: [{ranks: [1]}]}
 """,
 }
+#: A plan that goes on from checkpoints alone.
+MINISTAGES = """\
+- micro_batches: 3
+  stages:
+  - layers: [0, 2]
+    ministages: 2
+    domains:
+    - groups:
+      - segments: [[0, 101]]
+        members:
+        - {ranks: [0], tokens: 71, heads: [0, 3]}
+        - {ranks: [1], tokens: 30, heads: [3, 4], state: 4}
+  - {layers: [2, 4], ministages: 2, domains: [{ranks: [2]}]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 4], domains: [{ranks: [3]}]}
+"""
 SCRIPT = Path(__file__).parent / "bridge_script.py"
 Results = dict[str, tuple[list[float], dict[str, Any]]]
 
@@ -84,7 +101,7 @@ Results = dict[str, tuple[list[float], dict[str, Any]]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of each job: on one rank by Bridge alone, and on four under each plan."""
     folder = tmp_path_factory.mktemp("bridge")
-    for name, replicas in PLANS.items():
+    for name, replicas in (*PLANS.items(), ("ministages", MINISTAGES)):
         (folder / f"{name}.yaml").write_text(HEADER + replicas)
     for ranks, words in ((1, ()), (4, ("--hexi-plan", folder / "one-stage.yaml")), (1, ())):
         args = (SCRIPT, folder, *words)
@@ -119,7 +136,7 @@ def test_losses_and_weights_are_those_of_one_rank(results: Results, job: str):
         torch.testing.assert_close(weight, true_weights[name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("job", ["there", "back"])
+@pytest.mark.parametrize("job", ["there", "back", "stages-there", "stages-on", "stages-back"])
 def test_a_checkpoint_goes_on_under_a_plan_and_without(results: Results, job: str):
     losses, weights = results[job]
     true_losses, true_weights = results["alone"]
@@ -146,6 +163,7 @@ def test_a_planted_fault_shows_in_the_first_loss(results: Results):
         ("validation", "validation.eval_global_batch_size 8: the replicas of a plan share out batches of"),
         ("loader", "dataset.dataloader_type batch: its batches are not shared out by a plan; give single or"),
         ("epochs", "train.num_epochs 2: a plan's batches are counted in iterations; leave train.num_epochs"),
+        ("export", "checkpoint.also_save_hf_checkpoint True: its export gathers weights by Bridge's groups"),
         ("ranks", "need 4 ranks, but the job has 1; start 4 ranks or use another plan"),
         ("record", "--hexi-record: needs Megatron-LM's loop; leave it out"),
         ("kernel", "--hexi-kernel"),

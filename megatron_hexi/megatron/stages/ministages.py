@@ -155,12 +155,15 @@ def forward_backward_by_ministages(
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
     force_all_reduce: bool | None = False,
+    p2p_communicator: Any = None,
+    pg_collection: Any = None,
     **others: Any,
 ) -> list[Any]:
     """Run an iteration in ministages, with the arguments and the result of Megatron's schedules.
 
     `forward_step_func` is called once a ministage and micro-batch, and again before its backward pass if
-    ministages take turns. Arguments in `others` must be ``None``.
+    ministages take turns. The communicator and the groups are the plan's, whatever a loop gives. Arguments in
+    `others` must be ``None``.
 
     Returns:
         The loss function's result for each micro-batch; empty except on a last stage.

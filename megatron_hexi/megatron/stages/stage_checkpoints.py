@@ -116,13 +116,64 @@ def _unstacked(tensor: Any) -> Any:
     "megatron.training.checkpointing:get_rng_state",
     why="random states are stored by rank, where Megatron has a grid of pipeline and tensor-parallel ranks",
 )
-def _by_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def by_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the random states that Megatron saves, in a grid of one row for each rank."""
     state = original(*args, **kwargs)
     session = active_session()
     if session is not None and session.stages is not None:
         state.global_shape = (len(session.stages.mesh.units), 1)
         state.global_offset, state.replica_id = (session.stages.view.rank, 0), 0
     return state
+
+
+@contextlib.contextmanager
+def whole_models(model: list[Any]) -> Iterator[None]:
+    """Gather the weights of a rank's models, most of which ranks hold in shares with ministages."""
+    with contextlib.ExitStack() as stack:
+        for chunk in model if stages_active() else ():
+            stack.enter_context(chunk.pieces.whole())
+        yield
+
+
+@contextlib.contextmanager
+def into_buckets(model: list[Any], optimizer: Any) -> Iterator[None]:
+    """Take weights that are loaded in this context into the buckets that hold their pieces."""
+    yield
+    if stages_active():
+        for chunk in model:
+            chunk.pieces.collect_values()
+        if optimizer is not None:
+            optimizer.weights_loaded()
+
+
+@contextlib.contextmanager
+def as_chain(sizes: Any, **others: Any) -> Iterator[None]:
+    """Let Megatron's arguments describe the whole model as a pipeline over all ranks.
+
+    Megatron compares them with the checkpoint's to decide whether it can load random states.
+
+    Args:
+        sizes: object whose attributes the arguments are.
+        others: further attributes within the context.
+    """
+    session = active_session()
+    if session is None or session.stages is None:
+        yield
+        return
+    ranks = len(session.stages.mesh.units)
+    with attributes(sizes, tensor_model_parallel_size=1, pipeline_model_parallel_size=ranks, **others):
+        yield
+
+
+@contextlib.contextmanager
+def attributes(holder: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of an object within the context."""
+    own = {name: getattr(holder, name) for name in values}
+    vars(holder).update(values)
+    try:
+        yield
+    finally:
+        vars(holder).update(own)
 
 
 @patched(
@@ -133,12 +184,7 @@ def _by_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _of_whole_models(
     original: Callable[..., Any], iteration: int, model: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    if not stages_active():
-        return original(iteration, model, *args, **kwargs)
-    with contextlib.ExitStack() as stack:
-        for chunk in model:
-            stack.enter_context(chunk.pieces.whole())
-        stack.enter_context(_as_chain())
+    with whole_models(model), _job_as_chain():
         return original(iteration, model, *args, **kwargs)
 
 
@@ -150,35 +196,16 @@ def _of_whole_models(
 def _into_buckets(
     original: Callable[..., Any], ddp_model: list[Any], optimizer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if not stages_active():
+    with into_buckets(ddp_model, optimizer), _job_as_chain():
         return original(ddp_model, optimizer, *args, **kwargs)
-    with _as_chain():
-        result = original(ddp_model, optimizer, *args, **kwargs)
-    for chunk in ddp_model:
-        chunk.pieces.collect_values()
-    if optimizer is not None:
-        optimizer.weights_loaded()
-    return result
 
 
-STAGE_CHECKPOINT_PATCHES = (_by_rank, _of_whole_models, _into_buckets)
-
-
-@contextlib.contextmanager
-def _as_chain() -> Iterator[None]:
-    """Let Megatron's arguments describe the whole model as a pipeline over all ranks, in this context.
-
-    Megatron compares them with the checkpoint's to decide whether it can load random states.
-    """
+def _job_as_chain() -> contextlib.AbstractContextManager[None]:
     from megatron.training import get_args
 
     args = get_args()
-    others = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": args.world_size}
-    if hasattr(args, "hexi_pattern"):
-        others["hybrid_layer_pattern"] = args.hexi_pattern
-    own = {name: getattr(args, name) for name in others}
-    vars(args).update(others)
-    try:
-        yield
-    finally:
-        vars(args).update(own)
+    pattern = getattr(args, "hexi_pattern", None)
+    return as_chain(args, **({} if pattern is None else {"hybrid_layer_pattern": pattern}))
+
+
+STAGE_CHECKPOINT_PATCHES = (by_rank, _of_whole_models, _into_buckets)
