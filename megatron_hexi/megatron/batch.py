@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.errors import PlanError
+from megatron_hexi.megatron.documents_ahead import ends_in
 from megatron_hexi.megatron.packing import packed_shard
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import Patch
 
 #: Tensors of a batch that are cut along their tokens.
-_TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 Batch = dict[str, Any]
 
@@ -32,15 +33,14 @@ def cut_batch(batch: Batch, session: Session) -> Batch:
     Raises:
         PlanError: the sequences are not as long as the plan says, or have a mask of their own.
     """
-    ends = batch.get("cu_seqlens_padded")
-    ends = batch.get("cu_seqlens") if ends is None else ends
+    ends = ends_in(batch)
     shard = session.shard if ends is None else packed_shard(session, ends).shard
     if batch.get("attention_mask") is not None:
         raise PlanError(
             "the batch has an attention mask, a plan makes its own; "
             "use --no-create-attention-mask-in-dataloader"
         )
-    for key in _TOKEN_KEYS:
+    for key in TOKEN_KEYS:
         tensor: Tensor | None = batch.get(key)
         if tensor is None:
             continue

@@ -12,6 +12,7 @@ import torch
 from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron.arguments import add_hexi_arguments, order_communication
+from megatron_hexi.megatron.bridge_adapters import refuse_adapters
 from megatron_hexi.megatron.loop_job import HeldJob, LoopJob, hold_loop
 from megatron_hexi.megatron.plan_arguments import refuse_without_plan
 from megatron_hexi.platform.select import say
@@ -30,7 +31,6 @@ _REFUSED: Final = (
     ("train", "num_epochs", None, "a plan's batches are counted in iterations"),
     ("checkpoint", "also_save_hf_checkpoint", False, "its export gathers weights by Bridge's groups"),
     ("checkpoint", "custom_manager_class", None, "its files may depend on Bridge's groups"),
-    ("peft", None, None, "adapters on frozen weights do not train under a plan yet"),
     ("tensor_inspect", "enabled", False, "it looks at layers that a plan replaces"),
 )
 
@@ -72,10 +72,13 @@ def hold_configuration(config: Any, options: Namespace, device: torch.device) ->
         for name, value in vars(options).items()
         if name not in _OF_THE_START and value != getattr(usual, name)
     }
+    length, specs = config.model.seq_length, getattr(config.dataset, "offline_packing_specs", None)
+    if specs is not None:
+        length, arguments["dataloader_inter_document_masking"] = specs.packed_sequence_size, True
     sections = [getattr(config, one.name) for one in dataclasses.fields(config) if one.name not in _APART]
     job = LoopJob(
         config.model,
-        config.model.seq_length,
+        length,
         config.train.micro_batch_size,
         config.train.global_batch_size,
         arguments,
@@ -94,28 +97,31 @@ def _refuse_settings(config: Any) -> None:
     Raises:
         HexiError: the configuration has one.
     """
+    from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training.config import GPTDatasetConfig
 
     for section, name, allowed, reason in _REFUSED:
         value = getattr(config, section, None)
-        if name is not None and value is not None:
+        if value is not None:
             value = getattr(value, name, allowed)
         if value not in (None, allowed):
-            place = section if name is None else f"{section}.{name}"
-            told = type(value).__name__ if name is None else value
-            raise HexiError(f"{place} {told}: {reason}; leave {place} out, or train without --hexi-plan")
-    for section, kind in (("model", GPTModelProvider), ("dataset", GPTDatasetConfig)):
+            place = f"{section}.{name}"
+            raise HexiError(f"{place} {value}: {reason}; leave {place} out, or train without --hexi-plan")
+    kinds = {"model": (GPTModelProvider,), "dataset": (GPTDatasetConfig, GPTSFTDatasetConfig)}
+    for section, known in kinds.items():
         value = getattr(config, section)
-        if not isinstance(value, kind):
+        if not isinstance(value, known):
+            names = " or ".join(kind.__name__ for kind in known)
             raise HexiError(
-                f"{section} {type(value).__name__}: a plan needs a {kind.__name__} here; give one, or train "
-                "without --hexi-plan"
+                f"{section} {type(value).__name__}: a plan needs a {names} here; give one, or train without "
+                "--hexi-plan"
             )
-    if config.dataset.dataloader_type not in (None, "single", "cyclic"):
+    refuse_adapters(config.peft, config.model)
+    if config.dataset.dataloader_type not in (None, "single", "cyclic", "batch"):
         raise HexiError(
             f"dataset.dataloader_type {config.dataset.dataloader_type}: its batches are not shared out by a "
-            "plan; give single or cyclic"
+            "plan; give single, cyclic or batch"
         )
     for name in ("micro_batch_size", "global_batch_size"):
         value, trained = getattr(config.validation, f"eval_{name}"), getattr(config.train, name)

@@ -19,6 +19,7 @@ import torch
 
 from megatron_hexi.errors import set_fault_listener, user_errors
 from megatron_hexi.megatron.bridge_checkpoint import BRIDGE_CHECKPOINT_PATCHES, OF_BRIDGE
+from megatron_hexi.megatron.bridge_data import BRIDGE_DATA_PATCHES
 from megatron_hexi.megatron.bridge_job import given_options, hold_configuration
 from megatron_hexi.megatron.groups import agree
 from megatron_hexi.megatron.session import active_session, given_plan
@@ -65,6 +66,7 @@ def bridge_patches(platform: Platform) -> list[Patch]:
             for sampler in samplers
         ),
         *BRIDGE_CHECKPOINT_PATCHES,
+        *BRIDGE_DATA_PATCHES,
     ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +24,15 @@ from megatron_hexi.runtime.call_rows import on_device
 Documents = tuple[int, ...]
 
 _worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexi-documents")
+
+
+#: Entries of a batch with the ends of its documents; those with padding first.
+END_KEYS = ("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seqlens", "cu_seqlens_q")
+
+
+def ends_in(batch: Mapping[str, Any]) -> Any:
+    """Return the ends of a batch's documents, with padding where it has both; ``None`` without documents."""
+    return next((batch[key] for key in END_KEYS if batch.get(key) is not None), None)
 
 
 class DocumentsAhead:
@@ -77,8 +86,7 @@ def documents_of(sample: Any, seq_length: int) -> Documents | None:
     """
     if not isinstance(sample, dict):
         return None
-    ends = sample.get("cu_seqlens_padded")
-    ends = sample.get("cu_seqlens") if ends is None else ends
+    ends = ends_in(sample)
     if not isinstance(ends, Tensor) or ends.is_cuda or (ends.dim() == 2 and ends.shape[0] != 1):
         return None
     flat = ends.flatten()
@@ -88,14 +96,14 @@ def documents_of(sample: Any, seq_length: int) -> Documents | None:
     return tuple(stop - start for start, stop in itertools.pairwise(places))
 
 
-class _Prefetched:
+class Prefetched:
     """An iterator of samples that fetches each sample before it is needed."""
 
     def __init__(self, samples: Iterator[Any]) -> None:
         self._samples = samples
         self._fetched: Callable[[], Any] | None = None
 
-    def __iter__(self) -> _Prefetched:
+    def __iter__(self) -> Prefetched:
         return self
 
     def __next__(self) -> Any:
@@ -133,8 +141,8 @@ def _one_ahead(original: Callable[[Any], Any], self: Any) -> Any:
     if session is None:
         return original(self)
     terms = session.given.terms
-    if terms.has_documents and terms.reads_ahead and not isinstance(self.iterable, _Prefetched):
-        self.iterable = _Prefetched(self.iterable)
+    if terms.has_documents and terms.reads_ahead and not isinstance(self.iterable, Prefetched):
+        self.iterable = Prefetched(self.iterable)
     sample = original(self)  # or a sample that Megatron replays
     AHEAD.take(sample, session.seq_length)
     return sample

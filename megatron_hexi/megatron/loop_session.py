@@ -15,6 +15,7 @@ from torch.distributed.nn.functional import all_reduce
 
 from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError, PlanError
+from megatron_hexi.megatron.documents_ahead import END_KEYS, ends_in
 from megatron_hexi.megatron.groups import agree
 from megatron_hexi.megatron.loop_job import LoopJob, hold_loop
 from megatron_hexi.megatron.packing import packed_shard
@@ -29,7 +30,7 @@ from megatron_hexi.megatron.session import (
 from megatron_hexi.patching import PatchSet
 
 #: Entries of a batch that describe its documents, which every rank needs whole.
-_OF_DOCUMENTS: Final = frozenset(("cu_seqlens", "cu_seqlens_padded", "max_seqlen"))
+_OF_DOCUMENTS: Final = frozenset((*END_KEYS, "max_seqlen"))
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,7 @@ class LoopSession:
         Raises:
             PlanError: a tensor, or its documents, are not as long as the plan's sequences.
         """
-        ends = batch.get("cu_seqlens_padded")
-        shard = self._rows(batch.get("cu_seqlens") if ends is None else ends)
+        shard = self._rows(ends_in(batch))
         rows, length = dict(batch), self._session.seq_length
         for name, tensor in batch.items():
             if tensor is None or name in _OF_DOCUMENTS:

@@ -157,7 +157,7 @@ def refusals(plan: Path) -> dict[str, str]:
         ("context", "model", "context_parallel_size", 2),
         ("dropout", "model", "hidden_dropout", 0.1),
         ("validation", "validation", "eval_global_batch_size", 8),
-        ("loader", "dataset", "dataloader_type", "batch"),
+        ("loader", "dataset", "dataloader_type", "external"),
         ("epochs", "train", "num_epochs", 2),
         ("export", "checkpoint", "also_save_hf_checkpoint", True),
         ("ranks", "train", "micro_batch_size", 1),

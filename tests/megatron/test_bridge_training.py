@@ -112,6 +112,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Results:
+    return read_results(folder)
+
+
+def read_results(folder: Path) -> Results:
+    """Return losses and weights of each job, after a check that ranks agree on their weights."""
     found: Results = {}
     for path in sorted(folder.glob("*.pt")):
         losses, weights = torch.load(path)
@@ -161,7 +166,10 @@ def test_a_planted_fault_shows_in_the_first_loss(results: Results):
         ("context", "but the job has --context-parallel-size 2; give --context-parallel-size 4"),
         ("dropout", "--hidden-dropout"),
         ("validation", "validation.eval_global_batch_size 8: the replicas of a plan share out batches of"),
-        ("loader", "dataset.dataloader_type batch: its batches are not shared out by a plan; give single or"),
+        (
+            "loader",
+            "dataset.dataloader_type external: its batches are not shared out by a plan; give single,",
+        ),
         ("epochs", "train.num_epochs 2: a plan's batches are counted in iterations; leave train.num_epochs"),
         ("export", "checkpoint.also_save_hf_checkpoint True: its export gathers weights by Bridge's groups"),
         ("ranks", "need 4 ranks, but the job has 1; start 4 ranks or use another plan"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_hexi.megatron import documents_ahead
-from megatron_hexi.megatron.documents_ahead import DocumentsAhead, _Prefetched, documents_of
+from megatron_hexi.megatron.documents_ahead import DocumentsAhead, Prefetched, documents_of
 from megatron_hexi.plan import Mask, Schedules, Workload, proportional_plan, schedule
 
 PLAN = proportional_plan(Workload(64, 4, 2, 8), [[[1.0, 1.0], [1.0, 1.0]]])
@@ -37,7 +37,7 @@ def test_samples_come_in_order_and_an_error_at_its_turn():
         yield from (1, 2)
         raise ValueError("unreadable")
 
-    ahead = _Prefetched(samples())
+    ahead = Prefetched(samples())
     assert [next(ahead), next(ahead)] == [1, 2]
     with pytest.raises(ValueError, match="unreadable"):
         next(ahead)
