@@ -7,7 +7,6 @@ behind their last token, where causal attention does not look and no loss is tak
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,8 +18,6 @@ from megatron_hexi.megatron.bridge_checkpoint import OF_BRIDGE
 from megatron_hexi.megatron.documents_ahead import AHEAD, Prefetched, ends_in
 from megatron_hexi.megatron.session import active_session
 from megatron_hexi.patching import patched
-
-_of_bridge = functools.partial(patched, **OF_BRIDGE)
 
 
 def whole_sequences(sample: Batch, length: int) -> Batch:
@@ -42,17 +39,19 @@ def whole_sequences(sample: Batch, length: int) -> Batch:
     if ends is None:
         return whole
     documents = int((ends.flatten() < tokens).sum())
-    for key, value in sample.items():
-        if key.startswith("cu_seqlens") and value is not None:
-            whole[key] = value[..., : documents + 1]
-            if value is ends and tokens < length:
-                whole[key] = whole[key].masked_fill(whole[key] == tokens, length)
+    keys = [key for key in sample if key.startswith("cu_seqlens") and sample[key] is not None]
+    with_padding = [key for key in keys if key.endswith("padded")] or keys
+    for key in keys:
+        whole[key] = sample[key][..., : documents + 1]
+        if key in with_padding:
+            whole[key] = whole[key].masked_fill(whole[key] == tokens, length)
     return whole
 
 
-@_of_bridge(
+@patched(
     "megatron.bridge.data.samplers:MegatronPretrainingBatchSampler.__iter__",
     why="a rank draws its replica's rows of a global batch, where replicas differ",
+    **OF_BRIDGE,
 )
 def _of_own_rows(original: Callable[[Any], Iterator[list[int]]], self: Any) -> Iterator[list[int]]:
     session = active_session()
@@ -65,9 +64,10 @@ def _of_own_rows(original: Callable[[Any], Iterator[list[int]]], self: Any) -> I
             yield rows[first : first + size]
 
 
-@_of_bridge(
+@patched(
     "megatron.bridge.data.batch_utils:prepare_finetuning_batch",
     why="cuts a rank's rows of a global batch into its replica's micro-batches, and reads documents ahead",
+    **OF_BRIDGE,
 )
 def _of_own_micro_batches(
     original: Callable[..., tuple[Any, int]],
@@ -85,13 +85,14 @@ def _of_own_micro_batches(
     return samples, length
 
 
-@_of_bridge(
+@patched(
     "megatron.bridge.training.gpt_step:get_batch_from_iterator",
     why="a plan's sequences all have one length",
     parameters=(
         *("data_iterator", "include_mtp_inputs", "skip_getting_attention_mask_from_dataset"),
         *("is_first_pp_stage", "is_last_pp_stage", "include_full_batch_fields"),
     ),
+    **OF_BRIDGE,
 )
 def _of_whole_sequences(
     original: Callable[..., Batch], data_iterator: Iterator[Batch], *args: Any, **kwargs: Any
@@ -104,9 +105,10 @@ def _of_whole_sequences(
     return original(iter((sample,)), *args, **kwargs)
 
 
-@_of_bridge(
+@patched(
     "megatron.bridge.training.gpt_step:_partition_packed_batch_for_cp",
     why="takes the tokens at the plan's positions in each document instead of two equal chunks",
+    **OF_BRIDGE,
 )
 def _by_documents(original: Callable[..., Batch], batch: Batch, cp_group: dist.ProcessGroup) -> Batch:
     session = active_session()

@@ -137,6 +137,8 @@ def test_other_adapters_are_refused_by_name(peft: LoRA, experts: int | None, wor
 def test_short_sequences_are_padded_behind_their_last_document():
     ends = torch.tensor([[0, 3, 6, 6, 6]])
     sample = {"tokens": torch.ones(1, 6), "loss_mask": torch.ones(1, 6), "metadata": ["x"]}
+    alone = whole_sequences(sample | {"cu_seqlens_q": ends, "cu_seqlens_kv": ends.clone()}, 8)
+    assert alone["cu_seqlens_q"].tolist() == alone["cu_seqlens_kv"].tolist() == [[0, 3, 8]]
     packed = sample | {"cu_seqlens_q": torch.tensor([[0, 2, 5, 5, 5]]), "cu_seqlens_q_padded": ends}
     whole = whole_sequences(packed, 8)
     assert whole["tokens"].shape == (1, 8)

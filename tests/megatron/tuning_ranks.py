@@ -95,7 +95,7 @@ def tuning(out: Path, iterations: int, packs: int | None = None, peft: Any = Non
         ),
         enable_offline_packing=specs is not None,
         offline_packing_specs=specs,
-        dataset_kwargs={"pad_to_max_length": True} if specs else {},
+        dataset_kwargs={"pad_to_max_length": True} if packs == 4 else {},
         do_test=False,
         num_workers=0,
     )
