@@ -171,7 +171,7 @@ def counted_bytes(arrays: PlanArrays, job: Job) -> dict[tuple[str, int], Bytes]:
         count(("all-to-all", number), senders, receivers, move.size)
     first = 0
     for chunk in exchange_chunks(arrays):
-        sizes = message_bytes(job, chunk)
+        sizes = message_bytes(arrays, job, chunk)
         for part in range(len(chunk.keys)):
             own = chunk.part == part
             ends = chunk.owner[own], chunk.user[own]

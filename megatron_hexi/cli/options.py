@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_hexi.cli.bundles import FEATURES, Bundle, PlanFeatures
+from megatron_hexi.cli.bundles import FEATURES, PlanFeatures
 from megatron_hexi.cli.output import say
+from megatron_hexi.cli.packed_documents import PackedDocuments
 from megatron_hexi.cluster import MEMORY_MARGIN, PlannerRules
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import (
@@ -69,7 +70,15 @@ MODEL_OF_PLAN = f"{_MODEL}; the one that the plan names if not given."
 MODEL_OF_REPORT = f"{_MODEL}; used with --cluster, by default the one that the plan names."
 _JOB = "The job"
 #: Fields of bundles that are no terms of a `Job`.
-_NOT_TERMS = ("model", "data_parallel", "context_parallel", "expert_parallel", "memory_margin", *FEATURES)
+_NOT_TERMS = (
+    "model",
+    "document_lengths",
+    "data_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "memory_margin",
+    *FEATURES,
+)
 
 
 def whole(text: str | int) -> int:
@@ -136,7 +145,7 @@ OF_PLANNED_JOB = {field: planned for field, (_, planned) in _OTHERWISE.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(Bundle):
+class Training(PackedDocuments):
     """Options that say how Megatron trains, named like `Job`'s fields; ``None`` where not given."""
 
     micro_batch_size: Annotated[int | None, count_option("micro_batch_size", "Sequences per micro-batch")] = (
@@ -211,6 +220,11 @@ class Training(Bundle):
             for note in reading_notes(str(arguments)):
                 say(f"note: {arguments}: {note}")
             stated |= from_file
+            if terms.packed and self.document_lengths is None:
+                say(
+                    f"note: {arguments} packs documents, and each sequence counts as one of them: attention "
+                    "takes less time; give their tokens: --document-lengths FILE"
+                )
         if stated.get("precision") == "fp8":
             raise HexiError(
                 "--precision fp8: training in fp8 is refused by the runtime today; use bf16 (estimates: "
@@ -281,8 +295,12 @@ class NewJob(PlanFeatures, Training):
             )
         return self
 
-    def request(self) -> Request:
-        """Return the request to the planner."""
+    def request(self, batch_shares: bool = False) -> Request:
+        """Return the request to the planner.
+
+        Args:
+            batch_shares: whether each batch's documents are dealt out anew.
+        """
         from megatron_hexi.planner import CHOSEN, Request, check_depth
 
         model, stated = read_model(self.model), self._stated(self.model)
@@ -303,6 +321,7 @@ class NewJob(PlanFeatures, Training):
             check_depth(stated["pipeline_parallel"], model.layers)
         chunks = stated.pop("virtual_stages", None)
         job = Job(model=model, **stated, **unfused_terms(self.model))
+        job = self.with_documents(job, dealt=batch_shares)
         margin = self.memory_margin / 100
         if terms and terms.context_parallel is not None and self.context_parallel is None:
             flag = spell_flag("context_parallel", terms.context_parallel)

@@ -73,7 +73,8 @@ class PlannedJob(Training):
         check_options(model, plan)
         shapes = read_model(model)
         refuse_imbalance(self.expert_imbalance, shapes)
-        return job_of_plan(plan, shapes, **stated, **unfused_terms(model))
+        job = job_of_plan(plan, shapes, **stated, **unfused_terms(model))
+        return self.with_documents(job, dealt=plan.rates is not None)
 
     def _check_terms(self, plan: Plan, path: Path, stated: Mapping[str, Any]) -> None:
         """Refuse options that contradict the plan, with both values."""

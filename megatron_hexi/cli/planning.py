@@ -28,6 +28,7 @@ from megatron_hexi.cli.output import (
     say,
     write_picture,
 )
+from megatron_hexi.cli.packed_documents import BatchShares
 from megatron_hexi.cli.planned_job import PlannedJob, estimate_on
 from megatron_hexi.cli.script_start import arguments_of_script
 from megatron_hexi.cluster import Cluster, read_cluster
@@ -87,13 +88,7 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    batch_shares: Annotated[
-        bool,
-        typer.Option(
-            "--batch-shares",
-            help="Write the units' rates into the plan, for training with --hexi-batch-shares.",
-        ),
-    ] = False,
+    batch_shares: BatchShares = False,
     as_json: AsJson = False,
     picture: Picture = None,
 ) -> None:
@@ -110,7 +105,7 @@ def plan(
     if command:
         job = _job_of_command(command, job, cluster, out)
     check_outputs([cluster, model_file(job.named().model)], [out], picture)
-    request, whole = job.request(), read_cluster(cluster)
+    request, whole = job.request(batch_shares), read_cluster(cluster)
     left_out = _numbers(spare or (), whole)
     machines = whole.without(left_out) if left_out else whole
     planned = _find(request, machines, job.notes)
@@ -122,7 +117,7 @@ def plan(
         gains = ablate_features(request, machines, planned.plan)
         weak = weak_kinds(request, machines, planned.plan)
     if batch_shares:
-        rates = unit_rates(planned.plan, planned.job, machines)
+        rates = unit_rates(planned.plan, replace(planned.job, documents=None), machines)
         planned = replace(planned, plan=replace(planned.plan, rates=rates))
     written = planned.plan
     if left_out:
@@ -201,6 +196,7 @@ def _without_flags() -> Iterator[None]:
 def compare(
     cluster: ClusterPath,
     job: NewJob,
+    batch_shares: BatchShares = False,
     as_json: AsJson = False,
     picture: Picture = None,
 ) -> None:
@@ -211,7 +207,7 @@ def compare(
     Exit code 3 where nothing fits in memory.
     """
     check_outputs([cluster, model_file(job.named().model)], [], picture)
-    request, machines = job.request(), read_cluster(cluster)
+    request, machines = job.request(batch_shares), read_cluster(cluster)
     planned = _find(request, machines, job.notes, with_baselines=True)
     from megatron_hexi.report import comparison
     from megatron_hexi.report.planned import job_line

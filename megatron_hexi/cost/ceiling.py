@@ -66,7 +66,7 @@ def attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
     scans = sum(layers * _scan_seconds(speeds, kind) for kind, layers in kinds)
     seen = 0.0
     for kind, layers in kinds:
-        keys = kind.model.span.keys_seen(job.seq_length) if causal else job.seq_length
+        keys = kind.keys_seen if causal else job.seq_length
         seen += layers * kind.model.mixer.attends * keys
     flops = 2 * (job.model.head_dim + job.model.value_dim) * job.model.heads * seen
     forward, backward = (

@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_hexi.cluster import Curve, Device, PassCurves
 from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.documents import packed_in
 from megatron_hexi.cost.moved_bytes import HBM_SHARE, layer_elements, loss_bytes, step_bytes, vocabulary
 from megatron_hexi.cost.products import (
     Elements,
@@ -129,25 +130,34 @@ def own_block_times(
 ) -> Times:
     """Return the seconds of one head's attention over its own group's G tokens.
 
-    Area G^2 / 2 causal, G^2 full, at size G.
+    Area G^2 / 2 causal, G^2 full, at size G. In packed documents, the sum over the documents' own parts of G.
 
     In a window of w keys: area (w - 1/2) G - w (w - 1) / 2, at size w, because kernel calls consist of
     squares of that size; `edge_times` of all queries but w are added.
 
     Args:
-        pairs: number of visible pairs of query and key in the window; ``None``: the group's segments are
+        pairs: number of visible pairs of query and key in a sequence of one document, in the window that
+            corresponds to that in each class of documents, [classes, ...]; ``None``: the group's segments are
             contiguous. An area contains half of each query's pair with itself.
     """
     span = job.model.span
     if not causal:
         return _attention(speeds.full, job, tokens**2, tokens)
-    if span.size >= job.seq_length:
-        return _attention(speeds.causal, job, tokens**2 / 2, tokens)
-    size = np.minimum(tokens, span.size)
-    visible = size * tokens - size * (size - 1) / 2 if pairs is None else pairs
-    area = visible - tokens / 2
-    blocks, edges = _attention(speeds.causal, job, area, size), edge_times(speeds, job, tokens - size)
-    return Times(blocks.forward + edges.forward, blocks.backward + edges.backward)
+    forward = backward = np.zeros(np.shape(tokens))
+    for number, packed in enumerate(packed_in(job, tokens)):
+        count, own = packed.own(tokens, job.seq_length)
+        if span.size >= job.seq_length:
+            found = _attention(speeds.causal, job, count * own**2 / 2, own)
+        else:
+            size = np.minimum(own, span.size)
+            visible = count * (size * own - size * (size - 1) / 2)
+            if pairs is not None:
+                visible = np.where(packed.is_cut, packed.share * packed.part * pairs[number], visible)
+            blocks = _attention(speeds.causal, job, visible - count * own / 2, size)
+            edges = edge_times(speeds, job, count * (own - size))
+            found = Times(blocks.forward + edges.forward, blocks.backward + edges.backward)
+        forward, backward = forward + found.forward, backward + found.backward
+    return Times(forward, backward)
 
 
 def expansion_times(speeds: Speeds, job: Job, keys: Floats, merged: bool = False) -> Times:
@@ -192,14 +202,28 @@ def edge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:
     return Times(forward * copied, backward * copied)
 
 
-def rectangle_times(speeds: Speeds, job: Job, queries: Floats, keys: Floats) -> Times:
+def rectangle_times(
+    speeds: Speeds, job: Job, queries: Floats, keys: Floats, tokens: Floats | float = 0.0
+) -> Times:
     """Return the seconds of one head's attention of q queries to k keys of another group, without a mask.
 
     Curves are measured on squares only, so a rectangle counts as a square of the same area q k, at size
-    sqrt(q k), or in a window at its size if that is less.
+    sqrt(q k), or in a window at its size if that is less. In packed documents, each that is cut has a smaller
+    copy of the rectangle; in a window q k are the pairs of all of them.
+
+    Args:
+        tokens: tokens of the queries' groups, by which documents are cut where they are dealt out.
     """
-    area = queries * keys
-    return _attention(speeds.full, job, area, np.minimum(np.sqrt(area), job.model.span.size))
+    area, span = queries * keys, job.model.span
+    side = np.sqrt(area)
+    if span.size < job.seq_length:
+        widest = sum(share * min(length, span.size) for share, length in job.packed)
+        return _attention(speeds.full, job, area, np.minimum(side, widest))
+    forward = backward = np.zeros(np.broadcast_shapes(area.shape, np.shape(tokens)))
+    for share, part, is_cut in packed_in(job, tokens):
+        found = _attention(speeds.full, job, share * part * is_cut * area, part * side)
+        forward, backward = forward + found.forward, backward + found.backward
+    return Times(forward, backward)
 
 
 def _attention(curves: PassCurves, job: Job, area: Floats, size: Floats) -> Times:

@@ -12,13 +12,14 @@ Shape letters: C parts of all steps of a chunk, N groups, J segments, M messages
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
+from megatron_hexi.cost.documents import ONE_DOCUMENT, Packed
 from megatron_hexi.cost.plan_arrays import Grouping, PlanArrays
 from megatron_hexi.cost.serving import serving_in_parts
 from megatron_hexi.cost.windows import far_window
@@ -75,27 +76,32 @@ class Chunk:
         return (range(*pair) for pair in itertools.pairwise(ends))
 
 
-def exchange_chunks(plan: PlanArrays, window: int | None = None) -> Iterator[Chunk]:
+def exchange_chunks(
+    plan: PlanArrays, window: int | None = None, documents: Sequence[Packed] = (ONE_DOCUMENT,)
+) -> Iterator[Chunk]:
     """Yield all steps of the exchange, in order.
 
     Args:
         window: number of latest keys that a query sees, its own key among them; ``None``: no window.
+        documents: documents in which a window ends. Without a window, the exchange is that of one document.
     """
     groups, most = plan.starts.shape
     steps = int(plan.groups_beside.max()) - 1
     length = max(1, CHUNK // max(len(plan.tokens), groups * most))
     for first in range(1, steps + 1, length):
-        yield _chunk(plan, first, min(length, steps + 1 - first), window)
+        yield _chunk(plan, first, min(length, steps + 1 - first), window, documents)
 
 
-def _chunk(plan: PlanArrays, first: int, count: int, window: int | None) -> Chunk:
+def _chunk(
+    plan: PlanArrays, first: int, count: int, window: int | None, documents: Sequence[Packed]
+) -> Chunk:
     source, active = _sources(plan.grouping, first, count)
     keys: Ints | Floats
     if window is None:
         queries, keys = _rectangles(plan, source, active)
         received = keys.max(axis=2)
     else:
-        queries, keys, received = far_window(plan, source, active, window)
+        queries, keys, received = far_window(plan, source, active, window, documents)
     uses = (received > 0).tobytes()
     # A search asks for few messages of small plans, over and over; those of large plans are too many to keep.
     find = _messages if received.size <= KEPT else _messages.__wrapped__

@@ -32,6 +32,7 @@ from megatron_hexi.cost.compute import (
     rectangle_times,
     token_times,
 )
+from megatron_hexi.cost.documents import cut_share
 from megatron_hexi.cost.exchange import Chunk
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.mixing import Mixing, mixing_of
@@ -184,7 +185,7 @@ def layer_times(
     steps: list[list[ExchangePart]] = []
     for chunk in mixing.chunks():
         work = chunk_times(plan, job, stage, chunk)
-        there, home = _message_seconds(job, stage, links, chunk)
+        there, home = _message_seconds(plan, job, stage, links, chunk)
         steps += _parts(chunk, work, there, home)
         out_s, home_s = (_longest(chunk, seconds) for seconds in (there, home))
         wire += (out_s, out_s + home_s)
@@ -278,9 +279,11 @@ def chunk_times(plan: PlanArrays, job: Job, stage: UnitGpus, chunk: Chunk) -> Fl
     for speeds, units in stage.by_kind:
         groups, column = np.unique(plan.group[units], return_inverse=True)
         queries, keys = chunk.queries[:, groups].astype(float), chunk.keys[:, groups].astype(float)
-        blocks = np.array(rectangle_times(speeds, job, queries, keys))
-        blocks += merge_times(speeds, job, queries)
-        received = chunk.received[:, groups].astype(float)
+        tokens = plan.group_tokens[groups].astype(float)
+        blocks = np.array(rectangle_times(speeds, job, queries, keys, tokens[:, None]))
+        cut = cut_share(job, tokens)
+        blocks += merge_times(speeds, job, queries * np.reshape(cut, (-1, 1)))
+        received = chunk.received[:, groups].astype(float) * cut
         gradients = keys_merge_times(speeds, job, received)
         if job.latent_exchange:
             made = np.array(expansion_times(speeds, job, received, merged=True))
@@ -290,19 +293,25 @@ def chunk_times(plan: PlanArrays, job: Job, stage: UnitGpus, chunk: Chunk) -> Fl
     return work
 
 
-def message_bytes(job: Job, chunk: Chunk) -> Floats:
+def message_bytes(plan: PlanArrays, job: Job, chunk: Chunk) -> Floats:
     """Return the bytes of each message of keys and values, or of their gradients, [M].
 
-    KV heads x tokens x B (D + V) e.
+    KV heads x tokens x B (D + V) e, of tokens in documents that other groups have tokens of.
 
     Where latent columns travel, they are one KV head of C + R in place of D + V.
     """
     columns = job.exchanged_columns
-    return (job.micro_batch_size * columns * job.element_bytes * chunk.kv * chunk.sent).astype(float)
+    size = (job.micro_batch_size * columns * job.element_bytes * chunk.kv * chunk.sent).astype(float)
+    return (
+        size
+        * np.broadcast_to(cut_share(job, plan.group_tokens), len(plan.group_tokens))[plan.group[chunk.user]]
+    )
 
 
-def _message_seconds(job: Job, stage: UnitGpus, links: LinkTable, chunk: Chunk) -> tuple[Floats, Floats]:
-    size, parts = message_bytes(job, chunk), len(chunk.keys)
+def _message_seconds(
+    plan: PlanArrays, job: Job, stage: UnitGpus, links: LinkTable, chunk: Chunk
+) -> tuple[Floats, Floats]:
+    size, parts = message_bytes(plan, job, chunk), len(chunk.keys)
     owner, user = stage.gpus[chunk.owner], stage.gpus[chunk.user]
     # Both directions in one call, as separate sets of messages: that is faster.
     both = links.message_seconds(

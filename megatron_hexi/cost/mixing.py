@@ -13,10 +13,11 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.compute import expansion_times, own_block_times
+from megatron_hexi.cost.documents import packed_in
 from megatron_hexi.cost.exchange import Chunk, exchange_chunks
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.scan import scan_times, state_shares
-from megatron_hexi.cost.windows import own_pairs
+from megatron_hexi.cost.windows import document_window, own_pairs
 from megatron_hexi.kinds import ShortConv, State
 from megatron_hexi.kinds.attention import SoftmaxAttention
 from megatron_hexi.kinds.part import LayerPart
@@ -185,16 +186,21 @@ class _Attention(Mixing):
 
     def chunks(self) -> Iterable[Chunk]:
         """Return the steps of the exchange of keys and values."""
-        size = self._job.model.span.size
-        return exchange_chunks(self._plan, size if size < self._job.seq_length else None)
+        job, size = self._job, self._job.model.span.size
+        if size >= job.seq_length:
+            return exchange_chunks(self._plan)
+        return exchange_chunks(self._plan, size, tuple(packed_in(job, self._plan.group_tokens)))
 
     def own_times(self, stage: UnitGpus) -> Floats:
         """Return the seconds of the own group's block."""
         plan, job, found = self._plan, self._job, super().own_times(stage)
         tokens, size = plan.group_tokens[plan.group].astype(float), job.model.span.size
-        pairs = own_pairs(plan, size)[plan.group] if size < job.seq_length else None
+        pairs = None
+        if size < job.seq_length:
+            windows = [document_window(size, one.part) for one in packed_in(job, tokens)]
+            pairs = np.stack([own_pairs(plan, window)[plan.group] for window in windows])
         for speeds, units in stage.by_kind:
-            own = None if pairs is None else pairs[units]
+            own = None if pairs is None else pairs[:, units]
             found[:, units] = own_block_times(speeds, job, tokens[units], plan.causal, own)
             if job.latent_exchange:
                 found[:, units] += expansion_times(speeds, job, tokens[units])

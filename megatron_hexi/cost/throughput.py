@@ -7,11 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_hexi.cluster import Device
+from megatron_hexi.models.documents import Documents
 from megatron_hexi.models.job import Job
 from megatron_hexi.models.model import Model
 
 
-def model_flops(model: Model, context: int, counting: Literal["full", "half"] = "half") -> float:
+def model_flops(
+    model: Model,
+    context: int,
+    counting: Literal["full", "half"] = "half",
+    documents: Documents | None = None,
+) -> float:
     """Return the model FLOPs of one token, forward and backward, without recomputation.
 
     As Megatron counts them: three products of 2 FLOPs a weight, one forward and two backward. Of routed
@@ -27,16 +33,21 @@ def model_flops(model: Model, context: int, counting: Literal["full", "half"] = 
         model: the model; its vocabulary counts without padding.
         counting: part of the pairs of query and key that counts: all (``full``), or those of causal attention
             (``half``), which Megatron counts since core 0.15.
+        documents: documents of which the context is packed, which attend within themselves; ``None``: one.
     """
     kinds = list(zip(model.kinds, model.layers_run, strict=True))
     matrices = model.hidden_size * model.vocab_size * (1 + model.mtp_layers)
     matrices += model.mtp_layers * model.projection_params()
     mixing = 0.0
+    packed = ((1.0, context),) if documents is None else documents.classes(context)
     for kind, layers in kinds:
         active = sum(experts.active for experts in kind.routed) * kind.expert_params()
         matrices += layers * (kind.matrix_params() + active)
         # A window counts as a shorter context.
-        seen = min(context, kind.span.size) if counting == "full" else kind.span.keys_seen(context)
+        seen = sum(
+            share * (min(length, kind.span.size) if counting == "full" else kind.span.keys_seen(length))
+            for share, length in packed
+        )
         mixing += layers * kind.mixer.mixing_flops(kind, seen)
     return float(6 * matrices + 3 * mixing)
 
@@ -63,7 +74,8 @@ class Throughput:
         """Return the throughput of a job that reaches these tokens/s on some GPUs."""
         rates = [getattr(device.nominal, job.precision) for device in devices]
         peak = None if None in rates else float(sum(rates))
-        return cls(tokens_per_s, len(devices), model_flops(job.model, job.seq_length), peak)
+        flops = model_flops(job.model, job.seq_length, documents=job.documents)
+        return cls(tokens_per_s, len(devices), flops, peak)
 
     def at(self, tokens_per_s: float) -> Throughput:
         """Return the throughput of the same job on the same GPUs at other tokens/s."""

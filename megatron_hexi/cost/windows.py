@@ -6,9 +6,12 @@ J segments.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
+from megatron_hexi.cost.documents import Packed
 from megatron_hexi.cost.plan_arrays import PlanArrays
 
 
@@ -25,13 +28,21 @@ def own_pairs(plan: PlanArrays, window: int) -> Floats:
     return pairs
 
 
-def far_window(plan: PlanArrays, source: Ints, active: Bools, window: int) -> tuple[Ints, Floats, Ints]:
+def document_window(window: int, part: float) -> int:
+    """Return the window in a whole sequence that corresponds to one in a document of a part of its length."""
+    return round(window / part)
+
+
+def far_window(
+    plan: PlanArrays, source: Ints, active: Bools, window: int, documents: Iterable[Packed]
+) -> tuple[Ints, Floats, Ints]:
     """Return the queries that see keys of another group, the keys that they see, and the keys received.
 
     Args:
         source: the group whose keys each group uses, [C, N].
         active: whether the group's replica has the step, [C, N].
         window: keys that a query sees, its own among them (w).
+        documents: documents of each class in the N groups.
 
     Returns:
         queries: number of queries of each segment that see any key of the source, [C, N, J].
@@ -39,6 +50,19 @@ def far_window(plan: PlanArrays, source: Ints, active: Bools, window: int) -> tu
         received: number of keys that the group receives: of each segment of the source those from the first
             that a query sees to the last, [C, N].
     """
+    shape = *source.shape, plan.starts.shape[1]
+    pairs, queries, received = np.zeros(shape), np.zeros(shape), np.zeros(source.shape)
+    for share, part, is_cut in documents:
+        seen, near, kept = _far_window(plan, source, active, document_window(window, part))
+        pairs += share * part * np.reshape(is_cut, (-1, 1)) * seen
+        queries += share * near
+        received += share * kept
+    count = np.rint(queries).astype(np.int64)
+    return count, pairs / np.maximum(count, 1), np.rint(received).astype(np.int64)
+
+
+def _far_window(plan: PlanArrays, source: Ints, active: Bools, window: int) -> tuple[Floats, Ints, Ints]:
+    """Return pairs and queries [C, N, J], and keys received [C, N], in a sequence of one document."""
     shape = *source.shape, plan.starts.shape[1]
     pairs, queries = np.zeros(shape), np.zeros(shape, dtype=np.int64)
     received = np.zeros(source.shape, dtype=np.int64)
@@ -53,9 +77,7 @@ def far_window(plan: PlanArrays, source: Ints, active: Bools, window: int) -> tu
         queries += np.where(is_before, near, 0)
         kept = np.where(is_before, np.clip(stop - np.maximum(start, plan.starts - window + 1), 0, None), 0)
         received += kept.max(axis=2)
-    queries = np.minimum(queries, size)
-    keys = pairs / np.maximum(queries, 1)
-    return queries, keys, received
+    return pairs, np.minimum(queries, size), received
 
 
 def _pairs(first: Ints, last: Ints, start: Ints, stop: Ints, window: int) -> Floats:

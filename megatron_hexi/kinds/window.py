@@ -34,7 +34,7 @@ class Window:
         check_sizes("window", self)
         freeze_layers("window", self)
 
-    def keys_seen(self, context: int) -> float:
+    def keys_seen(self, context: float) -> float:
         """Return the mean number of keys that a query of a causal sequence sees; its own key counts half."""
         size = min(self.size, context)
         if self.in_chunks:

@@ -1,5 +1,7 @@
 """The model and the job that are trained, read from files of several formats. No torch here."""
 
+from megatron_hexi.models.document_lengths import read_documents
+from megatron_hexi.models.documents import Documents
 from megatron_hexi.models.job import PRECISIONS, RECOMPUTES, Job, job_of_plan, job_terms
 from megatron_hexi.models.megatron_arguments import ArgumentTerms, model_flags
 from megatron_hexi.models.model import Model
@@ -22,6 +24,7 @@ __all__ = [
     "PRECISIONS",
     "RECOMPUTES",
     "ArgumentTerms",
+    "Documents",
     "Job",
     "Model",
     "Recipe",
@@ -35,6 +38,7 @@ __all__ = [
     "model_file",
     "model_flags",
     "presets",
+    "read_documents",
     "read_model",
     "read_terms",
     "reading_notes",

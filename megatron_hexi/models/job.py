@@ -9,8 +9,9 @@ from typing import Any, Final, Literal, NoReturn, get_args
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kinds.part import Columns
+from megatron_hexi.models.documents import DocumentClass, Documents
 from megatron_hexi.models.model import Model
-from megatron_hexi.models.planned_kinds import refuse_unplanned
+from megatron_hexi.models.planned_kinds import refuse_unpacked, refuse_unplanned
 from megatron_hexi.options.job_terms import stage_terms
 from megatron_hexi.plan import JobTerms, Plan, Workload
 from megatron_hexi.plan.check_ministages import interleaving_fault
@@ -71,6 +72,8 @@ class Job:
             with `workload.latent_exchange`; only for models with latent attention.
         expert_imbalance: variation of the loads of experts: standard deviation over mean of the rows of an
             expert, as ``hexi report`` measures it.
+        documents: documents of which sequences are packed, each of which attends within itself; ``None``:
+            each sequence is one document.
         unfused: operations that are several kernels each in place of one: norms of torch, rotary embedding
             (--no-rope-fusion), activation with its gate (--no-bias-swiglu-fusion), loss (without
             --cross-entropy-loss-fusion), addition of gradients (--no-gradient-accumulation-fusion), torch's
@@ -97,6 +100,7 @@ class Job:
     kernel: str | None = None
     latent_exchange: bool = False
     expert_imbalance: float = EXPERT_IMBALANCE
+    documents: Documents | None = None
     unfused: tuple[Fusible, ...] = ("loss",)
 
     def __post_init__(self) -> None:
@@ -120,6 +124,8 @@ class Job:
         if self.latent_exchange not in self.model.attention.exchanges:
             _refuse("latent_exchange", True, f"leave it out: {self.model.name} has no latent attention")
         self._check_division()
+        if self.documents is not None:
+            refuse_unpacked(self.model, self.micro_batch_size, dealt=self.documents.dealt)
 
     def _check_division(self) -> None:
         model, tp, pp = self.model, self.tensor_parallel, self.pipeline_parallel
@@ -156,6 +162,18 @@ class Job:
         return tuple(
             replace(self, model=kind, pipeline_parallel=1, virtual_stages=1) for kind in self.model.kinds
         )
+
+    @property
+    def packed(self) -> tuple[DocumentClass, ...]:
+        """Documents of a sequence by length, in the mean."""
+        if self.documents is None:
+            return (DocumentClass(1.0, float(self.seq_length)),)
+        return self.documents.classes(self.seq_length)
+
+    @property
+    def keys_seen(self) -> float:
+        """Mean number of keys that a query of the layers, which are of one kind, sees."""
+        return sum(share * self.model.span.keys_seen(length) for share, length in self.packed)
 
     @property
     def element_bytes(self) -> int:

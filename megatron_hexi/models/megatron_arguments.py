@@ -13,7 +13,7 @@ from megatron_hexi.kinds.decoder import VOCAB_MULTIPLE
 from megatron_hexi.models.job import Fusible, Job
 from megatron_hexi.models.model import Model
 from megatron_hexi.options.job_terms import CHUNK_FLAGS, has_running_mean
-from megatron_hexi.options.kinds import PlanKind, Refused, masks_documents
+from megatron_hexi.options.kinds import PlanKind, Refused, is_packed, masks_documents
 from megatron_hexi.options.layer_features import model_features, query_size, resolve
 from megatron_hexi.options.parser import Parsed, parse_and_judge
 from megatron_hexi.options.plan_job import kind_of
@@ -57,6 +57,7 @@ class ArgumentTerms:
         expert_parallel: number of ranks of an expert domain, which a plan keeps; ``None``: not given.
         chunks: the flag that cuts stages into chunks, with its value, which the plan replaces; empty: none.
         defaults: names of `fields` that have Megatron's default because the file says nothing.
+        packed: whether sequences are packed of documents, which attend within themselves.
     """
 
     fields: Mapping[str, Any]
@@ -66,6 +67,7 @@ class ArgumentTerms:
     expert_parallel: int | None = None
     chunks: str = ""
     defaults: frozenset[str] = frozenset()
+    packed: bool = False
 
 
 def read_arguments(
@@ -212,7 +214,9 @@ def terms_from_arguments(words: Sequence[Word], path: Path, known: Sequence[str]
         if flag in given
     ]
     restricting = _restricting(args, words, path)
-    return ArgumentTerms(stated, free, restricting, size, experts, " ".join(chunks), frozenset(defaults))
+    return ArgumentTerms(
+        stated, free, restricting, size, experts, " ".join(chunks), frozenset(defaults), is_packed(args)
+    )
 
 
 def _unfused(args: Namespace) -> tuple[Fusible, ...]:

@@ -22,6 +22,39 @@ def refuse_unplanned(model: Model) -> None:
         )
 
 
+def refuse_unpacked(model: Model, micro_batch_size: int, *, dealt: bool) -> None:
+    """Refuse packed documents where training refuses them.
+
+    Args:
+        dealt: whether each batch's documents are dealt out anew (--hexi-batch-shares).
+
+    Raises:
+        HexiError: the model has latent attention or multi-token prediction, or layers whose heads cannot move
+            between batches, or a micro-batch has several sequences; with the remedy.
+    """
+    flag = "--document-lengths"
+    if micro_batch_size > 1:
+        raise HexiError(
+            f"{spell_flag('micro_batch_size', micro_batch_size)}: Megatron lays packed sequences of a "
+            f"micro-batch out as one; give --micro-batch-size 1, or leave {flag} out"
+        )
+    if model.latent is not None:
+        raise HexiError(
+            f"{flag}: {model.name} has latent attention, which does not train with documents yet; leave it "
+            "out"
+        )
+    if model.mtp_layers:
+        raise HexiError(
+            f"{flag}: {model.name} has multi-token prediction, which is not trained within documents; leave "
+            "it out"
+        )
+    if dealt and any(model.has_state):
+        raise HexiError(
+            f"--batch-shares: {model.name} has Mamba layers or delta nets, whose heads cannot move between "
+            "batches; leave --batch-shares out"
+        )
+
+
 def refuse_imbalance(imbalance: float | None, model: Model) -> None:
     """Refuse an imbalance of experts' loads for a model without experts.
 

@@ -66,7 +66,7 @@ def find_plan(
     baselines: tuple[Baseline, ...] = ()
     if with_baselines:
         roomy = cluster.with_memory_margin(1 - result.memory)
-        baselines, timed = find_baselines(asked, roomy, progress=tell)
+        baselines, timed = find_baselines(_without_dealing(asked), roomy, progress=tell)
         trials += timed
     tell("bound", 0, 1)
     bound = lower_bound(asked, cluster, best.iteration_s)
@@ -78,6 +78,14 @@ def find_plan(
     )
     rivals = best_of_each_kind(result.tried, best)
     return replace(planned, rivals=rivals, notes=notes, unsaved_s=result.unsaved_s)
+
+
+def _without_dealing(request: Request) -> Request:
+    """Return the request as Megatron's flags train it: each document is cut over all groups."""
+    documents = request.job.documents
+    if documents is None:
+        return request
+    return replace(request, job=replace(request.job, documents=replace(documents, dealt=False)))
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,8 @@ class Request:
         if self.virtual_stages is not None and self.virtual_stages > 1:
             self._refuse_beside_chunks(self.virtual_stages)
             object.__setattr__(self, "rules", replace(self.rules, unequal_stages=False))
+        if self.job.documents is not None:  # with which a micro-batch is one sequence
+            object.__setattr__(self, "fixed", self.fixed | {"micro_batch_size"})
         free = {name: getattr(Job, name) for name in CHOSEN if name not in self.fixed}
         object.__setattr__(self, "job", replace(self.job, **free))
 

@@ -77,7 +77,20 @@ def planned_dict(planned: Planned, cluster: Cluster) -> dict[str, Any]:
 def job_dict(job: Job) -> dict[str, Any]:
     """Return the job as plain values, with the model's name."""
     fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
-    return fields | {"model": job.model.name}
+    return fields | {"model": job.model.name, "documents": _documents_dict(job)}
+
+
+def _documents_dict(job: Job) -> dict[str, Any] | None:
+    documents = job.documents
+    if documents is None:
+        return None
+    return {
+        "shortest": documents.lengths[0],
+        "longest": documents.lengths[-1],
+        "mean": documents.mean,
+        "pairs_per_sequence": documents.pairs(job.seq_length),
+        "dealt": documents.dealt,
+    }
 
 
 def job_line(job: Job, cluster: Cluster) -> str:
@@ -85,9 +98,18 @@ def job_line(job: Job, cluster: Cluster) -> str:
     counts: Mapping[str, int] = Counter(rank.device.name for rank in cluster.ranks)
     gpus = ", ".join(f"{count} x {name}" for name, count in counts.items())
     return (
-        f"{job.model.name}, {job.seq_length:,} tokens, global batch {job.global_batch_size}, on "
-        f"{cluster.name}: {gpus}"
+        f"{job.model.name}, {job.seq_length:,} tokens{_spell_documents(job)}, global batch "
+        f"{job.global_batch_size}, on {cluster.name}: {gpus}"
     )
+
+
+def _spell_documents(job: Job) -> str:
+    documents = job.documents
+    if documents is None:
+        return ""
+    shared = "dealt out anew in every batch" if documents.dealt else "each cut over all groups"
+    mean = f"{documents.mean:,.0f}"
+    return f" in documents of {documents.lengths[0]:,} to {documents.lengths[-1]:,} (mean {mean}), {shared}"
 
 
 def expert_lines(plan: Plan, cluster: Cluster) -> list[str]:

@@ -162,7 +162,7 @@ def _exchange(
     blocks: list[tuple[Times, ...]] = []
     keys: dict[Batch, Messages] = {}
     for chunk in mixing.chunks():
-        work, size = chunk_times(plan, job, stage, chunk), message_bytes(job, chunk)
+        work, size = chunk_times(plan, job, stage, chunk), message_bytes(plan, job, chunk)
         for numbers in chunk.steps:
             for part, number in enumerate(numbers):
                 selected = chunk.messages(number)

@@ -100,9 +100,11 @@ def _choices(request: Request, cluster: Cluster, floor: EqualFloor, most: Recomp
                 len(node.ranks) % width for node in cluster.nodes
             ):
                 continue
+            # With documents a micro-batch is one sequence, so that no two replicas form an expert domain.
+            joined = replicas if job.documents is None else 1
             flags = [
                 ExpertFlags(width, depth, context, size, 1)
-                for size in _expert_sizes(experts.count, width, context, replicas)
+                for size in _expert_sizes(experts.count, width, context, joined)
                 if request.expert_parallel in (None, size)
             ]
             fitting = [choice for choice in flags if floor.may_fit(choice, most)]

@@ -39,6 +39,7 @@ from megatron_hexi.cost.compute import (
     rectangle_times,
     token_times,
 )
+from megatron_hexi.cost.documents import cut_share
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.memory import GIB, Holdings, owned_params, part_memory, part_params
 from megatron_hexi.cost.model_part import KindLayers, ModelPart
@@ -268,8 +269,8 @@ class Floor:
             seconds = np.array(own_block_times(speeds, job, sizes, True))[:, number]
             # All queries see an outer group's front half; those of the back half see all of an inner group.
             for queries, keys, counts in ((sizes, fronts, outside), (sizes - fronts, sizes, inside)):
-                blocks = np.array(rectangle_times(speeds, job, queries[:, None], keys))
-                blocks += np.array(merge_times(speeds, job, queries[:, None]))
+                blocks = np.array(rectangle_times(speeds, job, queries[:, None], keys, sizes[:, None]))
+                blocks += np.array(merge_times(speeds, job, (queries * cut_share(job, sizes))[:, None]))
                 blocks *= (queries[:, None] > 0) & (keys > 0)
                 seconds += (counts * blocks[:, number]).sum(axis=2)
             seconds_by_device.append(seconds)
@@ -311,8 +312,7 @@ class Floor:
         away, totals = heads == 0, arrays.totals[:, None]
         # The front half of outer groups, and all of inner ones.
         keys = used * (arrays.beside(away * (totals // 2.0))[0] + arrays.beside(away * (totals * 1.0))[1])
-        if kind.model.window is not None:
-            keys = np.zeros(keys.shape)
+        keys = keys * (kind.model.window is None) * cut_share(job, totals)
         rows = np.maximum(sent * (workload.local_heads - heads), used * (totals - tokens))
         element, query = job.micro_batch_size * job.element_bytes, job.model.head_dim
         # Keys and values of a query head; the gradients of keys and values are as many.

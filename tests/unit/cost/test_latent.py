@@ -76,7 +76,7 @@ def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch, travel):
     for move in mixing_of(arrays, job).all_to_alls():
         np.add.at(sent[int(move.way == "backward")], holder if move.inward else taker, move.size)
     for chunk in exchange_chunks(arrays):
-        size = message_bytes(job, chunk)
+        size = message_bytes(arrays, job, chunk)
         np.add.at(sent[2], chunk.owner, size)
         np.add.at(sent[3], chunk.owner, size)
         np.add.at(sent[3], chunk.user, size)

@@ -112,7 +112,7 @@ def check_against_schedules(plan, window, batch):
     columns = (workload.head_dim + workload.value_size) / (2 * workload.head_dim)
     sent, messages = np.zeros((2, len(arrays.tokens))), []
     for chunk in exchange_chunks(arrays, window):
-        size = message_bytes(job, chunk) * columns
+        size = message_bytes(arrays, job, chunk) * columns
         np.add.at(sent[0], chunk.owner, size)
         np.add.at(sent[1], chunk.owner, size)
         np.add.at(sent[1], chunk.user, size)
