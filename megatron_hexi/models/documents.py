@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_hexi.errors import HexiError
 
-#: Classes that stand for all pieces of a sequence; each has as many pairs of query and key.
+#: Classes that stand for all pieces of a sequence.
 _CLASSES = 8
 #: Lengths of pieces that count together differ by at most this factor.
 _STEP = 2**0.125
@@ -140,7 +140,7 @@ def _classes(documents: Documents, seq_length: int) -> tuple[DocumentClass, ...]
 def _grouped(
     tokens: NDArray[np.float64], squares: NDArray[np.float64], size: int, unit: int
 ) -> tuple[DocumentClass, ...]:
-    """Return classes of equally many pairs.
+    """Return classes of as many tokens and pairs, counted alike.
 
     Args:
         tokens: tokens in pieces of each length, in units.
@@ -150,8 +150,8 @@ def _grouped(
     tokens, squares = tokens[held], squares[held]
     order = np.argsort(squares / tokens, kind="stable")
     tokens, squares = tokens[order], squares[order]
-    before = np.cumsum(squares) - squares
-    number = np.minimum((before / squares.sum() * _CLASSES).astype(int), _CLASSES - 1)
+    weight = (tokens / tokens.sum() + squares / squares.sum()) / 2
+    number = np.minimum(((np.cumsum(weight) - weight) * _CLASSES).astype(int), _CLASSES - 1)
     return tuple(
         DocumentClass(
             float(tokens[number == one].sum() / size),
