@@ -17,7 +17,7 @@ from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.models.job import Job
 
 
-class Packed(NamedTuple):
+class PackedClass(NamedTuple):
     """Documents of one class.
 
     Args:
@@ -43,14 +43,14 @@ class Packed(NamedTuple):
 
 
 #: A sequence that is one document.
-ONE_DOCUMENT = Packed(1.0, 1.0, True)
+ONE_DOCUMENT = PackedClass(1.0, 1.0, True)
 
 
-def packed_in(job: Job, tokens: Floats | Ints | float) -> Iterator[Packed]:
+def packed_in(job: Job, tokens: Floats | Ints | float) -> Iterator[PackedClass]:
     """Yield each class of documents, for groups of these numbers of tokens."""
     dealt = job.documents is not None and job.documents.dealt
     for share, length in job.packed:
-        yield Packed(share, length / job.seq_length, length > tokens if dealt else True)
+        yield PackedClass(share, length / job.seq_length, length > tokens if dealt else True)
 
 
 def cut_share(job: Job, tokens: Floats | Ints | float) -> Floats | float:

@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
-from megatron_hexi.cost.documents import ONE_DOCUMENT, Packed
+from megatron_hexi.cost.documents import ONE_DOCUMENT, PackedClass
 from megatron_hexi.cost.plan_arrays import Grouping, PlanArrays
 from megatron_hexi.cost.serving import serving_in_parts
 from megatron_hexi.cost.windows import far_window
@@ -77,7 +77,7 @@ class Chunk:
 
 
 def exchange_chunks(
-    plan: PlanArrays, window: int | None = None, documents: Sequence[Packed] = (ONE_DOCUMENT,)
+    plan: PlanArrays, window: int | None = None, documents: Sequence[PackedClass] = (ONE_DOCUMENT,)
 ) -> Iterator[Chunk]:
     """Yield all steps of the exchange, in order.
 
@@ -93,7 +93,7 @@ def exchange_chunks(
 
 
 def _chunk(
-    plan: PlanArrays, first: int, count: int, window: int | None, documents: Sequence[Packed]
+    plan: PlanArrays, first: int, count: int, window: int | None, documents: Sequence[PackedClass]
 ) -> Chunk:
     source, active = _sources(plan.grouping, first, count)
     keys: Ints | Floats

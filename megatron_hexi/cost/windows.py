@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
-from megatron_hexi.cost.documents import Packed
+from megatron_hexi.cost.documents import PackedClass
 from megatron_hexi.cost.plan_arrays import PlanArrays
 
 
@@ -34,7 +34,7 @@ def document_window(window: int, part: float) -> int:
 
 
 def far_window(
-    plan: PlanArrays, source: Ints, active: Bools, window: int, documents: Iterable[Packed]
+    plan: PlanArrays, source: Ints, active: Bools, window: int, documents: Iterable[PackedClass]
 ) -> tuple[Ints, Floats, Ints]:
     """Return the queries that see keys of another group, the keys that they see, and the keys received.
 

@@ -36,8 +36,8 @@ def test_documents_of_whole_sequences_change_no_bit(model, shape, dealt):
     whole = tiny_job(model=model, global_batch_size=3, recompute="selective")
     packed = dataclasses.replace(whole, documents=dataclasses.replace(LONG, dealt=dealt))
     plan = proportional_plan(whole.workload(), shape)
-    first = plan.units // 2
-    known = cluster([("a", "DOUBLE", first), ("b", "PLAIN", plan.units - first)])
+    half = plan.units // 2
+    known = cluster([("a", "DOUBLE", half), ("b", "PLAIN", plan.units - half)])
     assert estimate(plan, packed, known) == estimate(plan, whole, known)
     first, second = (simulate(plan, job, known) for job in (whole, packed))
     assert first == second
