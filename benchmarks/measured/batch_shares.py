@@ -1,6 +1,6 @@
 """Packed documents by a plan's fixed shares, and dealt anew in every batch, in turns.
 
-    python -m benchmarks.measured.batch_shares
+    python -m benchmarks.measured.batch_shares [--stages]
 
 Real training on the emulated cluster `two-fast-two-slow` with documents of log-normal length. Both sides have
 one plan, one data set and the same weights to begin with, so their losses must agree.
@@ -25,12 +25,14 @@ from benchmarks.measured.launch import WARM_UP, on_testbed
 from benchmarks.measured.scenarios import SCENARIOS, Scenario, words
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import unit_rates
-from megatron_hexi.plan import Plan, write_plan
+from megatron_hexi.plan import Plan, Replica, Stage, proportional_domain, write_plan
 from megatron_hexi.planner import find_plan
 
 #: Tokens of the middle document, and the spread of the logarithm.
 MEDIAN, SPREAD = 256, 1.0
 _VOCABULARY = 512
+#: In two stages: with four micro-batches, of two layers each.
+STAGES = replace(SCENARIOS[0], name="stages", seq_length=2048, sizes=(4, 256, 768), batch=4)
 _SIDES = {"fixed": (), "dealt": ("--hexi-batch-shares",)}
 
 
@@ -49,9 +51,10 @@ def compare(
     Returns:
         Of each side, run and rank the lines of --hexi-metrics, without those of the warm-up.
     """
-    plan = make_plan(scenario, cluster)
+    plan = (make_plan if scenario is not STAGES else make_stages)(scenario, cluster)
     write_plan(replace(plan, gpus=None), folder / "plan.yaml")
-    data = write_documents(folder / "documents", tokens=4 * scenario.seq_length * (WARM_UP + iterations))
+    sequences = (3 + scenario.batch) * (WARM_UP + iterations)
+    data = write_documents(folder / "documents", tokens=scenario.seq_length * sequences)
     found: dict[str, list[list[dict[str, Any]]]] = {side: [] for side in _SIDES}
     for number in range(rounds):
         for side, flags in _SIDES.items():
@@ -82,6 +85,21 @@ def make_plan(scenario: Scenario, file: Path) -> Plan:
     cluster = read_cluster(file)
     planned = find_plan(scenario.request, cluster)
     return replace(planned.plan, rates=unit_rates(planned.plan, planned.job, cluster))
+
+
+def make_stages(scenario: Scenario, file: Path) -> Plan:
+    """Two stages, each of half the layers and of a device of either node, whose tokens are in proportion."""
+    cluster = read_cluster(file)
+    count, layers = len(cluster.ranks) // 2, scenario.job.model.layers
+    speeds = [[cluster.ranks[rank].device.matmul.rates[-1]] for rank in (0, count)]
+    domains = [proportional_domain(scenario.job.workload(), speeds, first) for first in (0, count)]
+    stages = tuple(
+        Stage((domain,), layers=(number * layers // 2, (number + 1) * layers // 2))
+        for number, domain in enumerate(domains)
+    )
+    replica = Replica(stages, micro_batches=scenario.batch)
+    plan = Plan(scenario.job.workload(), (replica,), gpus=(0, 2, 1, 3))
+    return replace(plan, rates=unit_rates(plan, scenario.job, cluster))
 
 
 def write_documents(prefix: Path, tokens: int) -> Path:
@@ -124,9 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.measured.batch_shares", description=__doc__)
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side (default %(default)s)")
     parser.add_argument("--iterations", type=int, default=6, help="timed in each (default %(default)s)")
+    parser.add_argument("--stages", action="store_true", help="two stages, of a fast and a slow device each")
     parser.add_argument("--cluster", type=Path, help="a cluster file in place of two-fast-two-slow's")
     options = parser.parse_args(argv)
-    scenario = SCENARIOS[0]
+    scenario = STAGES if options.stages else SCENARIOS[0]
     folder = Path(tempfile.mkdtemp(prefix="hexi-batch-shares-"))
     print(f"logs in {folder}", file=sys.stderr)
     found = compare(scenario, options.cluster or scenario.file, folder, options.rounds, options.iterations)

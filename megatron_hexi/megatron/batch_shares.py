@@ -9,15 +9,8 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.kinds.states import layers_with_state, state_option
 from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.check import refuse_stages
 
 _FLAG = "--hexi-batch-shares"
-#: Features that need the same rows in every batch, or times that depend on the plan alone; by argument.
-_REFUSED = {
-    "num_experts": ("--num-experts", "routers count the plan's rows"),
-    "mtp_num_layers": ("--mtp-num-layers", "the shift over borders takes the plan's rows"),
-    "hexi_replan_interval": ("--hexi-replan-interval", "it reads ranks' speeds from times of equal work"),
-}
 
 
 def check_batch_shares(args: Namespace, plan: Plan) -> None:
@@ -33,12 +26,6 @@ def check_batch_shares(args: Namespace, plan: Plan) -> None:
             f"{_FLAG}: shares out documents, and each sequence of the job is one document; add "
             f"--dataloader-inter-document-masking or --sft, or leave {_FLAG} out"
         )
-    remedy = f"make a plan with --pipeline-model-parallel-size 1, or leave {_FLAG} out"
-    if args.pipeline_model_parallel_size > 1:
-        raise HexiError(
-            f"{_FLAG}: does not work with pipeline stages, which send the same rows in every batch; {remedy}"
-        )
-    refuse_stages(plan, f"{_FLAG}: {args.hexi_plan}", "which send the same rows in every batch", remedy)
     if in_round():
         raise HexiError(
             f"{_FLAG}: is not supported in elastic jobs: a plan made after a node failure does not say "
@@ -49,9 +36,11 @@ def check_batch_shares(args: Namespace, plan: Plan) -> None:
             f"{_FLAG}: {args.hexi_plan} does not say how fast its units are; make a plan with "
             f"hexi plan --batch-shares, or leave {_FLAG} out"
         )
-    for name, (flag, reason) in _REFUSED.items():
-        if getattr(args, name, None):
-            raise HexiError(f"{_FLAG}: does not work with {flag}: {reason}; leave one of them out")
+    if args.hexi_replan_interval is not None:
+        raise HexiError(
+            f"{_FLAG}: does not work with --hexi-replan-interval, which reads ranks' speeds from times of "
+            "equal work; leave one of them out"
+        )
     letters = layers_with_state(args)
     if letters:
         raise HexiError(

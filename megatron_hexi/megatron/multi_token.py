@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hexi.megatron.session import Session, active_session
+from megatron_hexi.megatron.packing import document_ends, packed_shard
+from megatron_hexi.megatron.session import LocalShard, Session, active_session
 from megatron_hexi.patching import Patch, patched
 
 _LOSS = (
@@ -40,9 +41,13 @@ def _over_borders(
     session = active_session()
     if session is None or tensor is None:
         return original(tensor, shifts, dims, cp_group, packed_seq_params)
-    shard = session.shard
     assert dims in (-1, tensor.dim() - 1), "tokens are the last dimension"
-    shifted, total = original(_gathered(tensor, session), shifts, dims)
+    ends = None if packed_seq_params is None else document_ends(packed_seq_params)
+    shard = session.shard if ends is None else packed_shard(session, ends).shard
+    shifted, total = original(_gathered(tensor, session, shard), shifts, dims)
+    if ends is not None:  # the last token of a document has no next one
+        shifted[..., ends.flatten()[1:] - 1] = 0
+        total = shifted.sum()
     if tensor.is_floating_point():  # a mask; the sum of tokens or positions is not used
         total = _of_the_micro_batch(total, session)
     rolled = shifted.index_select(-1, shard.positions)
@@ -50,9 +55,8 @@ def _over_borders(
     return rolled, total
 
 
-def _gathered(tensor: Tensor, session: Session) -> Tensor:
+def _gathered(tensor: Tensor, session: Session, shard: LocalShard) -> Tensor:
     """Return the whole sequences, [B, S], of which each rank of a domain holds some rows."""
-    shard = session.shard
     whole = tensor.new_zeros(*tensor.shape[:-1], session.seq_length)
     whole[..., shard.positions[: shard.tokens]] = tensor[..., : shard.tokens]
     dist.all_reduce(whole, group=session.attention.domain_group)

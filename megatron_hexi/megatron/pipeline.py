@@ -33,10 +33,12 @@ def _with_own_sizes(
 
 def _with_plan_sizes(schedule: Callable[..., Any]) -> Callable[..., Any]:
     from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
 
     @functools.wraps(schedule)
     def forward_backward(
         *,
+        model: Any,
         num_microbatches: int,
         seq_length: int,
         micro_batch_size: int,
@@ -51,12 +53,17 @@ def _with_plan_sizes(schedule: Callable[..., Any]) -> Callable[..., Any]:
         if share is not None:
             assert num_microbatches == share.total, "no job with other batches passes the checks"
             num_microbatches = share.count
+        if stages is None and session.given.plan.rates is not None:
+            # Rows differ from batch to batch: Megatron's communicator sends their number ahead of them.
+            for chunk in model if isinstance(model, list) else [model]:
+                get_model_config(chunk).variable_seq_lengths = True
         if stages is not None:
             first, last = stages.view.place.samples
             micro_batch_size = last - first
             stages.channels.begin(num_microbatches, num_microbatches)
         by_ministages = stages is not None and stages.view.place.ministages is not None
         result = (forward_backward_by_ministages if by_ministages else schedule)(
+            model=model,
             num_microbatches=num_microbatches,
             seq_length=length,
             micro_batch_size=micro_batch_size,

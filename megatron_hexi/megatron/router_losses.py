@@ -17,9 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hexi.megatron.session import Session, active_session
+from megatron_hexi.megatron.packing import document_ends, packed_shard
+from megatron_hexi.megatron.session import LocalShard, Session, active_session
 from megatron_hexi.patching import Patch, patched
 from megatron_hexi.runtime.waiting import waiting
+
+#: Number of tokens, without padding, that the router at work was given last.
+_routed: Tensor = torch.zeros(())
 
 
 @patched(
@@ -32,24 +36,48 @@ def _without_padding(
     logits: Tensor,
     padding_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    global _routed
     session = active_session()
-    if session is not None:
-        padding = padding_rows(session, logits.shape[0], logits.device)
+    if session is None:
+        return original(self, logits, padding_mask)
+    if not session.given.terms.has_documents:  # else the layer has marked them
+        padding = padding_rows(session.shard, logits.shape[0], logits.device)
         padding = padding[:, None].expand(logits.shape[:2])
         padding_mask = padding if padding_mask is None else padding | padding_mask
+    assert padding_mask is not None
+    _routed = (~padding_mask).sum()
     return original(self, logits, padding_mask)
 
 
-def padding_rows(session: Session, rows: int, device: torch.device) -> Tensor:
+@patched(
+    "megatron.core.transformer.transformer_layer:TransformerLayer._maybe_unflatten_for_moe",
+    why="which rows are padding depends on the documents, which a router is not given",
+    only=">=0.19",  # before, packed sequences are refused under a plan
+)
+def _marked(
+    original: Callable[..., tuple[Tensor, Tensor | None, int | None]],
+    self: Any,
+    hidden_states: Tensor,
+    padding_mask: Tensor | None,
+    packed_seq_params: Any,
+) -> tuple[Tensor, Tensor | None, int | None]:
+    session = active_session()
+    if session is not None and self.is_moe_layer and packed_seq_params is not None:
+        shard = packed_shard(session, document_ends(packed_seq_params)).shard
+        padding = padding_rows(shard, hidden_states.shape[0], hidden_states.device)[None]
+        padding_mask = padding if padding_mask is None else padding | padding_mask
+    return original(self, hidden_states, padding_mask, packed_seq_params)
+
+
+def padding_rows(shard: LocalShard, rows: int, device: torch.device) -> Tensor:
     """Return which of a rank's rows are padding, [rows] of bool.
 
     Under sequence parallelism the rank's rows are a part of the shard's.
     """
     from megatron.core import parallel_state
 
-    parts = session.shard.rows // rows
-    first = parallel_state.get_tensor_model_parallel_rank() * rows if parts > 1 else 0
-    return torch.arange(first, first + rows, device=device) >= session.shard.tokens
+    first = parallel_state.get_tensor_model_parallel_rank() * rows if rows < shard.rows else 0
+    return torch.arange(first, first + rows, device=device) >= shard.tokens
 
 
 @patched(
@@ -138,7 +166,7 @@ def _scaled(original: Any) -> Any:
     return staticmethod(backward)
 
 
-def _share(session: Session) -> float:
+def _share(session: Session) -> Tensor:
     """Return this rank's tokens over those of an equal shard: the weight of its mean in a mean over ranks."""
     from megatron.core import parallel_state
 
@@ -146,24 +174,24 @@ def _share(session: Session) -> float:
     return _tokens(session) * ranks * parallel_state.get_tensor_model_parallel_world_size()
 
 
-def _part(session: Session, name: str) -> float:
+def _part(session: Session, name: str) -> Tensor | float:
     """Return the weight of this rank's loss in its micro-batch's loss, a sum over the ranks of the stage."""
     assert session.stages is not None
     samples, stages = session.stages.view.place.samples, session.stages
     part = (samples[1] - samples[0]) / stages.mesh.micro_batch_size
-    return {"z_loss": part * _tokens(session), "seq_load_balancing_loss": part}.get(name, 1.0)
+    if name == "z_loss":
+        return part * _tokens(session)
+    return part if name == "seq_load_balancing_loss" else 1.0
 
 
-def _tokens(session: Session) -> float:
-    """Return the part of a sequence that this rank holds; under sequence parallelism, of its unit's part."""
-    from megatron.core import parallel_state
-
-    rows = session.shard.rows // parallel_state.get_tensor_model_parallel_world_size()
-    return (rows - int(padding_rows(session, rows, torch.device("cpu")).sum())) / session.seq_length
+def _tokens(session: Session) -> Tensor:
+    """Return the part of a sequence that the rows which are being routed hold."""
+    return _routed / session.seq_length
 
 
 EXPERT_PATCHES = (
     _without_padding,
+    _marked,
     _counting_tokens,
     _of_all_ranks,
     _for_all_layers,

@@ -96,8 +96,10 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         shown(
             "--hexi-batch-shares",
             "documents-dealt-groups",
-            "without pipeline stages, experts and multi-token prediction",
+            "without layers that have a state, re-planning and elastic training",
         ),
+        shown("--hexi-batch-shares with --pipeline-model-parallel-size", "documents-dealt-pipeline-groups"),
+        shown("--hexi-batch-shares with --num-experts", "documents-dealt-experts-replicas"),
         Supported(
             "--sft",
             "tests/megatron/test_conversations.py::test_packed_conversations_train_as_on_one_rank[windows-sinks]",

@@ -155,6 +155,11 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             _JOBS + "test_documents_travel_over_borders_of_other_domains",
         ),
         Supported(
+            "--hexi-batch-shares, also with --num-experts and --mtp-num-layers",
+            "tests/megatron/test_dealt_stages.py::test_training_is_that_of_one_rank[all]",
+            "each domain assigns the same documents by the rates of its own units",
+        ),
+        Supported(
             "--use-distributed-optimizer, --overlap-grad-reduce",
             _JOBS + "test_gradients_are_summed_behind_the_backward_pass",
         ),

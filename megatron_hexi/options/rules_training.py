@@ -66,15 +66,12 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "--mtp-num-layers",
             lambda args: (
                 bool(args.mtp_num_layers)
-                and (
-                    args.pipeline_model_parallel_size > 1 or is_packed(args) or bool(layers_with_state(args))
-                )
+                and (args.pipeline_model_parallel_size > 1 or args.sft or bool(layers_with_state(args)))
             ),
-            "it is not tested within documents, beside layers with a state, or over pipeline stages without "
-            "layers of their own",
+            "it is not tested within conversations, beside layers with a state, or over pipeline stages "
+            "without layers of their own",
             "train without it",
-            "with --pipeline-model-parallel-size above 1, --dataloader-inter-document-masking, --sft, Mamba "
-            "layers or delta nets",
+            "with --pipeline-model-parallel-size above 1, --sft, Mamba layers or delta nets",
         ),
         given("--hidden-dropout", DRAWS, "give --hidden-dropout 0"),
         shown("--hybrid-layer-pattern of * and -", "hybrid-model-groups"),

@@ -153,7 +153,7 @@ def _positions(given: Tensor) -> tuple[Tensor, Tensor]:
 
         all_rows = session.shard.positions
         number = parallel_state.get_tensor_model_parallel_rank() if len(all_rows) > rows else 0
-        positions, padding = all_rows[number * rows :][:rows], padding_rows(session, rows, given.device)
+        positions, padding = all_rows[number * rows :][:rows], padding_rows(session.shard, rows, given.device)
     return positions.repeat_interleave(batch), ~padding.repeat_interleave(batch)
 
 

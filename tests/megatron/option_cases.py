@@ -208,6 +208,18 @@ CASES = {
         corpus=True,
         slow=True,
     ),
+    "documents-dealt-pipeline": Case(ONE_EACH, (*PACKED, *DEALT, *PIPELINE), APART, corpus=True),
+    "documents-dealt-interleaved": Case(
+        (*ONE_EACH, *DEEPER), (*PACKED, *DEALT, *VIRTUAL, *SEQUENCE), APART, corpus=True, slow=True
+    ),
+    "documents-dealt-experts": Case(
+        (*ONE_EACH, *balanced("aux_loss"), "--moe-z-loss-coeff", "0.01"),
+        (*PACKED, *DEALT, *DISTRIBUTED, "--expert-model-parallel-size", "2"),
+        APART,
+        corpus=True,
+        replicas=True,
+        slow=True,
+    ),
     "documents-learned-positions": Case(
         (*ONE_EACH, "--position-embedding-type", "learned_absolute"), PACKED, APART, corpus=True, slow=True
     ),

@@ -66,8 +66,14 @@ class _Direction:
         self._channel.send(rows)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, documents: Documents) -> Tensor:
-        """Return the rows of the next micro-batch; without documents, post the next receive."""
-        self._channel.set_table(*self._now(documents))
+        """Return the rows of the next micro-batch; without documents, post the next receive.
+
+        Args:
+            shape: [L, b, hidden] under the plan's shares; the documents decide how many rows there are.
+        """
+        messages, held = self._now(documents)
+        self._channel.set_table(messages, held)
+        shape = (held.rows, *shape[1:])
         self._channel.expect(shape, dtype)
         rows = self._channel.receive()
         self.left -= 1
@@ -161,7 +167,7 @@ class BorderChannels:
             return None
         if not self._is_packed:
             return self._activations_in.receive(shape, dtype, None).requires_grad_()
-        self._unfilled = torch.empty(shape, dtype=dtype, device=self._device, requires_grad=True)
+        self._unfilled = torch.empty(0, *shape[1:], dtype=dtype, device=self._device, requires_grad=True)
         return self._unfilled
 
     @torch.no_grad()
@@ -170,7 +176,7 @@ class BorderChannels:
         self._documents[self._ministage].append(documents)
         if self._unfilled is not None and self._activations_in is not None:
             unfilled, self._unfilled = self._unfilled, None
-            unfilled.copy_(self._activations_in.receive(unfilled.shape, unfilled.dtype, documents))
+            unfilled.data = self._activations_in.receive(unfilled.shape, unfilled.dtype, documents)
 
     def send_activations(self, rows: Tensor) -> None:
         """Send a micro-batch's rows to the next stage; does nothing on the last."""

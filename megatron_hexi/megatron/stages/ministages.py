@@ -88,7 +88,8 @@ class _Iteration(MinistageIteration):
         pieces = self._model.pieces
         pieces.is_last_microbatch = micro_batch == self._own[-1]
         pieces.unfinished = self._slices.used_before(number)
-        rows = None if rows is None else rows.detach().requires_grad_()
+        if rows is not None and not rows.requires_grad:  # stored ones
+            rows = rows.detach().requires_grad_()
         output = self._step(self._slices, number, micro_batch, rows)
         gradient = None
         if self._slices.gives_loss(number):
@@ -119,7 +120,7 @@ class _Iteration(MinistageIteration):
             return take(where, self._following(*where))
         rows = self._channels.receive_activations(self._shape, self._model.config.pipeline_dtype)
         assert rows is not None, "a stage is before this one, or takes turns with it"
-        return rows.detach()
+        return rows  # with documents these arrive when the model is called
 
     def _send_rows(self, rows: Tensor, number: int, micro_batch: int) -> None:
         if self._is_only_stage:

@@ -20,12 +20,13 @@ RATED = replace(TWO, rates=RATES)
 
 
 def arguments(**given: object) -> Namespace:
-    defaults = {"hexi_plan": "plan.yaml", "hexi_batch_shares": True, "pipeline_model_parallel_size": 1}
+    defaults = {"hexi_plan": "plan.yaml", "hexi_batch_shares": True, "hexi_replan_interval": None}
     return Namespace(**(defaults | {"dataloader_inter_document_masking": True, "sft": False} | given))
 
 
 def test_documents_under_a_plan_with_rates_pass():
     check_batch_shares(arguments(), RATED)
+    check_batch_shares(arguments(), replace(STAGES, rates=RATES))
     check_batch_shares(arguments(hexi_batch_shares=False), TWO)
 
 
@@ -33,15 +34,7 @@ def test_documents_under_a_plan_with_rates_pass():
     ("given", "plan", "message"),
     [
         ({"dataloader_inter_document_masking": False}, RATED, "add --dataloader-inter-document-masking"),
-        (
-            {"pipeline_model_parallel_size": 2},
-            RATED,
-            "does not work with pipeline stages, which send the same rows",
-        ),
-        ({}, STAGES, "stages with layers of their own, which send the same rows"),
         ({}, TWO, "make a plan with hexi plan --batch-shares"),
-        ({"num_experts": 4}, RATED, "does not work with --num-experts"),
-        ({"mtp_num_layers": 1}, RATED, "does not work with --mtp-num-layers"),
         ({"hexi_replan_interval": 10}, RATED, "does not work with --hexi-replan-interval"),
         (
             {"hybrid_layer_pattern": "M*"},
