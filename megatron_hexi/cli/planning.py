@@ -281,6 +281,9 @@ def simulate(
             progress=lambda done, total: progress("replaying", done, total),
         )
     differences = simulator.compare_with_model(simulation, cost)
+    drawn = None
+    if simulated_job.documents is not None:
+        drawn = simulator.draw_documents(replayed, simulated_job, machines)
     if trace is not None:
         write_text_atomically(trace, json.dumps(simulator.chrome_trace(simulation), allow_nan=False))
         say(f"wrote {trace}")
@@ -289,9 +292,9 @@ def simulate(
 
         write_picture(draw_timeline(simulation, replayed), picture)
     if as_json:
-        print_json(files | timeline_dict(simulation, cost, differences))
+        print_json(files | timeline_dict(simulation, cost, differences, drawn))
     else:
-        print_report(timeline_report(simulation, cost, differences))
+        print_report(timeline_report(simulation, cost, differences, drawn))
 
 
 def _play(

@@ -52,6 +52,8 @@ class Pipeline:
             ``None``: 1F1B, interleaved if there are several.
         posts_ahead: whether a stage posts a receive when the pass before it in its direction starts; else
             when that has ended, as in Megatron's interleaved schedule.
+        weights: seconds of the passes of each micro-batch, relative to those of its lane; ``None``: all are
+            alike.
     """
 
     lanes: tuple[tuple[Lane, ...], ...]
@@ -60,6 +62,7 @@ class Pipeline:
     parts: Floats
     passing: tuple[Passing, ...] | None = None
     posts_ahead: bool = True
+    weights: tuple[float, ...] | None = None
 
     @property
     def stage_phases(self) -> tuple[Phases, ...]:
@@ -75,8 +78,8 @@ class Pipeline:
 
     @property
     def is_1f1b(self) -> bool:
-        """Whether stages run 1F1B with all of their layers in one pass."""
-        return self.passing is None and self.parts.shape[1] == 1
+        """Whether stages run 1F1B of micro-batches that are alike, with all of their layers in one pass."""
+        return self.passing is None and self.parts.shape[1] == 1 and self.weights is None
 
     @property
     def phases(self) -> Phases:
@@ -88,7 +91,8 @@ class Pipeline:
     @property
     def phases_of_passes(self) -> Phases:
         """Seconds of the replica by phase, pass by pass: the work of the busiest lane, and its waits."""
-        work = max((lane.work for lanes in self.lanes for lane in lanes), key=lambda work: work.total)
+        lanes = (lane for lanes in self.lanes for lane in lanes)
+        work = max((self._work(lane) for lane in lanes), key=lambda work: work.total)
         near = still = here = self.seconds()
         if self.passing is None:
             if self.there.any() or self.back.any():
@@ -102,6 +106,11 @@ class Pipeline:
             still = replace(self, passing=nothing).seconds()
         bubble = max(0.0, still - work.total)
         return work + Phases(bubble=bubble, gradients=near - still, offload=here - near)
+
+    def _work(self, lane: Lane) -> Phases:
+        if self.weights is None:
+            return lane.work
+        return lane.phases * sum(self.weights[micro_batch] for micro_batch in lane.takes)
 
     def seconds(self) -> float:
         """Return the seconds from the first pass until all gradients are with their owners."""
@@ -178,6 +187,7 @@ class _StageClock:
         lanes, borders = pipeline.lanes[stage], len(pipeline.there)
         self.lane_of = {taken: lane for lane, one in enumerate(lanes) for taken in one.takes}
         self._is_first = stage == 0
+        self._weights = pipeline.weights or (1.0,) * pipeline.micro_batches
         self._passing = None if pipeline.passing is None else pipeline.passing[stage]
         none = [0.0] * pipeline.micro_batches
         self._work: dict[Way, list[list[float]]] = {}
@@ -237,7 +247,8 @@ class _StageClock:
             begin = max(free, max(ready, asked) + self._travel[way][step.micro_batch])
         if self._rows_s:
             begin = self._with_rows(way, lane, begin)
-        end = self._free[lane] = begin + self._work[way][lane][step.chunk]
+        seconds = self._work[way][lane][step.chunk] * self._weights[step.micro_batch]
+        end = self._free[lane] = begin + seconds
         if ready is not None and (self._posts_ahead[way] or self._passing is None):
             self._posted[way, lane] = begin if self._posts_ahead[way] else end
         return begin, end

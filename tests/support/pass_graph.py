@@ -224,7 +224,8 @@ def end_of_1f1b(pipeline: Pipeline) -> float:
         for place, step in enumerate(order):
             task = (_WORK, stage, place, step.micro_batch)
             (lane,) = pipeline.lanes[stage]
-            graph.add(task, pipeline.pass_s(stage, lane, step.way, step.chunk), (_WORK, stage))
+            weight = 1.0 if pipeline.weights is None else pipeline.weights[step.micro_batch]
+            graph.add(task, weight * pipeline.pass_s(stage, lane, step.way, step.chunk), (_WORK, stage))
             source = step_source(depth, stage, step, count)
             if source is None:
                 continue

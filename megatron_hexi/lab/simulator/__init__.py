@@ -1,6 +1,7 @@
 """Simulation of an iteration of a plan, event by event: computing, sending and waiting. No torch here."""
 
 from megatron_hexi.lab.simulator.difference import PhaseComparison, compare_with_model
+from megatron_hexi.lab.simulator.drawn_documents import DrawnDocuments, draw_documents
 from megatron_hexi.lab.simulator.simulated_iteration import simulate
 from megatron_hexi.lab.simulator.simulation import (
     Findings,
@@ -14,6 +15,7 @@ from megatron_hexi.lab.simulator.simulation import (
 from megatron_hexi.lab.simulator.trace import chrome_trace
 
 __all__ = [
+    "DrawnDocuments",
     "Findings",
     "LinkUse",
     "Meeting",
@@ -24,5 +26,6 @@ __all__ = [
     "Span",
     "chrome_trace",
     "compare_with_model",
+    "draw_documents",
     "simulate",
 ]

@@ -12,7 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_hexi.cost import IterationCost
-from megatron_hexi.lab.simulator import LinkUse, PhaseComparison, RankTimeline, Simulation
+from megatron_hexi.lab.simulator import (
+    DrawnDocuments,
+    LinkUse,
+    PhaseComparison,
+    RankTimeline,
+    Simulation,
+)
 from megatron_hexi.report.estimate import spell_phase, spell_throughput
 from megatron_hexi.spelling import spell_bytes, spell_seconds
 
@@ -30,11 +36,15 @@ _LINKS = 8
 
 
 def timeline_report(
-    simulation: Simulation, cost: IterationCost, differences: Sequence[PhaseComparison]
+    simulation: Simulation,
+    cost: IterationCost,
+    differences: Sequence[PhaseComparison],
+    drawn: DrawnDocuments | None = None,
 ) -> RenderableType:
     """Return the simulation for a terminal: summary, ranks, busiest links, and the cost model."""
     return Group(
         Text(_headline(simulation, cost)),
+        *([] if drawn is None else [Text(_drawn_line(drawn))]),
         Text(_replayed_line(simulation)),
         ranks_table(simulation.ranks),
         *([links_table(simulation.links)] if simulation.links else []),
@@ -83,7 +93,10 @@ def differences_table(differences: Sequence[PhaseComparison]) -> Table:
 
 
 def timeline_dict(
-    simulation: Simulation, cost: IterationCost, differences: Sequence[PhaseComparison]
+    simulation: Simulation,
+    cost: IterationCost,
+    differences: Sequence[PhaseComparison],
+    drawn: DrawnDocuments | None = None,
 ) -> dict[str, Any]:
     """Return the simulation without its events as plain values: seconds, bytes, tokens/s."""
     return {
@@ -100,6 +113,7 @@ def timeline_dict(
         "ranks": [dataclasses.asdict(rank) for rank in simulation.ranks],
         "links": [dataclasses.asdict(link) for link in simulation.links],
         "findings": dataclasses.asdict(simulation.findings),
+        "drawn_documents": drawn and dataclasses.asdict(drawn) | {"imbalance": drawn.imbalance},
         "differences": [dataclasses.asdict(row) | {"difference_s": row.difference_s} for row in differences],
     }
 
@@ -126,6 +140,14 @@ def _headline(simulation: Simulation, cost: IterationCost) -> str:
         f"({spell_throughput(cost.throughput.at(simulation.tokens_per_s))}), "
         f"{spell_seconds(simulation.exposed_communication_s)} s of exposed communication, "
         f"ranks idle {simulation.idle_share:.1%} of the time"
+    )
+
+
+def _drawn_line(drawn: DrawnDocuments) -> str:
+    return (
+        f"random documents: {spell_seconds(drawn.mean_s)} s in the mean of {len(drawn.iterations_s)} "
+        f"iterations (seed {drawn.seed}), {drawn.imbalance:.1%} more than if micro-batches were alike; the "
+        f"slowest takes {spell_seconds(max(drawn.iterations_s))} s"
     )
 
 
