@@ -17,8 +17,8 @@ from megatron_hexi.cost.experts import ExpertsOnRanks, expert_times
 from megatron_hexi.cost.iteration import CostModel
 from megatron_hexi.cost.memory import part_params, static_memory, token_bytes
 from megatron_hexi.cost.sections import Section
-from megatron_hexi.errors import PlanError
 from megatron_hexi.models.job import Job
+from megatron_hexi.models.planned_kinds import refuse_undealt
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.terms import UnitRates
 
@@ -38,11 +38,7 @@ def unit_rates(plan: Plan, job: Job, cluster: Cluster) -> UnitRates:
             another job.
         ClusterError: the plan's units do not match the cluster, or a GPU cannot do the job.
     """
-    if any(job.model.has_state):
-        raise PlanError(
-            f"--batch-shares: {job.model.name} has Mamba layers or delta nets, whose heads cannot move "
-            "between batches; leave --batch-shares out"
-        )
+    refuse_undealt(job.model)
     timing = CostModel(job, cluster).timing(plan)
     row, pair, attended = np.zeros((3, plan.units))
     room = np.full(plan.units, np.inf)

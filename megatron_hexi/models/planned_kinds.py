@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_hexi.errors import HexiError
+from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.models.model import Model
 from megatron_hexi.plan.flags import spell_flag
 
@@ -29,8 +29,8 @@ def refuse_unpacked(model: Model, micro_batch_size: int, *, dealt: bool) -> None
         dealt: whether each batch's documents are dealt out anew (--hexi-batch-shares).
 
     Raises:
-        HexiError: the model has latent attention or multi-token prediction, or layers whose heads cannot move
-            between batches, or a micro-batch has several sequences; with the remedy.
+        HexiError: the model has latent attention, or layers whose heads cannot move between batches, or a
+            micro-batch has several sequences; with the remedy.
     """
     flag = "--document-lengths"
     if micro_batch_size > 1:
@@ -43,15 +43,20 @@ def refuse_unpacked(model: Model, micro_batch_size: int, *, dealt: bool) -> None
             f"{flag}: {model.name} has latent attention, which does not train with documents yet; leave it "
             "out"
         )
-    if model.mtp_layers:
-        raise HexiError(
-            f"{flag}: {model.name} has multi-token prediction, which is not trained within documents; leave "
-            "it out"
-        )
-    if dealt and any(model.has_state):
-        raise HexiError(
-            f"--batch-shares: {model.name} has Mamba layers or delta nets, whose heads cannot move between "
-            "batches; leave --batch-shares out"
+    if dealt:
+        refuse_undealt(model)
+
+
+def refuse_undealt(model: Model) -> None:
+    """Refuse documents that are dealt out anew in every batch for a model with layers that have a state.
+
+    Raises:
+        PlanError: the model has such layers.
+    """
+    if any(model.has_state):
+        raise PlanError(
+            f"--batch-shares: {model.name} has Mamba layers or delta nets, whose heads cannot move "
+            "between batches; leave --batch-shares out"
         )
 
 

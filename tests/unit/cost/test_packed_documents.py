@@ -184,14 +184,13 @@ def test_model_flops_count_what_documents_see():
     [
         ({"micro_batch_size": 2, "global_batch_size": 2}, False, "--micro-batch-size 2"),
         ({"model": dataclasses.replace(TINY, latent=Latent(512, 64, 128))}, False, "latent attention"),
-        ({"model": dataclasses.replace(TINY, mtp_layers=1)}, False, "multi-token prediction"),
         (
             {"model": dataclasses.replace(TINY, state=Mamba(4, 128, 4, 16))},
             True,
             "leave --batch-shares out",
         ),
     ],
-    ids=["micro-batch", "latent", "prediction", "state"],
+    ids=["micro-batch", "latent", "state"],
 )
 def test_what_does_not_train_with_documents_is_refused_by_name(changes, dealt, words):
     documents = dataclasses.replace(LONG, dealt=dealt)
