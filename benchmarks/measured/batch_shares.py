@@ -25,7 +25,7 @@ from benchmarks.measured.launch import WARM_UP, on_testbed
 from benchmarks.measured.scenarios import SCENARIOS, Scenario, words
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import unit_rates
-from megatron_hexi.plan import Plan, Replica, Stage, proportional_domain, write_plan
+from megatron_hexi.plan import Domain, Plan, Replica, Stage, proportional_domain, write_plan
 from megatron_hexi.planner import find_plan
 
 #: Tokens of the middle document, and the spread of the logarithm.
@@ -89,16 +89,18 @@ def make_plan(scenario: Scenario, file: Path) -> Plan:
 
 def make_stages(scenario: Scenario, file: Path) -> Plan:
     """Two stages, each of half the layers and of a device of either node, whose tokens are in proportion."""
-    cluster = read_cluster(file)
+    cluster, workload = read_cluster(file), scenario.job.workload()
     count, layers = len(cluster.ranks) // 2, scenario.job.model.layers
     speeds = [[cluster.ranks[rank].device.matmul.rates[-1]] for rank in (0, count)]
-    domains = [proportional_domain(scenario.job.workload(), speeds, first) for first in (0, count)]
-    stages = tuple(
-        Stage((domain,), layers=(number * layers // 2, (number + 1) * layers // 2))
-        for number, domain in enumerate(domains)
-    )
-    replica = Replica(stages, micro_batches=scenario.batch)
-    plan = Plan(scenario.job.workload(), (replica,), gpus=(0, 2, 1, 3))
+    stages = []
+    for number in (0, 1):
+        groups = tuple(
+            replace(group, members=(replace(group.members[0], ranks=(number + place * count,)),))
+            for place, group in enumerate(proportional_domain(workload, speeds).groups)
+        )
+        half = (number * layers // 2, (number + 1) * layers // 2)
+        stages.append(Stage((Domain(groups),), layers=half))
+    plan = Plan(workload, (Replica(tuple(stages), micro_batches=scenario.batch),))
     return replace(plan, rates=unit_rates(plan, scenario.job, cluster))
 
 

@@ -114,7 +114,7 @@ def _seconds(section: Section, placed: ExpertsOnRanks | None) -> tuple[Floats, F
     least = _LEAST * most if job.model.span.size < long else most
     pair = np.minimum(np.where(pair > 0, pair, least), most)
     row, layers = row + np.maximum(0.0, per_token[0] - pair * long / 2), np.maximum(1, layers)
-    return row / layers, np.maximum(pair, _LEAST * row) / layers  # a stage may have MLPs alone
+    return row / layers, np.where(pair > 0, pair, _LEAST * row) / layers  # a stage may have MLPs alone
 
 
 def _spelt(values: Sequence[float] | Floats) -> tuple[float, ...]:

@@ -210,15 +210,22 @@ class HostRows:
     def __init__(self, host: HostMemory) -> None:
         self._host = host
         self._memory: dict[Where, Tensor] = {}
+        #: Buffers that became too small: CUDA knows their memory, so they are not given back.
+        self._outgrown: list[Tensor] = []
+        self._shapes: dict[Where, torch.Size] = {}
         self._coming: dict[Where, tuple[Tensor, Arrival]] = {}
 
     def put(self, where: Where, rows: Tensor) -> None:
         """Store rows under a key. See `RowStore.put`."""
-        rows = rows.detach()
+        rows, size = rows.detach(), rows.numel()
         kept = self._memory.get(where)
-        if kept is None or kept.shape != rows.shape or kept.dtype != rows.dtype:
-            kept = self._memory[where] = self._host.empty(rows.shape, rows.dtype)
-        self._host.copy_out(kept, rows)
+        if kept is None or kept.numel() < size or kept.dtype != rows.dtype:
+            # Documents may bring a rank other rows each time: buffers grow a few times at most.
+            larger = size if kept is None else max(size, 2 * kept.numel())
+            self._outgrown += [] if kept is None else [kept]
+            kept = self._memory[where] = self._host.empty((larger,), rows.dtype)
+        self._shapes[where] = rows.shape
+        self._host.copy_out(kept[:size].view(rows.shape), rows)
         self._device = rows.device
 
     def get(self, where: Where, following: Where | None) -> Tensor:
@@ -234,6 +241,6 @@ class HostRows:
         return self.get(where, following)
 
     def _bring(self, where: Where) -> tuple[Tensor, Arrival]:
-        kept = self._memory[where]
-        rows = kept.new_empty(kept.shape, device=self._device)
-        return rows, self._host.copy_back(rows, kept)
+        kept, shape = self._memory[where], self._shapes[where]
+        rows = kept.new_empty(shape, device=self._device)
+        return rows, self._host.copy_back(rows, kept[: shape.numel()].view(shape))

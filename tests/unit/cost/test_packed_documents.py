@@ -179,6 +179,20 @@ def test_model_flops_count_what_documents_see():
     assert whole - packed == pytest.approx(attention * (2048 - (documents.pairs(4096) / 4096 - 0.5)))
 
 
+def test_layers_that_predict_further_tokens_attend_within_documents_too():
+    """As the last layer does."""
+    known, seconds = cluster([("a", "PLAIN", 1)]), []
+    for documents in (None, Documents((256,), (1.0,))):
+        for predictions in (0, 1):
+            model = dataclasses.replace(TINY, mtp_layers=predictions)
+            job = tiny_job(model=model, documents=documents)
+            cost = estimate(proportional_plan(job.workload(), [[[1.0]]]), job, known)
+            seconds.append(cost.phases.attention)
+    assert seconds[1] / seconds[0] == pytest.approx((TINY.layers + 1) / TINY.layers)
+    assert seconds[3] / seconds[2] == pytest.approx((TINY.layers + 1) / TINY.layers)
+    assert seconds[3] < seconds[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "dealt", "words"),
     [

@@ -56,8 +56,8 @@ def test_rows_come_back_one_ahead_and_memory_serves_again(device):
     host = HostMemory(device)
     size = 3 if device == CPU else 2**20  # so large that copies are under way when they are asked for
     stores = HostRows(host), DeviceRows()
-    for iteration in range(2):
-        rows = [torch.randn(4, 2, size, device=device) + iteration for _ in range(3)]
+    for count in (4, 4, 1, 2):  # as documents bring more or fewer
+        rows = [torch.randn(count, 2, size, device=device) + count for _ in range(3)]
         for store in stores:
             for number, one in enumerate(rows):
                 store.put((1, number), one)
@@ -71,4 +71,9 @@ def test_rows_come_back_one_ahead_and_memory_serves_again(device):
             assert torch.equal(store.pop((1, 0), (1, 1)), -rows[0])
             assert torch.equal(store.pop((1, 1), (1, 2)), -rows[1])
             assert torch.equal(store.pop((1, 2), None), -rows[2])
-    assert host.nbytes == 3 * rows[0].nbytes
+    assert host.nbytes == 3 * 2 * rows[0].nbytes
+    for count in (5, 8):  # the buffers of four rows grow to eight
+        rows = [torch.randn(count, 2, size, device=device)]
+        stores[0].put((1, 0), rows[0])
+        assert torch.equal(stores[0].pop((1, 0), None), rows[0])
+    assert host.nbytes == (3 * 4 + 8) * rows[0][0].nbytes
