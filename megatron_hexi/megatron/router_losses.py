@@ -22,7 +22,7 @@ from megatron_hexi.megatron.session import LocalShard, Session, active_session
 from megatron_hexi.patching import Patch, patched
 from megatron_hexi.runtime.waiting import waiting
 
-#: Number of tokens, without padding, that the router at work was given last.
+#: Number of tokens of each sample, without padding, that the router at work was given last.
 _routed: Tensor = torch.zeros(())
 
 
@@ -45,7 +45,7 @@ def _without_padding(
         padding = padding[:, None].expand(logits.shape[:2])
         padding_mask = padding if padding_mask is None else padding | padding_mask
     assert padding_mask is not None
-    _routed = (~padding_mask).sum()
+    _routed = (~padding_mask).sum() / padding_mask.shape[1]
     return original(self, logits, padding_mask)
 
 

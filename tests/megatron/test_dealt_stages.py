@@ -93,6 +93,7 @@ class Case:
         first: what the first stage of two says beside its layers.
         last: what the last one does.
         order: of the ministages.
+        idle: a unit too slow for any document; -1: none.
     """
 
     replicas: str
@@ -101,6 +102,7 @@ class Case:
     first: str = ""
     last: str = ""
     order: str = ""
+    idle: int = -1
 
     def plan(self, folder: Path) -> Plan:
         text = HEADER + self.replicas.replace("  stages:", f"{self.order}  stages:", 1)
@@ -112,8 +114,12 @@ class Case:
         plan = read_plan(path)
         # With these tokens and heads change from batch to batch, and some shares are empty.
         slow = [1.7 ** (2 * number % 5) for number in range(plan.units)]
+        if self.idle >= 0:
+            slow[self.idle] *= 1e4
         rows, pairs = tuple(1e-6 * one for one in slow), tuple(5e-8 * one for one in slow)
-        return replace(plan, rates=UnitRates(rows, pairs, (110,) * plan.units, attended=0.3))
+        return replace(
+            plan, rates=UnitRates(rows, pairs, (110 if self.idle < 0 else 200,) * plan.units, attended=0.3)
+        )
 
 
 CASES = {
@@ -127,6 +133,8 @@ CASES = {
     "replicas": Case(REPLICAS),
     "experts": Case(WHOLE, EXPERTS, (*SELECTIVE, "core_attn", "moe")),
     "further-tokens": Case(WHOLE, FURTHER_TOKENS),
+    # A rank of the last stage.
+    "idle": Case(WHOLE, (*EXPERTS, *FURTHER_TOKENS), idle=4),
     "units": Case(f"- micro_batches: 4\n{UNITS}", (*EXPERTS, *FURTHER_TOKENS)),
     "interleaved": Case(
         WHOLE,
@@ -180,7 +188,7 @@ def test_training_is_that_of_one_rank(name, forks, references, documents, tmp_pa
     # Gradients are sums of parts that nearly cancel.
     bad = {key: off for key, off in differences.items() if off > (3e-5 if "momentum" in key else 1e-5)}
     assert not bad, bad
-    check_shares(shares_of(tmp_path / "plan", plan.ranks), plan)
+    check_shares(shares_of(tmp_path / "plan", plan.ranks), plan, case.idle)
 
 
 def trained_on_one(case, forks, references, documents, folder):
@@ -197,8 +205,11 @@ def trained_on_one(case, forks, references, documents, folder):
     )
 
 
-def check_shares(shares, plan):
+def check_shares(shares, plan, idle):
     """In domains of several units tokens change from batch to batch, somewhere to none, and heads."""
+    if idle >= 0:
+        assert {tokens for tokens, _ in shares[idle]} == {0}
+        return
     several = {
         rank
         for replica in plan.replicas
