@@ -18,7 +18,7 @@ from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.errors import ClusterError, HexiError
 from megatron_hexi.kinds import Latent, Window
-from megatron_hexi.models import RECOMPUTES, Job, presets
+from megatron_hexi.models import RECOMPUTES, Documents, Job, presets
 from megatron_hexi.plan import validate_plan
 from megatron_hexi.planner import Request
 from megatron_hexi.planner.baselines import find_baselines, find_faster, race
@@ -216,12 +216,20 @@ def with_attention(random, model, attention):
     return model
 
 
-@given(st.integers(0, 2**20), st.sampled_from(["plain", "windows", "kinds", "latent"]))
-@examples(80)
-def test_the_lower_bound_is_below_any_layout_s_time(seed, attention):
+@given(
+    st.integers(0, 2**20),
+    st.sampled_from(["plain", "windows", "kinds", "latent"]),
+    st.sampled_from([None, None, False, True]),
+)
+@examples(120)
+def test_the_lower_bound_is_below_any_layout_s_time(seed, attention, dealt):
     text, known, job = random_parallel_case(seed)
     random = Random(seed)
     job = replace(job, model=with_attention(random, job.model, attention))
+    if dealt is not None and attention != "latent":
+        lengths = sorted({random.randint(1, 2 * job.seq_length) for _ in range(3)})
+        documents = Documents(tuple(lengths), (1.0,) * len(lengths), dealt)
+        job = replace(job, micro_batch_size=1, documents=documents)
     try:
         fleet = find_units(job, known)
     except ClusterError:
