@@ -37,7 +37,7 @@ def raise_all(faults: Sequence[str], error: type[HexiError] = HexiError) -> None
 
 
 class NoFlagError(HexiError):
-    """A constant of a model that Megatron has no flag for."""
+    """A model or a job that no flags of Megatron's script say."""
 
 
 class PlanError(HexiError):

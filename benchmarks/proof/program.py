@@ -14,7 +14,7 @@ from benchmarks.proof.options import MODES, Places, UnitCandidates, ranges
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.hosts import Hosts
-from megatron_hexi.cost.memory import OPTIMIZER_BYTES
+from megatron_hexi.cost.memory import weight_bytes
 from megatron_hexi.models import RECOMPUTES
 from megatron_hexi.planner.request import Request
 
@@ -109,7 +109,7 @@ class BoundProgram:
         works = range(len(self._works))
         pairs = [(0, 0), *zip(works, works, strict=True), *itertools.combinations(works, 2)]
         self._pairs = np.array(pairs).T
-        self._state = job.model.total_params * float(OPTIMIZER_BYTES[job.precision])
+        self._state = job.model.total_params * weight_bytes(job).state
         self._chunks = _most_chunks(request, self._places)
         self._set_worth()
         self._set_shares(shares, stages, job.data_parallel if "data_parallel" in fixed else None)

@@ -16,8 +16,9 @@ from megatron_hexi.cli.output import AsJson, check_outputs, output_option, print
 from megatron_hexi.cli.planned_job import naming_files
 from megatron_hexi.cli.script_start import start_with_plan
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.errors import HexiError
+from megatron_hexi.errors import HexiError, NoFlagError
 from megatron_hexi.models import (
+    BRIDGE_ALONE,
     argument_words,
     constant_flags,
     constant_notes,
@@ -165,6 +166,8 @@ def find_lines(
 def find_flags(plan: Plan, path: str, model: str, more: list[str]) -> tuple[str, ...]:
     """Return all of Megatron's flags for a plan; for arguments and errors see `find_lines`."""
     given = argument_words(model)
+    if plan.job.lora_rank is not None:
+        raise NoFlagError(f"{path}: adapters of rank {plan.job.lora_rank}: {BRIDGE_ALONE}")
     if given is None:
         given = replace_flags(model_flags(read_model(model), plan.workload.seq_length), constant_flags(model))
         if "--moe-router-load-balancing-type" not in more:

@@ -138,6 +138,7 @@ _OTHERWISE = {
     "virtual_stages": (_CHOSEN, _planned(Job.virtual_stages)),
     "recompute": (f"{_CHOSEN} for each stage", _planned(Job.recompute)),
     "precision": (f"default: {Job.precision}", _planned(Job.precision)),
+    "lora_rank": ("default: all weights are trained", "default: the plan's, else all weights are trained"),
     "expert_imbalance": (f"default: {Job.expert_imbalance}", _planned(Job.expert_imbalance)),
 }
 OF_NEW_JOB = {field: new for field, (new, _) in _OTHERWISE.items()}
@@ -200,6 +201,11 @@ class Training(PackedDocuments):
             "Standard deviation of the experts' tokens over their mean, as hexi report measures it",
             metavar="RATIO",
         ),
+    ] = None
+
+    lora_rank: Annotated[
+        int | None,
+        count_option("lora_rank", "Rank of adapters (LoRA, DoRA) on frozen weights, which alone are trained"),
     ] = None
 
     def _stated(self, arguments: str | None) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def token_seconds(speeds: Speeds, job: Job, with_experts: bool = True) -> float:
         if with_experts:
             active = sum(part.active * part.expert_matrices(kind.model) for part in kind.model.routed)
             routed = 2 * _ROWS * active / job.tensor_parallel / float(best.matmul.rates[0] * 1e12)
-            forward, backward = forward + routed, backward + 2 * routed
+            forward, backward = forward + routed, backward + (1 if job.lora_rank else 2) * routed
         again = forward if job.mode == "full" else 0.0
         layers += count * (forward + backward + again)
     return (layers + float(logits.forward[0] + logits.backward[0])) / _ROWS * job.tensor_parallel

@@ -118,7 +118,7 @@ def rates(curve: Curve, sizes: Floats) -> Floats:
 def token_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
     """Return the seconds of one layer outside attention, for `rows` = B x T rows: products and memory."""
     products = product_seconds(
-        rates(speeds.matmul, rows), speeds.memory, rows, layer_products(job), Elements.of(job, in_fp8=True)
+        rates(speeds.matmul, rows), speeds.memory, rows, layer_products(job), Elements.of(job, in_layer=True)
     )
     forward, backward = layer_elements(job)
     memory = rows * job.element_bytes / speeds.memory
@@ -177,7 +177,7 @@ def expansion_times(speeds: Speeds, job: Job, keys: Floats, merged: bool = False
         speeds.memory,
         rows,
         Products.of(matrix.inputs, matrix.outputs),
-        Elements.of(job, in_fp8=True),
+        Elements.of(job, in_layer=True),
     )
     columns = job.model.head_dim + job.model.value_dim
     memory = 2 * columns * rows * job.element_bytes / speeds.memory
@@ -272,7 +272,7 @@ def logits_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
     )
     for projection in [inner] * job.model.mtp_layers:
         more = product_seconds(
-            rates(speeds.matmul, rows), speeds.memory, rows, projection, Elements.of(job, in_fp8=True)
+            rates(speeds.matmul, rows), speeds.memory, rows, projection, Elements.of(job, in_layer=True)
         )
         forward, backward = forward + more.forward, backward + more.backward
     return Times(forward, backward)
@@ -298,13 +298,14 @@ def row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
     """
     layer, (forward, backward) = layer_products(job), layer_elements(job)
     element, loss = job.element_bytes / speeds.memory, loss_bytes(job)
-    written = row_seconds(speeds.memory, layer, Elements.of(job, in_fp8=True))
+    written = row_seconds(speeds.memory, layer, Elements.of(job, in_layer=True))
     matrix, projection = _output_products(job)
     inner = job.model.mtp_layers * projection
     ends = sum(row_seconds(speeds.memory, matrix, Elements.of(job)))
-    ends += sum(row_seconds(speeds.memory, inner, Elements.of(job, in_fp8=True)))
+    ends += sum(row_seconds(speeds.memory, inner, Elements.of(job, in_layer=True)))
+    back = 2 if job.lora_rank else 4  # frozen weights have no gradients
     return (
-        np.array([2 * layer.weights, 4 * layer.weights, 6 * (matrix.weights + inner.weights)]),
+        np.array([2 * layer.weights, back * layer.weights, (2 + back) * (matrix.weights + inner.weights)]),
         np.array(
             [
                 written[0] + forward * element,

@@ -172,7 +172,7 @@ def routed_times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Float
         speeds.memory,
         rows,
         Products(matrices, count * matrices, model.hidden_size + width, columns + model.hidden_size),
-        Elements.of(job, in_fp8=True),
+        Elements.of(job, in_layer=True),
     )
     element = rows * job.element_bytes / speeds.memory
     moved = _PERMUTED * job.model.hidden_size * element

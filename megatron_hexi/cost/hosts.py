@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.memory import GIB, GRADIENT_BYTES
+from megatron_hexi.cost.memory import GIB, weight_bytes
 from megatron_hexi.cost.moved_bytes import shard_step_bytes
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.models.job import Job
@@ -93,7 +93,8 @@ class Hosts:
         Raises:
             ClusterError: nothing is known of the host memory beside a GPU whose state is there.
         """
-        there = self.copy_seconds(gpus, kept * float(GRADIENT_BYTES[job.precision] + job.element_bytes))
+        moved = weight_bytes(job).gradient + job.trained_share * job.element_bytes
+        there = self.copy_seconds(gpus, kept * moved)
         self._check(gpus[owned > 0])
         size = owned * shard_step_bytes(job)
         return there + size / np.where(owned > 0, self._stream[gpus] * 1e9, 1.0)

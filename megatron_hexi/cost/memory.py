@@ -44,6 +44,30 @@ OPTIMIZER_BYTES = {"bf16": 12, "fp16": 16, "fp32": 8, "fp8": 12}
 #: one by rows, one by columns (its docs, "Performance considerations", handling transposes).
 FP8_COPIES = 2
 
+
+class WeightBytes(NamedTuple):
+    """Bytes of a weight, its gradient and its optimizer state; of adapters, their part of a frozen weight's.
+
+    Args:
+        weight: bytes of the weight itself, and of the adapters' weights beside it.
+    """
+
+    weight: float
+    gradient: float
+    state: float
+
+
+def weight_bytes(job: Job) -> WeightBytes:
+    """Return the bytes that a job keeps for each of the model's weights."""
+    trained, precision = job.trained_share, job.precision
+    beside = trained if job.lora_rank else 0.0
+    return WeightBytes(
+        (1 + beside) * job.element_bytes,
+        trained * GRADIENT_BYTES[precision],
+        trained * OPTIMIZER_BYTES[precision],
+    )
+
+
 #: Bytes that torch's allocator and cuBLAS (32 MiB a handle and stream on Hopper) keep, without CUDA's share,
 #: which `usable_gib` leaves out. An estimate.
 SLACK_BYTES = 0.5 * GIB
@@ -174,10 +198,11 @@ def static_memory(
         )
         projection = job.model.projection_params(job.tensor_parallel)
         copied = copied + part.predictions(job.model).layers * (FP8_COPIES * projection)
+    each = weight_bytes(job)
     return {
-        "weights": np.asarray(weights * float(job.element_bytes) + copied),
-        "gradients": np.asarray(gradients * float(GRADIENT_BYTES[job.precision])),
-        "optimizer": np.asarray(state * float(OPTIMIZER_BYTES[job.precision])),
+        "weights": np.asarray(weights * each.weight + copied),
+        "gradients": np.asarray(gradients * each.gradient),
+        "optimizer": np.asarray(state * each.state),
     }
 
 
@@ -309,13 +334,14 @@ def part_host_memory(job: Job, part: ModelPart, held: Holdings, present: Present
     """
     if present is None:
         return {field.name: np.zeros(held.tokens.shape) for field in fields(HostMemoryTerms)}
-    element = float(job.element_bytes)
-    # In fp32 the model's weights are the optimizer's, so the host has one copy.
-    masters = present.host_masters * element if job.precision == "fp32" else 0.0
+    each = weight_bytes(job)
+    # In fp32 the model's weights are the optimizer's, so the host has one copy of those that are trained.
+    trained = job.trained_share * job.element_bytes
+    masters = present.host_masters * trained if job.precision == "fp32" else 0.0
     return {
-        "weights": present.host_weights * element,
-        "gradients": present.host_gradients * float(GRADIENT_BYTES[job.precision]),
-        "optimizer": present.host_state * float(OPTIMIZER_BYTES[job.precision]) + masters,
+        "weights": present.host_weights * each.weight,
+        "gradients": present.host_gradients * each.gradient,
+        "optimizer": present.host_state * each.state + masters,
         "activations": part.rows_on_host * part.entered(held.micro_batches) * input_bytes(job, held.tokens),
     }
 

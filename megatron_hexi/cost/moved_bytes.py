@@ -124,11 +124,13 @@ def gradient_bytes(job: Job) -> float:
 def step_bytes(job: Job) -> tuple[float, float]:
     """Return the bytes of a training step for each weight on a GPU, and for each of the optimizer's shard.
 
+    Of adapters, their part of each weight's.
     Of a gradient of g bytes: cleared g, scaled by tokens or replicas 2 g and searched for NaN g
     (param_and_grad_buffer.py). fp8: a weight's two copies made of it, 4. The shard: `shard_step_bytes`.
     """
     gradient = GRADIENT_BYTES[job.precision]
-    return 4 * gradient + (4 if job.precision == "fp8" else 0), shard_step_bytes(job, job.unfused)
+    each = 4 * gradient + (4 if job.precision == "fp8" else 0)
+    return job.trained_share * each, shard_step_bytes(job, job.unfused)
 
 
 def shard_step_bytes(job: Job, unfused: Collection[Fusible] = ()) -> float:
@@ -148,7 +150,7 @@ def shard_step_bytes(job: Job, unfused: Collection[Fusible] = ()) -> float:
         shard += 4 + job.element_bytes
     if job.precision == "fp16":
         shard += 14
-    return shard
+    return job.trained_share * shard
 
 
 def _apart(job: Job, operation: str, fused: Ways, apart: Ways) -> Ways:

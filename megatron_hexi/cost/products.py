@@ -13,7 +13,9 @@ weights by eight numbers of rows on an H100 (docs/results/one-gpu.md) is met wit
 shows no steps by waves of tiles, which libraries avoid by choosing among tiles, so none are counted.
 
 Each product of a layer has three passes: forward, gradients of inputs and gradients of weights. The last are
-added to the optimizer's gradients, which are read and written.
+added to the optimizer's gradients, which are read and written. Frozen weights have no gradients; an adapter
+beside them is a product of columns in to its rank, and one of its rank to columns out. Its result is scaled
+and added to the layer's, and the gradients of both inputs are added up, in a kernel each.
 """
 
 from __future__ import annotations
@@ -65,6 +67,11 @@ class Products:
         weights = inputs * outputs
         return cls(part * weights, weights, part * inputs, part * outputs)
 
+    def adapters(self, rank: int) -> Products:
+        """Return the products of adapters of a rank beside these."""
+        weights = rank * (self.inputs + self.outputs)
+        return Products(weights, weights * self.held / max(self.weights, 1.0), self.inputs, self.outputs)
+
     def __add__(self, other: Products) -> Products:
         return Products(
             self.weights + other.weights,
@@ -79,17 +86,27 @@ class Products:
 
 @dataclass(frozen=True)
 class Elements:
-    """Bytes of an element of the factors and of the result, and what a weight's gradient reads and writes."""
+    """Bytes of an element of the factors and of the result, and what a weight's gradient reads and writes.
+
+    Args:
+        adapters: rank of the adapters beside the weights; ``None``: the weights themselves are trained.
+    """
 
     factor: float
     result: float
     gradient: float
+    adapters: int | None = None
 
     @classmethod
-    def of(cls, job: Job, *, in_fp8: bool = False) -> Elements:
-        """Return the bytes in a job's precision; `in_fp8`: of matrices that are in fp8 where the job is."""
-        factor = 1 if in_fp8 and job.precision == "fp8" else job.element_bytes
-        return cls(factor, job.element_bytes, gradient_bytes(job))
+    def of(cls, job: Job, *, in_layer: bool = False) -> Elements:
+        """Return the bytes in a job's precision.
+
+        Args:
+            in_layer: whether the matrices are a layer's, which are in fp8 where the job is and have adapters.
+        """
+        factor = 1 if in_layer and job.precision == "fp8" else job.element_bytes
+        adapters = job.lora_rank * in_layer if job.lora_rank else None
+        return cls(factor, job.element_bytes, gradient_bytes(job), adapters)
 
 
 def product_seconds(rate: Floats, memory: float, rows: Floats, sizes: Products, elements: Elements) -> Times:
@@ -106,8 +123,18 @@ def product_seconds(rate: Floats, memory: float, rows: Floats, sizes: Products, 
     into, out = rows * sizes.inputs, rows * sizes.outputs
     forward = np.maximum(work, into * factor + held) + out * result
     inputs = np.maximum(work, out * factor + held) + into * result
-    weights = np.maximum(work, (into + out) * factor) + sizes.held * elements.gradient / memory * some
-    return Times(forward, inputs + weights)
+    if elements.adapters is None:
+        weights = np.maximum(work, (into + out) * factor) + sizes.held * elements.gradient / memory * some
+        return Times(forward, inputs + weights)
+    if not elements.adapters:
+        return Times(forward, inputs)
+    of_adapters = replace(elements, adapters=None)
+    beside = product_seconds(rate, memory, rows, sizes.adapters(elements.adapters), of_adapters)
+    # Scaled 2 and added 3 forward; backward scaled 2, and gradients of inputs added up 3.
+    return Times(
+        forward + beside.forward + 5 * out * result,
+        inputs + beside.backward + (2 * out + 3 * into) * result,
+    )
 
 
 def row_seconds(memory: float, sizes: Products, elements: Elements) -> tuple[float, float]:

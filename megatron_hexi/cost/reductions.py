@@ -15,7 +15,7 @@ from megatron_hexi.cost.experts import ExpertsOnRanks
 from megatron_hexi.cost.held_weights import HeldWeights
 from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.cost.lanes import Passing
-from megatron_hexi.cost.memory import GRADIENT_BYTES, owned_params, part_params
+from megatron_hexi.cost.memory import owned_params, part_params, weight_bytes
 from megatron_hexi.cost.model_part import ModelPart, Present
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section
@@ -31,7 +31,7 @@ class WeightCollective(NamedTuple):
         hides_behind: the pass behind which it travels; ``None``: it is exposed.
     """
 
-    element_bytes: int
+    element_bytes: float
     hides_behind: Way | None
 
 
@@ -42,10 +42,12 @@ def weight_collectives(
 
     With `overlap_gradients` both are hidden, but not the weights if ministages need them one after the other.
     """
-    hidden = job.overlap_gradients
+    hidden, each = job.overlap_gradients, weight_bytes(job)
+    # Only trained weights change; but ministages gather all of theirs for each pass.
+    gathered = each.weight if has_ministages else job.trained_share * job.element_bytes
     return (
-        WeightCollective(GRADIENT_BYTES[job.precision], "backward" if hidden else None),
-        WeightCollective(job.element_bytes, "forward" if hidden and not has_ministages else None),
+        WeightCollective(each.gradient, "backward" if hidden else None),
+        WeightCollective(gathered, "forward" if hidden and not has_ministages else None),
     )
 
 
@@ -185,7 +187,7 @@ class _Travel:
     """
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
-        self._element, self._gradient = job.element_bytes, GRADIENT_BYTES[job.precision]
+        self._element, self._gradient, _ = weight_bytes(job)
         self._mesh = mesh
         most = max(len(unit.ministages or ()) for unit in mesh.units)
         #: Seconds of gathers and sums, and bytes from and to host memory, [ranks, ministages] each.
@@ -233,7 +235,7 @@ class _Placing:
     """Counts each rank's weights, gradients and state on the device and in host memory (`mesh.residence`)."""
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
-        self._element, self._gradient = job.element_bytes, GRADIENT_BYTES[job.precision]
+        self._element, self._gradient, _ = weight_bytes(job)
         self._mesh = mesh
         self._offload = [unit.offload for unit in mesh.units]
         self._counts = {name: np.zeros(len(mesh.units)) for name in (one.name for one in fields(Present))}

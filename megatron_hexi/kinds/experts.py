@@ -120,6 +120,10 @@ class Experts(Mlp):
         """Return the number of weights of the matrices of one routed expert."""
         return (2 + model.gated) * model.hidden_size * self.ffn_hidden_size
 
+    def expert_columns(self, model: Decoder) -> int:
+        """Return the number of columns in and out of the matrices of one routed expert."""
+        return 2 * model.hidden_size + (2 + model.gated) * self.ffn_hidden_size
+
     def expert_params(self, model: Decoder, parts: int) -> int:
         """Return the number of weights of one routed expert, or of one of `parts` slices of it."""
         biases = (1 + model.gated) * self.ffn_hidden_size // parts + model.hidden_size

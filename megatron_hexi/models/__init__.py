@@ -7,6 +7,7 @@ from megatron_hexi.models.megatron_arguments import ArgumentTerms, model_flags
 from megatron_hexi.models.model import Model
 from megatron_hexi.models.planned_kinds import refuse_imbalance
 from megatron_hexi.models.presets import (
+    BRIDGE_ALONE,
     argument_words,
     arguments_of_start,
     check_options,
@@ -21,6 +22,7 @@ from megatron_hexi.models.presets import (
 from megatron_hexi.models.recipes import Recipe, recipes
 
 __all__ = [
+    "BRIDGE_ALONE",
     "PRECISIONS",
     "RECOMPUTES",
     "ArgumentTerms",

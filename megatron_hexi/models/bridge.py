@@ -15,11 +15,12 @@ import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models.bridge_fields import (
     ACTIVATIONS,
+    ADAPTERS,
     DATASETS,
     DECIDED,
     ELSEWHERE,
@@ -30,6 +31,7 @@ from megatron_hexi.models.bridge_fields import (
     OBJECTS,
     READ,
     SCRIPT_VALUES,
+    TUNING_DATASETS,
 )
 from megatron_hexi.options.layer_features import ARGUMENTS, DTYPES, model_defaults
 from megatron_hexi.options.parser import Row, rows_by_argument, switch_of, value_words
@@ -45,10 +47,14 @@ class BridgeArguments(NamedTuple):
     Attributes:
         text: a file of arguments, each flag on the line that its field has in the configuration.
         unread: sections and fields of the configuration that have a value and are left out of `text`.
+        lora_rank: rank of the adapters that alone are trained; ``None``: all weights are.
+        own_loop: what only Bridge's own loop trains; empty: Megatron's script trains all of it.
     """
 
     text: str
     unread: tuple[str, ...]
+    lora_rank: int | None
+    own_loop: str
 
 
 def is_bridge(text: str) -> bool:
@@ -73,9 +79,16 @@ class _Translation:
         self._file = file
         self._lines: dict[int, list[str]] = defaultdict(list)
         self._unread: list[str] = []
+        self._own_loop: list[str] = []
 
     def result(self) -> BridgeArguments:
+        rank = self._adapters()
+        dataset = self._file.data.get("dataset")
+        if isinstance(dataset, Mapping) and dataset.get("_target_") in TUNING_DATASETS:
+            self._own_loop.append("data for fine-tuning")
         for name, section in self._file.data.items():
+            if name == "peft" or (name == "dataset" and "data for fine-tuning" in self._own_loop):
+                continue
             if name in READ and isinstance(section, Mapping):
                 self._section(name, section)
             elif name in LEFT_SECTIONS and section:
@@ -95,7 +108,23 @@ class _Translation:
         self._weight_decay()
         last = max(self._lines, default=0)
         lines = [" ".join(map(shlex.quote, self._lines.get(line, []))) for line in range(1, last + 1)]
-        return BridgeArguments("\n".join([*lines, ""]), tuple(self._unread))
+        return BridgeArguments(
+            "\n".join([*lines, ""]), tuple(self._unread), rank, " and ".join(self._own_loop)
+        )
+
+    def _adapters(self) -> int | None:
+        """Return the rank of the adapters that alone are trained; ``None``: all weights are."""
+        adapters = self._file.data.get("peft")
+        if adapters is None:
+            return None
+        usual = ADAPTERS.get(str(_target(adapters)))
+        if usual is None:
+            self._refuse(("peft",), "other adapters than LoRA's or DoRA's", f"read are {', '.join(ADAPTERS)}")
+        rank = adapters.get("dim", usual)
+        if type(rank) is not int or rank < 1:
+            self._refuse(("peft", "dim"), "is no rank", "give a whole number above 0")
+        self._own_loop.append("adapters on frozen weights")
+        return rank
 
     def _section(self, section: str, fields: Mapping[str, Any]) -> None:
         for field, value in fields.items():
@@ -194,11 +223,11 @@ class _Translation:
 
     def _dataset(self) -> None:
         dataset = self._file.data["dataset"]
-        if dataset.get("_target_") not in DATASETS:
+        if dataset.get("_target_") not in (*DATASETS, *TUNING_DATASETS):
             self._refuse(
                 ("dataset", "_target_"),
-                "pretrain_gpt.py has no such data set",
-                f"read are {' and '.join(DATASETS)}",
+                "it is a data set of its own",
+                f"read are {', '.join((*DATASETS, *TUNING_DATASETS))}",
             )
         name = "seq_length" if "seq_length" in dataset else "sequence_length"
         length = dataset.get(name) or self._file.data["model"].get("seq_length")
@@ -247,7 +276,7 @@ class _Translation:
             known = known[:-1]
         self._lines[self._file.lines.get(known, 1)] += map(str, words)
 
-    def _refuse(self, place: Place, why: str, remedy: str) -> None:
+    def _refuse(self, place: Place, why: str, remedy: str) -> NoReturn:
         value: Any = self._file.data
         for step in place:
             value = value.get(step) if isinstance(value, Mapping) else None

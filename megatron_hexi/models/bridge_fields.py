@@ -17,6 +17,18 @@ MODELS: Final = (
 DATASETS: Final = tuple(
     f"megatron.bridge.training.config.{name}" for name in ("GPTDatasetConfig", "MockGPTDatasetConfig")
 )
+#: Bridge's data sets for fine-tuning, which its own loop trains on, by class.
+TUNING_DATASETS: Final = (
+    "megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig",
+    "megatron.bridge.data.builders.gpt_sft.FinetuningDatasetConfig",
+    "megatron.bridge.data.builders.direct_hf_sft.DirectHFSFTDatasetConfig",
+)
+#: Adapters that a plan counts, by class, each with its rank where the file says none.
+ADAPTERS: Final = {
+    "megatron.bridge.peft.lora.LoRA": 32,
+    "megatron.bridge.peft.canonical_lora.CanonicalLoRA": 32,
+    "megatron.bridge.peft.dora.DoRA": 32,
+}
 #: Layer specifications that lead to the layers of pretrain_gpt.py.
 LAYER_SPECS: Final = (
     "megatron.bridge.models.gpt_provider.default_layer_spec",

@@ -33,12 +33,13 @@ _OTHER_LAYERS: Final = (
 _REFUSED: Final = {
     "--post-mlp-layernorm": _OTHER_LAYERS,
     "--post-self-attn-layernorm": _OTHER_LAYERS,
-    "--tuner-type": ("trains adapters on frozen weights, which no plan does yet", "plan --tuner_type full"),
-    "--train-type": ("trains adapters on frozen weights, which no plan does yet", "plan --train_type full"),
+    "--tuner-type": ("trains other adapters than LoRA's", "plan --tuner_type lora or full"),
+    "--train-type": ("trains other adapters than LoRA's", "plan --train_type lora or full"),
     "--task-type": ("has another head than a language model", "plan a causal_lm"),
-    "--lora.rank": ("trains adapters on frozen weights, which no plan does yet", "leave it out"),
 }
-_HARMLESS: Final = ("full", "causal_lm", "0", "none", "null")
+_HARMLESS: Final = ("full", "lora", "causal_lm", "0", "none", "null")
+#: Rank of ms-swift's adapters where --lora_rank is not given.
+_SWIFT_RANK: Final = "8"
 #: What ms-swift's names of terms are in Megatron.
 _SWIFT: Final = {"--max-length": "--seq-length", "--learning-rate": "--lr"}
 #: verl's sections whose fields are Megatron's arguments or fields of its configurations.
@@ -55,11 +56,19 @@ _VERL_NAMES: Final = {
 
 @dataclass(frozen=True)
 class ScriptArguments:
-    """Megatron's arguments of a file, with notes on what is left out, and messages of mistakes."""
+    """Megatron's arguments of a file, with notes on what is left out, and messages of mistakes.
+
+    Args:
+        lora_rank: rank of the adapters that alone are trained; ``None``: all weights are.
+        own_loop: what Megatron's script does not train, but the loop that the file is written for; empty:
+            nothing.
+    """
 
     words: list[Word]
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    lora_rank: int | None = None
+    own_loop: str = ""
 
 
 class _Option(NamedTuple):
@@ -126,6 +135,7 @@ class _ScriptWords:
         self._dropped: list[str] = []
         self._empty: list[str] = []
         self._faults: list[str] = []
+        self._lora_rank: int | None = None
 
     def result(self) -> ScriptArguments:
         """Return what was collected."""
@@ -149,7 +159,8 @@ class _ScriptWords:
             )
         if self._unfilled:
             self._faults.insert(0, unfilled(self._unfilled, reading, self._path))
-        return ScriptArguments(self._words, notes, self._faults)
+        own_loop = "" if self._lora_rank is None else "adapters on frozen weights"
+        return ScriptArguments(self._words, notes, self._faults, self._lora_rank, own_loop)
 
     def megatron(self, options: Iterable[_Option], *, is_slime: bool) -> None:
         """Take Megatron's own options as they are, and list slime's own for a note if `is_slime`."""
@@ -166,6 +177,7 @@ class _ScriptWords:
     def swift(self, options: Iterable[_Option]) -> None:
         """Take ms-swift's options: Megatron's with underscores, and switches with true or false."""
         given: set[str] = set()
+        rank, adapts = _SWIFT_RANK, False
         for option in options:
             written = option.flag.text
             flag = written.replace("_", "-")
@@ -173,10 +185,13 @@ class _ScriptWords:
             given.add(flag)
             value = option.text.lower()
             rows = rows_by_argument().get(flag[2:].replace("-", "_"), ())
+            adapts |= flag in ("--tuner-type", "--train-type") and value == "lora"
             if flag == "--model":
                 self._model(option)
             elif self._refused(option._replace(flag=option.flag._replace(text=flag))) or value == "none":
                 continue
+            elif flag == "--lora-rank":
+                rank = value
             elif flag == "--loss-scale":  # which tokens count, no scale of fp16
                 self._others.append(written)
             elif flag == "--torch-dtype" and value in ("bfloat16", "float16"):
@@ -189,6 +204,8 @@ class _ScriptWords:
                 self._add(option.flag, *([switch] if switch else []))
             else:
                 self._others.append(written)
+        if adapts:
+            self._adapters(rank, "--lora_rank")
         self._defaults(given)
 
     def verl(self, words: Iterable[Word]) -> None:
@@ -215,7 +232,8 @@ class _ScriptWords:
                 used.add(name)
                 self._model(_Option(word._replace(text=name), [word._replace(text=value)]))
             elif name.endswith(("lora_rank", "lora.rank")) and value not in _HARMLESS:
-                self._refused(_Option(word._replace(text="--lora.rank"), [word._replace(text=value)]))
+                self._adapters(value, name)
+                used.add(name)
             elif match is not None and self._verl_field(match[1], word, value, given, name):
                 used.add(name)
         used |= self._verl_batch({name: value for name, (_, value) in settings.items()})
@@ -295,6 +313,14 @@ class _ScriptWords:
             has_experts = any("expert_model_parallel" in word.text for word in self._reading.words)
             words = self._words_of_model("mixtral-8x7b" if has_experts else "llama3-8b") or []
         self._words = [*(option.flag._replace(text=word) for word in words), *self._words]
+
+    def _adapters(self, rank: str, setting: str) -> None:
+        """Note the rank of the adapters that alone are trained."""
+        if rank.isdigit() and int(rank):
+            self._lora_rank = int(rank)
+        else:
+            place = place_of(str(self._path), [self._reading.where or Word("", 0)])
+            self._faults.append(f"{place}: {setting} {rank}: is no rank; give a whole number above 0")
 
     def _refused(self, option: _Option) -> bool:
         """Return whether an option may train something else, and add its mistake."""

@@ -78,6 +78,8 @@ class Job:
             (--no-rope-fusion), activation with its gate (--no-bias-swiglu-fusion), loss (without
             --cross-entropy-loss-fusion), addition of gradients (--no-gradient-accumulation-fusion), torch's
             optimizer. Norms and optimizer are of Transformer Engine, or of apex where that is there.
+        lora_rank: rank of the adapters beside each matrix of the layers, which alone are trained (LoRA, DoRA);
+            0: all weights are trained.
 
     Raises:
         HexiError: sizes that Megatron cannot divide, values that it does not know, or a model with layers
@@ -102,6 +104,7 @@ class Job:
     expert_imbalance: float = EXPERT_IMBALANCE
     documents: Documents | None = None
     unfused: tuple[Fusible, ...] = ("loss",)
+    lora_rank: int = 0
 
     def __post_init__(self) -> None:
         refuse_unplanned(self.model)
@@ -112,6 +115,8 @@ class Job:
             value = getattr(self, field)
             if type(value) is not int or value < 1:
                 _refuse(field, value, "write a whole number above 0")
+        if type(self.lora_rank) is not int or self.lora_rank < 0:
+            _refuse("lora_rank", self.lora_rank, "write a whole number, or 0 to train all weights")
         if self.recompute not in RECOMPUTES and not (type(self.recompute) is int and self.recompute > 0):
             _refuse("recompute", self.recompute, f"use {', '.join(RECOMPUTES)}")
         for operation in self.unfused:
@@ -162,6 +167,13 @@ class Job:
         return tuple(
             replace(self, model=kind, pipeline_parallel=1, virtual_stages=1) for kind in self.model.kinds
         )
+
+    @cached_property
+    def trained_share(self) -> float:
+        """Number of weights that are trained, relative to the model's: 1, or less with adapters."""
+        columns = zip(self.model.kinds, self.model.layers_run, strict=True)
+        adapted = sum(layers * kind.matrix_columns for kind, layers in columns)
+        return self.lora_rank * adapted / self.model.total_params if self.lora_rank else 1.0
 
     @property
     def packed(self) -> tuple[DocumentClass, ...]:

@@ -172,12 +172,17 @@ def model_from_arguments(words: Sequence[Word], path: Path, known: Sequence[str]
     return _model(read_arguments(words, path, known=known).args, path)
 
 
-def terms_from_arguments(words: Sequence[Word], path: Path, known: Sequence[str] = ()) -> ArgumentTerms:
+def terms_from_arguments(
+    words: Sequence[Word], path: Path, known: Sequence[str] = (), lora_rank: int | None = None
+) -> ArgumentTerms:
     """Return the job of a file of Megatron's arguments, as far as `Job` has fields for it.
 
     A file with --seq-length states a job: options that it leaves out have Megatron's defaults (fp32, no
     distributed optimizer), except sizes and recomputation, which a plan chooses. A file without it states a
     model, and options that it leaves out stay open.
+
+    Args:
+        lora_rank: rank of the adapters that alone are trained, which no argument of Megatron says.
 
     Raises:
         HexiError: see `read_arguments`.
@@ -197,6 +202,7 @@ def terms_from_arguments(words: Sequence[Word], path: Path, known: Sequence[str]
         "distributed_optimizer": args.use_distributed_optimizer or None,
         "overlap_gradients": hidden or None,
         "sequence_parallel": args.sequence_parallel or None,
+        "lora_rank": lora_rank,
         # Several replicas refuse it (`options.job_terms`).
         "data_parallel": 1 if args.num_experts and has_running_mean(args) else None,
     }

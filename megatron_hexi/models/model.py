@@ -61,6 +61,13 @@ class Model(Decoder):
         return sum(experts.expert_params(self, parts) for experts in self.routed)
 
     @property
+    def matrix_columns(self) -> float:
+        """Number of columns in and out of all matrices of one layer; layers are of one kind."""
+        matrices = (matrix for part in self.parts for matrix in part.matrices(self, 1))
+        routed = sum(experts.count * experts.expert_columns(self) for experts in self.routed)
+        return routed + sum(matrix.inputs + matrix.outputs for matrix in matrices)
+
+    @property
     def routed_params(self) -> int:
         """Number of weights of all routed experts of one layer."""
         return sum(experts.count * experts.expert_params(self, 1) for experts in self.routed)

@@ -37,6 +37,11 @@ from megatron_hexi.yaml_schema import short
 
 #: A config.json is a few kilobytes; words of megabytes take seconds to split.
 MAX_BYTES = 2**17
+#: Why Megatron's script does not start a job, and what does.
+BRIDGE_ALONE = (
+    "Megatron's pretrain_gpt.py trains nothing like it; start your script of Megatron Bridge with "
+    "python -m megatron_hexi.run SCRIPT --hexi-plan PLAN.yaml"
+)
 #: Positions of a model that a script names; the printed lines have as many as there are tokens.
 _POSITIONS = 4096
 
@@ -69,13 +74,26 @@ def read_terms(name_or_path: str | os.PathLike[str]) -> ArgumentTerms | None:
         HexiError: see `read_model`, also of the functions below.
     """
     found = _arguments(name_or_path)
-    return found and terms_from_arguments(found[1].words, found[0], found[1].faults)
+    if found is None:
+        return None
+    path, given = found
+    return terms_from_arguments(given.words, path, given.faults, given.lora_rank)
 
 
 def argument_words(name_or_path: str | os.PathLike[str]) -> list[str] | None:
-    """Return the words of a recipe, or of a file of Megatron's arguments; ``None`` for other kinds."""
+    """Return the words of a recipe, or of a file of Megatron's arguments; ``None`` for other kinds.
+
+    Raises:
+        HexiError: see `read_model`.
+        NoFlagError: Megatron's script does not train all that the file says.
+    """
     found = _arguments(name_or_path)
-    return found and [word.text for word in found[1].words]
+    if found is None:
+        return None
+    path, given = found
+    if given.own_loop:
+        raise NoFlagError(f"{path}: {given.own_loop}: {BRIDGE_ALONE}")
+    return [word.text for word in given.words]
 
 
 def check_options(name_or_path: str | os.PathLike[str], plan: Plan) -> None:
@@ -158,7 +176,9 @@ def _arguments_of(text: str, path: Path) -> ScriptArguments:
     if is_bridge(text):
         bridge = bridge_arguments(text, path)
         notes = [f"not read: {', '.join(bridge.unread)}"] if bridge.unread else []
-        return ScriptArguments(located_words(bridge.text, path), notes)
+        return ScriptArguments(
+            located_words(bridge.text, path), notes, [], bridge.lora_rank, bridge.own_loop
+        )
     is_yaml = has_yaml_arguments(text)
     reading = read_yaml_arguments(text, path) if is_yaml else read_arguments_file(text, path)
     return script_arguments(reading, path, _words_of_model)

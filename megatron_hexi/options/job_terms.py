@@ -98,6 +98,13 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
             setattr(args, setting.argument, setting.value)
             if setting.value not in (False, None):
                 changed.append(setting.spelt)
+    rank, adapters = plan.job.lora_rank, getattr(args, "lora_rank", None)  # of Megatron Bridge's loop
+    if rank not in (None, adapters):
+        trained = "all weights" if adapters is None else f"adapters of rank {adapters}"
+        faults.append(
+            f"{args.hexi_plan}: job.lora_rank is {rank}, the job trains {trained}; make a plan for it with "
+            f"hexi plan{'' if adapters is None else f' --lora-rank {adapters}'}"
+        )
     raise_all(faults, PlanError)
     chunks = plan.job.virtual_stages
     if chunks is not None:

@@ -59,6 +59,7 @@ class JobTerms:
         sequence_parallel: --sequence-parallel, for units of several ranks.
         kernel: --hexi-kernel, by the GPU's name in the cluster file.
         expert_imbalance: variation of the experts' loads for which the plan was made; sets no argument.
+        lora_rank: rank of the adapters that alone are trained, for a job in Megatron Bridge's loop.
     """
 
     micro_batch_size: Positive | None = None
@@ -73,6 +74,7 @@ class JobTerms:
     sequence_parallel: bool | None = None
     kernel: dict[Label, Label] | None = None
     expert_imbalance: Real | None = None
+    lora_rank: Positive | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 

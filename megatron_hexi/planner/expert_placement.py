@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost.memory import GIB, GRADIENT_BYTES
+from megatron_hexi.cost.memory import GIB, weight_bytes
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Domain, Group, Member
 from megatron_hexi.plan.layout import apportion
@@ -55,7 +55,8 @@ def expert_rules(
     rules = [ExpertRule(None, by)]
     if unequal and len({device.usable_gib / max(device.layer_matmul.rates) for device in devices}) > 1:
         rules.append(ExpertRule(None, "memory"))
-    layer = experts.count * model.expert_params() * (job.element_bytes + GRADIENT_BYTES[job.precision])
+    each = weight_bytes(job)
+    layer = experts.count * model.expert_params() * (each.weight + each.gradient)
     room = max(device.usable_gib for device in devices) * GIB
     sizes = sorted({max(len(node.ranks) for node in cluster.nodes), 1}, reverse=True)
     return rules + [

@@ -54,6 +54,25 @@ def test_an_option_that_leaves_some_plans_restricts_the_search(hexi, asked, opti
     assert f"--unequal-stages: does not work with {option.split()[0]} of job.args" in contrary.err
 
 
+def test_a_plan_for_adapters(hexi):
+    done = hexi("plan", "cluster.yaml", *JOB, "--lora-rank", "16", "-o", "plan.yaml")
+    assert done.code == 0, done.err
+    assert "note: no lines that start the training: plan.yaml: adapters of rank 16: Megatron's pre" in done.err
+    assert read_plan("plan.yaml").job.lora_rank == 16
+    trained = hexi("plan", "cluster.yaml", *JOB, "-o", "whole.yaml")
+    assert trained.code == 0
+    assert read_plan("whole.yaml").job.lora_rank is None
+    adapted, whole = (read_plan(name).estimate for name in ("plan.yaml", "whole.yaml"))
+    assert adapted is not None
+    assert whole is not None
+    assert adapted.iteration_s < 0.9 * whole.iteration_s
+    assert max(adapted.memory_gib) < max(whole.memory_gib)
+    launched = hexi("launch", "plan.yaml", "--cluster", "cluster.yaml")
+    assert (launched.code, "python -m megatron_hexi.run" in launched.err) == (2, True)
+    other = hexi("simulate", "plan.yaml", "--cluster", "cluster.yaml", "--lora-rank", "8")
+    assert "job.lora_rank is 16, the command line has --lora-rank 8" in other.err
+
+
 def test_experts_balanced_by_a_running_mean_are_planned_without_ministages(hexi, asked):
     experts = "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type"
     for kind, refused in (("global_aux_loss", ("ministages",)), ("aux_loss", ())):

@@ -168,6 +168,34 @@ def test_logits_by_hand():
     assert times.backward == pytest.approx(back + 14 * 1000 * 1024 / MEMORY)
 
 
+def test_adapters_by_hand():
+    rank, rows = 16, 1000
+    job, whole = tiny_job(lora_rank=rank), tiny_job()
+    speeds = device_speeds(PLAIN, job)
+    columns = sum(into + out for into, out in TINY_PRODUCTS)
+    assert job.trained_share == TINY.layers * rank * columns / TINY.total_params
+    found, trained = token_times(speeds, job, at(rows)), token_times(speeds, whole, at(rows))
+    forward = backward = 0.0
+    for into, out in TINY_PRODUCTS:
+        # Both products of an adapter are bound by reading and writing rows, all but one of few columns.
+        rate, held, each = rate_alone(100e12), rank * (into + out), 2 / MEMORY
+        work = 2 * rows * held / rate
+        forward += max(work, (rows * into + held) * each) + rows * out * each + 5 * rows * out * each
+        backward += max(work, (rows * out + held) * each) + rows * into * each
+        backward += max(work, rows * (into + out) * each) + held * 8 / MEMORY
+        backward += (2 * out + 3 * into) * rows * each
+        # Without the gradients of frozen weights.
+        backward -= max(2 * rows * into * out / rate, rows * (into + out) * each) + into * out * 8 / MEMORY
+    assert found.forward == pytest.approx(trained.forward + forward, rel=0.02)
+    assert found.backward == pytest.approx(trained.backward + backward, rel=0.02)
+    logits, all_logits = (logits_times(speeds, one, at(rows)) for one in (job, whole))
+    assert logits.forward == all_logits.forward
+    frozen = 2 * rows * 512 * 1024 / rate_alone(100e12) + 512 * 1024 * 8 / MEMORY
+    assert all_logits.backward - logits.backward == pytest.approx(frozen)
+    for of_adapters, of_all in zip(step_bytes(job), step_bytes(whole), strict=True):
+        assert of_adapters == pytest.approx(job.trained_share * of_all)
+
+
 def test_optimizer_by_hand():
     speeds = device_speeds(PLAIN, tiny_job())
     # Gradients: cleared 4, scaled 8, searched for NaN 4; norm 4, clipped 8, Adam 28, the weight in 16 bits 6.

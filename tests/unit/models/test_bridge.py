@@ -85,6 +85,31 @@ def test_what_flags_cannot_say_is_refused(old, new, said, tmp_path):
         read_model(path)
 
 
+def test_fine_tuning_and_adapters_are_read_for_a_plan_only(tmp_path):
+    text = (FILES / "llama3-8b.yaml").read_text(encoding="utf-8")
+    plain = read_terms(FILES / "llama3-8b.yaml")
+    path = tmp_path / "run_config.yaml"
+    sections = yaml.safe_load(text)
+    sections["peft"] = {"_target_": "megatron.bridge.peft.dora.DoRA", "dim": 16}
+    sections["dataset"] = {
+        "_target_": "megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig",
+        "seq_length": 8192,
+        "hf_dataset": {"_target_": "megatron.bridge.data.sources.hf.HFDatasetSourceConfig"},
+    }
+    path.write_text(yaml.safe_dump(sections, sort_keys=False), encoding="utf-8")
+    terms = read_terms(path)
+    assert terms is not None
+    assert plain is not None
+    assert terms.fields == {**plain.fields, "lora_rank": 16}
+    with pytest.raises(HexiError, match="adapters on frozen weights and data for fine-tuning: .*pretrain_gpt"):
+        argument_words(path)
+    for wrong in ({"dim": 0}, {"_target_": "mine.Adapters"}):
+        sections["peft"] |= wrong
+        path.write_text(yaml.safe_dump(sections), encoding="utf-8")
+        with pytest.raises(HexiError, match=r"run_config\.yaml:\d+: peft"):
+            read_terms(path)
+
+
 def test_what_megatron_makes_for_itself_is_named_as_not_read(tmp_path):
     text = (FILES / "qwen3-30b-a3b.yaml").read_text(encoding="utf-8")
     for field, value in {

@@ -145,8 +145,28 @@ def test_a_config_beside_the_script_is_the_model():
     assert read_model(path).layers == 3
 
 
+@pytest.mark.parametrize(
+    ("text", "rank"),
+    [
+        (_SWIFT.replace("--tuner_type full", "--tuner_type lora --lora_rank 16"), 16),
+        (_SWIFT.replace("--tuner_type full", "--tuner_type lora"), 8),
+        (_SWIFT.replace("--tuner_type full", "--tuner_type full --lora_rank 16"), None),
+        (_VERL.replace("trainer.nnodes=1", "actor_rollout_ref.model.lora_rank=32"), 32),
+        (_VERL.replace("trainer.nnodes=1", "actor_rollout_ref.model.lora_rank=0"), None),
+    ],
+)
+def test_the_rank_of_adapters(text, rank):
+    path = _written(text)
+    terms = read_terms(path)
+    assert terms is not None
+    assert terms.fields.get("lora_rank") == rank
+    if rank is not None:
+        with pytest.raises(HexiError, match=r"adapters on frozen weights: .*; start the script that"):
+            argument_words(path)
+
+
 def test_all_mistakes_are_told_at_once():
-    text = _SWIFT.replace("--tuner_type full", "--tuner_type lora --fp8_format hybrid --save_steps 2")
+    text = _SWIFT.replace("--tuner_type full", "--tuner_type adalora --fp8_format hybrid --save_steps 2")
     with pytest.raises(HexiError) as problem:
         read_model(_written(text.replace("Qwen/Qwen3-8B", "Own/Model")))
     told = re.findall(r"\(\d\) train\.sh, line \d: (\S+)", str(problem.value))
@@ -162,8 +182,8 @@ def test_all_mistakes_are_told_at_once():
         ),
         (_SLIME.replace(" --swiglu", " --num-layers $N"), "line 2: $N: only a running shell knows it"),
         (
-            _VERL.replace("trainer.nnodes=1", "actor_rollout_ref.model.lora_rank=8"),
-            "--lora.rank 8: trains adapters",
+            _VERL.replace("trainer.nnodes=1", "actor_rollout_ref.model.lora_rank=all"),
+            "actor_rollout_ref.model.lora_rank all: is no rank; give a whole number above 0",
         ),
         (
             "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-8B",
