@@ -83,6 +83,7 @@ def hold_configuration(config: Any, options: Namespace, device: torch.device) ->
         config.train.global_batch_size,
         arguments,
         [section for section in sections if dataclasses.is_dataclass(section)],
+        None if config.peft is None else config.peft.dim,
     )
     held = hold_loop(options.hexi_plan, job, device, stages=True)
     order_communication(held.args)

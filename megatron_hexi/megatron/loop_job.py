@@ -40,6 +40,7 @@ class LoopJob:
             ``{"dataloader_inter_document_masking": True}``.
         sections: further configurations whose fields are arguments of Megatron-LM, such as an
             `OptimizerConfig`; `start` sets in them what the plan decides.
+        lora_rank: rank of the adapters that alone are trained; ``None``: all weights are.
     """
 
     model: Any
@@ -48,6 +49,7 @@ class LoopJob:
     global_batch_size: int
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sections: Sequence[Any] = ()
+    lora_rank: int | None = None
 
 
 class HeldJob(NamedTuple):
@@ -182,7 +184,7 @@ def _arguments(
     if all(one.value is None for one in places["num_query_groups"]):
         args.num_query_groups = args.num_attention_heads
     args.group_query_attention = args.num_query_groups != args.num_attention_heads
-    args.hexi_plan = str(plan)
+    args.hexi_plan, args.lora_rank = str(plan), job.lora_rank
     if dist.is_initialized():
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
     else:

@@ -230,7 +230,11 @@ class _Translation:
                 f"read are {', '.join((*DATASETS, *TUNING_DATASETS))}",
             )
         name = "seq_length" if "seq_length" in dataset else "sequence_length"
-        length = dataset.get(name) or self._file.data["model"].get("seq_length")
+        packs = dataset.get("offline_packing_specs") or {}
+        length = packs.get("packed_sequence_size") or dataset.get(name)
+        length = length or self._file.data["model"].get("seq_length")
+        if packs:
+            self._add(("dataset", "offline_packing_specs"), "--dataloader-inter-document-masking")
         if length is None:
             self._refuse(("dataset", "seq_length"), "is missing", "add it")
         self._add(("dataset", name), "--seq-length", length)

@@ -21,7 +21,6 @@ DATASETS: Final = tuple(
 TUNING_DATASETS: Final = (
     "megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig",
     "megatron.bridge.data.builders.gpt_sft.FinetuningDatasetConfig",
-    "megatron.bridge.data.builders.direct_hf_sft.DirectHFSFTDatasetConfig",
 )
 #: Adapters that a plan counts, by class, each with its rank where the file says none.
 ADAPTERS: Final = {

@@ -78,8 +78,8 @@ class Job:
             (--no-rope-fusion), activation with its gate (--no-bias-swiglu-fusion), loss (without
             --cross-entropy-loss-fusion), addition of gradients (--no-gradient-accumulation-fusion), torch's
             optimizer. Norms and optimizer are of Transformer Engine, or of apex where that is there.
-        lora_rank: rank of the adapters beside each matrix of the layers, which alone are trained (LoRA, DoRA);
-            0: all weights are trained.
+        lora_rank: rank of the adapters (LoRA, DoRA) beside each matrix of the layers, which alone are
+            trained; 0: all weights are.
 
     Raises:
         HexiError: sizes that Megatron cannot divide, values that it does not know, or a model with layers

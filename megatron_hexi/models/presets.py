@@ -176,9 +176,7 @@ def _arguments_of(text: str, path: Path) -> ScriptArguments:
     if is_bridge(text):
         bridge = bridge_arguments(text, path)
         notes = [f"not read: {', '.join(bridge.unread)}"] if bridge.unread else []
-        return ScriptArguments(
-            located_words(bridge.text, path), notes, [], bridge.lora_rank, bridge.own_loop
-        )
+        return ScriptArguments(located_words(bridge.text, path), notes, [], bridge.lora_rank, bridge.own_loop)
     is_yaml = has_yaml_arguments(text)
     reading = read_yaml_arguments(text, path) if is_yaml else read_arguments_file(text, path)
     return script_arguments(reading, path, _words_of_model)

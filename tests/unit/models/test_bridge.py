@@ -93,15 +93,18 @@ def test_fine_tuning_and_adapters_are_read_for_a_plan_only(tmp_path):
     sections["peft"] = {"_target_": "megatron.bridge.peft.dora.DoRA", "dim": 16}
     sections["dataset"] = {
         "_target_": "megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig",
-        "seq_length": 8192,
+        "seq_length": 4096,
+        "offline_packing_specs": {"packed_sequence_size": 8192},
         "hf_dataset": {"_target_": "megatron.bridge.data.sources.hf.HFDatasetSourceConfig"},
     }
     path.write_text(yaml.safe_dump(sections, sort_keys=False), encoding="utf-8")
     terms = read_terms(path)
     assert terms is not None
     assert plain is not None
-    assert terms.fields == {**plain.fields, "lora_rank": 16}
-    with pytest.raises(HexiError, match="adapters on frozen weights and data for fine-tuning: .*pretrain_gpt"):
+    # Rotary embeddings within documents are not fused.
+    assert terms.fields == {**plain.fields, "lora_rank": 16, "unfused": ("rotary",)}
+    assert terms.restricting == {"--dataloader-inter-document-masking": ("unequal_stages",)}
+    with pytest.raises(HexiError, match=r"adapters on frozen weights and data for fine-tuning: "):
         argument_words(path)
     for wrong in ({"dim": 0}, {"_target_": "mine.Adapters"}):
         sections["peft"] |= wrong

@@ -161,7 +161,7 @@ def test_the_rank_of_adapters(text, rank):
     assert terms is not None
     assert terms.fields.get("lora_rank") == rank
     if rank is not None:
-        with pytest.raises(HexiError, match=r"adapters on frozen weights: .*; start the script that"):
+        with pytest.raises(HexiError, match=r"adapters on frozen weights: .*; start your script of"):
             argument_words(path)
 
 
