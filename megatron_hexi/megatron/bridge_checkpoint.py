@@ -1,4 +1,4 @@
-"""Checkpoints in Megatron Bridge's loop where stages differ, in Bridge's own format.
+"""Checkpoints and imported weights in Megatron Bridge's loop where stages differ, in Bridge's own formats.
 
 Bridge writes its configuration beside a checkpoint, and compares the sizes of parallelism in both before it
 loads. The configuration of a rank is that of its stage, so the job's is written and compared in its place.
@@ -10,6 +10,8 @@ import contextlib
 import re
 from collections.abc import Callable
 from typing import Any, Final
+
+import torch.distributed
 
 from megatron_hexi.errors import CheckpointError, user_errors
 from megatron_hexi.megatron.session import active_session
@@ -92,10 +94,40 @@ def _as_given(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
         return original(self, *args, **kwargs)
 
 
+@patched(
+    "megatron.bridge.models.conversion.model_bridge:"
+    "MegatronModelBridge._megatron_global_param_names_all_pp_ranks",
+    why="a rank imports the Hugging Face weights of its own stage",
+    **OF_BRIDGE,
+)
+def _of_own_stage(original: Callable[..., Any], self: Any, megatron_model: list[Any]) -> Any:
+    from megatron.core.utils import unwrap_model
+
+    if not stages_active():
+        return original(self, megatron_model)
+    (chunk,) = unwrap_model(megatron_model)
+    config = chunk.config
+    for name in ("num_moe_experts", "share_embeddings_and_output_weights"):
+        if getattr(config, name, None):
+            with user_errors():
+                raise CheckpointError(
+                    f"model.{name} {getattr(config, name)}: Bridge cannot import such weights into stages "
+                    "that have layers of their own; write a checkpoint with AutoBridge.import_ckpt, and "
+                    "give it as checkpoint.pretrained_checkpoint"
+                )
+
+    def own_only(found: list[Any], own: Any, group: Any) -> None:
+        found[:] = [own]  # of other stages no weight is needed
+
+    with attributes(torch.distributed, all_gather_object=own_only):
+        return original(self, megatron_model)
+
+
 BRIDGE_CHECKPOINT_PATCHES = (
     Patch(f"{_MODULE}:get_rng_state", by_rank.why, by_rank.build, **OF_BRIDGE),
     _with_own_boxes,
     _of_whole_models,
     _into_buckets,
     _as_given,
+    _of_own_stage,
 )

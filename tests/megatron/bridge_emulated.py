@@ -23,7 +23,9 @@ from tests.megatron import te_emulated
 #: Where `scripts/bootstrap.sh` unpacks the wheel; set MEGATRON_BRIDGE to another place.
 WHEEL = Path(os.environ.get("MEGATRON_BRIDGE", Path(sys.prefix) / "megatron-bridge"))
 #: Packages that are stood in for, with all modules in them.
-_ABSENT = ("datasets", "megatron.energon", "modelopt", "torch.utils.tensorboard", "transformers")
+_ABSENT = ("datasets", "megatron.energon", "modelopt", "torch.utils.tensorboard")
+#: A package that takes seconds to import, of which later versions lack modules that Bridge imports.
+_SLOW = "transformers"
 #: Modules that are stood in for alone: others of their package are missing.
 _ALONE = ("nvidia_resiliency_ext", "nvidia_resiliency_ext.inprocess")
 
@@ -33,15 +35,20 @@ def is_available() -> bool:
     return (WHEEL / "megatron" / "bridge").is_dir() and te_emulated.is_available()
 
 
-def install() -> None:
-    """Let Bridge be imported. Call it before Megatron is imported."""
+def install(*, imports_models: bool = False) -> None:
+    """Let Bridge be imported. Call it before Megatron is imported.
+
+    Args:
+        imports_models: whether models are imported from Hugging Face.
+    """
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     te_emulated.install()
     # Transformer Engine asks whether CUDA is there as Megatron does.
     callers = vars(cpu_device)
     callers["MEGATRON_MODULES"] = (*callers["MEGATRON_MODULES"], "transformer_engine.")
     sys.path.append(str(WHEEL))
-    sys.meta_path.insert(0, _StandIns())
+    sys.meta_path.insert(0, _StandIns((*_ABSENT, *(() if imports_models else (_SLOW,)))))
+    sys.meta_path.append(_StandIns((_SLOW,)))  # found last: modules that it lacks
 
 
 class _AnyName(abc.ABCMeta):
@@ -94,12 +101,15 @@ class _StandIn(ModuleType):
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds stand-ins."""
+    """Finds stand-ins for all modules of some packages."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = packages
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        absent = any(f"{fullname}.".startswith(f"{package}.") for package in _ABSENT)
+        absent = any(f"{fullname}.".startswith(f"{package}.") for package in self._packages)
         if not (absent or fullname in _ALONE):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)

@@ -1,0 +1,192 @@
+"""Kinds of models in Megatron Bridge's loop on its ranks, in several jobs one after the other.
+
+Run `bridge_models` by `bridge_run`, with a folder and names of `JOBS`. On one rank each job's model trains by
+Bridge alone, with Megatron's own layers; on four the job trains under its plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.mla_provider import MLAModelProvider
+from megatron.bridge.training.callbacks import CallbackContext
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.pretrain import pretrain
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.megatron import latent_spec
+from tests.megatron.bridge_ranks import SHARED, Results, configuration
+
+#: As the recipes of DeepSeek and Qwen give their layers.
+OWN_LAYERS = functools.partial(get_gpt_decoder_block_spec, use_transformer_engine=False)
+TE_LAYERS = functools.partial(get_gpt_decoder_block_spec, use_transformer_engine=True)
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_grouped_gemm": False,
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+}
+LATENT = {
+    "multi_latent_attention": True,
+    "rope_type": "rope",
+    "num_query_groups": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "qk_layernorm": True,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "apply_rope_fusion": False,
+}
+#: Fields of the model of `configuration` that every job has.
+GIVEN = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "seq_length"),
+    *("position_embedding_type", "attention_dropout", "hidden_dropout", "gradient_accumulation_fusion"),
+    *("share_embeddings_and_output_weights", "masked_softmax_fusion", "cross_entropy_loss_fusion"),
+)
+#: A model by its fields, beside those of every job.
+MODELS: dict[str, tuple[type[GPTModelProvider], dict[str, Any]]] = {
+    "dense": (GPTModelProvider, {"gated_linear_unit": True}),
+    "experts": (GPTModelProvider, EXPERTS),
+    "latent": (MLAModelProvider, LATENT),
+}
+
+
+class Job(NamedTuple):
+    """A model under a plan.
+
+    Args:
+        fields: further fields of the model, which the reference lacks.
+    """
+
+    model: str
+    plan: str
+    fields: dict[str, Any] = {}  # noqa: RUF012
+    precision: str | None = None
+
+    @property
+    def reference(self) -> tuple[str, str | None]:
+        return self.model, self.precision
+
+
+JOBS = {
+    "experts": Job("experts", "groups"),
+    "latent": Job("latent", "units"),
+    "dense-bf16": Job("dense", "stages", precision="bf16_mixed"),
+    "experts-te": Job(
+        "experts", "unit-stages", {"transformer_layer_spec": TE_LAYERS, "sequence_parallel": True}
+    ),
+    "qwen3": Job("qwen3", "stages", {"transformer_layer_spec": TE_LAYERS}),
+    "qwen3-units": Job("qwen3", "unit-stages"),
+    "qwen3-groups": Job("qwen3", "groups"),
+    "latent-te": Job("latent", "stages", {"transformer_layer_spec": TE_LAYERS}),
+}
+Cell = tuple[tuple[int, int], ...]
+
+
+def parts(module: Any) -> Iterator[tuple[str, Cell, tuple[int, ...], torch.Tensor]]:
+    """Yield name, box and whole shape of each part of a weight that a rank holds, and the part itself."""
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    for leaf in nested_values(module.sharded_state_dict(metadata=metadata)):
+        built = nested_values([leaf.build()]) if isinstance(leaf, ShardedTensorFactory) else [leaf]
+        for tensor in built:
+            if isinstance(tensor, ShardedTensor):
+                shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+                ends = map(sum, zip(tensor.global_offset, shape, strict=True))
+                cell = tuple(zip(tensor.global_offset, ends, strict=True))
+                yield tensor.key, cell, tensor.global_shape, tensor.data.detach().view(shape)
+
+
+def fill(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Initialise matrices in the same way under every layout."""
+    for chunk in model:
+        for name, cell, shape, part in parts(chunk):
+            if "norm" not in name and "bias" not in name:
+                draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                whole = torch.randn(shape, generator=draw) * 0.05
+                part.copy_(whole[tuple(slice(*axis) for axis in cell)])
+    return model
+
+
+class Boxes(Results):
+    """Saves losses, and each weight by the part of the whole weight that a rank holds."""
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        weights = {(name, cell): part.clone() for name, cell, _, part in parts(context.model[0].module)}
+        torch.save((self._losses, weights), self._out / f"{self._name}-{dist.get_rank()}.pt")
+
+
+def model_configuration(out: Path, model: str, precision: str | None, **fields: Any) -> ConfigContainer:
+    """Return a job's configuration, as Bridge's recipes give it."""
+    config = configuration(**SHARED)
+    known = {name: getattr(config.model, name) for name in GIVEN}
+    given = {"transformer_layer_spec": OWN_LAYERS, "vocab_size": 256}
+    if model in MODELS:
+        provider, own = MODELS[model]
+        config.model = provider(**(known | given | own | fields))
+        config.model.register_pre_wrap_hook(fill)
+    else:
+        config.model = AutoBridge.from_hf_pretrained(out / model).to_megatron_provider()
+        for name, value in (known | given | fields).items():
+            setattr(config.model, name, value)
+    config.mixed_precision = precision
+    return config
+
+
+def write_imported(out: Path) -> None:
+    """Write the models that are imported from Hugging Face, with random weights."""
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "vocab_size": 256,
+        "max_position_embeddings": 128,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    torch.manual_seed(0)
+    config = Qwen3Config(**sizes, **heads, intermediate_size=96, tie_word_embeddings=False)
+    Qwen3ForCausalLM(config).save_pretrained(out / "qwen3")
+
+
+def main() -> None:
+    folder, *names = sys.argv[1:]
+    out = Path(folder)
+    dist.init_process_group("gloo")
+    if dist.get_world_size() == 1:
+        write_imported(out)
+        for model, precision in dict.fromkeys(JOBS[name].reference for name in names):
+            for kind in dict.fromkeys((None, precision)):
+                result = Boxes(out, f"{model}-{kind}-alone")
+                # Megatron's own attention takes no latent layers.
+                fields = {"transformer_layer_spec": latent_spec.normed} if model == "latent" else {}
+                config = model_configuration(out, model, kind, **fields)
+                pretrain(config, forward_step, callbacks=[result])
+        return
+    from megatron_hexi import bridge
+
+    for name in names:
+        job = JOBS[name]
+        config = model_configuration(out, job.model, job.precision, **job.fields)
+        plan = out / f"{job.plan}-{job.model}.yaml"
+        bridge.pretrain(config, forward_step, plan=plan, callbacks=[Boxes(out, name)])

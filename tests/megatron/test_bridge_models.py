@@ -1,0 +1,182 @@
+"""Kinds of models in Megatron Bridge's own loop under uneven plans, beside Bridge alone on one rank.
+
+The reference has Megatron's own layers in fp32, whatever the job has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.megatron import bridge_emulated
+from tests.megatron.launch import launch
+
+pytestmark = pytest.mark.skipif(
+    not bridge_emulated.is_available(), reason="Megatron Bridge is not unpacked; see scripts/bootstrap.sh"
+)
+
+WORKLOADS = {
+    "dense": "kv_heads: 2, head_dim: 16",
+    "experts": "kv_heads: 2, head_dim: 16, experts: 4",
+    "qwen3": "kv_heads: 2, head_dim: 16",
+    "latent": "kv_heads: 4, head_dim: 16, value_dim: 16",
+}
+HEADER = "version: 2\nworkload: {{seq_length: 101, heads: 4, {0}, layers: 4, hidden_size: 64}}\nreplicas:\n"
+PLANS = {
+    "groups": """\
+- stages:
+  - domains:
+    - groups:
+      - segments: [[0, 31], [69, 101]]
+        members:
+        - {ranks: [0], tokens: 38, heads: [0, 2]}
+        - {ranks: [1], tokens: 25, heads: [2, 4]}
+      - segments: [[31, 69]]
+        members:
+        - {ranks: [2], tokens: 13, heads: [0, 1]}
+        - {ranks: [3], tokens: 25, heads: [1, 4]}
+""",
+    "units": """\
+- stages:
+  - domains:
+    - groups:
+      - segments: [[0, 101]]
+        members:
+        - {ranks: [0, 1], tokens: 63, heads: [0, 1]}
+        - {ranks: [2, 3], tokens: 38, heads: [1, 2]}
+""",
+    "stages": """\
+- micro_batches: 3
+  stages:
+  - {layers: [0, 1], domains: [{ranks: [0]}]}
+  - layers: [1, 4]
+    domains:
+    - groups:
+      - segments: [[0, 101]]
+        members:
+        - {ranks: [2], tokens: 71, heads: [0, 3]}
+        - {ranks: [3], tokens: 30, heads: [3, 4]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 4], domains: [{ranks: [1]}]}
+""",
+    "unit-stages": """\
+- micro_batches: 3
+  stages:
+  - {layers: [0, 1], domains: [{ranks: [0]}]}
+  - {layers: [1, 4], domains: [{ranks: [2, 3]}]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 4], domains: [{ranks: [1]}]}
+""",
+}
+SCRIPT = Path(__file__).parent / "bridge_models.py"
+#: Jobs of the default suite; the others pair models and plans that occur among these.
+JOBS = ["experts", "latent", "dense-bf16", "experts-te", "qwen3"]
+FURTHER = ["latent-te", "qwen3-units", "qwen3-groups"]
+Weights = dict[tuple[str, tuple[tuple[int, int], ...]], Tensor]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a job's results; all jobs of the default suite are trained together."""
+    folder = tmp_path_factory.mktemp("models")
+    for plan, replicas in PLANS.items():
+        for model, workload in WORKLOADS.items():
+            (folder / f"{plan}-{model}.yaml").write_text(HEADER.format(workload) + replicas)
+    done: set[str] = set()
+
+    def train(job: str) -> Path:
+        jobs = JOBS if job in JOBS else FURTHER
+        if job not in done:
+            run(folder, 1, jobs)
+            run(folder, 4, jobs)
+            done.update(jobs)
+        return folder
+
+    return train
+
+
+def run(folder: Path, ranks: int, jobs: list[str]) -> None:
+    args: list[str | Path] = [SCRIPT, folder, *jobs]
+    ended = launch(folder, ranks=ranks, args=args, entry="tests.megatron.bridge_models_run", timeout=240)
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
+
+
+def read(folder: Path, name: str) -> tuple[list[float], Weights]:
+    """Return a job's losses, and all parts of its weights; those that several ranks hold are equal."""
+    losses: list[float] = []
+    weights: Weights = {}
+    for path in sorted(folder.glob(f"{name}-[0-9].pt")):
+        own_losses, own_weights = torch.load(path)
+        losses = losses or own_losses
+        for (key, cell), weight in own_weights.items():
+            # Megatron's own layers name the norm before experts as that of an MLP.
+            part = key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"), cell
+            assert part not in weights or torch.equal(weight, weights[part]), f"{name}: {part} differs"
+            weights[part] = weight
+    return losses, weights
+
+
+def whole(weights: Weights) -> dict[str, Tensor]:
+    """Return the weights of one rank by name, put together."""
+    shapes: dict[str, list[int]] = {}
+    for name, cell in weights:
+        known = shapes.setdefault(name, [0] * len(cell))
+        shapes[name] = [max(size, stop) for size, (_, stop) in zip(known, cell, strict=True)]
+    found = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    for (name, cell), weight in weights.items():
+        found[name][slices(cell)] = weight.float()
+    assert not any(weight.isnan().any() for weight in found.values())
+    return found
+
+
+def slices(cell: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+    return tuple(slice(*axis) for axis in cell)
+
+
+COMPARED = {
+    "experts": "experts",
+    "latent": "latent",
+    "experts-te": "experts",
+    "qwen3": "qwen3",
+    "latent-te": "latent",
+    "qwen3-units": "qwen3",
+    "qwen3-groups": "qwen3",
+}
+
+
+@pytest.mark.parametrize(
+    "job", [pytest.param(job, marks=pytest.mark.slow if job in FURTHER else []) for job in COMPARED]
+)
+def test_losses_and_weights_are_those_of_one_rank(job: str, trained: Callable[[str], Path]):
+    folder = trained(job)
+    losses, weights = read(folder, job)
+    true_losses, true_weights = read(folder, f"{COMPARED[job]}-None-alone")
+    assert len(losses) == 10 + 1  # one of validation
+    assert losses == pytest.approx(true_losses, rel=1e-5)
+    true = whole(true_weights)
+    assert whole(weights).keys() == true.keys()  # no element is missing
+    for (name, cell), weight in weights.items():
+        # Adam divides by the size of gradients, however small.
+        torch.testing.assert_close(weight, true[name][slices(cell)], rtol=0, atol=5e-5)
+
+
+def test_bf16_is_as_far_from_fp32_as_on_one_rank(trained: Callable[[str], Path]):
+    folder = trained("dense-bf16")
+    losses, weights = read(folder, "dense-bf16")
+    alone_losses, alone_weights = read(folder, "dense-bf16_mixed-alone")
+    true_losses, true_weights = read(folder, "dense-None-alone")
+    assert far(losses, true_losses) <= 2 * far(alone_losses, true_losses)
+    own, alone, true = whole(weights), whole(alone_weights), whole(true_weights)
+    assert own.keys() == true.keys()
+    for name, weight in true.items():
+        assert (own[name] - weight).norm() <= 2 * (alone[name] - weight).norm()
+
+
+def far(losses: list[float], true: list[float]) -> float:
+    return max(abs(one - other) for one, other in zip(losses, true, strict=True))
