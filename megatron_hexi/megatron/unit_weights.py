@@ -91,6 +91,8 @@ TABLE: dict[str, dict[Holding, str]] = {
         Holding.SPLIT: "in_proj.weight out_proj.weight conv_weight",
         Holding.ROWS: "te:in_proj.layer_norm_*",
     },
+    # Megatron Bridge's LoRA. DoRA's magnitudes are missing: Bridge makes them of a rank's part of a weight.
+    "ParallelLinearAdapter": {Holding.SPLIT: "linear_in.weight linear_out.weight"},
 }
 
 #: The table by layer and name, without `*`.

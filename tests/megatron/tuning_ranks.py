@@ -34,7 +34,7 @@ from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
-from tests.megatron.bridge_ranks import ITERATIONS, LENGTH, Results, by_size, configuration
+from tests.megatron.bridge_ranks import ITERATIONS, LENGTH, SHARED, Results, by_size, configuration
 
 #: Token that ends a text, of `NullTokenizer`.
 END = 126
@@ -76,7 +76,7 @@ def pack(draw: random.Random, multiple: int) -> dict[str, list[int]]:
 
 def tuning(out: Path, iterations: int, packs: int | None = None, peft: Any = None) -> ConfigContainer:
     """Return a job of fine-tuning, from the weights of `pretrained`."""
-    config = configuration(iterations)
+    config = configuration(iterations, **SHARED)
     specs = None
     if packs is not None:
         file = str(out / "data" / f"packs-{packs}.npy")
@@ -99,9 +99,9 @@ def tuning(out: Path, iterations: int, packs: int | None = None, peft: Any = Non
         do_test=False,
         num_workers=0,
     )
-    config.model.calculate_per_token_loss = True
     config.optimizer.adam_eps = 1e-5  # else the smallest gradients decide on their signs alone
     config.peft = peft
+    config.checkpoint.dist_ckpt_optim_fully_reshardable = True
     config.checkpoint.pretrained_checkpoint = str(out / "pretrained")
     return config
 
@@ -146,9 +146,9 @@ class Step(NamedTuple):
         result: name of the results.
         job: name in `JOBS`.
         plan: name of a plan; ``None``: Bridge alone.
-        save: folder to save the first half of the job in.
-        load: folder to go on from.
-        fault: name in `FAULTS`; one iteration shows it.
+        save: folder to save the job in when its first half is done.
+        load: folder to go on from at that half.
+        fault: name in `FAULTS`; two iterations show it.
     """
 
     result: str
@@ -170,14 +170,17 @@ JOBS: dict[str, dict[str, Any]] = {
 
 def configure(out: Path, step: Step) -> ConfigContainer:
     """Return the configuration of a step."""
-    iterations = ITERATIONS // 2 if step.save else 1 if step.fault else ITERATIONS
-    config = tuning(out, iterations, **copy.deepcopy(JOBS[step.job]))
+    config = tuning(out, 2 if step.fault else ITERATIONS, **copy.deepcopy(JOBS[step.job]))
+    if step.plan is None:  # as a plan decides
+        config.model.calculate_per_token_loss, config.ddp.average_in_collective = True, False
+    if step.plan == "units":
+        config.model.tensor_model_parallel_size, config.model.sequence_parallel = 2, True
     if step.plan == "pipeline":
         config.model.pipeline_model_parallel_size = 2
     if step.save:
-        config.checkpoint.save, config.checkpoint.save_interval = str(out / step.save), iterations
+        config.checkpoint.save, config.checkpoint.save_interval = str(out / step.save), ITERATIONS // 2
     if step.load:
-        config.checkpoint.load, config.scheduler.override_opt_param_scheduler = str(out / step.load), True
+        config.checkpoint.load, config.checkpoint.ckpt_step = str(out / step.load), ITERATIONS // 2
     return config
 
 
