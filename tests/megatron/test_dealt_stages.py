@@ -13,10 +13,13 @@ from tests.megatron.checkpoint_contents import tensors_of
 from tests.megatron.conftest import job
 from tests.megatron.dealt_shares import shares_of
 from tests.megatron.option_cases import APART, DEALT, FURTHER_TOKENS, ONE_EACH, PACKED, SELECTIVE
-from tests.megatron.planted import DEALT_FAULTS
+from tests.megatron.option_cases import CASES as OPTIONS
+from tests.megatron.planted_shares import DEALT_FAULTS
+from tests.megatron.posting import posted
 from tests.megatron.test_option_training import logged
 from tests.megatron.test_stages_experts import BIAS, Z_LOSS, balanced, balances
 from tests.megatron.test_uneven_training import largest_difference
+from tests.support.nccl_rules import replay
 
 MODEL = (
     *("--num-layers", "6", *ONE_EACH, "--calculate-per-token-loss", "--eval-iters", "0"),
@@ -226,6 +229,25 @@ def check_shares(shares, plan, idle):
     if len(several) > 4:
         assert any(0 in counts for counts in tokens.values())
         assert any(len(numbers) > 1 for numbers in heads.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["all", "interleaved", "ministages", "idle", "repeated"])
+def test_ranks_post_by_nccls_rules(name, forks, documents, tmp_path):
+    """Messages of other sizes each time, none from ranks without rows; in a repeated stage sizes go ahead."""
+    if name == "repeated":
+        option = OPTIONS["documents-dealt-pipeline"]
+        plan, ranks = option.plans()["groups"], 6
+        words = [*job((*option.model, *documents)), *option.job]
+    else:
+        case = CASES[name]
+        plan = case.plan(tmp_path)
+        ranks = plan.ranks
+        words = [*job((*MODEL, *case.model, *documents)), *PACKED, *DEALT, *SEQUENCE]
+    words += ["--train-iters", "2"]
+    forks.train(tmp_path, ranks=ranks, args=words, plan=plan, entry="tests.megatron.posting")
+    # Borders have a group for each direction.
+    assert replay(posted(tmp_path, ranks), one_queue=name == "repeated") > 0
 
 
 #: Faults by which a tensor has another number of rows than its messages, and ranks stop.
