@@ -134,10 +134,10 @@ def _classes(documents: Documents, seq_length: int) -> tuple[DocumentClass, ...]
     full = np.dot(begins[long], whole[long] - size + 1.0) * size
     tokens.append(np.array([full]))
     squares.append(np.array([full * size]))
-    return _grouped(np.concatenate(tokens), np.concatenate(squares), size, unit)
+    return group_pieces(np.concatenate(tokens), np.concatenate(squares), size, unit)
 
 
-def _grouped(
+def group_pieces(
     tokens: NDArray[np.float64], squares: NDArray[np.float64], size: int, unit: int
 ) -> tuple[DocumentClass, ...]:
     """Return classes of as many tokens and pairs, counted alike.
@@ -145,6 +145,8 @@ def _grouped(
     Args:
         tokens: tokens in pieces of each length, in units.
         squares: sum of the squares of these pieces' lengths.
+        size: tokens of a sequence, in units.
+        unit: tokens of a unit.
     """
     held = tokens > 0
     tokens, squares = tokens[held], squares[held]

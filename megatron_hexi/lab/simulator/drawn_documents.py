@@ -2,10 +2,9 @@
 
 The cost model and the replay time a micro-batch of the mean sequence. Here each micro-batch has a random
 sequence, so that replicas wait for the one with the longest documents, and stages for the micro-batch that
-takes longest. Where documents are cut over all groups, all units of a domain take longer by the same factor,
-and a sequence takes as long as the mean over its tokens of sequences whose documents all are as long as the
-token's own. Where they are dealt out, a domain takes as long as its slowest unit by the plan's rates, after
-the runtime has balanced the batch (`megatron_hexi.plan.batch_balance`).
+takes longest. Where documents are cut over all groups, the cost model times some of the sequences, and the
+others by their pairs of query and key between these. Where they are dealt out, a domain takes as long as its
+slowest unit by the plan's rates, after the runtime has balanced the batch (`plan.batch_balance`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megatron_hexi.cost import CostModel, Timing
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.once import iteration_phases
 from megatron_hexi.models import Documents, Job
-from megatron_hexi.models.documents import DocumentClass
+from megatron_hexi.models.documents import DocumentClass, group_pieces
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.batch_balance import balanced_domain, even_seconds, unit_seconds
 from megatron_hexi.plan.units import domain_rows
@@ -31,6 +30,8 @@ Pieces = tuple[int, ...]
 SEED = 1
 #: Iterations that are drawn: so many that they have about this many sequences, within limits.
 _SEQUENCES, _LEAST, _MOST = 256, 2, 8
+#: Sequences that the cost model times.
+_TIMED = 24
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,13 @@ def _iteration_s(timing: Timing, weights: Sequence[Floats]) -> float:
     return iteration_phases(replicas, timing.once, timing.spread).total
 
 
-class _Alike(Documents):
-    """Sequences whose documents have one length, as if it divided theirs."""
+class _Sequence(Documents):
+    """The pieces of documents of one sequence."""
 
     def classes(self, seq_length: int) -> tuple[DocumentClass, ...]:
-        del seq_length
-        return (DocumentClass(1.0, float(self.lengths[0])),)
+        """Return the pieces, grouped."""
+        tokens = np.array(self.lengths) * np.array(self.counts)
+        return group_pieces(tokens, tokens * np.array(self.lengths), seq_length, 1)
 
 
 def _cut(
@@ -124,21 +126,26 @@ def _cut(
     Args:
         own: sequences that each replica takes in each iteration.
     """
-    lengths = np.unique(np.geomspace(1, job.seq_length, 2 * job.seq_length.bit_length()).astype(int))
-    alike = [
-        CostModel(replace(job, documents=_Alike((length,), (1.0,))), cluster).timing(plan, gpus)
-        for length in lengths.tolist()
-    ]
+    by_pairs = {_squares(pieces): pieces for replica in own for taken in replica for pieces in taken}
+    every = sorted(by_pairs)
+    known = [every[n] for n in np.unique(np.linspace(0, len(every) - 1, _TIMED).astype(int)).tolist()]
+    timed = []
+    for squares in known:
+        lengths, counts = np.unique(by_pairs[squares], return_counts=True)
+        documents = _Sequence(tuple(lengths.tolist()), tuple(counts.astype(float).tolist()))
+        timed.append(CostModel(replace(job, documents=documents), cluster).timing(plan, gpus))
     found = []
     for replica, iterations in enumerate(own):
         mean_s, *seconds = (
-            max(phases.total for phases in one.pipelines[replica].stage_phases) for one in (timing, *alike)
+            max(phases.total for phases in one.pipelines[replica].stage_phases) for one in (timing, *timed)
         )
-        means = [
-            [np.dot(pieces, np.interp(pieces, lengths, seconds)) for pieces in taken] for taken in iterations
-        ]
-        found.append(np.array(means) / job.seq_length / mean_s)
+        asked = np.array([[_squares(pieces) for pieces in taken] for taken in iterations])
+        found.append(np.interp(asked, known, seconds) / mean_s)
     return found
+
+
+def _squares(pieces: Pieces) -> int:
+    return sum(length * length for length in pieces)
 
 
 def _dealt(plan: Plan, timing: Timing, replica: int, own: Sequence[Sequence[Pieces]]) -> Floats:

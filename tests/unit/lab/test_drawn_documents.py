@@ -122,3 +122,13 @@ def test_the_same_seed_draws_the_same():
     first, second, other = (draw_documents(plan, job, known, seed=seed) for seed in (1, 1, 2))
     assert first == second
     assert first.iterations_s != other.iterations_s
+
+
+@pytest.mark.parametrize("bandwidth", [0.3, 1, 3, 10])
+def test_the_mean_of_random_sequences_takes_as_long_as_the_mean_sequence(bandwidth):
+    # At some of these, attention hides the exchange of sequences with long documents, and not of others.
+    plan, job, _ = case([[[1.0], [1.0], [1.0]]], 32)
+    known = cluster([("a", "PLAIN", 1), ("b", "PLAIN", 1), ("c", "PLAIN", 1)], bandwidth)
+    drawn = draw_documents(plan, job, known)
+    assert drawn.even_s == pytest.approx(estimate(plan, job, known).iteration_s, rel=0.01)
+    assert drawn.mean_s == pytest.approx(drawn.even_s, rel=1e-3)
