@@ -118,6 +118,11 @@ def _refuse_settings(config: Any) -> None:
                 f"{section} {type(value).__name__}: a plan needs a {names} here; give one, or train without "
                 "--hexi-plan"
             )
+    if type(config.model).provide is not GPTModelProvider.provide:
+        raise HexiError(
+            f"model {type(config.model).__name__}: builds a model of its own, and a plan carries out that of "
+            "GPTModelProvider; give a provider that leaves provide() as it is, or train without --hexi-plan"
+        )
     refuse_adapters(config.peft, config.model)
     if config.dataset.dataloader_type not in (None, "single", "cyclic", "batch"):
         raise HexiError(

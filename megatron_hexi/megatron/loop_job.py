@@ -184,6 +184,8 @@ def _arguments(
     if all(one.value is None for one in places["num_query_groups"]):
         args.num_query_groups = args.num_attention_heads
     args.group_query_attention = args.num_query_groups != args.num_attention_heads
+    activation = getattr(getattr(job.model, "activation_func", None), "__name__", None)
+    args.quick_geglu = job.model.gated_linear_unit and activation == "quick_gelu"
     args.hexi_plan, args.lora_rank = str(plan), job.lora_rank
     if dist.is_initialized():
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()

@@ -145,6 +145,13 @@ class Results(Callback):
         torch.save((self._losses, weights), self._out / f"{self._name}-{dist.get_rank()}.pt")
 
 
+class OwnModel(GPTModelProvider):
+    """A provider that changes what it builds, as Gemma's scales embeddings."""
+
+    def provide(self, *args: Any, **kwargs: Any) -> Any:
+        return super().provide(*args, **kwargs)
+
+
 def refusals(plan: Path) -> dict[str, str]:
     """Return the errors of jobs that do not fit a plan, by what is wrong."""
     from megatron_hexi.errors import HexiError
@@ -159,6 +166,7 @@ def refusals(plan: Path) -> dict[str, str]:
         ("validation", "validation", "eval_global_batch_size", 8),
         ("loader", "dataset", "dataloader_type", "external"),
         ("epochs", "train", "num_epochs", 2),
+        ("own", "model", "__class__", OwnModel),
         ("export", "checkpoint", "also_save_hf_checkpoint", True),
         ("ranks", "train", "micro_batch_size", 1),
     ):

@@ -5,6 +5,7 @@ The reference has Megatron's own layers in fp32, whatever the job has.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,6 +79,12 @@ SCRIPT = Path(__file__).parent / "bridge_models.py"
 #: Jobs of the default suite; the others pair models and plans that occur among these.
 JOBS = ["experts", "latent", "dense-bf16", "experts-te", "qwen3"]
 FURTHER = ["latent-te", "qwen3-units", "qwen3-groups"]
+#: Norms of Transformer Engine's and of Megatron's own layers that have two names.
+NORMS = (
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ("attention.q_layernorm.", "attention.linear_q_up_proj.layer_norm_"),
+    ("kv_layernorm.", "linear_kv_up_proj.layer_norm_"),
+)
 Weights = dict[tuple[str, tuple[tuple[int, int], ...]], Tensor]
 
 
@@ -115,8 +122,7 @@ def read(folder: Path, name: str) -> tuple[list[float], Weights]:
         own_losses, own_weights = torch.load(path)
         losses = losses or own_losses
         for (key, cell), weight in own_weights.items():
-            # Megatron's own layers name the norm before experts as that of an MLP.
-            part = key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"), cell
+            part = functools.reduce(lambda name, pair: name.replace(*pair), NORMS, key), cell
             assert part not in weights or torch.equal(weight, weights[part]), f"{name}: {part} differs"
             weights[part] = weight
     return losses, weights

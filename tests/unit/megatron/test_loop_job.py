@@ -48,6 +48,18 @@ def test_the_plan_s_sizes_and_mean_are_what_the_model_lacks():
     assert not given.terms.has_documents
 
 
+def test_an_activation_is_read_as_its_flag():
+    """Megatron's arguments refuse GPT-OSS's offset without --quick-geglu."""
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    gated: dict[str, Any] = {
+        "gated_linear_unit": True,
+        "glu_linear_offset": 1.0,
+        "bias_activation_fusion": True,
+    }
+    assert hold(job(activation_func=quick_gelu, add_bias_linear=False, **gated))
+
+
 def test_what_the_plan_decides_is_set_in_each_section_that_has_it():
     @dataclasses.dataclass
     class Buckets:
