@@ -15,7 +15,7 @@ import torch
 from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron.bridge_adapters import refuse_adapters
 from megatron_hexi.megatron.bridge_data import whole_sequences
-from tests.megatron import bridge_emulated
+from tests.megatron import bridge_emulated, test_bridge_models
 from tests.megatron.launch import launch
 from tests.megatron.test_bridge_training import HEADER, PLANS, Results, read_results
 
@@ -33,6 +33,19 @@ UNITS = """\
         members:
         - {ranks: [0, 1], tokens: 71, heads: [0, 1]}
         - {ranks: [2, 3], tokens: 30, heads: [1, 2]}
+"""
+#: A plan with a stage between the first and the last.
+THREE_STAGES = """\
+- stages:
+  - {layers: [0, 1], domains: [{ranks: [0]}]}
+  - layers: [1, 3]
+    domains:
+    - groups:
+      - segments: [[0, 101]]
+        members:
+        - {ranks: [1], tokens: 71, heads: [0, 3]}
+        - {ranks: [2], tokens: 30, heads: [3, 4]}
+  - {layers: [3, 4], domains: [{ranks: [3]}]}
 """
 Steps = Sequence[Sequence[str | None]]
 
@@ -60,7 +73,7 @@ def run(folder: Path, ranks: int, steps: Steps) -> None:
 def prepared(folder: Path) -> Path:
     for fault in ("boundary", "gradients"):
         (folder / fault).mkdir()
-    for name, replicas in PLANS.items():
+    for name, replicas in (PLANS | {"units": UNITS, "three-stages": THREE_STAGES}).items():
         (folder / f"{name}.yaml").write_text(HEADER + replicas)
     return folder
 
@@ -151,7 +164,7 @@ def test_short_sequences_are_padded_behind_their_last_document():
 @pytest.mark.slow
 def test_other_jobs_of_fine_tuning_are_those_of_one_rank(tmp_path: Path):
     jobs = ("sft", "packed", "lora", "dora", "canonical")
-    pairs = [(job, plan) for job in jobs for plan in PLANS]
+    pairs = [(job, plan) for job in jobs for plan in (*PLANS, "three-stages")]
     prepared(tmp_path)
     run(tmp_path, 1, [(job, job) for job in jobs])
     run(tmp_path, 4, [(f"{job}-{plan}", job, plan) for job, plan in pairs])
@@ -163,7 +176,7 @@ def test_other_jobs_of_fine_tuning_are_those_of_one_rank(tmp_path: Path):
 @pytest.mark.slow
 def test_adapters_of_tensor_parallel_units_go_on_as_one_ranks(tmp_path: Path):
     """Ranks of a unit make their parts of the adapters themselves: one rank goes on from what they saved."""
-    (prepared(tmp_path) / "units.yaml").write_text(HEADER + UNITS)
+    prepared(tmp_path)
     run(tmp_path, 1, [])
     run(tmp_path, 4, [("parts", "lora", "units", "saved")])
     run(tmp_path, 1, [("whole", "lora", None, None, "saved")])
@@ -175,3 +188,14 @@ def test_adapters_of_tensor_parallel_units_go_on_as_one_ranks(tmp_path: Path):
         parts, true = (first[name], second[name]), weights[name]
         axis = next(axis for axis in range(2) if true.shape[axis] == 2 * parts[0].shape[axis])
         torch.testing.assert_close(torch.cat(parts, axis), true, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
+def test_adapters_beside_experts_are_those_of_one_rank(tmp_path: Path):
+    workload = test_bridge_models.HEADER.format(test_bridge_models.WORKLOADS["experts"])
+    for plan in ("groups", "stages"):
+        (tmp_path / f"{plan}.yaml").write_text(workload + test_bridge_models.PLANS[plan])
+    run(tmp_path, 1, [("experts", "experts")])
+    run(tmp_path, 4, [(f"experts-{plan}", "experts", plan) for plan in ("groups", "stages")])
+    for plan in ("groups", "stages"):
+        assert_equal(read_results(tmp_path), f"experts-{plan}", "experts")

@@ -34,6 +34,7 @@ from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
+from tests.megatron.bridge_models_ranks import EXPERTS, OWN_LAYERS
 from tests.megatron.bridge_ranks import ITERATIONS, LENGTH, SHARED, Results, by_size, configuration
 
 #: Token that ends a text, of `NullTokenizer`.
@@ -74,9 +75,26 @@ def pack(draw: random.Random, multiple: int) -> dict[str, list[int]]:
     return {"input_ids": tokens, "seq_start_id": starts, "loss_mask": mask}
 
 
-def tuning(out: Path, iterations: int, packs: int | None = None, peft: Any = None) -> ConfigContainer:
-    """Return a job of fine-tuning, from the weights of `pretrained`."""
+def base(iterations: int, has_experts: bool) -> ConfigContainer:
+    """Return a job with a dense model, or one with experts."""
     config = configuration(iterations, **SHARED)
+    for name, value in EXPERTS.items() if has_experts else ():
+        setattr(config.model, name, value)
+    if has_experts:
+        config.model.transformer_layer_spec = OWN_LAYERS
+    return config
+
+
+def pretrained(out: Path, has_experts: bool) -> Path:
+    """Return the folder of the weights that are tuned."""
+    return out / ("pretrained-experts" if has_experts else "pretrained")
+
+
+def tuning(
+    out: Path, iterations: int, packs: int | None = None, peft: Any = None, has_experts: bool = False
+) -> ConfigContainer:
+    """Return a job of fine-tuning."""
+    config = base(iterations, has_experts)
     specs = None
     if packs is not None:
         file = str(out / "data" / f"packs-{packs}.npy")
@@ -102,7 +120,7 @@ def tuning(out: Path, iterations: int, packs: int | None = None, peft: Any = Non
     config.optimizer.adam_eps = 1e-5  # else the smallest gradients decide on their signs alone
     config.peft = peft
     config.checkpoint.dist_ckpt_optim_fully_reshardable = True
-    config.checkpoint.pretrained_checkpoint = str(out / "pretrained")
+    config.checkpoint.pretrained_checkpoint = str(pretrained(out, has_experts))
     return config
 
 
@@ -165,6 +183,11 @@ JOBS: dict[str, dict[str, Any]] = {
     "lora": {"packs": 1, "peft": LoRA(dim=4, alpha=8)},
     "dora": {"peft": DoRA(dim=4, alpha=8)},
     "canonical": {"peft": CanonicalLoRA(dim=4, alpha=8)},
+    "experts": {
+        "packs": 4,  # the balancing loss counts padding, which is the same to the plan's length
+        "peft": LoRA(["linear_qkv", "linear_proj"], dim=4, alpha=8),
+        "has_experts": True,
+    },
 }
 
 
@@ -206,11 +229,13 @@ def unsummed_gradients() -> Any:
 FAULTS = {"boundary": shifted_boundary, "gradients": unsummed_gradients}
 
 
-def begin(out: Path) -> None:
+def begin(out: Path, has_experts: bool) -> None:
     """Write the data, and train the weights that are tuned."""
-    write_data(out / "data")
-    config = configuration(1)
-    config.checkpoint.save, config.checkpoint.save_interval = str(out / "pretrained"), 1
+    if not (out / "data").is_dir():
+        write_data(out / "data")
+    config = base(1, has_experts)
+    config.model.calculate_per_token_loss, config.ddp.average_in_collective = True, False
+    config.checkpoint.save, config.checkpoint.save_interval = str(pretrained(out, has_experts)), 1
     pretrain(config, forward_step)
 
 
@@ -222,8 +247,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     if dist.get_world_size() == 1:
         mask_documents()
-        if not (out / "data").is_dir():
-            begin(out)
+        for has_experts in (False, True):
+            wanted = any("has_experts" in JOBS[job] for _, job, *_ in json.loads(steps)) or not has_experts
+            if wanted and not pretrained(out, has_experts).is_dir():
+                begin(out, has_experts)
     else:
         from megatron_hexi import bridge
     for step in (Step(*entries) for entries in json.loads(steps)):
