@@ -1,7 +1,7 @@
 """Kinds of models in Megatron Bridge's loop on its ranks, in several jobs one after the other.
 
-Run `bridge_models` by `bridge_run`, with a folder and names of `JOBS`. On one rank each job's model trains by
-Bridge alone, with Megatron's own layers; on four the job trains under its plan.
+Run `bridge_models` by `bridge_models_run`, with a folder and names of `JOBS`. On one rank each job's model
+trains by Bridge alone, with Megatron's own layers; on four the job trains under its plan.
 """
 
 from __future__ import annotations
