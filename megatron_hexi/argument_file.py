@@ -86,6 +86,7 @@ class Reading(NamedTuple):
         program: the script or module that a script starts; empty: the file starts none.
         where: the command that starts it.
         missing: files that a script would read, and that are not there.
+        arrays: names of the arrays that hold the arguments, in a script that starts nothing.
     """
 
     words: list[Word]
@@ -94,6 +95,7 @@ class Reading(NamedTuple):
     program: str = ""
     where: Word | None = None
     missing: tuple[Word, ...] = ()
+    arrays: tuple[str, ...] = ()
 
 
 def read_words(path: Path) -> list[str]:
@@ -132,13 +134,18 @@ def unfilled(words: Sequence[Word], reading: Reading, path: Path) -> str:
     why = f" ({absent}, which it reads, is not there)" if absent else ""
     return (
         f"{place_of(str(path), shown)}: {listed}: only a running shell knows it{why}; write the value, or "
-        f"{_run_it(path)}"
+        f"{_run_it(path, reading.arrays)}"
     )
 
 
-def _run_it(path: Path) -> str:
-    script = shlex.quote(str(path))
-    return f"run the script up to its training: hexi plan CLUSTER.yaml -o plan.yaml -- bash {script}"
+def _run_it(path: Path, arrays: Sequence[str] = ()) -> str:
+    """Return how a script is run up to its training, or up to one with the arguments that it defines."""
+    script, plan = shlex.quote(str(path)), "hexi plan CLUSTER.yaml -o plan.yaml -- bash"
+    if not arrays:
+        return f"run the script up to its training: {plan} {script}"
+    words = " ".join(f'"${{{name}[@]}}"' for name in arrays)
+    start = f"source {script}; torchrun train.py {words} --micro-batch-size 1 --seq-length 4096"
+    return f"let bash fill it in: {plan} -c {shlex.quote(start)}"
 
 
 @lru_cache(maxsize=4)  # a command asks for the model, the job, and what is not read
@@ -178,8 +185,9 @@ def _read_script(text: str, path: Path) -> Reading:
         missing = tuple(shell.missing)
         return Reading(words[first:], shell.unknowns, shell.defaults, program, words[0], missing)
     stray = next((command[0] for command in shell.commands if command[0].text[:2] == "--"), None)
-    arrays = dict.fromkeys(tuple(_arguments_in(value)) for value in shell.variables.values())
-    held = [word for array in arrays if not any(_has(other, array) for other in arrays) for word in array]
+    arrays = {tuple(_arguments_in(value)): name for name, value in shell.variables.items()}
+    named = {name: array for array, name in arrays.items() if not any(_has(other, array) for other in arrays)}
+    held = [word for array in named.values() for word in array]
     if stray is not None and held:
         raise HexiError(
             f"{place_of(str(path), [stray])}: {stray.text[:40]}: stands outside the script's arguments; keep "
@@ -190,7 +198,8 @@ def _read_script(text: str, path: Path) -> Reading:
             f"{path}: is a script in which no start of a training is found (torchrun, python, srun, mpirun, "
             f"ray job submit, megatron sft); {_run_it(path)}, or give Megatron's arguments"
         )
-    return Reading(held, shell.unknowns, shell.defaults, "", held[0])
+    names = tuple(name for name, array in named.items() if array)
+    return Reading(held, shell.unknowns, shell.defaults, "", held[0], arrays=names)
 
 
 def _has(array: Sequence[Word], part: Sequence[Word]) -> bool:

@@ -127,7 +127,7 @@ def launch(
 
 def _say_kernels(plan: Plan, cluster: Cluster) -> None:
     """Print a note for each of the plan's kernels that the shipped image lacks, with a flag to avoid it."""
-    for line in assumption_lines(cluster, plan.job.kernel or {}):
+    for line in assumption_lines(cluster, plan):
         say(line)
 
 

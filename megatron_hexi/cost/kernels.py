@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.errors import HexiError
-from megatron_hexi.plan.terms import kernel_on, split_kernels
+from megatron_hexi.plan.terms import WIDEST_HEADS, kernel_on, split_kernels
 
 #: A kernel that is built from source and not in the shipped image; the other kernels come with torch.
 _NOT_IN_IMAGE = "flash-attn-3"
@@ -35,16 +35,20 @@ def planned_kernels(text: str | None, cluster: Cluster) -> dict[str, str]:
     return {name: kind.attention(kernel_on(text, name)).kernel for name, kind in kinds.items()}
 
 
-def assumed_kernels(text: str | None, cluster: Cluster) -> dict[str, tuple[str, str]]:
+def assumed_kernels(text: str | None, cluster: Cluster, head_dim: int) -> dict[str, tuple[str, str]]:
     """Return the models of GPU whose planned kernel was neither chosen nor measured and is not in the image.
 
-    The values are that kernel, and the fastest kernel of the image, by the model's name.
+    The values are that kernel, and the fastest kernel of the image that takes such heads, by model.
+
+    Args:
+        head_dim: columns of a head, the larger number of its key and its value.
     """
     found = {}
     for name, kind in _kinds(cluster).items():
         entry = cluster.file.devices.get(name)
         measured = entry is not None and _NOT_IN_IMAGE in (entry.attention or {})
-        others = [kernel for kernel in kind.kernels if kernel != _NOT_IN_IMAGE]
+        shipped = [kernel for kernel in kind.kernels if kernel != _NOT_IN_IMAGE]
+        others = [kernel for kernel in shipped if head_dim <= WIDEST_HEADS.get(kernel, head_dim)]
         default = kernel_on(text, name) is None and kind.attention().kernel == _NOT_IN_IMAGE
         if default and others and not measured:
             found[name] = _NOT_IN_IMAGE, others[0]

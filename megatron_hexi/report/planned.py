@@ -178,7 +178,7 @@ def kernel_lines(planned: Planned, cluster: Cluster) -> list[str]:
     job = planned.job
     kernels = planned_kernels(job.kernel, cluster)
     lines = [f"attention kernel: {', '.join(f'{kernel} on {gpu}' for gpu, kernel in kernels.items())}"]
-    for gpu, (assumed, shipped) in assumed_kernels(job.kernel, cluster).items():
+    for gpu, (assumed, shipped) in assumed_kernels(job.kernel, cluster, job.model.kernel_dim).items():
         own = dataclasses.replace(job, kernel=join_kernels(kernels | {gpu: shipped}))
         plan = dataclasses.replace(planned.plan, job=dataclasses.replace(planned.plan.job, kernel=None))
         longer = estimate(plan, own, cluster).iteration_s / planned.cost.iteration_s - 1
@@ -190,12 +190,13 @@ def kernel_lines(planned: Planned, cluster: Cluster) -> list[str]:
     return lines
 
 
-def assumption_lines(cluster: Cluster, planned: Mapping[str, str]) -> list[str]:
+def assumption_lines(cluster: Cluster, plan: Plan) -> list[str]:
     """Return a note on each assumed kernel that the shipped image lacks, with the kernel that it has."""
+    planned, head_dim = plan.job.kernel or {}, max(plan.workload.head_dim, plan.workload.value_size)
     return [
         f"note: {assumed} was assumed on {gpu}; the shipped image has none: without it, plan with "
         f"--kernel {gpu}={shipped}"
-        for gpu, (assumed, shipped) in assumed_kernels(None, cluster).items()
+        for gpu, (assumed, shipped) in assumed_kernels(None, cluster, head_dim).items()
         if planned.get(gpu) == assumed
     ]
 

@@ -96,7 +96,14 @@ def test_other_ways_to_fill_in_are_refused(outer):
         (
             "#!/bin/bash\nA=$1\nB=( --lr $A )\n",
             (
-                "line 2: $1: only a running shell knows it; write the value, or run the script up to its "
+                "line 2: $1: only a running shell knows it; write the value, or let bash fill it in: "
+                "hexi plan CLUSTER.yaml -o plan.yaml -- bash -c 'source job.args; torchrun train.py"
+            ),
+        ),
+        (
+            "A=$1\ntorchrun train.py --micro-batch-size $A\n",
+            (
+                "line 1: $1: only a running shell knows it; write the value, or run the script up to its "
                 "training: hexi plan CLUSTER.yaml -o plan.yaml -- bash job.args"
             ),
         ),

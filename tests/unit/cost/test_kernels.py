@@ -55,17 +55,19 @@ def test_each_kind_of_gpu_has_its_own_rates():
 def test_a_kernel_that_nobody_chose_or_measured_is_assumed(mixed):
     cluster = mixed()
     assert planned_kernels(None, cluster) == {H100: "flash-attn-3", A100: "flash-attn-2"}
-    assert assumed_kernels(None, cluster) == {H100: ("flash-attn-3", "cudnn")}
-    assert assumed_kernels("H100=flash-attn-3", cluster) == {}
+    assert assumed_kernels(None, cluster, 128) == {H100: ("flash-attn-3", "cudnn")}
+    assert assumed_kernels("H100=flash-attn-3", cluster, 128) == {}
     assert planned_kernels("H100=cudnn", cluster) == {H100: "cudnn", A100: "flash-attn-2"}
-    assert assumed_kernels("A100=flash-attn-2", cluster) == {H100: ("flash-attn-3", "cudnn")}
+    assert assumed_kernels("A100=flash-attn-2", cluster, 128) == {H100: ("flash-attn-3", "cudnn")}
+    # cuDNN takes no heads of 192 columns, as latent attention has.
+    assert assumed_kernels(None, cluster, 192) == {H100: ("flash-attn-3", "flash-attn-2")}
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "flash-attn-2", "flash-attn-3"])
 def test_what_the_cluster_file_measured_is_the_default(mixed, kernel):
     cluster = mixed(kernel)
     assert planned_kernels(None, cluster)[H100] == kernel
-    assert assumed_kernels(None, cluster) == {}
+    assert assumed_kernels(None, cluster, 128) == {}
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,17 @@ def test_a_config_beside_the_script_is_the_model():
     assert read_model(path).layers == 3
 
 
+def test_arguments_that_only_bash_fills_in_are_planned_through_it():
+    path = _written(f"N=$(nproc)\nMODEL=({_SHAPE} --ffn-hidden-size $N)\n", "model.sh")
+    with pytest.raises(HexiError, match=r"line 1: \$\(nproc\): only a running shell knows it") as problem:
+        read_model(path)
+    remedy = str(problem.value).rpartition("let bash fill it in: ")[2]
+    assert remedy == (
+        "hexi plan CLUSTER.yaml -o plan.yaml -- bash -c 'source model.sh; torchrun train.py "
+        '"${MODEL[@]}" --micro-batch-size 1 --seq-length 4096\''
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "rank"),
     [

@@ -292,11 +292,17 @@ def test_an_error_is_a_document_with_json(monkeypatch, capsys):
 def test_the_kernel_that_the_image_lacks_is_named_with_what_to_type(tmp_path):
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     cluster = read_cluster(tmp_path / "cluster.yaml")
-    (gpu,) = assumed_kernels(None, cluster)
+    (gpu,) = assumed_kernels(None, cluster, 128)
     assert gpu.startswith("H100")
-    (line,) = assumption_lines(cluster, {gpu: "flash-attn-3"})
+    plan, by_cudnn = (
+        dataclasses.replace(
+            proportional_plan(Workload(64, 4, 4, 128), [[[1, 1]]]), job=JobTerms(kernel={gpu: kernel})
+        )
+        for kernel in ("flash-attn-3", "cudnn")
+    )
+    (line,) = assumption_lines(cluster, plan)
     assert line.endswith(f"without it, plan with --kernel {gpu}=cudnn")
-    assert assumption_lines(cluster, {gpu: "cudnn"}) == []
+    assert assumption_lines(cluster, by_cudnn) == []
 
 
 def test_a_kernel_that_the_shipped_image_lacks_is_not_asked_for():
