@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from megatron_hexi.errors import HexiError
@@ -53,6 +53,12 @@ def _without_control_characters(text: str) -> str:
     if not text.isprintable():
         raise PydanticCustomError("unprintable", "has characters that cannot be printed")
     return text
+
+
+class Strict:
+    """Base of data classes that are read from a file, in which unknown fields are refused."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
 
 #: A name: a line of text that fits in a table and a picture.

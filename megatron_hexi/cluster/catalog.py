@@ -8,21 +8,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from megatron_hexi.cluster.device import Device
 from megatron_hexi.cluster.entries import Builder, DeviceEntry, Mask, Pass
-from megatron_hexi.cluster.schema import STRICT, Name, Share, Size, Text, parse_file
+from megatron_hexi.cluster.schema import Name, Share, Size, Text, parse_file
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.yaml_file import YamlFile, read_yaml
+from megatron_hexi.yaml_schema import Strict
 
 DATA = Path(__file__).parent / "data" / "devices.yaml"
 
 
 @dataclass(frozen=True)
-class CatalogFile:
+class CatalogFile(Strict):
     """The format of the catalogue's file, data/devices.yaml."""
 
     sources: dict[Name, Text]
@@ -30,8 +30,6 @@ class CatalogFile:
     call_us: Size
     attention_half: dict[Mask, dict[Pass, Size]]
     devices: dict[Name, DeviceEntry]
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 def catalog() -> Mapping[str, Device]:
@@ -66,11 +64,9 @@ def unknown_device(name: str, known: Iterable[str]) -> str:
 
 def catalog_with(entries: Mapping[str, DeviceEntry], source: YamlFile) -> Mapping[str, Device]:
     """Return the catalogue, extended and overridden by the devices and measured curves of a cluster file."""
-    if not entries:
-        return catalog()
     file, devices = _load()
     builder = Builder(source, devices, file.attention_half, {}, 1.0, False, 0.0)
-    return dict(devices) | {name: builder.device(name, entry) for name, entry in entries.items()}
+    return {**devices, **{name: builder.device(name, entry) for name, entry in entries.items()}}
 
 
 @functools.cache

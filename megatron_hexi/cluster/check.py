@@ -58,17 +58,9 @@ def _check_rate(
     link: Network | NodeNetwork | FabricLink | NetworkLevel, place: Place, source: YamlFile
 ) -> None:
     if (link.gbit_s is None) == (link.bandwidth_gb_s is None):
-        found = (
-            "has neither gbit_s nor bandwidth_gb_s"
-            if link.gbit_s is None
-            else "has both gbit_s and bandwidth_gb_s"
-        )
-        refuse(
-            source,
-            place,
-            found,
-            "give the line rate (gbit_s: 400), or what was measured (bandwidth_gb_s: 48)",
-        )
+        found = "neither gbit_s nor" if link.gbit_s is None else "both gbit_s and"
+        remedy = "give the line rate (gbit_s: 400), or what was measured (bandwidth_gb_s: 48)"
+        refuse(source, place, f"has {found} bandwidth_gb_s", remedy)
 
 
 def _check_cards(entry: NodeEntry, place: Place, source: YamlFile) -> None:
@@ -76,13 +68,10 @@ def _check_cards(entry: NodeEntry, place: Place, source: YamlFile) -> None:
     assert entry.network is not None
     cards, gpus = entry.network.cards, entry.gpus
     if max(cards, gpus) % min(cards, gpus):
-        even = [str(number) for number in range(1, gpus + 1) if gpus % number == 0]
-        refuse(
-            source,
-            (*place, "cards"),
-            f"= {cards} cannot be shared evenly by the node's {gpus} GPUs",
-            f"write {', '.join(even)} or a multiple of {gpus}, or describe the node by what it has evenly",
-        )
+        even = ", ".join(str(number) for number in range(1, gpus + 1) if gpus % number == 0)
+        problem = f"= {cards} cannot be shared evenly by the node's {gpus} GPUs"
+        remedy = f"write {even} or a multiple of {gpus}, or describe the node by what it has evenly"
+        refuse(source, (*place, "cards"), problem, remedy)
 
 
 def _check_fabrics(file: ClusterFile, source: YamlFile) -> None:
@@ -93,10 +82,10 @@ def _check_fabrics(file: ClusterFile, source: YamlFile) -> None:
         _check_rate(link, place, source)
         for position, name in enumerate(link.meet or ()):
             if name not in names:
-                remedy = (
-                    f"nodes have {listed or 'none'}: name one of them, or say it in a node's network.fabric"
-                )
-                refuse(source, (*place, "meet", position), f"= {short(name)} is no node's fabric", remedy)
+                problem = f"= {short(name)} is no node's fabric"
+                known = f"nodes have {listed or 'none'}"
+                remedy = f"{known}: name one of them, or say it in a node's network.fabric"
+                refuse(source, (*place, "meet", position), problem, remedy)
     if file.fabrics and len(names) < 2:
         refuse(source, ("fabrics",), "join nothing: all nodes are in one fabric", "remove them")
     if len(names) < 2:
@@ -137,9 +126,8 @@ def with_counted_hosts(file: ClusterFile, source: YamlFile) -> ClusterFile:
         try:
             hosts = expand_hostlist(entry.hosts)
         except PlatformError:
-            refuse(
-                source, place, f"{value} is no list of hosts", "write it as Slurm does: h[01-06], or h01,h02"
-            )
+            remedy = "write it as Slurm does: h[01-06], or h01,h02"
+            refuse(source, place, f"{value} is no list of hosts", remedy)
         for host in hosts:
             if host in seen:
                 problem = f"{value} names {host} again, which nodes[{seen[host]}] has"
@@ -183,13 +171,9 @@ def _check_nodes(file: ClusterFile, devices: Mapping[str, Device], source: YamlF
     for i, entry in enumerate(file.nodes):
         place: Place = ("nodes", i)
         if entry.name in seen:
+            problem = f"= {short(entry.name)} is that of nodes[{seen[entry.name]}]"
             remedy = "give each entry a name of its own, or raise the first one's count"
-            refuse(
-                source,
-                (*place, "name"),
-                f"= {short(entry.name)} is that of nodes[{seen[entry.name]}]",
-                remedy,
-            )
+            refuse(source, (*place, "name"), problem, remedy)
         seen[entry.name] = i
         if entry.gpu not in devices:
             remedy = "correct its name, or describe it under devices:"
@@ -228,10 +212,9 @@ def _check_nested(
     for number, group in enumerate(inner):
         joined = first_node.setdefault(group, number)
         if outer[joined] != outer[number]:
-            problem = (
-                f"part {node_name(file, joined)} from {node_name(file, number)}, which a level inside joins"
-            )
-            refuse(source, place, problem, "let every group be made of whole groups of the level before it")
+            parted = f"{node_name(file, joined)} from {node_name(file, number)}"
+            remedy = "let every group be made of whole groups of the level before it"
+            refuse(source, place, f"part {parted}, which a level inside joins", remedy)
 
 
 def _check_matrix(file: ClusterFile, matrix: Matrix, source: YamlFile) -> None:
@@ -240,12 +223,8 @@ def _check_matrix(file: ClusterFile, matrix: Matrix, source: YamlFile) -> None:
         place: Place = ("matrix", "nodes", i)
         numbers = _find(file, text, place, source)
         if len(numbers) != 1:
-            refuse(
-                source,
-                place,
-                f"= {text} names {len(numbers)} nodes",
-                f"name one: {node_name(file, numbers[0])}",
-            )
+            remedy = f"name one: {node_name(file, numbers[0])}"
+            refuse(source, place, f"= {text} names {len(numbers)} nodes", remedy)
         if numbers[0] in listed:
             refuse(source, place, f"= {text} has a row already", "name every node once")
         listed.add(numbers[0])
@@ -262,23 +241,17 @@ def _check_square(
 ) -> None:
     place: Place = ("matrix", field)
     size = len(matrix.nodes)
+    one_each = "give one for each, in the order of nodes"
     if len(rows) != size:
-        refuse(
-            source,
-            place,
-            f"has {len(rows)} rows for {size} nodes",
-            "give one for each, in the order of nodes",
-        )
+        refuse(source, place, f"has {len(rows)} rows for {size} nodes", one_each)
     for r, row in enumerate(rows):
         if len(row) != size:
-            remedy = "give one for each, in the order of nodes"
-            refuse(source, (*place, r), f"has {len(row)} values for {size} nodes", remedy)
+            refuse(source, (*place, r), f"has {len(row)} values for {size} nodes", one_each)
         for c, value in enumerate(row):
             if r != c and (value is None or (field == "bandwidth_gb_s" and value == 0)):
                 problem = f"= {value}: {matrix.nodes[r]} cannot send to {matrix.nodes[c]}"
-                refuse(
-                    source, (*place, r, c), problem, "every two nodes must reach each other; measure it again"
-                )
+                remedy = "every two nodes must reach each other; measure it again"
+                refuse(source, (*place, r, c), problem, remedy)
 
 
 def _find(file: ClusterFile, text: str, place: Place, source: YamlFile) -> range:

@@ -11,15 +11,14 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict
 
-from megatron_hexi.cluster.schema import STRICT, Latency, Memory, Rate, Text
+from megatron_hexi.cluster.schema import Latency, Memory, Rate, Text
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan.terms import KERNEL_ALIASES
+from megatron_hexi.yaml_schema import Strict
 
 
 @dataclass(frozen=True)
@@ -104,16 +103,12 @@ class Attention:
     @property
     def curves(self) -> dict[str, Curve]:
         """The four curves of the kernel by name."""
-        return {
-            "causal forward": self.causal.forward,
-            "causal backward": self.causal.backward,
-            "full forward": self.full.forward,
-            "full backward": self.full.backward,
-        }
+        masks = (("causal", self.causal), ("full", self.full))
+        return {f"{mask} {name}": curve for mask, passes in masks for name, curve in vars(passes).items()}
 
 
 @dataclass(frozen=True)
-class Nominal:
+class Nominal(Strict):
     """Dense rates of a GPU by its datasheet, TFLOP/s; a precision that the GPU lacks is left out.
 
     Args:
@@ -130,11 +125,9 @@ class Nominal:
     tf32: Rate | None = None
     fp32: Rate | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class Link:
+class Link(Strict):
     """A link inside a node.
 
     Args:
@@ -153,11 +146,9 @@ class Link:
     source: Text | None = None
     estimate: Text | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class Host:
+class Host(Strict):
     """The host memory of nodes with a GPU model; a node's own `host` overrides it.
 
     Args:
@@ -174,8 +165,6 @@ class Host:
     memory_gb_s: Rate
     source: Text | None = None
     estimate: Text | None = None
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
@@ -227,16 +216,12 @@ class Device:
     @property
     def curves(self) -> dict[str, Curve]:
         """All curves of the GPU by name."""
-        in_fp8 = {} if self.matmul_fp8 is None else {"matmul fp8": self.matmul_fp8}
-        return (
-            {"matmul": self.matmul}
-            | in_fp8
-            | {
-                f"{attention.kernel} {name}": curve
-                for attention in self.attentions
-                for name, curve in attention.curves.items()
-            }
-        )
+        curves = {"matmul": self.matmul}
+        if self.matmul_fp8 is not None:
+            curves["matmul fp8"] = self.matmul_fp8
+        for attention in self.attentions:
+            curves |= {f"{attention.kernel} {name}": curve for name, curve in attention.curves.items()}
+        return curves
 
     def attention(self, kernel: str | None = None) -> Attention:
         """Return the achieved rates of an attention kernel; ``None`` stands for the default kernel."""

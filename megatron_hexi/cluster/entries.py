@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from itertools import pairwise
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from megatron_hexi.cluster.device import Attention, Curve, Device, Host, Link, Nominal, PassCurves
-from megatron_hexi.cluster.schema import STRICT, Memory, Name, Rate, Size, Text, refuse
+from megatron_hexi.cluster.schema import Memory, Name, Rate, Size, Text, refuse
 from megatron_hexi.yaml_file import Place, YamlFile
+from megatron_hexi.yaml_schema import Strict
 
 Points = Annotated[tuple[tuple[Size, Rate], ...], Field(min_length=1, max_length=1000)]
 
 Mask = Literal["causal", "full"]
 Pass = Literal["forward", "backward"]
 MASKS: tuple[Mask, ...] = ("causal", "full")
-PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
-class CurveEntry:
+class CurveEntry(Strict):
     """A curve of achieved rates against size: `points`, and either `source` or `estimate`.
 
     Args:
@@ -37,11 +38,9 @@ class CurveEntry:
     estimate: Text | None = None
     half: Size | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class PassesEntry:
+class PassesEntry(Strict):
     """Curves of the forward and the backward pass.
 
     Args:
@@ -52,11 +51,9 @@ class PassesEntry:
     forward: CurveEntry | None = None
     backward: CurveEntry | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class AttentionEntry:
+class AttentionEntry(Strict):
     """The curves of one attention kernel: given here, or the curves of another GPU (`like`) times a factor.
 
     Args:
@@ -73,11 +70,9 @@ class AttentionEntry:
     times: Rate = 1.0
     estimate: Text | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class DeviceEntry:
+class DeviceEntry(Strict):
     """A GPU model; fields that are left out are those of the catalogue's GPU with the same name.
 
     Args:
@@ -107,8 +102,6 @@ class DeviceEntry:
     attention: dict[Name, AttentionEntry] | None = None
     source: Text | None = None
     note: Text | None = None
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
@@ -158,6 +151,11 @@ class Builder:
             kernels[kernel] = self._attention(kernel, item, kernels.get(kernel), kernel_place)
         if not kernels:
             refuse(self.source, (*place, "attention"), "has no kernel", "give the curves of one")
+
+        def rank(item: Attention) -> tuple[bool, float]:
+            # What the file gives curves of is what runs there, though the catalogue knows a faster one.
+            return item.kernel in (entry.attention or {}), item.causal.forward.rate(16384)
+
         return Device(
             name=name,
             memory_gb=memory_gb,
@@ -167,14 +165,7 @@ class Builder:
             nominal=need("nominal", entry.nominal, lambda d: d.nominal),
             link=need("link", link, lambda d: d.link),
             matmul=need("matmul", matmul, lambda d: d.matmul),
-            # What the file gives curves of is what runs there, though the catalogue knows a faster one.
-            attentions=tuple(
-                sorted(
-                    kernels.values(),
-                    key=lambda item: (item.kernel in (entry.attention or {}), _speed(item)),
-                    reverse=True,
-                )
-            ),
+            attentions=tuple(sorted(kernels.values(), key=rank, reverse=True)),
             source=self._cite(entry.source) or (base.source if base else "the cluster file"),
             note=entry.note or (base.note if base else ""),
             matmul_fp8=in_fp8 or (base.matmul_fp8 if base else None),
@@ -190,17 +181,16 @@ class Builder:
     def _origin(self, source: str | None, estimate: str | None, place: Place) -> tuple[str, bool]:
         if (source is None) == (estimate is None):
             found = "has neither source nor estimate" if source is None else "has both source and estimate"
-            refuse(
-                self.source, place, found, "say who measured it (source), or how it was guessed (estimate)"
-            )
+            remedy = "say who measured it (source), or how it was guessed (estimate)"
+            refuse(self.source, place, found, remedy)
         return (self._cite(source), False) if source else (estimate or "", True)
 
     def _curve(self, entry: CurveEntry, half: float, place: Place) -> Curve:
         text, estimate = self._origin(entry.source, entry.estimate, place)
-        for i, ((before, _), (after, _)) in enumerate(zip(entry.points, entry.points[1:], strict=False)):
+        for i, ((before, _), (after, _)) in enumerate(pairwise(entry.points), start=1):
             if after <= before:
                 problem = f"has size {after:g} after {before:g}"
-                refuse(self.source, (*place, "points", i + 1), problem, "list the sizes in ascending order")
+                refuse(self.source, (*place, "points", i), problem, "list the sizes in ascending order")
         first, rate = entry.points[0]
         half = entry.half or half
         small = []
@@ -226,43 +216,29 @@ class Builder:
     ) -> Attention:
         if entry.like is not None:
             base = self._alike(kernel, entry, place)
-        curves: dict[tuple[Mask, Pass], Curve] = {}
-        for mask in MASKS:
-            for direction in PASSES:
-                passes = entry.causal if mask == "causal" else entry.full
-                curve = passes and (passes.forward if direction == "forward" else passes.backward)
-                curve_place = (*place, mask, direction)
-                if curve:
-                    curves[mask, direction] = self._curve(curve, self.halves[mask][direction], curve_place)
-                elif base:
-                    curves[mask, direction] = base.curves[f"{mask} {direction}"]
-                else:
-                    refuse(
-                        self.source,
-                        curve_place,
-                        "is missing",
-                        "add it: nothing is known of this kernel on this GPU",
-                    )
-        causal, full = (PassCurves(curves[mask, "forward"], curves[mask, "backward"]) for mask in MASKS)
+
+        def curve(mask: Mask, direction: Pass) -> Curve:
+            given: CurveEntry | None = getattr(getattr(entry, mask), direction, None)
+            curve_place = (*place, mask, direction)
+            if given:
+                return self._curve(given, self.halves[mask][direction], curve_place)
+            if base is None:
+                remedy = "add it: nothing is known of this kernel on this GPU"
+                refuse(self.source, curve_place, "is missing", remedy)
+            return base.curves[f"{mask} {direction}"]
+
+        causal, full = (PassCurves(curve(mask, "forward"), curve(mask, "backward")) for mask in MASKS)
         return Attention(kernel, causal, full)
 
     def _alike(self, kernel: str, entry: AttentionEntry, place: Place) -> Attention:
         device = self.known.get(entry.like or "")
         if device is None or kernel not in device.kernels:
             problem = f"= {entry.like!r} is no GPU with curves for {kernel}"
-            refuse(
-                self.source, (*place, "like"), problem, "name one that `hexi catalog` shows with that kernel"
-            )
+            remedy = "name one that `hexi catalog` shows with that kernel"
+            refuse(self.source, (*place, "like"), problem, remedy)
         if entry.estimate is None:
             refuse(self.source, (*place, "estimate"), "is missing", "say why the two GPUs are alike")
         note = f"{entry.like} x {entry.times:g}: {entry.estimate}"
-
-        def change(curve: Curve) -> Curve:
-            scaled = curve.scaled(entry.times)
-            return Curve(scaled.sizes, scaled.rates, note, True, scaled.given_from)
-
-        return device.attention(kernel).map(change)
-
-
-def _speed(attention: Attention) -> float:
-    return attention.causal.forward.rate(16384)
+        return device.attention(kernel).map(
+            lambda curve: replace(curve.scaled(entry.times), source=note, estimate=True)
+        )

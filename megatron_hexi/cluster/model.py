@@ -8,19 +8,20 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from megatron_hexi.cluster.entries import DeviceEntry
-from megatron_hexi.cluster.schema import STRICT, Latency, Memory, Name, Rate, Text
+from megatron_hexi.cluster.schema import Latency, Memory, Name, Rate, Text
 from megatron_hexi.hostlist import expand_hostlist
+from megatron_hexi.yaml_schema import Strict
 
 Flag = Annotated[bool, Field(strict=True)] | None
 
 
 @dataclass(frozen=True)
-class PlannerRules:
+class PlannerRules(Strict):
     """Whether plans may use each of five features; a feature that is not stated is allowed.
 
     Args:
@@ -37,8 +38,6 @@ class PlannerRules:
     unequal_replicas: Flag = None
     unequal_stages: Flag = None
     unequal_experts: Flag = None
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     def over(self, defaults: PlannerRules) -> PlannerRules:
         """Return these rules, with features that they do not state taken from `defaults`."""
@@ -63,8 +62,7 @@ ANYTHING: Final = PlannerRules()
 
 #: Largest number of GPUs; more are taken for a typing error, and refused before an object is built for each.
 MAX_GPUS = 65536
-#: Largest number of nodes with a measured matrix, which has a row per node; levels describe more nodes
-#: better.
+#: Largest number of nodes with a measured matrix, which has a row per node; levels describe more better.
 MAX_MATRIX_NODES = 1024
 #: Latency between nodes, µs, if the file gives none; Calculon assumes 10-20 µs (arXiv 2303.08375).
 NETWORK_LATENCY_US = 10.0
@@ -90,7 +88,7 @@ _ONE_OR_MANY = re.compile(r"(?P<base>.+)-(?P<first>\d+)(\.\.(?P<last>\d+))?")
 
 
 @dataclass(frozen=True)
-class Intra:
+class Intra(Strict):
     """The links between the GPUs of a node, in place of the catalogue's figures.
 
     Args:
@@ -101,11 +99,9 @@ class Intra:
     bandwidth_gb_s: Rate
     latency_us: Latency | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class NodeHost:
+class NodeHost(Strict):
     """The host memory of a node, in place of the catalogue's figures.
 
     Args:
@@ -118,11 +114,9 @@ class NodeHost:
     bandwidth_gb_s: Rate | None = None
     memory_gb_s: Rate | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class NodeNetwork:
+class NodeNetwork(Strict):
     """The network cards of a node, with either `gbit_s` or `bandwidth_gb_s`.
 
     Args:
@@ -140,11 +134,9 @@ class NodeNetwork:
     latency_us: Latency = NETWORK_LATENCY_US
     fabric: Name = "network"
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class NodeEntry:
+class NodeEntry(Strict):
     """An entry of `count` equal nodes, which are named ``name-0``, ``name-1`` and so on.
 
     Args:
@@ -172,11 +164,9 @@ class NodeEntry:
     network: NodeNetwork | None = None
     hosts: Hosts | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class Network:
+class Network(Strict):
     """The network between the nodes whose entries have no `network`: either `gbit_s` or `bandwidth_gb_s`.
 
     Args:
@@ -191,11 +181,9 @@ class Network:
     latency_us: Latency = NETWORK_LATENCY_US
     per: Literal["gpu", "node"] = "node"
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class FabricLink:
+class FabricLink(Strict):
     """A link between nodes of different fabrics, with either `gbit_s` or `bandwidth_gb_s`.
 
     Args:
@@ -214,11 +202,9 @@ class FabricLink:
     latency_us: Latency = 0.0
     per: Literal["gpu", "node", "fabric"] = "node"
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class NetworkLevel:
+class NetworkLevel(Strict):
     """A level of groups of nodes, such as racks or sites, and their links: `gbit_s` or `bandwidth_gb_s`.
 
     Args:
@@ -239,11 +225,9 @@ class NetworkLevel:
     latency_us: Latency = 0.0
     per: Literal["gpu", "node", "group"] = "group"
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class Matrix:
+class Matrix(Strict):
     """The bandwidth measured between any two nodes while all their GPUs send.
 
     Args:
@@ -256,11 +240,9 @@ class Matrix:
     bandwidth_gb_s: tuple[tuple[MaybeRate, ...], ...]
     latency_us: tuple[tuple[MaybeLatency, ...], ...]
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class ClusterFile:
+class ClusterFile(Strict):
     """A cluster file. A cluster of several nodes needs `network`, here or in each node entry, or `matrix`.
 
     Args:
@@ -282,8 +264,6 @@ class ClusterFile:
     matrix: Matrix | None = None
     devices: dict[Name, DeviceEntry] = field(default_factory=dict)
     planner: PlannerRules = ANYTHING
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
     def node_count(self) -> int:
@@ -311,14 +291,7 @@ class ClusterFile:
         if common is None:
             return tuple(entry.network for entry in self.nodes if entry.network is not None)
         return tuple(
-            entry.network
-            or NodeNetwork(
-                cards=entry.gpus if common.per == "gpu" else 1,
-                gbit_s=common.gbit_s,
-                bandwidth_gb_s=common.bandwidth_gb_s,
-                latency_us=common.latency_us,
-            )
-            for entry in self.nodes
+            entry.network or _cards_of(common, entry.gpus, common.latency_us) for entry in self.nodes
         )
 
     @cached_property
@@ -333,19 +306,11 @@ class ClusterFile:
         fabric share, each node is given one, which is too much.
         """
         slowest = min(self.fabrics, key=lambda link: link.bandwidth_gb_s or (link.gbit_s or 0.0) / 8)
-        nodes = [
-            replace(
-                entry,
-                network=NodeNetwork(
-                    cards=entry.gpus if slowest.per == "gpu" else 1,
-                    gbit_s=slowest.gbit_s,
-                    bandwidth_gb_s=slowest.bandwidth_gb_s,
-                    latency_us=own.latency_us + slowest.latency_us,
-                ),
-            )
+        nodes = tuple(
+            replace(entry, network=_cards_of(slowest, entry.gpus, own.latency_us + slowest.latency_us))
             for entry, own in zip(self.nodes, self.networks, strict=True)
-        ]
-        return replace(self, nodes=tuple(nodes), network=None, fabrics=())
+        )
+        return replace(self, nodes=nodes, network=None, fabrics=())
 
     @cached_property
     def hosts(self) -> tuple[str | None, ...]:
@@ -368,3 +333,9 @@ class ClusterFile:
         numbers = self.node_numbers[match["base"]]
         first, last = int(match["first"]), int(match["last"] or match["first"])
         return numbers[first : last + 1] if first <= last < len(numbers) else None
+
+
+def _cards_of(link: Network | FabricLink, gpus: int, latency_us: float) -> NodeNetwork:
+    """Return the cards of a node with `gpus` GPUs whose owners, the node or its GPUs, have links as given."""
+    cards = gpus if link.per == "gpu" else 1
+    return NodeNetwork(cards, link.gbit_s, link.bandwidth_gb_s, latency_us)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, NoReturn
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.yaml_file import Place, YamlFile
 from megatron_hexi.yaml_schema import parse, short
-
-STRICT = ConfigDict(extra="forbid")
 
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9](\.?[A-Za-z0-9_-]+)*\.?$")]
 Text = Annotated[str, Field(min_length=1, max_length=2000)]

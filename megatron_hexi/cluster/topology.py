@@ -176,14 +176,7 @@ class Cluster:
         if a == b:
             return 0
         # Groups are nested: those of a tier differ wherever those of a tier outside it do.
-        return next(
-            (
-                t
-                for t in range(len(self.tiers), 0, -1)
-                if self.tiers[t - 1].group_of[a] != self.tiers[t - 1].group_of[b]
-            ),
-            1,
-        )
+        return max(1, sum(tier.group_of[a] != tier.group_of[b] for tier in self.tiers))
 
     def route(self, src: int, dst: int) -> Route:
         """Return the links and the latency of a transfer between two ranks; no links if they are the same."""
@@ -242,12 +235,8 @@ class Cluster:
         if margin == 0:
             return self
         # One object a device: devices are told apart by identity.
-        devices = {id(node.device): node.device for node in self.nodes}
-        devices |= {id(rank.device): rank.device for rank in self.ranks}
-        less = {
-            key: replace(device, usable_gib=device.usable_gib * (1 - margin))
-            for key, device in devices.items()
-        }
+        devices = [*(node.device for node in self.nodes), *(rank.device for rank in self.ranks)]
+        less = {id(one): replace(one, usable_gib=one.usable_gib * (1 - margin)) for one in devices}
         return replace(
             self,
             nodes=tuple(replace(node, device=less[id(node.device)]) for node in self.nodes),
@@ -295,7 +284,7 @@ class Cluster:
         steps = [("node", list(range(len(nodes))))]
         if self._pairs:
             steps += matrix_partitions(
-                len(nodes), {pair: value[0] / GB for pair, value in self._pairs.items()}
+                len(nodes), {pair: rate / GB for pair, (rate, _) in self._pairs.items()}
             )
         steps += [(tier.name, list(tier.group_of)) for tier in self.tiers[1:]]
         if len(set(steps[-1][1])) > 1:
@@ -305,9 +294,8 @@ class Cluster:
     def _end(self, rank: int, far: int, way: Way) -> tuple[LinkId, ...]:
         key = rank, far, way
         if key not in self._ends:
-            links = []
-            for number, tier in enumerate(self.tiers[:far], start=1):
-                links.append(LinkId(number, tier.per, tier.link_of[rank], way))
+            tiers = enumerate(self.tiers[:far], start=1)
+            links = [LinkId(number, tier.per, tier.link_of[rank], way) for number, tier in tiers]
             self._ends[key] = tuple(links if way == "out" else reversed(links))
         return self._ends[key]
 
@@ -362,9 +350,7 @@ def _host(node_host: NodeHost, device_host: Host | None, gpus: int) -> Host:
     return replace(device_host, **values, source="the cluster file", estimate=estimate)
 
 
-def _number_anew(
-    nodes: Iterable[tuple[Node, Sequence[Device]]],
-) -> tuple[tuple[Node, ...], tuple[Rank, ...]]:
+def _number_anew(nodes: Iterable[tuple[Node, Sequence[Device]]]) -> tuple[tuple[Node, ...], tuple[Rank, ...]]:
     """Number nodes, each given with the devices of its GPUs, in order; return the nodes and all ranks."""
     numbered: list[Node] = []
     ranks: list[Rank] = []

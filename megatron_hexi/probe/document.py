@@ -10,15 +10,15 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from megatron_hexi.cost.compute import ATTENTION_BACKWARD
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.flags import flag_name
 from megatron_hexi.text_file import read_text, write_text_atomically
-from megatron_hexi.yaml_schema import short
+from megatron_hexi.yaml_schema import Strict, short
 
 KIB, MIB = 2**10, 2**20
 
@@ -110,8 +110,6 @@ def _doubling(least: int, most: int, step: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-_STRICT = ConfigDict(extra="forbid")
-
 #: What `--precision` takes.
 PRECISIONS = ("bf16", "fp16", "fp32")
 
@@ -120,7 +118,7 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Strict):
     """Options of a probe.
 
     Args:
@@ -136,13 +134,10 @@ class Options:
     budget_s: float = 600.0
     quick: bool = False
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
-            raise HexiError(
-                f"--precision {self.precision[:40]}: unknown precision; give {', '.join(PRECISIONS)}"
-            )
+            known = ", ".join(PRECISIONS)
+            raise HexiError(f"--precision {self.precision[:40]}: unknown precision; give {known}")
         for name, value, most in (
             ("hidden_size", self.hidden_size, 2**17),
             ("local_heads", self.heads, 2**10),
@@ -159,18 +154,16 @@ class Options:
 
 
 @dataclass(frozen=True)
-class HostCards:
+class HostCards(Strict):
     """A host's cards of one kind, which its ranks share."""
 
     fabric: str
     count: int
     gbit_s: Rate
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
 
 @dataclass(frozen=True)
-class RankInfo:
+class RankInfo(Strict):
     """Facts of a rank; equal in every run on the same machines.
 
     Args:
@@ -192,11 +185,9 @@ class RankInfo:
     versions: dict[str, str]
     cards: HostCards | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
 
 @dataclass(frozen=True)
-class Series:
+class Series(Strict):
     """Rates of one kind of work at several sizes, on every rank.
 
     Args:
@@ -207,21 +198,17 @@ class Series:
     sizes: tuple[int, ...]
     tflops: tuple[tuple[Rate | None, ...], ...]
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
 
 @dataclass(frozen=True)
-class TransferTimes:
+class TransferTimes(Strict):
     """Sizes of a transfer, bytes, ascending, and the seconds until its last message had arrived."""
 
     sizes: tuple[int, ...]
     seconds: tuple[Seconds, ...]
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
 
 @dataclass(frozen=True)
-class Inside:
+class Inside(Strict):
     """Measured transfer times inside one node.
 
     Args:
@@ -237,11 +224,9 @@ class Inside:
     point_to_point: TransferTimes
     latency_s: Seconds
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
 
 @dataclass(frozen=True)
-class Between:
+class Between(Strict):
     """Measured transfer times from one node to another.
 
     Args:
@@ -255,11 +240,9 @@ class Between:
     one_rank: TransferTimes | None
     latency_s: Seconds
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Strict):
     """All measurements so far.
 
     Args:
@@ -285,8 +268,6 @@ class Measurement:
     inside: tuple[Inside, ...] = ()
     between: tuple[Between, ...] = ()
     together: TransferTimes | None = None
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""

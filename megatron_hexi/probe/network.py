@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import linear_regression, median
 from typing import Any
 
 import numpy as np
@@ -27,14 +27,9 @@ def bytes_per_second(transfer: TransferTimes) -> float:
 
     Where the line does not rise (one size, or noise alone): the plateau, the largest size over its time.
     """
-    sizes = transfer.sizes[-_LARGEST:]
-    seconds = transfer.seconds[-_LARGEST:]
-    mean_size, mean_time = fmean(sizes), fmean(seconds)
-    rise = sum((n - mean_size) * (t - mean_time) for n, t in zip(sizes, seconds, strict=True))
-    run = sum((n - mean_size) ** 2 for n in sizes)
-    if rise > 0 and run > 0:
-        return run / rise
-    return sizes[-1] / max(seconds[-1], 1e-9)
+    sizes, seconds = transfer.sizes[-_LARGEST:], transfer.seconds[-_LARGEST:]
+    slope = linear_regression(sizes, seconds).slope if len(sizes) > 1 else 0.0
+    return 1 / slope if slope > 0 else sizes[-1] / max(seconds[-1], 1e-9)
 
 
 #: Bandwidths agree if they are within this part of the median one …
@@ -63,10 +58,7 @@ def round_rate(value: float) -> float:
 
 
 def by_node(
-    nodes: Sequence[NodeFound],
-    whole: Pairs,
-    latency_us: Pairs,
-    gains: Mapping[tuple[int, int], float | None],
+    nodes: Sequence[NodeFound], whole: Pairs, latency_us: Pairs, gains: Pairs
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]] | None:
     """Return ``fabrics`` with its key, and ``network`` of each node, where they predict every pair.
 
@@ -75,7 +67,7 @@ def by_node(
 
     Args:
         whole: GB/s of each pair, all ranks sending.
-        gains: bandwidth of all ranks of a pair over that of one rank each; ``None``: not measured.
+        gains: bandwidth of all ranks of a pair over that of one rank each, where it was measured.
 
     Returns:
         ``None``: some pair is told wrongly.
@@ -128,21 +120,16 @@ def _names(nodes: Sequence[NodeFound], fabric: Sequence[int]) -> list[str]:
         cards = [node.cards for node, group in zip(nodes, fabric, strict=True) if group == number]
         kinds = {None if card is None else card.fabric for card in cards}
         fabric_kinds.append(kinds.pop() if len(kinds) == 1 else None)
-    usual = (
-        ["network"] if len(fabric_kinds) == 1 else [f"fabric-{number}" for number in range(len(fabric_kinds))]
-    )
+    if fabric_kinds == [None]:
+        return ["network"]
     return [
-        default if name is None or fabric_kinds.count(name) > 1 else name
-        for name, default in zip(fabric_kinds, usual, strict=True)
+        f"fabric-{number}" if name is None or fabric_kinds.count(name) > 1 else name
+        for number, name in enumerate(fabric_kinds)
     ]
 
 
 def _cards(
-    nodes: Sequence[NodeFound],
-    node: int,
-    way: Sequence[float],
-    inside: set[tuple[int, int]],
-    gains: Mapping[tuple[int, int], float | None],
+    nodes: Sequence[NodeFound], node: int, way: Sequence[float], inside: set[tuple[int, int]], gains: Pairs
 ) -> int:
     """Return the number of a node's cards: its host's, or the bandwidth of all ranks over that of one.
 
@@ -156,10 +143,7 @@ def _cards(
     gains_seen = [
         gain
         for pair, gain in gains.items()
-        if pair in inside
-        and node in pair
-        and gain is not None
-        and min(way[end] for end in pair) >= 0.9 * way[node]
+        if pair in inside and node in pair and min(way[end] for end in pair) >= 0.9 * way[node]
     ]
     return _even(round(median(gains_seen)), gpus) if gains_seen else 1
 
@@ -183,20 +167,27 @@ def network_entry(
     """
     if not between:
         return {}, {}
-    per = _owner(nodes, between)
-    gb_s = {
-        (pair.src, pair.dst): bytes_per_second(pair.all_ranks)
-        / 1e9
-        / (_width(nodes, pair) if per == "gpu" else 1)
-        for pair in between
-    }
-    latency_us = {(pair.src, pair.dst): pair.latency_s * 1e6 for pair in between}
-    if agree(list(gb_s.values())) and same_latency(list(latency_us.values())):
-        common = {"bandwidth_gb_s": round_rate(median(gb_s.values()))}
-        return {"network": common | {"latency_us": round_rate(median(latency_us.values())), "per": per}}, {}
     whole = {(pair.src, pair.dst): bytes_per_second(pair.all_ranks) / 1e9 for pair in between}
-    entry = by_node(nodes, whole, latency_us, {(pair.src, pair.dst): _gain(pair) for pair in between})
-    return entry or (_matrix(nodes, whole, latency_us), {})
+    latency_us = {(pair.src, pair.dst): pair.latency_s * 1e6 for pair in between}
+    gains = {
+        (pair.src, pair.dst): bytes_per_second(pair.all_ranks) / bytes_per_second(pair.one_rank)
+        for pair in between
+        if pair.one_rank is not None
+    }
+    width = {(a, b): min(len(nodes[a].ranks), len(nodes[b].ranks)) for a, b in whole}
+    per = _owner(gains, width)
+    gb_s = [rate / width[pair] if per == "gpu" else rate for pair, rate in whole.items()]
+    if agree(gb_s) and same_latency(list(latency_us.values())):
+        common = {"bandwidth_gb_s": round_rate(median(gb_s))}
+        return {"network": common | {"latency_us": round_rate(median(latency_us.values())), "per": per}}, {}
+    if (entry := by_node(nodes, whole, latency_us, gains)) is not None:
+        return entry
+    matrix = {
+        "nodes": [node.name for node in nodes],
+        "bandwidth_gb_s": _rows(len(nodes), whole),
+        "latency_us": _rows(len(nodes), latency_us),
+    }
+    return {"matrix": matrix}, {}
 
 
 def shared_note(measured: Measurement, cluster: Cluster) -> str | None:
@@ -208,15 +199,16 @@ def shared_note(measured: Measurement, cluster: Cluster) -> str | None:
     size = np.full(len(src), float(measured.together.sizes[-1]))
     expected = LinkTable(cluster).set_seconds(src, dst, size)
     ratio = measured.together.seconds[-1] / expected
-    text = f"all nodes at once take {ratio:.2f} times as long as the pairs say"
-    if ratio <= _SHARED:
-        return text
-    return f"{text}: they share a link; describe it under levels:"
+    remedy = ": they share a link; describe it under levels:" if ratio > _SHARED else ""
+    return f"all nodes at once take {ratio:.2f} times as long as the pairs say{remedy}"
 
 
 def collective_note(inside: Sequence[Inside]) -> str | None:
     """Return a note if the all-to-all takes much longer than its messages alone."""
-    ratios = [link.all_to_all.seconds[-1] / _expected_s(link) for link in inside]
+    ratios = [
+        link.all_to_all.seconds[-1] / (link.all_to_all.sizes[-1] / bytes_per_second(link.ports))
+        for link in inside
+    ]
     if not ratios or median(ratios) <= _SHARED:
         return None
     return (
@@ -225,48 +217,16 @@ def collective_note(inside: Sequence[Inside]) -> str | None:
     )
 
 
-def _expected_s(link: Inside) -> float:
-    return link.all_to_all.sizes[-1] / bytes_per_second(link.ports)
-
-
-def _matrix(
-    nodes: Sequence[NodeFound], whole: dict[tuple[int, int], float], latency_us: dict[tuple[int, int], float]
-) -> dict[str, Any]:
-    return {
-        "matrix": {
-            "nodes": [node.name for node in nodes],
-            "bandwidth_gb_s": _rows(len(nodes), whole),
-            "latency_us": _rows(len(nodes), latency_us),
-        }
-    }
-
-
-def _gain(pair: Between) -> float | None:
-    """Return the bandwidth of all ranks of two nodes over that of one rank each."""
-    if pair.one_rank is None:
-        return None
-    return bytes_per_second(pair.all_ranks) / bytes_per_second(pair.one_rank)
-
-
-def _owner(nodes: Sequence[NodeFound], between: Sequence[Between]) -> str:
+def _owner(gains: Pairs, width: Mapping[tuple[int, int], int]) -> str:
     """Return ``gpu`` if all ranks together get more bandwidth than one alone, else ``node``.
 
     The line is drawn at the geometric mean of the two pure cases, 1 and the number of GPUs.
     """
-    tried = [pair for pair in between if pair.one_rank is not None and _width(nodes, pair) > 1]
-    gains = [
-        math.log(bytes_per_second(pair.all_ranks) / bytes_per_second(pair.one_rank), _width(nodes, pair))
-        for pair in tried
-        if pair.one_rank is not None
-    ]
-    return "gpu" if gains and median(gains) > 0.5 else "node"
+    shares = [math.log(gain, width[pair]) for pair, gain in gains.items() if width[pair] > 1]
+    return "gpu" if shares and median(shares) > 0.5 else "node"
 
 
-def _width(nodes: Sequence[NodeFound], pair: Between) -> int:
-    return min(len(nodes[pair.src].ranks), len(nodes[pair.dst].ranks))
-
-
-def _rows(count: int, values: dict[tuple[int, int], float]) -> list[list[float]]:
+def _rows(count: int, values: Pairs) -> list[list[float]]:
     return [[round_rate(values[a, b]) if a != b else 0.0 for b in range(count)] for a in range(count)]
 
 
