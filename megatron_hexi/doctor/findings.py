@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from megatron_hexi.doctor.facts import Facts, KernelChoice
@@ -27,8 +28,7 @@ class Problem:
 
     Attributes:
         severity: ``error``: a job will not start, or be wrong; ``warning``: it will be slow, or fail where
-        the
-            network is needed; ``note``: worth knowing.
+            the network is needed; ``note``: worth knowing.
         where: hosts and ranks that have it; empty where there is only this process.
     """
 
@@ -48,47 +48,49 @@ def problem_of(severity: Severity, message: str) -> Problem:
     return Problem(severity, what or message, remedy if what else "see above")
 
 
-def worst_first(problems: list[Problem]) -> list[Problem]:
+def worst_first(problems: Sequence[Problem]) -> list[Problem]:
     """Return errors, then warnings, then notes; otherwise in the given order."""
     return sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity))
 
 
-def healthy(problems: list[Problem]) -> bool:
+def healthy(problems: Sequence[Problem]) -> bool:
     """Whether no problem is an error."""
     return all(problem.severity != "error" for problem in problems)
 
 
+def grouped[K, V](pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Return the values of each key, keys and values in the order given.
+
+    >>> grouped([("a", 1), ("b", 2), ("a", 3)])
+    {'a': [1, 3], 'b': [2]}
+    """
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
 def values_by_rank(facts: Sequence[Facts], values: Sequence[str]) -> str:
     """Return values with the ranks that have them: ``2.27.3 on a (rank 0-7); 2.26.2 on b (rank 8)``."""
-    groups: dict[str, list[Facts]] = {}
-    for rank_facts, value in zip(facts, values, strict=True):
-        groups.setdefault(value, []).append(rank_facts)
+    groups = grouped(zip(values, facts, strict=True))
     return "; ".join(f"{value} on {spell_places(ranks)}" for value, ranks in groups.items())
 
 
 def spell_places(facts: Sequence[Facts]) -> str:
     """Return hosts with their ranks as text: ``a (rank 0-7), b (rank 8)``."""
-    hosts: dict[str, list[int]] = {}
-    for rank_facts in facts:
-        ranks = hosts.setdefault(rank_facts.host, [])
-        if rank_facts.rank is not None:
-            ranks.append(rank_facts.rank)
-    return ", ".join(
-        f"{host} (rank {spell_numbers(ranks)})" if ranks else host for host, ranks in hosts.items()
-    )
+    places = []
+    for host, here in grouped((rank_facts.host, rank_facts.rank) for rank_facts in facts).items():
+        ranks = [rank for rank in here if rank is not None]
+        places.append(f"{host} (rank {spell_numbers(ranks)})" if ranks else host)
+    return ", ".join(places)
 
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 #: Packages that are listed even if they are not installed.
 _SHOWN = (
-    "megatron-hexi",
-    "torch",
-    "megatron-core",
-    "transformer-engine",
-    "apex",
-    "flash-attn",
-    "flash-attn-3",
+    *("megatron-hexi", "torch", "megatron-core"),
+    *("transformer-engine", "apex", "flash-attn", "flash-attn-3"),
 )
 
 #: Variables that always differ between ranks.
@@ -104,21 +106,22 @@ def doctor_report(facts: Sequence[Facts], problems: Sequence[Problem]) -> Render
 def doctor_dict(facts: Sequence[Facts], problems: Sequence[Problem]) -> dict[str, Any]:
     """Return the findings as plain values: ``healthy``, ``problems``, and ``ranks`` with their facts."""
     return {
-        "healthy": healthy(list(problems)),
+        "healthy": healthy(problems),
         "problems": [dataclasses.asdict(problem) for problem in problems],
         "ranks": [dataclasses.asdict(rank_facts) for rank_facts in facts],
     }
 
 
+def _folding(*headers: str | Text) -> list[Column]:
+    """Return columns of a table that break long texts."""
+    return [Column(header, overflow="fold") for header in headers]
+
+
 def _software(facts: Sequence[Facts]) -> Table:
     """Return a row for each library, and a column for each group of ranks with equal versions."""
-    kinds: dict[tuple[tuple[str, str], ...], list[Facts]] = {}
-    for rank_facts in facts:
-        kinds.setdefault(tuple(_installed(rank_facts).items()), []).append(rank_facts)
-    table = Table()
-    table.add_column("installed", no_wrap=True)
-    for ranks in kinds.values():
-        table.add_column(Text(spell_places(ranks)), overflow="fold")
+    kinds = grouped((tuple(_installed(rank_facts).items()), rank_facts) for rank_facts in facts)
+    places = (Text(spell_places(ranks)) for ranks in kinds.values())
+    table = Table(Column("installed", no_wrap=True), *_folding(*places))
     columns = [dict(kind) for kind in kinds]
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(Text(column.get(name, "")) for column in columns))
@@ -139,16 +142,12 @@ def _installed(facts: Facts) -> dict[str, str]:
     versions["NVIDIA driver"] = driver.version or "none"
     if driver.cuda is not None:
         versions["NVIDIA driver"] += f" (up to CUDA {driver.cuda})"
-    kinds: dict[str, int] = {}
-    for gpu in facts.gpus:
-        kind = f"{gpu.name} {gpu.memory_gib:.0f} GiB"
-        kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = Counter(f"{gpu.name} {gpu.memory_gib:.0f} GiB" for gpu in facts.gpus)
     versions["GPUs"] = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
     cpu = facts.cpu
     versions["CPU"] = f"{cpu.model or cpu.vendor or 'not known'}, {cpu.numa_nodes or '?'} NUMA nodes"
     for package in facts.packages:
-        if package.name not in versions:
-            versions[package.name] = package.version or "not installed"
+        versions.setdefault(package.name, package.version or "not installed")
     return versions
 
 
@@ -157,34 +156,24 @@ def _kernels(facts: Sequence[Facts]) -> Table | None:
     if not choices:
         return None
     # Equal rows become one: first over head sizes, then over types.
-    sizes: dict[tuple[str, str, str, str], list[int]] = {}
-    for choice in choices:
-        key = (choice.device, choice.dtype, choice.kernel, _refusals(choice))
-        sizes.setdefault(key, []).append(choice.head_dim)
-    rows: dict[tuple[str, tuple[int, ...], str, str], list[str]] = {}
-    for (device, dtype, kernel, refusals), heads in sizes.items():
-        rows.setdefault((device, tuple(heads), kernel, refusals), []).append(dtype)
-    table = Table()
-    for name in ("attention on", "type", "head size", "kernel", "and not"):
-        table.add_column(name, no_wrap=name == "kernel", overflow="fold")
-    for (device, head_dims, kernel, refusals), dtypes in rows.items():
-        table.add_row(
-            Text(device),
-            ", ".join(dtypes),
-            ", ".join(map(str, head_dims)),
-            kernel,
-            Text(refusals),
-            end_section=True,
-        )
+    sizes = grouped(
+        ((choice.device, choice.dtype, choice.kernel, _refusals(choice)), str(choice.head_dim))
+        for choice in choices
+    )
+    rows = grouped(
+        ((device, ", ".join(heads), kernel, refusals), dtype)
+        for (device, dtype, kernel, refusals), heads in sizes.items()
+    )
+    table = Table(*_folding("attention on", "type", "head size", "kernel", "and not"))
+    table.columns[3].no_wrap = True
+    for (device, heads, kernel, refusals), dtypes in rows.items():
+        table.add_row(Text(device), ", ".join(dtypes), heads, kernel, Text(refusals), end_section=True)
     return table
 
 
 def _refusals(choice: KernelChoice) -> str:
     """Return why the other kernels are not chosen; kernels with the same reason share a line."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in choice.verdicts:
-        if name != choice.kernel:
-            reasons.setdefault(reason or "slower", []).append(name)
+    reasons = grouped((reason or "slower", name) for name, reason in choice.verdicts if name != choice.kernel)
     return "\n".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
 
 
@@ -193,10 +182,8 @@ def _patches(facts: Sequence[Facts]) -> Table | None:
     if not states:
         return None
     versions = dict.fromkeys(rank_facts.package("megatron-core").version or "none" for rank_facts in facts)
-    table = Table()
-    table.add_column(f"patch of megatron-core {', '.join(versions)}", overflow="fold")
-    table.add_column("state", no_wrap=True)
-    table.add_column("what for", overflow="fold")
+    patch_column, purpose = _folding(f"patch of megatron-core {', '.join(versions)}", "what for")
+    table = Table(patch_column, Column("state", no_wrap=True), purpose)
     for patch in states:
         style = _STYLES["error"] if patch.state == "does not fit" else ""
         table.add_row(Text(patch.target), Text(patch.state, style), Text(patch.why))
@@ -205,42 +192,30 @@ def _patches(facts: Sequence[Facts]) -> Table | None:
 
 def _network(facts: Sequence[Facts]) -> Table | None:
     hosts = {rank_facts.host: rank_facts for rank_facts in reversed(facts)}  # one process of each host
-    table = Table()
-    for name in ("host", "interface", "state", "speed", "addresses"):
-        table.add_column(name, overflow="fold")
+    table = Table(*_folding("host", "interface", "state", "speed", "addresses"))
     for host, rank_facts in reversed(hosts.items()):
         for interface in rank_facts.network.interfaces:
             if interface.up:
-                speed = interface.speed_mbit_s
-                table.add_row(
-                    Text(host),
-                    Text(interface.name),
-                    "up",
-                    "not known" if speed is None else f"{speed / 1000:g} Gb/s",
-                    Text(", ".join(interface.addresses)),
-                )
+                mbit_s = interface.speed_mbit_s
+                speed = "not known" if mbit_s is None else f"{mbit_s / 1000:g} Gb/s"
+                cells = (host, interface.name, "up", speed, ", ".join(interface.addresses))
+                table.add_row(*map(Text, cells))
         for port in rank_facts.network.infiniband:
-            table.add_row(
-                Text(host),
-                Text(f"{port.device}:{port.port}"),
-                Text(port.state.lower()),
-                Text(port.rate),
-                Text(port.link_layer),
-            )
+            cells = (host, f"{port.device}:{port.port}", port.state.lower(), port.rate, port.link_layer)
+            table.add_row(*map(Text, cells))
     return table if table.rows else None
 
 
 def _environment(facts: Sequence[Facts]) -> Table | None:
-    values: dict[tuple[str, str], list[Facts]] = {}
-    for rank_facts in facts:
-        for name, value in rank_facts.environment.items():
-            if name not in _OF_ONE_RANK:
-                values.setdefault((name, value), []).append(rank_facts)
+    values = grouped(
+        (variable, rank_facts)
+        for rank_facts in facts
+        for variable in rank_facts.environment.items()
+        if variable[0] not in _OF_ONE_RANK
+    )
     if not values:
         return None
-    table = Table()
-    for name in ("variable", "value", "on"):
-        table.add_column(name, overflow="fold")
+    table = Table(*_folding("variable", "value", "on"))
     for (name, value), ranks in sorted(values.items()):
         where = "everywhere" if len(ranks) == len(facts) > 1 else spell_places(ranks)
         table.add_row(Text(name), Text(value), Text(where))
@@ -251,18 +226,13 @@ def _findings(problems: Sequence[Problem]) -> list[RenderableType]:
     if not problems:
         return [Text("healthy: nothing found")]
     placed = any(problem.where for problem in problems)
-    table = Table()
-    table.add_column("", no_wrap=True)
-    for name in (*(["on"] if placed else []), "what", "what to do"):
-        table.add_column(name, overflow="fold")
+    table = Table(Column(no_wrap=True), *_folding(*(["on"] if placed else []), "what", "what to do"))
     for problem in problems:
         where = [Text(problem.where)] if placed else []
         severity = Text(problem.severity, _STYLES[problem.severity])
         table.add_row(severity, *where, Text(problem.what), Text(problem.remedy), end_section=True)
-    counts = [
-        (sum(problem.severity == severity for problem in problems), severity) for severity in SEVERITIES
-    ]
+    counts = Counter(problem.severity for problem in worst_first(problems))
     summary = ", ".join(
-        f"{count} {severity}{'' if count == 1 else 's'}" for count, severity in counts if count
+        f"{count} {severity}{'' if count == 1 else 's'}" for severity, count in counts.items()
     )
-    return [Text(f"{'healthy' if healthy(list(problems)) else 'not healthy'}: {summary}"), table]
+    return [Text(f"{'healthy' if healthy(problems) else 'not healthy'}: {summary}"), table]

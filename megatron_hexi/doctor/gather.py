@@ -147,14 +147,10 @@ def find_job(environment: Mapping[str, str]) -> LaunchedJob | None:
     address = environment.get("MASTER_ADDR")
     if not address:
         raise HexiError("MASTER_ADDR is not set; start with torchrun or srun, which set it")
-    return LaunchedJob(
-        rank,
-        size,
-        address,
-        variable_number(environment, "MASTER_PORT", least=1, most=2**16 - 1),
-        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
-    )
+    port = variable_number(environment, "MASTER_PORT", least=1, most=2**16 - 1)
+    served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return LaunchedJob(rank, size, address, port, served, attempt)
 
 
 @contextlib.contextmanager
@@ -206,13 +202,12 @@ def receive_facts(
     facts, silent = [local_facts], []
     for rank in range(1, job.size):
         key = f"facts/{rank}"
-        remaining_s = max(deadline - time.monotonic(), 0.05)
         try:
-            store.wait([key], timedelta(seconds=remaining_s))
+            store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.05)))
         except RuntimeError:
             silent.append(rank)
-            continue
-        facts.append(_read(store.get(key), rank))
+        else:
+            facts.append(_read(store.get(key), rank))
     return facts, silent
 
 
@@ -235,17 +230,6 @@ def answer(store: Store, job: LaunchedJob, answered: int, *, healthy: bool) -> N
         time.sleep(0.02)
 
 
-def adopt_launcher() -> None:
-    """Derive torch.distributed's variables from SLURM's, where srun is the launcher.
-
-    Raises:
-        ImportError: torch is missing.
-    """
-    from megatron_hexi.platform.slurm import adopt_slurm_environment
-
-    adopt_slurm_environment(os.environ)
-
-
 @dataclass(frozen=True)
 class Examination:
     """The result of an examination.
@@ -265,9 +249,10 @@ def launched_job() -> LaunchedJob | None:
     # An error of the store is one line, without torch's C++ stack; torch reads this variable at import.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
-        adopt_launcher()
+        from megatron_hexi.platform.slurm import adopt_slurm_environment
     except ImportError:
         return None  # without torch there is no store: every rank reports by itself
+    adopt_slurm_environment(os.environ)
     return find_job(os.environ)
 
 

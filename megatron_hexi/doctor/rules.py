@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
@@ -12,6 +13,7 @@ from megatron_hexi.doctor.findings import (
     Problem,
     Severity,
     error,
+    grouped,
     note,
     problem_of,
     spell_places,
@@ -59,9 +61,8 @@ def _needed(facts: Facts) -> Iterator[Problem]:
         elif package.version is None:
             yield error(f"{package.name} is not installed", install)
         elif not _in_range(package):
-            yield error(
-                f"{package.name} {package.version} is installed, and {package.needs} is needed", install
-            )
+            what = f"{package.name} {package.version} is installed, and {package.needs} is needed"
+            yield error(what, install)
 
 
 def _broken(facts: Facts) -> Iterator[Problem]:
@@ -151,11 +152,6 @@ _NEED_TORCH = ("kernels", "triton_lacks", "patches")
 Rule = Callable[[Facts], Iterator[Problem]]
 
 
-def find_problems(facts: Facts) -> list[Problem]:
-    """Return all problems of one process and its machine, the worst first."""
-    return worst_first([problem for rule in RULES for problem in rule(facts)])
-
-
 def _parts_unknown(facts: Facts) -> Iterator[Problem]:
     for part, reason in facts.unknown:
         if facts.torch is None and part in _NEED_TORCH:
@@ -184,13 +180,12 @@ def _checkout(facts: Facts) -> Iterator[Problem]:
         )
 
 
-RULES: tuple[Rule, ...] = (
-    *PACKAGE_RULES,
-    *GPU_RULES,
-    _checkout,
-    *COMMUNICATION_RULES,
-    _parts_unknown,
-)
+RULES: tuple[Rule, ...] = (*PACKAGE_RULES, *GPU_RULES, _checkout, *COMMUNICATION_RULES, _parts_unknown)
+
+
+def find_problems(facts: Facts) -> list[Problem]:
+    """Return all problems of one process and its machine, the worst first."""
+    return worst_first([problem for rule in RULES for problem in rule(facts)])
 
 
 _ONE_IMAGE = "one container image for all nodes does it (docs/docker.md)"
@@ -225,12 +220,8 @@ def find_job_problems(facts: Sequence[Facts], silent: Sequence[int] = ()) -> lis
     """
     problems = list(_merged(facts))
     if silent:
-        problems.append(
-            error(
-                f"rank {spell_numbers(silent)} did not answer in time",
-                "see what that node's log says; start every rank with the same command",
-            )
-        )
+        remedy = "see what that node's log says; start every rank with the same command"
+        problems.append(error(f"rank {spell_numbers(silent)} did not answer in time", remedy))
     problems += _differences(facts)
     problems += [problem for rule in FLEET_RULES for problem in rule(facts)]
     return worst_first(problems)
@@ -238,22 +229,18 @@ def find_job_problems(facts: Sequence[Facts], silent: Sequence[int] = ()) -> lis
 
 def _merged(facts: Sequence[Facts]) -> Iterable[Problem]:
     """Yield each problem once, with all the ranks that have it."""
-    having: dict[Problem, list[Facts]] = {}
-    for rank_facts in facts:
-        for problem in find_problems(rank_facts):
-            having.setdefault(problem, []).append(rank_facts)
+    having = grouped((problem, rank_facts) for rank_facts in facts for problem in find_problems(rank_facts))
     for problem, ranks in having.items():
         where = "" if len(facts) == 1 else "everywhere" if len(ranks) == len(facts) else spell_places(ranks)
-        yield Problem(problem.severity, problem.what, problem.remedy, where)
+        yield replace(problem, where=where)
 
 
 def _differences(facts: Sequence[Facts]) -> Iterable[Problem]:
     for name, severity, get in _COMPARED:
         values = [get(rank_facts) or "none" for rank_facts in facts]
         if len(set(values)) > 1:
-            yield Problem(
-                severity, f"{name} differs: {values_by_rank(facts, values)}", f"install one; {_ONE_IMAGE}"
-            )
+            what = f"{name} differs: {values_by_rank(facts, values)}"
+            yield Problem(severity, what, f"install one; {_ONE_IMAGE}")
     shared = sorted(
         {name for rank_facts in facts for name in rank_facts.environment if name.startswith("NCCL_")}
         - {*_OF_ONE_MACHINE}

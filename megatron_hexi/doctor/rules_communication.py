@@ -8,7 +8,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from megatron_hexi.doctor.facts import Facts, Gpu, Interface, Torch
+from megatron_hexi.doctor.facts import Facts, Interface, Torch
 from megatron_hexi.doctor.findings import Problem, error, note, warning
 from megatron_hexi.whole_number import whole_number
 
@@ -47,14 +47,11 @@ def _interface_names(facts: Facts) -> Iterator[Problem]:
     if not interfaces:
         return
     usable = [interface.name for interface in interfaces if _usable(interface)]
-    choices = f"those that are up and have an address: {', '.join(usable) or 'none'}"
+    remedy = f"name one of those that are up and have an address: {', '.join(usable) or 'none'}"
     for variable, select in (("NCCL_SOCKET_IFNAME", as_nccl), ("GLOO_SOCKET_IFNAME", _as_gloo)):
         value = facts.environment.get(variable)
         if value and not any(name in usable or name == "lo" for name in select(value, interfaces)):
-            yield error(
-                f"{variable}={value} names no interface of this machine that can be used",
-                f"name one of {choices}",
-            )
+            yield error(f"{variable}={value} names no interface of this machine that can be used", remedy)
 
 
 def as_nccl(value: str, interfaces: Sequence[Interface]) -> list[str]:
@@ -78,14 +75,12 @@ def _as_gloo(value: str, interfaces: Sequence[Interface]) -> list[str]:
 def _cards(facts: Facts) -> Iterator[Problem]:
     ports = facts.network.infiniband
     value = facts.environment.get("NCCL_IB_HCA")
-    if value:
-        cards = [Interface(port.device, True, None, ()) for port in ports]
-        if not as_nccl(value, cards):
-            devices = ", ".join(sorted({port.device for port in ports})) or "none"
-            yield warning(
-                f"NCCL_IB_HCA={value} names no InfiniBand device of this machine; NCCL falls back to TCP",
-                f"name one of those found ({devices}), or unset it",
-            )
+    if value and not as_nccl(value, [Interface(port.device, True, None, ()) for port in ports]):
+        devices = ", ".join(sorted({port.device for port in ports})) or "none"
+        yield warning(
+            f"NCCL_IB_HCA={value} names no InfiniBand device of this machine; NCCL falls back to TCP",
+            f"name one of those found ({devices}), or unset it",
+        )
     for port in ports:
         if port.state != "ACTIVE":
             yield warning(
@@ -93,10 +88,8 @@ def _cards(facts: Facts) -> Iterator[Problem]:
                 "check cable and subnet manager (ibstat), or leave it out of NCCL_IB_HCA",
             )
     if facts.environment.get("NCCL_IB_DISABLE") == "1" and any(port.state == "ACTIVE" for port in ports):
-        yield warning(
-            "NCCL_IB_DISABLE=1: nodes exchange by TCP, though InfiniBand is here and up",
-            "unset NCCL_IB_DISABLE",
-        )
+        what = "NCCL_IB_DISABLE=1: nodes exchange by TCP, though InfiniBand is here and up"
+        yield warning(what, "unset NCCL_IB_DISABLE")
     if ports and facts.limits.locked_memory_gib is not None:
         yield warning(
             f"only {facts.limits.locked_memory_gib:g} GiB may be locked, and InfiniBand locks its buffers",
@@ -114,10 +107,8 @@ def _missing_files(facts: Facts) -> Iterator[Problem]:
     for variable in _FILES:
         value = facts.environment.get(variable)
         if value and not Path(value).is_file():
-            yield error(
-                f"{variable}={value}: there is no such file",
-                f"mount it into the container, or unset {variable}",
-            )
+            remedy = f"mount it into the container, or unset {variable}"
+            yield error(f"{variable}={value}: there is no such file", remedy)
 
 
 def _debugging(facts: Facts) -> Iterator[Problem]:
@@ -139,8 +130,8 @@ def _name_is_loopback(facts: Facts) -> Iterator[Problem]:
     addresses = [ipaddress.ip_address(address) for address in facts.network.host_addresses]
     if "GLOO_SOCKET_IFNAME" in facts.environment or not facts.network.interfaces:
         return
-    if not addresses or all(address.is_loopback for address in addresses):
-        points = "no address" if not addresses else ", ".join(facts.network.host_addresses)
+    if all(address.is_loopback for address in addresses):
+        points = ", ".join(facts.network.host_addresses) or "no address"
         usable = [interface.name for interface in facts.network.interfaces if _usable(interface)]
         # Within one node this is right; with several nodes gloo fails.
         several = facts.environment.get("WORLD_SIZE") != facts.environment.get("LOCAL_WORLD_SIZE")
@@ -161,22 +152,13 @@ def _shared_memory(facts: Facts) -> Iterator[Problem]:
 
 
 def _usable(interface: Interface) -> bool:
-    return interface.up and any(
-        not (ipaddress.ip_address(address).is_loopback or ipaddress.ip_address(address).is_link_local)
-        for address in interface.addresses
-    )
+    addresses = map(ipaddress.ip_address, interface.addresses)
+    return interface.up and any(not (one.is_loopback or one.is_link_local) for one in addresses)
 
 
 COMMUNICATION_RULES = (
-    _connections,
-    _interface_names,
-    _cards,
-    _slow_variables,
-    _missing_files,
-    _debugging,
-    _only_loopback,
-    _name_is_loopback,
-    _shared_memory,
+    *(_connections, _interface_names, _cards, _slow_variables, _missing_files),
+    *(_debugging, _only_loopback, _name_is_loopback, _shared_memory),
 )
 
 
@@ -190,9 +172,8 @@ def _no_gpu(facts: Facts) -> Iterator[Problem]:
         return
     driver, built = facts.driver, facts.torch.cuda
     if driver.version is None and driver.cuda is None:
-        yield note(
-            "no GPU: training runs on the CPU, with gloo", "nothing if intended; otherwise install the driver"
-        )
+        remedy = "nothing if intended; otherwise install the driver"
+        yield note("no GPU: training runs on the CPU, with gloo", remedy)
         return
     summary = f"an NVIDIA driver is here ({driver.version or 'its library alone'}), and torch sees no GPU"
     visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
@@ -202,43 +183,34 @@ def _no_gpu(facts: Facts) -> Iterator[Problem]:
             "install a torch with CUDA, or run in the container (docs/docker.md)",
         )
     elif visible is not None and (not visible.strip() or visible.strip().startswith("-1")):
-        yield error(
-            f"{summary}: CUDA_VISIBLE_DEVICES={visible!r} hides all of them", "unset CUDA_VISIBLE_DEVICES"
-        )
+        what = f"{summary}: CUDA_VISIBLE_DEVICES={visible!r} hides all of them"
+        yield error(what, "unset CUDA_VISIBLE_DEVICES")
     elif driver.cuda is not None and Version(driver.cuda).major < Version(built).major:
+        branch = _DRIVER_OF_CUDA.get(Version(built).major)
+        least = "a newer driver" if branch is None else f"driver {branch} or newer"
         yield error(
             f"{summary}: the driver goes up to CUDA {driver.cuda}, torch is built for {built}",
-            _newer_driver(built),
+            f"install {least}, or a torch built for an older CUDA",
         )
     else:
-        yield error(
-            summary, "see what nvidia-smi says; a container needs --gpus all, a SLURM step --gpus-per-node"
-        )
-
-
-def _newer_driver(cuda: str) -> str:
-    branch = _DRIVER_OF_CUDA.get(Version(cuda).major)
-    least = "a newer driver" if branch is None else f"driver {branch} or newer"
-    return f"install {least}, or a torch built for an older CUDA"
+        remedy = "see what nvidia-smi says; a container needs --gpus all, a SLURM step --gpus-per-node"
+        yield error(summary, remedy)
 
 
 def _no_code_for_gpu(facts: Facts) -> Iterator[Problem]:
     if facts.torch is None:
         return
-    kinds = {gpu.name: gpu for gpu in facts.gpus}
-    for gpu in kinds.values():
-        major, minor = gpu.capability
-        if not _has_code(facts.torch, gpu):
+    for name, (major, minor) in {gpu.name: gpu.capability for gpu in facts.gpus}.items():
+        if not _has_code(facts.torch, major, minor):
             yield error(
-                f"torch has no code for {gpu.name} (compute capability {major}.{minor}), "
+                f"torch has no code for {name} (compute capability {major}.{minor}), "
                 f"only for {', '.join(facts.torch.architectures) or 'none'}",
                 "install a torch that was built for it",
             )
 
 
-def _has_code(torch: Torch, gpu: Gpu) -> bool:
+def _has_code(torch: Torch, major: int, minor: int) -> bool:
     """Whether torch runs on a GPU: machine code of its major version, or an intermediate form."""
-    major, minor = gpu.capability
     for architecture in torch.architectures:
         kind, _, number = architecture.partition("_")
         digits = number.rstrip("af")  # sm_90a: for one chip alone
@@ -294,9 +266,8 @@ def _fused_kernels(facts: Facts) -> Iterator[Problem]:
         remedy = "install Python's headers: python3-dev on Debian, python3-devel on Fedora"
     else:
         remedy = "pip install triton, of the version that this torch names"
-    yield warning(
-        f"{facts.triton_lacks}: copies and sums around attention run in plain torch, in more launches", remedy
-    )
+    what = f"{facts.triton_lacks}: copies and sums around attention run in plain torch, in more launches"
+    yield warning(what, remedy)
 
 
 #: The first driver branch for each compute capability newer than R525: release notes,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from packaging.version import Version
 
 from megatron_hexi.doctor.facts import Facts, InfinibandPort, Interface
-from megatron_hexi.doctor.findings import Problem, error, values_by_rank, warning
+from megatron_hexi.doctor.findings import Problem, error, grouped, values_by_rank, warning
 from megatron_hexi.doctor.rules_communication import as_nccl
 
 #: Interfaces of containers and virtual machines: they exist on every host and connect none.
@@ -20,10 +20,8 @@ _SEVERAL = 2
 
 def _hosts(facts: Sequence[Facts]) -> list[Facts]:
     """Return the facts of one process of each host, without its rank."""
-    return [
-        replace(rank_facts, rank=None)
-        for rank_facts in {rank_facts.host: rank_facts for rank_facts in facts}.values()
-    ]
+    one_each = {rank_facts.host: replace(rank_facts, rank=None) for rank_facts in facts}
+    return list(one_each.values())
 
 
 def _rate(port: InfinibandPort) -> float:
@@ -57,9 +55,7 @@ def _selected_cards(facts: Facts) -> str:
 
 def _by_host(hosts: Sequence[Facts], exports: Mapping[str, str]) -> str:
     """Return exports by host, as ``on a, b: export …; on c: export …``."""
-    same: dict[str, list[str]] = {}
-    for host in hosts:
-        same.setdefault(exports[host.host], []).append(host.host)
+    same = grouped((exports[host.host], host.host) for host in hosts)
     return "; ".join(f"on {', '.join(names)}: export {text}" for text, names in same.items())
 
 
@@ -150,21 +146,20 @@ def _common_interfaces(hosts: Sequence[Facts]) -> dict[str, Interface] | None:
     """Return each host's interface in the fastest common network; ``None`` without a common network."""
     candidates: dict[str, dict[str, Interface]] = {}
     for host in hosts:
-        for interface in host.network.interfaces:
-            if _joins(interface):
-                for network in interface.networks:
-                    candidates.setdefault(network, {}).setdefault(host.host, interface)
+        for interface in filter(_joins, host.network.interfaces):
+            for network in interface.networks:
+                candidates.setdefault(network, {}).setdefault(host.host, interface)
+
+    def slowest(by_host: Mapping[str, Interface]) -> int:
+        return min(interface.speed_mbit_s or 0 for interface in by_host.values())
+
     common = [by_host for by_host in candidates.values() if len(by_host) == len(hosts)]
-    return max(common, key=_slowest, default=None)
+    return max(common, key=slowest, default=None)
 
 
 def _joins(interface: Interface) -> bool:
     """Whether an interface may lead to other hosts."""
     return interface.up and bool(interface.networks) and not interface.name.startswith(_VIRTUAL)
-
-
-def _slowest(interfaces: Mapping[str, Interface]) -> int:
-    return min(interface.speed_mbit_s or 0 for interface in interfaces.values())
 
 
 def _interfaces(facts: Sequence[Facts]) -> Iterator[Problem]:
@@ -203,9 +198,6 @@ def _interfaces(facts: Sequence[Facts]) -> Iterator[Problem]:
         )
 
 
-NETWORK_RULES = (_link_layers, _cards, _vendors, _merged_ports, _interfaces)
-
-
 FleetRule = Callable[[Sequence[Facts]], Iterator[Problem]]
 
 # NCCL's release notes (https://github.com/NVIDIA/nccl/releases): 2.22.3 aligns ranks on the CPU's vendor
@@ -222,9 +214,8 @@ def _older_nccl(facts: Sequence[Facts], than: Version) -> str | None:
 
 def _set_alike(facts: Sequence[Facts], *names: str) -> bool:
     """Whether all ranks have these variables, with the same values."""
-    return all(
-        len({rank_facts.environment.get(name) for rank_facts in facts} - {None}) == 1 for name in names
-    ) and all(name in rank_facts.environment for rank_facts in facts for name in names)
+    values = [{rank_facts.environment.get(name) for rank_facts in facts} for name in names]
+    return all(len(of_ranks) == 1 and None not in of_ranks for of_ranks in values)
 
 
 def _cpu_vendors(facts: Sequence[Facts]) -> Iterator[Problem]:
@@ -260,10 +251,8 @@ def _architectures(facts: Sequence[Facts]) -> Iterator[Problem]:
 
 def _plugins(facts: Sequence[Facts]) -> Iterator[Problem]:
     """Find plugins on some ranks only, which cannot communicate with the others (NVIDIA/nccl#1634)."""
-    for plugin, variable in (
-        ("libnccl-net.so", "NCCL_NET_PLUGIN"),
-        ("libnccl-tuner.so", "NCCL_TUNER_PLUGIN"),
-    ):
+    for kind in ("net", "tuner"):
+        plugin, variable = f"libnccl-{kind}.so", f"NCCL_{kind.upper()}_PLUGIN"
         has = ["found" if plugin in rank_facts.nccl_plugins else "missing" for rank_facts in facts]
         if len(set(has)) < 2 or _set_alike(facts, variable):
             continue
@@ -278,9 +267,7 @@ def _alike_kinds(facts: Sequence[Facts]) -> Iterator[tuple[str, list[Facts]]]:
     """Yield kinds of hosts with the same GPUs, one process of each; only kinds with several hosts."""
     kinds: dict[tuple[str, ...], dict[str, Facts]] = {}
     for rank_facts in facts:
-        gpus = tuple(state.name for state in rank_facts.gpu_states) or tuple(
-            gpu.name for gpu in rank_facts.gpus
-        )
+        gpus = tuple(gpu.name for gpu in rank_facts.gpu_states or rank_facts.gpus)
         if gpus:
             kinds.setdefault(gpus, {}).setdefault(rank_facts.host, replace(rank_facts, rank=None))
     for gpus, hosts in kinds.items():
@@ -334,15 +321,12 @@ def _nodes_of_a_kind(facts: Sequence[Facts]) -> Iterator[Problem]:
         for name, get, remedy in _OF_A_KIND:
             values = [str(get(host_facts) or "") for host_facts in hosts]
             if len(set(values) - {""}) > 1:
-                yield warning(
-                    f"{name} differ between nodes of {kind}: {values_by_rank(hosts, values)}", remedy
-                )
+                what = f"{name} differ between nodes of {kind}: {values_by_rank(hosts, values)}"
+                yield warning(what, remedy)
 
 
 FLEET_RULES: tuple[FleetRule, ...] = (
-    _cpu_vendors,
-    _architectures,
-    _plugins,
-    *NETWORK_RULES,
+    *(_cpu_vendors, _architectures, _plugins),
+    *(_link_layers, _cards, _vendors, _merged_ports, _interfaces),
     _nodes_of_a_kind,
 )
