@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,8 +13,7 @@ class Package:
     """A Python package.
 
     Attributes:
-        name: name of its distribution.
-        version: installed version; ``None`` where it is not installed.
+        version: ``None`` where it is not installed.
         needs: versions that megatron-hexi needs (PEP 440); ``None`` where it does not need it.
         broken: why it cannot be imported; ``None`` where it can be, or was not tried.
         location: the folder that it is imported from, where known.
@@ -28,12 +28,9 @@ class Package:
 
 @dataclass(frozen=True)
 class Torch:
-    """The build of torch.
+    """The build of torch, with versions of libraries that are ``None`` in a build without CUDA.
 
     Attributes:
-        cuda: version of its CUDA runtime; ``None`` in a build without CUDA.
-        cudnn: version of cuDNN, likewise.
-        nccl: version of NCCL, likewise.
         architectures: targets of its CUDA code (``sm_90``, ``compute_120``).
         cudnn_folder: folder of torch's cuDNN, where another cuDNN was loaded.
     """
@@ -72,11 +69,7 @@ class GpuState:
     """The driver's settings of a GPU, from nvidia-smi; ``None`` for settings that it does not report.
 
     Attributes:
-        name: name of the GPU.
         persistence: whether the driver stays loaded without a process.
-        ecc: whether its memory corrects errors.
-        mig: whether it is in MIG mode.
-        power_limit_w: power limit.
         default_power_w: power limit as shipped.
         max_clock_mhz: highest clock of its multiprocessors.
         slowed: reasons why its clocks are reduced now.
@@ -98,9 +91,7 @@ class Cpu:
 
     Attributes:
         vendor: as the processor reports it: ``GenuineIntel``, ``AuthenticAMD``; may be empty.
-        model: name of the product.
         machine: instruction set: ``x86_64``, ``aarch64``.
-        numa_nodes: number of NUMA nodes.
     """
 
     vendor: str = ""
@@ -116,8 +107,6 @@ class KernelChoice:
     Attributes:
         device: the GPU's name, or ``cpu``.
         dtype: ``bf16``, ``fp16`` or ``fp32``.
-        head_dim: size of one head.
-        kernel: the chosen kernel.
         verdicts: all kernels, the fastest first, each with the reason why it refuses, or an empty text.
     """
 
@@ -134,8 +123,6 @@ class PatchState:
 
     Attributes:
         target: the replaced attribute.
-        why: purpose of the patch.
-        state: whether it can be put on.
         problem: error with a remedy; empty where it fits.
     """
 
@@ -150,7 +137,6 @@ class Checkout:
     """A Megatron-LM checkout, and whether its training scripts have our import line.
 
     Attributes:
-        path: the folder.
         state: ``unknown`` where this package has no diff for the checkout's version.
         problem: why it is unknown, with a remedy.
     """
@@ -193,6 +179,17 @@ class InfinibandPort:
     rate: str
     link_layer: str
     vendor: str = ""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the port is connected."""
+        return self.state == "ACTIVE"
+
+    @property
+    def gbit_s(self) -> float:
+        """The port's rate, 10^9 bits/s; 0 if unknown."""
+        match = re.match(r"(\d+(\.\d+)?) Gb/sec", self.rate)
+        return float(match[1]) if match else 0.0
 
 
 @dataclass(frozen=True)

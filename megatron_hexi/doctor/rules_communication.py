@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from packaging.version import Version
@@ -48,46 +48,46 @@ def _interface_names(facts: Facts) -> Iterator[Problem]:
         return
     usable = [interface.name for interface in interfaces if _usable(interface)]
     remedy = f"name one of those that are up and have an address: {', '.join(usable) or 'none'}"
+    names = [interface.name for interface in interfaces]
     for variable, select in (("NCCL_SOCKET_IFNAME", as_nccl), ("GLOO_SOCKET_IFNAME", _as_gloo)):
         value = facts.environment.get(variable)
-        if value and not any(name in usable or name == "lo" for name in select(value, interfaces)):
+        if value and not any(name in usable or name == "lo" for name in select(value, names)):
             yield error(f"{variable}={value} names no interface of this machine that can be used", remedy)
 
 
-def as_nccl(value: str, interfaces: Sequence[Interface]) -> list[str]:
-    """Return the interfaces that NCCL selects by prefix; ``^`` excludes, then ``=`` means whole names."""
-    excludes, names = value.startswith("^"), value.removeprefix("^")
-    exact, names = names.startswith("="), names.removeprefix("=")
-    parts = [part.partition(":")[0] for part in names.split(",") if part]  # "mlx5_0:1": a port of a card
+def as_nccl(value: str, names: Iterable[str]) -> list[str]:
+    """Return the interfaces or cards that NCCL selects by prefix; ``^`` excludes, then ``=``: whole names."""
+    excludes, listed = value.startswith("^"), value.removeprefix("^")
+    exact, listed = listed.startswith("="), listed.removeprefix("=")
+    parts = [part.partition(":")[0] for part in listed.split(",") if part]  # "mlx5_0:1": a port of a card
     return [
-        interface.name
-        for interface in interfaces
-        if excludes
-        != any(interface.name == part if exact else interface.name.startswith(part) for part in parts)
+        name
+        for name in names
+        if excludes != any(name == part if exact else name.startswith(part) for part in parts)
     ]
 
 
-def _as_gloo(value: str, interfaces: Sequence[Interface]) -> list[str]:
+def _as_gloo(value: str, names: Iterable[str]) -> list[str]:
     """Return the interfaces that gloo selects, by whole names."""
-    return [interface.name for interface in interfaces if interface.name in value.split(",")]
+    return [name for name in names if name in value.split(",")]
 
 
 def _cards(facts: Facts) -> Iterator[Problem]:
     ports = facts.network.infiniband
     value = facts.environment.get("NCCL_IB_HCA")
-    if value and not as_nccl(value, [Interface(port.device, True, None, ()) for port in ports]):
+    if value and not as_nccl(value, [port.device for port in ports]):
         devices = ", ".join(sorted({port.device for port in ports})) or "none"
         yield warning(
             f"NCCL_IB_HCA={value} names no InfiniBand device of this machine; NCCL falls back to TCP",
             f"name one of those found ({devices}), or unset it",
         )
     for port in ports:
-        if port.state != "ACTIVE":
+        if not port.is_up:
             yield warning(
                 f"port {port.port} of {port.device} is {port.state}",
                 "check cable and subnet manager (ibstat), or leave it out of NCCL_IB_HCA",
             )
-    if facts.environment.get("NCCL_IB_DISABLE") == "1" and any(port.state == "ACTIVE" for port in ports):
+    if facts.environment.get("NCCL_IB_DISABLE") == "1" and any(port.is_up for port in ports):
         what = "NCCL_IB_DISABLE=1: nodes exchange by TCP, though InfiniBand is here and up"
         yield warning(what, "unset NCCL_IB_DISABLE")
     if ports and facts.limits.locked_memory_gib is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,18 +23,13 @@ def _hosts(facts: Sequence[Facts]) -> list[Facts]:
     return list(one_each.values())
 
 
-def _rate(port: InfinibandPort) -> float:
-    match = re.match(r"(\d+(\.\d+)?) Gb/sec", port.rate)
-    return float(match[1]) if match else 0.0
-
-
 def _up(facts: Facts) -> list[InfinibandPort]:
-    return [port for port in facts.network.infiniband if port.state == "ACTIVE"]
+    return [port for port in facts.network.infiniband if port.is_up]
 
 
 def _fastest(ports: Sequence[InfinibandPort]) -> list[InfinibandPort]:
-    best = max(map(_rate, ports), default=0.0)
-    return [port for port in ports if _rate(port) == best]
+    best = max((port.gbit_s for port in ports), default=0.0)
+    return [port for port in ports if port.gbit_s == best]
 
 
 def _layers(ports: Sequence[InfinibandPort]) -> set[str]:
@@ -48,9 +42,9 @@ def _names(ports: Sequence[InfinibandPort]) -> str:
 
 def _selected_cards(facts: Facts) -> str:
     """Return the cards that NCCL uses: those in NCCL_IB_HCA, or else all."""
-    cards = [Interface(name, True, None, ()) for name in dict.fromkeys(port.device for port in _up(facts))]
+    names = dict.fromkeys(port.device for port in _up(facts))
     value = facts.environment.get("NCCL_IB_HCA")
-    return ",".join(as_nccl(value, cards)) if value else _names(_up(facts))
+    return ",".join(as_nccl(value, names) if value else names)
 
 
 def _by_host(hosts: Sequence[Facts], exports: Mapping[str, str]) -> str:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import resource
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import psutil
 import torch
 
 from megatron_hexi.doctor.facts import InfinibandPort
-from megatron_hexi.doctor.machine import find_network
+from megatron_hexi.doctor.machine import find_cpu, find_network
 from megatron_hexi.errors import HexiError
 from megatron_hexi.probe.document import HostCards, Options, RankInfo
 from megatron_hexi.runtime.kernels import select_kernel
@@ -35,11 +33,11 @@ def find_cards(ports: Sequence[InfinibandPort], environment: Mapping[str, str]) 
     """
     if environment.get("NCCL_IB_DISABLE") == "1":
         return None
-    counts: Counter[tuple[str, float]] = Counter()
-    for port in ports:
-        rate = re.match(r"([0-9.]+) Gb/sec", port.rate)
-        if port.state == "ACTIVE" and port.link_layer in _FABRICS and rate is not None:
-            counts[_FABRICS[port.link_layer], float(rate[1])] += 1
+    counts = Counter(
+        (_FABRICS[port.link_layer], port.gbit_s)
+        for port in ports
+        if port.is_up and port.link_layer in _FABRICS and port.gbit_s
+    )
     if not counts:
         return None
     fabric, gbit_s = max(counts, key=lambda kind: (kind[1], counts[kind], kind[0]))
@@ -67,7 +65,7 @@ def rank_info(
         group=environment.get("GROUP_RANK") or environment.get("SLURM_NODEID", ""),
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         kind="cuda" if gpu else "cpu",
-        gpu=f"{gpu.name}{_mps_share(environment)}" if gpu else _cpu_name(),
+        gpu=f"{gpu.name}{_mps_share(environment)}" if gpu else find_cpu().model or platform.machine(),
         memory_bytes=gpu.total_memory if gpu else _cpu_memory(host_ranks),
         capability=(gpu.major, gpu.minor) if gpu else (0, 0),
         kernels=kernels,
@@ -107,27 +105,17 @@ def _data_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def _versions(kernels: tuple[str, ...], *, cuda: bool) -> dict[str, str]:
     versions = {"torch": str(torch.__version__)}
     if cuda:
         versions["CUDA"] = str(torch.version.cuda)
     if "cudnn" in kernels:
         versions["cuDNN"] = str(torch.backends.cudnn.version())
-    for kernel in kernels:
-        if kernel in _PACKAGES:
-            try:
-                versions[_PACKAGES[kernel]] = importlib.metadata.version(_PACKAGES[kernel])
-            except importlib.metadata.PackageNotFoundError:
-                versions[_PACKAGES[kernel]] = "unknown"
+    for package in (_PACKAGES[kernel] for kernel in kernels if kernel in _PACKAGES):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "unknown"
     if not cuda:
         versions["threads"] = str(torch.get_num_threads())
     return versions

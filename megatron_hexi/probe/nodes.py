@@ -45,12 +45,10 @@ _LONGEST_NAME = 64
 
 @dataclass(frozen=True)
 class NodeFound:
-    """A node: its name in the file, its ranks, and their devices."""
+    """A node: its name in the file, its ranks, its host if no other node is there, and its cards."""
 
     name: str
     ranks: range
-    kind: str
-    gpu: str
     host: str = ""
     cards: HostCards | None = None
 
@@ -72,20 +70,18 @@ def find_nodes(ranks: Sequence[RankInfo]) -> tuple[NodeFound, ...]:
                 f"{_spell(host, group)} has {' and '.join(kinds)}; a node of a cluster file has one kind of "
                 "GPU: start the ranks of each kind as a node of its own"
             )
-        expected = list(range(len(node_ranks)))
-        if [ranks[rank].local_rank for rank in node_ranks] != expected:
+        local_ranks = [ranks[rank].local_rank for rank in node_ranks]
+        if local_ranks != list(range(len(node_ranks))):
             raise HexiError(
                 f"{_spell(host, group)}: its ranks {first_few(node_ranks)} have the local ranks "
-                f"{first_few([ranks[rank].local_rank for rank in node_ranks])}; "
-                "start them with one torchrun or one srun"
+                f"{first_few(local_ranks)}; start them with one torchrun or one srun"
             )
     hosts = [host for host, _ in members]
     nodes = []
     for name, host, node_ranks in zip(_node_names(hosts), hosts, members.values(), strict=True):
-        first = ranks[node_ranks[0]]
         alone = host if hosts.count(host) == 1 and re.fullmatch(r"[\w.-]+", host) else ""
         held = range(node_ranks[0], node_ranks[-1] + 1)
-        nodes.append(NodeFound(name, held, first.kind, first.gpu, alone, first.cards))
+        nodes.append(NodeFound(name, held, alone, ranks[node_ranks[0]].cards))
     return tuple(nodes)
 
 

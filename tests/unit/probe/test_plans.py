@@ -222,7 +222,7 @@ def test_ranks_out_of_order_are_refused(ranks, said):
 def _nodes(*counts):
     starts = [sum(counts[:n]) for n in range(len(counts))]
     return [
-        NodeFound(f"n{n}", range(start, start + count), "cpu", GPU)
+        NodeFound(f"n{n}", range(start, start + count))
         for n, (start, count) in enumerate(zip(starts, counts, strict=True))
     ]
 
