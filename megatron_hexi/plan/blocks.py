@@ -207,23 +207,15 @@ def exchange_blocks(group: Group, source: Group, mask: Mask, seq_length: int) ->
     for document, pieces in _by_document(group.segments, documents).items():
         for piece in pieces:
             for block in _before(piece, keys.get(document, []), mask.window):
-                blocks.append(
-                    _joined(blocks.pop(), block) if blocks and _are_one(blocks[-1], block) else block
-                )
+                if blocks and _are_one(blocks[-1], block):
+                    block = Block((blocks.pop().queries[0], block.queries[1]), block.keys)
+                blocks.append(block)
     return _compressed(blocks)
 
 
 def _are_one(block: Block, following: Block) -> bool:
-    return (block.keys, block.queries[1], block.shape, following.shape) == (
-        following.keys,
-        following.queries[0],
-        Shape.FULL,
-        Shape.FULL,
-    )
-
-
-def _joined(block: Block, following: Block) -> Block:
-    return Block((block.queries[0], following.queries[1]), block.keys)
+    are_full = block.shape is following.shape is Shape.FULL
+    return are_full and block.keys == following.keys and block.queries[1] == following.queries[0]
 
 
 def _before(queries: _Piece, keys: Sequence[_Piece], window: int | None) -> list[Block]:
@@ -232,12 +224,7 @@ def _before(queries: _Piece, keys: Sequence[_Piece], window: int | None) -> list
     if not keys:
         return []
     if window is None:  # neighbours in the group, too, so one range
-        return [
-            Block(
-                queries.rows(queries.start, queries.stop),
-                (keys[0].offset, keys[-1].end),
-            )
-        ]
+        return [Block(queries.rows(queries.start, queries.stop), (keys[0].offset, keys[-1].end))]
     blocks: list[Block] = []
     for piece in keys:
         # The last query that sees the first of these keys, the last that sees any.
@@ -281,7 +268,7 @@ def _cut(piece: _Piece, most: int) -> list[_Piece]:
 
 def _compressed(blocks: Sequence[Block]) -> Visible:
     """Renumber the keys of blocks: from indices into the group's tokens to indices into the sent tokens."""
-    rows = _union(block.keys for block in blocks)
+    rows = merge_segments(block.keys for block in blocks)
     starts = [start for start, _ in rows]
     offsets = [0, *itertools.accumulate(stop - start for start, stop in rows)]
     moved = []
@@ -290,13 +277,3 @@ def _compressed(blocks: Sequence[Block]) -> Visible:
         shift = offsets[place] - starts[place]
         moved.append(Block(block.queries, (block.keys[0] + shift, block.keys[1] + shift), block.shape))
     return Visible(rows, tuple(moved))
-
-
-def _union(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    merged: list[Range] = []
-    for start, stop in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
-        else:
-            merged.append((start, stop))
-    return tuple(merged)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan.check_domain import check_domain, check_experts, check_shares, refuse
+from megatron_hexi.plan.check_domain import PlanPlace, check_domain, check_experts, check_shares
 from megatron_hexi.plan.check_ministages import (
     check_interleaving,
     check_ministages,
@@ -17,37 +17,35 @@ from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage
 from megatron_hexi.plan.terms import UnitRates
 from megatron_hexi.plan.units import covers_gpus, spell_ranks
 from megatron_hexi.plan.workload import Workload
-from megatron_hexi.yaml_file import Place
 from megatron_hexi.yaml_schema import Where
 
 
 def check_plan(plan: Plan, where: Where) -> None:
     """Check that a plan obeys all rules."""
-    _check_workload(plan.workload, where)
+    root = PlanPlace(where)
+    _check_workload(plan.workload, root)
     if not plan.replicas:
-        refuse(where, ("replicas",), "is empty", "give at least one replica")
-    places: dict[int, Place] = {}
+        root("replicas").refuse("is empty", "give at least one replica")
+    places: dict[int, PlanPlace] = {}
     for r, replica in enumerate(plan.replicas):
-        place: Place = ("replicas", r, "stages")
-        _check_layers(plan, replica, place, where)
-        check_order(replica, ("replicas", r), where)
+        place = root("replicas", r)
+        _check_layers(plan, replica, place("stages"))
+        check_order(replica, place)
         for s, stage in enumerate(replica.stages):
-            _check_stage(plan, replica, stage, (*place, s), places, where)
+            _check_stage(plan, replica, stage, place("stages", s), places)
     ranks = sorted(places)
     if ranks != list(range(len(ranks))):
         missing = next(rank for rank in range(len(ranks)) if rank not in places)
-        refuse(
-            where,
-            ("replicas",),
+        root("replicas").refuse(
             f"have {len(ranks)} ranks numbered up to {ranks[-1]}, and rank {missing} is missing",
             f"number them 0 to {len(ranks) - 1}",
         )
-    _check_batch(plan, where)
-    check_interleaving(plan, where)
+    _check_batch(plan, root)
+    check_interleaving(plan, root)
     if plan.rates is not None:
-        _check_rates(plan, plan.rates, where)
+        _check_rates(plan, plan.rates, root)
     if plan.gpus is not None:
-        _check_gpus(plan, plan.gpus, where)
+        _check_gpus(plan, plan.gpus, root)
 
 
 def require_repeated(plan: Plan, action: str) -> None:
@@ -75,240 +73,188 @@ def require_repeated(plan: Plan, action: str) -> None:
         )
 
 
-def refuse_stages(plan: Plan, subject: str, reason: str, remedy: str) -> None:
-    """Refuse a plan whose stages state their layers, for an option that needs one repeated stage.
-
-    Args:
-        subject: beginning of the error message: the option and the plan's file.
-    """
-    if not plan.is_repeated:
-        raise PlanError(f"{subject} has stages with layers of their own, {reason}; {remedy}")
-
-
-def _check_layers(plan: Plan, replica: Replica, place: Place, where: Where) -> None:
+def _check_layers(plan: Plan, replica: Replica, place: PlanPlace) -> None:
     """Check that a replica's stages partition the layers in order, or that its only stage has no `layers`."""
     stages = replica.stages
     if not stages:
-        refuse(where, place, "is empty", "give at least one stage")
+        place.refuse("is empty", "give at least one stage")
     if len(stages) == 1 and stages[0].layers is None:
         if not plan.is_repeated:
-            refuse(
-                where, (*place, 0, "layers"), "is missing, other replicas state layers", "add layers: [0, L]"
-            )
-        refuse_ministages(stages[0], (*place, 0), where)
+            place(0, "layers").refuse("is missing, other replicas state layers", "add layers: [0, L]")
+        refuse_ministages(stages[0], place(0))
         return
-    total, reached = plan.workload.layers, 0
+    total, reached, root = plan.workload.layers, 0, place.root
     if total is None:
-        refuse(where, ("workload", "layers"), "is missing, stages state layers", "add layers: N, the model's")
+        root("workload", "layers").refuse("is missing, stages state layers", "add layers: N, the model's")
     for term, stated in (
         ("pipeline_parallel", plan.job.pipeline_parallel is not None),
         ("virtual_stages", plan.job.virtual_stages not in (None, 1)),
     ):
         if stated:
             value = getattr(plan.job, term)
-            refuse(where, ("job", term), f"is {value}, but stages state layers", f"leave {term} out")
+            root("job", term).refuse(f"is {value}, but stages state layers", f"leave {term} out")
     for s, stage in enumerate(stages):
-        here = (*place, s, "layers")
+        here = place(s, "layers")
         if stage.layers is None:
-            refuse(where, here, "is missing", "give the layers of each stage, as [start, stop]")
+            here.refuse("is missing", "give the layers of each stage, as [start, stop]")
         start, stop = stage.layers
         if start != reached:
-            refuse(
-                where, here, f"begins at layer {start}", f"begin at {reached}, where the stage before ends"
-            )
+            here.refuse(f"begins at layer {start}", f"begin at {reached}, where the stage before ends")
         if stop <= start or stop > total:
-            refuse(where, here, f"ends at layer {stop}", f"end it after {start}, and at {total} at most")
+            here.refuse(f"ends at layer {stop}", f"end it after {start}, and at {total} at most")
         if isinstance(stage.recompute, int) and stage.recompute > stop - start:
-            refuse(
-                where,
-                (*place, s, "recompute"),
-                f"is {stage.recompute}, the stage has {stop - start} layers",
-                "give full, or fewer layers",
+            place(s, "recompute").refuse(
+                f"is {stage.recompute}, the stage has {stop - start} layers", "give full, or fewer layers"
             )
         reached = stop
-        check_ministages(plan, replica, stage, (*place, s), where)
-        check_offload(replica, stage, (*place, s), where)
+        check_ministages(plan, replica, stage, place(s))
+        check_offload(replica, stage, place(s))
     if reached != total:
-        refuse(where, (*place, len(stages) - 1, "layers"), f"ends at layer {reached}", f"end it at {total}")
+        place(len(stages) - 1, "layers").refuse(f"ends at layer {reached}", f"end it at {total}")
 
 
 def _check_stage(
-    plan: Plan, replica: Replica, stage: Stage, place: Place, places: dict[int, Place], where: Where
+    plan: Plan, replica: Replica, stage: Stage, place: PlanPlace, places: dict[int, PlanPlace]
 ) -> None:
     """Check the units of a stage, the samples of its domains, and each domain."""
     if not stage.domains:
-        refuse(where, (*place, "domains"), "is empty", "give at least one domain")
+        place("domains").refuse("is empty", "give at least one domain")
     for d, domain in enumerate(stage.domains):
-        here: Place = (*place, "domains", d, "groups")
+        here = place("domains", d, "groups")
         if not domain.groups:
-            refuse(where, here, "is empty", "give at least one group")
+            here.refuse("is empty", "give at least one group")
         for g, group in enumerate(domain.groups):
             if not group.members:
-                refuse(
-                    where, (*here, g, "members"), "is empty", "give at least one member, or drop the group"
-                )
+                here(g, "members").refuse("is empty", "give at least one member, or drop the group")
         width = len((plan if plan.is_repeated else domain).members[0].ranks)
         for g, group in enumerate(domain.groups):
-            _check_units(plan, group, width, (*here, g), places, where)
-        _check_rank_order(domain, here, where)
-        check_domain(plan.workload, domain, here, where)
-    check_shares(plan, replica, stage, (*place, "domains"), where)
-    check_experts(plan.workload, stage, (*place, "domains"), where)
+            _check_units(plan, group, width, here(g), places)
+        _check_rank_order(domain, here)
+        check_domain(plan.workload, domain, here)
+    check_shares(plan, replica, stage, place("domains"))
+    check_experts(plan.workload, stage, place("domains"))
 
 
-def _check_batch(plan: Plan, where: Where) -> None:
+def _check_batch(plan: Plan, root: PlanPlace) -> None:
     """Check that the replicas' micro-batches add up to the global batch, where both are given."""
     size, batch = plan.job.micro_batch_size, plan.job.global_batch_size
     counts = [replica.micro_batches for replica in plan.replicas]
     if size is None or batch is None:
         return
-    here: Place = ("job", "global_batch_size")
+    here = root("job", "global_batch_size")
     if batch % size:
-        refuse(where, here, f"is {batch}", f"give a multiple of job.micro_batch_size = {size}")
+        here.refuse(f"is {batch}", f"give a multiple of job.micro_batch_size = {size}")
     together = sum(count for count in counts if count is not None)
     if None not in counts and together * size != batch:
-        refuse(
-            where,
-            here,
-            f"is {batch}, the replicas take {together} micro-batches of {size}",
-            f"give {together * size}",
+        here.refuse(
+            f"is {batch}, the replicas take {together} micro-batches of {size}", f"give {together * size}"
         )
     if None in counts and (batch // size) % len(counts) and set(counts) == {None}:
-        refuse(
-            where,
-            here,
+        here.refuse(
             f"is {batch // size} micro-batches of {size}, which {len(counts)} replicas cannot share equally",
             "give every replica its micro_batches, or another batch",
         )
 
 
-def _check_rates(plan: Plan, rates: UnitRates, where: Where) -> None:
+def _check_rates(plan: Plan, rates: UnitRates, root: PlanPlace) -> None:
     """Check that every list of unit rates has one value for each unit."""
     for name in ("row_s", "pair_s", "room"):
         count = len(getattr(rates, name))
         if count != plan.units:
-            refuse(
-                where, ("rates", name), f"has {count} figures, the plan {plan.units} members", "give one each"
-            )
+            root("rates", name).refuse(f"has {count} figures, the plan {plan.units} members", "give one each")
 
 
-def _check_gpus(plan: Plan, gpus: tuple[int, ...], where: Where) -> None:
+def _check_gpus(plan: Plan, gpus: tuple[int, ...], root: PlanPlace) -> None:
     """Check that `gpus` has one GPU per rank, or for a repeated stage a multiple of the stage's ranks."""
     if not covers_gpus(plan, len(gpus)):
-        refuse(
-            where,
-            ("gpus",),
+        root("gpus").refuse(
             f"names {len(gpus)} GPUs, but the plan has {spell_ranks(plan)}",
             "name one for each rank of the job, or leave it out to use all of the cluster in order",
         )
     first: dict[int, int] = {}
     for rank, gpu in enumerate(gpus):
         if gpu in first:
-            refuse(
-                where,
-                ("gpus", rank),
-                f"is {gpu}, which rank {first[gpu]} has already",
-                "give every rank a GPU of its own",
+            root("gpus", rank).refuse(
+                f"is {gpu}, which rank {first[gpu]} has already", "give every rank a GPU of its own"
             )
         first[gpu] = rank
 
 
-def _check_workload(workload: Workload, where: Where) -> None:
+def _check_workload(workload: Workload, root: PlanPlace) -> None:
     heads, kv_heads = workload.heads, workload.kv_heads
     if heads % kv_heads:
-        refuse(
-            where,
-            ("workload", "kv_heads"),
-            f"is {kv_heads}, which does not divide the {heads} heads",
-            "give a number that divides them",
+        root("workload", "kv_heads").refuse(
+            f"is {kv_heads}, which does not divide the {heads} heads", "give a number that divides them"
         )
-    latent, place = workload.latent_exchange, ("workload", "latent_exchange")
+    latent, place = workload.latent_exchange, root("workload", "latent_exchange")
     if latent is None:
         return
     if kv_heads != heads:
-        refuse(
-            where,
-            place,
+        place.refuse(
             f"is given, and {heads} heads share {kv_heads} KV heads",
             "leave it out: only multi-latent attention has such columns, and there each head has its own key",
         )
     if latent.rotary_dim >= workload.head_dim:
-        refuse(
-            where,
-            (*place, "rotary_dim"),
-            f"is {latent.rotary_dim}, a key has {workload.head_dim} columns",
-            "give fewer",
+        place("rotary_dim").refuse(
+            f"is {latent.rotary_dim}, a key has {workload.head_dim} columns", "give fewer"
         )
 
 
 def _check_units(
-    plan: Plan, group: Group, width: int, place: Place, places: dict[int, Place], where: Where
+    plan: Plan, group: Group, width: int, place: PlanPlace, places: dict[int, PlanPlace]
 ) -> None:
     """Check that a group's members are in rank order and equally large, and that no rank appears twice."""
     previous = -1
     for m, member in enumerate(group.members):
-        here = (*place, "members", m, "ranks")
+        here = place("members", m, "ranks")
         for rank in member.ranks:
             if rank in places:
-                refuse(
-                    where,
-                    here,
-                    f"has {rank}, which is given already at {where(places[rank])}",
-                    "give every rank one place",
+                here.refuse(
+                    f"has {rank}, which is given already at {places[rank]}", "give every rank one place"
                 )
             places[rank] = here
         if member.lead < previous:
-            refuse(
-                where,
-                here,
+            here.refuse(
                 f"begins with {member.lead}, after {previous}",
                 "list a group's members in ascending rank order",
             )
         previous = member.lead
         if list(member.ranks) != sorted(member.ranks):
-            refuse(where, here, f"is {list(member.ranks)}", f"write {sorted(member.ranks)}, ascending")
-        _check_width(plan, member, width, here, where)
+            here.refuse(f"is {list(member.ranks)}", f"write {sorted(member.ranks)}, ascending")
+        _check_width(plan, member, width, here)
 
 
-def _check_rank_order(domain: Domain, place: Place, where: Where) -> None:
+def _check_rank_order(domain: Domain, place: PlanPlace) -> None:
     """Check that of any two units the i-th ranks are in the same order for every i.
 
     Megatron's process groups require this order.
     """
     for before, after in itertools.pairwise(domain.members):
         if any(second < first for first, second in zip(before.ranks, after.ranks, strict=True)):
-            refuse(
-                where,
-                place,
+            place.refuse(
                 f"have the units {list(before.ranks)} and {list(after.ranks)}, whose ranks are not all in "
                 "one order",
                 f"begin with {before.lead}, and make each rank of the second higher than its counterpart",
             )
 
 
-def _check_width(plan: Plan, member: Member, first: int, place: Place, where: Where) -> None:
+def _check_width(plan: Plan, member: Member, first: int, place: PlanPlace) -> None:
     """Check that a unit's tensor-parallel size divides the heads and equals the size of the other units."""
     width, workload = len(member.ranks), plan.workload
     if workload.heads % width or (workload.kv_heads % width and width % workload.kv_heads):
-        refuse(
-            where,
-            place,
+        place.refuse(
             f"has {width} ranks, which cannot share {workload.heads} heads and {workload.kv_heads} KV heads",
             "give as many as divide the heads, and divide the KV heads or are a multiple of them",
         )
     if width != first:
-        refuse(
-            where,
-            place,
+        place.refuse(
             f"has {width} ranks, the first member {first}",
             "give all units of a domain as many, and of a plan whose stages the job repeats",
         )
     if plan.is_repeated:
         start = member.number * width
         if list(member.ranks) != list(range(start, start + width)):
-            refuse(
-                where,
-                place,
+            place.refuse(
                 f"is {list(member.ranks)}, in a stage that the job's pipeline repeats",
                 f"give {width} consecutive ranks from a multiple of {width}, or give the stage its layers",
             )

@@ -11,6 +11,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_hexi.plan.layout import consecutive
 from megatron_hexi.plan.model import Range
 
 
@@ -48,7 +49,9 @@ def halo(shards: Sequence[Sequence[Range]], index: int, documents: Sequence[Rang
     held = sorted(
         (start, stop, rank, before)
         for rank, segments in enumerate(shards)
-        for (start, stop), before in zip(segments, _lengths_before(segments), strict=True)
+        for (start, stop), (before, _) in zip(
+            segments, consecutive(stop - start for start, stop in segments), strict=True
+        )
     )
     starts = [start for start, *_ in held]
 
@@ -86,15 +89,6 @@ def halo(shards: Sequence[Sequence[Range]], index: int, documents: Sequence[Rang
         arranged.append((done, done + stop - start))
         done += stop - start
     return Halo(reach, tuple(sends), tuple(receives), tuple(arranged), tuple(own_places), is_empty)
-
-
-def _lengths_before(segments: Sequence[Range]) -> list[int]:
-    """Return for each segment the number of rows in the segments before it."""
-    total, before = 0, []
-    for start, stop in segments:
-        before.append(total)
-        total += stop - start
-    return before
 
 
 def _runs(segments: Sequence[Range], documents: Sequence[Range]) -> list[tuple[Range, int]]:

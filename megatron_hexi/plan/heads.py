@@ -11,12 +11,11 @@ too.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from megatron_hexi.plan.layout import apportion, consecutive
 from megatron_hexi.plan.model import Plan, Range
@@ -109,7 +108,7 @@ def _queries_per_kv(span: HeadSpan) -> int:
     return (span.queries[1] - span.queries[0]) // (span.kv[1] - span.kv[0])
 
 
-@functools.cache  # asked for by every layer
+@cache  # asked for by every layer
 def state_heads(attention: tuple[Range, ...], heads: int) -> tuple[Range, ...]:
     """Return the heads of each member, in proportion to its heads of attention, by largest remainder.
 

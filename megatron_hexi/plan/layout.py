@@ -52,13 +52,13 @@ def consecutive(sizes: Iterable[int], start: int = 0) -> list[Range]:
 
 
 def merge_segments(segments: Iterable[Range]) -> tuple[Range, ...]:
-    """Sort segments in ascending order, join adjacent segments and drop empty segments."""
+    """Sort segments in ascending order, join those that touch or overlap, and drop empty ones."""
     merged: list[Range] = []
     for start, stop in sorted(segments):
         if start == stop:
             continue
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
             merged.append((start, stop))
     return tuple(merged)

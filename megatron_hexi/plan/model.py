@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from megatron_hexi.plan.terms import (
-    STRICT,
     Count,
     Estimate,
     JobTerms,
@@ -35,6 +34,7 @@ from megatron_hexi.plan.terms import (
     Positive,
     Provenance,
     Recompute,
+    Strict,
     UnitRates,
 )
 from megatron_hexi.plan.workload import Workload
@@ -53,7 +53,7 @@ def _ranges(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Member:
+class Member(Strict):
     """A unit as a member of a group: the unit's ranks, tokens, heads and experts.
 
     Args:
@@ -75,8 +75,6 @@ class Member:
     state: Positive = 1
     experts: Annotated[tuple[Range, ...], BeforeValidator(_ranges)] | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
     @property
     def lead(self) -> int:
         """First rank of the member, by which members are identified and ordered."""
@@ -89,7 +87,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(Strict):
     """An A2A group: units that exchange tokens for heads by all-to-all.
 
     The group's tokens, in ascending order, are cut into consecutive shards in the order of the members.
@@ -105,8 +103,6 @@ class Group:
     segments: tuple[Range, ...]
     members: tuple[Member, ...]
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
     @property
     def tokens(self) -> int:
         """Number of tokens of the group (G)."""
@@ -114,7 +110,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Domain:
+class Domain(Strict):
     """The units that together process the sequences of some samples; their groups partition each sequence.
 
     In a plan file, a domain of one unit is written by the unit's ranks: ``ranks: [4, 5]``.
@@ -130,8 +126,6 @@ class Domain:
     samples: Positive | None = None
     micro_batches: MicroBatches | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
     @property
     def members(self) -> tuple[Member, ...]:
         """All P members of the domain in rank order, the order of Megatron's context-parallel group."""
@@ -139,7 +133,7 @@ class Domain:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Exchange(Strict):
     """Settings of the exchange of keys and values between groups.
 
     Args:
@@ -151,11 +145,9 @@ class Exchange:
     window: Positive = 1
     parts: Positive = 1
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class Stage:
+class Stage(Strict):
     """A pipeline stage.
 
     Args:
@@ -178,8 +170,6 @@ class Stage:
     exchange: Exchange | None = None
     ministages: Layers | Annotated[tuple[Layers, ...], Field(min_length=1)] | None = None
     offload: Annotated[tuple[Offload, ...], Field(min_length=1)] | None = None
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
     def takes_micro_batches(self) -> bool:
@@ -217,7 +207,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Replica:
+class Replica(Strict):
     """A data-parallel replica and its share of the global batch.
 
     Args:
@@ -230,8 +220,6 @@ class Replica:
     stages: tuple[Stage, ...]
     micro_batches: MicroBatches | None = None
     order: Order | None = None
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
     def ministages(self) -> int | None:
@@ -258,7 +246,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Strict):
     """A plan: the assignment of positions, heads, layers and micro-batches to the ranks of a job.
 
     Args:
@@ -283,8 +271,6 @@ class Plan:
     estimate: Estimate | None = None
     provenance: Provenance | None = None
     version: Literal[2] = FORMAT_VERSION
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -29,8 +29,12 @@ Positive = Annotated[int, Field(strict=True, ge=1, le=2**40)]
 Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-#: Configuration of pydantic's checks when a plan is read from a file. The constructors check nothing.
-STRICT = ConfigDict(extra="forbid")
+
+class Strict:
+    """Base of data classes that pydantic checks where a plan is read; their constructors check nothing."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
 
 #: Activations that the backward pass recomputes: none, core attention, every layer, or the first n layers.
 Recompute = Literal["none", "selective", "full"] | Layers
@@ -42,7 +46,7 @@ Order = Literal["interleaved"]
 
 
 @dataclass(frozen=True)
-class JobTerms:
+class JobTerms(Strict):
     """Settings of the job: a given field sets Megatron's argument; a job that contradicts it is refused.
 
     Args:
@@ -76,11 +80,9 @@ class JobTerms:
     expert_imbalance: Real | None = None
     lora_rank: Positive | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class UnitRates:
+class UnitRates(Strict):
     """Speed and memory of each unit, in rank order, by which each batch of documents is balanced.
 
     Every stage has its own units; a unit of a repeated stage stands for its counterparts in all of them.
@@ -99,8 +101,6 @@ class UnitRates:
     room: tuple[Count, ...]
     attended: Real = 0.0
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
     def of(self, units: Sequence[int]) -> UnitRates:
         """Return the rates of some units, in their order."""
         rows, pairs = (tuple(values[unit] for unit in units) for values in (self.row_s, self.pair_s))
@@ -108,7 +108,7 @@ class UnitRates:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Strict):
     """The planner's prediction for a plan. People and reports read it; the runtime never does.
 
     Args:
@@ -127,11 +127,9 @@ class Estimate:
     memory_gib: tuple[Real, ...] | None = None
     against: dict[Label, Real] | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class Provenance:
+class Provenance(Strict):
     """Origin of a plan, for people; commands that are given no model use `model`.
 
     Args:
@@ -151,8 +149,6 @@ class Provenance:
     cluster_digest: Label | None = None
     model: str | None = None
     created: Label | None = None
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 #: Kernels that are timed by the curves of another kernel, with that kernel's name: torch ships

@@ -67,7 +67,7 @@ def attention_traffic(
             all_to_alls=2 * len(schedule.halves) if exchanges_heads(schedule) else 0,
             all_to_all_bytes=(inward + outward) * batch * element_bytes,
             messages=len(messages),
-            message_bytes=_keys_and_values(messages, columns) * batch * element_bytes,
+            message_bytes=sum(_size(one.kv) * one.keys for one in messages) * columns * batch * element_bytes,
         )
 
     heads, kv = (schedule.tokens * sum(_size(of[i]) for i in others) for of in (schedule.heads, schedule.kv))
@@ -85,7 +85,3 @@ def exchanges_heads(schedule: Schedule) -> bool:
 
 def _size(span: Range) -> int:
     return span[1] - span[0]
-
-
-def _keys_and_values(transfers: Sequence[Transfer], width: int) -> int:
-    return sum(_size(transfer.kv) * transfer.keys for transfer in transfers) * width

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from pydantic import ConfigDict
-
-from megatron_hexi.plan.terms import STRICT, Count, Experts, Heads, Layers, Positive
+from megatron_hexi.plan.terms import Count, Experts, Heads, Layers, Positive, Strict
 
 
 @dataclass(frozen=True)
-class LatentColumns:
+class LatentColumns(Strict):
     """Numbers of columns per token from which multi-latent attention computes keys and values of all heads.
 
     Args:
@@ -22,11 +19,9 @@ class LatentColumns:
     kv_rank: Positive
     rotary_dim: Positive
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(Strict):
     """The shapes of the model and of the sequence for which a plan was made.
 
     A job that contradicts a field given in the plan is refused.
@@ -61,8 +56,6 @@ class Workload:
     experts: Experts | None = None
     latent_exchange: LatentColumns | None = None
     tensor_parallel: Count = 1
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
     def value_size(self) -> int:
