@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from megatron_hexi.errors import PlanError, raise_all
 from megatron_hexi.kinds.states import hybrid_layers
+from megatron_hexi.options.kinds import items_of
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.check_ministages import interleaving_fault
 from megatron_hexi.plan.flags import FLAGS, argument_name
@@ -108,15 +109,11 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
     raise_all(faults, PlanError)
     chunks = plan.job.virtual_stages
     if chunks is not None:
-        fault = interleaving_fault(chunks, args.pipeline_model_parallel_size, args.num_layers)
-        if fault is not None:
-            raise PlanError(f"{args.hexi_plan}: job.virtual_stages is {chunks}: {fault}")
-    for flag in _OTHER_CHUNKS if chunks is not None else ():
-        if flag in given:
-            raise PlanError(
-                f"{args.hexi_plan}: job.virtual_stages is {chunks}, the command line has {flag}; leave one "
-                "of them out"
-            )
+        place = f"{args.hexi_plan}: job.virtual_stages is {chunks}"
+        if fault := interleaving_fault(chunks, args.pipeline_model_parallel_size, args.num_layers):
+            raise PlanError(f"{place}: {fault}")
+        if other := next((flag for flag in _OTHER_CHUNKS if flag in given), None):
+            raise PlanError(f"{place}, the command line has {other}; leave one of them out")
     if any(stage.recompute is not None for stage in plan.stages):
         for flag in RECOMPUTE_FLAGS:
             if flag in given:
@@ -237,8 +234,7 @@ def check_experts(args: Namespace, plan: Plan) -> None:
 
 def has_running_mean(args: Namespace) -> bool:
     """Return whether experts are balanced by a running mean over the micro-batches so far."""
-    kinds = args.moe_router_load_balancing_type
-    return "global_aux_loss" in (kinds if isinstance(kinds, list) else [kinds])
+    return "global_aux_loss" in items_of(args.moe_router_load_balancing_type)
 
 
 def _check_losses(args: Namespace, plan: Plan) -> None:

@@ -45,6 +45,11 @@ def value_of(args: Namespace, flag: str) -> Any:
     return getattr(args, row_of(flag).dest, None)
 
 
+def items_of(value: Any) -> list[Any]:
+    """Return the values of an argument that takes one or several."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def holds(condition: str, args: Namespace) -> bool:
     """Whether a condition holds for the arguments of a job."""
     return any(_holds(alternative.split(), args) for alternative in condition.split(" or "))
@@ -62,7 +67,7 @@ def _holds(words: list[str], args: Namespace) -> bool:
         are_numbers = isinstance(value, (int, float)) and isinstance(other, (int, float))
         return are_numbers and _COMPARED[rest[0]][0](value, other)
     # Megatron parses some names to members of an enumeration.
-    values = {str(getattr(item, "name", item)) for item in (value if isinstance(value, list) else [value])}
+    values = {str(getattr(item, "name", item)) for item in items_of(value)}
     return values.isdisjoint(rest[-1].split("|")) == (rest[0] == "not")
 
 
@@ -102,6 +107,16 @@ def row_of(flag: str) -> Row:
 #: that state their layers. `repeated`: unequal replicas of one repeated stage. `stages`: stages that state
 #: their layers. `planned`: a plan made by the planner. `script`: the script ``megatron_hexi.pretrain_gpt``.
 PlanKind = Literal["any", "unequal", "repeated", "stages", "planned", "script"]
+
+#: What refuses an option in these circumstances, for error messages.
+_BESIDE: Mapping[PlanKind, str] = {
+    "any": "--hexi-plan",
+    "unequal": "unequal replicas, or stages that have layers of their own",
+    "repeated": "unequal replicas whose stages have no layers of their own",
+    "stages": "stages that have layers of their own",
+    "planned": "hexi plan",
+    "script": "megatron_hexi.pretrain_gpt",
+}
 
 _TRAINING = "tests/megatron/test_option_training.py::test_losses_and_gradient_norms_are_those_without_a_plan"
 _REFUSAL = "tests/megatron/test_option_refusals.py::test_an_option_is_refused_by_its_real_name"
@@ -206,17 +221,7 @@ class Refused:
     @property
     def conflicts_with(self) -> str:
         """The kind of plan, or the program, that refuses the option, for the error message."""
-        return (
-            self.against
-            or {
-                "any": "--hexi-plan",
-                "unequal": "unequal replicas, or stages that have layers of their own",
-                "repeated": "unequal replicas whose stages have no layers of their own",
-                "stages": "stages that have layers of their own",
-                "planned": "hexi plan",
-                "script": "megatron_hexi.pretrain_gpt",
-            }[self.beside]
-        )
+        return self.against or _BESIDE[self.beside]
 
     @property
     def message(self) -> str:
@@ -236,11 +241,7 @@ def shown(flags: str, case: str, note: str = "") -> Supported:
 
 
 def given(
-    option: str,
-    reason: str,
-    remedy: str = "train without it",
-    since: str | None = None,
-    until: str | None = None,
+    option: str, reason: str, remedy: str = "train without it", *, since: str = "", until: str = ""
 ) -> Refused:
     """Return a rule that refuses an option whenever it is set.
 
@@ -269,37 +270,22 @@ def one_of(refused: Sequence[str], option: str, reason: str, remedy: str) -> Ref
     name = argument_name(option)
 
     def used(args: Namespace) -> bool:
-        value = getattr(args, name, None)
-        return any(item in refused for item in (value if isinstance(value, list) else [value]))
+        return any(item in refused for item in items_of(getattr(args, name, None)))
 
     return Refused(option, used, reason, remedy, ", ".join(refused))
 
 
-def before_0_19(option: str, used: Callable[[Namespace], bool]) -> Refused:
-    """Return a rule that refuses an option before megatron-core 0.19, which changed the patched code."""
-    reason, remedy = (
-        "a plan patches its code in megatron-core 0.19 only",
-        "install megatron-core 0.19, or train without it",
-    )
-    return Refused(option, used, reason, remedy, versions="<0.19")
-
-
-def beside_unequal(
-    option: str, used: Callable[[Namespace], bool], reason: str, remedy: str, values: str = ""
-) -> Refused:
-    """Return a rule that refuses an option with a plan whose replicas are unequal."""
-    return Refused(option, used, reason, remedy, values, beside="unequal")
-
-
-def beside_stages(
-    option: str,
-    used: Callable[[Namespace], bool],
-    reason: str,
-    remedy: str = "train without it",
-    values: str = "",
-) -> Refused:
-    """Return a rule that refuses an option with a plan whose stages state their layers."""
-    return Refused(option, used, reason, remedy, values, beside="stages")
+#: Refuses an option before megatron-core 0.19, which changed the patched code.
+before_0_19 = functools.partial(
+    Refused,
+    reason="a plan patches its code in megatron-core 0.19 only",
+    remedy="install megatron-core 0.19, or train without it",
+    versions="<0.19",
+)
+#: Refuses an option with a plan whose replicas are unequal.
+beside_unequal = functools.partial(Refused, beside="unequal")
+#: Refuses an option with a plan whose stages state their layers.
+beside_stages = functools.partial(Refused, beside="stages")
 
 
 def before_planning(option: str, reason: str, remedy: str) -> Refused:

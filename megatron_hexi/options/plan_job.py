@@ -119,44 +119,28 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
 def check_workload(args: Namespace, plan: Plan) -> None:
     """Check the plan's workload against the model and the sequence of the job."""
     workload = plan.workload
-    grouped = args.group_query_attention
     latent = args.multi_latent_attention
+    grouped = args.group_query_attention and not latent
+    kv_heads = args.num_query_groups if grouped else args.num_attention_heads
     key_dim, key_flag = args.kv_channels or args.hidden_size // args.num_attention_heads, "--kv-channels"
     if latent:
         key_dim = args.qk_head_dim + args.qk_pos_emb_head_dim
         key_flag = "--qk-head-dim and --qk-pos-emb-head-dim with a sum of"
-    pattern = hybrid_layers(args).replace("|", "")  # Megatron counts its letters, whatever --num-layers says
+    layers, layers_flag = args.num_layers, "--num-layers"
+    if pattern := hybrid_layers(args).replace("|", ""):  # Megatron counts its letters, whatever the flag says
+        layers, layers_flag = len(pattern), "--hybrid-layer-pattern of length"
+    width = tensor_parallel_flag(plan)
     sizes = (
         ("seq_length", workload.seq_length, "--seq-length", args.seq_length or args.encoder_seq_length),
         ("heads", workload.heads, "--num-attention-heads", args.num_attention_heads),
-        (
-            "kv_heads",
-            workload.kv_heads,
-            "--num-query-groups",
-            args.num_query_groups if grouped and not latent else args.num_attention_heads,
-        ),
-        (
-            "head_dim",
-            workload.head_dim,
-            key_flag,
-            key_dim,
-        ),
+        ("kv_heads", workload.kv_heads, "--num-query-groups", kv_heads),
+        ("head_dim", workload.head_dim, key_flag, key_dim),
         ("value_dim", workload.value_size, "--v-head-dim", args.v_head_dim if latent else key_dim),
         *_latent_sizes(args, workload),
-        (
-            "layers",
-            workload.layers,
-            "--hybrid-layer-pattern of length" if pattern else "--num-layers",
-            len(pattern) or args.num_layers,
-        ),
+        ("layers", workload.layers, layers_flag, layers),
         ("hidden_size", workload.hidden_size, "--hidden-size", args.hidden_size),
         ("experts", workload.experts, "--num-experts", args.num_experts),
-        (
-            "tensor_parallel",
-            tensor_parallel_flag(plan),
-            "--tensor-model-parallel-size",
-            args.tensor_model_parallel_size,
-        ),
+        ("tensor_parallel", width, "--tensor-model-parallel-size", args.tensor_model_parallel_size),
     )
     different = [
         f"workload.{name} is {planned}, but the job has {flag} {value}"

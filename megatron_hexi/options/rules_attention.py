@@ -89,9 +89,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "learned positions count from the document's start; rotary ones never do",
         ),
         shown(
-            "--dataloader-inter-document-masking",
-            "documents-groups",
-            "each document is cut over all groups",
+            "--dataloader-inter-document-masking", "documents-groups", "each document is cut over all groups"
         ),
         shown(
             "--hexi-batch-shares",

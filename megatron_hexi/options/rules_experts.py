@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_hexi.options.kinds import (
-    DRAWS,
-    Refused,
-    Supported,
-    given,
-    one_of,
-    shown,
-)
+from megatron_hexi.options.kinds import DRAWS, Refused, Supported, given, items_of, one_of, shown
 
 _STAGES = "tests/megatron/test_stages_experts.py::"
 
@@ -84,5 +77,4 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
 
 
 def _balances_sequences(args: Namespace) -> bool:
-    kind = args.moe_router_load_balancing_type
-    return bool(args.num_experts) and "seq_aux_loss" in (kind if isinstance(kind, list) else [kind])
+    return bool(args.num_experts) and "seq_aux_loss" in items_of(args.moe_router_load_balancing_type)

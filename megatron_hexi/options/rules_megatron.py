@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from megatron_hexi.options.kinds import Refused, Supported, describe, given, holds
+from megatron_hexi.options.kinds import Refused, Supported, describe, given, holds, items_of
 
 #: Conditions (`conditions`) which Megatron refuses together, with the remedy. The first names the option.
 STOPS = {
@@ -93,10 +93,7 @@ STOPS = {
     **{
         f"--recompute-modules {module}, --recompute-granularity selective or --recompute-activations, "
         f"no {needed}": f"leave {module} out of the list, or give {needed}"
-        for module, needed in (
-            ("moe_act", "--moe-grouped-gemm"),
-            ("mla_up_proj", "--multi-latent-attention"),
-        )
+        for module, needed in (("moe_act", "--moe-grouped-gemm"), ("mla_up_proj", "--multi-latent-attention"))
     },
     "--distribute-saved-activations, --recompute-granularity not full": "give --recompute-granularity full",
     "--distribute-saved-activations, --sequence-parallel": "leave one of them out",
@@ -219,17 +216,13 @@ def stops_together(text: str, remedy: str) -> Refused:
     return _stops(option, against, lambda args: all(holds(one, args) for one in conditions), remedy)
 
 
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
 def _has_other_losses(args: Namespace) -> bool:
-    losses = _items(args.moe_router_load_balancing_type)
-    return len(losses) > 1 and len(losses) != len(_items(args.moe_aux_loss_coeff))
+    losses = items_of(args.moe_router_load_balancing_type)
+    return len(losses) > 1 and len(losses) != len(items_of(args.moe_aux_loss_coeff))
 
 
 def _has_no_experts(args: Namespace) -> bool:
-    all_layers = args.moe_layer_freq in (None, 1) or 0 not in _items(args.moe_layer_freq)
+    all_layers = args.moe_layer_freq in (None, 1) or 0 not in items_of(args.moe_layer_freq)
     return args.moe_ffn_hidden_size is not None and not args.num_experts and all_layers
 
 
@@ -271,5 +264,5 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "give --init-method-std in its place",
             since="0.19",
         ),
-    ),
+    )
 }

@@ -46,11 +46,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         before_planning("--step-batch-size-schedule", "the planner assumes one batch size", _BY_HAND),
     ),
     "Command line": (
-        given(
-            "--yaml-cfg",
-            "it replaces the command line that a plan is checked against",
-            "give flags",
-        ),
+        given("--yaml-cfg", "it replaces the command line that a plan is checked against", "give flags"),
         given("--batch-size", _REMOVED, "give --micro-batch-size"),
         given("--warmup", _REMOVED, "give --lr-warmup-fraction"),
         given("--model-parallel-size", _REMOVED, "give --tensor-model-parallel-size"),

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from megatron_hexi.options.kinds import Replaced, is_packed, masks_documents
+from megatron_hexi.options.kinds import PlanKind, Replaced, is_packed, masks_documents
+from megatron_hexi.plan.flags import argument_name
 
-_UNFUSED = "rotary embeddings are computed without the fused kernel, which supports equal shards only"
 _GRAPHS = "kernels are launched one by one; the exchange between groups is not captured"
 _OVERLAP = "the plan's own order of computation and messages is used"
+_OFFLOAD = "the plan's stages say what is offloaded (offload: [activations])"
 _STATE = "the plan says which rank keeps which part of the optimizer's state, and where"
 
 
@@ -32,8 +33,20 @@ def _travels_otherwise(args: Namespace) -> bool:
     )
 
 
-def _fused_beside(used: Callable[[Namespace], Any]) -> Callable[[Namespace], bool]:
-    return lambda args: bool(used(args)) and args.apply_rope_fusion
+def _unfused(option: str, used: Callable[[Namespace], Any]) -> Replaced:
+    """Return a rule that an option, where used, replaces the fused kernel of rotary embeddings."""
+    return Replaced(
+        option,
+        {"apply_rope_fusion": False},
+        "rotary embeddings are computed without the fused kernel, which supports equal shards only",
+        lambda args: bool(used(args)) and args.apply_rope_fusion,
+        "without --no-rope-fusion",
+    )
+
+
+def _off(option: str, instead: str, beside: PlanKind = "any") -> Replaced:
+    """Return a rule that replaces an option by switching it off."""
+    return Replaced(option, {argument_name(option): False}, instead, beside=beside)
 
 
 def keeps_fp32_state(args: Namespace) -> bool:
@@ -56,26 +69,10 @@ OPTIONS: dict[str, tuple[Replaced, ...]] = {
             _backend,
             "any but auto",
         ),
-        Replaced(
-            "--dataloader-inter-document-masking",
-            {"apply_rope_fusion": False},
-            _UNFUSED,
-            _fused_beside(masks_documents),
-            "without --no-rope-fusion",
-        ),
-        Replaced(
-            "--sft",
-            {"apply_rope_fusion": False},
-            _UNFUSED,
-            _fused_beside(lambda args: args.sft),
-            "without --no-rope-fusion",
-        ),
-        Replaced(
-            "--multi-latent-attention",
-            {"apply_rope_fusion": False},
-            _UNFUSED,
-            _fused_beside(lambda args: args.multi_latent_attention and not is_packed(args)),
-            "without --no-rope-fusion",
+        _unfused("--dataloader-inter-document-masking", masks_documents),
+        _unfused("--sft", lambda args: args.sft),
+        _unfused(
+            "--multi-latent-attention", lambda args: args.multi_latent_attention and not is_packed(args)
         ),
         Replaced("--cp-comm-type", {"cp_comm_type": ["p2p"]}, "the plan says how ranks exchange"),
         Replaced(
@@ -102,11 +99,7 @@ OPTIONS: dict[str, tuple[Replaced, ...]] = {
             "allgather",
             beside="stages",
         ),
-        Replaced(
-            "--moe-shared-expert-overlap",
-            {"moe_shared_expert_overlap": False},
-            "shared experts are computed before the others",
-        ),
+        _off("--moe-shared-expert-overlap", "shared experts are computed before the others"),
         Replaced(
             "--overlap-moe-expert-parallel-comm",
             {
@@ -116,41 +109,25 @@ OPTIONS: dict[str, tuple[Replaced, ...]] = {
             },
             _OVERLAP,
         ),
-        Replaced("--moe-paged-stash", {"moe_paged_stash": False}, "activations stay where the plan says"),
-        Replaced("--delay-wgrad-compute", {"delay_wgrad_compute": False}, _OVERLAP),
-        Replaced("--tp-comm-overlap", {"tp_comm_overlap": False}, _OVERLAP),
-        Replaced(
-            "--ddp-average-in-collective",
-            {"ddp_average_in_collective": False},
-            "gradients are summed, and divided by the number of tokens",
-        ),
+        _off("--moe-paged-stash", "activations stay where the plan says"),
+        _off("--delay-wgrad-compute", _OVERLAP),
+        _off("--tp-comm-overlap", _OVERLAP),
+        _off("--ddp-average-in-collective", "gradients are summed, and divided by the number of tokens"),
         Replaced(
             "--num-distributed-optimizer-instances",
             {"num_distributed_optimizer_instances": 1},
             "all replicas share the optimizer's state",
         ),
-        Replaced(
-            "--use-tp-pp-dp-mapping",
-            {"use_tp_pp_dp_mapping": False},
-            "the plan says in which order ranks lie",
-        ),
+        _off("--use-tp-pp-dp-mapping", "the plan says in which order ranks lie"),
         Replaced(
             "--cuda-graph-impl",
             {"cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_scope": []},  # 0.17: scope
             _GRAPHS,
         ),
-        Replaced("--enable-cuda-graph", {"enable_cuda_graph": False}, _GRAPHS),
-        Replaced("--external-cuda-graph", {"external_cuda_graph": False}, _GRAPHS),
-        Replaced(
-            "--fine-grained-activation-offloading",
-            {"fine_grained_activation_offloading": False},
-            "the plan's stages say what is offloaded (offload: [activations])",
-        ),
-        Replaced(
-            "--cpu-offloading-num-layers",
-            {"cpu_offloading_num_layers": 0},
-            "the plan's stages say what is offloaded (offload: [activations])",
-        ),
+        _off("--enable-cuda-graph", _GRAPHS),
+        _off("--external-cuda-graph", _GRAPHS),
+        _off("--fine-grained-activation-offloading", _OFFLOAD),
+        Replaced("--cpu-offloading-num-layers", {"cpu_offloading_num_layers": 0}, _OFFLOAD),
         Replaced(
             "--recompute-modules",
             {"recompute_modules": lambda value: [name for name in value if name != "gdn_norm_out"] or None},
@@ -193,17 +170,7 @@ OPTIONS: dict[str, tuple[Replaced, ...]] = {
             "with order: interleaved a group has as many micro-batches as its replica stages",
             beside="stages",
         ),
-        Replaced(
-            "--overlap-param-gather-with-optimizer-step",
-            {"overlap_param_gather_with_optimizer_step": False},
-            _OVERLAP,
-            beside="stages",
-        ),
-        Replaced(
-            "--defer-embedding-wgrad-compute",
-            {"defer_embedding_wgrad_compute": False},
-            _OVERLAP,
-            beside="stages",
-        ),
+        _off("--overlap-param-gather-with-optimizer-step", _OVERLAP, beside="stages"),
+        _off("--defer-embedding-wgrad-compute", _OVERLAP, beside="stages"),
     ),
 }
