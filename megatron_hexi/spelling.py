@@ -79,13 +79,22 @@ def spell_range(span: tuple[int, int]) -> str:
 
 
 def spell_numbers(numbers: Iterable[int]) -> str:
-    """Return whole numbers in order, runs of them as ranges.
+    """Return whole numbers in ascending order, runs of them as ranges.
 
     >>> spell_numbers([5, 0, 1, 2, 3])
     '0-3, 5'
     """
+    return spell_runs(sorted(numbers))
+
+
+def spell_runs(numbers: Iterable[int]) -> str:
+    """Return whole numbers in their order, ascending runs of them as ranges.
+
+    >>> spell_runs([5, 0, 1, 2, 3])
+    '5, 0-3'
+    """
     runs: list[list[int]] = []
-    for number in sorted(numbers):
+    for number in numbers:
         if runs and runs[-1][1] == number:
             runs[-1][1] = number + 1
         else:

@@ -13,7 +13,7 @@ from rich.text import Text
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, IterationCost, Phases, Throughput
 from megatron_hexi.plan.units import rank_gpus
-from megatron_hexi.report.estimate import spell_throughput, throughput_cells
+from megatron_hexi.report.estimate import THROUGHPUT_COLUMNS, spell_throughput, throughput_cells
 from megatron_hexi.report.planned import (
     bound_line,
     cluster_ceiling,
@@ -23,11 +23,11 @@ from megatron_hexi.report.planned import (
     planned_dict,
 )
 from megatron_hexi.report.share_lines import find_shares, spell_layout, spell_recomputed
-from megatron_hexi.report.tables import Report
+from megatron_hexi.report.tables import Report, make_table
 from megatron_hexi.spelling import spell_seconds
 
 if TYPE_CHECKING:
-    from megatron_hexi.planner import FeatureAblation, Planned, WeakKind
+    from megatron_hexi.planner import Baseline, FeatureAblation, Planned, WeakKind
 
 #: The plan's own name among the results.
 OURS = "hexi"
@@ -35,6 +35,10 @@ OURS = "hexi"
 _CAPTION = (
     "tokens/s, predicted; TFLOP/s: of the model, per GPU; uniform: against the fastest of the layouts that "
     "give every GPU the same; ceiling: all GPUs at their best rates, no communication"
+)
+_RIVALS_CAPTION = (
+    "TFLOP/s: of the model, per GPU; seconds of an iteration: recomputation is in compute; wires: "
+    "communication not hidden; GiB: of the fullest GPU, and of all in the mean"
 )
 
 
@@ -114,36 +118,9 @@ def compare(planned: Planned, cluster: Cluster) -> Comparison:
     shares = find_shares(planned.plan, planned.job, planned.cost, cluster)
     cost = planned.cost
     again = spell_recomputed(planned.plan, planned.job)
-    results = [
-        LayoutResult(
-            *(OURS, spell_layout(shares), cost.phases, cost.tokens_per_s, "", False),
-            throughput=cost.throughput,
-            recompute=again,
-        )
-    ]
-    for baseline in planned.baselines:
-        if baseline.trial is None:
-            results.append(
-                LayoutResult(baseline.name, baseline.layout, None, None, baseline.why_not, baseline.uniform)
-            )
-            continue
-        plan, job = baseline.trial.plan, baseline.trial.job
-        gpus = rank_gpus(plan, len(cluster.ranks))
-        devices = [cluster.ranks[gpu].device for gpu in gpus]
-        results.append(
-            LayoutResult(
-                *(
-                    baseline.name,
-                    baseline.layout,
-                    baseline.trial.timing.phases,
-                    baseline.tokens_per_s,
-                    "",
-                    baseline.uniform,
-                ),
-                throughput=Throughput.of(job, devices, baseline.trial.tokens_per_s),
-                recompute=spell_recomputed(plan, job),
-            )
-        )
+    layout = spell_layout(shares)
+    results = [LayoutResult(OURS, layout, cost.phases, cost.tokens_per_s, "", False, cost.throughput, again)]
+    results += [_baseline_result(baseline, cluster) for baseline in planned.baselines]
     # The sort is stable: the plan comes before a baseline that is just as fast.
     results.sort(key=lambda result: -(result.tokens_per_s or 0.0))
     is_mixed = len({rank.device.name for rank in cluster.ranks}) > 1
@@ -151,15 +128,25 @@ def compare(planned: Planned, cluster: Cluster) -> Comparison:
     return Comparison(tuple(results), ceiling, planned.bound.iteration_s, is_mixed)
 
 
+def _baseline_result(baseline: Baseline, cluster: Cluster) -> LayoutResult:
+    name, layout, trial = baseline.name, baseline.layout, baseline.trial
+    if trial is None:
+        return LayoutResult(name, layout, None, None, baseline.why_not, baseline.uniform)
+    devices = [cluster.ranks[gpu].device for gpu in rank_gpus(trial.plan, len(cluster.ranks))]
+    throughput = Throughput.of(trial.job, devices, trial.tokens_per_s)
+    again = spell_recomputed(trial.plan, trial.job)
+    phases, rate = trial.timing.phases, baseline.tokens_per_s
+    return LayoutResult(name, layout, phases, rate, "", baseline.uniform, throughput, again)
+
+
 def comparison_report(planned: Planned, cluster: Cluster) -> Report:
     """Return the comparison for a terminal."""
     comparison = compare(planned, cluster)
-    ceiling = f"ceiling: {comparison.ceiling_tokens_per_s:,.0f} tokens/s"
     return Report(
         Text(job_line(planned.job, cluster)),
         *(Text(line) for line in kernel_lines(planned, cluster)),
         comparison_table(comparison),
-        Text(ceiling),
+        Text(f"ceiling: {comparison.ceiling_tokens_per_s:,.0f} tokens/s"),
         Text(bound_line(planned)),
         Text(_verdict(comparison)),
         *(Text(f"note: {note}") for note in planned.notes),
@@ -170,7 +157,7 @@ def comparison_report(planned: Planned, cluster: Cluster) -> Report:
 def comparison_table(comparison: Comparison) -> Table:
     """Return a table with a line for each result."""
     table = Table(caption=_CAPTION, caption_justify="left")
-    for name in ("", "tokens/s", "per GPU", "TFLOP/s", "MFU", "uniform", "ceiling", "iteration s"):
+    for name in ("", *THROUGHPUT_COLUMNS, "uniform", "ceiling", "iteration s"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     table.add_column("recompute")
     table.add_column("layout, or why there is none", overflow="fold")
@@ -295,28 +282,9 @@ def _rows(planned: Planned, cluster: Cluster) -> list[tuple[str, IterationCost]]
 
 
 def _table(rows: list[tuple[str, IterationCost]]) -> Table:
-    table = Table(
-        caption="TFLOP/s: of the model, per GPU; seconds of an iteration: recomputation is in compute; "
-        "wires: communication not hidden; "
-        "GiB: of the fullest GPU, and of all in the mean",
-        caption_justify="left",
-    )
-    for name in (
-        *(
-            "layout",
-            "tokens/s",
-            "per GPU",
-            "TFLOP/s",
-            "MFU",
-            "iteration",
-            "compute",
-            "wires",
-            "bubble",
-            "GiB",
-        ),
-        *("mean GiB", "idle"),
-    ):
-        table.add_column(name, justify="left" if name == "layout" else "right")
+    times = ("iteration", "compute", "wires", "bubble")
+    columns = ("layout", *THROUGHPUT_COLUMNS, *times, "GiB", "mean GiB", "idle")
+    table = make_table(columns, ("layout",), _RIVALS_CAPTION)
     for number, (layout, cost) in enumerate(rows):
         wires, bubble = cost.phases.communication, cost.phases.bubble
         table.add_row(

@@ -12,7 +12,7 @@ from rich.text import Text
 from megatron_hexi.cost import IterationCost, RankCost, Throughput, find_shortage
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.models import Job
-from megatron_hexi.report.tables import Report
+from megatron_hexi.report.tables import Report, make_table
 from megatron_hexi.spelling import spell_seconds
 
 _TIMES = ("token", "attention", "logits", "optimizer", "communication", "idle")
@@ -38,7 +38,7 @@ def estimate_report(cost: IterationCost) -> Report:
 
 def times_table(rows: Sequence[Sequence[RankCost]]) -> Table:
     """Return a table of each rank's time; ranks that are alike share a line."""
-    table = _table((*_HEADS, *_TIMES), _TIMES_CAPTION)
+    table = make_table((*_HEADS, *map(spell_phase, _TIMES)), _HEADS, _TIMES_CAPTION)
     for ranks in rows:
         times = (spell_seconds(getattr(ranks[0], f"{name}_s")) for name in _TIMES)
         table.add_row(*_who(ranks), *times)
@@ -49,8 +49,8 @@ def memory_table(rows: Sequence[Sequence[RankCost]]) -> Table:
     """Return a table of each rank's memory; ranks that are alike share a line."""
     terms = [name for name in rows[0][0].memory.terms if any(ranks[0].memory.terms[name] for ranks in rows)]
     waiting = any(ranks[0].host_memory.total for ranks in rows)
-    heads = (*_HEADS, *terms, "total", "usable", *(["in host memory"] if waiting else []))
-    table = _table(heads, _MEMORY_CAPTION)
+    columns = (*map(spell_phase, terms), "total", "usable", *(["in host memory"] if waiting else []))
+    table = make_table((*_HEADS, *columns), _HEADS, _MEMORY_CAPTION)
     for ranks in rows:
         rank = ranks[0]
         full = rank.memory_gib > rank.usable_gib
@@ -95,8 +95,12 @@ def spell_throughput(throughput: Throughput) -> str:
     return ", ".join(words)
 
 
+#: Columns of `throughput_cells`: tokens/s, tokens/s and model TFLOP/s of a GPU, and MFU.
+THROUGHPUT_COLUMNS = ("tokens/s", "per GPU", "TFLOP/s", "MFU")
+
+
 def throughput_cells(throughput: Throughput | None) -> tuple[str, str, str, str]:
-    """Return cells of tokens/s, tokens/s and model TFLOP/s per GPU, and MFU; ``-`` where unknown."""
+    """Return the cells of `THROUGHPUT_COLUMNS`; ``-`` where unknown."""
     if throughput is None:
         return ("-",) * 4
     return (
@@ -143,13 +147,6 @@ def _paces_line(cost: IterationCost) -> str:
         f"{spell_phase(pace.phase)} rank {pace.rank} ({pace.name})" for pace in cost.paces if pace.seconds
     ]
     return "slowest: " + ", ".join(spelt)
-
-
-def _table(names: Sequence[str], caption: str) -> Table:
-    table = Table(caption=caption, caption_justify="left")
-    for name in names:
-        table.add_column(spell_phase(name), justify="left" if name in _HEADS else "right")
-    return table
 
 
 def _alike(ranks: Sequence[RankCost]) -> list[list[RankCost]]:

@@ -64,10 +64,11 @@ def plan_panels(plan: Plan, rows: Sequence[UnitSummary], paint: Paint) -> list[P
     if rows[0].layers is not None:
         stages = {row.place[:2]: row for row in reversed(rows)}  # the first unit of each stands for it
         bars = [
-            Bar(row.place[:1], _parts(row), paint.of_stage(row), _stage_texts(row)) for row in stages.values()
+            Bar(row.place[:1], row.layer_ranges, paint.of_stage(row), _stage_texts(row))
+            for row in stages.values()
         ]
         replicas: dict[tuple[int, ...], str] = {row.place[:1]: wrap(_replica_name(plan, row)) for row in rows}
-        layers = max(stop for row in rows for _, stop in _parts(row))
+        layers = max(stop for row in rows for _, stop in row.layer_ranges)
         panels.append(PlanPanel("Layers of each pipeline stage.", "layer", layers, replicas, bars))
     domains = _divided(rows, 3, _domain_name, all_if_none=not panels)
     if domains:
@@ -179,27 +180,22 @@ def _ranks(row: UnitSummary) -> str:
     return spell_range((row.ranks[0], row.ranks[-1] + 1))
 
 
-def _parts(row: UnitSummary) -> Sequence[Range]:
-    """Return the layers of a unit's stage, by ministage."""
-    return row.ministages or (row.layers or (0, 0),)
-
-
 def _replica_name(plan: Plan, row: UnitSummary) -> str:
     """Return a replica's name with its micro-batches, ministages and offloading."""
     words = [f"replica {row.replica}"]
-    stages = plan.replicas[row.replica].stages
-    if plan.replicas[row.replica].micro_batches is not None:
-        words.append(f"{plan.replicas[row.replica].micro_batches} micro-batches")
+    replica = plan.replicas[row.replica]
+    if replica.micro_batches is not None:
+        words.append(f"{replica.micro_batches} micro-batches")
     if row.ministages is not None:
         words.append(f"{spell_ministages(len(row.ministages), row.order)} a stage")
-    if row.offload is not None and all(stage.offload == row.offload for stage in stages):
+    if row.offload is not None and all(stage.offload == row.offload for stage in replica.stages):
         words.append(f"offloads {', '.join(row.offload)}")
     return ", ".join(words)
 
 
 def _stage_texts(row: UnitSummary) -> list[str]:
     """Return labels for the bar of a stage, the longest first."""
-    count = sum(stop - start for start, stop in _parts(row))
+    count = sum(stop - start for start, stop in row.layer_ranges)
     name = f"stage {row.stage}"
     words = [f"{name}: {count} layer{'s' if count != 1 else ''}"]
     if row.offload is not None:
@@ -207,11 +203,14 @@ def _stage_texts(row: UnitSummary) -> list[str]:
     return [*words, name, str(row.stage)]
 
 
+def _stage_name(row: UnitSummary) -> str:
+    """Return a unit's replica, and its stage where it has layers of its own."""
+    return f"replica {row.replica}" + (f", stage {row.stage}" if row.layers is not None else "")
+
+
 def _domain_name(row: UnitSummary) -> str:
     """Return a domain's replica and stage, with its samples or micro-batches where it takes a part."""
-    words = [f"replica {row.replica}"]
-    if row.layers is not None:
-        words.append(f"stage {row.stage}")
+    words = [_stage_name(row)]
     if row.samples is not None:
         words.append(f"{row.samples} samples")
     if row.micro_batches is not None:
@@ -224,5 +223,4 @@ def _group_name(plan: Plan, row: UnitSummary) -> str:
     name = row.group_name or f"group {row.group}"
     if len(row.ranks) > 1:  # a unit of several GPUs is named after its first
         name = name.partition("/")[0]
-    place = f"replica {row.replica}" + (f", stage {row.stage}" if row.layers is not None else "")
-    return (f"{place}: " if several else "") + name
+    return (f"{_stage_name(row)}: " if several else "") + name

@@ -261,7 +261,8 @@ def spell_layout(shares: Sequence[ShareLine]) -> str:
         if len(sets) > 1:
             turns, suffix = same[0].micro_batches, " each" if len(replicas) > 1 else ""
             batches = f"{turns} micro-batch{'es' if turns > 1 else ''}{suffix}"
-            whole = f"{_replicas(replicas)}, {batches}: {whole}"
+            word = "replica" if len(replicas) == 1 else "replicas"
+            whole = f"{word} {spell_numbers(replicas)}, {batches}: {whole}"
         elif len(replicas) > 1:
             whole = f"{len(replicas)} replicas, each {whole}"
         spelt.append(whole)
@@ -369,7 +370,3 @@ def _spell_share(share: ShareLine) -> str:
     groups = f"{share.groups} groups of " if share.groups > 1 else ""
     heads = f"{_spell_extent(share.heads)} heads each"
     return f"{groups}{share.members} x {share.device} ({share.share:.0%} of tokens, {heads})"
-
-
-def _replicas(numbers: Sequence[int]) -> str:
-    return f"{'replica' if len(numbers) == 1 else 'replicas'} {spell_numbers(numbers)}"

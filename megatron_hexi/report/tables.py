@@ -15,7 +15,7 @@ from megatron_hexi.cluster import Curve, Device
 from megatron_hexi.models import Model
 from megatron_hexi.plan import Estimate, JobTerms, Plan, Provenance, Traffic, Workload
 from megatron_hexi.report.unit_summary import UnitSummary
-from megatron_hexi.spelling import spell_bytes, spell_range
+from megatron_hexi.spelling import spell_bytes, spell_range, spell_runs
 
 
 class Report(JupyterMixin, Group):
@@ -24,6 +24,14 @@ class Report(JupyterMixin, Group):
     def _repr_html_(self) -> str:
         """Return the HTML that Jupyter shows, for notebooks that cannot choose among several MIME types."""
         return str(self._repr_mimebundle_([], [])["text/html"])
+
+
+def make_table(columns: Sequence[str], words: Sequence[str] = (), caption: str | None = None) -> Table:
+    """Return a table without rows, whose columns are of numbers, or of words, which begin at the left."""
+    table = Table(caption=caption, caption_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in words else "right")
+    return table
 
 
 #: Names of the parts of a layer as all decoders have them.
@@ -99,7 +107,7 @@ def units_table(plan: Plan, rows: Sequence[UnitSummary]) -> Table:
         cells: dict[str, str | Text] = {
             "replica": str(row.replica),
             "stage": str(row.stage),
-            "layers": spell_layers(row),
+            "layers": ", ".join(map(spell_range, row.layer_ranges)),
             "ministages": "" if row.ministages is None else _spell_ministages(row),
             "offload": ", ".join(row.offload or ()),
             "recompute": "" if row.recompute is None else str(row.recompute),
@@ -123,20 +131,12 @@ def units_table(plan: Plan, rows: Sequence[UnitSummary]) -> Table:
 
 def against_table(against: Mapping[str, float], tokens_per_s: float | None) -> Table:
     """Return a table of the tokens/s predicted for other layouts, the fastest first."""
-    table = Table()
-    table.add_column("predicted instead")
-    table.add_column("tokens/s", justify="right")
-    if tokens_per_s is not None:
-        table.add_column("the plan is", justify="right")
+    ratio_column = [] if tokens_per_s is None else ["the plan is"]
+    table = make_table(("predicted instead", "tokens/s", *ratio_column), ("predicted instead",))
     for name, rate in sorted(against.items(), key=lambda item: -item[1]):
         ratio = [] if tokens_per_s is None else [f"{tokens_per_s / rate:.2f}x" if rate else "-"]
         table.add_row(Text(name), f"{rate:,.0f}", *ratio)
     return table
-
-
-def spell_layers(row: UnitSummary) -> str:
-    """Return the layers of a unit's stage as text, by ministage."""
-    return ", ".join(map(spell_range, row.ministages or (row.layers or (0, 0),)))
 
 
 def _spell_ministages(row: UnitSummary) -> str:
@@ -186,14 +186,7 @@ def _estimate_line(estimate: Estimate) -> str:
 
 def _gpus_line(gpus: Sequence[int]) -> str:
     """Return a line with the GPU on which each rank must be started; adjacent GPUs as one range."""
-    runs: list[list[int]] = []
-    for gpu in gpus:
-        if runs and runs[-1][1] == gpu:
-            runs[-1][1] = gpu + 1
-        else:
-            runs.append([gpu, gpu + 1])
-    spelt = ", ".join(spell_range((start, stop)) for start, stop in runs)
-    return f"ranks must be started on these GPUs of the cluster file, in rank order: {spelt}"
+    return f"ranks must be started on these GPUs of the cluster file, in rank order: {spell_runs(gpus)}"
 
 
 def _provenance_line(provenance: Provenance) -> str:
@@ -223,20 +216,10 @@ _CATALOG_CAPTION = (
 
 def catalog_table(devices: Sequence[Device]) -> Table:
     """Return a table of all devices, with a line for each attention kernel."""
-    table = Table(caption=_CATALOG_CAPTION, caption_justify="left")
-    for name in (
-        "GPU",
-        "memory GB",
-        "usable GiB",
-        "nominal",
-        "matmul",
-        "attention kernel",
-        "fwd / bwd",
-        "link",
-        "GB/s",
-    ):
-        is_text = name in ("GPU", "attention kernel", "link")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=name == "GPU")
+    memory, attention = ("memory GB", "usable GiB"), ("attention kernel", "fwd / bwd")
+    columns = ("GPU", *memory, "nominal", "matmul", *attention, "link", "GB/s")
+    table = make_table(columns, ("GPU", "attention kernel", "link"), _CATALOG_CAPTION)
+    table.columns[0].no_wrap = True
     for device in devices:
         nominal = device.nominal.bf16 or device.nominal.fp16
         passes = [attention.causal for attention in device.attentions]
@@ -278,14 +261,12 @@ def device_report(device: Device) -> RenderableType:
         )
     if device.note:
         facts.append(f"note: {device.note}")
-    table = Table(
-        caption="TFLOP/s against rows (matmul) or tokens (attention, head dim 128); ~ an estimate, or below "
-        "the sizes that the source gives",
-        caption_justify="left",
+    caption = (
+        "TFLOP/s against rows (matmul) or tokens (attention, head dim 128); ~ an estimate, or below the "
+        "sizes that the source gives"
     )
-    table.add_column("curve", no_wrap=True)
-    for size in TABLE_SIZES:
-        table.add_column(_size(size), justify="right")
+    table = make_table(("curve", *map(_size, TABLE_SIZES)), ("curve",), caption)
+    table.columns[0].no_wrap = True
     for name, curve in device.curves.items():
         table.add_row(name, *(_rate(curve, size) for size in TABLE_SIZES))
     return Group(*map(Text, facts), table, *map(Text, _sources(device)))

@@ -56,6 +56,11 @@ class UnitSummary:
     backward: Traffic
 
     @property
+    def layer_ranges(self) -> tuple[Range, ...]:
+        """The layers of its stage, by ministage; an empty range where the job's pipeline repeats it."""
+        return self.ministages or (self.layers or (0, 0),)
+
+    @property
     def place(self) -> tuple[int, int, int, int]:
         """Numbers of replica, stage, domain and group, the same for all members of a group."""
         return (self.replica, self.stage, self.domain, self.group)

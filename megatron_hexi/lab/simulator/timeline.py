@@ -20,6 +20,7 @@ from megatron_hexi.lab.simulator import (
     Simulation,
 )
 from megatron_hexi.report.estimate import spell_phase, spell_throughput
+from megatron_hexi.report.tables import make_table
 from megatron_hexi.spelling import spell_bytes, spell_seconds
 
 _RANKS_CAPTION = (
@@ -54,9 +55,8 @@ def timeline_report(
 
 def ranks_table(ranks: Sequence[RankTimeline]) -> Table:
     """Return a table of each rank's time; ranks that are alike share a line."""
-    table = _table(
-        ("ranks", "GPU", "names", *ranks[0].busy, "communication", "idle", "idle share"), 3, _RANKS_CAPTION
-    )
+    who = ("ranks", "GPU", "names")
+    table = make_table((*who, *ranks[0].busy, "communication", "idle", "idle share"), who, _RANKS_CAPTION)
     for alike in alike_ranks(ranks):
         first, last = alike[0], alike[-1]
         numbers, names = str(first.rank), first.name
@@ -68,7 +68,7 @@ def ranks_table(ranks: Sequence[RankTimeline]) -> Table:
 
 def links_table(links: Sequence[LinkUse]) -> Table:
     """Return a table of the busiest links."""
-    table = _table(("link", "bytes", "busy", "at once"), 1, _LINKS_CAPTION)
+    table = make_table(("link", "bytes", "busy", "at once"), ("link",), _LINKS_CAPTION)
     for link in links[:_LINKS]:
         table.add_row(
             Text(link.name), spell_bytes(round(link.bytes)), f"{link.busy_share:.1%}", str(link.most_at_once)
@@ -78,8 +78,9 @@ def links_table(links: Sequence[LinkUse]) -> Table:
 
 def differences_table(differences: Sequence[PhaseComparison]) -> Table:
     """Return a table of the cost model and the simulator with reasons; the whole iteration comes last."""
-    table = _table(("phase", "model", "simulated", "difference", "why"), 1, _PHASES_CAPTION)
-    table.columns[-1].justify, table.columns[-1].overflow = "left", "fold"
+    columns = ("phase", "model", "simulated", "difference", "why")
+    table = make_table(columns, ("phase", "why"), _PHASES_CAPTION)
+    table.columns[-1].overflow = "fold"
     for row in differences:
         table.add_row(
             spell_phase(row.phase),
@@ -164,11 +165,3 @@ def _replayed_line(simulation: Simulation) -> str:
         f"replayed: one micro-batch through {layers} of the {all_of_them} layers of each stage, and back; "
         "the others go on like the last two"
     )
-
-
-def _table(names: Sequence[str], words: int, caption: str) -> Table:
-    """Return a table whose first columns hold words and whose others hold numbers."""
-    table = Table(caption=caption, caption_justify="left")
-    for number, name in enumerate(names):
-        table.add_column(name, justify="left" if number < words else "right")
-    return table
