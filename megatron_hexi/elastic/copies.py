@@ -12,7 +12,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +20,8 @@ import torch.distributed as dist
 from megatron_hexi.elastic.copy_files import Files, copy_folder, copy_path, pull
 
 #: Variables of a rank's environment: iterations from copy to copy, this node's folder of copies, and its URL.
-COPY_INTERVAL_VARIABLE, COPIES_VARIABLE, COPIES_URL_VARIABLE = (
-    "HEXI_COPY_INTERVAL",
-    "HEXI_COPIES",
-    "HEXI_COPIES_URL",
-)
+COPY_INTERVAL_VARIABLE, COPIES_VARIABLE = "HEXI_COPY_INTERVAL", "HEXI_COPIES"
+COPIES_URL_VARIABLE = "HEXI_COPIES_URL"
 #: Seconds that the next round waits for agents to record the files of the newest copy that they hold.
 _SAID_S = 2.0
 
@@ -116,10 +112,8 @@ def find_newest(job: dist.Store, urls: Sequence[str]) -> FoundCopy | None:
     last = board.last()
     assert last is not None, "its round is named after it"
     deadline = time.monotonic() + _SAID_S
-    copy = board.find(last[0], urls)
-    while copy is None and time.monotonic() < deadline:
+    while (copy := board.find(last[0], urls)) is None and time.monotonic() < deadline:
         time.sleep(0.1)
-        copy = board.find(last[0], urls)
     safe = board.safe()
     return copy or (None if safe is None else board.find(safe, urls))
 
@@ -150,6 +144,5 @@ def drop_older(copies: Path, newest: Path) -> None:
 
 def copies_folder() -> Path | None:
     """Return this node's folder of copies; ``None`` where no copies are made."""
-    with suppress(KeyError):
-        return Path(os.environ[COPIES_VARIABLE])
-    return None
+    folder = os.environ.get(COPIES_VARIABLE)
+    return None if folder is None else Path(folder)

@@ -49,11 +49,7 @@ def copy_path(name: str, iteration: int) -> tuple[str, str]:
 
 
 def copy_folder(copies: Path, name: str, iteration: int) -> Path:
-    """Return the folder of a copy, named as Megatron names a checkpoint.
-
-    Raises:
-        OSError: `name` is not a name of a round.
-    """
+    """Return the folder of a copy, named as Megatron names a checkpoint. Raises as `copy_path` does."""
     return copies.joinpath(*copy_path(name, iteration))
 
 
@@ -61,7 +57,7 @@ class _Folder:
     """A folder below another, reached by bare names without following a link; a context manager.
 
     Raises:
-        OSError: an argument is no bare name, or no folder.
+        OSError: an argument is no bare name, or no folder or regular file.
     """
 
     def __init__(self, root: Path, *names: str) -> None:
@@ -90,11 +86,7 @@ class _Folder:
         return found
 
     def read(self, name: str) -> BufferedReader:
-        """Open a regular file to read.
-
-        Raises:
-            OSError: there is no regular file of that name.
-        """
+        """Open a regular file to read."""
         file = os.fdopen(self._open(name, os.O_RDONLY | os.O_NONBLOCK), "rb")
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.close()
@@ -102,11 +94,7 @@ class _Folder:
         return file
 
     def create(self, name: str) -> BufferedWriter:
-        """Open a new file to write, in place of any other of that name.
-
-        Raises:
-            OSError: the file cannot be made.
-        """
+        """Open a new file to write, in place of any other of that name."""
         self.remove(name)
         return os.fdopen(self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
 

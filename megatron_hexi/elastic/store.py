@@ -32,6 +32,8 @@ TRAINING, BROKEN, WANTED = "training", "broken", "wanted"
 SPARE = "spare"
 #: Keys of the job: the number of spares that have come, and the beginning of each one's key.
 _SPARES, _SPARE = "spares", "spare"
+#: How long the store may take to answer a rank.
+_TIMEOUT = timedelta(seconds=60)
 
 
 def in_round() -> bool:
@@ -39,7 +41,7 @@ def in_round() -> bool:
     return ROUND_VARIABLE in os.environ
 
 
-def round_store(timeout: timedelta) -> dist.Store:
+def round_store(timeout: timedelta = _TIMEOUT) -> dist.Store:
     """Return the store of this round's ranks alone.
 
     Raises:
@@ -48,7 +50,7 @@ def round_store(timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(os.environ[ROUND_VARIABLE], _store(timeout))
 
 
-def whole_store(timeout: timedelta) -> dist.Store:
+def whole_store(timeout: timedelta = _TIMEOUT) -> dist.Store:
     """Return the store that survives from one elastic round to the next.
 
     Raises:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
+from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -97,11 +100,11 @@ def _draw_speeds(axes: Axes, comparison: Comparison) -> None:
             [], [], color="black", linestyle=":", label=f"lower bound {spell_time(comparison.lower_bound_s)}"
         ),
     ]
-    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=9)
+    _add_legend(axes, handles, ncols=2)
 
 
 def _draw_times(axes: Axes, comparison: Comparison) -> None:
-    shown: dict[str, str] = {}
+    shown: set[str] = set()
     longest = max(result.iteration_s or 0.0 for result in comparison.results)
     unit = time_unit(longest)
     for row, result in enumerate(comparison.results):
@@ -112,22 +115,19 @@ def _draw_times(axes: Axes, comparison: Comparison) -> None:
         for name, colour in _COLOURS.items():
             if seconds[name] > 0:
                 axes.barh(row, seconds[name] / unit.seconds, _BAR, left=start, color=colour)
-                shown.setdefault(name, colour)
+                shown.add(name)
                 start += seconds[name] / unit.seconds
         axes.text(start, row, f" {spell_time(start * unit.seconds, unit)}", va="center", fontsize=9)
     axes.axvline(comparison.lower_bound_s / unit.seconds, color="black", linestyle=":", linewidth=1.2)
     axes.set_xlim(0, 1.15 * longest / unit.seconds)
     axes.set_xlabel(f"{unit.word} of an iteration, along its slowest way")
     handles = [Patch(color=_COLOURS[name], label=spell_phase(name)) for name in _COLOURS if name in shown]
-    axes.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=5,
-        frameon=False,
-        fontsize=9,
-        handlelength=1,
-    )
+    _add_legend(axes, handles, ncols=5, handlelength=1)
+
+
+def _add_legend(axes: Axes, handles: Sequence[Artist], **style: Any) -> None:
+    """Write a legend above a panel."""
+    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=9, **style)
 
 
 def _label(comparison: Comparison, result: LayoutResult) -> str:

@@ -6,7 +6,6 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -24,6 +23,7 @@ from megatron_hexi.report.plan_panels import (
     Colour,
     Paint,
     PlanPanel,
+    colour_of,
     node_kinds,
     plan_panels,
     shade,
@@ -46,7 +46,7 @@ def draw_curves(devices: Sequence[Device]) -> Figure:
     panels = figure.subplots(1, 3)
     single = len(devices) == 1
     for number, device in enumerate(devices):
-        (_draw_device if single else _draw_summary)(panels, device, _colour(number, len(devices)))
+        (_draw_device if single else _draw_summary)(panels, device, colour_of(number, len(devices), "tab10"))
     mask = "" if single else ", causal, fastest kernel"
     for axes, title, size in zip(
         panels,
@@ -72,7 +72,7 @@ def _draw_device(panels: Sequence[Axes], device: Device, colour: Colour) -> None
     for k, attention in enumerate(device.attentions):
         for name, passes, style in (("causal", attention.causal, "-"), ("full", attention.full, "--")):
             for axes, curve in zip(panels[1:], (passes.forward, passes.backward), strict=True):
-                hue = _colour(k, len(device.attentions))
+                hue = colour_of(k, len(device.attentions), "tab10")
                 _draw(axes, curve, hue, style, f"{attention.kernel}, {name}")
 
 
@@ -108,10 +108,6 @@ def _finish(axes: Axes, title: str, size: str) -> None:
     axes.set_ylabel("TFLOP/s")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _colour(number: int, count: int) -> Colour:
-    return colormaps["tab10"](number) if count <= 10 else colormaps["turbo"]((number + 0.5) / count)
 
 
 _BAR = 0.8  # height of a bar, where rows are one apart

@@ -128,7 +128,7 @@ class Paint:
     def of(cls, rows: Sequence[UnitSummary], gpus: Sequence[str]) -> Paint:
         """Return a colour for each unit; where GPUs are known, shades of one hue for each kind."""
         if not gpus:
-            return cls([], {row.rank: _colour(row.rank, len(rows)) for row in rows}, {})
+            return cls([], {row.rank: colour_of(row.rank, len(rows)) for row in rows}, {})
         kinds = list(dict.fromkeys(_kind(row, gpus) for row in rows))
         kind_of = {row.rank: kinds.index(_kind(row, gpus)) for row in rows}
         counts = [0] * len(kinds)
@@ -140,12 +140,12 @@ class Paint:
 
     def of_stage(self, row: UnitSummary) -> Colour:
         """Return the colour of a unit's stage."""
-        return shade(self.kind_of[row.rank], row.stage) if self.kinds else _colour(row.stage % 20, 20)
+        return shade(self.kind_of[row.rank], row.stage) if self.kinds else colour_of(row.stage % 20, 20)
 
 
-def _colour(rank: int, ranks: int) -> Colour:
-    """Return a colour that differs from the neighbours', and from all others up to a number of ranks."""
-    return colormaps["tab20"](rank) if ranks <= 20 else colormaps["turbo"]((rank + 0.5) / ranks)
+def colour_of(number: int, count: int, few: str = "tab20") -> Colour:
+    """Return a colour unlike its neighbours', and unlike all others where the map `few` has as many."""
+    return colormaps[few](number) if count <= colormaps[few].N else colormaps["turbo"]((number + 0.5) / count)
 
 
 def shade(kind: int, number: int) -> Colour:

@@ -170,18 +170,15 @@ def _chunks_line(job: JobTerms) -> str:
 
 
 def _estimate_line(estimate: Estimate) -> str:
-    facts = []
-    if estimate.iteration_s is not None:
-        facts.append(f"{estimate.iteration_s:.3f} s per iteration")
-    if estimate.tokens_per_s is not None:
-        facts.append(f"{estimate.tokens_per_s:,.0f} tokens/s")
-    if estimate.lower_bound_s is not None:
-        facts.append(f"no plan takes less than {estimate.lower_bound_s:.3f} s")
-    if estimate.gap is not None:
-        facts.append(f"this one takes at most {estimate.gap:.1%} longer than the best")
-    if estimate.memory_gib:
-        facts.append(f"up to {max(estimate.memory_gib):.1f} GiB a rank")
-    return "estimate: " + (", ".join(facts) or "none")
+    facts = {
+        "{:.3f} s per iteration": estimate.iteration_s,
+        "{:,.0f} tokens/s": estimate.tokens_per_s,
+        "no plan takes less than {:.3f} s": estimate.lower_bound_s,
+        "this one takes at most {:.1%} longer than the best": estimate.gap,
+        "up to {:.1f} GiB a rank": max(estimate.memory_gib or (), default=None),
+    }
+    spelt = (text.format(value) for text, value in facts.items() if value is not None)
+    return "estimate: " + (", ".join(spelt) or "none")
 
 
 def _gpus_line(gpus: Sequence[int]) -> str:

@@ -42,7 +42,6 @@ from megatron_hexi.text_file import write_text_atomically
 
 #: File with the newest checkpoint's iteration, which Megatron writes last into a folder of checkpoints.
 TRACKER = "latest_checkpointed_iteration.txt"
-_STORE = timedelta(seconds=60)
 _FETCH = timedelta(seconds=600)
 _OFF = "copies/off"
 #: A file system with less room than this is full.
@@ -58,7 +57,7 @@ class Copier:
         self._args, self._copies = args, copies
         self._every = int(os.environ[COPY_INTERVAL_VARIABLE])
         self._name = os.environ[ROUND_VARIABLE]
-        self._round, self._job = round_store(_STORE), whole_store(_STORE)
+        self._round, self._job = round_store(), whole_store()
         self._board = CopyBoard(self._job, self._name)
         self._nodes = int(os.environ["GROUP_WORLD_SIZE"])
         self._off = self._job.check([_OFF])
@@ -174,7 +173,7 @@ def fetch_copy(store: dist.Store, chosen: dict[str, Any]) -> Path | None:
         try:
             copy = FoundCopy(chosen["name"], chosen["iteration"], chosen["files"])
             url = os.environ[COPIES_URL_VARIABLE]
-            complete_copy(copy, copies, url, whole_store(_STORE), secret_of_rank())
+            complete_copy(copy, copies, url, whole_store(), secret_of_rank())
             write_text_atomically(copies / chosen["name"] / TRACKER, str(chosen["iteration"]))
         except (OSError, RuntimeError) as caught:
             problem = str(caught)

@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, NoReturn
 
 from megatron_hexi.elastic import say
@@ -16,7 +15,6 @@ from megatron_hexi.runtime import stop_watch
 
 #: Exit code of ranks that are to be started again, with other nodes.
 _START_AGAIN = 75
-_STORE = timedelta(seconds=60)
 
 
 def end_to_start_again(reason: str) -> NoReturn:
@@ -31,7 +29,7 @@ def end_to_start_again(reason: str) -> NoReturn:
 
 @functools.cache
 def _fence() -> Fence:
-    return Fence(whole_store(_STORE), os.environ[ROUND_VARIABLE])
+    return Fence(whole_store(), os.environ[ROUND_VARIABLE])
 
 
 def ask_fence() -> None:

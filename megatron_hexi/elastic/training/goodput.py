@@ -12,7 +12,6 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.patching import STEP_PARAMETERS, Patch
 from megatron_hexi.record import Round
 
-_STORE = timedelta(seconds=60)
 #: Seconds that a node which has come waits for a copy to be on two nodes.
 _SAFE_S = 40.0
 
@@ -90,7 +88,7 @@ class RoundSteps:
         self._writes = args.rank in (0, args.world_size - 1)  # the record and counts; the log
         self._interval: int = args.save_interval
         self._first = iteration
-        self._round, self._job = round_store(_STORE), whole_store(_STORE)
+        self._round, self._job = round_store(), whole_store()
         self._kept_s = _kept_s(self._job, iteration)
         self._begun = float(self._job.get("begun"))
         self._args = args

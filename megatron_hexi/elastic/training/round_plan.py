@@ -25,7 +25,6 @@ from megatron_hexi.text_file import read_text
 
 #: How long the planner may take.
 PLANNER_TIMEOUT = timedelta(seconds=300)
-_STORE = timedelta(seconds=60)
 _COMMAND = (sys.executable, "-m", "megatron_hexi.elastic.planning")
 _LEAST_NICE = 19
 #: Seconds between two looks for spares that have come.
@@ -40,7 +39,6 @@ def plan_for(job: dist.Store, request: dict[str, Any], present: Places) -> dict[
 
     Args:
         request: request to `megatron_hexi.elastic.planning`, without ``present``.
-        present: node and local number of each started rank.
 
     Returns:
         A dictionary with ``plan`` (YAML text), ``left_out`` (names of absent nodes) and ``ranks`` (for each
@@ -79,7 +77,7 @@ def plan_ahead(request: dict[str, Any], present: Places) -> None:
 def _plan_ahead(request: dict[str, Any], present: Places) -> None:
     # A failure here is reported by the next round's planner.
     with suppress(OSError, RuntimeError, ValueError):
-        job, now = whole_store(_STORE), round_store(_STORE)
+        job, now = whole_store(), round_store()
         while not now.check([TRAINING]):
             time.sleep(0.5)
         planned: set[str] = set()

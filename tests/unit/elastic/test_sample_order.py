@@ -18,8 +18,8 @@ def begin(monkeypatch):
     """Begin a round of the same job, after a state of some iterations and samples."""
     job = dist.HashStore()
     job.set("begun", "0")
-    monkeypatch.setattr(goodput, "whole_store", lambda _: job)
-    monkeypatch.setattr(goodput, "round_store", lambda _: dist.HashStore())
+    monkeypatch.setattr(goodput, "whole_store", lambda: job)
+    monkeypatch.setattr(goodput, "round_store", lambda: dist.HashStore())
 
     def begin(iteration, samples, rank=0):
         args = Namespace(rank=rank, world_size=3, save_interval=2, consumed_train_samples=samples)
