@@ -1,16 +1,29 @@
-"""The padded vocabulary of a job stays the same under all of its plans."""
+"""A plan's terms against a job: the padded vocabulary, which all plans of a job share, and adapters."""
 
 from __future__ import annotations
 
 import math
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron_hexi.options.job_terms import keep_vocabulary, vocabulary_step
-from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, Workload
+from megatron_hexi.errors import PlanError
+from megatron_hexi.options.job_terms import keep_vocabulary, set_job_terms, vocabulary_step
+from megatron_hexi.plan import (
+    Domain,
+    Group,
+    JobTerms,
+    Member,
+    Plan,
+    Replica,
+    Stage,
+    Workload,
+    proportional_plan,
+)
 
 
 def plan_of(widths: list[int], repeated: bool) -> Plan:
@@ -55,3 +68,19 @@ def test_a_plan_s_own_number_of_rows_stays():
     args = Namespace(make_vocab_size_divisible_by=128)
     keep_vocabulary(args, first, plan_of([2], repeated=True))
     assert args.make_vocab_size_divisible_by == 320
+
+
+@pytest.mark.parametrize(
+    ("planned", "trained", "said"),
+    [
+        (8, None, "job.lora_rank is 8, the job trains all weights; make a plan for it with hexi plan$"),
+        (8, 16, "job.lora_rank is 8, the job trains adapters of rank 16; .* hexi plan --lora-rank 16$"),
+        (8, 8, None),
+        (None, 8, None),  # of which all weights fit
+    ],
+)
+def test_a_plan_for_adapters_is_for_those_of_its_rank(planned, trained, said):
+    plan = replace(proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]]]), job=JobTerms(lora_rank=planned))
+    args = Namespace(hexi_plan="plan.yaml", tensor_model_parallel_size=1, lora_rank=trained)
+    with pytest.raises(PlanError, match=said) if said else nullcontext():
+        assert set_job_terms(args, set(), plan) == []
