@@ -69,7 +69,7 @@ UNITS = """\
         - {ranks: [2, 3], tokens: 67, heads: [2, 3], experts: [5, 8]}
   - {layers: [4, 6], domains: [{ranks: [4], experts: [0, 8]}]}
 """
-#: Of which one has a stage alone.
+#: Two replicas, one of a single stage.
 REPLICAS = f"""\
 - micro_batches: 3
 {STAGES}- micro_batches: 1
@@ -153,7 +153,7 @@ CASES = {
         last="ministages: 2\n    offload: [parameters, optimizer, activations]",
     ),
 }
-#: Of trainings that are compared: 40 micro-batches.
+#: Iterations of each training: 40 micro-batches.
 ITERATIONS = 10
 
 
