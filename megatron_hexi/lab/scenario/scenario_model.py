@@ -12,8 +12,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-STRICT = ConfigDict(extra="forbid")
-
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = r"(\d+(?:\.\d+)?)([smhd])"
 _SPELLING = re.compile(rf"{_PART}(?: ?{_PART})*")
@@ -57,8 +55,6 @@ class Throttled:
     at: Duration = 0.0
     until: Duration | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
 class Congested:
@@ -77,8 +73,6 @@ class Congested:
     at: Duration = 0.0
     until: Duration | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
 class NodeFailure:
@@ -93,8 +87,6 @@ class NodeFailure:
     nodes: Text
     at: Duration
     until: Duration | None = None
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
@@ -112,8 +104,6 @@ class RandomThrottles:
     lasts: Span
     speed_factor: Factor
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
 class RandomCongestion:
@@ -130,8 +120,6 @@ class RandomCongestion:
     lasts: Span
     bandwidth_factor: Factor
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
 class RandomFailures:
@@ -144,8 +132,6 @@ class RandomFailures:
 
     mean_time_between: Span
     repair: Span
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
@@ -164,8 +150,6 @@ class Random:
     congestion: RandomCongestion | None = None
     failures: RandomFailures | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
 
 @dataclass(frozen=True)
 class Recovery:
@@ -178,8 +162,6 @@ class Recovery:
 
     checkpoint_every: Iterations = 100
     restart: Duration = 300.0
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
@@ -197,8 +179,6 @@ class Replanning:
     threshold: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.03
     reaction: Iterations = 4
     swap: Duration = 0.1
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
@@ -223,4 +203,5 @@ class Scenario:
     recovery: Recovery = Recovery()
     replanning: Replanning = Replanning()
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    #: Also of the classes in it, which have none of their own.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
