@@ -5,8 +5,9 @@ Every plan names GPUs of the whole cluster, so that the cost model can evaluate 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -54,10 +55,10 @@ class Plans:
         self.cluster = cluster
         self._request = request
         self._known: list[PlacedPlan] = []
-        self._clusters: dict[Conditions, Cluster] = {}
-        self._paces: dict[tuple[PlacedPlan, Conditions], PlanPace] = {}
-        self._found: dict[Conditions, PlacedPlan | None] = {}
-        self._best: dict[Conditions, float | None] = {}
+        self._at: Callable[[Conditions], Cluster] = cache(lambda conditions: conditions.apply(cluster))
+        self._find = cache(self._ask_planner)
+        self._pace = cache(self._estimate)
+        self.best_seconds = cache(self._best_seconds)
         self.given = self.add(plan, job)
         self.tokens = job.global_batch_size * job.seq_length  # of an iteration, whatever the plan
 
@@ -73,40 +74,31 @@ class Plans:
 
     def pace(self, placed: PlacedPlan, conditions: Conditions) -> PlanPace:
         """Return the times of an iteration of a plan under some conditions, whose lost nodes are ignored."""
-        key = placed, conditions = placed, _at_units(conditions, placed)
-        if key not in self._paces:
-            cost = CostModel(placed.job, self._at(conditions)).estimate(placed.plan)
-            busy = np.array([rank.compute_s for rank in cost.ranks])
-            self._paces[key] = PlanPace(cost.iteration_s, busy)
-        return self._paces[key]
+        return self._pace(placed, _at_units(conditions, placed))
+
+    def _estimate(self, placed: PlacedPlan, conditions: Conditions) -> PlanPace:
+        cost = CostModel(placed.job, self._at(conditions)).estimate(placed.plan)
+        return PlanPace(cost.iteration_s, np.array([rank.compute_s for rank in cost.ranks]))
 
     def after_loss(self, lost: frozenset[int]) -> PlacedPlan | None:
         """Return the plan for the remaining nodes at the file's rates; ``None``: none fits in memory."""
         return self._find(Conditions(lost=lost)) if lost else self.given
 
-    def best_seconds(self, conditions: Conditions) -> float | None:
+    def _best_seconds(self, conditions: Conditions) -> float | None:
         """Return the seconds of an iteration of the best plan; ``None``: no plan fits on the remaining nodes.
 
         Candidates are all plans known so far, and those that the planner finds for these conditions: with
         each node at the file's speeds, and at its slowest GPU's, both cut again. The planner takes the GPUs
         of a node as equal; cutting again uses the speed of every GPU.
         """
-        if conditions not in self._best:
-            level = self._at_nodes(conditions)
-            candidates = [self._find(state) for state in dict.fromkeys((replace(level, speeds=()), level))]
-            for placed in dict.fromkeys((*candidates, self.given)) if conditions.speeds else ():
-                if placed is not None and placed.can_be_cut and not placed.nodes & conditions.lost:
-                    rates = self._at(_at_units(conditions, placed))
-                    self.add(recut(placed.plan, placed.job, rates), placed.job)
-            usable = [placed for placed in self._known if not placed.nodes & conditions.lost]
-            seconds = [self.pace(placed, conditions).seconds for placed in usable]
-            self._best[conditions] = min(seconds, default=None)
-        return self._best[conditions]
-
-    def _at(self, conditions: Conditions) -> Cluster:
-        if conditions not in self._clusters:
-            self._clusters[conditions] = conditions.apply(self.cluster)
-        return self._clusters[conditions]
+        level = self._at_nodes(conditions)
+        candidates = [self._find(state) for state in dict.fromkeys((replace(level, speeds=()), level))]
+        for placed in dict.fromkeys((*candidates, self.given)) if conditions.speeds else ():
+            if placed is not None and placed.can_be_cut and not placed.nodes & conditions.lost:
+                rates = self._at(_at_units(conditions, placed))
+                self.add(recut(placed.plan, placed.job, rates), placed.job)
+        usable = [placed for placed in self._known if not placed.nodes & conditions.lost]
+        return min((self.pace(placed, conditions).seconds for placed in usable), default=None)
 
     def _at_nodes(self, conditions: Conditions) -> Conditions:
         """Return conditions in which every GPU is as slow as the slowest of its node."""
@@ -120,13 +112,8 @@ class Plans:
         )
         return replace(conditions, speeds=leveled)
 
-    def _find(self, conditions: Conditions) -> PlacedPlan | None:
-        """Return the planner's plan for the remaining nodes, whose GPUs it takes as equal."""
-        if conditions not in self._found:
-            self._found[conditions] = self._ask_planner(conditions)
-        return self._found[conditions]
-
     def _ask_planner(self, conditions: Conditions) -> PlacedPlan | None:
+        """Return the planner's plan for the remaining nodes, whose GPUs it takes as equal."""
         remaining = [n for n in range(len(self.cluster.nodes)) if n not in conditions.lost]
         if not remaining:
             return None

@@ -122,10 +122,6 @@ class Runner(ABC):
         self._pass(end, self.plans.tokens / seconds)
         return remaining
 
-    def stop_for(self, seconds: float) -> None:
-        """Stop training for some seconds."""
-        self._ready_s = self.clock_s + seconds
-
     def finished(self) -> Course:
         """Return the result."""
         iterations = self.iteration + self.part
@@ -317,7 +313,7 @@ class ReplanningRunner(Runner):
         advisor.swapped(placed.plan)
         self.placed = placed
         self.swaps += 1
-        self.stop_for(self._settings.swap)
+        self._ready_s = self.clock_s + self._settings.swap
         self._look_anew()
 
     def _look_anew(self) -> None:

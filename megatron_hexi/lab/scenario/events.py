@@ -84,18 +84,16 @@ def _drawn(scenario: Scenario, cluster: Cluster) -> Iterator[Event]:
     if (slow := drawn.throttles) is not None:
         for rank in range(len(cluster.ranks)):
             name = cluster.rank_name(rank)
-            for begin, end in _draw(f"{seed} {name}", slow.mean_time_between, slow.lasts, lasts_s):
-                yield Event("throttled", name, begin, end, slow.speed_factor, ranks=(rank,))
+            for times in _draw(f"{seed} {name}", slow.mean_time_between, slow.lasts, lasts_s):
+                yield Event("throttled", name, *times, slow.speed_factor, ranks=(rank,))
     if (narrow := drawn.congestion) is not None and len(nodes) > 1:
         for number, name in enumerate(nodes):
-            for begin, end in _draw(f"{seed} link {name}", narrow.mean_time_between, narrow.lasts, lasts_s):
-                yield Event("congested", name, begin, end, narrow.bandwidth_factor, links=((1, number),))
+            for times in _draw(f"{seed} link {name}", narrow.mean_time_between, narrow.lasts, lasts_s):
+                yield Event("congested", name, *times, narrow.bandwidth_factor, links=((1, number),))
     if (failures := drawn.failures) is not None:
         for number, name in enumerate(nodes):
-            for begin, end in _draw(
-                f"{seed} node {name}", failures.mean_time_between, failures.repair, lasts_s
-            ):
-                yield Event("lost", name, begin, end, 0.0, nodes=(number,))
+            for times in _draw(f"{seed} node {name}", failures.mean_time_between, failures.repair, lasts_s):
+                yield Event("lost", name, *times, 0.0, nodes=(number,))
 
 
 def _draw(stream: str, between: float, duration: float, lasts: float) -> Iterator[tuple[float, float]]:

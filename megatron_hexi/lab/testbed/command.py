@@ -81,7 +81,7 @@ def _check_one_speed(cluster: Cluster, source: YamlFile) -> None:
     first = cluster.ranks[0].device
     for number, entry in enumerate(cluster.file.nodes):
         device = cluster.ranks[cluster.nodes[cluster.file.node_numbers[entry.name].start].ranks[0]].device
-        ratios = [_top(device)[name] / _top(first)[name] for name in _top(first)]
+        ratios = [rate / of_first for rate, of_first in zip(_top(device), _top(first), strict=True)]
         if max(ratios) > (1 + _SAME_RATIO) * min(ratios):
             problem = (
                 f"is {min(ratios):.3g} to {max(ratios):.3g} times as fast as {first.name}, by kind of work"
@@ -89,10 +89,9 @@ def _check_one_speed(cluster: Cluster, source: YamlFile) -> None:
             refuse(source, ("nodes", number), f"{problem}: a quota has one speed", "take --speeds paced")
 
 
-def _top(device: Device) -> dict[str, float]:
+def _top(device: Device) -> list[float]:
     """Return the last rate of each curve, TFLOP/s."""
-    curves = {"matmul": device.layer_matmul} | device.attention(KERNEL).curves
-    return {name: curve.rates[-1] for name, curve in curves.items()}
+    return [curve.rates[-1] for curve in (device.layer_matmul, *device.attention(KERNEL).curves.values())]
 
 
 def run_testbed(

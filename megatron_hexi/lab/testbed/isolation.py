@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -97,11 +97,10 @@ def within[T](name: str, work: Callable[[], T]) -> T:
         return thread.submit(work).result()
 
 
-def run(*words: str | Sequence[str]) -> None:
+def run(*words: str) -> None:
     """Run ``ip``, ``tc`` or ``mount``."""
-    command = [part for word in words for part in ([word] if isinstance(word, str) else word)]
     try:
-        output_of(command)
+        output_of(words)
     except PlatformError as problem:
         raise PlatformError(
             f"{problem}; the kernel must offer veth, bridge, sch_htb and cls_u32, or do without links: "

@@ -76,7 +76,8 @@ def run_job(lab: Lab, cluster: Cluster, name: str, program: Sequence[str], *, sh
             follow()
             time.sleep(_POLL_S)
     code = next((code for code in codes if code), 0)
-    records = [_read(lab.record(name, rank)) for rank in range(count)]
+    paths = [lab.record(name, rank) for rank in range(count)]
+    records = [json.loads(path.read_text()) if path.exists() else None for path in paths]
     return _explain(lab, cluster, name, records, shown=logs) if code else Ended(0, records)
 
 
@@ -182,7 +183,3 @@ def _explain(
         return Ended(code, records, f"{who} ended with exit code {code}; see above and {log}")
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
     return Ended(code, records, f"{who} ended with exit code {code}; the end of {log}:\n{tail}")
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+from pydantic import TypeAdapter
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.text_file import write_text_atomically
@@ -41,13 +44,8 @@ def parse_throttle(text: str, gpus: int) -> Throttle:
     """Parse a throttle: ``2=0.5@60..180`` is GPU 2 at half its speed from second 60 to 180."""
     match = _SPELLING.fullmatch(text)
     if match is not None:
-        end = match["end"]
-        throttle = Throttle(
-            int(match["gpu"]),
-            float(match["factor"]),
-            float(match["begin"]),
-            None if end is None else float(end),
-        )
+        begin, end = float(match["begin"]), match["end"]
+        throttle = Throttle(int(match["gpu"]), float(match["factor"]), begin, float(end) if end else None)
         later = throttle.end_s is None or throttle.end_s > throttle.begin_s
         if throttle.gpu < gpus and 0 < throttle.factor <= 1 and later:
             return throttle
@@ -59,11 +57,7 @@ def parse_throttle(text: str, gpus: int) -> Throttle:
 
 def speed_at(throttles: Iterable[Throttle], seconds: float) -> float:
     """Return the factor on a GPU's curves at a time, given its throttles."""
-    factor = 1.0
-    for throttle in throttles:
-        if throttle.holds(seconds):
-            factor *= throttle.factor
-    return factor
+    return math.prod((throttle.factor for throttle in throttles if throttle.holds(seconds)), start=1.0)
 
 
 Speeds = Literal["paced", "quota", "none"]
@@ -130,13 +124,9 @@ class Lab:
 
 def write_lab(lab: Lab) -> None:
     """Write the request to the lab into the lab's folder."""
-    write_text_atomically(lab.folder / "lab.json", json.dumps(asdict(lab) | {"folder": str(lab.folder)}))
+    write_text_atomically(lab.folder / "lab.json", json.dumps(asdict(lab), default=str))
 
 
 def read_lab(folder: str | os.PathLike[str]) -> Lab:
     """Read the lab that `write_lab` has written."""
-    data = json.loads((Path(folder) / "lab.json").read_text())
-    quotas = tuple(Quota(**quota) for quota in data["quotas"])
-    lists = {"gpus": tuple(data["gpus"]), "quotas": quotas, "program": tuple(data["program"])}
-    lists |= {"throttles": tuple(Throttle(**throttle) for throttle in data["throttles"])}
-    return Lab(**data | lists | {"folder": Path(data["folder"])})
+    return TypeAdapter(Lab).validate_json((Path(folder) / "lab.json").read_bytes())

@@ -95,16 +95,16 @@ def _add_rank(cluster: Cluster, rank: int) -> None:
     _add_cable((name, "eth0"), (host, f"rank{rank}"))
     _join_bridge(host, f"rank{rank}")
     ip = ("ip", "-n", name)
-    run(ip, "link", "set", "eth0", "gso_max_size", str(_SEGMENT_BYTES))
-    run(ip, "addr", "add", f"{address}/16", "dev", "eth0")
-    run(ip, "link", "set", "eth0", "up")
+    run(*ip, "link", "set", "eth0", "gso_max_size", str(_SEGMENT_BYTES))
+    run(*ip, "addr", "add", f"{address}/16", "dev", "eth0")
+    run(*ip, "link", "set", "eth0", "up")
     owner = cluster.nodes[cluster.ranks[rank].node]
     inside, outside = owner.bandwidth, owner.cards.bandwidth if owner.cards else owner.bandwidth
     node = f"10.77.{cluster.ranks[rank].node}.0/24"
     for change, subnet, bandwidth in (("change", "10.77.0.0/16", outside), ("add", node, inside)):
         route = (subnet, "dev", "eth0", "proto", "kernel", "scope", "link", "src", address)
         window = str(_window(bandwidth))
-        run(ip, "route", change, route, "initcwnd", window, "cwnd", "lock", window)
+        run(*ip, "route", change, *route, "initcwnd", window, "cwnd", "lock", window)
 
 
 def _window(bandwidth: float) -> int:
@@ -205,8 +205,7 @@ def measure_links(cluster: Cluster) -> list[LinkMeasured]:
     first = [node.ranks[0] for node in cluster.nodes]
     inside = [node.ranks[:2] for node in cluster.nodes if len(node.ranks) > 1]
     rounds = [[(a, b) for a, b in inside], [(b, a) for a, b in inside]] if inside else []
-    for step in range(1, len(first)):
-        rounds.append([(rank, first[(n + step) % len(first)]) for n, rank in enumerate(first)])
+    rounds += [list(zip(first, first[step:] + first[:step], strict=True)) for step in range(1, len(first))]
     return [measurement for pairs in rounds for measurement in _measure_round(cluster, pairs)]
 
 

@@ -74,7 +74,7 @@ def main(folder: str) -> int:
             # The job has told how it kept its pace; of quotas only another load can tell.
             measured["after"] = _measure(lab, cluster, "after", load=lab.speeds == "quota")
             problems += _problems(lab, cluster, measured["after"])
-    paces = _paces(lab, ended)
+    paces = truth.read_pace(lab, ended.records) if ended and lab.speeds == "paced" else []
     problems += truth.pace_problems(cluster, paces)
     document = _document(lab, cluster, measured, paces, ended, problems)
     write_text_atomically(lab.result, json.dumps(document, indent=2, allow_nan=False) + "\n")
@@ -114,12 +114,6 @@ def _problems(lab: Lab, cluster: Cluster, measured: TestbedMeasurements) -> list
         *truth.link_problems(cluster, measured.links),
         *truth.speed_problems(cluster, measured.speeds, lab.speeds),
     ]
-
-
-def _paces(lab: Lab, ended: Ended | None) -> list[truth.PaceMeasured]:
-    if ended is None or lab.speeds != "paced":
-        return []
-    return truth.read_pace(lab, ended.records)
 
 
 def _document(

@@ -18,8 +18,20 @@ from megatron_hexi.lab.testbed.network import LinkMeasured
 from megatron_hexi.lab.testbed.quotas import cycle_seconds
 
 
+class _Timed:
+    """Requested and measured seconds of the same work."""
+
+    asked_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """Error of the speed, relative to the requested one."""
+        return self.asked_s / self.measured_s - 1
+
+
 @dataclass(frozen=True)
-class SpeedMeasured:
+class SpeedMeasured(_Timed):
     """A measurement of one GPU's speed under the synthetic load.
 
     Args:
@@ -31,14 +43,9 @@ class SpeedMeasured:
     asked_s: float
     measured_s: float
 
-    @property
-    def error(self) -> float:
-        """Error of the speed, relative to the requested one."""
-        return self.asked_s / self.measured_s - 1
-
 
 @dataclass(frozen=True)
-class PaceMeasured:
+class PaceMeasured(_Timed):
     """A measurement of how well a rank of a paced job kept its pace.
 
     Args:
@@ -59,11 +66,6 @@ class PaceMeasured:
     unmodelled_share: float
     exposed_share: float
     busy_share: float
-
-    @property
-    def error(self) -> float:
-        """Error of the speed, relative to the requested one."""
-        return self.asked_s / self.measured_s - 1
 
 
 def read_speeds(lab: Lab, cluster: Cluster, job: str) -> list[SpeedMeasured]:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class PacedClock:
 
     def __init__(self) -> None:
         self.pace = PacedTimes()
-        self._first = self._last = 0.0
+        self.first = self._last = 0.0  # begin of the first operation, end of the last
         self._late = 0.0
         self._unsent = 0.0
         self._busy_at = 0.0
@@ -76,7 +76,7 @@ class PacedClock:
         if self.pace.operations:
             self._note_between()
         else:
-            self._first = time.perf_counter()
+            self.first = time.perf_counter()
         return time.perf_counter()
 
     def end(self, begin: float, kind: str, seconds: float) -> None:
@@ -96,10 +96,6 @@ class PacedClock:
         self._last = now
         self._busy_at = self._busy()
 
-    def since_first(self, now: float) -> float:
-        """Return the seconds since the first operation began."""
-        return now - self._first
-
     def message(self) -> None:
         """Note that a collective or a message is about to be posted."""
         if self.pace.operations:
@@ -111,7 +107,7 @@ class PacedClock:
         """Return the times of all paced operations."""
         self.pace.lost += max(0.0, self._late)
         self._late = 0.0
-        self.pace.wall = self._last - self._first
+        self.pace.wall = self._last - self.first
         return self.pace
 
     def _note_between(self) -> None:
@@ -139,13 +135,6 @@ _BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 _CHARGED = {*_PRODUCTS, _FORWARD, _BACKWARD}
 
 
-class Charge(NamedTuple):
-    """The modelled time of an operation."""
-
-    kind: str
-    seconds: float
-
-
 class Charger:
     """Computes the modelled time of operations from a device's curves.
 
@@ -158,12 +147,8 @@ class Charger:
         self._attention = device.attention(KERNEL)
         self._fp32_factor = fp32_factor(device)
 
-    def knows(self, operation: Any) -> bool:
-        """Return whether an overload of ``torch.ops`` is charged for."""
-        return operation.overloadpacket in _CHARGED
-
-    def charge(self, operation: Any, arguments: Sequence[Any], result: Any) -> Charge:
-        """Return the modelled time to charge for a call of an operation."""
+    def charge(self, operation: Any, arguments: Sequence[Any], result: Any) -> tuple[str, float]:
+        """Return the kind of an operation that is charged for, and the modelled seconds of a call."""
         packet = operation.overloadpacket
         if packet is _FORWARD:
             return self._attention_charge(*arguments[:3], causal=_is_causal(arguments, 4), backward=False)
@@ -171,11 +156,11 @@ class Charger:
             return self._attention_charge(*arguments[1:4], causal=_is_causal(arguments, 7), backward=True)
         factor = arguments[_PRODUCTS[packet]]
         flops = flop_registry[packet](*arguments, out_val=result)
-        return Charge("matmul", self._seconds(flops, self._matmul, _tokens(factor), factor.dtype))
+        return "matmul", self._seconds(flops, self._matmul, _tokens(factor), factor.dtype)
 
     def _attention_charge(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, backward: bool
-    ) -> Charge:
+    ) -> tuple[str, float]:
         """Return the time to charge for one attention call: query [B, H, Q, D], S keys.
 
         It counts 4 B H D Q S FLOPs, half if causal, at size sqrt(Q S).
@@ -188,7 +173,7 @@ class Charger:
         if backward:
             flops *= ATTENTION_BACKWARD
         seconds = self._seconds(flops, curve, area**0.5, query.dtype)
-        return Charge("attention", seconds / head_size_factor(head_dim))
+        return "attention", seconds / head_size_factor(head_dim)
 
     def _seconds(self, flops: float, curve: Curve, size: float, dtype: torch.dtype) -> float:
         factor = self._fp32_factor if dtype in (torch.float32, torch.float64) else 1.0
@@ -227,14 +212,12 @@ class Pacing(TorchDispatchMode):
         """Run the operation, and wait until its modelled time is over."""
         if func.namespace == "c10d":
             self._clock.message()
-            return func(*args, **(kwargs or {}))
-        if not self._charger.knows(func):
+        if func.overloadpacket not in _CHARGED:
             return func(*args, **(kwargs or {}))
         begin = self._clock.begin()
         result = func(*args, **(kwargs or {}))
-        charge = self._charger.charge(func, args, result)
-        seconds = charge.seconds
+        kind, seconds = self._charger.charge(func, args, result)
         if self._throttles:
-            seconds /= speed_at(self._throttles, self._clock.since_first(begin))
-        self._clock.end(begin, charge.kind, seconds)
+            seconds /= speed_at(self._throttles, begin - self._clock.first)
+        self._clock.end(begin, kind, seconds)
         return result
