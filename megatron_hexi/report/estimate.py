@@ -11,6 +11,7 @@ from rich.text import Text
 
 from megatron_hexi.cost import IterationCost, RankCost, Throughput, find_shortage
 from megatron_hexi.cost.memory import GIB
+from megatron_hexi.cost.ranks import RankPlace
 from megatron_hexi.models import Job
 from megatron_hexi.report.tables import Report, make_table
 from megatron_hexi.spelling import spell_seconds
@@ -41,7 +42,7 @@ def times_table(rows: Sequence[Sequence[RankCost]]) -> Table:
     table = make_table((*_HEADS, *map(spell_phase, _TIMES)), _HEADS, _TIMES_CAPTION)
     for ranks in rows:
         times = (spell_seconds(getattr(ranks[0], f"{name}_s")) for name in _TIMES)
-        table.add_row(*_who(ranks), *times)
+        table.add_row(*rank_cells(ranks), *times)
     return table
 
 
@@ -55,7 +56,7 @@ def memory_table(rows: Sequence[Sequence[RankCost]]) -> Table:
         rank = ranks[0]
         full = rank.memory_gib > rank.usable_gib
         table.add_row(
-            *_who(ranks),
+            *rank_cells(ranks),
             *(f"{rank.memory.terms[term] / GIB:.1f}" for term in terms),
             Text(f"{rank.memory_gib:.1f}", style="bold red" if full else ""),
             f"{rank.usable_gib:.1f}",
@@ -165,7 +166,8 @@ def _alike(ranks: Sequence[RankCost]) -> list[list[RankCost]]:
     return [list(group) for _, group in itertools.groupby(ranks, key=look)]
 
 
-def _who(ranks: Sequence[RankCost]) -> tuple[str, Text, Text]:
+def rank_cells(ranks: Sequence[RankPlace]) -> tuple[str, Text, Text]:
+    """Return cells of neighbouring ranks that are alike: their numbers, their GPU, and its names."""
     first, last = ranks[0], ranks[-1]
     if first is last:
         return str(first.rank), Text(first.device), Text(first.name)

@@ -36,8 +36,6 @@ class PhaseComparison:
 
     Args:
         phase: a phase of `Phases`, or ``iteration``.
-        model_s: seconds by the cost model.
-        simulated_s: seconds by the simulator.
         why: the reason; empty where they agree.
     """
 
@@ -116,11 +114,7 @@ def _reasons(phase: str, more: float, findings: Findings) -> Iterator[str]:
 def _transfers(kinds: tuple[str, ...], more: float, findings: Findings) -> Iterator[str]:
     """Yield text on links where transfers meet though the model excludes it, or do not meet as it assumes."""
     if more > 0:
-        met = [
-            meeting
-            for meeting in findings.meetings
-            if set(kinds) & set(meeting.kinds) and meeting.share > _MEETING
-        ]
+        met = [m for m in findings.meetings if set(kinds) & set(m.kinds) and m.share > _MEETING]
         for meeting in met[:_NAMED]:
             yield (
                 f"{_spell(meeting.kinds)} share {meeting.link} for {meeting.share:.1%} of the time, and the "
@@ -138,4 +132,4 @@ def _transfers(kinds: tuple[str, ...], more: float, findings: Findings) -> Itera
 def _spell(kinds: tuple[str, ...]) -> str:
     if len(kinds) == 1:
         return f"{kinds[0]} of different steps or layers"
-    return " and ".join((", ".join(kinds[:-1]), kinds[-1]))
+    return f"{', '.join(kinds[:-1])} and {kinds[-1]}"

@@ -27,7 +27,6 @@ from megatron_hexi.lab.simulator.unit_program import (
     StageProgram,
     Sum,
     UnitBatch,
-    WaitForBatch,
 )
 
 Progress = Callable[[int, int], None]
@@ -65,17 +64,17 @@ class Log:
 
     Args:
         marks: time at which each unit passed each point of each layer pass, [passes, points, U].
-        activities: work and batches, in the order in which they ended.
         left: start of each message, [M].
         arrived: arrival of each message, [M].
+        activities: work and batches, in the order in which they ended.
     """
 
     marks: Floats
+    left: Floats
+    arrived: Floats
+    meetings: Meetings
     activities: list[Activity] = field(default_factory=list)
     waits: list[Waiting] = field(default_factory=list)
-    left: Floats = field(default_factory=lambda: np.zeros(0))
-    arrived: Floats = field(default_factory=lambda: np.zeros(0))
-    meetings: Meetings = field(default_factory=lambda: Meetings([]))
     end: float = 0.0
 
 
@@ -94,13 +93,12 @@ class Engine:
         self._place = [0] * units
         # All-to-alls and the exchange have separate communicators, so they do not wait for each other.
         self._wires: list[dict[str, deque[UnitBatch]]] = [defaultdict(deque) for _ in range(units)]
-        self._awaited: list[tuple[WaitForBatch, float] | None] = [None] * units
+        self._awaited: list[tuple[UnitBatch, float] | None] = [None] * units
         self._lap = [0] * units
         self._ends_there = [0] * len(program.size)
-        self._log = Log(np.zeros((len(program.laps), len(POINTS), units)))
-        self._log.left = np.full(len(program.size), np.inf)
-        self._log.arrived = self._log.left.copy()
-        self._log.meetings = self._network.meetings
+        never = np.full(len(program.size), np.inf)
+        marks = np.zeros((len(program.laps), len(POINTS), units))
+        self._log = Log(marks, never, never.copy(), self._network.meetings)
 
     def run(self) -> Log:
         """Run from the first instruction to the last."""
@@ -145,10 +143,14 @@ class Engine:
             step = program[self._place[unit]]
             self._place[unit] += 1
             self._done += 1
-            if isinstance(step, Compute):
-                end = now + step.seconds
-                lap = self._lap[unit]
-                self._log.activities.append(Activity(unit, "compute", step.kind, step.name, lap, now, end))
+            if isinstance(step, (Compute, Sum)):
+                end, lap = now + step.seconds, self._lap[unit]
+                if isinstance(step, Compute):
+                    activity = Activity(unit, "compute", step.kind, step.name, lap, now, end)
+                else:
+                    activity = Activity(unit, "network", "tensor_parallel", "sums", lap, now, end)
+                    self._log.waits.append(Waiting(unit, lap, None, now, end))
+                self._log.activities.append(activity)
                 self._push(end, _GO_ON, unit)
                 return
             if isinstance(step, Mark):
@@ -159,18 +161,8 @@ class Engine:
                 wire.append(step.batch)
                 if len(wire) == 1:
                     self._open(step.batch, now)
-            elif isinstance(step, WaitForBatch):
-                if step.batch.left:
-                    self._awaited[unit] = step, now
-                    return
-            elif isinstance(step, Sum):
-                end = now + step.seconds
-                lap = self._lap[unit]
-                self._log.activities.append(
-                    Activity(unit, "network", "tensor_parallel", "sums", lap, now, end)
-                )
-                self._log.waits.append(Waiting(unit, lap, None, now, end))
-                self._push(end, _GO_ON, unit)
+            elif step.batch.left:
+                self._awaited[unit] = step.batch, now
                 return
 
     def _open(self, batch: UnitBatch, now: float) -> None:
@@ -210,8 +202,7 @@ class Engine:
         if wire:
             self._open(wire[0], now)
         awaited = self._awaited[unit]
-        if awaited is not None and awaited[0].batch is batch:
-            _, since = awaited
+        if awaited is not None and awaited[0] is batch:
             self._awaited[unit] = None
-            self._log.waits.append(Waiting(unit, batch.lap, batch, since, now))
+            self._log.waits.append(Waiting(unit, batch.lap, batch, awaited[1], now))
             self._go_on(unit, now)

@@ -7,7 +7,7 @@ two). Kinds are added up. Every micro-batch begins with all units of its stage r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -33,10 +33,8 @@ class StageTimes:
     Args:
         replicas: phases of each domain, exposed sends included.
         forward: seconds of each domain's forward pass, without recomputation and logits, [domains].
-        token: seconds of token work of each unit, [U].
-        attention: likewise.
-        experts: work on routed experts, likewise.
-        communication: waiting while its own messages are in flight, likewise, exposed sends included.
+        busy: seconds of each unit's work by kind (``token``, ``attention``, ``experts``), [U] each.
+        communication: waiting while its own messages are in flight, [U], exposed sends included.
         times: number of layers for which each layer pass counts, [passes, U] for each replay.
         cost: cost of the stage by the cost model, with simulated times of a layer, for communication that
             layers hide.
@@ -44,9 +42,7 @@ class StageTimes:
 
     replicas: tuple[Phases, ...]
     forward: Floats
-    token: Floats
-    attention: Floats
-    experts: Floats
+    busy: Mapping[str, Floats]
     communication: Floats
     times: tuple[Floats, ...]
     cost: StageCost
@@ -55,9 +51,7 @@ class StageTimes:
         return StageTimes(
             tuple(map(add, self.replicas, other.replicas)),
             self.forward + other.forward,
-            self.token + other.token,
-            self.attention + other.attention,
-            self.experts + other.experts,
+            {kind: seconds + other.busy[kind] for kind, seconds in self.busy.items()},
             self.communication + other.communication,
             (*self.times, *other.times),
             self.cost,
@@ -87,10 +81,11 @@ def _extend_kind(section: Section, replay: SectionReplay, cost: StageCost) -> St
     plan, laps, layer = replay.plan, replay.laps, cost.kinds[replay.kind]
     domain = plan.unit_replica
     once, more = _times(section, replay)
-    token, attention, experts = (
-        np.array([_work(layer, lap, name) for lap in laps]) for name in ("token", "attention", "experts")
-    )
-    durations, exposed, busy = replay.durations(), replay.exposed, token + attention + experts
+    works = {
+        name: np.array([_work(layer, lap, name) for lap in laps])
+        for name in ("token", "attention", "experts")
+    }
+    durations, exposed, busy = replay.durations(), replay.exposed, reduce(add, works.values())
     whole, communication = (once * durations), (once[:, domain] * exposed).sum(axis=0)
     ahead = np.array([lap.way == "forward" for lap in laps])
     passes = []
@@ -110,9 +105,7 @@ def _extend_kind(section: Section, replay: SectionReplay, cost: StageCost) -> St
         ),
         # With ministages some layers run forward twice.
         forward=passes[0] * backward / np.where(forward, forward, 1),
-        token=(times[:, domain] * token).sum(axis=0),
-        attention=(times[:, domain] * attention).sum(axis=0),
-        experts=(times[:, domain] * experts).sum(axis=0),
+        busy={kind: (times[:, domain] * work).sum(axis=0) for kind, work in works.items()},
         communication=communication,
         times=(times[:, domain],),
         cost=cost,

@@ -128,9 +128,9 @@ def _ranks(
     for number, (section, stage) in enumerate(zip(timing.sections, stages, strict=True)):
         replica, turns = section.replica, section.turns(timing.micro_batches)
         work = {
-            "token": turns * stage.token,
-            "attention": turns * stage.attention,
-            **({} if timing.experts[number] is None else {"experts": turns * stage.experts}),
+            "token": turns * stage.busy["token"],
+            "attention": turns * stage.busy["attention"],
+            **({} if timing.experts[number] is None else {"experts": turns * stage.busy["experts"]}),
             "logits": turns * timing.stages[number].logits,
             "optimizer": timing.optimizer[number],
         }

@@ -19,7 +19,7 @@ from megatron_hexi.lab.simulator import (
     RankTimeline,
     Simulation,
 )
-from megatron_hexi.report.estimate import spell_phase, spell_throughput
+from megatron_hexi.report.estimate import rank_cells, spell_phase, spell_throughput
 from megatron_hexi.report.tables import make_table
 from megatron_hexi.spelling import spell_bytes, spell_seconds
 
@@ -58,11 +58,7 @@ def ranks_table(ranks: Sequence[RankTimeline]) -> Table:
     who = ("ranks", "GPU", "names")
     table = make_table((*who, *ranks[0].busy, "communication", "idle", "idle share"), who, _RANKS_CAPTION)
     for alike in alike_ranks(ranks):
-        first, last = alike[0], alike[-1]
-        numbers, names = str(first.rank), first.name
-        if first is not last:
-            numbers, names = f"{numbers}-{last.rank}", f"{names}-{last.name.rpartition('/')[2]}"
-        table.add_row(numbers, Text(first.device), Text(names), *_cells(first))
+        table.add_row(*rank_cells(alike), *_cells(alike[0]))
     return table
 
 

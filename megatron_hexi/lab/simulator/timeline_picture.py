@@ -18,6 +18,7 @@ from megatron_hexi.lab.simulator.pipeline_picture import (
     replicas_of_units,
 )
 from megatron_hexi.plan import Plan
+from megatron_hexi.report.estimate import rank_cells
 from megatron_hexi.report.labels import add_legend, every_nth, set_title, wrap
 from megatron_hexi.report.pictures import plan_title
 from megatron_hexi.spelling import TimeUnit, spell_time, time_unit
@@ -228,27 +229,24 @@ def _rows(simulation: Simulation, panels: Sequence[_Panel], plan: Plan | None) -
     by_rank: dict[int, list[Span]] = {}
     for span in simulation.spans:
         by_rank.setdefault(span.rank, []).append(span)
-    unit_spans = []
-    for ranks in units.values():
-        section = ranks[0].section
-        spans = by_rank.get(ranks[0].rank, [])
-        inside = tuple(
-            tuple(s for s in spans if s.end_s > windows[section][0] and s.start_s < windows[section][1])
-            for _, _, windows in panels
-        )
-        unit_spans.append((ranks, section, inside))
-    several = len(unit_spans) > _MOST_ROWS
 
-    def look(item: tuple[int, tuple[list[RankTimeline], int, tuple[tuple[Span, ...], ...]]]) -> object:
-        number, (ranks, section, inside) = item
-        if not several:
+    def inside(first: RankTimeline) -> tuple[tuple[Span, ...], ...]:
+        spans = by_rank.get(first.rank, [])
+        shown = (windows[first.section] for _, _, windows in panels)
+        return tuple(tuple(s for s in spans if s.end_s > begin and s.start_s < end) for begin, end in shown)
+
+    unit_spans = [(ranks, inside(ranks[0])) for ranks in units.values()]
+
+    def look(item: tuple[int, tuple[list[RankTimeline], tuple[tuple[Span, ...], ...]]]) -> object:
+        number, ((first, *_), inside) = item
+        if len(unit_spans) <= _MOST_ROWS:
             return number
-        node = ranks[0].name.rpartition("/")[0]
         end = max((span.end_s for spans in inside for span in spans), default=0.0) or 1.0
         marks = [
             (s.lane, s.name, round(s.start_s / end, 3), round(s.end_s / end, 3)) for p in inside for s in p
         ]
-        return node, section, replica_of.get(ranks[0].unit), ranks[0].stage, tuple(marks)
+        node = first.name.rpartition("/")[0]
+        return node, first.section, replica_of.get(first.unit), first.stage, tuple(marks)
 
     rows = []
     for _, alike in itertools.groupby(enumerate(unit_spans), key=look):
@@ -258,15 +256,13 @@ def _rows(simulation: Simulation, panels: Sequence[_Panel], plan: Plan | None) -
         if plan is not None:
             replica = replica_of[ranks[0].unit]
             heading = _heading(ranks[0], replica, len(plan.replicas) > 1, len(stages[replica]) > 1)
-        rows.append(_Row(_label(ranks), heading, items[0][1], items[0][2]))
+        rows.append(_Row(_label(ranks), heading, ranks[0].section, items[0][1]))
     return rows
 
 
 def _label(ranks: Sequence[RankTimeline]) -> str:
-    first, last = ranks[0], ranks[-1]
-    if first is last:
-        return wrap(f"{first.rank}: {first.name}", lines=1)
-    return wrap(f"{first.rank}-{last.rank}: {first.name}-{last.name.rpartition('/')[2]}", lines=1)
+    numbers, _, names = rank_cells(ranks)
+    return wrap(f"{numbers}: {names}", lines=1)
 
 
 def _draw_row(

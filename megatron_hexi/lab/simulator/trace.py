@@ -5,6 +5,7 @@ Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsK
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_hexi.lab.simulator.simulation import Simulation
@@ -24,9 +25,7 @@ def chrome_trace(simulation: Simulation) -> dict[str, Any]:
     for rank in shown:
         timeline = simulation.ranks[rank]
         named = f"rank {rank}: {timeline.name} ({timeline.device})"
-        events.append(_metadata("process_name", rank, 0, {"name": named}))
-        events.append(_metadata("process_sort_index", rank, 0, {"sort_index": rank}))
-        events += [_metadata("thread_name", rank, n, {"name": lane}) for n, lane in enumerate(_THREADS)]
+        events += _named(rank, named, _THREADS)
     kinds = [{"kind": name} if name else {} for name in simulation.kinds]
     for span in simulation.spans:
         events.append(
@@ -59,14 +58,13 @@ def _pipeline_events(simulation: Simulation) -> list[dict[str, Any]]:
         if not any(span.stage or span.lane for span in spans):
             continue
         process = len(simulation.ranks) + replica
-        events.append(_metadata("process_name", process, 0, {"name": f"replica {replica}: micro-batches"}))
-        events.append(_metadata("process_sort_index", process, 0, {"sort_index": process}))
         lanes = sorted({(span.stage, span.lane) for span in spans})
         several = {stage for stage, lane in lanes if lane}
-        for thread, (stage, lane) in enumerate(lanes):
+        threads = []
+        for stage, lane in lanes:
             first = min(span.micro_batch for span in spans if (span.stage, span.lane) == (stage, lane))
-            name = f"stage {stage}" + (f", micro-batches {first}, …" if stage in several else "")
-            events.append(_metadata("thread_name", process, thread, {"name": name}))
+            threads.append(f"stage {stage}" + (f", micro-batches {first}, …" if stage in several else ""))
+        events += _named(process, f"replica {replica}: micro-batches", threads)
         events += [
             {
                 "ph": "X",
@@ -83,5 +81,11 @@ def _pipeline_events(simulation: Simulation) -> list[dict[str, Any]]:
     return events
 
 
-def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+def _named(process: int, name: str, threads: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the events that name a process and its threads, and sort processes by number."""
+    told: list[tuple[str, int, dict[str, Any]]] = [
+        ("process_name", 0, {"name": name}),
+        ("process_sort_index", 0, {"sort_index": process}),
+        *(("thread_name", number, {"name": thread}) for number, thread in enumerate(threads)),
+    ]
+    return [{"ph": "M", "name": kind, "pid": process, "tid": tid, "args": args} for kind, tid, args in told]

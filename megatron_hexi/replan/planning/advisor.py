@@ -71,8 +71,8 @@ class RankHistory:
         self._samples.append(sample)
         if len(self._samples) < 2 * WINDOW:
             return False
-        *before, _, _, _, _, _ = self._samples
-        latest = list(self._samples)[-WINDOW:]
+        samples = list(self._samples)
+        before, latest = samples[:-WINDOW], samples[-WINDOW:]
         old, new = median(before), median(latest)
         deviation = median(abs(value - old) for value in before) / _MAD
         if abs(new - old) <= max(_LEAST_CHANGE * old, _DEVIATIONS * deviation):
@@ -145,11 +145,18 @@ class Advisor:
         self._first = plan
         self._cut: tuple[tuple[float, ...], Plan] | None = None
         self._moved: tuple[tuple[float, ...], tuple[Plan, float]] | None = None
-        self._follow(plan)
+        self.swapped(plan)
 
     def swapped(self, plan: Plan) -> None:
-        """Continue under another plan; the ranks' speeds stay known."""
-        self._follow(plan)
+        """Follow the ranks under a plan from now on; their speeds stay known."""
+        self._plan, self._cut, self._moved = plan, None, None
+        costs = sorted(CostModel(self._job, self._cluster).estimate(plan).ranks, key=lambda cost: cost.rank)
+        self._units = [unit.ranks for unit in unit_rows(plan, stages=self._job.pipeline_parallel)]
+        self._gpus = [cost.gpu for cost in costs]
+        # A rank that has nothing to do is as fast as it may be.
+        least = 1e-3 * max(cost.compute_s for cost in costs)
+        self._work_s = [max(least, cost.compute_s) for cost in costs]
+        self._histories = self._histories or [RankHistory() for _ in costs]
 
     def advise(self, iteration: int, busy_s: Sequence[Sequence[float]], swap_s: float) -> Advice:
         """Return advice from measured times."""
@@ -176,8 +183,8 @@ class Advisor:
         else:
             plan, reason = new_plan, "the gain passes the threshold"
         restart, restart_s = self._restarted(model)
-        if restart is None or after - restart_s <= self._threshold * before:
-            return Advice(iteration, speeds, changed, before, after, plan, reason)
+        if after - restart_s <= self._threshold * before:
+            restart, restart_s = None, 0.0
         return Advice(iteration, speeds, changed, before, after, plan, reason, restart, restart_s)
 
     def _restarted(self, model: CostModel) -> tuple[Plan | None, float]:
@@ -196,23 +203,13 @@ class Advisor:
 
     def _cut_anew(self, model: CostModel) -> Plan:
         """Return the better of two new plans, from the present and from the first: the search is local."""
-        starts = {id(plan): plan for plan in (self._plan, self._first)}
-        plans = [recut(plan, self._job, model.cluster, self._shares) for plan in starts.values()]
-        timings = [model.timing(plan) for plan in plans]
-        best = min(
-            range(len(plans)), key=lambda number: (not timings[number].fits, timings[number].phases.total)
-        )
-        return plans[best]
 
-    def _follow(self, plan: Plan) -> None:
-        self._plan, self._cut, self._moved = plan, None, None
-        costs = sorted(CostModel(self._job, self._cluster).estimate(plan).ranks, key=lambda cost: cost.rank)
-        self._units = [unit.ranks for unit in unit_rows(plan, stages=self._job.pipeline_parallel)]
-        self._gpus = [cost.gpu for cost in costs]
-        # A rank that has nothing to do is as fast as it may be.
-        least = 1e-3 * max(cost.compute_s for cost in costs)
-        self._work_s = [max(least, cost.compute_s) for cost in costs]
-        self._histories = self._histories or [RankHistory() for _ in costs]
+        def order(plan: Plan) -> tuple[bool, float]:
+            timing = model.timing(plan)
+            return not timing.fits, timing.phases.total
+
+        starts = {id(plan): plan for plan in (self._plan, self._first)}.values()
+        return min((recut(plan, self._job, model.cluster, self._shares) for plan in starts), key=order)
 
     def _note(self, ratios: list[float]) -> None:
         scale = median(ratios) if self._packed else 1.0

@@ -62,9 +62,8 @@ def model_document(args: Namespace) -> dict[str, Any]:
     }
 
 
-def job_document(args: Namespace, session: Session | None) -> dict[str, Any]:
+def job_document(args: Namespace, session: Session) -> dict[str, Any]:
     """Return the arguments of `megatron_hexi.cost.Job` for this job, without its model."""
-    assert session is not None
     plan, stages = session.given.plan, session.stages
     recompute: str | int = args.recompute_granularity or "none"
     if recompute == "full" and args.recompute_method == "block":
@@ -87,8 +86,7 @@ def job_document(args: Namespace, session: Session | None) -> dict[str, Any]:
     }
 
 
-def may_move_shares(args: Namespace, session: Session | None) -> bool:
+def may_move_shares(args: Namespace, session: Session) -> bool:
     """Return whether replicas' micro-batch counts may change: where the plan sets them, one at a time."""
-    assert session is not None
     is_dealt = session.given.plan.takes_micro_batches
     return session.share is not None and args.virtual_pipeline_model_parallel_size is None and not is_dealt

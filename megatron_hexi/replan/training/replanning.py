@@ -128,8 +128,7 @@ class Replanner:
         key = f"order/{self._orders}"
         if self._order is None and self._store.check([key]):
             self._order = Order(**json.loads(self._store.get(key)))
-            session = active_session()
-            assert session is not None
+            session = _session()
             shares = swapped_shares(session, _plan(session, self._order.plan))
             if shares is not None:
                 announce_share(self._order.iteration, shares[session.replica])
@@ -137,8 +136,7 @@ class Replanner:
     def _carry_out(self, iteration: int, order: Order) -> None:
         """Swap to the ordered plan, together with all other ranks."""
         begin = time.perf_counter()
-        session = active_session()
-        assert session is not None
+        session = _session()
         if iteration != order.iteration:
             raise HexiError(
                 f"the plan of order {order.number} was due at iteration {order.iteration}, this rank is at "
@@ -264,9 +262,7 @@ class Replanner:
         return _NOTICE + batches_ahead(self._args.num_workers, fewest) + 1
 
     def _present(self) -> str:
-        session = active_session()
-        assert session is not None
-        return dump_plan(session.given.plan)
+        return dump_plan(_session().given.plan)
 
     def _opening(self) -> dict[str, Any]:
         args = self._args
@@ -276,14 +272,20 @@ class Replanner:
             "threshold": args.hexi_replan_threshold,
             "interval": self._interval,
             "packed": is_packed(args),
-            "shares": may_move_shares(args, active_session()),
+            "shares": may_move_shares(args, _session()),
             "model": model_document(args),
-            "job": job_document(args, active_session()),
+            "job": job_document(args, _session()),
         }
 
     @staticmethod
     def _say(message: str) -> None:
         print(f"hexi: replan: {message}", file=sys.stderr, flush=True)
+
+
+def _session() -> Session:
+    session = active_session()
+    assert session is not None, "re-planning is for jobs with a plan"
+    return session
 
 
 def _plan(session: Session, text: str) -> Plan:
