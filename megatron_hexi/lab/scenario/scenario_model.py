@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
+
+from megatron_hexi.yaml_schema import Strict
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = r"(\d+(?:\.\d+)?)([smhd])"
@@ -182,7 +184,7 @@ class Replanning:
 
 
 @dataclass(frozen=True)
-class Scenario:
+class Scenario(Strict):  # and so the classes in it, to which pydantic hands its configuration on
     """Events of a cluster while a job runs on it, and the job's costs.
 
     Args:
@@ -202,6 +204,3 @@ class Scenario:
     random: Random = Random()
     recovery: Recovery = Recovery()
     replanning: Replanning = Replanning()
-
-    #: Also of the classes in it, which have none of their own.
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
