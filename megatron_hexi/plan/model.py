@@ -34,11 +34,10 @@ from megatron_hexi.plan.terms import (
     Positive,
     Provenance,
     Recompute,
-    Strict,
     UnitRates,
 )
 from megatron_hexi.plan.workload import Workload
-from megatron_hexi.yaml_schema import Label
+from megatron_hexi.yaml_schema import Label, Strict
 
 #: A half-open range ``(start, stop)``.
 Range = tuple[Count, Count]

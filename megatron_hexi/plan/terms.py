@@ -12,12 +12,12 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.yaml_schema import Label
+from megatron_hexi.yaml_schema import Label, Strict
 
 # Of a whole model and of an iteration, far above any: commands spend time on each of them.
 Heads = Annotated[int, Field(strict=True, ge=1, le=100_000)]
@@ -28,12 +28,6 @@ Count = Annotated[int, Field(strict=True, ge=0, le=2**40)]
 Positive = Annotated[int, Field(strict=True, ge=1, le=2**40)]
 Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class Strict:
-    """Base of data classes that pydantic checks where a plan is read; their constructors check nothing."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
 
 #: Activations that the backward pass recomputes: none, core attention, every layer, or the first n layers.

@@ -9,26 +9,24 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.terms import Count, Positive, Real
 from megatron_hexi.text_file import append_line, check_output, open_private, read_text
 from megatron_hexi.yaml_file import Place, spell_place
-from megatron_hexi.yaml_schema import Label, parse, short
+from megatron_hexi.yaml_schema import Label, Strict, parse, short
 
 FORMAT_VERSION: Final = 1
-
-_STRICT = ConfigDict(extra="forbid")
 
 #: A loss; ``None`` where it was not finite.
 Loss = Annotated[float, Field(allow_inf_nan=False)] | None
 
 
 @dataclass(frozen=True)
-class Round:
+class Round(Strict):
     """A start of the ranks under `megatron_hexi.elastic`.
 
     Args:
@@ -44,11 +42,9 @@ class Round:
     undone: Count
     goodput: Annotated[float, Field(ge=0, le=1)]
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class Start(Strict):
     """The record's entry for a start of the job, a restart, or a swap to another plan.
 
     Args:
@@ -77,11 +73,9 @@ class Start:
     virtual_stages: Positive = 1
     version: Literal[1] = FORMAT_VERSION
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
 
 @dataclass(frozen=True)
-class RankTimes:
+class RankTimes(Strict):
     """Mean times of an iteration over an interval, in seconds, by rank of the job.
 
     Args:
@@ -99,8 +93,6 @@ class RankTimes:
     pipeline_s: tuple[Real, ...]
     peak_bytes: tuple[Count, ...]
     experts_s: tuple[Real, ...] = ()
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     def __post_init__(self) -> None:
         if not self.experts_s:
@@ -131,7 +123,7 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
-class Interval:
+class Interval(Strict):
     """The iterations since Megatron last logged.
 
     Args:
@@ -149,8 +141,6 @@ class Interval:
     tokens: Positive
     ranks: RankTimes
     expert_imbalance: Real | None = None
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     @property
     def tokens_per_s(self) -> float:
