@@ -60,13 +60,10 @@ def product_labels(gpu: str) -> tuple[str, ...]:
     >>> product_labels("H100-SXM-80GB")
     ('NVIDIA-H100-80GB-HBM3', 'H100-80GB-HBM3')
     """
-    if gpu in _TESLA_NAMES:
-        name = _TESLA_NAMES[gpu]
+    if name := _TESLA_NAMES.get(gpu):
         return (name, f"NVIDIA-{name}")
-    if gpu in _DRIVER_NAMES:
-        name = _DRIVER_NAMES[gpu]
-        return (f"NVIDIA-{name}", name)
-    return ()
+    name = _DRIVER_NAMES.get(gpu)
+    return (f"NVIDIA-{name}", name) if name else ()
 
 
 #: Largest size of a ConfigMap: https://kubernetes.io/docs/concepts/configuration/configmap/.
@@ -159,14 +156,10 @@ def _service(settings: Settings) -> dict[str, Any]:
 
 def _jobset(specs: Mapping[str, Mapping[str, Any]], settings: Settings) -> dict[str, Any]:
     """Return one JobSet of all jobs: when a job fails all start again, unless its input was wrong."""
+    wrong_input = {"name": "wrongInput", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     spec: dict[str, Any] = {
         "network": {"enableDNSHostnames": True, "subdomain": settings.name, "publishNotReadyAddresses": True},
-        "failurePolicy": {
-            "maxRestarts": settings.restarts,
-            "rules": [
-                {"name": "wrongInput", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-            ],
-        },
+        "failurePolicy": {"maxRestarts": settings.restarts, "rules": [wrong_input]},
         "replicatedJobs": [
             {"name": name, "replicas": 1, "template": {"spec": spec}} for name, spec in specs.items()
         ],
@@ -181,10 +174,9 @@ def _jobset(specs: Mapping[str, Mapping[str, Any]], settings: Settings) -> dict[
 def _job(kind: PodKind, settings: Settings) -> dict[str, Any]:
     """Return the spec of an Indexed Job with one pod for each node of a kind."""
     count = len(kind.nodes)
+    failures = 0 if settings.form == "jobset" else settings.restarts * count
     if settings.least is not None:
         failures = _ANY_NUMBER
-    else:
-        failures = 0 if settings.form == "jobset" else settings.restarts * count
     return {
         "completionMode": "Indexed",
         "completions": count,
@@ -226,9 +218,8 @@ def _pod(kind: PodKind, settings: Settings) -> dict[str, Any]:
         volumes.append({"name": f"volume-{number}", **source})
         read_only = {"readOnly": True} if volume.read_only else {}
         mounts.append({"name": f"volume-{number}", "mountPath": str(volume.path), **read_only})
-    variables: list[dict[str, Any]] = [
-        {"name": "HEXI_HOST", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
-    ]
+    node_name = {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    variables: list[dict[str, Any]] = [{"name": "HEXI_HOST", "valueFrom": node_name}]
     if settings.least is not None:
         secret = {"name": secret_name(settings), "key": SECRET_KEY}
         variables.append({"name": SECRET_VARIABLE, "valueFrom": {"secretKeyRef": secret}})
@@ -269,18 +260,18 @@ def _pod(kind: PodKind, settings: Settings) -> dict[str, Any]:
 
 def _node_terms(kind: PodKind, settings: Settings) -> list[dict[str, Any]]:
     """Return the node selector terms of a kind's pods, by the user's labels, else host names, else GPU."""
-    labels: dict[str, Sequence[str]] = {
-        key: [value] for key, value in settings.labels_of(kind.entry or "").items()
-    }
-    if not labels and kind.hosts:
-        check_host_names(kind.entry or "", kind.hosts)
+    entry = kind.entry or ""
+    labels: dict[str, Sequence[str]]
+    if entry in settings.labels:
+        labels = {key: [value] for key, value in settings.labels[entry].items()}
+    elif kind.hosts:
+        check_host_names(entry, kind.hosts)
         labels = {"kubernetes.io/hostname": kind.hosts}
-    if not labels:
-        products = product_labels(kind.gpu)
-        if not products:
-            raise HexiError(
-                f"nodes {kind.entry}: the label of a {kind.gpu} in Kubernetes is not known; give "
-                f"--node-label {kind.entry}:LABEL=VALUE (kubectl get nodes -L {PRODUCT_LABEL})"
-            )
+    elif products := product_labels(kind.gpu):
         labels = {PRODUCT_LABEL: products}
+    else:
+        raise HexiError(
+            f"nodes {entry}: the label of a {kind.gpu} in Kubernetes is not known; give "
+            f"--node-label {entry}:LABEL=VALUE (kubectl get nodes -L {PRODUCT_LABEL})"
+        )
     return [{"key": key, "operator": "In", "values": list(values)} for key, values in labels.items()]

@@ -159,10 +159,10 @@ def _kinds(
     entries = [entry for entry in cluster.file.nodes for _ in range(entry.count)]
     for node in sorted(used):
         alike.setdefault((entries[node].name, used[node]), []).append(node)
-    several = {entry for entry, _ in alike if sum(other == entry for other, _ in alike) > 1}
+    kinds_of = Counter(entry for entry, _ in alike)
     kinds: list[PodKind] = []
     for (entry, gpus), nodes in alike.items():
-        name = _label(f"{entry}-{gpus}" if entry in several else entry)
+        name = _label(f"{entry}-{gpus}" if kinds_of[entry] > 1 else entry)
         while name in (kind.name for kind in (*others, *kinds)):
             name = f"{name}-x"
         named = tuple(host for node in nodes if (host := cluster.file.hosts[node]) is not None)

@@ -24,7 +24,6 @@ MAX_NAME = 63
 _MAX_SUBDOMAIN = 253
 _MAX_KEY = _MAX_SUBDOMAIN + 1 + MAX_NAME
 _LABEL = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
-_NAMESPACE = re.compile(_LABEL)
 _SERVICE = re.compile(r"[a-z](?:[-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = rf"{_LABEL}(?:\.{_LABEL})*"
 _CLAIM = re.compile(_SUBDOMAIN)
@@ -87,32 +86,25 @@ class Settings:
         if self.form not in get_args(Form):
             raise HexiError(f"--kubernetes {self.form}: not known; give {' or '.join(get_args(Form))}")
         if not _IMAGE.fullmatch(self.image) or len(self.image) > 255:
-            raise HexiError(
-                f"--image {self.image}: not an image's name; give one as registry.example/hexi:0.1.0"
-            )
+            remedy = "give one as registry.example/hexi:0.1.0"
+            raise HexiError(f"--image {self.image}: not an image's name; {remedy}")
         if not _SERVICE.fullmatch(self.name) or len(self.name) > MAX_NAME:
             raise HexiError(
                 f"--name {self.name}: give at most {MAX_NAME} lower-case letters, digits and dashes that "
                 "begin with a letter and end in no dash"
             )
-        if self.namespace is not None and (
-            not _NAMESPACE.fullmatch(self.namespace) or len(self.namespace) > MAX_NAME
-        ):
+        space = self.namespace
+        if space is not None and (not re.fullmatch(_LABEL, space) or len(space) > MAX_NAME):
             raise HexiError(
-                f"--namespace {self.namespace}: give at most {MAX_NAME} lower-case letters, digits and "
-                "dashes that neither begin nor end in a dash"
+                f"--namespace {space}: give at most {MAX_NAME} lower-case letters, digits and dashes that "
+                "neither begin nor end in a dash"
             )
         taken = {FOLDER: "the plan is mounted there", SHARED_MEMORY: "shared memory is mounted there"}
         for volume in self.volumes:
             if volume.path in taken:
-                raise HexiError(
-                    f"--volume {volume.source}:{volume.path}: {taken[volume.path]}; choose another /PATH"
-                )
+                given = f"--volume {volume.source}:{volume.path}"
+                raise HexiError(f"{given}: {taken[volume.path]}; choose another /PATH")
             taken[volume.path] = "another --volume is mounted there"
-
-    def labels_of(self, entry: str) -> Mapping[str, str]:
-        """Return the labels that the user gave for the nodes of an entry; empty if there are none."""
-        return self.labels.get(entry, {})
 
     def resources_of(self, entry: str) -> Mapping[str, str]:
         """Return the resources of an entry's pods besides GPUs; those of the entry replace those of all."""
@@ -170,10 +162,8 @@ def read_resources(texts: Sequence[str], entries: Sequence[str]) -> dict[str, di
         well = _QUANTITY if name in _NATIVE else _COUNT
         known = name in _NATIVE or (_DEVICE.fullmatch(name) and len(name) <= _MAX_KEY)
         if not equals or not known or not well.fullmatch(count):
-            raise HexiError(
-                f"--resource {text}: give [ENTRY:]NAME=COUNT, such as rdma/hca_shared_devices_a=1 or "
-                "memory=1Ti"
-            )
+            example = "rdma/hca_shared_devices_a=1 or memory=1Ti"
+            raise HexiError(f"--resource {text}: give [ENTRY:]NAME=COUNT, such as {example}")
         if name == "nvidia.com/gpu":
             raise HexiError(f"--resource {text}: the plan says how many GPUs a pod has; leave it out")
         if colon:
@@ -196,6 +186,5 @@ def check_host_names(entry: str, hosts: Sequence[str]) -> None:
 
 def _check_entry(option: str, text: str, entry: str, entries: Sequence[str]) -> None:
     if entry not in entries:
-        raise HexiError(
-            f"{option} {text}: the cluster file has no nodes {entry!r}; it has {', '.join(entries)}"
-        )
+        known = ", ".join(entries)
+        raise HexiError(f"{option} {text}: the cluster file has no nodes {entry!r}; it has {known}")

@@ -7,6 +7,7 @@ underscores: ``h100``, ``4090``, ``a100-80``, ``nvidia_h100_80gb_hbm3``, ``a100_
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -65,12 +66,9 @@ def gpus_of(gres: str) -> Mapping[str, int]:
     >>> dict(gpus_of("gpu:A100:2(S:0,1),shard:4,gpu:a100_3g.20gb:4,nvme:1,gpu:3090:8"))
     {'3090': 8, 'a100': 2, 'a100_3g.20gb': 4}
     """
-    counts: dict[str, int] = {}
-    for entry in resources_of(gres).split(","):
-        match = _GPUS.fullmatch(entry)
-        if match is not None:
-            kind = (match["type"] or "").lower()
-            counts[kind] = counts.get(kind, 0) + int(match["count"] or 1)
+    counts: Counter[str] = Counter()
+    for match in filter(None, map(_GPUS.fullmatch, resources_of(gres).split(","))):
+        counts[(match["type"] or "").lower()] += int(match["count"] or 1)
     return dict(sorted(counts.items()))
 
 
@@ -168,12 +166,9 @@ def parse_nodes(text: str) -> dict[str, SlurmNode]:
                 "pipe that in"
             )
         name, partition, features, gres = fields
-        node = nodes.get(name)
-        nodes[name] = SlurmNode(
-            partitions=frozenset({partition}) | (node.partitions if node else frozenset()),
-            features=frozenset(features.split(",")) - {"(null)", ""},
-            gres=resources_of(gres),
-        )
+        partitions = {partition, *(nodes[name].partitions if name in nodes else ())}
+        named = frozenset(features.split(",")) - {"(null)", ""}
+        nodes[name] = SlurmNode(frozenset(partitions), named, resources_of(gres))
     if not nodes:
         raise PlatformError(f"standard input names no node; pipe in what {' '.join(SINFO)} prints")
     return nodes
@@ -186,11 +181,9 @@ def allocated_hosts(environment: Mapping[str, str]) -> list[list[str]]:
         PlatformError: this is not a job, or a variable of Slurm's is missing.
     """
     size = variable_number(environment, "SLURM_HET_SIZE", 0, most=9999)
-    names = (
-        ["SLURM_JOB_NODELIST"]
-        if "SLURM_HET_SIZE" not in environment
-        else [f"SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in range(size)]
-    )
+    names = [f"SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in range(size)]
+    if "SLURM_HET_SIZE" not in environment:
+        names = ["SLURM_JOB_NODELIST"]
     hosts = [expand_hostlist(environment.get(name, "")) for name in names]
     for name, component in zip(names, hosts, strict=True):
         if not component:

@@ -111,12 +111,12 @@ class _Node:
 
 def find_gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
     """Return the cluster's GPU of each rank."""
-    made_for = plan.provenance.cluster_digest if plan.provenance else None
-    if made_for is not None and made_for != cluster_digest(cluster):
-        name = plan.provenance.cluster if plan.provenance else None
+    origin, digest = plan.provenance, cluster_digest(cluster)
+    if origin and origin.cluster_digest not in (None, digest):
+        made_for = f"{origin.cluster} (digest {origin.cluster_digest[:12]})"
         raise PlanError(
-            f"the plan was made for the cluster {name} (digest {made_for[:12]}), and cluster {cluster.name} "
-            f"(digest {cluster_digest(cluster)[:12]}) is another; give the first one's file, or plan again"
+            f"the plan was made for the cluster {made_for}, and cluster {cluster.name} "
+            f"(digest {digest[:12]}) is another; give the first one's file, or plan again"
         )
     gpus = rank_gpus(plan, len(cluster.ranks))
     if max(gpus) >= len(cluster.ranks) or not covers_gpus(plan, len(gpus)):
@@ -134,8 +134,7 @@ def _assign(
     hosts: Sequence[str],
 ) -> dict[str, str]:
     """Assign a host to each node: first the host of the same name, then nodes with fewest choices first."""
-    host_by_name = {node.name: node.named(hosts) for node in nodes}
-    host_of = {name: host for name, host in host_by_name.items() if host is not None}
+    host_of = {node.name: host for node in nodes if (host := node.named(hosts)) is not None}
     used = set(host_of.values())
     free_hosts = [host for host in hosts if host not in used]
     choices = [
@@ -167,8 +166,7 @@ def _find_spares(
         if node.name in host_of or not free:
             continue
         with contextlib.suppress(ClusterError, PlatformError):
-            named = node.named(free)
-            host = named or next(iter(_alike(node, nodes, slurm_nodes, free)), None)
+            host = node.named(free) or next(iter(_alike(node, nodes, slurm_nodes, free)), None)
             if host is not None:
                 _check_stand_ins(nodes, {**host_of, **spares, node.name: host}, slurm_nodes)
                 spares[node.name] = host
@@ -188,7 +186,7 @@ def _alike(
             f"does not know; what is left of the job: {_counted(hosts, 'host')}; correct hosts, or leave it "
             f"out to find nodes by the feature, partition or GPUs of {node.entry.name}"
         )
-    kind, gpu, gpus = node.entry.name, *node.hardware
+    kind, (gpu, gpus) = node.entry.name, node.hardware
     if node.is_called_so(slurm_nodes):
         return [host for host in hosts if slurm_nodes[host].is_called(kind)]
     if any(described.types_of(gpu, gpus) for described in slurm_nodes.values()):
