@@ -113,20 +113,18 @@ def _interfaces() -> tuple[Interface, ...]:
 def _ports(root: Path) -> tuple[InfinibandPort, ...]:
     ports = []
     for folder in sorted(root.glob("*/ports/*")):
-        values = []
-        for name in ("state", "rate", "link_layer"):
-            text = ""
-            with contextlib.suppress(OSError):  # a port may be closed to us
-                text = (folder / name).read_text().strip()
-            values.append(text)
-        state = values[0].rpartition(":")[2].strip()  # "4: ACTIVE"
-        device, vendor = folder.parent.parent, ""
-        with contextlib.suppress(OSError):
-            vendor = (device / "device" / "vendor").read_text().strip()
-        ports.append(
-            InfinibandPort(device.name, int(folder.name), state or "unknown", values[1], values[2], vendor)
-        )
+        device = folder.parent.parent
+        files = (folder / "state", folder / "rate", folder / "link_layer", device / "device" / "vendor")
+        state, rate, link_layer, vendor = map(_text_of, files)
+        state = state.rpartition(":")[2].strip() or "unknown"  # "4: ACTIVE"
+        ports.append(InfinibandPort(device.name, int(folder.name), state, rate, link_layer, vendor))
     return tuple(ports)
+
+
+def _text_of(file: Path) -> str:
+    with contextlib.suppress(OSError):  # a port may be closed to us
+        return file.read_text().strip()
+    return ""
 
 
 def _host_addresses() -> tuple[str, ...]:
@@ -138,14 +136,8 @@ def _host_addresses() -> tuple[str, ...]:
 
 
 _QUERY = (
-    "name",
-    "persistence_mode",
-    "ecc.mode.current",
-    "mig.mode.current",
-    "power.limit",
-    "power.default_limit",
-    "clocks.max.sm",
-    "clocks_throttle_reasons.active",
+    *("name", "persistence_mode", "ecc.mode.current", "mig.mode.current"),
+    *("power.limit", "power.default_limit", "clocks.max.sm", "clocks_throttle_reasons.active"),
 )
 #: NVML's nvmlClocksEventReason… (nvml.h) that reduce clocks without a setting of the owner.
 _SLOWED = {0x8: "hardware slowdown", 0x20: "software thermal limit", 0x40: "heat", 0x80: "power brake"}
@@ -177,20 +169,13 @@ def read_states(states: str) -> tuple[GpuState, ...]:
         fields = [field.strip() for field in line.split(",")]
         if len(fields) != len(_QUERY):
             raise PlatformError(f"{line[:200]} (printed by `nvidia-smi --query-gpu`)")
-        name, persistence, ecc, mig, limit, default, clock, reasons = fields
+        name, *modes, limit, default, clock, reasons = fields
+        persistence, ecc, mig = map(_STATES.get, modes)
+        power, default_power, mhz = map(_number, (limit, default, clock))
+        mhz = None if mhz is None else int(mhz)
         bits = int(reasons, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) else 0
-        gpu_states.append(
-            GpuState(
-                name,
-                _STATES.get(persistence),
-                _STATES.get(ecc),
-                _STATES.get(mig),
-                _number(limit),
-                _number(default),
-                None if (found_clock := _number(clock)) is None else int(found_clock),
-                tuple(reason for bit, reason in _SLOWED.items() if bits & bit),
-            )
-        )
+        slowed = tuple(reason for bit, reason in _SLOWED.items() if bits & bit)
+        gpu_states.append(GpuState(name, persistence, ecc, mig, power, default_power, mhz, slowed))
     return tuple(gpu_states)
 
 

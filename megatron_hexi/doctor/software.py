@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
+import itertools
 import re
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -83,12 +84,10 @@ def find_gpus() -> tuple[Gpu, ...]:
         import torch
     except (ImportError, OSError):
         return ()
-    if not torch.cuda.is_available():
-        return ()
-    all_properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return tuple(
-        Gpu(properties.name, (properties.major, properties.minor), round(properties.total_memory / 2**30, 1))
-        for properties in all_properties
+        Gpu(gpu.name, (gpu.major, gpu.minor), round(gpu.total_memory / 2**30, 1))
+        for gpu in map(torch.cuda.get_device_properties, range(count))
     )
 
 
@@ -139,7 +138,9 @@ def _imported(name: str, needs: str | None) -> Package:
             return Package(name, None, needs)  # another package lies in a folder of that name
         line = (str(problem).strip() or "no message").splitlines()[0]
         return Package(name, installed or "unknown", needs, f"{type(problem).__name__}: {line}")
-    return Package(name, _own_version(module) or installed or "unknown", needs, location=_location(module))
+    file = getattr(module, "__file__", None)
+    location = None if file is None else str(Path(file).parent)
+    return Package(name, _own_version(module) or installed or "unknown", needs, location=location)
 
 
 def _is_there(module_name: str) -> bool:
@@ -160,10 +161,6 @@ def _own_version(module: ModuleType) -> str | None:
         with contextlib.suppress(InvalidVersion):
             return Version(str(stated)).public
     return str(stated)
-
-
-def _location(module: ModuleType) -> str | None:
-    return None if getattr(module, "__file__", None) is None else str(Path(module.__file__ or "").parent)
 
 
 def _version(distribution: str) -> str | None:
@@ -191,18 +188,15 @@ def find_kernels() -> tuple[KernelChoice, ...]:
     devices = {"cpu": torch.device("cpu")}
     if torch.cuda.is_available():
         # One GPU of each kind: a node may mix them.
-        every = range(torch.cuda.device_count())
-        devices = {
-            torch.cuda.get_device_name(index): torch.device("cuda", index) for index in reversed(every)
-        }
+        every = reversed(range(torch.cuda.device_count()))
+        devices = {torch.cuda.get_device_name(index): torch.device("cuda", index) for index in every}
     choices = []
     for name, device in reversed(devices.items()):
-        for dtype_name, dtype in dtypes.items():
-            for head_dim in _HEAD_DIMS:
-                chosen = select_kernel("auto", device, dtype, head_dim).name
-                ranked = ranked_kernels(device)
-                verdicts = tuple((k.name, k.refuses(device, dtype, head_dim) or "") for k in ranked)
-                choices.append(KernelChoice(name, dtype_name, head_dim, chosen, verdicts))
+        ranked = ranked_kernels(device)
+        for (dtype_name, dtype), head_dim in itertools.product(dtypes.items(), _HEAD_DIMS):
+            chosen = select_kernel("auto", device, dtype, head_dim).name
+            verdicts = tuple((k.name, k.refuses(device, dtype, head_dim) or "") for k in ranked)
+            choices.append(KernelChoice(name, dtype_name, head_dim, chosen, verdicts))
     return tuple(choices)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -69,13 +70,11 @@ def local_rounds(nodes: Mapping[int, range]) -> list[list[tuple[int, tuple[int, 
     >>> local_rounds({0: range(0, 2), 2: range(4, 7)})
     [[(0, (0, 1)), (2, (5, 6))], [(2, (4, 6))], [(2, (4, 5))]]
     """
-    rounds: list[list[tuple[int, tuple[int, int]]]] = []
-    for number, ranks in nodes.items():
-        for i, pairs in enumerate(tournament(len(ranks))):
-            if i == len(rounds):
-                rounds.append([])
-            rounds[i] += [(number, (ranks[a], ranks[b])) for a, b in pairs]
-    return rounds
+    of_nodes = [
+        [[(number, (ranks[a], ranks[b])) for a, b in pairs] for pairs in tournament(len(ranks))]
+        for number, ranks in nodes.items()
+    ]
+    return [list(itertools.chain(*rounds)) for rounds in itertools.zip_longest(*of_nodes, fillvalue=())]
 
 
 #: A stage's name, and what adds its part to the measurement.
@@ -123,9 +122,8 @@ class Stages:
         return stages
 
     def _memory(self, so_far: Measurement) -> Measurement:
-        return replace(
-            so_far, usable_bytes=tuple(self.world.gather(usable_bytes(self.device, self.host_ranks)))
-        )
+        usable = self.world.gather(usable_bytes(self.device, self.host_ranks))
+        return replace(so_far, usable_bytes=tuple(usable))
 
     def _stream(self, so_far: Measurement) -> Measurement:
         self.world.meet()
@@ -149,45 +147,29 @@ class Stages:
         )
 
     def _matmul(self, so_far: Measurement) -> Measurement:
-        points = compute.measure_points(
-            "matmul",
-            self.sizes.rows,
-            self.sizes.matmul_flops,
-            compute.matmul(self.sizes, self.device, self.dtype),
-            self.clock,
-            self.limit_s,
-            self._meet,
-        )
-        return self._add(so_far, "matmul", self.sizes.rows, points)
+        prepare = compute.matmul(self.sizes, self.device, self.dtype)
+        return self._curve(so_far, "matmul", self.sizes.rows, self.sizes.matmul_flops, prepare)
 
     def _attention(self, number: int, so_far: Measurement) -> Measurement:
         name = self.info.kernels[number]
         kernel = select_kernel(name, self.device, self.dtype, self.options.head_dim)
-        for mask in MASKS:
-            for direction in DIRECTIONS:
-                points = compute.measure_points(
-                    f"{name} {mask} {direction}",
-                    self.sizes.tokens,
-                    partial(self.sizes.attention_flops, mask, direction),
-                    compute.attention(
-                        kernel,
-                        self.sizes,
-                        self.device,
-                        self.dtype,
-                        causal=mask == "causal",
-                        backward=direction == "backward",
-                    ),
-                    self.clock,
-                    self.limit_s,
-                    self._meet,
-                )
-                so_far = self._add(so_far, f"{name} {mask} {direction}", self.sizes.tokens, points)
+        attention = partial(compute.attention, kernel, self.sizes, self.device, self.dtype)
+        for mask, direction in itertools.product(MASKS, DIRECTIONS):
+            flops = partial(self.sizes.attention_flops, mask, direction)
+            prepare = attention(causal=mask == "causal", backward=direction == "backward")
+            so_far = self._curve(so_far, f"{name} {mask} {direction}", self.sizes.tokens, flops, prepare)
         return so_far
 
-    def _add(
-        self, so_far: Measurement, name: str, sizes: tuple[int, ...], points: compute.Points
+    def _curve(
+        self,
+        so_far: Measurement,
+        name: str,
+        sizes: tuple[int, ...],
+        flops: Callable[[int], float],
+        prepare: Callable[[int], compute.Work],
     ) -> Measurement:
-        """Add a curve from every rank; if `auto` chose different kernels, a curve for each of them."""
+        """Measure a curve on every rank; if `auto` chose different kernels, add a curve for each of them."""
+        points = compute.measure_points(name, sizes, flops, prepare, self.clock, self.limit_s, self._meet)
         gathered = self.world.gather([name, points.tflops, points.skipped])
         curves = dict(so_far.curves)
         for rank, (curve, tflops, _) in enumerate(gathered):
@@ -236,19 +218,11 @@ class Stages:
             for (n, _), transfer, latency in found:
                 straight[n].append(transfer)
                 latencies[n].append(latency)
-        return replace(
-            so_far,
-            inside=tuple(
-                Inside(
-                    n,
-                    _times(port, len(lane) - 1),
-                    _times(whole, len(lane) - 1),
-                    _median_transfer(straight[n]),
-                    median(latencies[n]),
-                )
-                for n, lane, port, whole in zip(inner, lanes, ports, collective, strict=True)
-            ),
-        )
+        inside = []
+        for n, lane, port, whole in zip(inner, lanes, ports, collective, strict=True):
+            port, whole = _times(port, len(lane) - 1), _times(whole, len(lane) - 1)
+            inside.append(Inside(n, port, whole, _median_transfer(straight[n]), median(latencies[n])))
+        return replace(so_far, inside=tuple(inside))
 
     def _between(self, so_far: Measurement) -> Measurement:
         rounds = tournament(len(self.nodes))
@@ -267,11 +241,10 @@ class Stages:
                 single: Sequence[TransferTimes | None] = (
                     wire.exchange(first, first) if number == 0 else [None] * len(first)
                 )
+                results = zip(directed, crossing, every, single, latencies, strict=True)
                 found += [
                     Between(a, b, _times(transfer, len(lane)), one, latency)
-                    for (a, b), lane, transfer, one, latency in zip(
-                        directed, crossing, every, single, latencies, strict=True
-                    )
+                    for (a, b), lane, transfer, one, latency in results
                 ]
         return replace(so_far, between=tuple(sorted(found, key=lambda pair: (pair.src, pair.dst))))
 
