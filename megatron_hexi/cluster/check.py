@@ -8,17 +8,8 @@ from dataclasses import replace
 
 from megatron_hexi.cluster.catalog import unknown_device
 from megatron_hexi.cluster.device import Device
-from megatron_hexi.cluster.links import fabric_groups
-from megatron_hexi.cluster.model import (
-    MAX_GPUS,
-    ClusterFile,
-    FabricLink,
-    Matrix,
-    Network,
-    NetworkLevel,
-    NodeEntry,
-    NodeNetwork,
-)
+from megatron_hexi.cluster.links import Rated, fabric_groups
+from megatron_hexi.cluster.model import MAX_GPUS, ClusterFile, Matrix, Network, NetworkLevel, NodeEntry
 from megatron_hexi.cluster.schema import refuse
 from megatron_hexi.errors import PlatformError
 from megatron_hexi.hostlist import expand_hostlist
@@ -54,9 +45,7 @@ def check_network(file: ClusterFile, source: YamlFile) -> None:
     _check_fabrics(file, source)
 
 
-def _check_rate(
-    link: Network | NodeNetwork | FabricLink | NetworkLevel, place: Place, source: YamlFile
-) -> None:
+def _check_rate(link: Network | Rated, place: Place, source: YamlFile) -> None:
     if (link.gbit_s is None) == (link.bandwidth_gb_s is None):
         found = "neither gbit_s nor" if link.gbit_s is None else "both gbit_s and"
         remedy = "give the line rate (gbit_s: 400), or what was measured (bandwidth_gb_s: 48)"

@@ -13,6 +13,8 @@ from megatron_hexi.cluster.model import GB_OF_GBIT, ClusterFile, FabricLink, Net
 
 Per = Literal["gpu", "card", "node", "group", "pair"]
 Way = Literal["out", "in"]
+#: Entries of the cluster file with the rate of cards or links, nominal or measured.
+Rated = NodeNetwork | FabricLink | NetworkLevel
 
 
 class LinkId(NamedTuple):
@@ -146,17 +148,18 @@ class Tier:
         """
         links = [self.link_of[rank] for rank in ranks]
         latencies = tuple(self.latencies_s[node] for node in place)
+        group_of = tuple(self.group_of[node] for node in place)
         if self.per == "group":
-            group_of = tuple(self.group_of[node] for node in place)
             return replace(self, link_of=tuple(links), latencies_s=latencies, group_of=group_of)
+        if self.group_of == tuple(range(len(self.group_of))):  # each node is a group
+            group_of = tuple(place.values())
         new = {link: number for number, link in enumerate(dict.fromkeys(links))}
-        is_first = all(group == node for node, group in enumerate(self.group_of))
         return replace(
             self,
             link_of=tuple(new[link] for link in links),
             bandwidths=tuple(self.bandwidths[link] for link in new),
             latencies_s=latencies,
-            group_of=tuple(place[node] if is_first else self.group_of[node] for node in place),
+            group_of=group_of,
         )
 
 
@@ -201,7 +204,7 @@ def fabric_groups(file: ClusterFile) -> list[list[int]]:
     return partitions
 
 
-def gb_s(network: NodeNetwork | FabricLink | NetworkLevel) -> float:
+def gb_s(network: Rated) -> float:
     """Return the bandwidth of a card or link, 10^9 bytes/s; `check_cluster` ensures that it is given."""
     if network.bandwidth_gb_s is not None:
         return network.bandwidth_gb_s

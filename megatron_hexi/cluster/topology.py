@@ -34,6 +34,9 @@ from megatron_hexi.cluster.links import (
 )
 from megatron_hexi.cluster.model import ClusterFile, Matrix, NodeHost, NodeNetwork
 
+#: Measured bandwidth (bytes/s) and latency (s) of each pair of nodes, sender and receiver.
+_Pairs = dict[tuple[int, int], tuple[float, float]]
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -86,7 +89,6 @@ class Cluster:
     """The nodes, ranks and links of a cluster, as `read_cluster` returns them.
 
     Args:
-        file: the cluster file.
         nodes: nodes in file order.
         ranks: ranks in file order, the GPUs of a node together.
         tiers: tiers of links between nodes, from the inside out; empty with a measured matrix or a single
@@ -100,9 +102,7 @@ class Cluster:
     _ends: dict[tuple[int, int, Way], tuple[LinkId, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _pairs: dict[tuple[int, int], tuple[float, float]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    _pairs: _Pairs = field(default_factory=dict, repr=False, compare=False)
     _ways: dict[tuple[int, Way], float] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -320,10 +320,9 @@ def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
             device = device.with_memory(entry.memory_gb)
         if entry.host is not None:
             device = replace(device, host=_host(entry.host, device.host, entry.gpus))
-        link, intra = device.link, entry.intra
-        bandwidth = (intra.bandwidth_gb_s if intra else link.bandwidth_gb_s) * GB
-        latency_us = intra.latency_us if intra else None
-        latency_s = (link.latency_us if latency_us is None else latency_us) / MICRO
+        intra = entry.intra or device.link
+        bandwidth = intra.bandwidth_gb_s * GB
+        latency_s = (device.link.latency_us if intra.latency_us is None else intra.latency_us) / MICRO
         cards = _cards(file.networks[number], entry.gpus) if file.networks else None
         for copy in range(entry.count):
             node = Node(f"{entry.name}-{copy}", device, range(entry.gpus), bandwidth, latency_s, cards)
@@ -361,8 +360,8 @@ def _number_anew(nodes: Iterable[tuple[Node, Sequence[Device]]]) -> tuple[tuple[
     return tuple(numbered), tuple(ranks)
 
 
-def _pairs(file: ClusterFile, matrix: Matrix) -> dict[tuple[int, int], tuple[float, float]]:
-    """Return the bandwidth (bytes/s) and latency (s) of each pair of nodes, by node numbers in the file."""
+def _pairs(file: ClusterFile, matrix: Matrix) -> _Pairs:
+    """Return the bandwidth and latency of each pair of nodes, by node numbers in the file."""
     numbers = [number for text in matrix.nodes for number in file.find_nodes(text) or ()]
     return {
         (a, b): ((matrix.bandwidth_gb_s[r][c] or 0) * GB, (matrix.latency_us[r][c] or 0) / MICRO)
@@ -372,7 +371,7 @@ def _pairs(file: ClusterFile, matrix: Matrix) -> dict[tuple[int, int], tuple[flo
     }
 
 
-def _ways(pairs: Mapping[tuple[int, int], tuple[float, float]]) -> dict[tuple[int, Way], float]:
+def _ways(pairs: _Pairs) -> dict[tuple[int, Way], float]:
     """Return the bandwidth out of and into each node, bytes/s: the largest in the node's row and column."""
     best: dict[tuple[int, Way], float] = {}
     for (a, b), (bandwidth, _) in pairs.items():

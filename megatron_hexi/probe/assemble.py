@@ -64,15 +64,12 @@ def assemble(measured: Measurement, name: str) -> tuple[dict[str, Any], list[str
 def _other_versions(nodes: Mapping[int, NodeFound], measured: Measurement) -> list[str]:
     """Return a note for each node whose kernels or versions differ from the first node's."""
     first_node, *other_nodes = nodes.values()
-    expected = measured.ranks[first_node.ranks[0]]
+    software = [(info.kernels, info.versions) for info in measured.ranks]
+    expected = software[first_node.ranks[0]]
     return [
         f"{node.name} has other kernels or versions than {first_node.name}: install the same on both"
         for node in other_nodes
-        if any(
-            (measured.ranks[rank].kernels, measured.ranks[rank].versions)
-            != (expected.kernels, expected.versions)
-            for rank in node.ranks
-        )
+        if any(software[rank] != expected for rank in node.ranks)
     ]
 
 
@@ -112,9 +109,7 @@ def _device(
     versions = ", ".join(f"{package} {version}" for package, version in first.versions.items())
     source = f"measured {measured.started}, {measured.options.precision}, {versions}, hexi probe"
     known = kind in catalog()
-    entry: dict[str, Any] = {}
-    if not known:
-        entry["memory_gb"] = round_rate(first.memory_bytes / GIB)
+    entry: dict[str, Any] = {} if known else {"memory_gb": round_rate(first.memory_bytes / GIB)}
     entry["usable_gib"] = round_rate(usable_gib)
     # The cost model takes HBM_SHARE of what stands here, and is to arrive at what was measured.
     entry["memory_gb_s"] = round_rate(median(measured.stream_gb_s[rank] for rank in ranks) / HBM_SHARE)

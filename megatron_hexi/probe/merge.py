@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
-
-import numpy as np
+from statistics import geometric_mean, median
 
 from megatron_hexi.probe.document import Series
 from megatron_hexi.probe.nodes import NodeFound
@@ -41,7 +39,8 @@ def merge(name: str, nodes: Mapping[int, NodeFound], curves: Mapping[str, Series
     by_node = {n: _medians([rates[rank] for rank in node.ranks]) for n, node in nodes.items()}
     common = set.intersection(*(set(node_rates) for node_rates in by_node.values()))
     pace = {
-        n: _mean_log([node_rates[point] for point in sorted(common)]) for n, node_rates in by_node.items()
+        n: geometric_mean([node_rates[point] for point in sorted(common)]) if common else 1.0
+        for n, node_rates in by_node.items()
     }
     reference = sorted(nodes, key=lambda n: (pace[n], -n))[len(nodes) // 2]
     ratios = {n: _ratio(node_rates, by_node[reference]) for n, node_rates in by_node.items()}
@@ -98,7 +97,3 @@ def _medians(ranks: Sequence[Mapping[Point, float]]) -> dict[Point, float]:
 def _ratio(rates: Mapping[Point, float], reference: Mapping[Point, float]) -> float:
     """Return the median ratio of the points that both have; 1 where they share none."""
     return median([rates[point] / reference[point] for point in rates if point in reference] or [1.0])
-
-
-def _mean_log(rates: Sequence[float]) -> float:
-    return fmean(np.log(rates)) if rates else 0.0
