@@ -157,6 +157,10 @@ class _ScriptWords:
                 f"left out, as only a running shell knows them: {', '.join(dict.fromkeys(self._dropped))}; "
                 "give them behind -- of hexi launch"
             )
+        if reading.missing and not any(word.text.startswith("--num-layers") for word in self._words):
+            names = ", ".join(word.text[:60] for word in reading.missing[:8])
+            place = place_of(str(self._path), list(reading.missing))
+            self._faults.insert(0, f"{place}: {names}: is read here, and is not there; put it there")
         if self._unfilled:
             self._faults.insert(0, unfilled(self._unfilled, reading, self._path))
         own_loop = "" if self._lora_rank is None else "adapters on frozen weights"

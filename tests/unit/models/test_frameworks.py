@@ -145,6 +145,13 @@ def test_a_config_beside_the_script_is_the_model():
     assert read_model(path).layers == 3
 
 
+def test_a_missing_file_is_named_where_the_model_may_be_in_it():
+    with pytest.raises(
+        HexiError, match=r"train\.sh, line 1: missing\.sh: is read here, and is not there; put"
+    ):
+        read_model(_written(_SLIME.replace("--num-layers 4", "")))
+
+
 def test_arguments_that_only_bash_fills_in_are_planned_through_it():
     path = _written(f"N=$(nproc)\nMODEL=({_SHAPE} --ffn-hidden-size $N)\n", "model.sh")
     with pytest.raises(HexiError, match=r"line 1: \$\(nproc\): only a running shell knows it") as problem:
