@@ -159,12 +159,10 @@ def _parts_unknown(facts: Facts) -> Iterator[Problem]:
         if part == "gpu_links" and any(other == "gpu_states" for other, _ in facts.unknown):
             continue  # the same program fails twice
         if part == "gpu_states" and "not a valid field" not in reason:  # an older driver's answer
-            yield error(
-                f"nvidia-smi fails: {reason}",
-                "reset the GPU (nvidia-smi -r as root) or restart the node; dmesg has the driver's lines",
-            )
-            continue
-        yield warning(f"could not inspect {part} ({reason})", "fix that first, then run this again")
+            remedy = "reset the GPU (nvidia-smi -r as root) or restart the node; dmesg has the driver's lines"
+            yield error(f"nvidia-smi fails: {reason}", remedy)
+        else:
+            yield warning(f"could not inspect {part} ({reason})", "fix that first, then run this again")
 
 
 def _checkout(facts: Facts) -> Iterator[Problem]:
@@ -241,11 +239,8 @@ def _differences(facts: Sequence[Facts]) -> Iterable[Problem]:
         if len(set(values)) > 1:
             what = f"{name} differs: {values_by_rank(facts, values)}"
             yield Problem(severity, what, f"install one; {_ONE_IMAGE}")
-    shared = sorted(
-        {name for rank_facts in facts for name in rank_facts.environment if name.startswith("NCCL_")}
-        - {*_OF_ONE_MACHINE}
-    )
-    for name in shared:
+    variables = {name for rank_facts in facts for name in rank_facts.environment if name.startswith("NCCL_")}
+    for name in sorted(variables - {*_OF_ONE_MACHINE}):
         values = [rank_facts.environment.get(name, "not set") for rank_facts in facts]
         if len(set(values)) > 1:
             yield warning(

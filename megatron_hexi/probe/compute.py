@@ -214,23 +214,22 @@ def measure_points(
         limit_s: seconds a size; from the first that would take longer, by the rate so far, all are skipped.
         meet: told what comes next, waits for the other ranks: all load the machine at once.
     """
-    tflops: list[float | None] = []
+    tflops: list[float] = []
     rate, why = 0.0, ""
     for size in sizes:
         meet(f"{name} at {size}")  # also for what is skipped: other ranks may not skip it
-        rate_tflops: float | None = None
         if not why and rate and 3 * flops(size) / rate > limit_s:
             why = f"{name} from {size} on: takes too long"
-        if not why:
-            try:
-                rate = flops(size) / steady_seconds(prepare(size), clock, limit_s)
-                rate_tflops = rate / 1e12
-            except (RuntimeError, MemoryError) as problem:
-                if not _is_out_of_memory(problem):
-                    raise
-                why = f"{name} from {size} on: does not fit in memory"
-        tflops.append(rate_tflops)
-    return Points(tuple(tflops), why)
+        if why:
+            continue
+        try:
+            rate = flops(size) / steady_seconds(prepare(size), clock, limit_s)
+            tflops.append(rate / 1e12)
+        except (RuntimeError, MemoryError) as problem:
+            if not _is_out_of_memory(problem):
+                raise
+            why = f"{name} from {size} on: does not fit in memory"
+    return Points((*tflops, *[None] * (len(sizes) - len(tflops))), why)
 
 
 def matmul(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable[[int], Work]:

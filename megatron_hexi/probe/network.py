@@ -115,11 +115,10 @@ def _fabrics(whole: Pairs, way: Sequence[float]) -> list[int]:
 
 def _names(nodes: Sequence[NodeFound], fabric: Sequence[int]) -> list[str]:
     """Return a name for each fabric: the kind of its cards, if known and unique, else with a number."""
-    fabric_kinds: list[str | None] = []
-    for number in range(1 + max(fabric)):
-        cards = [node.cards for node, group in zip(nodes, fabric, strict=True) if group == number]
-        kinds = {None if card is None else card.fabric for card in cards}
-        fabric_kinds.append(kinds.pop() if len(kinds) == 1 else None)
+    kinds_of: list[set[str | None]] = [set() for _ in range(1 + max(fabric))]
+    for node, group in zip(nodes, fabric, strict=True):
+        kinds_of[group].add(node.cards.fabric if node.cards else None)
+    fabric_kinds = [kinds.pop() if len(kinds) == 1 else None for kinds in kinds_of]
     if fabric_kinds == [None]:
         return ["network"]
     return [
@@ -209,12 +208,10 @@ def collective_note(inside: Sequence[Inside]) -> str | None:
         link.all_to_all.seconds[-1] / (link.all_to_all.sizes[-1] / bytes_per_second(link.ports))
         for link in inside
     ]
-    if not ratios or median(ratios) <= _SHARED:
+    if not ratios or (ratio := median(ratios)) <= _SHARED:
         return None
-    return (
-        f"inside nodes the all-to-all takes {median(ratios):.2f} times as long as its messages alone; the "
-        "file has the messages' bandwidth"
-    )
+    text = f"inside nodes the all-to-all takes {ratio:.2f} times as long as its messages alone"
+    return f"{text}; the file has the messages' bandwidth"
 
 
 def _owner(gains: Pairs, width: Mapping[tuple[int, int], int]) -> str:

@@ -76,9 +76,8 @@ class World:
         gathered = [torch.empty_like(padded) for _ in lengths]
         with self.lost_ranks():
             dist.all_gather(gathered, padded)
-        return [
-            json.loads(bytes(data[:length].tolist())) for data, length in zip(gathered, lengths, strict=True)
-        ]
+        texts = zip(gathered, lengths, strict=True)
+        return [json.loads(bytes(data[:length].tolist())) for data, length in texts]
 
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:

@@ -28,6 +28,9 @@ from megatron_hexi.plan.units import covers_gpus, rank_gpus, spell_ranks
 from megatron_hexi.slurm.nodes import SlurmNode, gpus_of
 from megatron_hexi.spelling import first_few
 
+#: What Slurm knows of each host, by name.
+SlurmNodes = Mapping[str, SlurmNode]
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -46,22 +49,17 @@ class Placed:
 
 
 def place(
-    plan: Plan,
-    cluster: Cluster,
-    slurm_nodes: Mapping[str, SlurmNode],
-    hosts: Sequence[str],
-    with_spares: bool = False,
+    plan: Plan, cluster: Cluster, slurm_nodes: SlurmNodes, hosts: Sequence[str], with_spares: bool = False
 ) -> Placed:
     """Find a host for every rank.
 
     Args:
         with_spares: whether hosts without ranks wait as spares, as far as the cluster file has them.
     """
-    unknown = [host for host in hosts if host not in slurm_nodes]
-    if unknown:
-        raise PlatformError(
-            f"the job's host {unknown[0]} is missing in sinfo's output; pipe in that of sinfo --all"
-        )
+    unknown = next((host for host in hosts if host not in slurm_nodes), None)
+    if unknown is not None:
+        remedy = "pipe in that of sinfo --all"
+        raise PlatformError(f"the job's host {unknown} is missing in sinfo's output; {remedy}")
     entries = [entry for entry in cluster.file.nodes for _ in range(entry.count)]
     nodes = [
         _Node(node.name, entry, host)
@@ -102,7 +100,7 @@ class _Node:
         """Return the host among these that has a name of this node."""
         return next((name for name in self.host_names if name in names), None)
 
-    def is_called_so(self, slurm_nodes: Mapping[str, SlurmNode]) -> bool:
+    def is_called_so(self, slurm_nodes: SlurmNodes) -> bool:
         """Return whether Slurm has a host, a feature or a partition of a name of this node."""
         return self.named(slurm_nodes) is not None or any(
             described.is_called(self.entry.name) for described in slurm_nodes.values()
@@ -128,10 +126,7 @@ def find_gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
 
 
 def _assign(
-    nodes: Sequence[_Node],
-    all_nodes: Sequence[_Node],
-    slurm_nodes: Mapping[str, SlurmNode],
-    hosts: Sequence[str],
+    nodes: Sequence[_Node], all_nodes: Sequence[_Node], slurm_nodes: SlurmNodes, hosts: Sequence[str]
 ) -> dict[str, str]:
     """Assign a host to each node: first the host of the same name, then nodes with fewest choices first."""
     host_of = {node.name: host for node in nodes if (host := node.named(hosts)) is not None}
@@ -154,10 +149,7 @@ def _assign(
 
 
 def _find_spares(
-    nodes: Sequence[_Node],
-    host_of: Mapping[str, str],
-    slurm_nodes: Mapping[str, SlurmNode],
-    hosts: Sequence[str],
+    nodes: Sequence[_Node], host_of: Mapping[str, str], slurm_nodes: SlurmNodes, hosts: Sequence[str]
 ) -> dict[str, str]:
     """Return the host of each node without ranks, where the job has one that is this node without doubt."""
     spares: dict[str, str] = {}
@@ -173,9 +165,7 @@ def _find_spares(
     return spares
 
 
-def _alike(
-    node: _Node, nodes: Sequence[_Node], slurm_nodes: Mapping[str, SlurmNode], hosts: Sequence[str]
-) -> list[str]:
+def _alike(node: _Node, nodes: Sequence[_Node], slurm_nodes: SlurmNodes, hosts: Sequence[str]) -> list[str]:
     """Return the hosts that may stand in for this node, those last that may be another of the nodes."""
     namesake = node.named(slurm_nodes)
     if namesake is not None:
@@ -201,7 +191,7 @@ def _alike(
     )
 
 
-def _wanted(node: _Node, slurm_nodes: Mapping[str, SlurmNode]) -> str:
+def _wanted(node: _Node, slurm_nodes: SlurmNodes) -> str:
     host = node.named(slurm_nodes)
     if host is None and node.is_called_so(slurm_nodes):
         return f"one more with the feature, or in the partition, {node.entry.name}"
@@ -214,9 +204,7 @@ def _wanted(node: _Node, slurm_nodes: Mapping[str, SlurmNode]) -> str:
     )
 
 
-def _check_stand_ins(
-    nodes: Sequence[_Node], host_of: Mapping[str, str], slurm_nodes: Mapping[str, SlurmNode]
-) -> None:
+def _check_stand_ins(nodes: Sequence[_Node], host_of: Mapping[str, str], slurm_nodes: SlurmNodes) -> None:
     """Refuse to guess where Slurm describes nodes as equal that the cluster file says differ."""
     described: dict[SlurmNode, dict[tuple[str, int], _Node]] = {}
     for node in nodes:
