@@ -240,16 +240,8 @@ def shown(flags: str, case: str, note: str = "") -> Supported:
     return Supported(flags, f"{_TRAINING}[{case}]", note)
 
 
-def given(
-    option: str, reason: str, remedy: str = "train without it", *, since: str = "", until: str = ""
-) -> Refused:
-    """Return a rule that refuses an option whenever it is set.
-
-    Args:
-        since: first version of megatron-core in which the option is refused.
-        until: first version of megatron-core in which the option is no longer refused.
-    """
-    versions = ",".join(filter(None, (since and f">={since}", until and f"<{until}")))
+def given(option: str, reason: str, remedy: str = "train without it", versions: str = "") -> Refused:
+    """Return a rule that refuses an option whenever it is set."""
     return Refused(option, _is(option), reason, remedy, versions=versions)
 
 

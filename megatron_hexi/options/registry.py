@@ -242,12 +242,8 @@ def _named(flag: str) -> list[tuple[OptionClass, str]]:
         if rule.beside == "any" and not rule.values and not rule.versions:
             return [("refused", rule.reason)]
     if planning:
-        return [
-            (
-                "restricting",
-                "not beside " + ", ".join(dict.fromkeys(rule.conflicts_with for rule in planning)),
-            )
-        ]
+        beside = ", ".join(dict.fromkeys(rule.conflicts_with for rule in planning))
+        return [("restricting", f"not beside {beside}")]
     instead = [rule.instead for rule in replaced() if rule.option == flag and rule.replaces_itself]
     if instead:
         return [("replaced", instead[0])]

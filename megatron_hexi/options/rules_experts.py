@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_hexi.options.kinds import DRAWS, Refused, Supported, given, items_of, one_of, shown
+from megatron_hexi.options.kinds import (
+    DRAWS,
+    Refused,
+    Supported,
+    beside_stages,
+    given,
+    items_of,
+    one_of,
+    shown,
+)
 
 _STAGES = "tests/megatron/test_stages_experts.py::"
 
@@ -64,12 +73,11 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             _STAGES + "test_any_layout_goes_on_from_any_other[samples-to-slices-fp32]",
             "from and to any layout; of what Megatron saves with expert parallelism, the weights",
         ),
-        Refused(
+        beside_stages(
             "--num-experts",
             lambda args: bool(args.num_experts),
             "expert layers are others before 0.19",
             "install megatron-core 0.19, or train without it",
-            beside="stages",
             versions="<0.19",
         ),
     ),

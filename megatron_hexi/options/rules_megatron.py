@@ -262,7 +262,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "--init-method-xavier-uniform",
             "Megatron's configuration lacks the field that it sets",
             "give --init-method-std in its place",
-            since="0.19",
+            ">=0.19",
         ),
     )
 }

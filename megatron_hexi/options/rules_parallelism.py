@@ -198,12 +198,11 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "tests/megatron/test_stages_further_experts.py::test_training_is_that_of_one_rank[samples-all]",
             "with experts on any ranks of the last stage",
         ),
-        Refused(
+        beside_stages(
             "--mtp-num-layers",
             lambda args: bool(args.mtp_num_layers),
             "Megatron holds and numbers these layers differently before 0.19",
             "install megatron-core 0.19, or train without it",
-            beside="stages",
             versions="<0.19",
         ),
         beside_stages(

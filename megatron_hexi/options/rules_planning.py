@@ -58,7 +58,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "split tables stay in the process",
             "start the job under megatron_hexi.elastic",
         ),
-        given("--use-legacy-models", "a plan replaces layers of Megatron Core", since="0.17", until="0.18"),
+        given("--use-legacy-models", "a plan replaces layers of Megatron Core", versions=">=0.17,<0.18"),
     ),
     "The script megatron_hexi.pretrain_gpt": (
         beside_script("--fim-data"),

@@ -26,7 +26,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "batch-schedule-groups",
             "with equal replicas that do not state their micro_batches",
         ),
-        given("--rampup-batch-size", "Megatron ignores it", "give --step-batch-size-schedule", since="0.18"),
+        given("--rampup-batch-size", "Megatron ignores it", "give --step-batch-size-schedule", ">=0.18"),
         Refused(
             "--rampup-batch-size", lambda args: args.rampup_batch_size is not None, UNSHOWN, versions="<0.18"
         ),
