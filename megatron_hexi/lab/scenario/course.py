@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -194,15 +195,13 @@ def play_scenario(
     """
     plans = Plans(plan, job, request, cluster)
     periods = find_periods(events, scenario.lasts)
-    total, played = 3 * len(periods), 0
+    played = itertools.count(1)
 
     def watched() -> Iterator[Period]:
-        nonlocal played
         for period in periods:
             yield period
-            played += 1
             if progress is not None:
-                progress(played, total)
+                progress(next(played), 3 * len(periods))
 
     courses = []
     runners: tuple[Runner, ...] = (

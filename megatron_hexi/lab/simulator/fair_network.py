@@ -54,7 +54,10 @@ class FairNetwork:
         self._of: list[tuple[int, ...]] = [table.own[number] for number in route.tolist()]
         self._on: list[set[int]] = [set() for _ in range(count)]
         self._on_sets: list[Counter[int]] = [Counter() for _ in range(count)]
-        self._lanes = [int(load) for load in _loads(table)]
+        # The load of one transfer on each link: 1, or the tensor-parallel size.
+        loads = np.ones(count, dtype=np.int64)
+        np.maximum.at(loads, table.links, table.weights.astype(np.int64))
+        self._lanes: list[int] = loads.tolist()
         self._local = np.zeros(count, dtype=np.int64)
         self._left = size.astype(float)
         self._rate = np.zeros(len(size))
@@ -167,10 +170,3 @@ class FairNetwork:
         sets = self._on_sets[link]
         if full and len(sets) > 1:
             self._shared[link] = now, tuple(sorted({self._kinds[number] for number in sets}))
-
-
-def _loads(table: RouteTable) -> Floats:
-    """Return the load of one transfer on each link: 1, or the tensor-parallel size."""
-    loads = np.ones(len(table.capacity))
-    np.maximum.at(loads, table.links.ravel(), table.weights.ravel())
-    return loads

@@ -57,8 +57,8 @@ def ranks_table(ranks: Sequence[RankTimeline]) -> Table:
     """Return a table of each rank's time; ranks that are alike share a line."""
     who = ("ranks", "GPU", "names")
     table = make_table((*who, *ranks[0].busy, "communication", "idle", "idle share"), who, _RANKS_CAPTION)
-    for alike in alike_ranks(ranks):
-        table.add_row(*rank_cells(alike), *_cells(alike[0]))
+    for (*_, cells), alike in itertools.groupby(ranks, key=_displayed):
+        table.add_row(*rank_cells(list(alike)), *cells)
     return table
 
 
@@ -115,18 +115,10 @@ def timeline_dict(
     }
 
 
-def alike_ranks(ranks: Sequence[RankTimeline]) -> list[list[RankTimeline]]:
-    """Return groups of neighbouring ranks on one node whose displayed times are equal."""
-
-    def look(rank: RankTimeline) -> tuple[object, ...]:
-        return rank.name.rpartition("/")[0], rank.stage, *_cells(rank)
-
-    return [list(group) for _, group in itertools.groupby(ranks, key=look)]
-
-
-def _cells(rank: RankTimeline) -> list[str]:
+def _displayed(rank: RankTimeline) -> tuple[str, int, list[str]]:
+    """Return a rank's node, stage, and cells of its times; neighbours in which all are equal are alike."""
     times = [*rank.busy.values(), rank.communication_s, rank.idle_s]
-    return [*map(spell_seconds, times), f"{rank.idle_share:.1%}"]
+    return rank.name.rpartition("/")[0], rank.stage, [*map(spell_seconds, times), f"{rank.idle_share:.1%}"]
 
 
 def _headline(simulation: Simulation, cost: IterationCost) -> str:

@@ -175,11 +175,13 @@ class _Builder:
         if self._traffic and lap.whole and lap.way != "logits":
             there, back = (self._expert_batches(number, *sent) for sent in self._traffic)
         for first, section in zip(self._firsts, self._sections, strict=True):
-            programs = self.units[first : first + len(section.gpus)]
-            if lap.way == "logits":
-                _add_logits(number, section, programs)
-            else:
+            if lap.way != "logits":
                 self._add_layer(number, lap, section, first, there, back)
+                continue
+            for unit, program in enumerate(self.units[first : first + len(section.gpus)]):
+                program += _if_any(Compute("logits", "logits", float(section.logits[unit])))
+                program += _if_any(Sum(float(section.logits_sums[unit])))
+                program += [Mark(number, point) for point in range(len(POINTS))]
 
     def _add_layer(
         self,
@@ -275,13 +277,6 @@ class _Builder:
         self.set_kinds.append(alike.carries)
         self.set_laps.append(alike.lap)
         return batches
-
-
-def _add_logits(number: int, section: SectionWork, programs: Sequence[list[Instruction]]) -> None:
-    for unit, program in enumerate(programs):
-        program += _if_any(Compute("logits", "logits", float(section.logits[unit])))
-        program += _if_any(Sum(float(section.logits_sums[unit])))
-        program += [Mark(number, point) for point in range(len(POINTS))]
 
 
 def build_program(

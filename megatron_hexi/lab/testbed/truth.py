@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -71,7 +70,8 @@ class PaceMeasured(_Timed):
 def read_speeds(lab: Lab, cluster: Cluster, job: str) -> list[SpeedMeasured]:
     """Read the speeds that the ranks printed at the end of a run of the synthetic load."""
     asked_s = [cycle_seconds(cluster.ranks[gpu].device) for gpu in lab.gpus]
-    measured_s = [_seconds_a_cycle(lab.log(job, rank)) for rank in range(len(asked_s))]
+    printed = [json.loads(lab.log(job, n).read_text().splitlines()[-1]) for n in range(len(asked_s))]
+    measured_s = [cycles["seconds"] / cycles["cycles"] for cycles in printed]
     if lab.speeds == "quota":
         unit = sum(1 / seconds for seconds in asked_s) / sum(1 / seconds for seconds in measured_s)
         asked_s = [unit * seconds for seconds in asked_s]
@@ -144,11 +144,6 @@ def _pace(gpu: int, pace: dict[str, Any]) -> PaceMeasured:
         exposed_share=pace["exposed"] / wall,
         busy_share=pace["computing"] / modelled,
     )
-
-
-def _seconds_a_cycle(log: Path) -> float:
-    printed = json.loads(log.read_text().splitlines()[-1])
-    return float(printed["seconds"] / printed["cycles"])
 
 
 def testbed_report(document: Mapping[str, Any]) -> RenderableType:

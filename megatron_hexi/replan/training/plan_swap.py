@@ -45,9 +45,7 @@ def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
 
 def swapped_shares(session: Session, plan: Plan) -> tuple[Share, ...] | None:
     """Return each replica's share of a global batch under another plan; ``None`` if Megatron assigns it."""
-    if session.share is None:
-        return None
-    return assign_micro_batches(plan, session.share.total, 1)
+    return None if session.share is None else assign_micro_batches(plan, session.share.total, 1)
 
 
 def grouping(plan: Plan, dealt: bool) -> list[tuple[Any, ...]]:
