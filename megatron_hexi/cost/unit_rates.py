@@ -101,7 +101,7 @@ def _seconds(section: Section, placed: ExpertsOnRanks | None) -> tuple[Floats, F
     row /= rows
     for kind, run, again in kinds:
         layers += run
-        if placed is not None and kind.model.experts:
+        if placed is not None and kind.model.routed:
             own = job.micro_batch_size * section.arrays.tokens
             experts = expert_times(section, placed)
             seconds = (run + whole * again) * experts.forward + run * experts.backward

@@ -148,7 +148,7 @@ class Advisor:
         self.swapped(plan)
 
     def swapped(self, plan: Plan) -> None:
-        """Follow the ranks under a plan from now on; their speeds stay known."""
+        """Take note that the ranks train under another plan; their speeds stay known."""
         self._plan, self._cut, self._moved = plan, None, None
         costs = sorted(CostModel(self._job, self._cluster).estimate(plan).ranks, key=lambda cost: cost.rank)
         self._units = [unit.ranks for unit in unit_rows(plan, stages=self._job.pipeline_parallel)]

@@ -53,6 +53,7 @@ LEFT = {
         "balancing losses are means over a micro-batch; experts lie in stages",
     ),
     "lab/simulator/simulated_iteration.py": (2, "ranks with experts go through a layer together"),
+    "models/planned_kinds.py": (1, "latent attention over packed documents is refused by name"),
     "planner/expert_placement.py": (1, "a search tries a rule of placement for models with experts"),
     "planner/joint/assembly.py": (1, "Megatron's flags put experts elsewhere than a plan does"),
     "planner/joint/joint_search.py": (1, "a plan for experts is searched once for each placement"),
