@@ -76,9 +76,9 @@ PLANS = {
 """,
 }
 SCRIPT = Path(__file__).parent / "bridge_models.py"
-#: Jobs of the default suite; the others pair models and plans that occur among these.
-JOBS = ["latent", "experts-te", "qwen3"]
-FURTHER = ["experts", "dense-bf16", "latent-te", "qwen3-units", "qwen3-groups"]
+#: The job of the default suite, and those that are trained on request.
+JOBS = ["experts-te"]
+FURTHER = ["experts", "latent", "qwen3", "dense-bf16", "latent-te", "qwen3-units", "qwen3-groups"]
 #: Norms of Transformer Engine's and of Megatron's own layers that have two names.
 NORMS = (
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
