@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.megatron import bridge_emulated
+from tests.megatron import bridge_emulated, test_bridge_training
 from tests.megatron.launch import launch
 
 pytestmark = pytest.mark.skipif(
@@ -28,19 +28,8 @@ WORKLOADS = {
 }
 HEADER = "version: 2\nworkload: {{seq_length: 101, heads: 4, {0}, layers: 4, hidden_size: 64}}\nreplicas:\n"
 PLANS = {
-    "groups": """\
-- stages:
-  - domains:
-    - groups:
-      - segments: [[0, 31], [69, 101]]
-        members:
-        - {ranks: [0], tokens: 38, heads: [0, 2]}
-        - {ranks: [1], tokens: 25, heads: [2, 4]}
-      - segments: [[31, 69]]
-        members:
-        - {ranks: [2], tokens: 13, heads: [0, 1]}
-        - {ranks: [3], tokens: 25, heads: [1, 4]}
-""",
+    "groups": test_bridge_training.PLANS["one-stage"],
+    "stages": test_bridge_training.PLANS["stages"],
     "units": """\
 - stages:
   - domains:
@@ -49,21 +38,6 @@ PLANS = {
         members:
         - {ranks: [0, 1], tokens: 63, heads: [0, 1]}
         - {ranks: [2, 3], tokens: 38, heads: [1, 2]}
-""",
-    "stages": """\
-- micro_batches: 3
-  stages:
-  - {layers: [0, 1], domains: [{ranks: [0]}]}
-  - layers: [1, 4]
-    domains:
-    - groups:
-      - segments: [[0, 101]]
-        members:
-        - {ranks: [2], tokens: 71, heads: [0, 3]}
-        - {ranks: [3], tokens: 30, heads: [3, 4]}
-- micro_batches: 1
-  stages:
-  - {layers: [0, 4], domains: [{ranks: [1]}]}
 """,
     "unit-stages": """\
 - micro_batches: 3

@@ -180,7 +180,7 @@ def test_model_flops_count_what_documents_see():
 
 
 def test_layers_that_predict_further_tokens_attend_within_documents_too():
-    """As the last layer does."""
+    """Such layers are of the last layer's kind, so they take as long as further layers of it."""
     known, seconds = cluster([("a", "PLAIN", 1)]), []
     for documents in (None, Documents((256,), (1.0,))):
         for predictions in (0, 1):
