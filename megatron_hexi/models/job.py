@@ -95,7 +95,7 @@ class Job:
     virtual_stages: int = 1
     data_parallel: int = 1
     recompute: Recompute = "none"
-    precision: Precision | Literal["fp8"] = "bf16"
+    precision: Precision = "bf16"
     distributed_optimizer: bool = True
     overlap_gradients: bool = True
     sequence_parallel: bool = True
@@ -122,7 +122,7 @@ class Job:
         for operation in self.unfused:
             if operation not in FUSIBLES:
                 _refuse("unfused", operation, f"use {', '.join(FUSIBLES)}")
-        if self.precision not in (*PRECISIONS, "fp8"):
+        if self.precision not in PRECISIONS:
             _refuse("precision", self.precision, f"use {', '.join(PRECISIONS)}")
         if self.kernel is not None:
             split_kernels(self.kernel)

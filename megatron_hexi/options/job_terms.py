@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from megatron_hexi.errors import PlanError, raise_all
 from megatron_hexi.kinds.states import hybrid_layers
-from megatron_hexi.options.kinds import items_of
+from megatron_hexi.options.kinds import items_of, row_of
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.check_ministages import interleaving_fault
-from megatron_hexi.plan.flags import FLAGS, argument_name
+from megatron_hexi.plan.flags import FLAGS
 from megatron_hexi.plan.units import held_experts
 
 #: Options of parallel sizes that each stage of a plan states for itself.
@@ -41,7 +41,7 @@ CHUNK_FLAGS: Final = (FLAGS["virtual_stages"], "--num-layers-per-virtual-pipelin
 _OTHER_CHUNKS: Final = (CHUNK_FLAGS[1], "--pipeline-model-parallel-layout")
 #: Fields of a plan's `job` that set several arguments, with their flags.
 _TERMS: Final = {
-    "precision": ("--bf16", "--fp16"),
+    "precision": ("--bf16", "--fp16", "--fp8-format"),
     "overlap_gradients": (FLAGS["overlap_gradients"], "--overlap-param-gather"),
     "recompute": (*RECOMPUTE_FLAGS, "--recompute-activations", "--recompute-modules"),
     # The planner's own number of stages: Megatron's other flags for stages need not fit it.
@@ -59,21 +59,27 @@ _SINGLE = (
     "distributed_optimizer",
     "overlap_gradients",
     "sequence_parallel",
+    "fp8_recipe",
 )
 
 
 @dataclass(frozen=True)
 class _Setting:
-    """One of Megatron's arguments with the value that the plan gives it."""
+    """One of Megatron's arguments with the value that the plan gives it.
+
+    Args:
+        allowed: further values that the command line may give.
+    """
 
     place: str
     stated: Any
     flag: str
     value: Any
+    allowed: tuple[Any, ...] = ()
 
     @property
     def argument(self) -> str:
-        return argument_name(self.flag)
+        return row_of(self.flag).dest
 
     @property
     def spelt(self) -> str:
@@ -89,7 +95,7 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
             continue  # Megatron takes no number of chunks beside a pattern, which has one
         value = getattr(args, setting.argument)
         if setting.flag in given:
-            if value != setting.value:
+            if value not in (setting.value, *setting.allowed):
                 words = setting.flag if value is True else f"{setting.flag} {value}"
                 faults.append(
                     f"{args.hexi_plan}: {setting.place} is {setting.stated}, the command line has {words}; "
@@ -144,8 +150,12 @@ def _settings(plan: Plan) -> Iterator[_Setting]:
         if stated is not None:
             yield _Setting(f"job.{name}", stated, FLAGS[name], stated)
     if job.precision is not None:
+        is_fp8 = job.precision == "fp8"
         for precision in ("bf16", "fp16"):
-            yield _Setting("job.precision", job.precision, f"--{precision}", job.precision == precision)
+            is_it = precision == ("bf16" if is_fp8 else job.precision)
+            yield _Setting("job.precision", job.precision, f"--{precision}", is_it)
+        fp8 = ("hybrid", ("e4m3",)) if is_fp8 else (None, ())
+        yield _Setting("job.precision", job.precision, "--fp8-format", *fp8)
     if job.overlap_gradients and job.distributed_optimizer:
         yield _Setting("job.overlap_gradients", True, "--overlap-param-gather", True)
     if job.recompute is not None:

@@ -40,6 +40,7 @@ def check_plan(plan: Plan, where: Where) -> None:
             f"have {len(ranks)} ranks numbered up to {ranks[-1]}, and rank {missing} is missing",
             f"number them 0 to {len(ranks) - 1}",
         )
+    _check_precision(plan, places)
     _check_batch(plan, root)
     check_interleaving(plan, root)
     if plan.rates is not None:
@@ -154,6 +155,29 @@ def _check_batch(plan: Plan, root: PlanPlace) -> None:
             f"is {batch // size} micro-batches of {size}, which {len(counts)} replicas cannot share equally",
             "give every replica its micro_batches, or another batch",
         )
+
+
+def _check_precision(plan: Plan, places: dict[int, PlanPlace]) -> None:
+    """Check that a recipe of fp8, and units in bf16, belong to a job in fp8.
+
+    Args:
+        places: the place of each rank in the plan.
+    """
+    job = plan.job
+    if job.precision == "fp8":
+        return
+    if job.fp8_recipe is not None:
+        places[0].root("job", "fp8_recipe").refuse(
+            f"is {job.fp8_recipe}, of a job that does not say precision: fp8",
+            "add it, or leave the recipe out",
+        )
+    for member in plan.members:
+        if member.precision is not None and job.precision is not None:
+            places[member.lead].refuse(
+                f"have precision: {member.precision}, which a unit states in a job in fp8; this one trains in "
+                f"{job.precision}",
+                "leave it out",
+            )
 
 
 def _check_rates(plan: Plan, rates: UnitRates, root: PlanPlace) -> None:

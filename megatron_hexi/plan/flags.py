@@ -26,6 +26,7 @@ FLAGS: Final = {
     "distributed_optimizer": "--use-distributed-optimizer",
     "overlap_gradients": "--overlap-grad-reduce",
     "sequence_parallel": "--sequence-parallel",
+    "fp8_recipe": "--fp8-recipe",
 }
 
 

@@ -66,6 +66,8 @@ class Member(Strict):
         experts: experts that the unit holds in each layer with experts. One range: each of these experts is
             cut into slices, one per rank. A range for each rank: that rank holds these experts whole.
             Left out: all experts, cut into slices.
+        precision: `bf16`: in a job in fp8 the unit computes all products in bf16, as GPUs without fp8 must.
+            Left out: as the job says.
     """
 
     ranks: Annotated[tuple[Count, ...], Field(min_length=1)]
@@ -73,6 +75,7 @@ class Member(Strict):
     heads: Range
     state: Positive = 1
     experts: Annotated[tuple[Range, ...], BeforeValidator(_ranges)] | None = None
+    precision: Literal["bf16"] | None = None
 
     @property
     def lead(self) -> int:

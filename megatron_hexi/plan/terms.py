@@ -32,7 +32,10 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 #: Activations that the backward pass recomputes: none, core attention, every layer, or the first n layers.
 Recompute = Literal["none", "selective", "full"] | Layers
-Precision = Literal["bf16", "fp16", "fp32"]
+#: `fp8`: products of matrices in fp8, all else in bf16.
+Precision = Literal["bf16", "fp16", "fp32", "fp8"]
+#: How values are scaled before they are cast to fp8, by Megatron's names.
+Fp8Recipe = Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
 #: Data of a stage that may wait in host memory while it is not used.
 Offload = Literal["parameters", "optimizer", "activations"]
 #: Order of a replica's ministages other than one after the other.
@@ -49,7 +52,9 @@ class JobTerms(Strict):
         pipeline_parallel: --pipeline-model-parallel-size, for a plan with a repeated stage.
         virtual_stages: --num-virtual-stages-per-pipeline-rank, for a plan with a repeated stage: chunks of
             each pipeline stage's layers, which Megatron's interleaved schedule runs in turn.
-        precision: --bf16, --fp16, or neither.
+        precision: --bf16, --fp16, or neither; `fp8`: --bf16 and --fp8-format, by whose recipe all units
+            compute that do not state `precision: bf16`.
+        fp8_recipe: --fp8-recipe, for a job in fp8.
         recompute: --recompute-granularity; a number n: full recomputation of the first n layers.
         optimizer: --optimizer.
         distributed_optimizer: --use-distributed-optimizer.
@@ -65,6 +70,7 @@ class JobTerms(Strict):
     pipeline_parallel: Layers | None = None
     virtual_stages: Layers | None = None
     precision: Precision | None = None
+    fp8_recipe: Fp8Recipe | None = None
     recompute: Recompute | None = None
     optimizer: Literal["adam", "sgd"] | None = None
     distributed_optimizer: bool | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_hexi.plan.model import Domain, Exchange, Member, Plan, Range, Replica, Stage
 from megatron_hexi.plan.shares import domain_micro_batches
@@ -79,6 +80,7 @@ class Unit(DomainRow):
         group: number of the A2A group in the domain.
         tokens: tokens of the unit's shard.
         state: weight of the unit in the division of the optimizer's state among units with the same weights.
+        precision: `bf16` if the unit computes in bf16 whatever the job says; ``None``: as the job says.
     """
 
     ranks: tuple[int, ...]
@@ -87,6 +89,7 @@ class Unit(DomainRow):
     tokens: int
     heads: Range
     state: int
+    precision: Literal["bf16"] | None
 
 
 def domain_rows(
@@ -157,6 +160,7 @@ def unit_rows(
             tokens=member.tokens,
             heads=member.heads,
             state=member.state,
+            precision=member.precision,
         )
         for row in domain_rows(plan, micro_batch_size, stages, layers)
         for number, (group, member) in enumerate(_members(row.domain))

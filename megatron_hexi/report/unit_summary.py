@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_hexi.plan import Plan, Traffic, attention_traffic, build_schedule
 from megatron_hexi.plan.model import Range
@@ -26,6 +27,7 @@ class UnitSummary:
         kv_heads: the KV heads that its query heads read.
         state: its share of the optimizer's state, relative to other units.
         experts: ranges of experts of its ranks, or one range that they divide; ``None``: all, divided.
+        precision: ``bf16`` if it computes so in a job in fp8; ``None``: as the job says.
         ministages: the layers of each of its ministages; ``None``: it runs whole.
         order: order of the ministages; ``None``: one after the other.
         recompute: recomputation of the stage; ``None``: the job's setting.
@@ -52,6 +54,7 @@ class UnitSummary:
     segments: tuple[Range, ...]
     state: int
     experts: tuple[Range, ...] | None
+    precision: Literal["bf16"] | None
     forward: Traffic
     backward: Traffic
 
@@ -103,6 +106,7 @@ def _summary(plan: Plan, number: int, unit: Unit) -> UnitSummary:
         segments=schedule.segments,
         state=unit.state,
         experts=unit.domain.members[unit.member].experts,
+        precision=unit.precision,
         forward=forward,
         backward=backward,
     )

@@ -71,6 +71,33 @@ def test_a_plan_s_own_number_of_rows_stays():
 
 
 @pytest.mark.parametrize(
+    ("terms", "given", "found"),
+    [
+        (JobTerms(precision="fp8", fp8_recipe="mxfp8"), {}, (True, False, "hybrid", "mxfp8")),
+        (JobTerms(precision="fp8"), {"--fp8-format": "e4m3"}, (True, False, "e4m3", "delayed")),
+        (JobTerms(precision="bf16"), {}, (True, False, None, "delayed")),
+        (
+            JobTerms(precision="bf16"),
+            {"--fp8-format": "hybrid"},
+            "job.precision is bf16, .* --fp8-format hybrid;",
+        ),
+        (JobTerms(precision="fp8", fp8_recipe="mxfp8"), {"--fp8-recipe": "delayed"}, "is mxfp8, the command"),
+    ],
+)
+def test_a_plan_s_precision_is_the_job_s(terms, given, found):
+    plan = replace(proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]]]), job=terms)
+    args = Namespace(hexi_plan="plan.yaml", tensor_model_parallel_size=1)
+    args.__dict__.update(bf16=False, fp16=False, fp8=given.get("--fp8-format"))
+    args.fp8_recipe = given.get("--fp8-recipe", "delayed")
+    if isinstance(found, str):
+        with pytest.raises(PlanError, match=found):
+            set_job_terms(args, set(given), plan)
+    else:
+        set_job_terms(args, set(given), plan)
+        assert (args.bf16, args.fp16, args.fp8, args.fp8_recipe) == found
+
+
+@pytest.mark.parametrize(
     ("planned", "trained", "said"),
     [
         (8, None, "job.lora_rank is 8, the job trains all weights; make a plan for it with hexi plan$"),

@@ -46,7 +46,7 @@ replicas:
     exchange: {window: 2}
   - domains:
     - {ranks: [6], samples: 3}
-    - {ranks: [7, 8], state: 2, samples: 1}
+    - {ranks: [7, 8], state: 2, precision: bf16, samples: 1}
     layers: [1, 6]
     recompute: 2
   micro_batches: 3
@@ -59,7 +59,8 @@ exchange: {window: 1}
 job:
   micro_batch_size: 4
   global_batch_size: 16
-  precision: bf16
+  precision: fp8
+  fp8_recipe: tensorwise
   distributed_optimizer: true
 """
 
@@ -95,7 +96,7 @@ def test_stages_units_and_samples_are_read(read):
     assert (first.exchange, second.exchange) == (Exchange(2), None)
     assert [domain.samples for domain in second.domains] == [3, 1]
     (whole,) = second.domains[1].members
-    assert (whole.tokens, whole.heads, whole.state) == (64, (0, 4), 2)
+    assert (whole.tokens, whole.heads, whole.state, whole.precision) == (64, (0, 4), 2, "bf16")
     assert second.domains[1].groups[0].segments == ((0, 64),)
 
 
@@ -138,7 +139,7 @@ def test_another_version_is_refused_with_the_line_to_write(line, says, read):
             "global_batch_size is 16, the replicas take 5 micro-batches",
         ),
         (
-            "  precision: bf16",
+            "  fp8_recipe: tensorwise",
             "  pipeline_parallel: 2",
             "pipeline_parallel is 2, but stages state layers",
         ),
@@ -204,6 +205,17 @@ def test_another_version_is_refused_with_the_line_to_write(line, says, read):
             ":36: replicas[1].stages[0].offload[0] is activations, of a stage that runs whole: no rows wait",
         ),
         ("{ranks: [6], samples: 3}", "{ranks: [6], samples: 3, groups: []}", "ranks is not a known field"),
+        (
+            "precision: fp8\n",
+            "precision: bf16\n",
+            "job.fp8_recipe is tensorwise, of a job that does not say precision: fp8; add it, or leave",
+        ),
+        (
+            "precision: fp8\n  fp8_recipe: tensorwise\n",
+            "precision: fp16\n",
+            ":28: replicas[0].stages[1].domains[1].ranks have precision: bf16, which a unit states in a job in",
+        ),
+        ("fp8_recipe: tensorwise", "fp8_recipe: nvfp4", ":42: job.fp8_recipe = 'nvfp4' is not known"),
     ],
 )
 def test_a_broken_rule_of_stages_names_its_place_in_the_file(old, new, says, read):
