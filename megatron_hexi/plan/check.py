@@ -174,7 +174,7 @@ def _check_precision(plan: Plan, places: dict[int, PlanPlace]) -> None:
     for member in plan.members:
         if member.precision is not None and job.precision is not None:
             places[member.lead].refuse(
-                f"have precision: {member.precision}, which a unit states in a job in fp8; this one trains in "
+                f"have precision: {member.precision}, which units state in a job in fp8; this one trains in "
                 f"{job.precision}",
                 "leave it out",
             )

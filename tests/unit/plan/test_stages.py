@@ -213,7 +213,7 @@ def test_another_version_is_refused_with_the_line_to_write(line, says, read):
         (
             "precision: fp8\n  fp8_recipe: tensorwise\n",
             "precision: fp16\n",
-            ":28: replicas[0].stages[1].domains[1].ranks have precision: bf16, which a unit states in a job in",
+            ":28: replicas[0].stages[1].domains[1].ranks have precision: bf16, which units state in a job in",
         ),
         ("fp8_recipe: tensorwise", "fp8_recipe: nvfp4", ":42: job.fp8_recipe = 'nvfp4' is not known"),
     ],
