@@ -2,8 +2,7 @@
 
 Between attention and the next layer the ranks of an expert domain (`plan.units`) send each token to the
 ranks that hold its experts, compute these, and send the results back. All of them wait for each other at both
-all-to-alls. Assumed: a token is sent to each of its experts, even if several are on one rank (Megatron's
-alltoall dispatcher); all expert domains of a stage exchange at the same time.
+all-to-alls (`expert_messages`). Assumed: all expert domains of a stage exchange at the same time.
 
 Shape letters: U units, R ranks, M messages, E experts of a layer, k experts of a token, h hidden size,
 f width of an expert, n rows that a rank's experts compute.
@@ -13,18 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.calls import expert_calls
 from megatron_hexi.cost.compute import Speeds, rates
+from megatron_hexi.cost.expert_messages import ExpertExchanges, ExpertRanks
 from megatron_hexi.cost.layer import ExpertCycle
 from megatron_hexi.cost.moved_bytes import CAST_BYTES, activation_elements
-from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.products import Elements, Products, Times, product_seconds
-from megatron_hexi.cost.recent import Recent
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh.experts import ExpertDomain, job_experts
 from megatron_hexi.models.job import Job
@@ -33,8 +30,6 @@ from megatron_hexi.plan.units import HeldExperts
 
 #: Rows of the rank whose experts are busiest, in standard deviations above the mean.
 _DEVIATIONS = 2
-#: All-to-alls of stages that are kept.
-_MOST_KEPT = 64
 #: Part of a single product's rate, at the rows of an expert, that torch's grouped products reach on an H100:
 #: 0.83 to 0.98, mean 0.89, of nine sizes (docs/results/one-gpu.md).
 GROUPED_SHARE = 0.89
@@ -52,12 +47,15 @@ class ExpertsOnRanks:
         parts: number of slices into which each of a unit's experts is cut; 1: they are whole, [U].
         domain: number of each unit's expert domain, the same in all sections of a stage, [U].
         domain_rows: number of rows of a micro-batch in that domain, [U].
+        node: number of each rank's node in that domain; 0 in one whose rows go to each expert by itself,
+            [U, tensor_parallel].
     """
 
     count: Ints
     parts: Ints
     domain: Ints
     domain_rows: Floats
+    node: Ints
 
     @property
     def whole(self) -> Floats:
@@ -71,23 +69,6 @@ class ExpertsOnRanks:
         for loads of variation c (`Job.expert_imbalance`).
         """
         return busiest_rows(job, self.count.max(axis=1), self.domain_rows)
-
-
-@dataclass(frozen=True, eq=False)
-class ExpertMessages:
-    """The messages of an all-to-all to the experts of a stage; those back are the same, reversed.
-
-    Args:
-        gpus: GPU of each rank of the stage, section by section and unit by unit, [R].
-        src: sending rank of each message, an index into `gpus`, [M].
-        dst: receiving rank, likewise, [M].
-        size: bytes of each message, [M].
-    """
-
-    gpus: Ints
-    src: Ints
-    dst: Ints
-    size: Floats
 
 
 def place_experts(plan: Plan, job: Job, sections: Sequence[Section]) -> list[ExpertsOnRanks | None]:
@@ -117,6 +98,9 @@ def place_experts(plan: Plan, job: Job, sections: Sequence[Section]) -> list[Exp
             parts=np.array([_held(held, rank, stage_ranks).parts for rank in section.ranks[:, 0].tolist()]),
             domain=np.array([order[number] for number in of_units]),
             domain_rows=np.array([rows[number] for number in of_units]),
+            node=np.array(
+                [[_node(held, rank % stage_ranks) for rank in ranks] for ranks in section.ranks.tolist()]
+            ),
         )
         for section, of_units in zip(sections, numbers, strict=True)
     ]
@@ -187,84 +171,27 @@ def routed_times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Float
     return Times(np.maximum(forward, host * calls.forward), np.maximum(backward, host * calls.backward))
 
 
-def expert_messages(sections: Sequence[Section], placed: Sequence[ExpertsOnRanks]) -> ExpertMessages:
-    """Return the messages from the ranks of one stage to the ranks that hold experts, in one layer."""
-    return _domain_messages(*_exchange_of(sections, placed))
-
-
-def _exchange_of(
-    sections: Sequence[Section], placed: Sequence[ExpertsOnRanks]
-) -> tuple[Job, Ints, Ints, Floats, Ints]:
-    """Return the arguments of `exchange_seconds` for the ranks of one stage."""
-    return (
-        sections[0].job,
-        np.concatenate([section.placement.gpus.ravel() for section in sections]),
-        np.concatenate([np.repeat(held.domain, held.count.shape[1]) for held in placed]),
-        np.concatenate([_rank_rows(section) for section in sections]),
-        np.concatenate([held.count.ravel() for held in placed]),
+def expert_ranks(sections: Sequence[Section], placed: Sequence[ExpertsOnRanks]) -> ExpertRanks:
+    """Return the ranks of one stage, section by section, as they exchange rows of experts."""
+    return ExpertRanks(
+        gpus=np.concatenate([section.placement.gpus.ravel() for section in sections]),
+        domain=np.concatenate([np.repeat(held.domain, held.count.shape[1]) for held in placed]),
+        node=np.concatenate([held.node.ravel() for held in placed]),
+        rows=np.concatenate([_rank_rows(section) for section in sections]),
+        count=np.concatenate([held.count.ravel() for held in placed]),
+        whole=np.concatenate([(held.count / held.parts[:, None]).ravel() for held in placed]),
     )
-
-
-def exchange_seconds(
-    job: Job, gpus: Ints, domain: Ints, rows: Floats, count: Ints, links: LinkTable
-) -> Floats:
-    """Return the seconds of each rank's longest message in one all-to-all of a layer, [R].
-
-    Args:
-        gpus: the GPU of each rank, [R].
-        domain: number of its expert domain, [R].
-        rows: number of its rows of a micro-batch, [R].
-        count: number of experts, or slices, that it holds, [R].
-    """
-    return _longest_messages(_domain_messages(job, gpus, domain, rows, count), links)
-
-
-def _domain_messages(job: Job, gpus: Ints, domain: Ints, rows: Floats, count: Ints) -> ExpertMessages:
-    """Return the messages to experts in one layer; for the arguments see `exchange_seconds`.
-
-    A rank with T tokens sends k T h elements, e / E of them to a rank with e experts, and the same rows to
-    every slice of a cut expert.
-    """
-    (experts,) = job.model.routed
-    sent = job.model.hidden_size * job.element_bytes * experts.active / experts.count * rows
-    ends = []
-    for number in np.unique(domain).tolist():
-        ranks = np.flatnonzero(domain == number)
-        src, dst = (axis.ravel() for axis in np.meshgrid(ranks, ranks, indexing="ij"))
-        moves = (src != dst) & (sent[src] > 0) & (count[dst] > 0)
-        ends.append((src[moves], dst[moves]))
-    src, dst = (np.concatenate(side) for side in zip(*ends, strict=True))
-    return ExpertMessages(gpus, src, dst, sent[src] * count[dst])
-
-
-class ExpertExchanges:
-    """Times all-to-alls of experts on one cluster, those of stages that are alike once.
-
-    Args:
-        links: the cluster's links.
-    """
-
-    def __init__(self, links: LinkTable) -> None:
-        self._links = links
-        self._kept = Recent[Floats](_MOST_KEPT)
-
-    def seconds(self, job: Job, gpus: Ints, domain: Ints, rows: Floats, count: Ints) -> Floats:
-        """Return `exchange_seconds` of a stage."""
-        arrays = domain - domain.min(), rows, count
-        key = job, self._links.likeness(gpus), *(values.tobytes() for values in arrays)
-        return self._kept.of(key, partial(exchange_seconds, job, gpus, domain, rows, count, self._links))
 
 
 def _section_seconds(
     sections: Sequence[Section], placed: Sequence[ExpertsOnRanks], exchanges: ExpertExchanges
 ) -> list[Floats]:
-    """Return the seconds of each unit's longest message in an all-to-all of a layer, [U] for each section."""
+    """Return the seconds of an all-to-all of a layer in each unit's domain, [U] for each section."""
     found = []
     for stage in sorted({section.number for section in sections}):
         own = [number for number, section in enumerate(sections) if section.number == stage]
-        seconds = exchanges.seconds(
-            *_exchange_of([sections[number] for number in own], [placed[number] for number in own])
-        )
+        ranks = expert_ranks([sections[number] for number in own], [placed[number] for number in own])
+        seconds = exchanges.seconds(sections[own[0]].job, ranks)
         first = 0
         for number in own:
             shape = placed[number].count.shape
@@ -272,16 +199,6 @@ def _section_seconds(
             found.append((number, seconds[first : first + size].reshape(shape).max(axis=1)))
             first += size
     return [seconds for _, seconds in sorted(found, key=lambda pair: pair[0])]
-
-
-def _longest_messages(messages: ExpertMessages, links: LinkTable) -> Floats:
-    """Return the seconds of the longest message that each rank sends or receives, [R]."""
-    longest = np.zeros(len(messages.gpus))
-    src, dst = messages.src, messages.dst
-    seconds = links.message_seconds(messages.gpus[src], messages.gpus[dst], messages.size)
-    np.maximum.at(longest, src, seconds)
-    np.maximum.at(longest, dst, seconds)
-    return longest
 
 
 def _by_domain(placed: Sequence[ExpertsOnRanks], values: Sequence[Floats]) -> list[Floats]:
@@ -313,6 +230,11 @@ def busiest_rows(job: Job, count: Ints, domain_rows: Floats) -> Floats:
     mean = experts.active * domain_rows * count / experts.count
     spread = _DEVIATIONS * job.expert_imbalance / np.sqrt(np.maximum(count, 1)) * (count < experts.count)
     return np.minimum(mean * (1 + spread), experts.active * domain_rows)
+
+
+def _node(held: Mapping[int, tuple[ExpertDomain, HeldExperts]], rank: int) -> int:
+    """Return the number of a rank's node in its expert domain; 0 without nodes."""
+    return next((number for number, node in enumerate(held[rank][0].nodes) if rank in node), 0)
 
 
 def _held(held: Mapping[int, tuple[ExpertDomain, HeldExperts]], rank: int, stage_ranks: int) -> HeldExperts:

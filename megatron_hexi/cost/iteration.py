@@ -19,7 +19,8 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.borders import BorderTables, border_seconds, interleaved_borders
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
-from megatron_hexi.cost.experts import ExpertExchanges, expert_cycles, place_experts
+from megatron_hexi.cost.expert_messages import ExpertExchanges
+from megatron_hexi.cost.experts import expert_cycles, place_experts
 from megatron_hexi.cost.hosts import HostMemoryUse, Hosts
 from megatron_hexi.cost.job_check import check_job
 from megatron_hexi.cost.known_layers import KnownLayers

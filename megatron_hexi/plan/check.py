@@ -5,7 +5,13 @@ from __future__ import annotations
 import itertools
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan.check_domain import PlanPlace, check_domain, check_experts, check_shares
+from megatron_hexi.plan.check_domain import (
+    PlanPlace,
+    check_domain,
+    check_expert_nodes,
+    check_experts,
+    check_shares,
+)
 from megatron_hexi.plan.check_ministages import (
     check_interleaving,
     check_ministages,
@@ -134,6 +140,7 @@ def _check_stage(
         check_domain(plan.workload, domain, here)
     check_shares(plan, replica, stage, place("domains"))
     check_experts(plan.workload, stage, place("domains"))
+    check_expert_nodes(plan.workload, stage, place("expert_nodes"))
 
 
 def _check_batch(plan: Plan, root: PlanPlace) -> None:

@@ -182,6 +182,20 @@ def check_experts(workload: Workload, stage: Stage, place: PlanPlace) -> None:
             _check_experts_partition(stage, held, workload.experts, places)
 
 
+def check_expert_nodes(workload: Workload, stage: Stage, place: PlanPlace) -> None:
+    """Check that the nodes between which a stage's tokens travel once have each of its ranks once."""
+    if stage.expert_nodes is None:
+        return
+    if stage.layers is None:
+        place.refuse("is given, in a stage that the job's pipeline repeats", "give the stage its layers")
+    if workload.experts is None:
+        place.root("workload", "experts").refuse("is missing, a stage has expert_nodes", "give --num-experts")
+    stated = sorted(rank for node in stage.expert_nodes for rank in node)
+    ranks = sorted(rank for member in stage.members for rank in member.ranks)
+    if stated != ranks:
+        place.refuse(f"has ranks {stated}, the stage {ranks}", "give each rank of the stage to one node")
+
+
 def _check_ranges(workload: Workload, stage: Stage, member: Member, place: PlanPlace) -> None:
     assert member.experts is not None
     if stage.layers is None:

@@ -163,6 +163,8 @@ class Stage(Strict):
         offload: data that waits in host memory while it is not used. `parameters`: weights and gradients of
             ministages that do not run. `optimizer`: the optimizer's fp32 weights and state, whose step is
             computed on the host. `activations`: inputs of a ministage, until the ministage's backward pass.
+        expert_nodes: the stage's ranks by node: a token travels once to each node that holds some of its
+            experts, and inside the node to each of them. Left out: to each of its experts by itself.
     """
 
     domains: tuple[Domain, ...]
@@ -172,6 +174,7 @@ class Stage(Strict):
     exchange: Exchange | None = None
     ministages: Layers | Annotated[tuple[Layers, ...], Field(min_length=1)] | None = None
     offload: Annotated[tuple[Offload, ...], Field(min_length=1)] | None = None
+    expert_nodes: tuple[Annotated[tuple[Count, ...], Field(min_length=1)], ...] | None = None
 
     @property
     def takes_micro_batches(self) -> bool:

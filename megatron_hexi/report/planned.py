@@ -119,16 +119,18 @@ def expert_lines(plan: Plan, cluster: Cluster) -> list[str]:
         return []
     gpus = rank_gpus(plan, len(cluster.ranks))
     counts: dict[str, set[int]] = {}
-    sizes = set()
+    sizes, ways = set(), set()
     for replica in plan.replicas:
         for stage in replica.stages:
+            ways.add("to each of their experts" if stage.expert_nodes is None else "once to each node")
             for domain in expert_domains(stage, total):
                 sizes.add(len(domain))
                 for held in domain:
                     name = cluster.ranks[gpus[held.rank]].device.name
                     counts.setdefault(name, set()).add(held.count)
     each = ", ".join(f"{_range(numbers)} on a {name}" for name, numbers in counts.items())
-    return [f"experts: of {total} in a layer {each}; tokens travel between {_range(sizes)} GPUs"]
+    spread = f"tokens travel between {_range(sizes)} GPUs, {' or '.join(sorted(ways))}"
+    return [f"experts: of {total} in a layer {each}; {spread}"]
 
 
 def _range(numbers: set[int]) -> str:

@@ -54,7 +54,7 @@ JOBS = {
     "overlapped": ("--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "5000"),
     "": (),
 }
-IN_CI = {("replicas", "all", ""), ("slices", "all", "moe")}
+IN_CI = {("replicas", "all", ""), ("slices", "all", "moe"), ("nodes", "all", "")}
 ALL = [
     *((layout, loss, "") for layout in LAYOUTS for loss in ("batches", "all")),
     *((layout, "all", how) for layout in ("uneven", "slices") for how in JOBS if how),

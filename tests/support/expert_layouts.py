@@ -143,6 +143,27 @@ LAYOUTS: dict[str, str] = {
     - {ranks: [2], samples: 1, experts: [5, 7]}
     - {ranks: [3], samples: 1, experts: [7, 8]}
 """,
+    # Rows travel once to a node: nodes of one, two and three ranks, some without experts or with slices.
+    "nodes": """\
+- micro_batches: 3
+  stages:
+  - layers: [0, 3]
+    expert_nodes: [[0, 2], [1]]
+    domains:
+    - {ranks: [0], samples: 1, experts: [0, 3]}
+    - {ranks: [1], samples: 2, experts: [3, 4]}
+    - {ranks: [2], samples: 1, experts: [4, 8]}
+  - layers: [3, 6]
+    expert_nodes: [[3, 4], [5, 6, 7]]
+    domains:
+    - {ranks: [3], samples: 1, experts: [6, 8]}
+    - {ranks: [4], samples: 1, experts: [8, 8]}
+    - {ranks: [5, 6], samples: 1, experts: [0, 4]}
+    - {ranks: [7], samples: 1, experts: [4, 6]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 6], domains: [{ranks: [8]}]}
+""",
     # One replica on ranks that hold no tokens, or no heads, or no experts.
     "nothing": """\
 - stages:

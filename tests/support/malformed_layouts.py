@@ -1,6 +1,6 @@
 """Mistakes in a plan that are found by looking at several of its fields, and sizes that no job has."""
 
-from tests.support.mistakes import FAST, GOOD, GROUPS, GROUPS_TEXT, SLOW, SLOW_GROUP, STAGE, edit
+from tests.support.mistakes import FAST, GOOD, GROUPS, GROUPS_TEXT, SLOW, SLOW_GROUP, STAGE, edit, whole
 
 LAYOUTS = [
     # The workload's own rules.
@@ -37,6 +37,34 @@ LAYOUTS = [
         9,
         "workload.tensor_parallel is not a known field",
         "follows from the ranks",
+    ),
+    # Nodes to which rows of experts travel once.
+    edit(
+        "nodes of a stage that the job repeats",
+        "  - layers: null\n",
+        "  - layers: null\n    expert_nodes: [[0, 1], [2]]\n",
+        14,
+        "replicas[0].stages[0].expert_nodes is given",
+        "repeats",
+        "give the stage its layers",
+    ),
+    edit(
+        "nodes of a model without experts",
+        "  - layers: null\n",
+        "  - layers: [0, 2]\n    expert_nodes: [[0, 1], [2]]\n",
+        3,
+        "workload.experts is missing",
+        "expert_nodes",
+        "--num-experts",
+    ),
+    whole(
+        "a node that lacks a rank of the stage",
+        GOOD.replace("  value_dim: 16\n", "  experts: 4\n").replace(
+            "  - layers: null\n", "  - layers: [0, 2]\n    expert_nodes: [[0, 1]]\n"
+        ),
+        14,
+        "replicas[0].stages[0].expert_nodes has ranks [0, 1], the stage [0, 1, 2]",
+        "give each rank",
     ),
     # Segments and tokens.
     edit(

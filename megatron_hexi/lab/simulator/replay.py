@@ -171,8 +171,7 @@ def replay_layers(
     mode = sections[0].job.mode
     if layers is None:
         messages = sum(work.layer.messages(mode != "none") for work in works)
-        if traffic is not None:
-            messages += 2 * len(traffic.messages.src) * (2 + (mode == "full"))
+        messages += sum(2 * len(sent.messages.src) * (2 + (mode == "full")) for sent in traffic)
         layers = min(*counts, max(LEAST_LAYERS, MOST_MESSAGES // max(1, messages)))
     # The loss follows the model's last layer.
     has_logits = kind == sections[0].job.model.kind_of_layers[-1] and any(

@@ -155,13 +155,13 @@ class SectionWork(NamedTuple):
 
 class _Builder:
     def __init__(
-        self, sections: Sequence[SectionWork], traffic: ExpertTraffic | None, routes: Routes
+        self, sections: Sequence[SectionWork], traffic: Sequence[ExpertTraffic], routes: Routes
     ) -> None:
         self._sections = sections
         self._routes = routes
         sizes = [len(section.gpus) for section in sections]
         self._firsts = [sum(sizes[:number]) for number in range(len(sizes))]
-        self._traffic = [] if traffic is None else [(TO_EXPERTS, traffic), (FROM_EXPERTS, traffic.reversed)]
+        self._traffic = traffic
         self.sent: list[Messages] = []
         self.routes: list[Ints] = []
         self.units: list[list[Instruction]] = [[] for _ in range(sum(sizes))]
@@ -171,9 +171,13 @@ class _Builder:
 
     def add(self, number: int, lap: LayerPass) -> None:
         """Add a layer pass, or the logits."""
-        there, back = _Batches(), _Batches()
-        if self._traffic and lap.whole and lap.way != "logits":
-            there, back = (self._expert_batches(number, *sent) for sent in self._traffic)
+        there: list[_Batches] = []
+        back: list[_Batches] = []
+        if lap.whole and lap.way != "logits":
+            there = [self._expert_batches(number, TO_EXPERTS, sent) for sent in self._traffic]
+            back = [
+                self._expert_batches(number, FROM_EXPERTS, sent.reversed) for sent in reversed(self._traffic)
+            ]
         for first, section in zip(self._firsts, self._sections, strict=True):
             if lap.way != "logits":
                 self._add_layer(number, lap, section, first, there, back)
@@ -189,8 +193,8 @@ class _Builder:
         lap: LayerPass,
         section: SectionWork,
         first: int,
-        to_experts: _Batches,
-        from_experts: _Batches,
+        to_experts: Sequence[_Batches],
+        from_experts: Sequence[_Batches],
     ) -> None:
         work, way = section.layer, int(lap.way == "backward")
         mixes = lap.whole or work.attends
@@ -204,9 +208,11 @@ class _Builder:
                 program += _if_any(Sum(float(work.sums[unit])))
             program.append(Mark(number, ROUTE))
             if lap.whole:
-                program += _post_and_wait(to_experts.get(first + unit))
+                for batches in to_experts:
+                    program += _post_and_wait(batches.get(first + unit))
                 program += _if_any(Compute("experts", "experts", float(work.experts[way][unit])))
-                program += _post_and_wait(from_experts.get(first + unit))
+                for batches in from_experts:
+                    program += _post_and_wait(batches.get(first + unit))
             program.append(Mark(number, READY))
             if mixes:
                 program += self._attention(section, first, unit, number, way, sets)
@@ -283,13 +289,13 @@ def build_program(
     sections: Sequence[SectionWork],
     laps: Sequence[LayerPass],
     routes: Routes,
-    traffic: ExpertTraffic | None = None,
+    traffic: Sequence[ExpertTraffic] = (),
 ) -> StageProgram:
     """Return the instructions of each unit of a stage, section by section.
 
     Args:
         routes: routes of the cluster; those that messages take are added.
-        traffic: messages to routed experts, with units numbered over all sections; ``None``: there are none.
+        traffic: messages to routed experts, with units numbered over all sections, one after the other.
     """
     builder = _Builder(sections, traffic, routes)
     for number, lap in enumerate(laps):

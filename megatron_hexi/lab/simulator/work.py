@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.experts import ExpertsOnRanks, expert_messages
+from megatron_hexi.cost.expert_messages import expert_messages
+from megatron_hexi.cost.experts import ExpertsOnRanks, expert_ranks
 from megatron_hexi.cost.layer import Layer, UnitGpus, chunk_times, message_bytes, unit_times
 from megatron_hexi.cost.mixing import Mixing, mixing_of
 from megatron_hexi.cost.plan_arrays import PlanArrays
@@ -51,21 +52,24 @@ class ExpertTraffic:
 
 def expert_traffic(
     sections: Sequence[Section], experts: Sequence[ExpertsOnRanks | None]
-) -> ExpertTraffic | None:
-    """Return the messages to experts between all units of some sections; ``None``: the model has none.
+) -> list[ExpertTraffic]:
+    """Return the messages to experts between all units of some sections, one after the other; [] without any.
 
     Args:
         sections: sections of one stage, whose units are counted from the first section's on.
     """
     placed = [held for held in experts if held is not None]
     if not placed:
-        return None
-    sent = expert_messages(sections, placed)
+        return []
+    ranks = expert_ranks(sections, placed)
     widths = [section.ranks.shape[1] for section in sections for _ in section.ranks]
     unit = np.repeat(np.arange(len(widths)), widths)
-    return ExpertTraffic(
-        Messages(unit[sent.src], unit[sent.dst], sent.size), sent.gpus[sent.src], sent.gpus[sent.dst]
-    )
+    return [
+        ExpertTraffic(
+            Messages(unit[sent.src], unit[sent.dst], sent.size), ranks.gpus[sent.src], ranks.gpus[sent.dst]
+        )
+        for sent in expert_messages(sections[0].job, ranks)
+    ]
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,11 +24,18 @@ from megatron_hexi.plan.units import HeldExperts
 
 @dataclass(frozen=True)
 class ExpertsView:
-    """The experts of one rank, and the groups of its layers."""
+    """The experts of one rank, and the groups of its layers.
+
+    Args:
+        inside: the part of the expert domain on the rank's node, if rows travel once to a node; else all.
+        dispatch_inside: the group of these ranks.
+    """
 
     held: HeldExperts
     domain: ExpertDomain
+    inside: ExpertDomain
     dispatch: dist.ProcessGroup
+    dispatch_inside: dist.ProcessGroup
     micro_batch: dist.ProcessGroup
     sequence: dist.ProcessGroup
 
@@ -41,6 +48,7 @@ def make_experts_view(mesh: Mesh, groups: MeshGroups, total: int) -> ExpertsView
         sequence = tuple(sorted(rank for member in unit.domain.members for rank in member.ranks))
         together = {
             "dispatch": by_rank[rank][0].ranks,
+            "dispatch_inside": by_rank[rank][0].beside(rank).ranks,
             "micro_batch": mesh.micro_batch_ranks(rank),
             "sequence": sequence,
         }
@@ -49,7 +57,7 @@ def make_experts_view(mesh: Mesh, groups: MeshGroups, total: int) -> ExpertsView
             if group is not None:
                 own[name] = group
     domain, held = by_rank[groups.rank]
-    return ExpertsView(held, domain, **own)
+    return ExpertsView(held, domain, domain.beside(held.rank), **own)
 
 
 def active_experts() -> ExpertsView | None:

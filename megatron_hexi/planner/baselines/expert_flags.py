@@ -11,7 +11,8 @@ from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost import attention_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds, token_times
-from megatron_hexi.cost.experts import busiest_rows, exchange_seconds, routed_times
+from megatron_hexi.cost.expert_messages import ExpertRanks, exchange_seconds
+from megatron_hexi.cost.experts import busiest_rows, routed_times
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.memory import GIB, Holdings, owned_params, part_memory, part_params
 from megatron_hexi.cost.model_part import ModelPart
@@ -167,5 +168,11 @@ class EqualFloor:
         domain, count = np.arange(ranks) // flags.expert, np.full(ranks, experts.count // flags.expert)
         stages = [first + np.arange(ranks) for first in range(0, self._gpus, ranks)]
         unlike = {self._links.likeness(gpus): gpus for gpus in stages}.values()
-        seconds = (exchange_seconds(job, gpus, domain, rows, count, self._links) for gpus in unlike)
+        alone = np.zeros(ranks, dtype=np.int64)
+        seconds = (
+            exchange_seconds(
+                job, ExpertRanks(gpus, domain, alone, rows, count, count.astype(float)), self._links
+            )
+            for gpus in unlike
+        )
         return min(float(longest.max()) for longest in seconds)
