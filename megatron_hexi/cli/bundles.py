@@ -79,20 +79,20 @@ def _told(option: Any, otherwise: str | None) -> Any:
     return Annotated[value, told]
 
 
-#: Fields of `PlannerRules`, each of them an option.
-FEATURES = ("ministages", "offload", "unequal_replicas", "unequal_stages", "unequal_experts")
+#: Title of the options in ``--help`` that limit plans.
+_USABLE = "What plans may use"
 
 
 def _feature(field: str, text: str) -> Any:
     """Return the option that allows or forbids a feature, by the field of `PlannerRules`."""
     name = "/".join(spell_flag(field, value) for value in (True, False))
     help_text = f"{text}; default: the cluster file's planner setting, else on."
-    return typer.Option(name, help=help_text, rich_help_panel="What plans may use")
+    return typer.Option(name, help=help_text, rich_help_panel=_USABLE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFeatures:
-    """The features that plans may use; ``None`` where the command line does not set one."""
+    """The features that plans may use, and how few they should; ``None``: the command line does not say."""
 
     ministages: Annotated[
         bool | None,
@@ -113,6 +113,34 @@ class PlanFeatures:
         bool | None, _feature("unequal_experts", "Let faster or larger GPUs hold more experts of a layer")
     ] = None
 
+    fastest: Annotated[
+        bool,
+        typer.Option(
+            "--fastest",
+            help="Give the fastest plan, whatever it uses; default: of plans that take at most 1 % longer "
+            "the one that uses least beyond Megatron's flags.",
+            rich_help_panel=_USABLE,
+        ),
+    ] = False
+    simplest: Annotated[
+        bool,
+        typer.Option(
+            "--simplest",
+            help="Give the plan that uses least beyond Megatron's flags of those that take at most 5 % "
+            "longer than the fastest.",
+            rich_help_panel=_USABLE,
+        ),
+    ] = False
+
+    @property
+    def simpler_within(self) -> float:
+        """Part of an iteration by which the plan may take longer than the fastest if it is simpler."""
+        from megatron_hexi.planner.simplest import ABOUT_AS_FAST, SIMPLEST
+
+        if self.fastest and self.simplest:
+            raise HexiError("--fastest and --simplest: ask for two plans; leave one of them out")
+        return 0.0 if self.fastest else SIMPLEST if self.simplest else ABOUT_AS_FAST
+
     @property
     def rules(self) -> PlannerRules:
         """The command line's rules of what plans may use."""
@@ -122,4 +150,5 @@ class PlanFeatures:
                     f"{spell_flag(name, True)} and {spell_flag('unequal_stages', False)}: the first needs "
                     "the unequal stages that the second forbids; leave out one of them"
                 )
-        return PlannerRules(**{name: getattr(self, name) for name in FEATURES})
+        names = (field.name for field in dataclasses.fields(PlannerRules))
+        return PlannerRules(**{name: getattr(self, name) for name in names})

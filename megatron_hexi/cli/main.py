@@ -30,6 +30,7 @@ from megatron_hexi.cli import (
     recipe,
     report,
     script_start,
+    simulation,
     testbed,
 )
 from megatron_hexi.cli.output import print_json
@@ -45,6 +46,7 @@ app = typer.Typer(
 )
 for _commands in (
     planning,
+    simulation,
     launch,
     kubernetes,
     plans,

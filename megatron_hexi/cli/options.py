@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_hexi.cli.bundles import FEATURES, PlanFeatures
+from megatron_hexi.cli.bundles import PlanFeatures
 from megatron_hexi.cli.output import say
 from megatron_hexi.cli.packed_documents import PackedDocuments
 from megatron_hexi.cluster import MEMORY_MARGIN, PlannerRules
@@ -77,7 +77,7 @@ _NOT_TERMS = (
     "context_parallel",
     "expert_parallel",
     "memory_margin",
-    *FEATURES,
+    *(field.name for field in dataclasses.fields(PlanFeatures)),
 )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
@@ -35,8 +36,9 @@ _ENDINGS = {
     "HTML": ("html", "htm"),
     "JSON": ("json",),
     "text": ("txt", "args"),
+    "CSV": ("csv",),
     "a picture": PICTURE_FORMATS,
-    "another format": ("csv", "docx", "gz", "jsonl", "md", "toml", "tsv", "xlsx", "xml", "zip"),
+    "another format": ("docx", "gz", "jsonl", "md", "toml", "tsv", "xlsx", "xml", "zip"),
 }
 
 #: Seconds between two lines of progress in a file or a pipe.
@@ -107,7 +109,7 @@ def check_outputs(
             raise HexiError(f"{path}: this command reads or writes the file already; choose another name")
         used_paths.add(os.path.realpath(path))
     if outputs and outputs[0] is not None:
-        _check_ending(outputs[0], kind)
+        check_ending(outputs[0], kind)
     if picture is not None and picture.suffix.lstrip(".").lower() not in PICTURE_FORMATS:
         raise HexiError(
             f"{picture}: a picture in an unknown format; end its name in .{', .'.join(PICTURE_FORMATS)}"
@@ -116,7 +118,7 @@ def check_outputs(
         raise ModuleNotFoundError(name="matplotlib")  # told as every missing extra is
 
 
-def _check_ending(path: Path, kind: str) -> None:
+def check_ending(path: Path, kind: str) -> None:
     """Refuse a name whose ending belongs to files of another kind; one without a known ending is fine."""
     ending = path.suffix.lstrip(".").lower()
     kind_of_ending = next((name for name, endings in _ENDINGS.items() if ending in endings), kind)
@@ -139,7 +141,8 @@ def write_picture(figure: Figure, path: Path) -> None:
 def progress_bar() -> Iterator[Progress]:
     """Show a progress bar on standard error; a line every ten seconds where standard error is no terminal."""
     if not sys.stderr.isatty():
-        yield _progress_lines()
+        with _progress_lines() as progress:
+            yield progress
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -159,18 +162,27 @@ def progress_bar() -> Iterator[Progress]:
         yield progress
 
 
-def _progress_lines() -> Progress:
-    """Return a callback that says how far work is, once in `_LINE_S` seconds."""
-    begun = last = time.monotonic()
+@contextlib.contextmanager
+def _progress_lines() -> Iterator[Progress]:
+    """Say once in `_LINE_S` seconds how far work is, also while a long step reports nothing."""
+    begun, latest, ended = time.monotonic(), "", threading.Event()
 
     def progress(what: str, done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _LINE_S:
-            last = now
-            say(f"{what}: {done:,} of {total:,} after {now - begun:.0f} s")
+        nonlocal latest
+        latest = f"{what}: {done:,} of {total:,}"
 
-    return progress
+    def speak() -> None:
+        while not ended.wait(_LINE_S):
+            if latest:
+                say(f"{latest} after {time.monotonic() - begun:.0f} s")
+
+    speaker = threading.Thread(target=speak, daemon=True)
+    speaker.start()
+    try:
+        yield progress
+    finally:
+        ended.set()
+        speaker.join()
 
 
 def output_path(text: str | Path) -> Path:

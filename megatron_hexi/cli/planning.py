@@ -1,25 +1,25 @@
-"""``hexi plan``, ``hexi compare`` and ``hexi simulate``: plan a job on a cluster, and predict it."""
+"""``hexi plan`` and ``hexi compare``: plan a job on a cluster."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megatron_hexi.cli.bundles import with_bundles
 from megatron_hexi.cli.launch import find_lines, say_trial
-from megatron_hexi.cli.options import ClusterOption, ClusterPath, NewJob, PlanPath
+from megatron_hexi.cli.options import ClusterPath, NewJob
 from megatron_hexi.cli.output import (
     AsJson,
     Picture,
     PlanOut,
+    check_ending,
     check_outputs,
     output_path,
     print_json,
@@ -29,14 +29,13 @@ from megatron_hexi.cli.output import (
     write_picture,
 )
 from megatron_hexi.cli.packed_documents import BatchShares
-from megatron_hexi.cli.planned_job import PlannedJob, estimate_on
 from megatron_hexi.cli.script_start import arguments_of_script
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import find_shortage, planned_kernels, unit_rates
-from megatron_hexi.errors import HexiError, NoFlagError
-from megatron_hexi.models import Job, job_terms, model_file
+from megatron_hexi.cost import planned_kernels, unit_rates
+from megatron_hexi.errors import HexiError, NoFlagError, NothingFitsError
+from megatron_hexi.models import job_terms, model_file
 from megatron_hexi.options.plan_job import kind_of
-from megatron_hexi.plan import Plan, read_plan, write_plan
+from megatron_hexi.plan import write_plan
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.report.launch_lines import flags_text
 from megatron_hexi.text_file import write_text_atomically
@@ -45,8 +44,8 @@ if TYPE_CHECKING:
     from megatron_hexi.planner import FeatureAblation, Planned, Request, WeakKind
     from megatron_hexi.report.launch_lines import LaunchLines
 
-# The planner, the simulator and matplotlib take a second to import: only the commands that use them do, and
-# not before their input was found to be right.
+# The planner and matplotlib take a second to import: only what uses them does, and not before its input was
+# found to be right.
 
 #: Names of nodes that an error lists.
 _MOST_NODES = 4
@@ -88,11 +87,23 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    tried: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT.csv",
+            help="Write a line for each plan that was timed: the step of the search that made it, layout, "
+            "seconds, memory, and why it was not chosen; also where nothing fits. Example: --tried tried.csv",
+            parser=output_path,
+        ),
+    ] = None,
     batch_shares: BatchShares = False,
     as_json: AsJson = False,
     picture: Picture = None,
 ) -> None:
     """Find the fastest plan for a job on a cluster.
+
+    Of plans that take at most 1 % longer than the fastest, the one that uses least beyond Megatron's flags is
+    written, and the fastest named beside it (see --fastest and --simplest).
 
     Prints a lower bound on the time of any plan, and the lines that start the training.
 
@@ -104,18 +115,21 @@ def plan(
     """
     if command:
         job = _job_of_command(command, job, cluster, out)
-    check_outputs([cluster, model_file(job.named().model)], [out], picture)
+    check_outputs([cluster, model_file(job.named().model)], [out, tried], picture)
+    if tried is not None:
+        check_ending(tried, "CSV")
     request, whole = job.request(batch_shares), read_cluster(cluster)
     left_out = _numbers(spare or (), whole)
     machines = whole.without(left_out) if left_out else whole
-    planned = _find(request, machines, job.notes)
+    planned = _find(request, machines, job, tried)
     gains: Sequence[FeatureAblation] = ()
     weak: Sequence[WeakKind] = ()
     if explain:
         from megatron_hexi.planner import ablate_features, weak_kinds
 
-        gains = ablate_features(request, machines, planned.plan)
-        weak = weak_kinds(request, machines, planned.plan)
+        with progress_bar() as progress:
+            gains = ablate_features(request, machines, planned.plan, progress)
+            weak = weak_kinds(request, machines, planned.plan, progress)
     if batch_shares:
         rates = unit_rates(planned.plan, replace(planned.job, documents=None), machines)
         planned = replace(planned, plan=replace(planned.plan, rates=rates))
@@ -208,7 +222,7 @@ def compare(
     """
     check_outputs([cluster, model_file(job.named().model)], [], picture)
     request, machines = job.request(batch_shares), read_cluster(cluster)
-    planned = _find(request, machines, job.notes, with_baselines=True)
+    planned = _find(request, machines, job, with_baselines=True)
     from megatron_hexi.report import comparison
     from megatron_hexi.report.planned import job_line
 
@@ -221,112 +235,6 @@ def compare(
         print_json(comparison.comparison_dict(planned, machines))
     else:
         print_report(comparison.comparison_report(planned, machines))
-
-
-@app.command(
-    epilog="Example: hexi simulate plan.yaml --cluster examples/clusters/mixed-16.yaml --scenario "
-    "examples/scenarios/throttled-gpu.yaml --picture scenario.png"
-)
-@with_bundles
-def simulate(
-    plan: PlanPath,
-    cluster: ClusterOption,
-    job: PlannedJob,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="OUT.json",
-            help="Write every event, for ui.perfetto.dev or chrome://tracing.",
-            parser=output_path,
-        ),
-    ] = None,
-    scenario: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="SCENARIO.yaml",
-            help="Simulate hours or days of throttled GPUs, congested links and node failures: goodput "
-            "of the plan kept, re-planned, and of the best plan at every time.",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-    picture: Picture = None,
-) -> None:
-    """Simulate a plan event by event on shared links.
-
-    Compares with the cost model. With --scenario, simulates a changing cluster instead.
-    """
-    if scenario is not None and trace is not None:
-        raise HexiError(f"--trace {trace}: shows one iteration, --scenario plays many; leave out one")
-    replayed = read_plan(plan)
-    check_outputs([plan, cluster, scenario, job.model_file(replayed)], [trace], picture, "JSON")
-    machines = read_cluster(cluster)
-    planned_kernels(job.kernel, machines)
-    simulated_job = job.job(replayed, plan)
-    cost = estimate_on(replayed, plan, simulated_job, machines, cluster)
-    shortage = find_shortage(cost)
-    if shortage is not None:
-        say(f"note: {plan} does not fit in memory: {shortage}")
-    files = {"plan": str(plan), "cluster": str(cluster), "fits": shortage is None}
-    if scenario is not None:
-        _play(scenario, replayed, simulated_job, job, machines, files if as_json else None, picture)
-        return
-    from megatron_hexi.lab import simulator
-    from megatron_hexi.lab.simulator.timeline import timeline_dict, timeline_report
-
-    with progress_bar() as progress:
-        simulation = simulator.simulate(
-            replayed,
-            simulated_job,
-            machines,
-            progress=lambda done, total: progress("replaying", done, total),
-        )
-    differences = simulator.compare_with_model(simulation, cost)
-    drawn = None
-    if simulated_job.documents is not None:
-        drawn = simulator.draw_documents(replayed, simulated_job, machines)
-    if trace is not None:
-        write_text_atomically(trace, json.dumps(simulator.chrome_trace(simulation), allow_nan=False))
-        say(f"wrote {trace}")
-    if picture is not None:
-        from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
-
-        write_picture(draw_timeline(simulation, replayed), picture)
-    if as_json:
-        print_json(files | timeline_dict(simulation, cost, differences, drawn))
-    else:
-        print_report(timeline_report(simulation, cost, differences, drawn))
-
-
-def _play(
-    path: Path,
-    plan: Plan,
-    simulated_job: Job,
-    stated: PlannedJob,
-    machines: Cluster,
-    files: dict[str, Any] | None,
-    picture: Path | None,
-) -> None:
-    """Simulate a scenario and print the result; `files` begin the document of ``--json``."""
-    from megatron_hexi.lab.scenario import play_scenario, read_scenario
-    from megatron_hexi.lab.scenario.scenario_report import scenario_dict, scenario_report
-    from megatron_hexi.planner import CHOSEN, Request
-
-    scenario, events = read_scenario(path, machines)
-    fixed = frozenset(name for name in CHOSEN if getattr(stated, name, None) is not None)
-    request = Request(simulated_job, fixed, NewJob.memory_margin / 100)
-    with progress_bar() as progress:
-        played = play_scenario(
-            *(scenario, events, plan, simulated_job, request, machines),
-            progress=lambda done, total: progress("playing", done, total),
-        )
-    if picture is not None:
-        from megatron_hexi.lab.scenario.scenario_picture import draw_scenario
-
-        write_picture(draw_scenario(played), picture)
-    if files is not None:
-        print_json(files | {"scenario": str(path)} | scenario_dict(played))
-    else:
-        print_report(scenario_report(played))
 
 
 def _numbers(spares: Sequence[str], cluster: Cluster) -> set[int]:
@@ -344,13 +252,33 @@ def _numbers(spares: Sequence[str], cluster: Cluster) -> set[int]:
 
 
 def _find(
-    request: Request, cluster: Cluster, notes: Sequence[str], *, with_baselines: bool = False
+    request: Request,
+    cluster: Cluster,
+    job: NewJob,
+    tried: Path | None = None,
+    *,
+    with_baselines: bool = False,
 ) -> Planned:
+    """Return the plan for a request, with its terms written in; `tried` is the table of timed plans."""
     planned_kernels(request.job.kernel, cluster)
+    within = job.simpler_within
     from megatron_hexi.planner import find_plan
+    from megatron_hexi.report.tried import TriedPlans
 
-    with progress_bar() as progress:
-        planned = find_plan(request, cluster, with_baselines=with_baselines, progress=progress)
+    table = TriedPlans(request, cluster)
+    try:
+        with progress_bar() as progress:
+            planned = find_plan(
+                *(request, cluster),
+                with_baselines=with_baselines,
+                simpler_within=within,
+                progress=progress,
+                tried=None if tried is None else table.note,
+            )
+    except NothingFitsError:
+        _write_tried(tried, table.text(None))
+        raise
+    _write_tried(tried, table.text(planned))
     left_open = {"model", "seq_length", "tensor_parallel", "data_parallel", "kernel"}
     if kind_of(planned.plan) == "stages":  # which state it
         left_open.add("recompute")
@@ -366,4 +294,11 @@ def _find(
         gpus = rank_gpus(planned.plan, len(cluster.ranks))
         used = {cluster.ranks[gpu].device.name for gpu in gpus}
         terms = replace(terms, kernel={gpu: kernel for gpu, kernel in kernels.items() if gpu in used})
-    return replace(planned, plan=replace(planned.plan, job=terms), notes=(*notes, *planned.notes))
+    return replace(planned, plan=replace(planned.plan, job=terms), notes=(*job.notes, *planned.notes))
+
+
+def _write_tried(path: Path | None, table: str) -> None:
+    """Write the table of timed plans, if it was asked for."""
+    if path is not None:
+        write_text_atomically(path, table)
+        say(f"wrote {path}")

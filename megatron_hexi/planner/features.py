@@ -1,15 +1,20 @@
-"""Features that a plan uses beyond Megatron, and whether a request allows them."""
+"""The means of a plan beyond Megatron's flags: which it uses, and which a request allows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Final
 
+from megatron_hexi.cluster import Cluster
 from megatron_hexi.models import Job
 from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.plan import Plan, Stage
-from megatron_hexi.plan.units import expert_domains
+from megatron_hexi.plan.flags import spell_flag
+from megatron_hexi.plan.units import expert_domains, rank_gpus
 from megatron_hexi.planner.request import Request
+
+#: Tokens of two members that differ by less than this part of the larger number are the same share.
+_SAME = 0.01
 
 
 def _has_unequal_replicas(plan: Plan) -> bool:
@@ -40,6 +45,14 @@ def _has_unequal_experts(plan: Plan) -> bool:
     return any(max(one) - min(one) > 1 for one in counts)
 
 
+def _has_unequal_shares(plan: Plan) -> bool:
+    """Whether the members of a domain hold different numbers of tokens."""
+    tokens = (
+        [member.tokens for member in domain.members] for stage in plan.stages for domain in stage.domains
+    )
+    return any((1 - _SAME) * max(held) > max(min(held), 1) for held in tokens)
+
+
 def _size(stage: Stage) -> tuple[object, ...]:
     """Return the properties that stages at the same position of equal replicas share."""
     widths = tuple(sorted(len(member.ranks) for member in stage.members))
@@ -61,20 +74,48 @@ def features_of(plan: Plan) -> tuple[str, ...]:
     return tuple(name for name, uses in USES.items() if uses(plan))
 
 
+#: Means of plans in words, and whether a plan uses them. Of plans that are about as fast, the one with the
+#: fewest means is the simplest.
+_MEANS: Final[dict[str, Callable[[Plan], bool]]] = {
+    "host memory": USES["offload"],
+    "ministages": USES["ministages"],
+    "unequal replicas": USES["unequal_replicas"],
+    "stages with layers of their own": USES["unequal_stages"],
+    "unequal experts": USES["unequal_experts"],
+    "unequal shares of tokens": _has_unequal_shares,
+    "samples divided among the GPUs of a stage": lambda plan: any(len(s.domains) > 1 for s in plan.stages),
+    "unequal shares of optimizer state": lambda plan: len({member.state for member in plan.members}) > 1,
+}
+
+
+def means_of(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
+    """Return, in words, the means of a plan that Megatron's flags on all GPUs lack."""
+    used = tuple(words for words, uses in _MEANS.items() if uses(plan))
+    idle = len(cluster.ranks) - len(set(rank_gpus(plan, len(cluster.ranks))))
+    left_out = [f"{idle} GPU{'' if idle == 1 else 's'} left out"] if idle else []
+    return (*used, *left_out)
+
+
 def is_allowed(plan: Plan, job: Job, request: Request) -> bool:
     """Whether a plan and its job use only features that a request allows, and the sizes that it fixes."""
+    return not forbidden_by(plan, job, request)
+
+
+def forbidden_by(plan: Plan, job: Job, request: Request) -> str:
+    """Return the flag of a request that a plan and its job break; empty: they keep all rules and sizes."""
     size = request.context_parallel
     if size is not None and any(
         len(domain.members) != size for stage in plan.stages for domain in stage.domains
     ):
-        return False
-    if (request.virtual_stages or 1) > 1 and job.virtual_stages != request.virtual_stages:
-        return False
+        return spell_flag("context_parallel", size)
+    chunks = request.virtual_stages
+    if chunks is not None and chunks > 1 and job.virtual_stages != chunks:
+        return spell_flag("virtual_stages", chunks)
     size = request.expert_parallel
     if size is not None and any(
         len(domain) != size
         for stage in plan.stages
         for domain in expert_domains(stage, plan.workload.experts or 0)
     ):
-        return False
-    return not any(USES[name](plan) for name in request.rules.refused)
+        return spell_flag("expert_parallel", size)
+    return next((spell_flag(name, False) for name in request.rules.refused if USES[name](plan)), "")

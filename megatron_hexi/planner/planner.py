@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -21,26 +22,36 @@ from megatron_hexi.planner.cp_sat import SEED
 from megatron_hexi.planner.expert_placement import expert_rules
 from megatron_hexi.planner.interleaving import Interleaving
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
-from megatron_hexi.planner.layouts.trial import Progress, order_of
+from megatron_hexi.planner.layouts.trial import Progress, noting, order_of
 from megatron_hexi.planner.notes import left_out, margin_note, why_saved
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.saved_plans import Known, SavedPlans, first_plan
 from megatron_hexi.planner.savings import spell_savings
+from megatron_hexi.planner.simplest import choose
 from megatron_hexi.planner.trainable import refuse_untrained
 
 
 def find_plan(
-    request: Request, cluster: Cluster, *, with_baselines: bool = False, progress: Progress | None = None
+    request: Request,
+    cluster: Cluster,
+    *,
+    with_baselines: bool = False,
+    simpler_within: float = 0.0,
+    progress: Progress | None = None,
+    tried: Callable[[str, Candidate], None] | None = None,
 ) -> Planned:
     """Return the best plan found, with a lower bound over all layouts.
 
     Args:
         request: the job, with the terms that are fixed; the planner chooses the others.
-        with_baselines: whether to time every baseline, too. The plan is the same in both cases: never slower
-            than the best layout of Megatron's flags.
+        with_baselines: whether to time every baseline, too. The plan is the same in both cases.
+        simpler_within: part of an iteration by which the plan may take longer than the fastest one if it has
+            fewer means (`means_of`); 0: the fastest plan, whatever it uses, which is never slower than the
+            best layout of Megatron's flags.
         progress: callback, receives (phase, done, total).
+        tried: callback, receives the phase and each plan that the search times.
 
     Raises:
         NothingFitsError: no plan fits in memory; the message proposes changes of the request.
@@ -51,24 +62,33 @@ def find_plan(
     begun = time.perf_counter()
     request = replace(request, rules=request.rules.over(cluster.file.planner))
     refuse_untrained(request)
-    tell: Progress = progress or (lambda _what, _done, _of: None)
+    phase = ""
+
+    def tell(what: str, done: int, of: int) -> None:
+        nonlocal phase
+        phase = what
+        if progress is not None:
+            progress(what, done, of)
+
     searches = JointSearches(tell)
     _check_nodes(cluster)
     _check_fixed(request, cluster)
     if not memory_fits(request, cluster):
         raise nothing_fits(request, cluster, partial(_first_trained, searches), proven=True)
     asked = request
-    result, request = _search_experts(request, cluster, searches, tell)
-    best = result.best
-    if best is None:
+    with noting(None if tried is None else lambda candidate: tried(phase, candidate)):
+        result, request = _search_experts(request, cluster, searches, tell)
+    if result.best is None:
         raise nothing_fits(asked, cluster, partial(_first_trained, searches), proven=False)
+    choice = choose(result.best, result.tried, cluster, simpler_within)
+    best = choice.chosen
     trials = searches.trials + result.trials
     baselines: tuple[Baseline, ...] = ()
     if with_baselines:
         roomy = cluster.with_memory_margin(1 - result.memory)
         baselines, timed = find_baselines(_without_dealing(asked), roomy, progress=tell)
         trials += timed
-    tell("bound", 0, 1)
+    tell("lower bound", 0, 1)
     bound = lower_bound(asked, cluster, best.iteration_s)
     planned = _planned(best, cluster, bound, baselines, trials, begun)
     notes = (
@@ -76,8 +96,9 @@ def find_plan(
         *margin_note(planned.cost, request.memory_margin),
         *left_out(best, cluster, result.tried),
     )
-    rivals = best_of_each_kind(result.tried, best)
-    return replace(planned, rivals=rivals, notes=notes, unsaved_s=result.unsaved_s)
+    named = [one.candidate for one in (choice.fastest, choice.simplest) if one is not None]
+    rivals = best_of_each_kind([plan for plan in result.tried if plan not in named], best)
+    return replace(planned, rivals=rivals, notes=notes, unsaved_s=result.unsaved_s, choice=choice)
 
 
 def _without_dealing(request: Request) -> Request:
@@ -180,7 +201,7 @@ def _search(
     unsaved_s = math.inf if best is None else best.iteration_s
     if best is None and faster_than < math.inf:
         return _SearchResult(None, tried, unsaved_s, memory, trials)
-    tell("memory", 0, 1)
+    tell("variants that save memory", 0, 1)
     saved = SavedPlans(request, cluster, memory, searches, faster_than, known)
     best = saved.made_to_fit() if best is None else saved.best(best, tried)
     if best is not None and best not in tried and not spell_savings(best.plan):
@@ -189,6 +210,7 @@ def _search(
         unsaved_s = min(unsaved_s, best.iteration_s)
     interleaving = Interleaving(request, cluster.with_memory_margin(1 - memory), faster_than)
     if best is not None:
+        tell("interleaved variants", 0, 1)
         best = interleaving.best(best, tried)
     return _SearchResult(best, tried, unsaved_s, memory, trials + saved.trials + interleaving.trials)
 

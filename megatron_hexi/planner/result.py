@@ -11,6 +11,7 @@ from megatron_hexi.plan import Plan
 from megatron_hexi.planner.baselines import Baseline
 from megatron_hexi.planner.bound import Bound
 from megatron_hexi.planner.joint import Candidate
+from megatron_hexi.planner.simplest import Choice
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,7 @@ class Planned:
         rivals: the best layouts of other kinds, fastest first, see `best_of_each_kind`.
         unsaved_s: seconds of an iteration of the best layout that saves no memory but by recomputation;
             infinite: none fits.
+        choice: the plan's means, and plans that are faster or simpler.
         notes: sentences for the user: how memory or time is saved, which GPUs are left out, and why.
     """
 
@@ -40,6 +42,7 @@ class Planned:
     notes: tuple[str, ...] = ()
     rivals: tuple[Candidate, ...] = ()
     unsaved_s: float = math.inf
+    choice: Choice | None = None
 
     @property
     def gap(self) -> float:

@@ -8,6 +8,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import ceiling_tokens_per_s
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan
+from megatron_hexi.planner.layouts.trial import Progress
 from megatron_hexi.planner.notes import gpus_of
 from megatron_hexi.planner.planner import find_plan
 from megatron_hexi.planner.request import Request
@@ -31,8 +32,14 @@ class WeakKind:
     tokens_per_s_without: float
 
 
-def weak_kinds(request: Request, cluster: Cluster, plan: Plan) -> tuple[WeakKind, ...]:
-    """Plan once without each kind of GPU that adds little speed; return these kinds, the weakest first."""
+def weak_kinds(
+    request: Request, cluster: Cluster, plan: Plan, progress: Progress | None = None
+) -> tuple[WeakKind, ...]:
+    """Plan once without each kind of GPU that adds little speed; return these kinds, the weakest first.
+
+    Args:
+        progress: callback, receives (phase, done, total).
+    """
     job = replace(request.job, recompute="none", pipeline_parallel=1)
 
     def speed(kind: str | None) -> float:
@@ -47,7 +54,7 @@ def weak_kinds(request: Request, cluster: Cluster, plan: Plan) -> tuple[WeakKind
     for _, name in small[:_MOST_KINDS]:
         nodes = [number for number, node in enumerate(cluster.nodes) if node.device.name == name]
         try:
-            rate = find_plan(request, cluster.without(nodes)).cost.tokens_per_s
+            rate = find_plan(request, cluster.without(nodes), progress=progress).cost.tokens_per_s
         except HexiError:  # nothing fits, or the other nodes have no units of a fixed size
             continue
         weak.append(WeakKind(name, used.count(name), rate))

@@ -16,6 +16,7 @@ from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.report.estimate import THROUGHPUT_COLUMNS, spell_throughput, throughput_cells
 from megatron_hexi.report.planned import (
     bound_line,
+    choice_lines,
     cluster_ceiling,
     job_line,
     kernel_lines,
@@ -144,6 +145,7 @@ def comparison_report(planned: Planned, cluster: Cluster) -> Report:
     comparison = compare(planned, cluster)
     return Report(
         Text(job_line(planned.job, cluster)),
+        *(Text(line) for line in choice_lines(planned)),
         *(Text(line) for line in kernel_lines(planned, cluster)),
         comparison_table(comparison),
         Text(f"ceiling: {comparison.ceiling_tokens_per_s:,.0f} tokens/s"),

@@ -38,6 +38,7 @@ def planned_report(planned: Planned, cluster: Cluster) -> Report:
         *(Text(line) for line in layer_lines(planned.job.model)),
         Text(speed_line(planned, cluster)),
         Text(f"layout: {layout_line(planned.plan, planned.job)}"),
+        *(Text(line) for line in choice_lines(planned)),
         *(Text(line) for line in expert_lines(planned.plan, cluster)),
         *(Text(line) for line in kernel_lines(planned, cluster)),
         Text(bound_line(planned)),
@@ -68,6 +69,7 @@ def planned_dict(planned: Planned, cluster: Cluster) -> dict[str, Any]:
         "idle_share": cost.idle_share,
         "shares": [vars(share) for share in find_shares(planned.plan, planned.job, cost, cluster)],
         "gpus": None if planned.plan.gpus is None else list(planned.plan.gpus),
+        **_choice_dict(planned),
         "notes": list(planned.notes),
         "trials": planned.trials,
         "planning_s": planned.planning_s,
@@ -173,6 +175,42 @@ def layout_line(plan: Plan, job: Job) -> str:
     if all(row.recompute is None for row in rows):
         words.append(f"recompute {spell_recompute(job.recompute)}")
     return f"{', '.join(words)}, micro-batch {job.micro_batch_size}"
+
+
+def choice_lines(planned: Planned) -> list[str]:
+    """Return lines with the plan's means beyond Megatron's flags, and with faster or simpler plans."""
+    choice = planned.choice
+    if choice is None:
+        return []
+    lines = [f"beyond Megatron's flags on all GPUs: {', '.join(choice.means) or 'nothing'}"]
+    for other, flag in ((choice.fastest, "--fastest"), (choice.simplest, "--simplest")):
+        if other is not None:
+            more = [word for word in other.means if word not in choice.means]
+            less = [word for word in choice.means if word not in other.means]
+            words = [f"with {' and '.join(more)}"] * bool(more) + [f"without {' and '.join(less)}"] * bool(
+                less
+            )
+            part = other.candidate.iteration_s / planned.cost.iteration_s - 1
+            lines.append(
+                f"{flag} gives a plan that takes {part:+.1%} time, {', '.join(words)}: "
+                f"{layout_line(other.candidate.plan, other.candidate.job)}"
+            )
+    return lines
+
+
+def _choice_dict(planned: Planned) -> dict[str, Any]:
+    """Return the plan's means, and plans that are faster or simpler, as plain values."""
+    choice = planned.choice
+    if choice is None:
+        return {}
+    found: dict[str, Any] = {"means": list(choice.means)}
+    for name, other in (("fastest", choice.fastest), ("simplest", choice.simplest)):
+        found[name] = other and {
+            "layout": layout_line(other.candidate.plan, other.candidate.job),
+            "means": list(other.means),
+            "iteration_s": other.candidate.iteration_s,
+        }
+    return found
 
 
 def kernel_lines(planned: Planned, cluster: Cluster) -> list[str]:

@@ -65,7 +65,7 @@ def best_equal(
     trials, fitting = 0, set()
     for number, (floor_s, recompute, flags, gpus) in enumerate(choices):
         if progress is not None:
-            progress("Megatron's flags", number, len(choices))
+            progress("layouts of Megatron's flags", number, len(choices))
         if floor_s >= (faster_than if best is None else min(faster_than, best.iteration_s)):
             break
         if (flags, gpus) in fitting:  # more recomputation only takes longer

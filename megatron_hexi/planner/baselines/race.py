@@ -78,7 +78,7 @@ class BaselineSearch:
                 )
         entrants.sort(key=lambda entrant: entrant[0])
         for done, (least, has_room, layouts) in enumerate(entrants):
-            self._progress("baselines", done, len(entrants))
+            self._progress("layouts of Megatron's flags", done, len(entrants))
             key = layouts.fleet.units, layouts.layouts, layouts.fleet.job.virtual_stages
             least = max(least, self._least.get(key, 0.0))
             # A layout that does not fit is of interest only if none does.

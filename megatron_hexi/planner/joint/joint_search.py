@@ -73,7 +73,7 @@ class JointSearch:
         finalists = list(unique.values())[:_FINALISTS]
         tried: list[tuple[Candidate, Packed]] = []
         for number, packed in enumerate(finalists):
-            progress("finalists", number, len(finalists) + 1)
+            progress("plans of the joint search", number, len(finalists) + 1)
             if packed.seconds > _error(packed) * faster_than:
                 continue
             candidate = self._assembly.run(packed, polished=False, faster_than=faster_than)
@@ -130,7 +130,7 @@ class JointSearch:
             del classes[1:]
         sets: list[Packed] = []
         for number, replicas in enumerate(classes):
-            progress("replicas and pipelines", number, len(classes))
+            progress("replicas of the joint search", number, len(classes))
             shards = _class_of(replicas[0] * copies)
             for width in [None] if replicas[0] == 1 else self._timer.widths:
                 columns = part.find(_class_of(replicas[0]), shards, width)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +23,7 @@ _MENDABLE = 0.03
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A plan with its timing.
+    """A plan with its timing, which is noted where `noting` is in force.
 
     Args:
         timing: the plan's timing by the cost model.
@@ -30,6 +32,11 @@ class Candidate:
     plan: Plan
     job: Job
     timing: Timing
+
+    def __post_init__(self) -> None:
+        note = _NOTE.get()
+        if note is not None:
+            note(self)
 
     @property
     def iteration_s(self) -> float:
@@ -57,6 +64,20 @@ class Candidate:
         return self.excess, self.iteration_s
 
 
+#: What is told of each candidate, see `noting`.
+_NOTE: ContextVar[Callable[[Candidate], None] | None] = ContextVar("_NOTE", default=None)
+
+
+@contextlib.contextmanager
+def noting(note: Callable[[Candidate], None] | None) -> Iterator[None]:
+    """Tell `note` of every plan of a whole job that is timed inside this block, whoever times it."""
+    before = _NOTE.set(note)
+    try:
+        yield
+    finally:
+        _NOTE.reset(before)
+
+
 def order_of(candidate: Candidate) -> tuple[float, float]:
     """Sort key of candidates, see `Candidate.order`."""
     return candidate.order
@@ -73,6 +94,10 @@ class Trial(Candidate):
     fleet: Fleet
     layouts: tuple[Layout, ...]
     window: int
+
+    def __post_init__(self) -> None:
+        if self.fleet.part is None:  # else a stage of a plan, which is not complete yet
+            super().__post_init__()
 
     @property
     def promise(self) -> tuple[bool, float]:

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_hexi import planner
+from megatron_hexi.cost import CostModel
+from megatron_hexi.planner.joint import Candidate
 from tests.support.planned import baseline, make_planned
 from tests.support.shell import call_hexi
 
@@ -38,12 +40,16 @@ def asked(monkeypatch):
     """Puts a planner without a search in place; what it was asked."""
     calls = []
 
-    def find_plan(request, cluster, *, with_baselines=False, progress=None):
-        calls.append((request, with_baselines, progress))
+    def find_plan(request, cluster, *, with_baselines, simpler_within, progress, tried):
+        calls.append((request, with_baselines, progress, simpler_within))
         baselines = [baseline("ring", 1000.0), baseline("ulysses", why_not="no")] if with_baselines else []
-        return make_planned(
+        planned = make_planned(
             request.job, cluster, [[[3] * 4, [1] * 4]], baselines=baselines, notes=["it was made up"]
         )
+        if tried is not None:
+            timing = CostModel(planned.job, cluster).timing(planned.plan)
+            tried("a step", Candidate(planned.plan, planned.job, timing))
+        return planned
 
     monkeypatch.setattr(planner, "find_plan", find_plan)
     return calls

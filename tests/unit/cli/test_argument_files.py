@@ -106,7 +106,7 @@ def test_a_context_parallel_size_in_a_file_is_said_to_be_chosen_anew(hexi, asked
     )
     assert note in hexi(*words).err
     assert note not in hexi(*words, "--context-parallel-size", 4).err
-    assert [request.context_parallel for request, _, _ in asked] == [None, 4]
+    assert [request.context_parallel for request, *_ in asked] == [None, 4]
 
 
 def test_chunks_in_a_file_are_said_to_be_chosen_anew(hexi, asked):
@@ -120,7 +120,7 @@ def test_chunks_in_a_file_are_said_to_be_chosen_anew(hexi, asked):
     )
     assert note in hexi(*words).err
     assert note not in hexi(*words, flag, 2).err
-    assert [request.virtual_stages for request, _, _ in asked] == [None, 2]
+    assert [request.virtual_stages for request, *_ in asked] == [None, 2]
 
 
 def test_an_expert_parallel_size_stays_and_the_command_line_goes_before_the_file(hexi, asked):
@@ -129,7 +129,7 @@ def test_an_expert_parallel_size_stays_and_the_command_line_goes_before_the_file
     words = ("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
     assert "note: job.args says --expert-model-parallel-size 2" in hexi(*words).err
     hexi(*words, "--expert-model-parallel-size", 4)
-    assert [request.expert_parallel for request, _, _ in asked] == [2, 4]
+    assert [request.expert_parallel for request, *_ in asked] == [2, 4]
 
 
 @pytest.mark.parametrize("option", ["--use-kitchen-attention", "--fp8-format hybrid"])

@@ -103,6 +103,7 @@ UNWRITABLE = {
 WRITERS = {
     "plan": (("plan", "cluster.yaml", *JOB, "-o", "PATH"), "cluster.yaml"),
     "plan's model": (("plan", "cluster.yaml", *JOB, "--model", "config.json", "-o", "PATH"), "config.json"),
+    "plan's table": (("plan", "cluster.yaml", *JOB, "-o", "plan.yaml", "--tried", "PATH"), "cluster.yaml"),
     "a trace": (("simulate", "plan.yaml", *HERE, "--trace", "PATH"), "plan.yaml"),
     "a trace of a model": (
         ("simulate", "plan.yaml", *HERE, "--model", "config.json", "--trace", "PATH"),
@@ -275,6 +276,10 @@ def test_a_name_that_is_no_text_stays_on_its_line(folder, monkeypatch, capsys, n
 #: Commands that write a file, an ending that promises another kind, and what is written.
 MISNAMED = {
     "plan": (("plan", "cluster.yaml", *JOB), "-o", "out.json", "the file is to be YAML", ".yaml"),
+    "plan's table": (
+        ("plan", "cluster.yaml", *JOB, "-o", "out.yaml"),
+        *("--tried", "out.jsonl", "the file is to be CSV", ".csv"),
+    ),
     "proportion": (
         (
             *("proportion", "--speeds", "1,1", "--seq-length", "64"),

@@ -18,7 +18,7 @@ def test_documents_reach_the_planner_with_how_they_are_shared(hexi, asked, comma
     flags = ["--batch-shares"] if dealt else []
     result = hexi(command, "cluster.yaml", *JOB, "--document-lengths", LENGTHS, *flags, *out)
     assert result.code == 0
-    ((request, _, _),) = asked
+    ((request, *_),) = asked
     documents = read_documents(LENGTHS)
     assert request.job.documents is not None
     assert (request.job.documents.lengths, request.job.documents.counts) == (

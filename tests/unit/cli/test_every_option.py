@@ -89,6 +89,7 @@ TAKEN = {
         for line in ("launch", "place", "slurm-slurm-arguments", "capture", "recipe write", "report")
     },
     "--trace": {*NAMES, "1e999", "0x10", ":", "a:b=c", "deep.json", "9" * 18} - {"latin.yaml"},
+    "--tried": {*NAMES, "1e999", "0x10", ":", "a:b=c", "9" * 18} - {"latin.yaml"},
     "--image": {"nan", "inf", "0", "1.5", "1_0", "1e999", "0x10", "9" * 18, "folder", "fifo", "absent/x"}
     | {"latin.yaml", "deep.json", "empty.yaml", "cluster.yaml/x"},
     "--name": {"nan", "inf", "folder", "fifo"},
@@ -136,7 +137,7 @@ def folder(tmp_path, monkeypatch):
     def end(*_: Any, **__: Any) -> None:
         raise Taken
 
-    def find_plan(request, cluster, *, with_baselines=False, progress=None):
+    def find_plan(request, cluster, *, with_baselines, simpler_within, progress, tried):
         found = [baseline("ring", 1000.0)] if with_baselines else []
         return make_planned(request.job, cluster, [[[3] * 4, [1] * 4]], baselines=found, notes=["made up"])
 

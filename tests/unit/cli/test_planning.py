@@ -1,5 +1,6 @@
 """`hexi plan` and `compare` with a planner that does not search: what they print, write and draw."""
 
+import csv
 import io
 import json
 import os
@@ -81,17 +82,28 @@ def test_a_batch_that_nobody_gave_is_noted_with_what_to_type(hexi, asked, comman
 def test_features_and_the_context_parallel_size_reach_the_planner(hexi, asked):
     words = ("--no-offload", "--unequal-replicas", "--context-parallel-size", 2)
     assert hexi("plan", "cluster.yaml", *JOB, *words, "-o", "plan.yaml").code == 0
-    ((request, _, _),) = asked
+    ((request, *_),) = asked
     assert request.rules == PlannerRules(offload=False, unequal_replicas=True)
     assert request.context_parallel == 2
     assert request.virtual_stages is None
     assert request.fixed == {"recompute"}
 
 
+@pytest.mark.parametrize("command", ["plan", "compare"])
+def test_a_faster_or_a_simpler_plan_is_asked_for(hexi, asked, command):
+    out = ("-o", "plan.yaml") if command == "plan" else ()
+    for flag in ("--fastest", "--simplest"):
+        assert hexi(command, "cluster.yaml", *JOB, *out, flag).code == 0
+    assert [within for *_, within in asked] == [0.0, 0.05]
+    both = hexi(command, "cluster.yaml", *JOB, *out, "--fastest", "--simplest")
+    assert (both.code, len(asked)) == (2, 2)
+    assert "leave one of them out" in both.err
+
+
 def test_chunks_of_a_stage_reach_the_planner(hexi, asked):
     words = ("--num-virtual-stages-per-pipeline-rank", 2)
     assert hexi("plan", "cluster.yaml", *JOB, *words, "-o", "plan.yaml").code == 0
-    ((request, _, _),) = asked
+    ((request, *_),) = asked
     assert (request.virtual_stages, request.job.virtual_stages) == (2, 1)
     assert request.rules == PlannerRules(unequal_stages=False)
 
@@ -109,7 +121,7 @@ def test_every_option_reaches_the_planner(hexi, asked):
     given = [word for name, (_, value) in words.items() for word in (name, value)]
     flags = ["--no-use-distributed-optimizer", "--no-overlap-grad-reduce", "--no-sequence-parallel"]
     assert hexi("compare", "cluster.yaml", *JOB, *given, *flags, "--data-parallel-size", "auto").code == 0
-    ((request, with_baselines, progress),) = asked
+    ((request, with_baselines, progress, _),) = asked
     job = request.job
     assert request.fixed == set(CHOSEN) - {"data_parallel"}
     assert {field: getattr(job, field) for field, _ in words.values()} == dict(words.values())
@@ -124,9 +136,9 @@ def test_defaults(hexi, asked):
     assert (
         hexi("plan", "cluster.yaml", "--model", "gpt-3b", "--seq-length", 4096, "-o", "plan.yaml").code == 0
     )
-    ((request, with_baselines, _),) = asked
+    ((request, with_baselines, _, within),) = asked
     job = request.job
-    assert (request.fixed, with_baselines) == (frozenset(), False)
+    assert (request.fixed, with_baselines, within) == (frozenset(), False, 0.01)
     assert (job.micro_batch_size, job.global_batch_size, job.recompute, job.precision) == (
         1,
         8,
@@ -192,6 +204,22 @@ def test_an_output_that_cannot_be_is_refused_before_planning(hexi, asked, words)
     assert asked == []
 
 
+def test_plans_that_were_timed_are_written_also_where_none_fits(hexi, asked, monkeypatch):
+    words = ("plan", "cluster.yaml", *JOB, "-o", "plan.yaml", "--tried", "tried.csv")
+    result = hexi(*words)
+    assert (result.code, result.err) == (0, "wrote tried.csv\nwrote plan.yaml\n")
+    (row,) = csv.DictReader(Path("tried.csv").read_text().splitlines())
+    assert (row["step"], row["means"]) == ("a step", "unequal shares of tokens")
+    assert row["stages"] == ("1 x (32 layers on 4 H100-SXM-80GB + 4 A100-SXM-80GB, TP 1, recompute full)")
+
+    def find_plan(*_, **__):
+        raise NothingFitsError("no plan fits")
+
+    monkeypatch.setattr(planner, "find_plan", find_plan)
+    assert hexi(*words).code == 3
+    assert list(csv.DictReader(Path("tried.csv").read_text().splitlines())) == []
+
+
 def test_a_failed_planner_leaves_an_old_plan_alone(hexi, folder, monkeypatch):
     Path("plan.yaml").write_text("old")
 
@@ -245,15 +273,22 @@ def test_a_closed_folder_is_refused(folder, monkeypatch):
         check_outputs([], [Path("closed/plan.yaml")], None)
 
 
-def test_a_terminal_shows_a_bar_and_a_file_a_line_every_ten_seconds(monkeypatch, capsys):
-    now = iter((0.0, 9.0, 11.0, 20.0, 21.5))
-    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+def test_a_file_gets_a_line_now_and_then_also_during_a_long_step(monkeypatch, capsys):
+    monkeypatch.setattr(output, "_LINE_S", 0.05)
     with progress_bar() as tell:
-        for done in range(1, 5):
-            tell("trying layouts", 1000 * done, 4000)
-    lines = ["trying layouts: 2,000 of 4,000 after 11 s", "trying layouts: 4,000 of 4,000 after 22 s"]
-    assert capsys.readouterr().err.splitlines() == lines
-    monkeypatch.undo()
+        time.sleep(0.07)  # nothing is said yet, so nothing is repeated
+        tell("trying layouts", 1000, 4000)
+        time.sleep(0.2)
+    lines = capsys.readouterr()
+    said = lines.err.splitlines()
+    assert len(said) >= 2
+    assert set(said) == {"trying layouts: 1,000 of 4,000 after 0 s"}
+    assert lines.out == ""
+    time.sleep(0.1)
+    assert capsys.readouterr().err == "", "it ends with the work"
+
+
+def test_a_terminal_shows_a_bar(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -154,7 +154,7 @@ def test_each_plan_is_timed_once(monkeypatch):
 def test_progress_is_told():
     told, fleet = [], fleet_of([("a", "PLAIN", 4)])
     found(fleet, progress=lambda *words: told.append(words))
-    assert told == [("baselines", done, len(told)) for done in range(len(told))]
+    assert told == [("layouts of Megatron's flags", done, len(told)) for done in range(len(told))]
 
 
 NODES = st.lists(

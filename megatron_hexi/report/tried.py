@@ -1,0 +1,184 @@
+"""The plans that a search timed, as a table: what made each, its layout, time and memory, what dropped it."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import Timing
+from megatron_hexi.cost.memory import GIB
+from megatron_hexi.models import Job
+from megatron_hexi.plan import Plan
+from megatron_hexi.plan.units import DomainRow, domain_rows, rank_gpus
+from megatron_hexi.planner.features import forbidden_by, means_of
+from megatron_hexi.report.planned import layout_line
+from megatron_hexi.report.share_lines import spell_recompute
+
+if TYPE_CHECKING:
+    from megatron_hexi.planner import Planned, Request
+    from megatron_hexi.planner.joint import Candidate
+
+#: Difference of two parts of memory that rounding explains.
+_ROUNDING = 1e-9
+_HEAD = (
+    "number",
+    "step",
+    "layout",
+    "stages",
+    "means",
+    "iteration_s",
+    "memory_gib",
+    "usable_gib",
+    "outcome",
+    "why",
+)
+
+
+class _Fullest(NamedTuple):
+    """The GPU whose memory is fullest, or the node whose host memory is, if that is fuller and overdrawn."""
+
+    name: str
+    needed_gib: float
+    usable_gib: float
+
+    @property
+    def fullness(self) -> float:
+        """Needed memory as a part of usable memory."""
+        return self.needed_gib / self.usable_gib
+
+
+@dataclass(frozen=True)
+class _TriedPlan:
+    """A plan that was timed, in so far as the table tells it."""
+
+    step: str
+    layout: str
+    stages: str
+    means: tuple[str, ...]
+    iteration_s: float
+    gpu: _Fullest
+    host_problem: str
+    forbidden: str
+
+    @property
+    def name(self) -> tuple[object, ...]:
+        """The plan as far as its time and its words tell it."""
+        return self.layout, self.means, self.iteration_s
+
+
+class TriedPlans:
+    """Notes the plans that a search times, and tells what became of each.
+
+    Args:
+        request: the request to the planner.
+        cluster: the cluster that it plans for.
+    """
+
+    def __init__(self, request: Request, cluster: Cluster) -> None:
+        self._request = replace(request, rules=request.rules.over(cluster.file.planner))
+        self._cluster = cluster
+        self.rows: list[_TriedPlan] = []
+
+    def note(self, step: str, candidate: Candidate) -> None:
+        """Note a plan that a step of the search has timed."""
+        host = max(candidate.timing.host_loads, key=lambda load: load.fullness, default=None)
+        self.rows.append(
+            _TriedPlan(
+                step,
+                layout_line(candidate.plan, candidate.job),
+                _spell_stages(candidate.plan, candidate.job, self._cluster),
+                means_of(candidate.plan, self._cluster),
+                candidate.iteration_s,
+                _fullest(candidate.timing, self._cluster),
+                ""
+                if host is None or host.fullness <= 1
+                else f"host memory of node {host.name}: {host.short_gib:.1f} GiB short",
+                forbidden_by(candidate.plan, candidate.job, self._request),
+            )
+        )
+
+    def text(self, planned: Planned | None) -> str:
+        """Return the table as CSV.
+
+        Args:
+            planned: the plan that was chosen; ``None``: none was found that fits.
+        """
+        stream = io.StringIO()
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(_HEAD)
+        kept = self._kept(planned)
+        for number, row in enumerate(self.rows, start=1):
+            outcome, why = _outcome(row, planned, kept)
+            writer.writerow(
+                [
+                    *(number, row.step, row.layout, row.stages, "; ".join(row.means)),
+                    *(f"{value:.6g}" for value in (row.iteration_s, row.gpu.needed_gib, row.gpu.usable_gib)),
+                    *(outcome, why),
+                ]
+            )
+        return stream.getvalue()
+
+    def _kept(self, planned: Planned | None) -> float:
+        """Return the part of each GPU's usable memory that plans had to keep free."""
+        if planned is None:
+            return 0.0
+        fullest = max(rank.memory_gib / rank.usable_gib for rank in planned.cost.ranks)
+        return self._request.memory_margin if fullest <= 1 - self._request.memory_margin + _ROUNDING else 0.0
+
+
+def _spell_stages(plan: Plan, job: Job, cluster: Cluster) -> str:
+    """Return the stages of each kind of replica: layers, GPUs, tensor-parallel size, recomputation."""
+    gpus = rank_gpus(plan, len(cluster.ranks))
+    stages: dict[tuple[int, int], list[DomainRow]] = {}
+    for row in domain_rows(plan, job.micro_batch_size, job.pipeline_parallel, job.model.layers):
+        stages.setdefault((row.replica, row.stage), []).append(row)
+    replicas: dict[int, list[str]] = {}
+    for (replica, _), rows in stages.items():
+        first, layers = rows[0], rows[0].layers or (0, 0)
+        ranks = [row.first_rank + rank for row in rows for one in row.domain.members for rank in one.ranks]
+        counts = Counter(cluster.ranks[gpus[rank]].device.name for rank in ranks)
+        words = [
+            f"{layers[1] - layers[0]} layers on {' + '.join(f'{n} {name}' for name, n in counts.items())}"
+        ]
+        words += [f"TP {first.width}", f"recompute {spell_recompute(first.recompute or job.recompute)}"]
+        replicas.setdefault(replica, []).append(", ".join(words))
+    kinds = Counter(" | ".join(words) for words in replicas.values())
+    return "; ".join(f"{count} x ({words})" for words, count in kinds.items())
+
+
+def _fullest(timing: Timing, cluster: Cluster) -> _Fullest:
+    """Return the fullest GPU of a plan that may have been timed for GPUs with more memory."""
+    return max(
+        (
+            _Fullest(cluster.rank_name(gpu), needed / GIB, cluster.ranks[gpu].device.usable_gib)
+            for section, bytes_of_units in zip(timing.sections, timing.needed, strict=True)
+            for gpu, needed in zip(
+                section.placement.gpus[:, 0].tolist(), bytes_of_units.tolist(), strict=True
+            )
+        ),
+        key=lambda gpu: gpu.fullness,
+    )
+
+
+def _outcome(row: _TriedPlan, planned: Planned | None, kept: float) -> tuple[str, str]:
+    """Return what became of a plan, and why."""
+    short = row.gpu.needed_gib - (1 - kept) * row.gpu.usable_gib
+    if row.gpu.fullness > 1 - kept + _ROUNDING:
+        free = f" of what {kept:.0%} kept free leaves" if row.gpu.fullness <= 1 else ""
+        return "does not fit", f"{row.gpu.name} is {short:.1f} GiB short{free}"
+    if row.host_problem:
+        return "does not fit", row.host_problem
+    if row.forbidden:
+        return "forbidden", row.forbidden
+    if planned is None or planned.choice is None:
+        return "not chosen", ""
+    if row.name == (layout_line(planned.plan, planned.job), planned.choice.means, planned.cost.iteration_s):
+        return "chosen", ""
+    part = row.iteration_s / planned.cost.iteration_s - 1
+    if part < 0:
+        return "less simple", f"{-part:.2%} faster than the plan, with more means (--fastest)"
+    return "slower", f"{part:.2%} slower than the plan"

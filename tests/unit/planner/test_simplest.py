@@ -1,0 +1,103 @@
+"""Of plans that take about as long, the one with the fewest means is chosen, beside the fastest."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_hexi.cost import estimate
+from megatron_hexi.models import Job, read_model
+from megatron_hexi.plan import Replica, proportional_plan
+from megatron_hexi.planner import Request, find_plan
+from megatron_hexi.planner.features import means_of
+from megatron_hexi.planner.joint import Candidate
+from megatron_hexi.planner.simplest import choose
+from tests.support.costs import cluster, tiny_job
+from tests.support.fleets import read_text
+
+#: On which the fastest plan uses ministages, and the best one without takes about half a per cent longer.
+MIXED = """\
+name: mixed
+nodes:
+- {name: h100, gpu: H100-SXM-80GB, gpus: 2}
+- {name: a100, gpu: A100-SXM-80GB, gpus: 2}
+network: {bandwidth_gb_s: 25}
+"""
+REQUEST = Request(Job(read_model("gpt-3b"), 131072, global_batch_size=16))
+FOUR = cluster([("a", "PLAIN", 4)])
+JOB = tiny_job()
+
+
+def equal_plan(**changes):
+    """A plan with equal shares for four GPUs, whose stage is changed."""
+    plan = proportional_plan(JOB.workload(), [[[1, 1, 1, 1]]])
+    (stage,) = plan.stages
+    return replace(plan, replicas=(Replica((replace(stage, **changes),)),))
+
+
+STAGED = {"layers": (0, JOB.model.layers)}
+
+
+@pytest.mark.parametrize(
+    ("plan", "means"),
+    [
+        (equal_plan(), ()),
+        (equal_plan(**STAGED), ("stages with layers of their own",)),
+        (
+            equal_plan(**STAGED, ministages=2, offload=("parameters",)),
+            ("host memory", "ministages", "stages with layers of their own"),
+        ),
+        (proportional_plan(JOB.workload(), [[[2, 2, 1, 1]]]), ("unequal shares of tokens",)),
+        (proportional_plan(JOB.workload(), [[[1, 1, 1]], [[1]]]), ("unequal replicas",)),
+        (replace(proportional_plan(JOB.workload(), [[[1, 1, 1]]]), gpus=(0, 1, 2)), ("1 GPU left out",)),
+        (replace(proportional_plan(JOB.workload(), [[[1]]]), gpus=(2,)), ("3 GPUs left out",)),
+    ],
+)
+def test_means_in_words(plan, means):
+    assert means_of(plan, FOUR) == means
+
+
+def candidate(seconds, plan):
+    """A plan that takes so many seconds."""
+    return Candidate(plan, JOB, SimpleNamespace(phases=SimpleNamespace(total=seconds)))
+
+
+PLAIN, UNEQUAL = equal_plan(), proportional_plan(JOB.workload(), [[[2, 2, 1, 1]]])
+HOSTED = equal_plan(**STAGED, ministages=2, offload=("parameters",))
+
+
+@pytest.mark.parametrize(
+    ("within", "chosen", "fastest", "simplest"),
+    [
+        (0.0, 100.0, None, 104.0),
+        (0.01, 100.9, 100.0, 104.0),
+        (0.05, 104.0, 100.0, None),
+    ],
+)
+def test_the_fewest_means_within_a_part_of_the_time(within, chosen, fastest, simplest):
+    best = candidate(100.0, HOSTED)
+    others = [
+        candidate(s, p) for s, p in ((100.9, UNEQUAL), (100.95, UNEQUAL), (104.0, PLAIN), (106.0, PLAIN))
+    ]
+    choice = choose(best, others, FOUR, within)
+    beside = [one and one.candidate.iteration_s for one in (choice.fastest, choice.simplest)]
+    assert (choice.chosen.iteration_s, *beside) == (chosen, fastest, simplest)
+
+
+def test_a_plan_with_as_many_means_is_no_reason_to_be_slower():
+    best, other = candidate(100.0, UNEQUAL), candidate(100.5, equal_plan(**STAGED))
+    choice = choose(best, [other], FOUR, 0.01)
+    assert (choice.chosen, choice.fastest, choice.simplest) == (best, None, None)
+
+
+def test_a_planned_job_is_simpler_and_at_most_that_much_slower():
+    known = read_text(MIXED)
+    fastest, simple = (find_plan(REQUEST, known, simpler_within=part) for part in (0.0, 0.01))
+    assert fastest.choice.fastest is None
+    ratio = simple.cost.iteration_s / fastest.cost.iteration_s
+    assert 1 < ratio <= 1.01
+    assert len(means_of(simple.plan, known)) < len(means_of(fastest.plan, known))
+    named = simple.choice.fastest.candidate
+    assert named.iteration_s == fastest.cost.iteration_s
+    assert estimate(named.plan, named.job, known).iteration_s == pytest.approx(fastest.cost.iteration_s)
+    assert simple.plan.estimate.iteration_s == simple.cost.iteration_s
