@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: The plan's own name among the results.
 OURS = "hexi"
+#: Megatron's pipelines with other numbers of layers in each stage, among the baselines.
+_UNEVEN = "uneven-layers"
 
 _CAPTION = (
     "tokens/s, predicted; TFLOP/s: of the model, per GPU; uniform: against the fastest of the layouts that "
@@ -98,6 +100,12 @@ class Comparison:
         return next((r for r in self.results if r.name == "homogeneous" and self.is_mixed), None)
 
     @property
+    def by_flags(self) -> LayoutResult | None:
+        """The fastest result of Megatron's flags on all kinds of GPU."""
+        fastest = (r for r in self.results if r.tokens_per_s is not None)
+        return next((r for r in fastest if r.uniform or r.name == _UNEVEN), None)
+
+    @property
     def ours(self) -> LayoutResult:
         """The plan's result."""
         return next(result for result in self.results if result.name == OURS)
@@ -150,9 +158,9 @@ def comparison_report(planned: Planned, cluster: Cluster) -> Report:
         comparison_table(comparison),
         Text(f"ceiling: {comparison.ceiling_tokens_per_s:,.0f} tokens/s"),
         Text(bound_line(planned)),
-        Text(_verdict(comparison)),
         *(Text(f"note: {note}") for note in planned.notes),
         Text(f"planned and compared in {planned.planning_s:.1f} s, {planned.trials} layouts timed"),
+        Text(_gain_line(comparison)),
     )
 
 
@@ -189,6 +197,10 @@ def comparison_dict(planned: Planned, cluster: Cluster) -> dict[str, Any]:
         "ceiling_tokens_per_s": comparison.ceiling_tokens_per_s,
         "lower_bound_s": comparison.lower_bound_s,
         "best_uniform": comparison.best_uniform and comparison.best_uniform.name,
+        "gain": {
+            "over_one_kind": _gain_dict(comparison, comparison.one_kind),
+            "over_flags": _gain_dict(comparison, comparison.by_flags),
+        },
         "best_baseline": comparison.best_baseline and comparison.best_baseline.name,
         "results": [
             {
@@ -223,18 +235,25 @@ def alone_text(comparison: Comparison) -> str:
     return f"{_times(comparison.ours, alone)} {alone.layout.partition(':')[0]}"
 
 
-def _verdict(comparison: Comparison) -> str:
-    """Return a line that compares the plan with the fastest GPUs alone, and with the best baselines."""
-    best, fastest = comparison.best_uniform, comparison.best_baseline
-    alone = alone_text(comparison)
+def _gain_line(comparison: Comparison) -> str:
+    """Return a sentence on the gain over the fastest GPUs alone, and over the best of Megatron's flags."""
+    alone, flags = alone_text(comparison), comparison.by_flags
     facts = [alone] if alone else []
-    if best is None:
-        facts.append("no layout that gives every GPU the same can do this job")
+    if comparison.is_mixed and not alone:
+        facts.append("able to do what no kind of GPU can do alone")
+    if flags is None:
+        facts.append("able to do what no layout of Megatron's flags on all GPUs can")
     else:
-        facts.append(f"{_times(comparison.ours, best)} the fastest uniform layout ({best.name})")
-    if fastest is not None and fastest is not best and (fastest is not comparison.one_kind or not alone):
-        facts.append(f"{_times(comparison.ours, fastest)} the fastest baseline ({fastest.name})")
-    return f"{OURS}: " + ", ".join(facts)
+        facts.append(f"{_times(comparison.ours, flags)} Megatron's best flags on all GPUs ({flags.name})")
+    return f"beside what one would run today, the plan is {' and '.join(facts)}"
+
+
+def _gain_dict(comparison: Comparison, other: LayoutResult | None) -> dict[str, Any] | None:
+    """Return the plan's tokens/s over those of another result; ``None``: that has no layout."""
+    ours = comparison.ours.tokens_per_s
+    if other is None or other.tokens_per_s is None or ours is None:
+        return None
+    return {"name": other.name, "layout": other.layout, "times": ours / other.tokens_per_s}
 
 
 def _times(result: LayoutResult, other: LayoutResult) -> str:

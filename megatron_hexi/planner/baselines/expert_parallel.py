@@ -38,19 +38,23 @@ _WINDOW = 1
 
 
 def best_equal(
-    request: Request, cluster: Cluster, faster_than: float = math.inf, progress: Progress | None = None
+    request: Request,
+    cluster: Cluster,
+    faster_than: float = math.inf,
+    progress: Progress | None = None,
+    parts: Sequence[tuple[int, ...]] | None = None,
 ) -> tuple[Candidate | None, int]:
     """Return the fastest equal layout that fits, and how many were timed; ``None``: none is fast enough.
 
     Args:
-        cluster: the cluster; all of its nodes are tried, and each of `nodes_of_one_model`.
+        parts: sets of nodes, each of which is tried; ``None``: all nodes, and each of `nodes_of_one_model`.
         faster_than: seconds of an iteration; layouts whose lower bound is no smaller are not timed.
         progress: callback, receives (phase, done, total).
     """
     modes = [request.job.recompute] if "recompute" in request.fixed else RECOMPUTES
     choices: list[tuple[float, Recompute, ExpertFlags, tuple[int, ...]]] = []
     everything = tuple(range(len(cluster.nodes)))
-    for nodes in dict.fromkeys([everything, *nodes_of_one_model(cluster)]):
+    for nodes in dict.fromkeys([everything, *nodes_of_one_model(cluster)] if parts is None else parts):
         part = cluster.without(set(range(len(cluster.nodes))).difference(nodes))
         gpus = tuple(gpu for node in nodes for gpu in cluster.nodes[node].ranks)
         floor = EqualFloor(request, part)
@@ -161,7 +165,7 @@ def _candidate(
         return None
 
 
-def spell_equal(found: Candidate) -> str:
+def spell_equal(found: Candidate, cluster: Cluster) -> str:
     """Return a layout of `best_equal` as text: its GPUs, Megatron's parallel sizes and recomputation."""
     plan, (stage, *_) = found.plan, found.plan.replicas[0].stages
     assert plan.workload.experts is not None
@@ -173,7 +177,9 @@ def spell_equal(found: Candidate) -> str:
         expert=len(expert_domains(stage, plan.workload.experts)[0]),
         group=len(stage.domains[0].groups[0].members),
     )
-    gpus = "" if plan.gpus is None else f"{len(plan.gpus)} GPUs alone: "
+    gpus = ""
+    if plan.gpus is not None:
+        gpus = f"{len(plan.gpus)} {cluster.ranks[plan.gpus[0]].device.name} alone: "
     again = "" if stage.recompute in (None, "none") else f", recompute {stage.recompute}"
     return f"{gpus}{flags}{again}"
 

@@ -56,7 +56,7 @@ class Baseline:
 
     Args:
         name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous`` or
-            ``uneven-layers``; for models with experts ``expert-parallel``.
+            ``uneven-layers``; for models with experts ``expert-parallel`` or ``homogeneous``.
         trial: the best layout that its rules allow; ``None``: there is none, or none fits.
         why_not: reason why there is no `trial`, one sentence with numbers.
         layout: description of the best layout (or of the one that comes closest to fitting), for people.
@@ -91,8 +91,16 @@ def find_baselines(
         The baselines, and how many layouts were timed.
     """
     if request.job.model.experts is not None:
-        equal, timed = best_equal(request, cluster, progress=progress)
-        return (_equal_experts(equal),), timed
+        everything = tuple(range(len(cluster.nodes)))
+        found = {
+            name: best_equal(request, cluster, progress=progress, parts=parts)
+            for name, parts in {
+                EQUAL_EXPERTS: [everything],
+                HOMOGENEOUS: nodes_of_one_model(cluster),
+            }.items()
+        }
+        baselines = tuple(_equal_experts(name, best, cluster) for name, (best, _) in found.items())
+        return baselines, sum(timed for _, timed in found.values())
     replicas = _fixed_replicas(request)
     fleets = _fleets(request, cluster)
     race = BaselineSearch(inf, progress)
@@ -145,9 +153,11 @@ def find_faster(
     return min(faster, key=order_of, default=None), race.trials + timed
 
 
-def _equal_experts(best: Candidate | None) -> Baseline:
+def _equal_experts(name: str, best: Candidate | None, cluster: Cluster) -> Baseline:
     why = "" if best is not None else "no equal layout of Megatron's flags fits in memory"
-    return Baseline(EQUAL_EXPERTS, best, why, "" if best is None else spell_equal(best), True)
+    return Baseline(
+        name, best, why, "" if best is None else spell_equal(best, cluster), name == EQUAL_EXPERTS
+    )
 
 
 def _fixed_replicas(request: Request) -> int | None:

@@ -19,7 +19,7 @@ from megatron_hexi.kinds import Experts
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.models import Model, job_of_plan
 from megatron_hexi.plan import Domain, Group, Member, validate_plan
-from megatron_hexi.plan.units import expert_domains
+from megatron_hexi.plan.units import expert_domains, rank_gpus
 from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.baselines.expert_flags import EqualFloor, ExpertFlags
 from megatron_hexi.planner.baselines.expert_parallel import best_equal, equal_plan, spell_equal
@@ -77,11 +77,14 @@ def test_a_plan_says_where_experts_are_and_costs_what_it_was_planned_for(planned
 
 
 def test_a_plan_is_never_slower_than_megatrons_flags_nor_faster_than_the_bound(planned):
-    (equal,) = planned.baselines
-    assert equal.name == "expert-parallel"
-    assert equal.trial is not None
-    assert "EP" in equal.layout
-    assert planned.cost.iteration_s <= equal.trial.iteration_s * 1.002
+    assert [one.name for one in planned.baselines] == ["expert-parallel", "homogeneous"]
+    for equal in planned.baselines:
+        assert equal.trial is not None
+        assert "EP" in equal.layout
+        assert planned.cost.iteration_s <= equal.trial.iteration_s * 1.002
+        devices = {MIXED.ranks[gpu].device.name for gpu in rank_gpus(equal.trial.plan, len(MIXED.ranks))}
+        assert (len(devices) == 1) == (equal.name == "homogeneous")
+        assert ("DOUBLE alone: " in equal.layout) == (equal.name == "homogeneous")
     assert planned.bound.iteration_s <= planned.cost.iteration_s
 
 
@@ -153,7 +156,7 @@ def test_what_is_fixed_stays_in_equal_layouts():
     assert best is not None
     assert trials > 0
     assert all(len(member.ranks) == 2 for member in best.plan.members)
-    assert spell_equal(best).startswith("TP 2, PP 1, ")
+    assert spell_equal(best, MIXED).startswith("TP 2, PP 1, ")
 
 
 def test_equal_layouts_are_tried_on_the_gpus_of_each_model_alone():
@@ -162,7 +165,7 @@ def test_equal_layouts_are_tried_on_the_gpus_of_each_model_alone():
     best, _ = best_equal(Request(JOB), uneven)
     assert best is not None
     assert best.plan.gpus == (0, 1, 2, 3)
-    assert spell_equal(best).startswith("4 GPUs alone: TP ")
+    assert spell_equal(best, uneven).startswith("4 DOUBLE alone: TP ")
     alone, _ = best_equal(Request(JOB), uneven.without({1}))
     assert alone is not None
     assert alone.iteration_s == pytest.approx(best.iteration_s)

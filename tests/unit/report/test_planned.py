@@ -27,7 +27,7 @@ SPEEDS = [[[2, 2], [1, 1]]]
 
 def text_of(report) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=200).print(report)
+    Console(file=stream, width=220).print(report)
     return stream.getvalue()
 
 
@@ -226,9 +226,21 @@ def test_the_table_has_every_result_and_every_reason(raced):
     assert f"{0.8 * raced.cost.tokens_per_s:,.0f}" in line
     assert "[red]3 ranks do not divide 4 heads" in text
     assert "one group of 4: needs 99.0 GiB" in text
-    told = "hexi: 1.00 times as fast as 2 DOUBLE alone, 1.25 times as fast as the fastest uniform"
-    assert f"{told} layout (usp)" in text
-    assert "the fastest baseline" not in text  # said first
+    assert text.splitlines()[-1] == (
+        "beside what one would run today, the plan is 1.00 times as fast as 2 DOUBLE alone and 1.25 times "
+        "as fast as Megatron's best flags on all GPUs (usp)"
+    )
+
+
+def test_uneven_layers_are_megatrons_flags_and_tokens_by_speed_are_not(raced):
+    faster = baseline("uneven-layers", 0.95 * raced.cost.tokens_per_s, uniform=False)
+    faster.trial.plan, faster.trial.job = raced.plan, raced.job
+    planned = dataclasses.replace(raced, baselines=(*raced.baselines, faster))
+    over = comparison_dict(planned, FOUR)["gain"]
+    assert over["over_flags"]["name"] == "uneven-layers"
+    assert over["over_flags"]["times"] == pytest.approx(1 / 0.95)
+    assert over["over_one_kind"]["name"] == "homogeneous"
+    assert over["over_one_kind"]["layout"] == "2 DOUBLE alone: one group of 2"
 
 
 def test_gpus_of_one_kind_are_not_compared_with_themselves(raced):
@@ -283,8 +295,10 @@ def test_without_a_uniform_layout_nothing_is_compared_to_it():
     comparison = compare(planned, FOUR)
     assert comparison.best_uniform is None
     assert comparison.speed_up(comparison.ours) is None
-    assert "no layout that gives every GPU the same can do this job" in text_of(
-        comparison_report(planned, FOUR)
+    assert comparison_dict(planned, FOUR)["gain"] == {"over_one_kind": None, "over_flags": None}
+    assert text_of(comparison_report(planned, FOUR)).splitlines()[-1] == (
+        "beside what one would run today, the plan is able to do what no kind of GPU can do alone and able "
+        "to do what no layout of Megatron's flags on all GPUs can"
     )
     draw_comparison(comparison, "title").savefig(io.BytesIO())
 
