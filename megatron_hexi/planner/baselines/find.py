@@ -99,8 +99,8 @@ def find_baselines(
                 HOMOGENEOUS: nodes_of_one_model(cluster),
             }.items()
         }
-        baselines = tuple(_equal_experts(name, best, cluster) for name, (best, _) in found.items())
-        return baselines, sum(timed for _, timed in found.values())
+        equal = tuple(_equal_experts(name, best, cluster) for name, (best, _) in found.items())
+        return equal, sum(timed for _, timed in found.values())
     replicas = _fixed_replicas(request)
     fleets = _fleets(request, cluster)
     race = BaselineSearch(inf, progress)
