@@ -58,7 +58,8 @@ def left_out(best: Candidate, cluster: Cluster, tried: Sequence[Candidate]) -> t
     why = "no plan with them was among those that were timed and fit"
     if larger:
         longer = min(larger) / best.iteration_s - 1
-        why = f"the fastest plan with more GPUs that was tried takes {longer:.1%} longer"
+        more_or_less = f"{longer:.1%} longer" if longer >= 0 else f"{-longer:.1%} less time"
+        why = f"the fastest plan with more GPUs that was tried takes {more_or_less}"
     return (f"{len(idle)} of {len(cluster.ranks)} GPUs left out ({names}{more}): {why}",)
 
 

@@ -94,10 +94,10 @@ def find_plan(
     notes = (
         *why_saved(best.plan, best.iteration_s, result.unsaved_s),
         *margin_note(planned.cost, request.memory_margin),
-        *left_out(best, cluster, result.tried),
+        *left_out(best, cluster, [*result.tried, result.best]),
     )
-    named = [one.candidate for one in (choice.fastest, choice.simplest) if one is not None]
-    rivals = best_of_each_kind([plan for plan in result.tried if plan not in named], best)
+    slower = [plan for plan in result.tried if plan.iteration_s >= best.iteration_s]
+    rivals = best_of_each_kind(slower, best)
     return replace(planned, rivals=rivals, notes=notes, unsaved_s=result.unsaved_s, choice=choice)
 
 

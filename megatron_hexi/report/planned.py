@@ -191,8 +191,9 @@ def choice_lines(planned: Planned) -> list[str]:
                 less
             )
             part = other.candidate.iteration_s / planned.cost.iteration_s - 1
+            time = f"{part:.1%} longer" if part >= 0 else f"{-part:.1%} less time"
             lines.append(
-                f"{flag} gives a plan that takes {part:+.1%} time, {', '.join(words)}: "
+                f"{flag} gives a plan that takes {time}, {', '.join(words)}: "
                 f"{layout_line(other.candidate.plan, other.candidate.job)}"
             )
     return lines

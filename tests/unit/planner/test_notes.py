@@ -1,6 +1,7 @@
 """What is said of GPUs that a plan leaves out, and of those that bring little."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 from megatron_hexi.cost import CostModel
 from megatron_hexi.models import Job, read_model
@@ -32,13 +33,16 @@ def test_left_out_gpus_are_named_with_what_was_tried():
     known = cluster([("a", "PLAIN", 4)])
     few, more = candidate(known, [0]), candidate(known, [0, 1])
     (note,) = left_out(few, known, [few, more])
-    longer = more.iteration_s / few.iteration_s - 1
+    less = 1 - more.iteration_s / few.iteration_s
     assert note == (
         "3 of 4 GPUs left out (a-0/1, a-0/2, a-0/3): the fastest plan with more GPUs that was tried takes "
-        f"{longer:.1%} longer"
+        f"{less:.1%} less time"
     )
     (note,) = left_out(more, known, [few, more])
     assert note.endswith("no plan with them was among those that were timed and fit")
+    slow = replace(more, timing=SimpleNamespace(phases=SimpleNamespace(total=1.5 * few.iteration_s)))
+    (note,) = left_out(few, known, [slow])
+    assert note.endswith("the fastest plan with more GPUs that was tried takes 50.0% longer")
     whole = candidate(known, [0, 1, 2, 3])
     assert left_out(whole, known, [few, more]) == ()
 

@@ -12,6 +12,7 @@ from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.features import means_of
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.simplest import choose
+from megatron_hexi.report.planned import choice_lines, layout_line, planned_dict
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import read_text
 
@@ -101,3 +102,12 @@ def test_a_planned_job_is_simpler_and_at_most_that_much_slower():
     assert named.iteration_s == fastest.cost.iteration_s
     assert estimate(named.plan, named.job, known).iteration_s == pytest.approx(fastest.cost.iteration_s)
     assert simple.plan.estimate.iteration_s == simple.cost.iteration_s
+    (means, line) = choice_lines(simple)
+    assert means == f"beyond Megatron's flags on all GPUs: {', '.join(means_of(simple.plan, known))}"
+    assert line.startswith(f"--fastest gives a plan that takes {1 - 1 / ratio:.1%} less time, with ")
+    assert f": {layout_line(fastest.plan, fastest.job)}" in line
+    assert all(rival.iteration_s >= simple.cost.iteration_s for rival in simple.rivals)
+    told = planned_dict(simple, known)
+    assert (told["simplest"], told["means"]) == (None, list(means_of(simple.plan, known)))
+    assert told["fastest"]["iteration_s"] == fastest.cost.iteration_s
+    assert told["fastest"]["means"] == list(means_of(fastest.plan, known))
