@@ -13,9 +13,6 @@ from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.units import expert_domains, rank_gpus
 from megatron_hexi.planner.request import Request
 
-#: Tokens of two members that differ by less than this part of the larger number are the same share.
-_SAME = 0.01
-
 
 def _has_unequal_replicas(plan: Plan) -> bool:
     """Whether replicas differ in stages or micro-batches; if their stage is repeated, also in rank order."""
@@ -46,11 +43,12 @@ def _has_unequal_experts(plan: Plan) -> bool:
 
 
 def _has_unequal_shares(plan: Plan) -> bool:
-    """Whether the members of a domain hold different numbers of tokens."""
-    tokens = (
-        [member.tokens for member in domain.members] for stage in plan.stages for domain in stage.domains
+    """Whether members of a domain differ in their numbers of tokens or heads."""
+    return any(
+        len({(member.tokens, member.heads[1] - member.heads[0]) for member in domain.members}) > 1
+        for stage in plan.stages
+        for domain in stage.domains
     )
-    return any((1 - _SAME) * max(held) > max(min(held), 1) for held in tokens)
 
 
 def _size(stage: Stage) -> tuple[object, ...]:
@@ -82,7 +80,7 @@ _MEANS: Final[dict[str, Callable[[Plan], bool]]] = {
     "unequal replicas": USES["unequal_replicas"],
     "stages with layers of their own": USES["unequal_stages"],
     "unequal experts": USES["unequal_experts"],
-    "unequal shares of tokens": _has_unequal_shares,
+    "unequal shares of sequences": _has_unequal_shares,
     "samples divided among the GPUs of a stage": lambda plan: any(len(s.domains) > 1 for s in plan.stages),
     "unequal shares of optimizer state": lambda plan: len({member.state for member in plan.members}) > 1,
 }

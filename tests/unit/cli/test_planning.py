@@ -209,7 +209,7 @@ def test_plans_that_were_timed_are_written_also_where_none_fits(hexi, asked, mon
     result = hexi(*words)
     assert (result.code, result.err) == (0, "wrote tried.csv\nwrote plan.yaml\n")
     (row,) = csv.DictReader(Path("tried.csv").read_text().splitlines())
-    assert (row["step"], row["means"]) == ("a step", "unequal shares of tokens")
+    assert (row["step"], row["means"]) == ("a step", "unequal shares of sequences")
     assert row["stages"] == ("1 x (32 layers on 4 H100-SXM-80GB + 4 A100-SXM-80GB, TP 1, recompute full)")
 
     def find_plan(*_, **__):

@@ -48,9 +48,12 @@ STAGED = {"layers": (0, JOB.model.layers)}
             equal_plan(**STAGED, ministages=2, offload=("parameters",)),
             ("host memory", "ministages", "stages with layers of their own"),
         ),
-        (proportional_plan(JOB.workload(), [[[2, 2, 1, 1]]]), ("unequal shares of tokens",)),
-        (proportional_plan(JOB.workload(), [[[1, 1, 1]], [[1]]]), ("unequal replicas",)),
-        (replace(proportional_plan(JOB.workload(), [[[1, 1, 1]]]), gpus=(0, 1, 2)), ("1 GPU left out",)),
+        (proportional_plan(JOB.workload(), [[[2, 2, 1, 1]]]), ("unequal shares of sequences",)),
+        (proportional_plan(JOB.workload(), [[[1, 1]], [[1], [1]]]), ("unequal replicas",)),
+        (
+            replace(proportional_plan(JOB.workload(), [[[1, 1, 1]]]), gpus=(0, 1, 2)),
+            ("unequal shares of sequences", "1 GPU left out"),
+        ),
         (replace(proportional_plan(JOB.workload(), [[[1]]]), gpus=(2,)), ("3 GPUs left out",)),
     ],
 )
