@@ -36,6 +36,7 @@ def equal_plan(**changes):
     return replace(plan, replicas=(Replica((replace(stage, **changes),)),))
 
 
+TWICE = proportional_plan(JOB.workload(), [[[1, 1]], [[1, 1]]])
 STAGED = {"layers": (0, JOB.model.layers)}
 
 
@@ -49,7 +50,13 @@ STAGED = {"layers": (0, JOB.model.layers)}
             ("host memory", "ministages", "stages with layers of their own"),
         ),
         (proportional_plan(JOB.workload(), [[[2, 2, 1, 1]]]), ("unequal shares of sequences",)),
-        (proportional_plan(JOB.workload(), [[[1, 1]], [[1], [1]]]), ("unequal replicas",)),
+        (
+            replace(
+                TWICE,
+                replicas=tuple(replace(one, micro_batches=n) for n, one in enumerate(TWICE.replicas, 1)),
+            ),
+            ("unequal replicas",),
+        ),
         (
             replace(proportional_plan(JOB.workload(), [[[1, 1, 1]]]), gpus=(0, 1, 2)),
             ("unequal shares of sequences", "1 GPU left out"),
