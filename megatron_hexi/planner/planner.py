@@ -20,6 +20,7 @@ from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faste
 from megatron_hexi.planner.bound import Bound, lower_bound, memory_fits
 from megatron_hexi.planner.cp_sat import SEED
 from megatron_hexi.planner.expert_placement import expert_rules
+from megatron_hexi.planner.features import means_of
 from megatron_hexi.planner.interleaving import Interleaving
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
 from megatron_hexi.planner.layouts.trial import Progress, noting, order_of
@@ -29,7 +30,7 @@ from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.saved_plans import Known, SavedPlans, first_plan
 from megatron_hexi.planner.savings import spell_savings
-from megatron_hexi.planner.simplest import choose
+from megatron_hexi.planner.simplest import SIMPLEST, choose
 from megatron_hexi.planner.trainable import refuse_untrained
 
 
@@ -78,11 +79,12 @@ def find_plan(
     asked = request
     with noting(None if tried is None else lambda candidate: tried(phase, candidate)):
         result, request = _search_experts(request, cluster, searches, tell)
+        equal, timed = _equal_layouts(asked, cluster, result, simpler_within, tell)
     if result.best is None:
         raise nothing_fits(asked, cluster, partial(_first_trained, searches), proven=False)
-    choice = choose(result.best, result.tried, cluster, simpler_within)
+    choice = choose(result.best, [*result.tried, *equal], cluster, simpler_within)
     best = choice.chosen
-    trials = searches.trials + result.trials
+    trials = searches.trials + result.trials + timed
     baselines: tuple[Baseline, ...] = ()
     if with_baselines:
         roomy = cluster.with_memory_margin(1 - result.memory)
@@ -133,6 +135,25 @@ def _first_trained(searches: JointSearches, request: Request, cluster: Cluster) 
         return first_plan(searches, request, cluster)
     except HexiError:
         return None
+
+
+def _equal_layouts(
+    request: Request, cluster: Cluster, result: _SearchResult, within: float, tell: Progress
+) -> tuple[list[Candidate], int]:
+    """Return the best layout of Megatron's flags if it may be the simplest plan, and how many were timed.
+
+    The search times such layouts only where they may be the fastest.
+
+    Args:
+        within: part of an iteration by which the plan may take longer than the fastest; 0: no layout is.
+    """
+    if result.best is None or within == 0 or not means_of(result.best.plan, cluster):
+        return [], 0
+    plain = replace(request, job=replace(request.job, latent_exchange=False))
+    roomy = cluster.with_memory_margin(1 - result.memory)
+    most_s = (1 + max(within, SIMPLEST)) * result.best.iteration_s
+    best, trials = find_faster(plain, roomy, most_s, progress=tell)
+    return ([] if best is None else [best]), trials
 
 
 def _search_experts(
