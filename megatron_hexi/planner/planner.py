@@ -24,7 +24,7 @@ from megatron_hexi.planner.features import means_of
 from megatron_hexi.planner.interleaving import Interleaving
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
 from megatron_hexi.planner.layouts.trial import Progress, noting, order_of
-from megatron_hexi.planner.notes import left_out, margin_note, why_saved
+from megatron_hexi.planner.notes import gpus_of, left_out, margin_note, why_saved
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
@@ -142,12 +142,15 @@ def _equal_layouts(
 ) -> tuple[list[Candidate], int]:
     """Return the best layout of Megatron's flags if it may be the simplest plan, and how many were timed.
 
-    The search times such layouts only where they may be the fastest.
+    The search times such layouts only where they may be the fastest. On GPUs of several kinds they leave the
+    faster ones idle, which takes longer than a simpler plan may.
 
     Args:
         within: part of an iteration by which the plan may take longer than the fastest; 0: no layout is.
     """
     if result.best is None or within == 0 or not means_of(result.best.plan, cluster):
+        return [], 0
+    if len({cluster.ranks[gpu].device.name for gpu in gpus_of(result.best.plan, cluster)}) > 1:
         return [], 0
     plain = replace(request, job=replace(request.job, latent_exchange=False))
     roomy = cluster.with_memory_margin(1 - result.memory)
