@@ -78,6 +78,14 @@ def plan(
             "flags lack and of kinds of GPU with little of the speed, by planning again without it.",
         ),
     ] = False,
+    longest: Annotated[
+        bool,
+        typer.Option(
+            "--longest",
+            help="Find the longest sequence that fits in memory, from --seq-length on, and plan that. "
+            "Example: hexi plan cluster.yaml --model llama3-8b --seq-length 8192 --longest",
+        ),
+    ] = False,
     spare: Annotated[
         list[str] | None,
         typer.Option(
@@ -121,6 +129,11 @@ def plan(
     request, whole = job.request(batch_shares), read_cluster(cluster)
     left_out = _numbers(spare or (), whole)
     machines = whole.without(left_out) if left_out else whole
+    if longest:
+        from megatron_hexi.planner import longest_request
+
+        with progress_bar() as progress:
+            request = longest_request(request, machines, progress)
     planned = _find(request, machines, job, tried)
     gains: Sequence[FeatureAblation] = ()
     weak: Sequence[WeakKind] = ()
@@ -156,6 +169,11 @@ def plan(
     from megatron_hexi.report.launch_lines import launch_dict, launch_text
     from megatron_hexi.report.planned import job_dict, planned_dict, planned_report
 
+    fitting = None
+    if planned.job.documents is None:
+        from megatron_hexi.planner import longest_in_layout
+
+        fitting = longest_in_layout(planned.plan, planned.job, machines)
     lines: LaunchLines | None = None
     with _without_flags():
         lines = find_lines(written, whole, out, cluster, job.model, [])
@@ -163,12 +181,15 @@ def plan(
     if as_json:
         files = {"plan": str(out), "cluster": str(cluster)}
         document = {"job": job_dict(planned.job)} | planned_dict(planned, machines)
+        document |= {"longest_sequence": fitting}
         document |= {"next_best": rivals_dict(planned, machines), "launch": lines and launch_dict(lines)}
         if explain:
             document |= {"gains": gains_dict(planned, gains), "weak_kinds": [vars(kind) for kind in weak]}
         print_json(files | document)
     else:
         print_report(planned_report(planned, machines))
+        if fitting is not None:
+            print(f"longest sequence that fits in this layout: {fitting:,} tokens (--longest: in any layout)")
         print_report(rivals_report(planned, machines, explain=explain))
         if explain:
             print_report(gains_report(planned, gains))

@@ -12,8 +12,9 @@ seconds over all layouts, computed without the search.
 from megatron_hexi.planner.ablation import FeatureAblation, ablate_features
 from megatron_hexi.planner.baselines import Baseline
 from megatron_hexi.planner.bound import Bound
+from megatron_hexi.planner.longest import longest_in_layout
 from megatron_hexi.planner.part import plan_of_whole
-from megatron_hexi.planner.planner import check_depth, find_plan
+from megatron_hexi.planner.planner import check_depth, find_plan, longest_request
 from megatron_hexi.planner.request import CHOSEN, Request
 from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.weak_kinds import WeakKind, weak_kinds
@@ -29,6 +30,8 @@ __all__ = [
     "ablate_features",
     "check_depth",
     "find_plan",
+    "longest_in_layout",
+    "longest_request",
     "plan_of_whole",
     "weak_kinds",
 ]
