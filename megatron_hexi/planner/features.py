@@ -51,6 +51,13 @@ def _has_unequal_shares(plan: Plan) -> bool:
     )
 
 
+def _divides_samples(plan: Plan) -> bool:
+    """Whether domains of a stage take samples; with experts, as Megatron's do, whether numbers differ."""
+    least = 1 if plan.workload.experts is None else 2
+    shares = ({domain.samples for domain in stage.domains} for stage in plan.stages if len(stage.domains) > 1)
+    return any(len(numbers) >= least for numbers in shares)
+
+
 def _size(stage: Stage) -> tuple[object, ...]:
     """Return the properties that stages at the same position of equal replicas share."""
     widths = tuple(sorted(len(member.ranks) for member in stage.members))
@@ -81,7 +88,7 @@ _MEANS: Final[dict[str, Callable[[Plan], bool]]] = {
     "stages with layers of their own": USES["unequal_stages"],
     "unequal experts": USES["unequal_experts"],
     "unequal shares of sequences": _has_unequal_shares,
-    "samples divided among the GPUs of a stage": lambda plan: any(len(s.domains) > 1 for s in plan.stages),
+    "samples divided among the GPUs of a stage": _divides_samples,
     "unequal shares of optimizer state": lambda plan: len({member.state for member in plan.members}) > 1,
 }
 

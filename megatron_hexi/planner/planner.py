@@ -20,11 +20,12 @@ from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faste
 from megatron_hexi.planner.bound import Bound, lower_bound, memory_fits
 from megatron_hexi.planner.cp_sat import SEED
 from megatron_hexi.planner.expert_placement import expert_rules
+from megatron_hexi.planner.features import means_of
 from megatron_hexi.planner.interleaving import Interleaving
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
 from megatron_hexi.planner.layouts.trial import Progress, noting, order_of
 from megatron_hexi.planner.longest import with_longest_sequence
-from megatron_hexi.planner.notes import left_out, margin_note, why_saved
+from megatron_hexi.planner.notes import gpus_of, left_out, margin_note, why_saved
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
@@ -79,11 +80,12 @@ def find_plan(
     asked = request
     with noting(None if tried is None else lambda candidate: tried(phase, candidate)):
         result, request = _search_experts(request, cluster, searches, tell)
+        equal, timed = _equal_layouts(asked, cluster, result, simpler_within, tell)
     if result.best is None:
         raise nothing_fits(asked, cluster, partial(_first_trained, searches), proven=False)
-    choice = choose(result.best, result.tried, cluster, simpler_within)
+    choice = choose(result.best, [*result.tried, *equal], cluster, simpler_within)
     best = choice.chosen
-    trials = searches.trials + result.trials
+    trials = searches.trials + result.trials + timed
     baselines: tuple[Baseline, ...] = ()
     if with_baselines:
         roomy = cluster.with_memory_margin(1 - result.memory)
@@ -140,6 +142,27 @@ def _first_trained(searches: JointSearches, request: Request, cluster: Cluster) 
         return first_plan(searches, request, cluster)
     except HexiError:
         return None
+
+
+def _equal_layouts(
+    request: Request, cluster: Cluster, result: _SearchResult, within: float, tell: Progress
+) -> tuple[list[Candidate], int]:
+    """Return the best layout of Megatron's flags if it may be the simplest plan, and how many were timed.
+
+    The search times such layouts only where they may be the fastest. On GPUs of several kinds they leave the
+    faster ones idle, which takes longer than a simpler plan may.
+
+    Args:
+        within: part of an iteration by which the plan may take longer than the fastest; 0: no layout is.
+    """
+    if result.best is None or within == 0 or not means_of(result.best.plan, cluster):
+        return [], 0
+    if len({cluster.ranks[gpu].device.name for gpu in gpus_of(result.best.plan, cluster)}) > 1:
+        return [], 0
+    plain = replace(request, job=replace(request.job, latent_exchange=False))
+    roomy = cluster.with_memory_margin(1 - result.memory)
+    best, trials = find_faster(plain, roomy, (1 + within) * result.best.iteration_s, progress=tell)
+    return ([] if best is None else [best]), trials
 
 
 def _search_experts(

@@ -32,7 +32,7 @@ class Choice:
         means: the chosen plan's means in words, see `means_of`.
         fastest: the fastest plan; ``None``: it is the chosen one.
         simplest: the plan with the fewest means that takes at most the part `SIMPLEST` longer than the
-            fastest; ``None``: the chosen one has as few.
+            fastest; ``None``: the chosen one has as few, or the fastest was asked for.
     """
 
     chosen: Candidate
@@ -65,5 +65,5 @@ def choose(fastest: Candidate, tried: Sequence[Candidate], cluster: Cluster, wit
         chosen.candidate,
         chosen.means,
         None if chosen is ranked[0] else ranked[0],
-        simpler if len(simpler.means) < len(chosen.means) else None,
+        simpler if within > 0 and len(simpler.means) < len(chosen.means) else None,
     )

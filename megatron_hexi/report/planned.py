@@ -183,7 +183,8 @@ def choice_lines(planned: Planned) -> list[str]:
     if choice is None:
         return []
     lines = [f"beyond Megatron's flags on all GPUs: {', '.join(choice.means) or 'nothing'}"]
-    for other, flag in ((choice.fastest, "--fastest"), (choice.simplest, "--simplest")):
+    others = (("faster", choice.fastest, "--fastest"), ("simpler", choice.simplest, "--simplest"))
+    for name, other, flag in others:
         if other is not None:
             more = [word for word in other.means if word not in choice.means]
             less = [word for word in choice.means if word not in other.means]
@@ -192,10 +193,8 @@ def choice_lines(planned: Planned) -> list[str]:
             )
             part = other.candidate.iteration_s / planned.cost.iteration_s - 1
             time = f"{part:.1%} longer" if part >= 0 else f"{-part:.1%} less time"
-            lines.append(
-                f"{flag} gives a plan that takes {time}, {', '.join(words)}: "
-                f"{layout_line(other.candidate.plan, other.candidate.job)}"
-            )
+            layout = layout_line(other.candidate.plan, other.candidate.job)
+            lines.append(f"{name}: {layout}, {', '.join(words)}, takes {time} ({flag})")
     return lines
 
 

@@ -131,7 +131,7 @@ class TriedPlans:
 
 
 def _spell_stages(plan: Plan, job: Job, cluster: Cluster) -> str:
-    """Return the stages of each kind of replica: layers, GPUs, tensor-parallel size, recomputation."""
+    """Return the stages of each kind of replica: layers, GPUs, TP size, recomputation, offload."""
     gpus = rank_gpus(plan, len(cluster.ranks))
     stages: dict[tuple[int, int], list[DomainRow]] = {}
     for row in domain_rows(plan, job.micro_batch_size, job.pipeline_parallel, job.model.layers):
@@ -144,7 +144,11 @@ def _spell_stages(plan: Plan, job: Job, cluster: Cluster) -> str:
         words = [
             f"{layers[1] - layers[0]} layers on {' + '.join(f'{n} {name}' for name, n in counts.items())}"
         ]
+        if first.ministages is not None:
+            words[0] += f" in {len(first.ministages)} {'interleaved ' * first.interleaved}ministages"
         words += [f"TP {first.width}", f"recompute {spell_recompute(first.recompute or job.recompute)}"]
+        if first.offload:
+            words.append(f"{' and '.join(first.offload)} in host memory")
         replicas.setdefault(replica, []).append(", ".join(words))
     kinds = Counter(" | ".join(words) for words in replicas.values())
     return "; ".join(f"{count} x ({words})" for words, count in kinds.items())

@@ -24,7 +24,7 @@ from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.baselines.expert_flags import EqualFloor, ExpertFlags
 from megatron_hexi.planner.baselines.expert_parallel import best_equal, equal_plan, spell_equal
 from megatron_hexi.planner.expert_placement import ExpertRule, expert_rules, placement, spread_experts
-from megatron_hexi.planner.features import USES
+from megatron_hexi.planner.features import USES, means_of
 from megatron_hexi.planner.joint.stage_tables import static_bytes
 from megatron_hexi.planner.request import Request
 from megatron_hexi.report.planned import expert_lines
@@ -85,6 +85,8 @@ def test_a_plan_is_never_slower_than_megatrons_flags_nor_faster_than_the_bound(p
         devices = {MIXED.ranks[gpu].device.name for gpu in rank_gpus(equal.trial.plan, len(MIXED.ranks))}
         assert (len(devices) == 1) == (equal.name == "homogeneous")
         assert ("DOUBLE alone: " in equal.layout) == (equal.name == "homogeneous")
+        left_out = ("2 GPUs left out",) if equal.name == "homogeneous" else ()
+        assert means_of(equal.trial.plan, MIXED) == left_out
     assert planned.bound.iteration_s <= planned.cost.iteration_s
 
 

@@ -49,6 +49,9 @@ def test_rows_agree_with_the_cost_model():
         elif row["outcome"] in ("chosen", "less simple"):
             assert cost.iteration_s <= planned.cost.iteration_s
         outcomes.add(row["outcome"])
+        stages = candidate.plan.stages
+        assert ("ministages" in row["stages"]) == any(stage.ministages is not None for stage in stages)
+        assert ("host memory" in row["stages"]) == any(stage.offload is not None for stage in stages)
     assert outcomes == {"chosen", "slower", "less simple", "does not fit"}
     steps = {row["step"] for row in rows}
     assert {"plans of the joint search", "variants that save memory"} <= steps
