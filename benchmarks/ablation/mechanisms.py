@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from megatron_hexi.planner.baselines import find_faster
 from megatron_hexi.planner.search.solver import CpSatResult
 
 
@@ -37,10 +35,6 @@ class Mechanism:
     def removed(self) -> AbstractContextManager[Any]:
         """Return a context in which the planner lacks the mechanism."""
         return patch(f"megatron_hexi.{self.seam}", self.without)
-
-
-def _flags_if_nothing_else_fits(request: Any, cluster: Any, faster_than: float, **others: Any) -> Any:
-    return (None, 0) if faster_than < inf else find_faster(request, cluster, faster_than, **others)
 
 
 def _best_rates(self: Any, candidates: Any) -> Any:
@@ -73,16 +67,6 @@ def _afresh(_self: Any, _key: Any, make: Callable[[], Any]) -> Any:
 
 #: By name; those that are not here are not part of the planner any more.
 MECHANISMS = {
-    "flags": Mechanism(
-        "layouts of Megatron's flags as candidates, where another plan fits",
-        "planner.planner.find_faster",
-        _flags_if_nothing_else_fits,
-    ),
-    "uneven-layers": Mechanism(
-        "Megatron's uneven pipelines as candidates",
-        "planner.baselines.find.best_uneven",
-        lambda *_request, **_others: (None, 0),
-    ),
     "cp-sat": Mechanism("CP-SAT on a domain's tokens and heads", "planner.joint.assembly.refine", _unrefined),
     "polish": Mechanism("small changes of a domain", "planner.search.domain.polish", _unpolished),
     "waiting": Mechanism(

@@ -26,7 +26,7 @@ from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.savings import least_seconds
 
 #: Numbers of ministages that are tried.
-_COUNTS: Final = (2, 3, 4, 6)
+_COUNTS: Final = (2, 3, 4, 6, 8)
 
 #: Recomputation of each stage, by replica and number of the stage.
 type _Recomputes = dict[tuple[int, int], RecomputeMode]
@@ -47,13 +47,18 @@ class Interleaving:
         self._tried: set[tuple[Plan, Job]] = set()
         self.trials = 0
 
-    def best(self, plan: Candidate, found: Sequence[Candidate]) -> Candidate:
-        """Return the best of a plan, and of this and other plans with their ministages interleaved."""
+    def best(self, plan: Candidate, found: Sequence[Candidate], deep: Sequence[Candidate] = ()) -> Candidate:
+        """Return the best of a plan, and of this and other plans with their ministages interleaved.
+
+        Args:
+            found: plans that fit.
+            deep: plans that the search made to be interleaved.
+        """
         best = plan
         if not self._request.may_interleave:
             return best
         fastest = min(found, key=order_of, default=plan)
-        for start in dict.fromkeys((plan, fastest, *best_of_each_kind(found, fastest))):
+        for start in dict.fromkeys((plan, fastest, *best_of_each_kind(found, fastest), *deep)):
             least_s = least_seconds(start)
             for count in _COUNTS:
                 best_s = min(best.iteration_s, self._faster_than)

@@ -50,8 +50,7 @@ def find_plan(
         request: the job, with the terms that are fixed; the planner chooses the others.
         with_baselines: whether to time every baseline, too. The plan is the same in both cases.
         simpler_within: part of an iteration by which the plan may take longer than the fastest one if it has
-            fewer means (`means_of`); 0: the fastest plan, whatever it uses, which is never slower than the
-            best layout of Megatron's flags.
+            fewer means (`means_of`); 0: the fastest plan, whatever it uses.
         progress: callback, receives (phase, done, total).
         tried: callback, receives the phase and each plan that the search times.
 
@@ -149,7 +148,7 @@ def _equal_layouts(
 ) -> tuple[list[Candidate], int]:
     """Return the best layout of Megatron's flags if it may be the simplest plan, and how many were timed.
 
-    The search times such layouts only where they may be the fastest. On GPUs of several kinds they leave the
+    The search times such layouts only where it finds nothing else. On GPUs of several kinds they leave the
     faster ones idle, which takes longer than a simpler plan may.
 
     Args:
@@ -207,17 +206,21 @@ def _search(
 
     Args:
         faster_than: seconds of an iteration of a plan found with another placement or exchange; if finite,
-            layouts of Megatron's flags have been tried, and are not tried again.
+            layouts of Megatron's flags are not tried.
     """
     trials = 0
     for memory in dict.fromkeys((1 - request.memory_margin, 1.0)):
         tried = searches.plans(request, cluster, memory, faster_than)
+        deep = searches.to_interleave
         if faster_than < math.inf:
             best = min(tried, key=order_of, default=None)
             break
         roomy = cluster.with_memory_margin(1 - memory)
         best = min(tried, key=order_of, default=None)
-        # The search may pass over the only layouts that fit. Megatron's flags exchange no latent columns.
+        if best is not None and request.rules.allow("unequal_stages"):
+            break
+        # The search may pass over the only layouts that fit, and where stages must be equal it has no
+        # pipelines. Megatron's flags exchange no latent columns.
         plain = replace(request, job=replace(request.job, latent_exchange=False))
         faster, timed = find_faster(
             plain, roomy, math.inf if best is None else best.iteration_s, progress=tell
@@ -241,7 +244,7 @@ def _search(
     interleaving = Interleaving(request, cluster.with_memory_margin(1 - memory), faster_than)
     if best is not None:
         tell("interleaved variants", 0, 1)
-        best = interleaving.best(best, tried)
+        best = interleaving.best(best, tried, deep)
     return _SearchResult(best, tried, unsaved_s, memory, trials + saved.trials + interleaving.trials)
 
 

@@ -58,6 +58,7 @@ class Assembly:
         #: Trials that were searched, by their work without the micro-batches in flight.
         self._searched: dict[tuple[object, ...], Trial] = {}
         self._polished = True
+        self._units = cache(lambda width, gpus: find_units(timer.job(width), self._cluster, gpus))
         #: The cost model of plans with stages, which knows the layers of those before.
         self._model = cache(partial(CostModel, cluster=self._cluster))
         self.trials = 0
@@ -75,22 +76,24 @@ class Assembly:
         placed = find_gpus(self._pools, [pipe.shapes for pipe in pipes])
         if placed is None:
             return None
-        widths = {place: pipes[place.replica].shapes[place.stage].width for place in placed}
-        fleets = {
-            place: replace(
-                find_units(self._timer.job(widths[place]), self._cluster, set(gpus)),
-                experts=self._timer.experts,
-            )
-            for place, gpus in placed.items()
-        }
-        best = self._assemble(pipes, packed.micro_batches, placed, fleets)
-        again = []
+        best = self._assemble(pipes, packed.micro_batches, placed)
+        again: list[Pipe] = []
         for number, (column, count) in enumerate(zip(packed.columns, packed.micro_batches, strict=True)):
             depth = len(column.pipe.stages)
             trials = [best[1][StagePlace(number, stage, depth)] for stage in range(depth)]
-            again.append(self._reassigned(column.pipe, count, column.shards, trials))
+            # 1F1B, which is timed here, says nothing about layers in chunks.
+            if column.is_chunked:
+                again.append(column.pipe)
+            else:
+                again.append(self._reassigned(column.pipe, count, column.shards, trials))
         if again != pipes:
-            other = self._assemble(again, packed.micro_batches, placed, fleets)
+            other = self._assemble(again, packed.micro_batches, placed)
+            if other[0].order < best[0].order:
+                best, pipes = other, again
+        shapes = [pipe.shapes for pipe in pipes]
+        beside = find_gpus(self._pools, shapes, beside_alike=True) if len(pipes) > 1 else None
+        if beside is not None and beside != placed:
+            other = self._assemble(pipes, packed.micro_batches, beside)
             best = min(best, other, key=lambda assembled: assembled[0].order)
         if self._job.model.is_uniform or best[0].iteration_s > _MOVES_WIN * faster_than:
             return best[0]
@@ -101,16 +104,16 @@ class Assembly:
         pipes: Sequence[Pipe],
         micro_batches: Sequence[int],
         placed: StageGpus,
-        fleets: dict[StagePlace, Fleet],
     ) -> tuple[Candidate, dict[StagePlace, Trial]]:
         """Return the plan with its timing, and the trial of each stage's domain."""
         trials = {}
         for place in sorted(placed):
             stage = pipes[place.replica].stages[place.stage]
             first = sum(before.layers for before in pipes[place.replica].stages[: place.stage])
-            trials[place] = self._domain(
-                fleets[place], place, stage, first, micro_batches[place.replica], len(pipes)
-            )
+            units = self._units(stage.shape.width, frozenset(placed[place]))
+            fleet = replace(units, experts=self._timer.experts)
+            count = micro_batches[place.replica]
+            trials[place] = self._domain(fleet, place, stage, first, count, len(pipes))
         # Megatron's flags put experts elsewhere than a plan does.
         by_flags = _fit_flags(pipes) and self._job.model.experts is None
         build = self._repeated if by_flags else self._staged

@@ -27,7 +27,7 @@ from megatron_hexi.models import RECOMPUTES, Job
 from megatron_hexi.planner.expert_placement import ExpertRule, placement
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units
-from megatron_hexi.planner.joint.pools import Pools, StageShape
+from megatron_hexi.planner.joint.pools import Pools, StageShape, is_exact
 from megatron_hexi.planner.joint.stage_times import KnownStages, LayerTimes
 from megatron_hexi.planner.layouts.layout import Grouping
 from megatron_hexi.planner.layouts.trial import Judge, Trial
@@ -103,7 +103,7 @@ class LayerTimer:
 
     def _layer(self, shape: StageShape, timed: bool) -> LayerTimes | None:
         """Return the times of a layer on a stage of this shape; ``None``: the shape is impossible."""
-        if timed or len(shape.kinds) == 1:
+        if timed or is_exact(shape):
             name = shape, self.placement(shape)
             if name not in self.known.layers:
                 self.known.layers[name] = self._trial(shape)

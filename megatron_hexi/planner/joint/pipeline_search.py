@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.planner.joint.chunked_pipes import ChunkedPipe, chunked, chunked_part
 from megatron_hexi.planner.joint.pipes import Pipe, PipeStage, least_longest, moved_layers
-from megatron_hexi.planner.joint.pools import Counts, StageShape
+from megatron_hexi.planner.joint.pools import Counts, StageShape, is_exact
 from megatron_hexi.planner.joint.stage_runs import StageRuns
 from megatron_hexi.planner.joint.stage_tables import DEEPEST, StageTables
 from megatron_hexi.planner.request import Request
@@ -27,6 +28,8 @@ from megatron_hexi.planner.request import Request
 _STEP = 1.03
 #: The most candidates that get whole layers.
 _FINALISTS = 10
+#: The most candidates that are interleaved.
+_INTERLEAVED = 4
 #: Factors of a border's seconds that are added to its sender's and to its receiver's time when layers are
 #: assigned; the best of these is taken.
 _CHARGED = ((2.0, 0.0), (0.0, 0.0), (0.0, 2.0), (1.0, 1.0), (0.5, 0.5))
@@ -69,18 +72,27 @@ class PipelineSearch:
         self._carried = cache(self._stage_layers)
         self._between = cache(self._pools.seconds_between)
 
-    def best(self, counts: Counts, micro_batches: int, shards: int, width: int | None) -> list[Pipe]:
+    def best(
+        self, counts: Counts, micro_batches: int, shards: int, width: int | None, *, chunked: bool = False
+    ) -> list[Pipe]:
         """Return pipelines on these GPUs, the fastest first; empty if the model does not fit.
 
         Args:
             width: tensor-parallel size of all stages; ``None``: stages may differ.
+            chunked: whether to add some that are interleaved, after the others.
         """
         candidates: list[tuple[float, list[StageShape]]] = []
         for blocks in self._runs.partitions(counts):
             candidates += self._candidates(blocks, micro_batches, shards, width)
         candidates.sort(key=lambda candidate: candidate[0])
         pipes = [self.layered(shapes, micro_batches, shards) for _, shapes in candidates[:_FINALISTS]]
-        return sorted((pipe for pipe in pipes if pipe is not None), key=lambda pipe: pipe.seconds)
+        found = sorted((pipe for pipe in pipes if pipe is not None), key=lambda pipe: pipe.seconds)
+        if chunked and micro_batches > 1:
+            deep = [candidate for candidate in candidates if len(candidate[1]) > 1]
+            deep.sort(key=lambda candidate: candidate[0] * chunked_part(micro_batches, len(candidate[1])))
+            cut = (self.chunked(shapes, micro_batches, shards) for _, shapes in deep[:_INTERLEAVED])
+            found += sorted((pipe for pipe in cut if pipe is not None), key=lambda pipe: pipe.seconds)
+        return found
 
     def alone(self, counts: Counts, micro_batches: int, shards: int, width: int | None) -> list[Pipe]:
         """Return pipelines of one stage with each tensor-parallel size that fits; arguments as in `best`."""
@@ -114,6 +126,13 @@ class PipelineSearch:
             known[name] = self._layered(shapes, micro_batches, shards, timed)
         return known[name]
 
+    def chunked(
+        self, shapes: Sequence[StageShape], micro_batches: int, shards: int, *, timed: bool = False
+    ) -> ChunkedPipe | None:
+        """Return the interleaved pipeline of these stages, if it fits; arguments as in `layered`."""
+        ways = self._ways(shapes)
+        return chunked(self._tables, shapes, ways, micro_batches, shards, timed=timed)
+
     def _layered(
         self,
         shapes: Sequence[StageShape],
@@ -137,7 +156,7 @@ class PipelineSearch:
                     return None
             seconds.append(table.seconds * factor)
             tables.append(table)
-        is_timed = timed or all(len(shape.kinds) == 1 for shape in shapes)
+        is_timed = timed or all(map(is_exact, shapes))
         # Neighbouring stages wait for what travels between them, there and back: a run of them takes no
         # longer than the slowest stage together with its part of that. Which parts are best depends on them.
         before, behind = np.array([0.0, *ways]), np.array([*ways, 0.0])

@@ -67,7 +67,15 @@ class Pipe:
     @property
     def seconds(self) -> float:
         """Seconds of all micro-batches."""
-        return self.fill_s + self.micro_batches * self.period_s
+        return self.seconds_of(self.micro_batches)
+
+    def seconds_of(self, micro_batches: int) -> float:
+        """Return the seconds of this many micro-batches."""
+        return self.fill_s + micro_batches * self.period_s
+
+    def most_within(self, seconds: float) -> int:
+        """Return the most micro-batches in this many seconds."""
+        return max(0, int((seconds - self.fill_s) / self.period_s * (1 + 1e-12)))
 
 
 def least_longest(seconds: Sequence[Floats], layers: int) -> list[int] | None:

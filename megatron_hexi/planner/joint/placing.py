@@ -44,12 +44,18 @@ class _Demand(NamedTuple):
     gpus: int
 
 
-def find_gpus(pools: Pools, replicas: Sequence[Sequence[StageShape]]) -> StageGpus | None:
+def find_gpus(
+    pools: Pools, replicas: Sequence[Sequence[StageShape]], *, beside_alike: bool = False
+) -> StageGpus | None:
     """Return GPUs for every stage; ``None``: nodes cannot be cut so, or the ranks cannot be ordered.
 
     Whole nodes go first, in the stages' order. Then parts of nodes, the largest first, each on a node with a
     neighbouring stage if there is room, or else with any other stage. So a tensor-parallel unit is on one
     node, and neighbours are close.
+
+    Args:
+        beside_alike: whether parts of nodes go beside the same stage of other replicas in place of
+            neighbours: gradients then have more of a node's links.
     """
     placed: StageGpus = {}
     for pool, node_pool in enumerate(pools.pools):
@@ -68,7 +74,7 @@ def find_gpus(pools: Pools, replicas: Sequence[Sequence[StageShape]]) -> StageGp
                 del nodes[:whole]
                 if rest:
                     demands.append(_Demand(place, shape.width, rest))
-        shared = _share(demands, node_pool.size, nodes)
+        shared = _share(demands, node_pool.size, nodes, beside_alike)
         if shared is None:
             return None
         for node, demands_of_node in shared.items():
@@ -79,26 +85,47 @@ def find_gpus(pools: Pools, replicas: Sequence[Sequence[StageShape]]) -> StageGp
     return placed if number_ranks(pools.cluster, placed) else None
 
 
-def _share(demands: Sequence[_Demand], size: int, nodes: Sequence[int]) -> dict[int, list[_Demand]] | None:
+def _share(
+    demands: Sequence[_Demand], size: int, nodes: Sequence[int], beside_alike: bool
+) -> dict[int, list[_Demand]] | None:
     """Return which demands each node serves, by node; ``None``: the nodes have too little room."""
     shared: dict[int, list[_Demand]] = {}
-    for demand in sorted(demands, key=lambda demand: (-demand.gpus, demand.place)):
+    belong = _are_alike if beside_alike else _are_neighbours
+
+    def turn(demand: _Demand) -> tuple[int, int, StagePlace]:
+        return -demand.gpus, demand.place.stage if beside_alike else 0, demand.place
+
+    for demand in sorted(demands, key=turn):
         rooms = [
             node
             for node, others in shared.items()
             if size - sum(other.gpus for other in others) >= demand.gpus
         ]
-        beside = [node for node in rooms if any(_are_neighbours(demand, other) for other in shared[node])]
+        beside = [node for node in rooms if any(belong(demand, other) for other in shared[node])]
         fresh = [node for node in nodes if node not in shared]
         choice = next(iter([*beside, *rooms, *fresh]), None)
-        if choice is None:
+        if choice is not None:
+            shared.setdefault(choice, []).append(demand)
+            continue
+        # No node has room for all of it: whole units go where others left some.
+        left = demand.gpus
+        for others in shared.values():
+            free = size - sum(other.gpus for other in others)
+            part = min(left, free - free % demand.width)
+            if part:
+                others.append(demand._replace(gpus=part))
+                left -= part
+        if left:
             return None
-        shared.setdefault(choice, []).append(demand)
     return shared
 
 
 def _are_neighbours(one: _Demand, other: _Demand) -> bool:
     return one.place.replica == other.place.replica and abs(one.place.stage - other.place.stage) == 1
+
+
+def _are_alike(one: _Demand, other: _Demand) -> bool:
+    return one.place[1:] == other.place[1:]
 
 
 def number_ranks(cluster: Cluster, placed: StageGpus) -> list[int]:

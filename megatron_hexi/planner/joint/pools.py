@@ -64,6 +64,11 @@ def pools_of(counts: Counts) -> list[int]:
     return [pool for pool, count in enumerate(counts) if count]
 
 
+def is_exact(shape: StageShape) -> bool:
+    """Whether searches time a stage as it is: on one pool, or on one unit of each of several pools."""
+    return len(shape.kinds) in (1, shape.units)
+
+
 class Pools:
     """The pools of a cluster.
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import truediv
 
 from megatron_hexi.cost.memory import GIB, static_memory
 from megatron_hexi.cost.model_part import ModelPart
+from megatron_hexi.planner.joint.chunked_pipes import ChunkedPipe
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pipes import Pipe
@@ -56,12 +57,16 @@ class Column:
 
     def micro_batches(self, seconds: float) -> int:
         """Return the most micro-batches in an iteration of this many seconds."""
-        left = seconds - self.sync_s - self.pipe.fill_s
-        return max(0, int(left / self.pipe.period_s * (1 + 1e-12)))
+        return self.pipe.most_within(seconds - self.sync_s)
 
     def seconds(self, micro_batches: int) -> float:
         """Return the seconds of an iteration with this many micro-batches."""
-        return self.pipe.fill_s + micro_batches * self.pipe.period_s + self.sync_s
+        return self.pipe.seconds_of(micro_batches) + self.sync_s
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether its pipeline is interleaved."""
+        return isinstance(self.pipe, ChunkedPipe)
 
 
 class ReplicaColumns:
@@ -79,6 +84,7 @@ class ReplicaColumns:
         self.pools, self.micro_batches = pools, micro_batches
         #: Whether all replicas of a plan must be alike.
         self.equal = not request.rules.allow("unequal_replicas")
+        self._may_interleave = request.may_interleave
         self._sync = Synchronisation(timer)
         self._speeds = [1 / timer.seconds_alone(pool) for pool in range(len(pools.pools))]
         params = request.job.model.total_params
@@ -108,14 +114,17 @@ class ReplicaColumns:
         sharing = min(shards, 2)
         few = [counts for counts in choices if not several or len(pools_of(counts)) <= _MOST_KINDS]
         for counts in self._some(few, _WITH_PIPELINES[several]):
-            pipes = self._pipelines(counts, self._take(counts, replicas), sharing, width)
-            columns += self._columns(counts, pipes, sharing, _KEPT[several])
+            take = self._take(counts, replicas)
+            pipes = self._pipelines(counts, take, sharing, width, chunked=self._may_interleave)
+            cut = [pipe for pipe in pipes if isinstance(pipe, ChunkedPipe)]
+            columns += self._columns(counts, pipes[: len(pipes) - len(cut)], sharing, _KEPT[several])
+            columns += self._columns(counts, cut, sharing, 1)
         for counts in self._some(choices, _WITH_ONE_STAGE[several]) if whole else ():
             pipes = self._search.alone(counts, self._take(counts, replicas), shards, width)
             columns += self._columns(counts, pipes, shards, 2)
         return columns
 
-    def _columns(self, counts: Counts, pipes: list[Pipe], shards: int, most: int) -> list[Column]:
+    def _columns(self, counts: Counts, pipes: Sequence[Pipe], shards: int, most: int) -> list[Column]:
         """Return the best pipelines as columns of the packing, each with its seconds of summing gradients."""
         if shards == 1:
             kinds: dict[tuple[int, ...], Pipe] = {}
@@ -133,10 +142,17 @@ class ReplicaColumns:
 
     def timed(self, column: Column) -> Column | None:
         """Return the column with every stage timed; ``None`` if memory does not suffice."""
-        pipe = self._search.layered(column.pipe.shapes, column.pipe.micro_batches, column.shards, timed=True)
+        layered = self._search.chunked if column.is_chunked else self._search.layered
+        pipe = layered(column.pipe.shapes, column.pipe.micro_batches, column.shards, timed=True)
         if pipe is None:
             return None
         return replace(column, pipe=pipe, sync_s=self._sync.seconds(pipe.stages, column.shards))
+
+    def leaves_parts(self, column: Column) -> bool:
+        """Return whether a replica of one pool leaves parts of nodes that some of its copies would join."""
+        (counts, width), *others = column.pipe.shapes
+        kinds = pools_of(counts)
+        return not others and len(kinds) == 1 and not self.pools.tiles(kinds[0], counts[kinds[0]], width)
 
     def _some(self, choices: list[Counts], most: int) -> list[Counts]:
         """Return at most `most` of the choices, and in addition all choices in `_always`.

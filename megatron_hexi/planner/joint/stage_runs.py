@@ -85,9 +85,7 @@ class StageRuns:
                         blocks.append(StageBlock(StageShape(fixed, width), depth))
                     continue
                 used = width * sum(units)
-                aligned = (depth == 1 and len(kinds) > 1) or all(
-                    self._pools.tiles(pool, each[pool], width) for pool in kinds
-                )
+                aligned = depth == 1 or all(self._pools.tiles(pool, each[pool], width) for pool in kinds)
                 if used - depth * sum(each) <= _LEFT_OVER * used and aligned:
                     blocks.append(StageBlock(StageShape(each, width), depth))
         return blocks

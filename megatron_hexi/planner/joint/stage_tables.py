@@ -20,7 +20,7 @@ from megatron_hexi.cost.model_part import KindLayers, ModelPart
 from megatron_hexi.models import RECOMPUTES, Job
 from megatron_hexi.models.job import layers_again, recompute_mode
 from megatron_hexi.planner.joint.layer_times import LayerTimer
-from megatron_hexi.planner.joint.pools import Pools, StageShape
+from megatron_hexi.planner.joint.pools import Pools, StageShape, is_exact
 from megatron_hexi.planner.joint.stage_times import LayerTimes, Table
 from megatron_hexi.planner.request import Request
 
@@ -66,7 +66,7 @@ class StageTables:
     def placed(self, shape: StageShape, timed: bool) -> object:
         """Return a key of the placement of experts by which a stage's layer is timed or estimated."""
         # An estimate of several pools is made from a smaller stage, on which experts may be placed otherwise.
-        is_timed = timed or len(shape.kinds) == 1
+        is_timed = timed or is_exact(shape)
         return self.timer.placement(shape) if is_timed else self.timer.experts
 
     def _tables(

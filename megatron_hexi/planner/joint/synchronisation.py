@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
@@ -97,13 +98,15 @@ class Synchronisation:
     def _with_others(self, gpus: Sequence[int], shards: int) -> list[int]:
         """Return a stage's GPUs with some of those of other replicas that hold the same weights."""
         cluster = self._pools.cluster
-        own_node = cluster.nodes[cluster.ranks[gpus[0]].node]
-        part = sum(gpu in own_node.ranks for gpu in gpus)
-        beside = part * min(shards, len(own_node.ranks) // part)
-        taken = {cluster.ranks[gpu].node for gpu in gpus}
-        together = [*gpus, *own_node.ranks[part:beside]]
+        parts = Counter(cluster.ranks[gpu].node for gpu in gpus)
+        together: list[int] = []
+        beside = 0
+        for node, part in parts.items():
+            ranks = cluster.nodes[node].ranks
+            beside = part * min(shards, len(ranks) // part)
+            together += ranks[:beside]
         for pool in self._pools.pools:
             for node in pool.nodes:
-                if node not in taken and pool.size >= beside:
+                if node not in parts and pool.size >= beside:
                     return together + list(cluster.nodes[node].ranks[:beside])
         return together

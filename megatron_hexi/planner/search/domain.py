@@ -24,6 +24,8 @@ _ROUNDS = 3
 #: For a few units, the most finalists that are polished besides the best, if they take less than this factor
 #: of its time.
 _RIVALS, _NEAR = 2, 1.3
+#: The most layouts that are timed for a few units that are not polished.
+_COARSE = 24
 #: By the most units: the number of groupings that are balanced, and of layouts that polishing each may time.
 #: Fewer where each takes longer.
 _EFFORTS = {EXHAUSTIVE: (3, 120), 16: (3, 60), 64: (3, 30), math.inf: (2, 8)}
@@ -46,7 +48,12 @@ class DomainSearch:
         self._finalists, self._budget = next(efforts)
 
     def run(self, polished: bool = True) -> Trial:
-        """Return the best layout on all units; `polished`: whether small changes of it are tried."""
+        """Return the best layout on all units.
+
+        Args:
+            polished: whether small changes of it are tried; a few always are for a few units of several
+                kinds, among which heads can be balanced only roughly.
+        """
         if not self._fleet.job.model.spans_groups:
             self._tried.attempt((tuple(range(len(self._fleet.units))),))
         elif self._few:
@@ -55,8 +62,11 @@ class DomainSearch:
         else:
             descend(self._tried, self._fleet, self._rates.local_heads)
         best, *others = self._balanced_finalists()
-        if not polished or best.timing.fullness > _HOPELESS:
+        is_coarse = self._few and len({unit.kind for unit in self._fleet.units}) > 1
+        if best.timing.fullness > _HOPELESS or not (polished or is_coarse):
             return best
+        if not polished:
+            return polish(self._judge, best, _COARSE)
         finalists = [best]
         if self._few:
             finalists += (one for one in others[:_RIVALS] if one.iteration_s < _NEAR * best.iteration_s)

@@ -4,9 +4,10 @@ import pytest
 
 from megatron_hexi.models import Job, read_model
 from megatron_hexi.planner import CHOSEN, Request, find_plan
+from megatron_hexi.planner.baselines import find_faster
 from megatron_hexi.planner.notes import gpus_of
 from tests.support.fleets import read_text
-from tests.support.promises import LONGER, UNEVEN_LONGER, broken, plan_case, random_promise
+from tests.support.promises import FOREVER_S, LONGER, UNEVEN_LONGER, broken, plan_case, random_promise
 
 #: Of all cases, one that takes a few seconds.
 QUICK = 17
@@ -79,3 +80,25 @@ def test_plans_of_sixty_fleets_keep_the_promises(seed):
 @pytest.mark.parametrize("seed", range(60))
 def test_plans_of_sixty_fleets_whose_nodes_lack_gpus_keep_the_promises(seed):
     check(seed, uneven=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kinds", "seq_length", "batch"),
+    [
+        ({"H100-SXM-80GB": 8, "A100-SXM-80GB": 8}, 2**13, 64),
+        ({"H100-SXM-80GB": 6, "A100-SXM-80GB": 5, "L40S-48GB": 5}, 2**15, 128),
+        ({"H200-SXM-141GB": 16}, 2**14, 64),
+        ({"H100-SXM-80GB": 20, "A800-SXM-80GB": 12}, 2**16, 64),
+    ],
+)
+def test_plans_of_large_fleets_are_no_slower_than_megatron_s_flags(kinds, seq_length, batch):
+    nodes = "\n".join(
+        f"- {{name: n{place}, count: {count}, gpu: {kind}, gpus: 8}}"
+        for place, (kind, count) in enumerate(kinds.items())
+    )
+    text = f"name: large\nnodes:\n{nodes}\nnetwork: {{bandwidth_gb_s: 25, latency_us: 10, per: gpu}}\n"
+    request = Request(Job(read_model("llama3-70b"), seq_length, global_batch_size=batch))
+    found, fleet = find_plan(request, read_text(text)), read_text(text)
+    best, _ = find_faster(request, fleet, FOREVER_S)
+    assert best is None or found.cost.iteration_s <= best.iteration_s * (1 + 1e-9)
