@@ -18,6 +18,7 @@ from megatron_hexi.megatron.delta_net import DELTA_NET_PATCHES
 from megatron_hexi.megatron.document_datasets import DOCUMENT_DATASET_PATCHES
 from megatron_hexi.megatron.documents_ahead import DOCUMENTS_AHEAD_PATCHES
 from megatron_hexi.megatron.expert_loads import EXPERT_LOAD_PATCHES
+from megatron_hexi.megatron.fp8_scales import FP8_PATCHES
 from megatron_hexi.megatron.groups import group_patches
 from megatron_hexi.megatron.latent import LATENT_PATCHES
 from megatron_hexi.megatron.local_layers import local_layer_patches
@@ -87,6 +88,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *PIPELINE_PATCHES,
         *UNIT_WEIGHT_PATCHES,
         *STAGES_PATCHES,
+        *FP8_PATCHES,  # around those of stages, which do not call the original
         *EXPERT_PATCHES,
         *EXPERT_LOAD_PATCHES,
         *MULTI_TOKEN_PATCHES,

@@ -116,6 +116,11 @@ def hold_loop(plan: str | Path, job: LoopJob, device: torch.device, *, stages: b
         raise PlanError("fp16: its loss scale needs Megatron-LM's loop; train in bf16 or fp32")
     given = given_plan()
     assert given is not None, "the job has a plan"
+    if given.fp8_recipe == "delayed":
+        raise PlanError(
+            "fp8_recipe delayed: Megatron-LM's loop alone saves its scales; train with tensorwise, blockwise "
+            "or mxfp8"
+        )
     with as_one_rank(args, given.mesh):
         pass
     args.hexi_overlap_values = False  # the loop does not say which step is its last

@@ -21,6 +21,7 @@ from megatron_hexi.options.job_terms import keep_vocabulary
 from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.options.plan_job import PER_TOKEN, Held, hold_job, replica_shares
 from megatron_hexi.plan import plan_digest, read_plan
+from megatron_hexi.plan.terms import Fp8Recipe, fp8_row_multiple
 from megatron_hexi.record import open_record
 from megatron_hexi.replan.arguments import check_replanning
 
@@ -73,14 +74,22 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> Held:
     kernel, digest = choose_kernel(args, plan, device, _dtype(args)), plan_digest(plan)
     if not args.hexi_batch_shares:
         plan = replace(plan, rates=None)
-    mesh = Mesh.of(plan, args.micro_batch_size, args.sequence_parallel)
+    fp8_format: str | None = args.fp8
+    recipe: Fp8Recipe | None = args.fp8_recipe if fp8_format else None
+    mesh = Mesh.of(plan, args.micro_batch_size, args.sequence_parallel, recipe)
     width = mesh.units[args.rank].width if mesh else args.tensor_model_parallel_size
-    row_multiple = width if args.sequence_parallel else 1
+    unit = mesh.units[args.rank] if mesh else plan.members[args.rank % plan.ranks // width]
+    parts = width if args.sequence_parallel else 1
+    multiple = parts if recipe is None or unit.precision else fp8_row_multiple(recipe, parts)
+    if unit.precision:
+        args.fp8 = None  # so Megatron builds this rank's layers as in a job in bf16
     if args.hexi_record is not None and args.rank == 0:
         open_record(Path(args.hexi_record))
     set_given_plan(
         GivenPlan(
-            *(plan, args.hexi_plan, digest, kernel.name, row_multiple, shares, mesh),
+            *(plan, args.hexi_plan, digest, kernel.name, multiple, shares, mesh),
+            fp8_format=fp8_format,
+            fp8_recipe=recipe,
             scales_mean=PER_TOKEN in held.added,
         )
     )

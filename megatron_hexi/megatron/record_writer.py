@@ -57,7 +57,9 @@ def job_start(session: Session, args: Namespace) -> Start:
         pipeline_parallel=args.pipeline_model_parallel_size,
         virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
         recompute=args.recompute_granularity or "none",
-        precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        precision=(
+            "fp8" if session.given.fp8_recipe else "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        ),
         distributed_optimizer=args.use_distributed_optimizer,
         overlap_gradients=args.overlap_grad_reduce,
         sequence_parallel=args.sequence_parallel,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_hexi.mesh import Mesh
 from megatron_hexi.plan import Plan, Schedule, Share
+from megatron_hexi.plan.terms import Fp8Recipe
 from megatron_hexi.runtime import DomainAttention
 
 if TYPE_CHECKING:
@@ -55,10 +56,12 @@ class GivenPlan:
         plan: the plan, with `rates` only if documents are assigned by them in each batch.
         kernel: name of the attention kernel, or ``auto``.
         row_multiple: number that divides the rows of every local tensor: the tensor-parallel size under
-            sequence parallelism, else 1.
+            sequence parallelism, else 1; times the rows of which products in fp8 take multiples.
         shares: micro-batches of each replica; ``None`` where replicas are equal, and Megatron assigns
             micro-batches.
         mesh: the units of all ranks, of a plan whose stages have layers of their own; else ``None``.
+        fp8_format: the job's --fp8-format, on ranks in bf16 too; ``None``: the job is not in fp8.
+        fp8_recipe: the job's --fp8-recipe; likewise.
         scales_mean: whether the loss scale is meant for the mean over a batch, as it is unless the user gives
             ``--calculate-per-token-loss``; the plan has losses summed over tokens all the same.
     """
@@ -70,6 +73,8 @@ class GivenPlan:
     row_multiple: int
     shares: tuple[Share, ...] | None = None
     mesh: Mesh | None = None
+    fp8_format: str | None = None
+    fp8_recipe: Fp8Recipe | None = None
     scales_mean: bool = False
     terms: TrainingTerms = TrainingTerms()
 

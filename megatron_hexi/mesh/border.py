@@ -96,9 +96,11 @@ def _held(mesh: Mesh, unit: Unit, rank: int, domain: Domain) -> HeldRows:
     group = domain.groups[unit.group]
     number = next(n for n, member in enumerate(group.members) if member.ranks == unit.ranks)
     positions = shard_segments(group, number)
-    width = unit.width if mesh.sequence_parallel else 1
-    rows = max(1, -(-group.members[number].tokens // width))  # as `LocalShard` pads them
-    if width > 1:
+    parts, multiple = mesh.row_parts(unit), mesh.row_multiple(unit)
+    rows = (
+        max(1, -(-group.members[number].tokens // multiple)) * multiple // parts
+    )  # as `LocalShard` pads them
+    if parts > 1:
         first = unit.ranks.index(rank) * rows
         positions = slice_segments(positions, first, first + rows)
     return HeldRows(rank, positions, unit.samples, rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.shares import domain_micro_batches
+from megatron_hexi.plan.terms import Fp8Recipe, fp8_row_multiple
 from megatron_hexi.plan.units import Unit, unit_rows
 
 
@@ -12,20 +13,45 @@ class Mesh:
 
     Args:
         micro_batch_size: samples of a micro-batch (B).
+        fp8_recipe: recipe of units that do not state their precision; ``None``: the job is not in fp8.
     """
 
-    def __init__(self, plan: Plan, micro_batch_size: int, sequence_parallel: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        micro_batch_size: int,
+        sequence_parallel: bool,
+        fp8_recipe: Fp8Recipe | None = None,
+    ) -> None:
         self.plan = plan
         self.micro_batch_size = micro_batch_size
         self.sequence_parallel = sequence_parallel
+        self.fp8_recipe = fp8_recipe
         unit_of = {rank: unit for unit in unit_rows(plan, micro_batch_size) for rank in unit.ranks}
         #: The unit of each rank, by rank.
         self.units: tuple[Unit, ...] = tuple(unit_of[rank] for rank in range(len(unit_of)))
 
     @classmethod
-    def of(cls, plan: Plan, micro_batch_size: int, sequence_parallel: bool) -> Mesh | None:
+    def of(
+        cls,
+        plan: Plan,
+        micro_batch_size: int,
+        sequence_parallel: bool,
+        fp8_recipe: Fp8Recipe | None = None,
+    ) -> Mesh | None:
         """Return the mesh of a plan; ``None``: its stage is repeated, so Megatron's own groups suffice."""
-        return None if plan.is_repeated else cls(plan, micro_batch_size, sequence_parallel)
+        return None if plan.is_repeated else cls(plan, micro_batch_size, sequence_parallel, fp8_recipe)
+
+    def row_parts(self, unit: Unit) -> int:
+        """Return the number of a unit's ranks that share its rows outside attention."""
+        return unit.width if self.sequence_parallel else 1
+
+    def row_multiple(self, unit: Unit) -> int:
+        """Return the number that divides the rows of a unit outside attention, padding included."""
+        parts = self.row_parts(unit)
+        if self.fp8_recipe is None or unit.precision is not None:
+            return parts
+        return fp8_row_multiple(self.fp8_recipe, parts)
 
     def wraps_around(self, replica: int) -> bool:
         """Whether a replica's last stage sends its output to the first stage, for the next ministage."""

@@ -58,6 +58,7 @@ def hold_job(args: Namespace, given: set[str], plan: Plan) -> Held:
     stated = set_job_terms(args, given, plan)
     replaced = replace_options(args, kind_of(plan))
     refuse_unsupported(args, kind_of(plan))
+    check_precision(args, plan)
     if plan.is_repeated:
         require_repeated(plan, "train by")
     else:
@@ -67,6 +68,22 @@ def hold_job(args: Namespace, given: set[str], plan: Plan) -> Held:
     if plan.is_repeated:
         check_ranks(args, plan)
     return Held(changed, replaced)
+
+
+def check_precision(args: Namespace, plan: Plan) -> None:
+    """Check that a job in fp8 has layers that fp8 is tested with, and other jobs no unit with a precision."""
+    others = set(hybrid_layers(args)) - set("*-E|") | set(layers_with_state(args))
+    if args.fp8 and others:
+        raise PlanError(
+            f"--fp8-format: it is not tested with layers {', '.join(sorted(others))}; train in bf16, or "
+            "without these layers"
+        )
+    stated = [member for member in plan.members if member.precision is not None]
+    if stated and not args.fp8:
+        raise PlanError(
+            f"{args.hexi_plan}: ranks {list(stated[0].ranks)} have precision: {stated[0].precision}, and the "
+            "job is not in fp8; give --fp8-format and --fp8-recipe, or leave precision out of the plan"
+        )
 
 
 def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:

@@ -38,6 +38,7 @@ COUNTED: Final = {
     """,
     "terms of the job": """
         --seq-length --encoder-seq-length --micro-batch-size --global-batch-size --bf16 --fp16
+        --fp8-format --fp8-recipe --first-last-layers-bf16 --num-layers-at-*
         --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --sequence-parallel
         --recompute-activations
     """,
@@ -127,6 +128,9 @@ FREE: Final = {
         --use-grouped-gemm-for-dense-mlp --no-clone-scatter-output-in-embedding
         --disable-bf16-reduced-precision-matmul --onnx-safe --accumulate-allreduce-grads-in-fp32
     """,
+    "the history of the largest values, for scales of --fp8-recipe delayed": """
+        --fp8-amax-* --fp8-interval --fp8-margin
+    """,
     "saves memory that plans do not count on": """
         --grad-reduce-in-bf16 --main-grads-dtype --main-params-dtype --exp-avg-dtype
         --exp-avg-sq-dtype --mlp-chunks-for-training --empty-unused-memory-level
@@ -139,10 +143,8 @@ FREE: Final = {
     "read only beside an option that a plan refuses": """
         --rl-* --grpo-* --langrl-env-config --logits-load-decode-threads --logits-load-ignore-errors
         --logits-load-kd-loss-alpha --logits-load-msc-prefetch-depth --logits-load-prefetch-factor
-        --logits-save-dtype --logits-save-top-* --fp8-amax-* --fp8-interval --fp8-margin
-        --fp8-recipe --fp8-quantizer-factory --no-fp8-wgrad
-        --first-last-layers-bf16 --num-layers-at-* --fp4-quantizer-factory
-        --fp4-recipe --te-precision-config-file --kitchen-* --reuse-grad-buf-for-mxfp8-param-ag
+        --logits-save-dtype --logits-save-top-* --fp8-quantizer-factory --fp4-quantizer-factory
+        --fp4-recipe --kitchen-* --reuse-grad-buf-for-mxfp8-param-ag
         --keep-fp8-transpose-cache --cuda-graph-modules --cuda-graph-scope --cuda-graph-warmup-steps
         --optimizer-cuda-graph --qk-clip-alpha --qk-clip-threshold --no-tp-comm-*
         --tp-comm-bootstrap-backend --tp-comm-overlap-cfg --tp-comm-overlap-rs-dgrad

@@ -45,6 +45,12 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             versions="<0.19",
         ),
         shown("--moe-token-dispatcher-type allgather with experts on one rank", "experts-gathered-groups"),
+        *(
+            given(
+                f"--moe-router-padding-for-{what}", "rows of each expert are padded where they are multiplied"
+            )
+            for what in ("fp8", "quantization")
+        ),
         given("--moe-expert-capacity-factor", "which tokens an expert drops would depend on the plan"),
         given("--moe-expert-rank-capacity-factor", "which tokens an expert drops would depend on the plan"),
         given("--moe-input-jitter-eps", DRAWS),

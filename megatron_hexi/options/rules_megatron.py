@@ -182,11 +182,7 @@ STOPS = {
 }
 #: Options that Megatron takes beside another one only, which no plan trains with.
 _NEEDING = {
-    "--fp8-output-proj": "--fp8-format",
-    "--fp8-param-gather": "--fp8-format",
     "--fp4-param-gather": "--fp4-format",
-    "--moe-router-padding-for-fp8": "--fp8-format",
-    "--moe-router-padding-for-quantization": "--fp8-format",
     "--moe-enable-deepep": "--moe-token-dispatcher-type flex",
     "--moe-pad-expert-input-to-capacity": "--moe-expert-capacity-factor",
     "--fsdp-manual-registration": "--use-megatron-fsdp",

@@ -158,7 +158,27 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "tests/megatron/test_fp16.py::test_scale_steps_and_losses_are_those_of_one_rank[domain-of-two-groups]",
             "with the loss scale and the skipped steps of one rank",
         ),
-        given("--fp8-format", "its rows are not padded to what fp8 needs yet"),
+        Supported(
+            "--fp8-format, --fp8-recipe tensorwise|delayed|blockwise|mxfp8",
+            "tests/megatron/test_fp8_training.py::test_gradients_are_as_near_to_fp32_as_on_one_rank[groups-tensorwise]",
+            "as near to fp32 as fp8 on one rank is; units with precision: bf16 compute in bf16",
+        ),
+        Supported(
+            "--first-last-layers-bf16, --num-layers-at-start-in-bf16, --num-layers-at-end-in-bf16",
+            "tests/megatron/test_fp8_training.py::test_the_first_and_last_layers_of_the_model_are_in_bf16",
+        ),
+        Refused(
+            "--fp8-format",
+            lambda args: bool(args.fp8) and (not args.bf16 or args.transformer_impl != "transformer_engine"),
+            "Transformer Engine's layers train in it, and a plan computes all else in bf16",
+            "give --bf16 and --transformer-impl transformer_engine",
+            "without --bf16 or --transformer-impl transformer_engine",
+        ),
+        one_of(("custom",), "--fp8-recipe", UNSHOWN, "give tensorwise, delayed, blockwise or mxfp8"),
+        given("--fp8-param-gather", "a plan sends weights in bf16"),
+        given("--fp8-output-proj", UNSHOWN),
+        given("--no-fp8-wgrad", UNSHOWN),
+        given("--te-precision-config-file", "the plan says which units compute in bf16"),
         given("--fp4-format", "its rows are not padded to what fp4 needs yet"),
     ),
     "Checkpoints": (

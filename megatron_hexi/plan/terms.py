@@ -42,6 +42,21 @@ Offload = Literal["parameters", "optimizer", "activations"]
 Order = Literal["interleaved"]
 
 
+def fp8_row_multiple(recipe: Fp8Recipe, parts: int) -> int:
+    """Return the number that divides the rows of a unit in fp8 outside attention, with padding.
+
+    Transformer Engine's products sum over rows, for gradients of weights, in multiples of 16, and MXFP8
+    scales blocks of 32 rows. Blockwise tensors are gathered in fp8 only where each rank has whole tiles of
+    128 rows.
+
+    Args:
+        parts: number of the unit's ranks that share its rows: the tensor-parallel size under sequence
+            parallelism, else 1.
+    """
+    rows = {"mxfp8": 32, "blockwise": 16 if parts == 1 else 128}.get(recipe, 16)
+    return rows * parts
+
+
 @dataclass(frozen=True)
 class JobTerms(Strict):
     """Settings of the job: a given field sets Megatron's argument; a job that contradicts it is refused.

@@ -1,9 +1,9 @@
 """Transformer Engine's Python over an emulation of its CUDA extension, so that its layers train on a CPU.
 
 Megatron's default layers are Transformer Engine's. Its wheel holds Python alone; what computes is in a C++
-extension that needs CUDA. `install` loads the Python with the few functions of the extension that layers in
-fp32 and bf16 call written in torch: products, grouped products, norms. Any other function of the extension
-raises NotImplementedError with its name. Attention is not emulated: under a plan it is ours.
+extension that needs CUDA. `install` loads the Python with the few functions of the extension that layers
+call written in torch: products, grouped products, norms, and casts to fp8 (`te_fp8`). Any other function of
+the extension raises NotImplementedError with its name. Attention is not emulated: under a plan it is ours.
 
 The wheel is unpacked beside the environment's packages (`scripts/bootstrap.sh`), not among them: with the
 Python alone, ``import transformer_engine`` fails in a way that Megatron does not expect.
@@ -27,6 +27,8 @@ from unittest.mock import MagicMock
 
 import torch
 from torch import Tensor
+
+from tests.megatron import te_fp8
 
 #: Where `scripts/bootstrap.sh` unpacks the wheel.
 WHEEL = Path(sys.prefix) / "transformer-engine"
@@ -63,6 +65,7 @@ def install() -> None:
     common: Any = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = _load_extension
     spec.loader.exec_module(package)
+    te_fp8.install(sys.modules[_EXTENSION])
     _compute_in_torch()
 
 
@@ -137,6 +140,9 @@ def product(
     Returns:
         The product, the bias's gradient, and two values that only fp8 and overlap use.
     """
+    if te_fp8.is_quantized(A) or te_fp8.is_quantized(B):
+        te_fp8.check_product(layout, A, B)
+        A, B = te_fp8.operand(A, by_rows=layout[0] == "T"), te_fp8.operand(B, by_rows=layout[1] == "N")
     if layout == "TN":
         result = B @ A.t()
     elif layout == "NN":
@@ -218,7 +224,7 @@ def rmsnorm(
     wide = inputs.float()
     scale = torch.rsqrt(wide.square().mean(-1) + eps)
     result = (wide * scale[:, None] * (weight.float() + settings[-1])).to(inputs.dtype)
-    return (result if out is None else out.copy_(result)), None, scale
+    return te_fp8.norm_output(result, settings[0], out), None, scale
 
 
 def rmsnorm_gradient(
@@ -269,9 +275,9 @@ def layernorm(
     wide = inputs.float()
     mean = wide.mean(-1)
     centred = wide - mean[:, None]
-    result, _, scale = rmsnorm(centred, weight, eps, None, *settings)
+    result, _, scale = rmsnorm(centred, weight, eps, None, None, *settings[1:])
     result = (result + bias).to(inputs.dtype)
-    return (result if out is None else out.copy_(result)), mean, scale
+    return te_fp8.norm_output(result, settings[0], out), mean, scale
 
 
 def layernorm_gradient(

@@ -100,7 +100,8 @@ def schedules_of(mesh: Mesh, place: Unit) -> Schedules:
 
 def stages_under(stages: StagesSession, plan: Plan) -> StagesSession:
     """Return a rank's part in stages under another plan with the same ranks in the same groups."""
-    mesh = Mesh(plan, stages.mesh.micro_batch_size, stages.mesh.sequence_parallel)
+    before = stages.mesh
+    mesh = Mesh(plan, before.micro_batch_size, before.sequence_parallel, before.fp8_recipe)
     view = replace(stages.view, place=mesh.units[stages.view.rank])
     return replace(stages, mesh=mesh, view=view, channels=stages.channels.under(mesh, view))
 

@@ -184,11 +184,11 @@ def test_the_rank_of_adapters(text, rank):
 
 
 def test_all_mistakes_are_told_at_once():
-    text = _SWIFT.replace("--tuner_type full", "--tuner_type adalora --fp8_format hybrid --save_steps 2")
+    text = _SWIFT.replace("--tuner_type full", "--tuner_type adalora --fp4_format e2m1 --save_steps 2")
     with pytest.raises(HexiError) as problem:
         read_model(_written(text.replace("Qwen/Qwen3-8B", "Own/Model")))
     told = re.findall(r"\(\d\) train\.sh, line \d: (\S+)", str(problem.value))
-    assert told == ["--model", "--tuner-type", "--fp8-format"]
+    assert told == ["--model", "--tuner-type", "--fp4-format"]
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path):
     path = tmp_path / "job.args"
     path.write_text(
         "--num-layers 2 --hidden-size 10 --num-attention-heads 3\n--swiglu --squared-relu\n"
-        "--num-epochs 32 9\n--num-rollout 7\n--lr x --min-lr y\n--fp8-format hybrid\n"
+        "--num-epochs 32 9\n--num-rollout 7\n--lr x --min-lr y\n--fp4-format e2m1\n"
         "--use-kitchen-attention\n--lr-decay-style cosine stray\n--nproc_per_node 8\n"
     )
     with pytest.raises(HexiError) as problem:
@@ -254,7 +254,7 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path):
         "job.args, line 8: stray: belongs to no argument",
         "job.args, line 9: --nproc_per_node: is the launcher's",
         "job.args, line 7: --use-kitchen-attention does not work with --hexi-plan",
-        "job.args, line 6: --fp8-format does not work with --hexi-plan",
+        "job.args, line 6: --fp4-format does not work with --hexi-plan",
         "job.args, line 2: --squared-relu does not work with --swiglu: Megatron refuses it",
         "job.args: --num-attention-heads 3 does not divide --hidden-size 10",
         "job.args: --vocab-size is missing",

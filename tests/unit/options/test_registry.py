@@ -54,7 +54,8 @@ def test_lists_and_rules_name_options_that_there_are():
         ("--num-experts", "restricting"),
         ("--kv-lora-rank", "restricting"),
         ("--dataloader-inter-document-masking", "restricting"),
-        ("--fp8-format", "refused"),
+        ("--fp8-format", "counted"),
+        ("--fp4-format", "refused"),
         ("--attention-backend", "replaced"),
         ("--check-for-spiky-loss", "refused"),
         ("--batch-size", "refused"),
@@ -71,11 +72,11 @@ def test_classes_by_hand(flag, found):
         ("--tensor-parallel-size", "--tensor-model-parallel-size"),
         ("--use-flash-attention", "--use-flash-attn"),
         ("--global-batchsize", "--global-batch-size"),
+        ("--fp8-forma", "--fp8-format"),
         ("--use-gated-attention", "--attention-output-gate"),  # slime's name
         # Words of other programs, and those whose nearest option no plan trains with, or means the reverse.
         ("--rm-type", None),
         ("--use-megatron-fsd", None),
-        ("--fp8-forma", None),
         ("--no-swiglu", None),
         ("--learning-rate", None),
     ],

@@ -184,7 +184,7 @@ def test_lines_state_how_long_to_train(given, added):
             "--use-kitchen-attention",
             "--use-kitchen-attention does not work with --hexi-plan: a plan brings its own",
         ),
-        ("--fp8-format hybrid", "--fp8-format does not work with --hexi-plan"),
+        ("--fp4-format e2m1", "--fp4-format does not work with --hexi-plan"),
         ("--hidden-size 128 --kv-channels 32", "workload.head_dim is 16, but the job has --kv-channels 32"),
         ("--num-attention-heads 8", "workload.heads is 4, but the job has --num-attention-heads 8"),
         ("--check-for-spiky-loss", "--check-for-spiky-loss does not work with megatron_hexi.pretrain_gpt"),
@@ -204,8 +204,8 @@ def test_lines_that_would_not_start_are_refused(given, said):
     ("option", "said"),
     [
         (
-            "--sft --no-rope-fusion --fp8-format hybrid",
-            r"^2 mistakes: .* unequal replicas, or stages .*: .*--no-unequal-stages .*--fp8-format does",
+            "--sft --no-rope-fusion --fp4-format e2m1",
+            r"^2 mistakes: .* unequal replicas, or stages .*: .*--no-unequal-stages .*--fp4-format does",
         ),
         ("--num-experts 4", r"does not work with unequal replicas .*; give the stages layers: \[0, L\]"),
     ],

@@ -153,7 +153,7 @@ def test_the_command_writes_the_words(monkeypatch, capsys, restarts):
     "text",
     [
         *("", "# nothing", "--save 'a", "--finetune"),
-        *("[[[[ foo", "--bf16\n[[[[ foo", "--bf16 --no-such 3", "--fp8-format hybrid", "--lr x"),
+        *("[[[[ foo", "--bf16\n[[[[ foo", "--bf16 --no-such 3", "--fp4-format e2m1", "--lr x"),
     ],
 )
 def test_the_command_writes_nothing_where_it_refuses(monkeypatch, capsys, text):
