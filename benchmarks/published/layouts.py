@@ -49,6 +49,7 @@ def job(row: Row) -> Job:
         data_parallel=len(_kinds(row)[0]) if own else row.data // flags.merged,
         recompute="none" if row.layers or row.expert else row.recompute,
         precision="fp32" if own else row.precision,
+        fp8_recipe=row.recipe,
         distributed_optimizer=row.sharded_state,
         overlap_gradients=row.overlap_gradients and not own,
         sequence_parallel=row.sequence_parallel,

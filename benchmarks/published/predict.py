@@ -20,6 +20,10 @@ which NCCL's buffers are not.
   its own output and that one's gradient: 14 bytes a logit where Megatron's keeps 8.
 - ``fsdp-pipeline``: with a pipeline weights stay whole in bf16 and gradients are added up whole in fp32, as
   Megatron's do; the logits as above.
+- ``nemo``: NeMo's Adam keeps of fp32 weights the 16 bits by which they differ from those in bf16
+  (megatron_base_model.py, `store_param_remainders`): 2 bytes a weight of the shard less.
+- ``bridge``: recipes of Megatron Bridge's benchmarks keep matrices in fp8 alone (`fp8_param_gather` of
+  mixed_precision.py) and sum gradients in bf16 (perf_recipes/_common.py, `grad_reduce_in_fp32`).
 - ``deepspeed``: 8 bytes a weight more than Megatron's 16 (copies, a buffer for sums), 4.76 GB of fused
   kernels and 0.3 GB besides (Sailor's own model: sailor/Planner/simulations/runtime_simulator.py), and plain
   attention's scores, 4 bytes each.
@@ -166,8 +170,8 @@ def misfit(table: Table, row: Row) -> Misfit | None:
 
 
 def _needed_gib(row: Row, wanted: Job, timing: Timing) -> float:
-    if not row.memory:
-        return max(float(needed.max()) for needed in timing.needed) / GIB
+    if row.memory in ("", "nemo", "bridge"):
+        return max(_needed_bytes(row, wanted, timing, stage) for stage in range(len(timing.memory))) / GIB
     largest = 0.0
     for stage, terms in enumerate(timing.memory):
         own = {name: float(values.max()) for name, values in terms.items()}
@@ -185,6 +189,18 @@ def _needed_gib(row: Row, wanted: Job, timing: Timing) -> float:
         own["reserve"] = _reserved(section.arrays, wanted, own)
         largest = max(largest, sum(own.values()))
     return largest / GIB
+
+
+def _needed_bytes(row: Row, wanted: Job, timing: Timing, stage: int) -> float:
+    """Bytes of a stage of Megatron's, with what NVIDIA's recipes keep otherwise."""
+    terms = dict(timing.memory[stage])
+    if row.memory == "nemo":
+        terms["optimizer"] = terms["optimizer"] * 10 / 12
+    elif row.memory == "bridge":
+        whole = 2.0 * stage_params(wanted, stage)
+        copied = (terms["weights"] - whole) / timing.sections[stage].placement.stage.fp8_copies
+        terms |= {"weights": terms["weights"] - 2 * copied, "gradients": terms["gradients"] / 2}
+    return float(np.max(sum(terms.values())))
 
 
 def _reserved(arrays: PlanArrays, wanted: Job, own: dict[str, float]) -> float:

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_hexi.models import Job, Model, presets
 from megatron_hexi.models.job import Fusible
+from megatron_hexi.plan.terms import Fp8Recipe
 from megatron_hexi.yaml_file import read_yaml
 
 #: Files of rows, and what their rows are of.
@@ -38,6 +39,7 @@ class Row:
         batch: sequences of an iteration.
         micro: sequences of a micro-batch.
         precision: as `Job`'s.
+        recipe: as `Job.fp8_recipe`.
         recompute: as `Job`'s.
         kernel: as `Job`'s.
         attention: a kernel of its day in place of `kernel`: see days.py; empty: none.
@@ -74,6 +76,7 @@ class Row:
     batch: int = 1
     micro: int = 1
     precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
+    recipe: Fp8Recipe = "delayed"
     recompute: Literal["none", "full"] | int = "none"
     kernel: str | None = None
     attention: Literal["", "triton", "scores"] = ""
@@ -93,7 +96,7 @@ class Row:
     gpus: int = 0
     stages: str = ""
     layers: tuple[int, ...] = ()
-    memory: Literal["", "fsdp", "fsdp-pipeline", "deepspeed"] = ""
+    memory: Literal["", "fsdp", "fsdp-pipeline", "deepspeed", "nemo", "bridge"] = ""
     memory_gib: float | None = None
     memory_gb: float | None = None
 

@@ -20,6 +20,7 @@ from megatron_hexi.cli.packed_documents import PackedDocuments
 from megatron_hexi.cluster import MEMORY_MARGIN, PlannerRules
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import (
+    FP8_RECIPES,
     PRECISIONS,
     RECOMPUTES,
     Job,
@@ -78,6 +79,7 @@ _NOT_TERMS = (
     "expert_parallel",
     "memory_margin",
     *(field.name for field in dataclasses.fields(PlanFeatures)),
+    "fp8_everywhere",
 )
 
 
@@ -138,6 +140,7 @@ _OTHERWISE = {
     "virtual_stages": (_CHOSEN, _planned(Job.virtual_stages)),
     "recompute": (f"{_CHOSEN} for each stage", _planned(Job.recompute)),
     "precision": (f"default: {Job.precision}", _planned(Job.precision)),
+    "fp8_recipe": (f"default: {Job.fp8_recipe}", _planned(Job.fp8_recipe)),
     "lora_rank": ("default: all weights are trained", "default: the plan's, else all weights are trained"),
     "expert_imbalance": (f"default: {Job.expert_imbalance}", _planned(Job.expert_imbalance)),
 }
@@ -167,6 +170,9 @@ class Training(PackedDocuments):
     precision: Annotated[
         str | None,
         job_option("precision", f"Type of weights and activations: {', '.join(PRECISIONS)}", metavar="TYPE"),
+    ] = None
+    fp8_recipe: Annotated[
+        str | None, job_option("fp8_recipe", f"Scales of fp8: {', '.join(FP8_RECIPES)}", metavar="RECIPE")
     ] = None
     kernel: Annotated[
         str | None,
@@ -231,11 +237,9 @@ class Training(PackedDocuments):
                     f"note: {arguments} packs documents, and each sequence counts as one of them: attention "
                     "takes less time; give their tokens: --document-lengths FILE"
                 )
-        if stated.get("precision") == "fp8":
-            raise HexiError(
-                "--precision fp8: training in fp8 is refused by the runtime today; use bf16 (estimates: "
-                'Job(precision="fp8") in Python)'
-            )
+        if "fp8_recipe" in stated and stated.get("precision", "fp8") != "fp8":
+            recipe = spell_flag("fp8_recipe", stated["fp8_recipe"])
+            raise HexiError(f"{recipe}: is of jobs in fp8; give --precision fp8 too")
         check_limits({name: stated[name] for name in LIMITS if name in stated})
         return stated
 
@@ -284,6 +288,14 @@ class NewJob(PlanFeatures, Training):
             f"Expert-parallel size: ranks that together hold all experts of a layer; {_CHOSEN}.",
         ),
     ] = None
+    fp8_everywhere: Annotated[
+        bool,
+        typer.Option(
+            "--fp8-everywhere",
+            help="Refuse GPUs without a rate in fp8, which compute in bf16 otherwise; with --precision fp8.",
+            rich_help_panel=_JOB,
+        ),
+    ] = False
     data_parallel: Annotated[
         str,
         job_option(
@@ -345,7 +357,8 @@ class NewJob(PlanFeatures, Training):
         if terms and terms.expert_parallel is not None and experts is None:
             experts = terms.expert_parallel
             say(f"note: {self.model} says {spell_flag('expert_parallel', experts)}")
-        return Request(job, fixed, margin, self._rules_of_file(), self.context_parallel, chunks, experts)
+        request = Request(job, fixed, margin, self._rules_of_file(), self.context_parallel, chunks, experts)
+        return replace(request, fp8_everywhere=self.fp8_everywhere)
 
     @property
     def notes(self) -> tuple[str, ...]:

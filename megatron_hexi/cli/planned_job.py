@@ -12,6 +12,7 @@ from megatron_hexi.cli.options import MODEL_OF_PLAN, OF_PLANNED_JOB, Training, j
 from megatron_hexi.cli.output import say
 from megatron_hexi.cluster import Cluster, cluster_digest
 from megatron_hexi.cost import IterationCost, estimate
+from megatron_hexi.cost.fp8 import fp8_fault, units_in_bf16
 from megatron_hexi.errors import ClusterError, HexiError, PlanError
 from megatron_hexi.models import Job, check_options, job_of_plan, model_file, read_model, refuse_imbalance
 from megatron_hexi.plan import JobTerms, Plan
@@ -30,6 +31,11 @@ def naming_files(plan: Path, cluster: Path) -> Iterator[None]:
 
 def estimate_on(plan: Plan, path: Path, job: Job, machines: Cluster, cluster: Path) -> IterationCost:
     """Return the predicted iteration of a plan, with a note where it was made for a different cluster."""
+    for lead, device in units_in_bf16(plan, job, machines).items():
+        raise PlanError(
+            f"{path} on {cluster}: rank {lead} trains in fp8; {fp8_fault(device, job.fp8_recipe)}; or write "
+            "precision: bf16 beside its ranks"
+        )
     with naming_files(path, cluster):
         cost = estimate(plan, job, machines)
     made = plan.provenance

@@ -303,6 +303,8 @@ def _find(
     left_open = {"model", "seq_length", "tensor_parallel", "data_parallel", "kernel"}
     if kind_of(planned.plan) == "stages":  # which state it
         left_open.add("recompute")
+    if planned.job.precision != "fp8":
+        left_open.add("fp8_recipe")
     if not planned.job.lora_rank:
         left_open.add("lora_rank")
     if planned.job.model.experts is None:

@@ -11,14 +11,18 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_hexi.cluster.schema import Latency, Memory, Rate, Text
 from megatron_hexi.errors import ClusterError
-from megatron_hexi.plan.terms import KERNEL_ALIASES
+from megatron_hexi.plan.terms import KERNEL_ALIASES, Fp8Recipe
 from megatron_hexi.yaml_schema import Strict
+
+#: Curves of matrix products in fp8.
+FP8_CURVES = ("matmul_fp8", "matmul_blockwise", "matmul_mxfp8")
 
 
 @dataclass(frozen=True)
@@ -178,9 +182,11 @@ class Device:
         matmul: achieved rate of matrix products against their rows, in bf16 (fp16 on GPUs without bf16).
         attentions: achieved rates of attention kernels: the cluster file's kernels before the catalogue's,
             each from fastest to slowest (causal, forward, 16k tokens).
-        matmul_fp8: achieved rate of matrix products in fp8; ``None`` if not known.
-        layer_share: fraction of `matmul` and `matmul_fp8` that the matrix products of a training layer reach;
-            1 if the curves were measured in a layer.
+        matmul_fp8: achieved rate of matrix products in fp8 with one scale a tensor; ``None`` if not known.
+        matmul_blockwise: likewise with a scale for each block of 128 elements, or of 128 x 128 of a weight.
+        matmul_mxfp8: likewise with a scale for each 32 elements.
+        layer_share: fraction of these rates that the matrix products of a training layer reach; 1 if the
+            curves were measured in a layer.
         of_single_cards: whether `matmul` was measured on single cards, and not on all those of a cluster.
         host: host memory of the node; ``None``: unknown, so plans do not offload to it.
         call_us: time that the host takes to call an operation on the GPU, µs; 0: not counted.
@@ -198,6 +204,8 @@ class Device:
     source: str
     note: str = ""
     matmul_fp8: Curve | None = None
+    matmul_blockwise: Curve | None = None
+    matmul_mxfp8: Curve | None = None
     layer_share: float = 1.0
     of_single_cards: bool = False
     host: Host | None = None
@@ -217,8 +225,7 @@ class Device:
     def curves(self) -> dict[str, Curve]:
         """All curves of the GPU by name."""
         curves = {"matmul": self.matmul}
-        if self.matmul_fp8 is not None:
-            curves["matmul fp8"] = self.matmul_fp8
+        curves |= {name.replace("_", " "): curve for name, curve in self._in_fp8.items() if curve is not None}
         for attention in self.attentions:
             curves |= {f"{attention.kernel} {name}": curve for name, curve in attention.curves.items()}
         return curves
@@ -236,15 +243,26 @@ class Device:
             f"or give measured ones under devices: in the cluster file"
         )
 
+    def fp8_matmul(self, recipe: Fp8Recipe) -> Curve | None:
+        """Return the rate of matrix products by a recipe of fp8; ``None`` if none is known."""
+        return self._in_fp8.get(f"matmul_{recipe}", self.matmul_fp8)
+
+    @property
+    def _in_fp8(self) -> dict[str, Curve | None]:
+        return {name: getattr(self, name) for name in FP8_CURVES}
+
     def at_speed(self, factor: float) -> Device:
         """Return this GPU with all rates multiplied by `factor`, as of a throttled or a hypothetical GPU."""
         if factor == 1:
             return self
+        in_fp8: dict[str, Any] = {
+            name: None if curve is None else curve.scaled(factor) for name, curve in self._in_fp8.items()
+        }
         return replace(
             self,
             matmul=self.matmul.scaled(factor),
-            matmul_fp8=None if self.matmul_fp8 is None else self.matmul_fp8.scaled(factor),
             attentions=tuple(item.map(lambda curve: curve.scaled(factor)) for item in self.attentions),
+            **in_fp8,
         )
 
     def with_memory(self, memory_gb: float) -> Device:

@@ -9,7 +9,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_hexi.cluster.device import Attention, Curve, Device, Host, Link, Nominal, PassCurves
+from megatron_hexi.cluster.device import (
+    FP8_CURVES,
+    Attention,
+    Curve,
+    Device,
+    Host,
+    Link,
+    Nominal,
+    PassCurves,
+)
 from megatron_hexi.cluster.schema import Memory, Name, Rate, Size, Text, refuse
 from megatron_hexi.yaml_file import Place, YamlFile
 from megatron_hexi.yaml_schema import Strict
@@ -84,7 +93,9 @@ class DeviceEntry(Strict):
         link: link to the other GPUs of the node.
         host: host memory of the node; without this field plans do not offload.
         matmul: achieved rate of matrix products against their rows.
-        matmul_fp8: achieved rate of matrix products in fp8 against their rows.
+        matmul_fp8: achieved rate of matrix products in fp8 against their rows, with one scale a tensor.
+        matmul_blockwise: likewise with scales of blocks of 128.
+        matmul_mxfp8: likewise in MXFP8.
         attention: achieved rates of each attention kernel against tokens, with heads of 128.
         source: datasheet of the GPU.
         note: remark in reports.
@@ -99,6 +110,8 @@ class DeviceEntry(Strict):
     host: Host | None = None
     matmul: CurveEntry | None = None
     matmul_fp8: CurveEntry | None = None
+    matmul_blockwise: CurveEntry | None = None
+    matmul_mxfp8: CurveEntry | None = None
     attention: dict[Name, AttentionEntry] | None = None
     source: Text | None = None
     note: Text | None = None
@@ -139,10 +152,12 @@ class Builder:
         memory_gb = need("memory_gb", entry.memory_gb, lambda d: d.memory_gb)
         usable = need("usable_gib", entry.usable_gib, lambda d: d.usable_gib * memory_gb / d.memory_gb)
         bandwidth = need("memory_gb_s", entry.memory_gb_s, lambda d: d.memory_gb_s)
-        matmul, in_fp8 = (
-            self._matmul(curve, bandwidth / size, (*place, name)) if curve else None
-            for name, curve, size in (("matmul", entry.matmul, 1.0), ("matmul_fp8", entry.matmul_fp8, 0.5))
-        )
+        matmul = self._matmul(entry.matmul, bandwidth, (*place, "matmul")) if entry.matmul else None
+        in_fp8 = {field: getattr(base, field, None) for field in FP8_CURVES}
+        for field in FP8_CURVES:
+            curve = getattr(entry, field)
+            if curve is not None:
+                in_fp8[field] = self._matmul(curve, 2 * bandwidth, (*place, field))
         link = self._cited(entry.link, (*place, "link")) if entry.link else None
         host = self._cited(entry.host, (*place, "host")) if entry.host else None
         kernels = {item.kernel: item for item in base.attentions} if base else {}
@@ -168,7 +183,7 @@ class Builder:
             attentions=tuple(sorted(kernels.values(), key=rank, reverse=True)),
             source=self._cite(entry.source) or (base.source if base else "the cluster file"),
             note=entry.note or (base.note if base else ""),
-            matmul_fp8=in_fp8 or (base.matmul_fp8 if base else None),
+            **in_fp8,
             layer_share=base.layer_share if base and not matmul else self.layer_share,
             of_single_cards=base.of_single_cards if base and not matmul else self.of_single_cards,
             host=host or (base.host if base else None),

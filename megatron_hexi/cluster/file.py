@@ -57,6 +57,10 @@ def cluster_digest(cluster: Cluster) -> str:
         del node["hosts"]
         if node["network"] is None:
             del node["network"]
+    for name in ("matmul_blockwise", "matmul_mxfp8"):
+        for device in data["devices"].values():
+            if device[name] is None:
+                del device[name]
     for link in (data["network"], *data["levels"]):
         if link is not None and link["gbit_s"] is None:
             del link["gbit_s"]

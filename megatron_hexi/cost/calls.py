@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.models.job import Job
 
 
 class Calls(NamedTuple):
@@ -36,8 +35,8 @@ _EXPERT, _EXPERT_FP8 = Calls(2, 4), Calls(8, 14)
 _LAUNCH = 1 / 3
 
 
-def expert_calls(job: Job, count: Ints) -> Calls:
+def expert_calls(count: Ints, *, in_fp8: bool) -> Calls:
     """Return the kernel launches of each pass of routed experts, for units that hold `count` experts, [U]."""
-    each = _EXPERT_FP8 if job.precision == "fp8" else _EXPERT
+    each = _EXPERT_FP8 if in_fp8 else _EXPERT
     launches: Floats = _LAUNCH * np.asarray(count, dtype=float)
     return Calls(_ROUTED.forward + launches * each.forward, _ROUTED.backward + launches * each.backward)

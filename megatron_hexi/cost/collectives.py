@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.mixing import Mixing
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.models.job import Job
@@ -56,21 +56,26 @@ def all_to_alls(mixing: Mixing, links: LinkTable, gpus: Ints, tensor_parallel: i
     return Halves(*inward), Halves(*outward[::-1])
 
 
-def tensor_parallel_seconds(job: Job, rows: Floats, bandwidth: Floats, latency: Floats) -> Floats:
+def tensor_parallel_seconds(
+    job: Job, rows: Floats, bandwidth: Floats, latency: Floats, in_fp8: Bools | bool = False
+) -> Floats:
     """Return the seconds of one all-reduce of rows x hidden inside each unit, [U].
 
     2 (t - 1) / t x rows h e / bandwidth + 2 (t - 1) latency, t ranks (Thakur et al., Optimization of
-    collective communication operations in MPICH, 2005). Each part of a layer has one in each direction.
+    collective communication operations in MPICH, 2005). Each part of a layer has one in each direction. Under
+    sequence parallelism its first half gathers rows, which Transformer Engine casts to fp8 before.
 
     Args:
         rows: B x T of each unit, [U].
         bandwidth: bandwidth of the links inside each unit's node, bytes/s, [U].
         latency: seconds of latency of a message inside the node, [U].
+        in_fp8: whether each unit multiplies in fp8.
     """
     tp = job.tensor_parallel
     if tp == 1:
         return np.zeros(rows.shape)
-    size = rows * job.model.hidden_size * job.element_bytes
+    gathered = np.where(in_fp8, 1, job.element_bytes) if job.row_parts > 1 else job.element_bytes
+    size = rows * job.model.hidden_size * (gathered + job.element_bytes) / 2
     return np.where(rows > 0, 2 * (tp - 1) / tp * size / bandwidth + 2 * (tp - 1) * latency, 0.0)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from megatron_hexi.cluster import Curve, Device, PassCurves
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.documents import packed_in
+from megatron_hexi.cost.fp8 import copies
 from megatron_hexi.cost.moved_bytes import HBM_SHARE, layer_elements, loss_bytes, step_bytes, vocabulary
 from megatron_hexi.cost.products import (
     Elements,
@@ -48,6 +49,7 @@ class Speeds:
         full: FLOP/s of attention without a mask.
         memory: bandwidth of the GPU's memory that kernels reach, bytes/s.
         call_s: seconds that the host takes to call an operation.
+        fp8_copies: bytes of fp8 copies of a weight of the layers' matrices (`fp8.copies`); 0: none is in fp8.
     """
 
     matmul: Curve
@@ -56,30 +58,31 @@ class Speeds:
     full: PassCurves
     memory: float
     call_s: float = 0.0
+    fp8_copies: float = 0.0
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the layers' matrices are multiplied in fp8."""
+        return self.fp8_copies > 0
 
 
 def device_speeds(device: Device, job: Job) -> Speeds:
     """Return the rates that a GPU achieves in a job.
 
     Curves are in bf16 (fp16 where there is no bf16); both 16-bit types run alike. fp32 is slower by the
-    ratio of the nominal rates, matrix products and attention alike. fp8 is matrix products in fp8;
-    attention and the output matrix stay in bf16, as with Megatron's --fp8-format. The catalogue's rates of
-    matrix products are the best of many shapes; layers reach a share of them (cluster/data/devices.yaml).
+    ratio of the nominal rates, matrix products and attention alike. fp8 is matrix products in fp8 where the
+    GPU has a rate by the job's recipe, else in bf16; attention and the output matrix stay in bf16, as with
+    Megatron's --fp8-format. The catalogue's rates of matrix products are the best of many shapes; layers
+    reach a share of them (cluster/data/devices.yaml).
 
     Raises:
         ClusterError: the GPU lacks the precision or curves for the kernel, or the kernel takes no such heads.
     """
-    rate = getattr(device.nominal, job.precision)
-    if rate is not None and job.precision == "fp8" and device.matmul_fp8 is None:
-        raise ClusterError(
-            f"{device.name}: no fp8 rate is known for this GPU; use precision bf16, or give matmul_fp8 under "
-            "devices: in the cluster file"
-        )
+    precision = "bf16" if job.precision == "fp8" else job.precision
+    rate = getattr(device.nominal, precision)
     if rate is None:
         known = [name for name in ("bf16", "fp16", "fp32") if getattr(device.nominal, name) is not None]
-        raise ClusterError(
-            f"{device.name}: no {job.precision} on this GPU; use precision {' or '.join(known)}"
-        )
+        raise ClusterError(f"{device.name}: no {precision} on this GPU; use precision {' or '.join(known)}")
     half = device.nominal.bf16 or device.nominal.fp16 or rate
     factor = rate / half if job.precision == "fp32" else 1.0
     heads = factor * head_size_factor(job.model.kernel_dim)
@@ -92,7 +95,7 @@ def device_speeds(device: Device, job: Job) -> Speeds:
     attention = device.attention(chosen).map(lambda curve: curve.scaled(heads))
     memory = device.memory_gb_s * 1e9 * HBM_SHARE
     output = unwritten(device.layer_matmul.scaled(factor), memory, job.element_bytes)
-    in_fp8 = device.matmul_fp8 if job.precision == "fp8" else None
+    in_fp8 = device.fp8_matmul(job.fp8_recipe) if job.precision == "fp8" else None
     if in_fp8 is not None:
         in_fp8 = unwritten(in_fp8.scaled(device.layer_share), memory, job.element_bytes)
     return Speeds(
@@ -102,6 +105,7 @@ def device_speeds(device: Device, job: Job) -> Speeds:
         full=attention.full,
         memory=memory,
         call_s=device.call_us * 1e-6,
+        fp8_copies=0.0 if in_fp8 is None else copies(device, job.fp8_recipe),
     )
 
 
@@ -115,12 +119,17 @@ def rates(curve: Curve, sizes: Floats) -> Floats:
     return _rates(curve, _logs(sizes))
 
 
+def layer_factors(speeds: Speeds, job: Job) -> Elements:
+    """Return the bytes of an element of a layer's matrices on a GPU."""
+    return Elements.of(job, in_layer=True, in_fp8=speeds.in_fp8)
+
+
 def token_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
     """Return the seconds of one layer outside attention, for `rows` = B x T rows: products and memory."""
     products = product_seconds(
-        rates(speeds.matmul, rows), speeds.memory, rows, layer_products(job), Elements.of(job, in_layer=True)
+        rates(speeds.matmul, rows), speeds.memory, rows, layer_products(job), layer_factors(speeds, job)
     )
-    forward, backward = layer_elements(job)
+    forward, backward = layer_elements(job, speeds.fp8_copies)
     memory = rows * job.element_bytes / speeds.memory
     return Times(products.forward + forward * memory, products.backward + backward * memory)
 
@@ -177,7 +186,7 @@ def expansion_times(speeds: Speeds, job: Job, keys: Floats, merged: bool = False
         speeds.memory,
         rows,
         Products.of(matrix.inputs, matrix.outputs),
-        Elements.of(job, in_layer=True),
+        layer_factors(speeds, job),
     )
     columns = job.model.head_dim + job.model.value_dim
     memory = 2 * columns * rows * job.element_bytes / speeds.memory
@@ -272,7 +281,7 @@ def logits_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
     )
     for projection in [inner] * job.model.mtp_layers:
         more = product_seconds(
-            rates(speeds.matmul, rows), speeds.memory, rows, projection, Elements.of(job, in_layer=True)
+            rates(speeds.matmul, rows), speeds.memory, rows, projection, layer_factors(speeds, job)
         )
         forward, backward = forward + more.forward, backward + more.backward
     return Times(forward, backward)
@@ -296,13 +305,14 @@ def row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
     Returns:
         FLOPs of matrix products, [3], and seconds of memory traffic, [3].
     """
-    layer, (forward, backward) = layer_products(job), layer_elements(job)
+    layer, (forward, backward) = layer_products(job), layer_elements(job, speeds.fp8_copies)
     element, loss = job.element_bytes / speeds.memory, loss_bytes(job)
-    written = row_seconds(speeds.memory, layer, Elements.of(job, in_layer=True))
+    factors = layer_factors(speeds, job)
+    written = row_seconds(speeds.memory, layer, factors)
     matrix, projection = _output_products(job)
     inner = job.model.mtp_layers * projection
     ends = sum(row_seconds(speeds.memory, matrix, Elements.of(job)))
-    ends += sum(row_seconds(speeds.memory, inner, Elements.of(job, in_layer=True)))
+    ends += sum(row_seconds(speeds.memory, inner, factors))
     back = 2 if job.lora_rank else 4  # frozen weights have no gradients
     return (
         np.array([2 * layer.weights, back * layer.weights, (2 + back) * (matrix.weights + inner.weights)]),
@@ -322,7 +332,7 @@ def optimizer_seconds[N: (float, Floats)](speeds: Speeds, job: Job, params: N, s
     Args:
         shard: number of weights whose optimizer state it holds.
     """
-    each, of_shard = step_bytes(job)
+    each, of_shard = step_bytes(job, speeds.fp8_copies)
     return (each * params + of_shard * shard) / speeds.memory
 
 

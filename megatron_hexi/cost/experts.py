@@ -17,11 +17,12 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.calls import expert_calls
-from megatron_hexi.cost.compute import Speeds, rates
+from megatron_hexi.cost.compute import Speeds, layer_factors, rates
 from megatron_hexi.cost.expert_messages import ExpertExchanges, ExpertRanks
+from megatron_hexi.cost.fp8 import cast_bytes
 from megatron_hexi.cost.layer import ExpertCycle
-from megatron_hexi.cost.moved_bytes import CAST_BYTES, activation_elements
-from megatron_hexi.cost.products import Elements, Products, Times, product_seconds
+from megatron_hexi.cost.moved_bytes import CAST_PACE, activation_elements
+from megatron_hexi.cost.products import Products, Times, product_seconds
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh.experts import ExpertDomain, job_experts
 from megatron_hexi.models.job import Job
@@ -156,18 +157,18 @@ def routed_times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Float
         speeds.memory,
         rows,
         Products(matrices, count * matrices, model.hidden_size + width, columns + model.hidden_size),
-        Elements.of(job, in_layer=True),
+        layer_factors(speeds, job),
     )
     element = rows * job.element_bytes / speeds.memory
     moved = _PERMUTED * job.model.hidden_size * element
     activation, host = activation_elements(job), speeds.call_s * (rows > 0)
     forward = products.forward + moved + activation.forward * width * element
     backward = products.backward + moved + activation.backward * width * element
-    if job.precision == "fp8":
-        cast = CAST_BYTES * rows / speeds.memory
+    if speeds.in_fp8:
+        cast = CAST_PACE * cast_bytes(job.fp8_recipe, speeds.fp8_copies) * rows / speeds.memory
         forward = forward + cast * (model.hidden_size + width)
         backward = backward + cast * (model.hidden_size + columns)
-    calls = expert_calls(job, count)
+    calls = expert_calls(count, in_fp8=speeds.in_fp8)
     return Times(np.maximum(forward, host * calls.forward), np.maximum(backward, host * calls.backward))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.calls import LAYER_CALLS
 from megatron_hexi.cost.collectives import all_to_alls, tensor_parallel_seconds
 from megatron_hexi.cost.compute import (
@@ -34,6 +34,7 @@ from megatron_hexi.cost.compute import (
 )
 from megatron_hexi.cost.documents import cut_share
 from megatron_hexi.cost.exchange import Chunk
+from megatron_hexi.cost.fp8 import computed_rows
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.mixing import Mixing, mixing_of
 from megatron_hexi.cost.network import LinkTable
@@ -148,6 +149,17 @@ class UnitGpus:
             return [(self.speeds[used[0]], slice(None))]
         return [(self.speeds[kind], np.flatnonzero(self.kinds == kind)) for kind in used]
 
+    @cached_property
+    def fp8_copies(self) -> Floats | float:
+        """Bytes of fp8 copies of a weight of the layers' matrices on the units' GPUs; 0: in bf16, [U]."""
+        copies = np.array([self.speeds[kind].fp8_copies for kind in self.kinds.tolist()])
+        return copies if copies.any() else 0.0
+
+    @property
+    def in_fp8(self) -> Bools | bool:
+        """Whether the units multiply the layers' matrices in fp8, [U]."""
+        return np.greater(self.fp8_copies, 0)
+
 
 def layer_times(
     plan: PlanArrays,
@@ -164,12 +176,14 @@ def layer_times(
         window: prefetch depth of the exchange, in steps.
         experts: seconds of the layer's routed experts; ``None``: it has none.
     """
-    rows = job.micro_batch_size * plan.tokens.astype(float)
+    rows = computed_rows(job, plan.tokens.astype(float), stage.in_fp8)
     mixing = mixing_of(plan, job)
     token, own = unit_times(mixing, rows, job, stage)
     if experts is None:
         experts = ExpertCycle(*np.zeros((3, *token.shape)))
-    sums = len(job.model.parts) * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
+    sums = len(job.model.parts) * tensor_parallel_seconds(
+        job, rows, stage.bandwidth, stage.latency, stage.in_fp8
+    )
     inward, outward = all_to_alls(mixing, links, stage.gpus, job.tensor_parallel)
     share, in_halves = mixing.first_share, mixing.in_halves
     first = own * share

@@ -33,7 +33,8 @@ def token_activation_bytes(job: Job) -> float:
     (gated 2 f) and its activation f; e bytes an element, flash attention, no dropout. For a GPT in 16 bits
     that is 26 h: the 34 h of Korthikanti et al. (arXiv 2205.05198, section 4.1) less dropout masks 2 h, and
     less query, key and value 6 h, which are counted inside attention here. fp8 keeps in one byte what goes
-    into matrices: all but the norms' inputs and the MLP's first output.
+    into matrices: all but the norms' inputs and the MLP's first output; and but for ``delayed`` the
+    projection's input, of which Megatron lets Transformer Engine keep what attention has put out.
 
     Layers of one part keep half of the norms'. What other parts keep is in their `row_columns`; norms behind
     attention and MLP keep their inputs 2 h.
@@ -42,12 +43,24 @@ def token_activation_bytes(job: Job) -> float:
     hidden = len(model.parts) * model.hidden_size / job.row_parts
     whole = (1 + model.post_norms) * hidden + columns.normed + columns.kept
     inputs = hidden + columns.inputs + columns.compressed
-    return job.element_bytes * whole + (1 if job.precision == "fp8" else job.element_bytes) * inputs
+    if job.precision == "fp8" and job.fp8_recipe != "delayed":
+        projected = model.mixer.attends * model.heads * model.value_dim / job.tensor_parallel
+        whole, inputs = whole + projected, inputs - projected
+    return job.element_bytes * whole + _factor_bytes(job) * inputs
+
+
+def _factor_bytes(job: Job) -> int:
+    return 1 if job.precision == "fp8" else job.element_bytes
 
 
 def routed_row_bytes(job: Job) -> float:
-    """Return the bytes that one layer keeps of a row of its routed experts; 0 without experts."""
-    return job.element_bytes * sum(experts.kept_columns(job.model) for experts in job.model.routed)
+    """Return the bytes that one layer keeps of a row of its routed experts; 0 without experts.
+
+    fp8 keeps the inputs of both products in one byte.
+    """
+    kept = sum(experts.kept_columns(job.model) for experts in job.model.routed)
+    inputs = sum(job.model.hidden_size + experts.ffn_hidden_size for experts in job.model.routed)
+    return job.element_bytes * (kept - inputs) + _factor_bytes(job) * inputs
 
 
 def routed_working_bytes(job: Job) -> float:
@@ -55,8 +68,9 @@ def routed_working_bytes(job: Job) -> float:
 
     Gradients of all that is kept, and the gradient of the output as it arrives and sorted by expert, 2 h.
     """
-    more = 2 * len(job.model.routed) * job.element_bytes * job.model.hidden_size
-    return routed_row_bytes(job) + more
+    model = job.model
+    columns = sum(experts.kept_columns(model) + 2 * model.hidden_size for experts in model.routed)
+    return job.element_bytes * columns
 
 
 def token_qkv_bytes(job: Job) -> float:
@@ -92,11 +106,13 @@ def attention_bytes(
 
     Query, key, value and output in the heads' layout (runtime/attention.py). The output of a unit that is
     alone in its group is itself the projection's input and is counted there, unless values are narrower than
-    keys: then it is a part of a wider tensor (runtime/attention_blocks.py).
+    keys: then it is a part of a wider tensor (runtime/attention_blocks.py); by fp8's ``delayed`` the
+    projection keeps a copy of its own.
     """
     query, value = job.model.head_dim, job.model.value_dim
     is_alone = (tokens == group_tokens) & (heads == job.model.heads // job.tensor_parallel)
-    output = np.where(is_alone, 0 if query == value else job.model.kernel_dim, value)
+    is_shared = query == value and not (job.precision == "fp8" and job.fp8_recipe == "delayed")
+    output = np.where(is_alone, 0 if is_shared else job.model.kernel_dim, value)
     kept = heads * (query + output) + kv * job.exchanged_columns
     sequence = job.micro_batch_size * group_tokens
     return sequence * (kept * job.element_bytes + 4 * heads)

@@ -40,9 +40,6 @@ GIB = 2.0**30
 #: (docs/source/api-guide/dist_optimizer.md of Megatron-LM).
 GRADIENT_BYTES = {"bf16": 4, "fp16": 2, "fp32": 4, "fp8": 4}
 OPTIMIZER_BYTES = {"bf16": 12, "fp16": 16, "fp32": 8, "fp8": 12}
-#: Bytes a weight of the fp8 copies of a layer's matrices that Transformer Engine keeps beside those in bf16:
-#: one by rows, one by columns (its docs, "Performance considerations", handling transposes).
-FP8_COPIES = 2
 
 
 class WeightBytes(NamedTuple):
@@ -139,6 +136,7 @@ class Holdings:
         flights: most keys that its exchange has in flight.
         experts: number of routed experts in each layer with experts; a slice is a part of one.
         routed_rows: number of rows of a micro-batch that its experts compute; those of a slice count in part.
+        fp8_copies: bytes of fp8 copies of a weight of the layers' matrices (`fp8.copies`); 0: in bf16.
     """
 
     tokens: Floats
@@ -149,6 +147,7 @@ class Holdings:
     flights: Flights
     experts: Floats | float = 0
     routed_rows: Floats | float = 0
+    fp8_copies: Floats | float = 0
 
     @classmethod
     def of(
@@ -158,11 +157,12 @@ class Holdings:
         flights: Flights,
         experts: Floats | float = 0,
         routed_rows: Floats | float = 0,
+        fp8_copies: Floats | float = 0,
     ) -> Holdings:
         """Return the holdings of a section's units, [U]; see `Holdings` for the arguments."""
         tokens, heads, kv = (held.astype(float) for held in (plan.tokens, plan.heads, plan.kv))
         group_tokens = plan.group_tokens[plan.group].astype(float)
-        return cls(tokens, group_tokens, heads, kv, micro_batches, flights, experts, routed_rows)
+        return cls(tokens, group_tokens, heads, kv, micro_batches, flights, experts, routed_rows, fp8_copies)
 
     @classmethod
     def of_section(
@@ -174,33 +174,40 @@ class Holdings:
             micro_batches: number of micro-batches of each replica of the plan, [replicas].
             flights: most keys that the units' exchange has in flight.
         """
-        turns = section.turns(micro_batches)
+        turns, copies = section.turns(micro_batches), section.placement.stage.fp8_copies
         if experts is None:
-            return cls.of(section.arrays, turns, flights)
+            return cls.of(section.arrays, turns, flights, fp8_copies=copies)
         rows = experts.rows(section.job) / experts.parts
-        return cls.of(section.arrays, turns, flights, experts.whole, rows)
+        return cls.of(section.arrays, turns, flights, experts.whole, rows, copies)
 
 
 def static_memory(
-    job: Job, part: ModelPart, weights: Floats | float, gradients: Floats | float, state: Floats | float
+    job: Job,
+    part: ModelPart,
+    weights: Floats | float,
+    gradients: Floats | float,
+    state: Floats | float,
+    fp8_copies: Floats | float = 0,
+    experts: Floats | float = 0,
 ) -> dict[str, Floats]:
     """Return the bytes on a GPU that do not depend on the sequence, by the names of `Memory`'s terms.
 
     Args:
         gradients: number of weights whose gradients are on the GPU.
         state: number of weights whose optimizer state is on the GPU.
+        fp8_copies: bytes of fp8 copies of a weight of the layers' matrices; 0: in bf16.
+        experts: number of routed experts that it holds of each layer with experts.
     """
     copied: Counts = 0
-    if job.precision == "fp8":
-        kinds = zip(job.model.kinds, part.of_kinds(job.model), strict=True)
+    if np.any(fp8_copies):
+        tp, kinds = job.tensor_parallel, zip(job.model.kinds, part.of_kinds(job.model), strict=True)
         copied = sum(
-            held.layers * (FP8_COPIES * kind.matrix_params(job.tensor_parallel)) for kind, held in kinds
+            held.layers * (kind.matrix_params(tp) + experts * kind.expert_params()) for kind, held in kinds
         )
-        projection = job.model.projection_params(job.tensor_parallel)
-        copied = copied + part.predictions(job.model).layers * (FP8_COPIES * projection)
+        copied = copied + part.predictions(job.model).layers * job.model.projection_params(tp)
     each = weight_bytes(job)
     return {
-        "weights": np.asarray(weights * each.weight + copied),
+        "weights": np.asarray(weights * each.weight + copied * fp8_copies),
         "gradients": np.asarray(gradients * each.gradient),
         "optimizer": np.asarray(state * each.state),
     }
@@ -229,6 +236,27 @@ def part_memory(
         present: numbers of weights on a GPU at the peak; ``None``: all of its part.
         message_buffers: bytes of NCCL's buffers (`message_buffer_bytes`), if the exchanging units are known.
     """
+    how = part, held, window, owned, present, message_buffers
+    in_fp8 = np.asarray(held.fp8_copies) > 0
+    if job.precision != "fp8" or in_fp8.all():
+        return _part_memory(job, *how)
+    found = _part_memory(job.in_bf16, *how)
+    if in_fp8.any():
+        low = _part_memory(job, *how)
+        found = {name: np.where(in_fp8, low[name], terms) for name, terms in found.items()}
+    return found
+
+
+def _part_memory(
+    job: Job,
+    part: ModelPart,
+    held: Holdings,
+    window: int,
+    owned: Floats | float,
+    present: Present | None,
+    message_buffers: Floats | float,
+) -> dict[str, Floats]:
+    """Return the bytes of `part_memory` where all units compute in the job's precision."""
     params = part_params(job, part, held.experts) + np.zeros(held.tokens.shape)
     here, added, state = params, params, owned
     if present is not None:
@@ -260,7 +288,9 @@ def part_memory(
     logits = np.where(part.is_last, np.maximum(loss - working, 0.0), 0.0)
     working = working + part.borders * border_bytes(job, held.tokens)
     return {
-        **static_memory(job, part, here, added, state + np.zeros(params.shape)),
+        **static_memory(
+            job, part, here, added, state + np.zeros(params.shape), held.fp8_copies, held.experts
+        ),
         "activations": activations,
         "attention": attention,
         "working_set": working,
@@ -303,7 +333,7 @@ def _layer_memory(job: Job, held: Holdings, window: int) -> _LayerMemory:
 
 
 def token_bytes(
-    job: Job, part: ModelPart, window: int, shards: int, micro_batches: int = 1
+    job: Job, part: ModelPart, window: int, shards: int, micro_batches: int = 1, fp8_copies: float = 0
 ) -> tuple[float, float, float]:
     """Return the bytes on a GPU without tokens, per token of its unit, and per token the unit attends to.
 
@@ -312,6 +342,7 @@ def token_bytes(
 
     Args:
         shards: number of units that share the optimizer's state.
+        fp8_copies: bytes of fp8 copies of a weight of the layers' matrices; 0: in bf16.
     """
     tokens, attended = np.array([0.0, _MANY, 0.0]), np.array([0.0, 0.0, _MANY])
     heads = np.full(3, float(job.workload().local_heads))
@@ -320,7 +351,8 @@ def token_bytes(
     # Where experts and tokens are in proportion, as many rows come to a rank as leave it.
     active = sum(experts.active for experts in job.model.routed)
     routed = active * job.micro_batch_size * tokens / job.tensor_parallel
-    held = Holdings(tokens, attended, heads, keys, np.full(3, micro_batches), flights, routed_rows=routed)
+    turns = np.full(3, micro_batches)
+    held = Holdings(tokens, attended, heads, keys, turns, flights, routed_rows=routed, fp8_copies=fp8_copies)
     owned = owned_params(job, part_params(job, part), shards)
     alone, *more = np.sum(list(part_memory(job, part, held, window, owned).values()), axis=0).tolist()
     return alone, (more[0] - alone) / _MANY, (more[1] - alone) / _MANY

@@ -14,16 +14,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
+from megatron_hexi.cost.fp8 import CAST_SHARE, cast_bytes
 from megatron_hexi.cost.memory import GRADIENT_BYTES
 from megatron_hexi.models.job import Fusible, Job
 
 #: Part of a memory's nominal bandwidth that streaming kernels reach. An estimate: BabelStream's triad reaches
 #: about 90 % on A100 and H100 (https://github.com/UoB-HPC/BabelStream).
 HBM_SHARE = 0.9
-#: Bytes of a cast to fp8 by rows and by columns, counted as those that stream: 2 read and 2 written, in 52.3
-#: us for 8192 x 8192 on a B200 (https://github.com/ROCm/TransformerEngine/pull/598), 0.64 of its nominal
-#: bandwidth.
-CAST_BYTES = 4 * HBM_SHARE / 0.64
+#: Factor on the bytes of casts to fp8, counted as those of kernels that stream.
+CAST_PACE = HBM_SHARE / CAST_SHARE
 
 
 class Ways(NamedTuple):
@@ -45,7 +44,7 @@ _NORM, _NORM_UNFUSED = Ways(2, 3), Ways(2, 5)
 _ACTIVATION, _GATED, _GATED_UNFUSED = Ways(2, 3), Ways(3, 5), Ways(5, 13)
 
 
-def layer_elements(job: Job) -> Ways:
+def layer_elements(job: Job, fp8_copies: float = 0.0) -> Ways:
     """Return the elements that a row of one layer reads and writes outside matrices and attention.
 
     forward:  two norms 4 h, two residual additions 6 h, activation 2 f (gated 3 f), rotary 2 (H + K) D, and
@@ -57,10 +56,14 @@ def layer_elements(job: Job) -> Ways:
     The columns of other parts are in their `row_columns`; layers of one part have half of norms and
     residual additions.
 
-    fp8 casts (`CAST_BYTES`) by rows and by columns what no kernel before it casts on its way: the inputs of
-    projection and second MLP matrix, H D and f, forward; the gradients of query, key and value (H + 2 K) D,
-    of the first MLP matrix f (gated 2 f) and of both residual additions 2 h backward. Transformer Engine's
-    norms cast their own output; the activation is Megatron's (fusions/fused_bias_swiglu.py), in 16 bits.
+    fp8 casts (`fp8.cast_bytes`) what no kernel before it casts on its way: the inputs of projection and
+    second MLP matrix, H D and f, forward; the gradients of query, key and value (H + 2 K) D, of the first MLP
+    matrix f (gated 2 f) and of both residual additions 2 h backward. Transformer Engine's norms cast their
+    own output by ``delayed`` and ``mxfp8``, for other recipes a kernel behind them does; the activation is
+    Megatron's (fusions/fused_bias_swiglu.py), in 16 bits.
+
+    Args:
+        fp8_copies: bytes of an element's copies in fp8; 0: matrices are not in fp8.
     """
     model, columns = job.model, job.columns
     hidden = len(model.parts) * model.hidden_size / job.row_parts
@@ -79,10 +82,13 @@ def layer_elements(job: Job) -> Ways:
         + _GATED[way] * columns.gated
         for way in range(2)
     )
-    if job.precision == "fp8":
-        cast = CAST_BYTES / job.element_bytes
+    if fp8_copies:
+        pace, recipe = CAST_PACE / job.element_bytes, job.fp8_recipe
+        cast = pace * cast_bytes(recipe, fp8_copies)
         forward += cast * columns.inputs
         backward += cast * (columns.outputs + hidden)
+        if recipe not in ("delayed", "mxfp8"):
+            forward += pace * cast_bytes(recipe, fp8_copies, after_norm=True) * hidden
     return Ways(forward, backward)
 
 
@@ -121,15 +127,18 @@ def gradient_bytes(job: Job) -> float:
     return 2 * GRADIENT_BYTES[job.precision] + 2 * job.element_bytes * ("gradients" in job.unfused)
 
 
-def step_bytes(job: Job) -> tuple[float, float]:
+def step_bytes(job: Job, fp8_copies: float = 0.0) -> tuple[float, float]:
     """Return the bytes of a training step for each weight on a GPU, and for each of the optimizer's shard.
 
     Of adapters, their part of each weight's.
     Of a gradient of g bytes: cleared g, scaled by tokens or replicas 2 g and searched for NaN g
-    (param_and_grad_buffer.py). fp8: a weight's two copies made of it, 4. The shard: `shard_step_bytes`.
+    (param_and_grad_buffer.py). The shard: `shard_step_bytes`.
+
+    Args:
+        fp8_copies: bytes of a weight's copies in fp8, which are made of it; 0: there are none.
     """
     gradient = GRADIENT_BYTES[job.precision]
-    each = 4 * gradient + (4 if job.precision == "fp8" else 0)
+    each = 4 * gradient + (cast_bytes(job.fp8_recipe, fp8_copies) if fp8_copies else 0)
     return job.trained_share * each, shard_step_bytes(job, job.unfused)
 
 

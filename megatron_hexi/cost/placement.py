@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.compute import Speeds, device_speeds
 from megatron_hexi.cost.layer import UnitGpus
@@ -62,13 +62,21 @@ class Placer:
         self._speeds: dict[int, Speeds] = {}
         self._kept = Recent[list[Placement]](_MOST_KEPT)
 
-    def place(self, plan: Plan, ranks: Sequence[Ints], gpus: Sequence[int] | None) -> list[Placement]:
+    def place(
+        self,
+        plan: Plan,
+        ranks: Sequence[Ints],
+        gpus: Sequence[int] | None,
+        in_bf16: Sequence[Bools] | None = None,
+    ) -> list[Placement]:
         """Return the placement of the units of each section.
 
         Args:
             ranks: for each section, the ranks of its units in the job, [U, tensor_parallel].
             gpus: number in the cluster of each rank's GPU; ``None``: the GPUs that the plan names, or else
                 all of the cluster in file order.
+            in_bf16: for each section, whether the plan has each unit compute in bf16, [U]; ``None``: no unit
+                whose GPU has the job's precision does.
 
         Raises:
             ClusterError: there are too many or too few GPUs, one is given twice or does not exist, a unit is
@@ -76,13 +84,20 @@ class Placer:
         """
         # Units of different sizes may have the same ranks in the same order.
         units = tuple((own.shape, own.tobytes()) for own in ranks)
-        asked = units, plan.gpus if gpus is None else tuple(gpus)
+        plain = np.concatenate(in_bf16) if in_bf16 else np.zeros(0, dtype=bool)
+        asked = units, plan.gpus if gpus is None else tuple(gpus), plain.tobytes() if plain.any() else b""
         return self._kept.of(
-            asked, lambda: self._placed(_find_gpus(plan, self._job, self._cluster, ranks, gpus))
+            asked,
+            lambda: self._placed(
+                _find_gpus(plan, self._job, self._cluster, ranks, gpus), in_bf16 if plain.any() else None
+            ),
         )
 
-    def _placed(self, gpus: Sequence[Ints]) -> list[Placement]:
+    def _placed(self, gpus: Sequence[Ints], in_bf16: Sequence[Bools] | None) -> list[Placement]:
         slowest = [self._slowest(self._device[own]) for own in gpus]
+        if in_bf16 is not None:  # as units of further models
+            more = len(self._devices)
+            slowest = [kinds + more * plain for kinds, plain in zip(slowest, in_bf16, strict=True)]
         used = np.unique(np.concatenate(slowest))
         speeds = {device: self._device_speeds(device) for device in used.tolist()}
         return [self._placement(own, devices, speeds) for own, devices in zip(gpus, slowest, strict=True)]
@@ -102,7 +117,10 @@ class Placer:
 
     def _device_speeds(self, device: int) -> Speeds:
         if device not in self._speeds:
-            self._speeds[device] = device_speeds(self._devices[device], self._job)
+            further, known = divmod(device, len(self._devices))
+            self._speeds[device] = device_speeds(
+                self._devices[known], self._job.in_bf16 if further else self._job
+            )
         return self._speeds[device]
 
 

@@ -98,13 +98,14 @@ class Elements:
     adapters: int | None = None
 
     @classmethod
-    def of(cls, job: Job, *, in_layer: bool = False) -> Elements:
+    def of(cls, job: Job, *, in_layer: bool = False, in_fp8: bool = False) -> Elements:
         """Return the bytes in a job's precision.
 
         Args:
-            in_layer: whether the matrices are a layer's, which are in fp8 where the job is and have adapters.
+            in_layer: whether the matrices are a layer's, which have the job's adapters.
+            in_fp8: whether the factors are cast to fp8.
         """
-        factor = 1 if in_layer and job.precision == "fp8" else job.element_bytes
+        factor = 1 if in_fp8 else job.element_bytes
         adapters = job.lora_rank * in_layer if job.lora_rank else None
         return cls(factor, job.element_bytes, gradient_bytes(job), adapters)
 

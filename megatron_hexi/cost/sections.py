@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_hexi.cost.arrays import Ints
+from megatron_hexi.cost.arrays import Bools, Ints
 from megatron_hexi.cost.layer_bytes import kept_weights
 from megatron_hexi.cost.model_part import ModelPart, chunk_ranges
 from megatron_hexi.cost.placement import Placement, Placer
@@ -128,6 +128,7 @@ def plan_sections(
         found.setdefault(terms, []).append(row)
     order = sorted(found, key=lambda terms: terms.stage)
     ranks = [_ranks(found[terms]) for terms in order]
+    plain = [_in_bf16(found[terms]) for terms in order] if job.precision == "fp8" else None
     is_latent = plan.workload.latent_exchange is not None
     jobs = [_section_job(job, terms.width, terms.samples, terms.mode, is_latent) for terms in order]
     leads = np.sort(np.concatenate([own[:, 0] for own in ranks]))
@@ -149,7 +150,7 @@ def plan_sections(
             placement=placement,
         )
         for terms, own_job, own, placement in zip(
-            order, jobs, ranks, placer.place(plan, ranks, gpus), strict=True
+            order, jobs, ranks, placer.place(plan, ranks, gpus, plain), strict=True
         )
     ]
 
@@ -173,6 +174,12 @@ def _ranks(rows: Sequence[DomainRow]) -> Ints:
     """Return the ranks of the units of some domains of one stage, ascending, [U, tensor_parallel]."""
     ranks = np.array([m.ranks for row in rows for group in row.domain.groups for m in group.members])
     return ranks[np.argsort(ranks[:, 0])] + rows[0].first_rank
+
+
+def _in_bf16(rows: Sequence[DomainRow]) -> Bools:
+    """Return whether a plan has each of these units compute in bf16 in a job in fp8, as `_ranks`, [U]."""
+    members = [member for row in rows for group in row.domain.groups for member in group.members]
+    return np.array([member.precision == "bf16" for member in sorted(members, key=lambda one: one.ranks)])
 
 
 def _parts(rows: Sequence[DomainRow], job: Job, micro_batches: Ints, own_job: Job) -> ModelPart:

@@ -10,6 +10,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
 from megatron_hexi.cost.collectives import loss_sum_seconds, pipeline_seconds
 from megatron_hexi.cost.compute import logits_times
+from megatron_hexi.cost.fp8 import computed_rows
 from megatron_hexi.cost.known_layers import KnownLayers
 from megatron_hexi.cost.layer import ExpertCycle, Layer, Pass, UnitGpus
 from megatron_hexi.cost.layer_bytes import Flights
@@ -100,7 +101,7 @@ def stage_cost(
     """
     job, stage = section.job, section.placement.stage
     kinds = tuple(known.times(section, kind, experts if kind.model.experts else None) for kind in job.kinds)
-    rows = job.micro_batch_size * section.arrays.tokens.astype(float)
+    rows = computed_rows(job, section.arrays.tokens.astype(float), stage.in_fp8)
     logits, sums = np.zeros(len(rows)), np.zeros(len(rows))
     if np.any(section.parts.is_last):
         logits = section.part.is_last * _logits(job, stage, rows)

@@ -61,10 +61,11 @@ def _bytes(section: Section, micro_batches: Ints, memory: Mapping[str, Floats]) 
         memory: bytes by term under the plan, [U], of which weights and their state are taken.
     """
     domains, job, found = section.arrays.unit_replica, section.job, []
+    copies = section.placement.stage.fp8_copies + np.zeros(len(domains))
     for unit in np.unique(domains, return_index=True)[1]:
-        part = section.part.of(unit)
-        alone, *more = token_bytes(job, part, section.window, 1, int(micro_batches[unit]))
-        static = static_memory(job, part, *3 * (part_params(job, part),))
+        part, low = section.part.of(unit), float(copies[domains == domains[unit]].min())
+        alone, *more = token_bytes(job, part, section.window, 1, int(micro_batches[unit]), low)
+        static = static_memory(job, part, *3 * (part_params(job, part),), fp8_copies=low)
         found.append((alone - float(sum(static.values())), *more))
     alone, held, attended = np.array(found).T[:, domains]
     return np.stack([alone + sum(memory[term] for term in static), held, attended])

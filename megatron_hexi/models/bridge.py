@@ -24,11 +24,14 @@ from megatron_hexi.models.bridge_fields import (
     DATASETS,
     DECIDED,
     ELSEWHERE,
+    FP8_ATTENTION,
+    FP8_FIELDS,
     LAYER_SPECS,
     LEFT_FIELDS,
     LEFT_SECTIONS,
     MODELS,
     OBJECTS,
+    PRECISIONS,
     READ,
     SCRIPT_VALUES,
     TUNING_DATASETS,
@@ -252,19 +255,28 @@ class _Translation:
         named = self._file.data.get("mixed_precision")
         place: Place = ("mixed_precision",)
         if isinstance(named, str):
-            flags = {"bf16_mixed": "--bf16", "fp16_mixed": "--fp16"}
-            if named not in flags:
-                self._refuse(place, "a plan trains in fp32, fp16 or bf16", "write bf16_mixed")
-            self._add(place, flags[named])
+            if named not in PRECISIONS:
+                remedy = f"write {', '.join(PRECISIONS)}, or its fields, with fp8_param_gather: false"
+                self._refuse(place, "a plan trains in these precisions, and sends weights in 16 bits", remedy)
+            self._add(place, *PRECISIONS[named])
             return
         fields = named if isinstance(named, Mapping) else self._file.data["model"]
         section = "mixed_precision" if isinstance(named, Mapping) else "model"
-        for low in ("fp8", "fp4"):
-            if fields.get(low):
-                self._refuse((section, low), "a plan trains in fp32, fp16 or bf16", "write null")
+        if fields.get("fp4"):
+            self._refuse((section, "fp4"), "a plan trains in fp32, fp16, bf16 or fp8", "write null")
         for name in ("bf16", "fp16"):
             if fields.get(name):
                 self._add((section, name), f"--{name}")
+        if fields.get("fp8"):
+            for name in FP8_ATTENTION:
+                if fields.get(name):
+                    self._refuse((section, name), "a plan computes attention in 16 bits", "write false")
+            if fields.get("fp8_wgrad") is False:
+                self._add((section, "fp8_wgrad"), "--no-fp8-wgrad")
+            for name, (flag, otherwise) in FP8_FIELDS.items():
+                value = fields.get(name, otherwise)
+                if value is not None and value is not False:
+                    self._add((section, name), flag, *(() if value is True else (value,)))
 
     def _weight_decay(self) -> None:
         scheduler = self._file.data.get("scheduler") or {}

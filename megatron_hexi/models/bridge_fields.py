@@ -34,6 +34,28 @@ LAYER_SPECS: Final = (
     "megatron.bridge.models.gpt_provider.transformer_engine_layer_spec",
     "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec",
 )
+#: Flags of a precision that a configuration names; other recipes of fp8 send weights in it.
+PRECISIONS: Final = {
+    "bf16_mixed": ("--bf16",),
+    "fp16_mixed": ("--fp16",),
+    "bf16_with_fp8_subchannel_scaling_mixed": (
+        *("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "blockwise"),
+    ),
+}
+#: Fields of a precision in fp8, each with its flag and Bridge's default.
+FP8_FIELDS: Final = {
+    "fp8": ("--fp8-format", None),
+    "fp8_recipe": ("--fp8-recipe", "tensorwise"),
+    "fp8_param_gather": ("--fp8-param-gather", False),
+    "fp8_margin": ("--fp8-margin", 0),
+    "fp8_amax_history_len": ("--fp8-amax-history-len", 1),
+    "fp8_amax_compute_algo": ("--fp8-amax-compute-algo", "most_recent"),
+    "first_last_layers_bf16": ("--first-last-layers-bf16", False),
+    "num_layers_at_start_in_bf16": ("--num-layers-at-start-in-bf16", 0),
+    "num_layers_at_end_in_bf16": ("--num-layers-at-end-in-bf16", 0),
+}
+#: Fields of a precision in fp8 with which more than the products of matrices is.
+FP8_ATTENTION: Final = ("fp8_dot_product_attention", "fp8_multi_head_attention")
 #: Sections whose fields are read.
 READ: Final = (
     *("model", "train", "validation", "optimizer", "scheduler", "ddp", "dataset", "tokenizer", "rng"),

@@ -16,7 +16,7 @@ from megatron_hexi.options.job_terms import stage_terms
 from megatron_hexi.plan import JobTerms, Plan, Workload
 from megatron_hexi.plan.check_ministages import interleaving_fault
 from megatron_hexi.plan.flags import spell_flag
-from megatron_hexi.plan.terms import Precision, Recompute, join_kernels, split_kernels
+from megatron_hexi.plan.terms import Fp8Recipe, Precision, Recompute, join_kernels, split_kernels
 
 #: Part of a layer that the backward pass computes again.
 RecomputeMode = Literal["none", "selective", "full"]
@@ -26,6 +26,8 @@ Fusible = Literal["norms", "rotary", "activation", "loss", "gradients", "optimiz
 FUSIBLES: tuple[Fusible, ...] = get_args(Fusible)
 #: Precisions in which the runtime trains.
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+#: Recipes of fp8 in which the runtime trains.
+FP8_RECIPES: tuple[Fp8Recipe, ...] = get_args(Fp8Recipe)
 #: Default variation of experts' loads: an estimate for a trained router with a balancing loss.
 EXPERT_IMBALANCE: Final = 0.2
 #: If one of a thousand experts gets all rows, the variation is the root of 999.
@@ -59,8 +61,9 @@ class Job:
         recompute: work that the backward pass computes again: --recompute-granularity. ``selective`` is core
             attention; ``full`` is every layer, with its all-to-alls and its exchange; a number is ``full``
             for that many layers.
-        precision: precision of weights and activations; ``fp8``: matrices in fp8, all else in bf16, as with
-            Megatron's --fp8-format, which the runtime refuses today: for estimates only.
+        precision: precision of weights and activations; ``fp8``: products of the layers' matrices in fp8 on
+            GPUs that have it, all else in bf16, as with Megatron's --fp8-format.
+        fp8_recipe: how values are scaled before they are cast to fp8: --fp8-recipe; only with precision fp8.
         distributed_optimizer: whether optimizer state is divided over all replicas:
             --use-distributed-optimizer. If the plan gives stages their layers, it always is.
         overlap_gradients: whether gradients and weights travel behind computation: --overlap-grad-reduce and
@@ -105,6 +108,7 @@ class Job:
     documents: Documents | None = None
     unfused: tuple[Fusible, ...] = ("loss",)
     lora_rank: int = 0
+    fp8_recipe: Fp8Recipe = "delayed"
 
     def __post_init__(self) -> None:
         refuse_unplanned(self.model)
@@ -124,6 +128,8 @@ class Job:
                 _refuse("unfused", operation, f"use {', '.join(FUSIBLES)}")
         if self.precision not in PRECISIONS:
             _refuse("precision", self.precision, f"use {', '.join(PRECISIONS)}")
+        if self.fp8_recipe not in FP8_RECIPES:
+            _refuse("fp8_recipe", self.fp8_recipe, f"use {', '.join(FP8_RECIPES)}")
         if self.kernel is not None:
             split_kernels(self.kernel)
         if self.latent_exchange not in self.model.attention.exchanges:
@@ -167,6 +173,11 @@ class Job:
         return tuple(
             replace(self, model=kind, pipeline_parallel=1, virtual_stages=1) for kind in self.model.kinds
         )
+
+    @cached_property
+    def in_bf16(self) -> Job:
+        """This job as GPUs without fp8 train it."""
+        return replace(self, precision="bf16")
 
     @cached_property
     def trained_share(self) -> float:

@@ -198,7 +198,8 @@ def terms_from_arguments(
             args.pipeline_model_parallel_size if FLAGS["pipeline_parallel"] in given else None
         ),
         "recompute": args.recompute_granularity,
-        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
+        "precision": "fp8" if args.fp8 else "bf16" if args.bf16 else "fp16" if args.fp16 else None,
+        "fp8_recipe": args.fp8_recipe if args.fp8 else None,
         "distributed_optimizer": args.use_distributed_optimizer or None,
         "overlap_gradients": hidden or None,
         "sequence_parallel": args.sequence_parallel or None,

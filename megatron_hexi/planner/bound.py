@@ -92,7 +92,7 @@ def bytes_once(request: Request) -> tuple[float, float, float]:
     )
     part, params = ModelPart.of_job(job, 0), job.model.total_params + job.model.mtp_params
     static = float(sum(static_memory(job, part, params, params, params).values()))
-    _, held, attended = token_bytes(job, part, 1, 1)
+    _, held, attended = token_bytes(job, part, 1, 1, fp8_copies=float(job.precision == "fp8"))
     return static, job.seq_length * held, job.seq_length * attended
 
 

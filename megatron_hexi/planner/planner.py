@@ -26,6 +26,7 @@ from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
 from megatron_hexi.planner.layouts.trial import Progress, noting, order_of
 from megatron_hexi.planner.longest import with_longest_sequence
 from megatron_hexi.planner.notes import gpus_of, left_out, margin_note, why_saved
+from megatron_hexi.planner.precision import precision_note, refuse_without_fp8, with_precision
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
@@ -73,6 +74,7 @@ def find_plan(
 
     searches = JointSearches(tell)
     _check_nodes(cluster)
+    refuse_without_fp8(request, cluster)
     _check_fixed(request, cluster)
     if not memory_fits(request, cluster):
         raise nothing_fits(request, cluster, partial(_first_trained, searches), proven=True)
@@ -97,6 +99,7 @@ def find_plan(
         *why_saved(best.plan, best.iteration_s, result.unsaved_s),
         *margin_note(planned.cost, request.memory_margin),
         *left_out(best, cluster, [*result.tried, result.best]),
+        *precision_note(request.job, cluster),
     )
     slower = [plan for plan in result.tried if plan.iteration_s >= best.iteration_s]
     rivals = best_of_each_kind(slower, best)
@@ -340,8 +343,9 @@ def _planned(
     trials: int,
     begun: float,
 ) -> Planned:
-    cost = CostModel(best.job, cluster).estimate(best.plan)
-    planned = Planned(best.plan, best.job, cost, bound, baselines, trials, 0.0)
+    plan, job = with_precision(best.plan, best.job, cluster)
+    cost = CostModel(job, cluster).estimate(plan)
+    planned = Planned(plan, job, cost, bound, baselines, trials, 0.0)
     against = {item.name: item.tokens_per_s for item in baselines if item.tokens_per_s is not None}
     estimate = Estimate(
         iteration_s=cost.iteration_s,
@@ -357,7 +361,7 @@ def _planned(
         seed=SEED,
         cluster=cluster.name,
         cluster_digest=cluster_digest(cluster),
-        model=best.job.model.name,
+        model=job.model.name,
     )
-    plan = replace(best.plan, estimate=estimate, provenance=provenance)
+    plan = replace(plan, estimate=estimate, provenance=provenance)
     return replace(planned, plan=plan, planning_s=time.perf_counter() - begun)

@@ -35,6 +35,7 @@ class Request:
             than one, stages cannot be unequal; ``None``: chosen, as are interleaved ministages.
         expert_parallel: ranks of an expert domain, in every stage; ``None``: chosen.
         experts: how experts are placed on the ranks of a stage, if the model has experts.
+        fp8_everywhere: whether a job in fp8 refuses GPUs that would compute in bf16.
 
     Raises:
         HexiError: a name in `fixed` is not in `CHOSEN`, or a size is below 1 or not planned for this model.
@@ -48,6 +49,7 @@ class Request:
     virtual_stages: int | None = None
     expert_parallel: int | None = None
     experts: ExpertRule = IN_WHOLE_STAGES
+    fp8_everywhere: bool = False
 
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed.difference(CHOSEN))

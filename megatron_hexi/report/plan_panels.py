@@ -172,8 +172,12 @@ def node_kinds(plan: Plan, rows: Sequence[UnitSummary]) -> list[str]:
 
 
 def _kind(row: UnitSummary, gpus: Sequence[str]) -> str:
-    """Return the GPUs of a unit; a pipeline that the job repeats may have several kinds."""
-    return " + ".join(dict.fromkeys(gpus[rank] for rank in row.ranks))
+    """Return the GPUs of a unit, and its precision where it has one of its own.
+
+    A pipeline that the job repeats may have several kinds.
+    """
+    kinds = " + ".join(dict.fromkeys(gpus[rank] for rank in row.ranks))
+    return kinds if row.precision is None else f"{kinds}, in {row.precision}"
 
 
 def _ranks(row: UnitSummary) -> str:

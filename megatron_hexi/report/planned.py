@@ -99,9 +99,10 @@ def job_line(job: Job, cluster: Cluster) -> str:
     """Return a line with model, context, batch, and the cluster's GPUs by kind."""
     counts: Mapping[str, int] = Counter(rank.device.name for rank in cluster.ranks)
     gpus = ", ".join(f"{count} x {name}" for name, count in counts.items())
+    scales = f", fp8 by {job.fp8_recipe} scales" if job.precision == "fp8" else ""
     return (
         f"{job.model.name}, {job.seq_length:,} tokens{_spell_documents(job)}, global batch "
-        f"{job.global_batch_size}, on {cluster.name}: {gpus}"
+        f"{job.global_batch_size}{scales}, on {cluster.name}: {gpus}"
     )
 
 

@@ -104,6 +104,7 @@ class EqualFloor:
             flights=Flights(np.zeros(1), np.zeros(1)),
             experts=experts.count / flags.expert,
             routed_rows=self._routed_rows(flags),
+            fp8_copies=min(device_speeds(device, job).fp8_copies for device in self._devices),
         )
         ranks = self._gpus // flags.pipeline
         routed = float(part_params(job, part, held.experts) - part_params(job, part))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from sys import float_info
@@ -37,6 +37,8 @@ from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import Progress, Trial, order_of
+from megatron_hexi.planner.part import plan_of_whole
+from megatron_hexi.planner.precision import one_precision
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.written_out import written_out
 
@@ -74,13 +76,21 @@ class Baseline:
         """Tokens of the global batch a second."""
         return None if self.trial is None else self.trial.tokens_per_s
 
+    def on_whole(self, cluster: Cluster, left_out: Collection[int]) -> Baseline:
+        """Return the baseline of a cluster without some nodes with GPUs numbered as in all of it."""
+        if not left_out or self.trial is None:
+            return self
+        plan = plan_of_whole(self.trial.plan, cluster, left_out)
+        return replace(self, trial=Candidate(plan, self.trial.job, self.trial.timing))
+
 
 def find_baselines(
     request: Request, cluster: Cluster, *, progress: Progress | None = None
 ) -> tuple[tuple[Baseline, ...], int]:
     """Return all baselines, each with its best layout; kernels and overlap are those of plans.
 
-    Each is tried with all tensor-parallel sizes, numbers of equal stages, chunks of these, numbers of equal
+    All ranks compute in one precision: fp8 on GPUs that have it alone, or bf16 on all. Each is tried with all
+    tensor-parallel sizes, numbers of equal stages, chunks of these, numbers of equal
     replicas, and recomputation, except those that the request fixes. So ``usp`` is the best equal layout that
     Megatron can run.
 
@@ -90,6 +100,27 @@ def find_baselines(
     Returns:
         The baselines, and how many layouts were timed.
     """
+    found: dict[str, Baseline] = {}
+    timed = 0
+    for asked, left_out in one_precision(request, cluster):
+        try:
+            own, more = _find_baselines(asked, cluster.without(left_out) if left_out else cluster, progress)
+        except HexiError:
+            if not left_out:
+                raise
+            continue  # sizes that are fixed may be too large for a part of the cluster
+        timed += more
+        for baseline in own:
+            best = found.get(baseline.name)
+            if best is None or (baseline.tokens_per_s or 0) > (best.tokens_per_s or 0):
+                found[baseline.name] = baseline.on_whole(cluster, left_out)
+    return tuple(found.values()), timed
+
+
+def _find_baselines(
+    request: Request, cluster: Cluster, progress: Progress | None
+) -> tuple[tuple[Baseline, ...], int]:
+    """Return the baselines of a request in which all GPUs compute in one precision."""
     if request.job.model.experts is not None:
         everything = tuple(range(len(cluster.nodes)))
         found = {

@@ -137,6 +137,7 @@ class Floor:
         #: Index of each unit's device on each stage, [S, units], in the lists below.
         self._device = np.array([kinds[unit.kind] for unit in fleet.units]).T
         self._speeds = [device_speeds(device, job) for device in devices.values()]
+        self._copies = np.array([speeds.fp8_copies for speeds in self._speeds])
         self._usable = GIB * np.array([device.usable_gib for device in devices.values()])
         self._inside = np.array([(node.bandwidth, node.latency_s) for node in cluster.nodes]).T
         self._outside = np.array([_way_out(cluster, node) for node in range(len(cluster.nodes))])
@@ -178,6 +179,7 @@ class Floor:
             kv=arrays.heads / self._job.workload().queries_per_kv,
             micro_batches=arrays.micro_batches[arrays.replica][arrays.group],
             flights=Flights(nothing, nothing),
+            fp8_copies=self._copies[self._device[:, arrays.units]],
         )
         rooms = []
         for fleet in self.fleets:
@@ -202,7 +204,7 @@ class Floor:
         rows = job.micro_batch_size * arrays.tokens.astype(float)
         device, slots = self._device[:, arrays.units], np.arange(len(rows))
         inside = self._inside[:, self._nodes[:, arrays.units]]
-        sums = tensor_parallel_seconds(job, rows, *inside)
+        sums = tensor_parallel_seconds(job, rows, inside[0], inside[1], self._copies[device] > 0)
         # Axes: stage; unit, group or replica; pass.
         part = ModelPart.of_job(job, np.arange(job.pipeline_parallel))
         mean = stages = np.zeros(1)

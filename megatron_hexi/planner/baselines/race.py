@@ -89,7 +89,7 @@ class BaselineSearch:
     def _time(self, candidate: BaselineLayouts, least_s: float) -> float:
         """Time a layout with each promising prefetch window; return a lower bound with more recomputation."""
         fleet = candidate.fleet
-        judge = self._judges.setdefault(id(fleet.job), Judge(fleet))
+        judge = self._judges.setdefault(id(fleet.job), Judge(fleet, in_steps=False))
         for window in _windows(candidate.layouts):
             if window > 1 and not self._may_win(candidate, least_s):
                 return least_s

@@ -37,7 +37,9 @@ class Rates:
         #: Tokens x heads a second of attention, heads of one tensor-parallel rank.
         with np.errstate(divide="ignore"):  # a pattern may have an MLP in each layer: no attention, no time
             self.attention = (job.model.heads / np.max(attention, axis=1))[kinds]
-        taken = _stage_bytes(fleet, window, shards or len(fleet.units), micro_batches)
+        # The copies of one kind of GPU are counted on all: a first guess.
+        copies = min(speed.fp8_copies for stages in speeds for speed in stages)
+        taken = _stage_bytes(fleet, window, shards or len(fleet.units), micro_batches, copies)
         usable = np.array([[device.usable_gib * GIB for device in kind.devices] for kind in fleet.kinds])
         #: Bytes of memory for tokens, on the stage that has least.
         self.free = np.maximum(0.0, usable - taken[:, 0]).min(axis=1)[kinds]
@@ -46,8 +48,8 @@ class Rates:
         self.head_bytes = float(taken[:, 2].max()) / self.local_heads
 
 
-def _stage_bytes(fleet: Fleet, window: int, shards: int, micro_batches: int) -> Floats:
+def _stage_bytes(fleet: Fleet, window: int, shards: int, micro_batches: int, fp8_copies: float) -> Floats:
     """Return bytes of each stage: without tokens, per token held, per token attended to, [stages, 3]."""
     job = fleet.job
     parts = [fleet.part or ModelPart.of_job(job, stage) for stage in range(job.pipeline_parallel)]
-    return np.array([token_bytes(job, part, window, shards, micro_batches) for part in parts])
+    return np.array([token_bytes(job, part, window, shards, micro_batches, fp8_copies) for part in parts])

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost import ceiling_tokens_per_s
+from megatron_hexi.cost.fp8 import has_fp8, row_step
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.models import Job
@@ -71,6 +72,13 @@ class Fleet:
     units: tuple[FleetUnit, ...]
     part: ModelPart | None = None
     experts: ExpertRule = IN_WHOLE_STAGES
+
+    @cached_property
+    def row_step(self) -> int:
+        """Number of tokens in whose multiples units get theirs, so that no row is padded."""
+        devices = (device for kind in self.kinds for device in kind.devices)
+        in_fp8 = any(has_fp8(device, self.job.fp8_recipe) for device in devices)
+        return row_step(self.job) if in_fp8 else 1
 
     def expert_weight(self, gpu: int) -> float:
         """Return the weight of one of the cluster's GPUs, to which its number of experts is proportional."""

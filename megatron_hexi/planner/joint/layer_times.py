@@ -213,6 +213,7 @@ class LayerTimer:
             logits_bytes=most(allocated_bytes(sum_terms(loss, "loss") + blocks)),
             border_bytes=most(allocated_bytes(border_bytes(section.job, held.tokens))),
             experts=most(held.experts + np.zeros(len(pool))),
+            fp8_copies=most(held.fp8_copies + np.zeros(len(pool))),
             expert_copies=1 if placed is None else len(np.unique(placed.domain)),
         )
 
@@ -250,6 +251,7 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
         logits_bytes=joined("logits_bytes"),
         border_bytes=joined("border_bytes"),
         experts=joined("experts"),
+        fp8_copies=np.concatenate([layer.fp8_copies for layer in layers]),
         expert_copies=min(layer.expert_copies for layer in layers),
     )
 

@@ -84,7 +84,7 @@ class StageTables:
         usable = GIB * np.array([self.pools.pools[kind].device.usable_gib for kind in shape.kinds])
         room = (usable - RESERVE_BYTES - ends)[:, None, None]
         copies = layer.expert_copies * shards
-        room = room - static_bytes(job, part, layer.experts, shape.units * shards, copies)
+        room = room - static_bytes(job, part, layer, shape.units * shards, copies)
         best = np.full((len(under_way), len(count)), np.inf)
         modes = np.zeros(best.shape, dtype=np.int64)
         # Layers of multi-token prediction stand for layers of the mean.
@@ -123,19 +123,21 @@ class StageTables:
         yield 2, np.clip(needed, 1, count).astype(np.int64)
 
 
-def static_bytes(job: Job, part: ModelPart, experts: Floats, owners: int, copies: int) -> Floats:
+def static_bytes(job: Job, part: ModelPart, layer: LayerTimes, owners: int, copies: int) -> Floats:
     """Return the bytes beside the reserve that a GPU of each pool always holds, [pools, 1, L].
 
     Args:
         part: parts of 1 to L layers.
-        experts: number of routed experts on a GPU of each pool, [pools].
+        layer: a layer of the stage, which says how many experts a GPU of each pool has, and its precision.
         owners: number of units that share the state of weights that all hold.
         copies: number of units that share the state of an expert.
     """
     params = part_params(job, part)
-    weights = part_params(job, part, experts[:, None, None])
+    experts, low = layer.experts[:, None, None], layer.fp8_copies[:, None, None]
+    weights = part_params(job, part, experts)
     owned = owned_params(job, params, owners) + owned_params(job, weights - params, copies)
-    total: Floats = sum(static_memory(job, part, weights, weights, owned).values(), np.zeros(()))
+    terms = static_memory(job, part, weights, weights, owned, low, experts)
+    total: Floats = sum(terms.values(), np.zeros(()))
     return total
 
 

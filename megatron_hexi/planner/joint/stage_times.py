@@ -30,6 +30,7 @@ class LayerTimes:
         logits_bytes: bytes of the loss, and those that multi-token prediction keeps besides its layers.
         border_bytes: bytes of each border between stages.
         experts: the most routed experts on a GPU of each pool, in each layer that has experts.
+        fp8_copies: bytes of fp8 copies of a weight of matrices on a GPU of each pool; 0: in bf16.
     """
 
     forward: float
@@ -45,6 +46,7 @@ class LayerTimes:
     logits_bytes: Floats
     border_bytes: Floats
     experts: Floats
+    fp8_copies: Floats
     expert_copies: int
 
     def slower(self, factor: float) -> LayerTimes:

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload, unit_ranks
-from megatron_hexi.plan.layout import causal_segments, consecutive, full_segments
+from megatron_hexi.plan.layout import apportion, causal_segments, consecutive, full_segments
 from megatron_hexi.plan.proportion import worthwhile_parts
 from megatron_hexi.planner.expert_placement import spread_experts
 from megatron_hexi.planner.fleet.units import Fleet
@@ -65,6 +65,18 @@ class Layout:
             replace(part, tokens=assign_tokens(total, np.array(part.tokens, dtype=float) + 1e-9))
             for part, total in zip(self.parts, assign_tokens(tokens, np.array(weights)), strict=True)
         ]
+        return replace(self, parts=tuple(parts))
+
+    def in_steps(self, step: int) -> Layout:
+        """Return the layout with tokens in multiples of `step`; the remainder goes to the largest unit."""
+        held = [tokens for part in self.parts for tokens in part.tokens]
+        total = sum(held)
+        if step == 1 or total < step or all(tokens % step == 0 for tokens in held):
+            return self
+        dealt = [step * steps for steps in apportion(total // step, held)]
+        dealt[dealt.index(max(dealt))] += total % step
+        left = iter(dealt)
+        parts = (replace(part, tokens=tuple(next(left) for _ in part.tokens)) for part in self.parts)
         return replace(self, parts=tuple(parts))
 
 

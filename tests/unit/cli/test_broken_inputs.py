@@ -151,7 +151,19 @@ OPTIONS = {
         "--data-parallel-size 3: an iteration has 2 micro-batches",
     ),
     "an unknown precision": ("--precision int4", "--precision int4: use bf16, fp16, fp32"),
-    "a precision for estimates alone": ("--precision fp8", "training in fp8 is refused by the runtime today"),
+    "scales without fp8": (
+        "--precision bf16 --fp8-recipe delayed",
+        "--fp8-recipe delayed: is of jobs in fp8",
+    ),
+    "fp8 everywhere without fp8": ("--fp8-everywhere", "the job is in bf16; give --precision fp8 too"),
+    "unknown scales": (
+        "--precision fp8 --fp8-recipe rowwise",
+        "--fp8-recipe rowwise: use tensorwise, delayed",
+    ),
+    "fp8 on GPUs that all lack it": (
+        "--precision fp8 --fp8-recipe mxfp8",
+        "--precision fp8: no rate of H100-SXM-80GB in fp8 by mxfp8 scales is known",
+    ),
     "a precision that a GPU lacks": (
         "--cluster v100.yaml",
         "V100-SXM2-32GB: no bf16 on this GPU; use precision",

@@ -267,27 +267,6 @@ def test_products_reach_a_share_of_the_catalogues_best():
     assert slow == pytest.approx(fast * 0.875, rel=0.02)
 
 
-def test_fp8_is_of_the_layers_matrices():
-    job, h100 = tiny_job(precision="fp8"), device("H100-SXM-80GB")
-    speeds, usual = device_speeds(h100, job), device_speeds(h100, tiny_job())
-    assert speeds.matmul.rate(4096) == pytest.approx(0.875 * 1402.6, rel=0.06)
-    assert (speeds.output, speeds.causal, speeds.full) == (usual.matmul, usual.causal, usual.full)
-    # Casts: of the inputs of projection and second MLP matrix; of gradients of three of 512, of the MLP's
-    # 2048 and of two residuals of 512.
-    forward, backward = layer_elements(tiny_job())
-    cast = 4 * 0.9 / 0.64 / 2
-    assert layer_elements(job) == pytest.approx(
-        (forward + cast * (512 + 2048), backward + cast * (3 * 512 + 2048 + 2 * 512))
-    )
-    # The optimizer makes two copies of the weights in fp8.
-    more = optimizer_seconds(speeds, job, 1000, 0.0) - optimizer_seconds(usual, tiny_job(), 1000, 0.0)
-    assert more == pytest.approx(4000 / usual.memory)
-    with pytest.raises(ClusterError, match="A100-SXM-80GB: no fp8 on this GPU; use precision bf16"):
-        device_speeds(device("A100-SXM-80GB"), job)
-    with pytest.raises(ClusterError, match="L40S-48GB: no fp8 rate is known for this GPU"):
-        device_speeds(device("L40S-48GB"), job)
-
-
 def test_ceiling_by_hand():
     job = tiny_job()
     elements = 2 * (10 * 512 + 4096 + 2048 + 12 * 512 + 3 * 2048 + 2048 + 2 * 1536)

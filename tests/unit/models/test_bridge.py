@@ -47,7 +47,21 @@ def test_the_job_of_a_recipe():
             "models.x.VLProvider",
             r":\d+: model\._target_: .*VLProvider",
         ),
-        ("mixed_precision: bf16_mixed", "mixed_precision: bf16_with_mxfp8_mixed", "mixed_precision: .*mxfp8"),
+        (
+            "mixed_precision: bf16_mixed",
+            "mixed_precision: bf16_with_mxfp8_mixed",
+            "mixed_precision: .*mxfp8.*fp8_param_gather: false",
+        ),
+        (
+            "mixed_precision: bf16_mixed",
+            "mixed_precision: {bf16: true, fp4: e2m1}",
+            r":\d+: mixed_precision\.fp4: .*write null",
+        ),
+        (
+            "mixed_precision: bf16_mixed",
+            "mixed_precision: {bf16: true, fp8: hybrid, fp8_dot_product_attention: true}",
+            r"fp8_dot_product_attention: .*attention in 16 bits; write false",
+        ),
         ("hidden_size: 2048", "hidden_size: many", r"line \d+: argument --hidden-size"),
         ("  parallel_output: true", "  parallel_output: false", r":\d+: model\.parallel_output: "),
         (

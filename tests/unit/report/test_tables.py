@@ -314,3 +314,16 @@ def test_the_table_lists_stages_in_order_whatever_their_ranks():
         ["1", "1", "0"],
         ["2", "2", "1"],
     ]
+
+
+def test_units_in_bf16_of_a_job_in_fp8_are_told_apart():
+    plan = proportional_plan(WORKLOAD, [[[1], [1]]])
+    (stage,) = plan.replicas[0].stages
+    outer, inner = stage.domains[0].groups
+    plain = replace(inner, members=(replace(inner.members[0], precision="bf16"),))
+    stages = (replace(stage, domains=(Domain((outer, plain)),)),)
+    plan = replace(plan, replicas=(replace(plan.replicas[0], stages=stages),))
+    figure = draw_plan(plan, unit_summaries(plan), ["H100", "A100"])
+    kinds = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert kinds == ["H100", "A100, in bf16"]
+    assert "precision" in text_of(plan)
