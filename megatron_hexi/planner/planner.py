@@ -32,7 +32,7 @@ from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.saved_plans import Known, SavedPlans, first_plan
 from megatron_hexi.planner.savings import spell_savings
-from megatron_hexi.planner.simplest import choose
+from megatron_hexi.planner.simplest import SIMPLEST, choose
 from megatron_hexi.planner.trainable import refuse_untrained
 
 
@@ -163,7 +163,8 @@ def _equal_layouts(
         return [], 0
     plain = replace(request, job=replace(request.job, latent_exchange=False))
     roomy = cluster.with_memory_margin(1 - result.memory)
-    best, trials = find_faster(plain, roomy, (1 + within) * result.best.iteration_s, progress=tell)
+    most_s = (1 + max(within, SIMPLEST)) * result.best.iteration_s
+    best, trials = find_faster(plain, roomy, most_s, progress=tell)
     return ([] if best is None else [best]), trials
 
 
