@@ -99,6 +99,9 @@ STOPS = {
     "--distribute-saved-activations, --sequence-parallel": "leave one of them out",
     "--cross-entropy-fusion-impl te, --cross-entropy-loss-fusion": "give native",
     "--fp16, --bf16": "leave one of them out",
+    "--first-last-layers-bf16, --fp8-format, --fp8-recipe delayed": (
+        "give --fp8-recipe tensorwise, blockwise or mxfp8"
+    ),
     "--fp16-lm-cross-entropy, no --fp16": "give --fp16, or leave it out",
     "--fp32-residual-connection, no --fp16, no --bf16": "give --bf16, or leave it out",
     "--main-grads-dtype not fp32, --accumulate-allreduce-grads-in-fp32, --bf16": "leave one of them out",
