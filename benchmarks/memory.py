@@ -17,7 +17,9 @@ from benchmarks.rivals.readings.zorse import zorse
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.planner import Request, find_plan
-from megatron_hexi.planner.savings import Savings, spell_savings
+from megatron_hexi.planner.improve import Improvement
+from megatron_hexi.planner.joint import JointSearches
+from megatron_hexi.planner.notes import spell_savings
 
 #: Cluster, model, context, batch, precision.
 CELLS = (
@@ -63,7 +65,8 @@ def measure(name: str, request: Request, machines: Cluster) -> Row:
     except NothingFitsError:
         pass
     found = zorse(StagedJudge(request, machines))
-    saved = None if found is None else Savings(request, machines).made_to_fit(found)
+    moves = Improvement(request, machines, 1.0, JointSearches(lambda *_: None))
+    saved = None if found is None else moves.climbed([found], math.inf)
     return Row(
         name,
         unsaved_s,

@@ -53,12 +53,8 @@ def _unrefined(_judge: Any, trial: Any) -> Any:
     return CpSatResult(trial, proven=False)
 
 
-def _first(best: Any, *_others: Any) -> Any:
-    return best
-
-
-def _second(_self: Any, best: Any, *_others: Any) -> Any:
-    return best
+def _no_moves(_self: Any, _base: Any) -> Any:
+    return ()
 
 
 def _afresh(_self: Any, _key: Any, make: Callable[[], Any]) -> Any:
@@ -74,17 +70,17 @@ MECHANISMS = {
         "planner.joint.layer_times.LayerTimer._waiting_factor",
         lambda _self, _kinds, _width: 1.0,
     ),
-    "interleaving": Mechanism("interleaved ministages", "planner.planner.Interleaving.best", _second),
-    "savings": Mechanism(
-        "memory-saving variants of plans that fit", "planner.saved_plans.Savings.best", _second
+    "interleaving": Mechanism(
+        "interleaved ministages", "planner.moves.memory.MemoryMoves._interleaved", _no_moves
     ),
+    "savings": Mechanism("moves that save memory", "planner.moves.memory.MemoryMoves._saving", _no_moves),
     "saved-plans": Mechanism(
         "plans for GPUs with more memory, made to fit, beside one that fits",
-        "planner.saved_plans._FEW_GPUS",
+        "planner.improve._FEW_GPUS",
         0,
     ),
     "layer-moves": Mechanism(
-        "moves of layers of several kinds", "planner.joint.assembly.with_layers_moved", _first
+        "moves of layers of several kinds", "planner.joint.assembly.layer_moves", lambda _base: ()
     ),
     "synchronisation": Mechanism(
         "sums of gradients and the optimizer's step in the tables",

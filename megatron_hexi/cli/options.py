@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -78,6 +78,7 @@ _NOT_TERMS = (
     "context_parallel",
     "expert_parallel",
     "memory_margin",
+    "effort",
     *(field.name for field in dataclasses.fields(PlanFeatures)),
     "fp8_everywhere",
 )
@@ -277,6 +278,14 @@ class NewJob(PlanFeatures, Training):
             rich_help_panel=_JOB,
         ),
     ] = 100 * MEMORY_MARGIN
+    effort: Annotated[
+        Literal["low", "normal", "high"],
+        typer.Option(
+            help="Work of planning: how many changes of the best plans are timed, and for how much more "
+            "memory plans are searched and then changed to fit.",
+            rich_help_panel=_JOB,
+        ),
+    ] = "normal"
     context_parallel: Annotated[
         int | None,
         count_option("context_parallel", f"Tensor-parallel units that share a sequence; {_CHOSEN}."),
@@ -358,7 +367,7 @@ class NewJob(PlanFeatures, Training):
             experts = terms.expert_parallel
             say(f"note: {self.model} says {spell_flag('expert_parallel', experts)}")
         request = Request(job, fixed, margin, self._rules_of_file(), self.context_parallel, chunks, experts)
-        return replace(request, fp8_everywhere=self.fp8_everywhere)
+        return replace(request, fp8_everywhere=self.fp8_everywhere, effort=self.effort)
 
     @property
     def notes(self) -> tuple[str, ...]:

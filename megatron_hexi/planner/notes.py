@@ -10,8 +10,8 @@ from megatron_hexi.cost import IterationCost
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.units import rank_gpus
+from megatron_hexi.planner.features import features_of
 from megatron_hexi.planner.joint import Candidate
-from megatron_hexi.planner.savings import saving_features, spell_savings
 
 
 def why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
@@ -25,10 +25,34 @@ def why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
         return ()
     without = "no layout was found that fits"
     if unsaved_s < math.inf:
-        flags = [spell_flag(feature, False) for feature in saving_features(plan)]
+        flags = [spell_flag(one, False) for one in features_of(plan) if one in ("ministages", "offload")]
         plainer = f" (plan with {' '.join(flags)})" if flags else ""
         without = f"the best layout takes {unsaved_s / seconds - 1:.1%} longer{plainer}"
     return (f"{what}: without that {without}",)
+
+
+def spell_savings(plan: Plan) -> str:
+    """Return, in words, the features of a plan that the joint search does not use; empty if there are none.
+
+    These are ministages, offload, uneven shares of optimizer state, and micro-batches divided by sample.
+    """
+    stages = plan.stages
+    words = []
+    for order, parts in ((None, "ministages"), ("interleaved", "interleaved ministages")):
+        own = [replica.ministages for replica in plan.replicas if replica.order == order]
+        counts = sorted({count for count in own if count is not None})
+        if counts:
+            words.append(f"stages run in {' or '.join(map(str, counts))} {parts}")
+    names = {"parameters": "weights and gradients", "optimizer": "optimizer state", "activations": "rows"}
+    moved = [text for name, text in names.items() if any(name in (stage.offload or ()) for stage in stages)]
+    if moved:
+        words.append(f"host memory holds {' and '.join(moved)}")
+    shares = {member.state for stage in stages for member in stage.members}
+    if len(shares) > 1:
+        words.append("GPUs with more memory keep more of the optimizer's state")
+    if any(len(stage.domains) > 1 for stage in stages):
+        words.append("GPUs of a stage take samples of each micro-batch")
+    return ", ".join(words)
 
 
 def margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 
 from megatron_hexi import __version__
@@ -21,17 +21,14 @@ from megatron_hexi.planner.bound import Bound, lower_bound, memory_fits
 from megatron_hexi.planner.cp_sat import SEED
 from megatron_hexi.planner.expert_placement import expert_rules
 from megatron_hexi.planner.features import means_of
-from megatron_hexi.planner.interleaving import Interleaving
+from megatron_hexi.planner.improve import Improvement, best_of_each_kind, first_plan
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
 from megatron_hexi.planner.layouts.trial import Progress, noting, order_of
 from megatron_hexi.planner.longest import with_longest_sequence
-from megatron_hexi.planner.notes import gpus_of, left_out, margin_note, why_saved
+from megatron_hexi.planner.notes import gpus_of, left_out, margin_note, spell_savings, why_saved
 from megatron_hexi.planner.precision import precision_note, refuse_without_fp8, with_precision
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
-from megatron_hexi.planner.rivals import best_of_each_kind
-from megatron_hexi.planner.saved_plans import Known, SavedPlans, first_plan
-from megatron_hexi.planner.savings import spell_savings
 from megatron_hexi.planner.simplest import SIMPLEST, choose
 from megatron_hexi.planner.trainable import refuse_untrained
 
@@ -178,12 +175,12 @@ def _search_experts(
     """
     best: tuple[_SearchResult, Request] | None = None
     trials, fastest_s = 0, math.inf
-    known: Known = set()
+    improvements = cache(partial(Improvement, request, cluster, searches=searches))
     for rule in expert_rules(
         request.job, cluster, request.expert_parallel, request.rules.allow("unequal_experts")
     ):
         choice = replace(request, experts=rule)
-        result = _search(choice, cluster, searches, tell, fastest_s, known)
+        result = _search(choice, cluster, searches, improvements, tell, fastest_s)
         trials += result.trials
         if best is None or (result.best is not None and result.best.iteration_s < fastest_s):
             best = result, choice
@@ -191,7 +188,7 @@ def _search_experts(
     assert best is not None, "there is a rule for every model"
     for sends_latent in request.job.model.attention.exchanges[1:]:
         choice = replace(best[1], job=replace(request.job, latent_exchange=sends_latent))
-        result = _search(choice, cluster, searches, tell, fastest_s)
+        result = _search(choice, cluster, searches, improvements, tell, fastest_s)
         trials += result.trials
         if result.best is not None and result.best.iteration_s < fastest_s:
             best = result, choice
@@ -202,13 +199,14 @@ def _search(
     request: Request,
     cluster: Cluster,
     searches: JointSearches,
+    improvements: Callable[[float], Improvement],
     tell: Progress,
-    faster_than: float = math.inf,
-    known: Known | None = None,
+    faster_than: float,
 ) -> _SearchResult:
     """Search for the fastest plan that fits, at first with the margin of memory kept free.
 
     Args:
+        improvements: returns the moves for plans that may use a part of the GPUs' memory.
         faster_than: seconds of an iteration of a plan found with another placement or exchange; if finite,
             layouts of Megatron's flags are not tried.
     """
@@ -238,18 +236,18 @@ def _search(
     unsaved_s = math.inf if best is None else best.iteration_s
     if best is None and faster_than < math.inf:
         return _SearchResult(None, tried, unsaved_s, memory, trials)
-    tell("variants that save memory", 0, 1)
-    saved = SavedPlans(request, cluster, memory, searches, faster_than, known)
-    best = saved.made_to_fit() if best is None else saved.best(best, tried)
+    tell("moves from the best plans", 0, 1)
+    improvement = improvements(memory)
+    before = improvement.trials
+    if best is None:
+        best = improvement.made_to_fit(request)
+    else:
+        best = improvement.best(request, best, tried, deep, faster_than)
     if best is not None and best not in tried and not spell_savings(best.plan):
         # Found for GPUs with more memory, it fits these as it is: more replicas share its optimizer's state.
         tried.append(best)
         unsaved_s = min(unsaved_s, best.iteration_s)
-    interleaving = Interleaving(request, cluster.with_memory_margin(1 - memory), faster_than)
-    if best is not None:
-        tell("interleaved variants", 0, 1)
-        best = interleaving.best(best, tried, deep)
-    return _SearchResult(best, tried, unsaved_s, memory, trials + saved.trials + interleaving.trials)
+    return _SearchResult(best, tried, unsaved_s, memory, trials + improvement.trials - before)
 
 
 def _check_nodes(cluster: Cluster) -> None:

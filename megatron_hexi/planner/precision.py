@@ -10,8 +10,8 @@ from megatron_hexi.cost.fp8 import fp8_fault, has_fp8, units_in_bf16
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Domain, Plan, Stage
+from megatron_hexi.planner.moves.edit import written_out
 from megatron_hexi.planner.request import Request
-from megatron_hexi.planner.written_out import written_out
 
 
 def refuse_without_fp8(request: Request, cluster: Cluster) -> None:

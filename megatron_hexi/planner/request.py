@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 from megatron_hexi.cluster import ANYTHING, PlannerRules
 from megatron_hexi.errors import HexiError
@@ -14,6 +14,9 @@ from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES, ExpertRule
 
 #: Terms of a job that the planner chooses where they are not fixed.
 CHOSEN: Final = ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "recompute")
+#: How much work planning may take.
+Effort = Literal["low", "normal", "high"]
+
 #: Sizes of tensor-parallel units that are tried.
 _WIDTHS = (1, 2, 4, 8)
 #: More sequences a micro-batch are tried while all of them together have no more tokens than this: with more,
@@ -36,6 +39,7 @@ class Request:
         expert_parallel: ranks of an expert domain, in every stage; ``None``: chosen.
         experts: how experts are placed on the ranks of a stage, if the model has experts.
         fp8_everywhere: whether a job in fp8 refuses GPUs that would compute in bf16.
+        effort: how many changes of the best plans are timed.
 
     Raises:
         HexiError: a name in `fixed` is not in `CHOSEN`, or a size is below 1 or not planned for this model.
@@ -50,6 +54,7 @@ class Request:
     expert_parallel: int | None = None
     experts: ExpertRule = IN_WHOLE_STAGES
     fp8_everywhere: bool = False
+    effort: Effort = "normal"
 
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed.difference(CHOSEN))

@@ -12,7 +12,7 @@ from megatron_hexi.cluster import read_cluster
 from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan import JobTerms, read_plan, write_plan
 from megatron_hexi.planner import Request, find_plan
-from megatron_hexi.planner.savings import spell_savings
+from megatron_hexi.planner.notes import spell_savings
 from tests.megatron.conftest import References, job
 from tests.megatron.forked import Forks
 from tests.megatron.test_stages_training import MICRO_BATCH, MICRO_BATCHES, MODEL, words

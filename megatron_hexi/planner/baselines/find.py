@@ -37,10 +37,9 @@ from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import Progress, Trial, order_of
-from megatron_hexi.planner.part import plan_of_whole
+from megatron_hexi.planner.moves.edit import plan_of_whole, written_out
 from megatron_hexi.planner.precision import one_precision
 from megatron_hexi.planner.request import Request
-from megatron_hexi.planner.written_out import written_out
 
 #: Megatron's pipelines whose stages have different numbers of layers.
 UNEVEN = "uneven-layers"

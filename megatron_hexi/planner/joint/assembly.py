@@ -22,7 +22,6 @@ from megatron_hexi.plan import Stage as PlanStage
 from megatron_hexi.plan.proportion import worthwhile_parts
 from megatron_hexi.planner.expert_placement import placement
 from megatron_hexi.planner.fleet.units import Fleet, find_units
-from megatron_hexi.planner.joint.layer_moves import with_layers_moved
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.packing import Packed
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
@@ -31,6 +30,7 @@ from megatron_hexi.planner.joint.placing import StageGpus, StagePlace, find_gpus
 from megatron_hexi.planner.joint.pools import Pools
 from megatron_hexi.planner.layouts.layout import Layout, build_domain, with_experts
 from megatron_hexi.planner.layouts.trial import Candidate, Judge, Trial, order_of
+from megatron_hexi.planner.moves import Climb, layer_moves
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.search.domain import DomainSearch
 from megatron_hexi.planner.search.solver import refine
@@ -39,6 +39,8 @@ from megatron_hexi.planner.search.solver import refine
 _TIGHT = 0.95
 #: Moves of layers have won up to 7 % (DeepSeek-V3 on 384 GPUs of three kinds); 10 % leaves room.
 _MOVES_WIN = 1.1
+#: The most plans with moved layers that are timed.
+_MOST_MOVES = 200
 
 
 class Assembly:
@@ -97,7 +99,7 @@ class Assembly:
             best = min(best, other, key=lambda assembled: assembled[0].order)
         if self._job.model.is_uniform or best[0].iteration_s > _MOVES_WIN * faster_than:
             return best[0]
-        return with_layers_moved(best[0], self._model(best[0].job))
+        return Climb([layer_moves], self._model).best(best[0], _MOST_MOVES)
 
     def _assemble(
         self,

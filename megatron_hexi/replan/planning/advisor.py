@@ -28,7 +28,7 @@ from megatron_hexi.models import Job, Model
 from megatron_hexi.plan import Plan, dump_plan, plan_digest, plan_from_yaml
 from megatron_hexi.plan.units import unit_rows
 from megatron_hexi.planner.joint import Candidate
-from megatron_hexi.planner.joint.layer_moves import with_layers_moved
+from megatron_hexi.planner.moves import Climb, layer_moves
 from megatron_hexi.replan.planning.recut import recut
 from megatron_hexi.yaml_file import yaml_from_text
 
@@ -86,6 +86,8 @@ class RankHistory:
 
 
 _NICE = 10
+#: The most plans with moved layers that are timed.
+_MOST_MOVES = 200
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ class Advisor:
             return None, 0.0
         if self._moved is None or self._moved[0] != speeds:
             start = Candidate(plan, self._job, model.timing(plan))
-            moved = with_layers_moved(start, model)
+            moved = Climb([layer_moves], lambda _job: model).best(start, _MOST_MOVES)
             cut = recut(moved.plan, self._job, model.cluster, self._shares)
             self._moved = speeds, (cut, model.timing(cut).phases.total)
         return self._moved[1]

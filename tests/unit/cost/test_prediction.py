@@ -19,7 +19,7 @@ from megatron_hexi.mesh import Mesh
 from megatron_hexi.models import Model
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.joint import Candidate
-from megatron_hexi.planner.written_out import written_out
+from megatron_hexi.planner.moves.edit import written_out
 from tests.support.costs import TINY, cluster, products_by_hand, tiny_job
 from tests.support.plans import examples
 from tests.unit.cost.test_kinds import LAYERS, MODES, NODES, one_stage, staged, with_window

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -12,8 +13,8 @@ from megatron_hexi.cost.memory import GIB
 from megatron_hexi.plan import Replica, Stage, read_plan, validate_plan, write_plan
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.features import features_of
-from megatron_hexi.planner.interleaving import Interleaving
 from megatron_hexi.planner.joint import Candidate
+from megatron_hexi.planner.moves import Climb, MemoryMoves
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.stage_plans import job_plan
 from tests.unit.benchmarks.test_proof import one_group
@@ -106,7 +107,12 @@ def test_a_stage_that_no_longer_fits_computes_its_layers_again():
     # The second has no room for the activations that interleaving keeps besides.
     known = machines(f", memory_gb: {needed * 80 / 64 * 1.0001}")
     start = Candidate(plan, job, CostModel(job, known).timing(plan))
-    best = Interleaving(Request(job), known).best(start, [start])
+
+    def climbed(request):
+        model = functools.partial(CostModel, cluster=known)
+        return Climb([MemoryMoves(request, known)], model).best(start, 50)
+
+    best = climbed(Request(job))
     assert best.fits
     assert best.iteration_s < 0.9 * start.iteration_s
     (replica,) = best.plan.replicas
@@ -114,4 +120,4 @@ def test_a_stage_that_no_longer_fits_computes_its_layers_again():
     assert [stage.recompute for stage in replica.stages] == ["none", "full"]
     for mode in ("none", 1):
         only = Request(dataclasses.replace(job, recompute=mode), frozenset({"recompute"}))
-        assert Interleaving(only, known).best(start, [start]) is start
+        assert climbed(only) is start

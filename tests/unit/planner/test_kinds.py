@@ -10,8 +10,8 @@ from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.models import Job, Model
 from megatron_hexi.plan import proportional_plan
 from megatron_hexi.planner import Request, find_plan
-from megatron_hexi.planner.joint.layer_moves import _LeastOrder, _moved, _moves, with_layers_moved
 from megatron_hexi.planner.layouts.trial import Candidate
+from megatron_hexi.planner.moves import Climb, layer_moves
 from megatron_hexi.report.planned import layer_lines
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import read_text
@@ -67,7 +67,7 @@ def test_layers_move_to_where_no_single_step_is_faster(begin):
         plan = staged(job, (0, middle, 8))
         return Candidate(plan, job, costs.timing(plan))
 
-    moved = with_layers_moved(candidate(begin), costs)
+    moved = Climb([layer_moves], lambda _job: costs).best(candidate(begin), 50)
     best = min((candidate(middle) for middle in range(1, 8)), key=lambda one: one.order)
     assert moved.iteration_s == pytest.approx(best.iteration_s)
 
@@ -77,13 +77,12 @@ def test_a_bound_of_moved_layers_has_all_but_the_gradients_of_the_moved_stages(r
     nodes = cluster([*NODES, ("c", "PLAIN", 2)], latency=5)
     job = tiny_job(model=with_window(64, [True] * 5 + [False] * 4), global_batch_size=4)
     costs, plan = CostModel(job, nodes), staged(job, (0, 2, 5, 9), recompute)
-    least = _LeastOrder(Candidate(plan, job, costs.timing(plan)))
-    moves = list(_moves(plan))
+    moves = list(layer_moves(Candidate(plan, job, costs.timing(plan))))
     assert len(moves) > 6
     for move in moves:
-        timing = costs.timing(_moved(plan, move))
-        moved = Candidate(_moved(plan, move), job, timing)
-        excess, seconds = least.of(move)
+        timing = costs.timing(move.plan)
+        moved = Candidate(move.plan, job, timing)
+        excess, seconds = move.least
         assert excess <= moved.excess
         assert timing.pipelines[0].phases.total * (1 - 1e-12) <= seconds <= moved.iteration_s * (1 + 1e-12)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,9 +14,11 @@ from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.plan import read_plan, validate_plan, write_plan
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner import planner as planner_module
+from megatron_hexi.planner.improve import Improvement
 from megatron_hexi.planner.joint import Candidate, JointSearches
-from megatron_hexi.planner.saved_plans import SavedPlans
-from megatron_hexi.planner.savings import Savings, least_seconds, spell_savings
+from megatron_hexi.planner.moves import Climb, MemoryMoves
+from megatron_hexi.planner.moves.edit import with_members, with_options
+from megatron_hexi.planner.notes import spell_savings
 from tests.support.costs import TINY, cluster, tiny_job
 
 DEEP = replace(TINY, layers=8, hidden_size=4096, ffn_hidden_size=16384)
@@ -48,13 +52,13 @@ def options(plan):
 @pytest.fixture
 def before(monkeypatch):
     """The plans that were found before anything was saved."""
-    plans, saved = [], SavedPlans.best
+    plans, improved = [], Improvement.best
 
-    def told(self, plan, found):
+    def told(self, request, plan, *others):
         plans.append(plan)
-        return saved(self, plan, found)
+        return improved(self, request, plan, *others)
 
-    monkeypatch.setattr(SavedPlans, "best", told)
+    monkeypatch.setattr(Improvement, "best", told)
     return plans
 
 
@@ -94,33 +98,58 @@ def test_no_plan_becomes_slower(memory, before, tmp_path):
     check(planned, known, tmp_path)
     (plan,) = before
     assert planned.cost.iteration_s <= plan.iteration_s
-    if planned.cost.iteration_s < plan.iteration_s:
-        assert any(options(planned.plan).values())
+    if any(options(planned.plan).values()):  # else no more than fewer layers are computed again
         assert planned.notes[0].startswith(spell_savings(planned.plan))
 
 
-def test_no_variant_is_faster_than_the_least_time_says(monkeypatch):
-    told, changed = [], Savings._with_option
+def plans_for(request, known):
+    """Plans of the joint search, the best first."""
+    return sorted(JointSearches(lambda *_: None).plans(request, known, 1.0), key=lambda one: one.order)
 
-    def with_option(self, base, ministages, option):
-        candidate = changed(self, base, ministages, option)
-        told.append((least_seconds(base, ministages), candidate.iteration_s))
-        return candidate
 
-    monkeypatch.setattr(Savings, "_with_option", with_option)
-    monkeypatch.setattr("megatron_hexi.planner.savings.least_seconds", lambda base, ministages: 0.0)
-    find_plan(request_for(), machines(24))
-    assert any(least > 0.8 * seconds for least, seconds in told)
-    assert all(least <= seconds for least, seconds in told)
+@pytest.mark.parametrize("memory", [24, 10])
+def test_no_variant_is_faster_than_the_least_time_says(memory):
+    known, request = machines(memory), request_for()
+    told = []
+    for plan in plans_for(request, known):
+        for move in MemoryMoves(request, known)(plan):
+            for options in itertools.chain.from_iterable(map(rungs, move.ladders)):
+                seconds = CostModel(move.job, known).timing(with_options(move.plan, options)).phases.total
+                told.append(move.least[1] / seconds)
+    assert max(told) <= 1
+    assert any(part > 0.8 for part in told)
+
+
+def rungs(ladder):
+    """Yield the options of all stages, each with its first, its second and so on."""
+    for number in range(max(map(len, ladder.values()), default=0)):
+        yield {place: options[min(number, len(options) - 1)] for place, options in ladder.items()}
+
+
+def climb_of(request, known):
+    """A climb by moves of memory."""
+    return Climb([MemoryMoves(request, known)], partial(CostModel, cluster=known))
 
 
 def test_where_there_is_room_nothing_is_saved_and_little_tried():
     known, request = machines(80), request_for(seq_length=32768)
-    found = JointSearches(lambda *_: None).plans(request, known, 1.0)
-    plan = min(found, key=lambda one: one.order)
-    savings = Savings(request, known)
-    assert savings.best(plan) is plan
-    assert savings.trials <= 5
+    plan = plans_for(request, known)[0]
+    climb = climb_of(request, known)
+    assert climb.best(plan, 100) is plan
+    assert climb.trials <= 5
+
+
+def test_a_climb_ends_with_its_timings_and_is_never_worse():
+    known, request = machines(8), request_for(seq_length=8192)
+    plan = plans_for(request, known)[-1]
+    reached = []
+    for most in (0, 1, 4, 100):
+        climb = climb_of(request, known)
+        reached.append(climb.best(plan, most).order)
+        assert climb.trials < most + 9  # a move that has begun is settled
+    assert reached[0] == plan.order
+    assert reached == sorted(reached, reverse=True)
+    assert reached[-1] < reached[0]
 
 
 def test_state_goes_where_there_is_room():
@@ -130,10 +159,10 @@ def test_state_goes_where_there_is_room():
     request = replace(request, fixed=frozenset({"pipeline_parallel", "data_parallel"}))
     start = find_plan(request, known.with_memory_margin(-1))
     base = Candidate(start.plan, start.job, CostModel(start.job, known).timing(start.plan))
-    savings = Savings(request, known)
-    written = savings._written_out(base)
-    assert written is not None
-    shared = savings._with_state(written)
+    (move,) = (one for one in MemoryMoves(request, known)(base) if one.plan.members[0].state > 1)
+    even = with_members(move.plan, lambda member: replace(member, state=1))
+    model = CostModel(move.job, known)
+    written, shared = (Candidate(plan, move.job, model.timing(plan)) for plan in (even, move.plan))
     assert shared.plan.members[0].state > shared.plan.members[1].state
     assert shared.timing.fullness < written.timing.fullness
     # Shares move state; they make none.
