@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.borders import BorderTables, border_seconds, interleaved_borders
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.expert_messages import ExpertExchanges
@@ -27,14 +27,15 @@ from megatron_hexi.cost.known_layers import KnownLayers
 from megatron_hexi.cost.lanes import Passing
 from megatron_hexi.cost.layer_bytes import input_bytes
 from megatron_hexi.cost.library_bytes import message_buffer_bytes, message_channels
-from megatron_hexi.cost.memory import Holdings, part_host_memory, part_memory
+from megatron_hexi.cost.memory import part_host_memory, part_memory
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
-from megatron_hexi.cost.once import once_an_iteration, optimizer_times
+from megatron_hexi.cost.once import optimizer_times
 from megatron_hexi.cost.phases import Phases
+from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.placement import Placer
 from megatron_hexi.cost.ranks import Pace, RankCost, paces, rank_costs
-from megatron_hexi.cost.reductions import repeated_reductions, uneven_reductions
+from megatron_hexi.cost.reductions import Reductions, repeated_reductions, uneven_reductions
 from megatron_hexi.cost.replica_pipelines import ministage_parts, replica_lanes, replica_pipelines
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section, plan_sections
@@ -158,56 +159,69 @@ class CostModel:
         experts = place_experts(plan, job, sections)
         cycles = expert_cycles(sections, experts, self._exchanges)
         mesh = Mesh.of(plan, job.micro_batch_size, job.sequence_parallel)
-        if mesh is None:
+        following: list[Ints | None] = [None] * len(sections)
+        if mesh is None:  # sends are exposed, and with chunks the first stage follows the last
             gpus_of_stages = [section.placement.stage.gpus for section in sections]
-            first = gpus_of_stages[0] if job.virtual_stages > 1 else None
-            costs = [
-                stage_cost(section, self._layers, behind, cycle)
-                for section, behind, cycle in zip(sections, [*gpus_of_stages[1:], first], cycles, strict=True)
-            ]
-            borders, parts = None, {}
-            if job.virtual_stages > 1:
-                borders = interleaved_borders(job, sections, self.links, micro_batches)
-            reductions = repeated_reductions(job, sections, self.rings, self.shards, experts)
-        else:
-            costs = [
-                stage_cost(section, self._layers, None, cycle)
-                for section, cycle in zip(sections, cycles, strict=True)
-            ]
-            borders = border_seconds(mesh, job, sections, self.links, micro_batches, self._borders)
-            parts = ministage_parts(sections, costs)
-            reductions = uneven_reductions(mesh, job, sections, self.rings, self.hosts)
-        passing = self._with_rows(sections, reductions.passing)
-        times = ((cost.replicas, cost.forward_s) for cost in costs)
-        lanes = replica_lanes(sections, times, micro_batches)
-        pipelines = replica_pipelines(plan, lanes, borders, passing, parts, chunks=job.virtual_stages)
-        optimizer, memory, host_memory = list[Floats](), list[dict[str, Floats]](), list[dict[str, Floats]]()
-        for section, cost, placed, owned, present in zip(
-            sections, costs, experts, reductions.owned, reductions.present, strict=True
-        ):
-            own, part = section.job, section.part
-            held = Holdings.of_section(section, micro_batches, cost.flights, placed)
-            optimizer.append(optimizer_times(section, placed, owned, present, self.hosts))
-            buffers = self._message_buffers(section)
-            memory.append(part_memory(own, part, held, section.window, owned, present, buffers))
-            host_memory.append(part_host_memory(own, part, held, present))
-        return Timing(
-            sections=sections,
-            stages=costs,
-            pipelines=pipelines,
-            reductions=reductions,
-            once=once_an_iteration(sections, costs, reductions, optimizer),
-            optimizer=optimizer,
-            micro_batches=micro_batches,
-            experts=experts,
-            memory=memory,
-            host_memory=host_memory,
-            host_loads=self.hosts.loads(
-                [section.placement.gpus for section in sections],
-                [np.sum(list(terms.values()), axis=0) for terms in host_memory],
-            ),
-            spread=spread(int(sum(self._single_cards[section.placement.gpus].sum() for section in sections))),
+            following = [*gpus_of_stages[1:], gpus_of_stages[0] if job.virtual_stages > 1 else None]
+        costs = [
+            stage_cost(section, self._layers, behind, cycle)
+            for section, behind, cycle in zip(sections, following, cycles, strict=True)
+        ]
+        return Timing(self, plan, mesh, sections, costs, micro_batches, experts)
+
+    def reductions(self, timing: Timing) -> Reductions:
+        """Return the collectives of gradients and weights, and the places of weights, gradients and state."""
+        job, sections, mesh = self.job, timing.sections, timing.mesh
+        if mesh is None:
+            return repeated_reductions(job, sections, self.rings, self.shards, timing.experts)
+        return uneven_reductions(mesh, job, sections, self.rings, self.hosts)
+
+    def pipelines(self, timing: Timing) -> tuple[Pipeline, ...]:
+        """Return the pipeline of each replica."""
+        job, sections, micro_batches = self.job, timing.sections, timing.micro_batches
+        borders, parts = None, {}
+        if timing.mesh is not None:
+            borders = border_seconds(timing.mesh, job, sections, self.links, micro_batches, self._borders)
+            parts = ministage_parts(sections, timing.stages)
+        elif job.virtual_stages > 1:
+            borders = interleaved_borders(job, sections, self.links, micro_batches)
+        passing = self._with_rows(sections, timing.reductions.passing)
+        lanes = replica_lanes(
+            sections, ((cost.replicas, cost.forward_s) for cost in timing.stages), micro_batches
         )
+        return replica_pipelines(timing.plan, lanes, borders, passing, parts, chunks=job.virtual_stages)
+
+    def optimizer(self, timing: Timing) -> list[Floats]:
+        """Return the seconds of the optimizer's step of each unit of a section, [U]."""
+        found = timing.reductions
+        return [
+            optimizer_times(section, placed, owned, present, self.hosts)
+            for section, placed, owned, present in zip(
+                timing.sections, timing.experts, found.owned, found.present, strict=True
+            )
+        ]
+
+    def memory(self, timing: Timing) -> list[dict[str, Floats]]:
+        """Return the bytes on one GPU of each unit, [U], by term, for each section."""
+        found = timing.reductions
+        holdings = zip(timing.sections, timing.holdings, found.owned, found.present, strict=True)
+        return [
+            part_memory(own.job, own.part, held, own.window, owned, present, self._message_buffers(own))
+            for own, held, owned, present in holdings
+        ]
+
+    def host_memory(self, timing: Timing) -> list[dict[str, Floats]]:
+        """Return the bytes in host memory for one GPU of each unit, [U], by term, for each section."""
+        return [
+            part_host_memory(section.job, section.part, held, present)
+            for section, held, present in zip(
+                timing.sections, timing.holdings, timing.reductions.present, strict=True
+            )
+        ]
+
+    def spread(self, sections: Sequence[Section]) -> float:
+        """Return the part by which the slowest GPU's computation takes longer than its kind's."""
+        return spread(int(sum(self._single_cards[section.placement.gpus].sum() for section in sections)))
 
     def _with_rows(
         self, sections: Sequence[Section], passing: Mapping[tuple[int, int], Passing]

@@ -104,7 +104,7 @@ def part_params(job: Job, part: ModelPart, experts: Floats | float = 0) -> Count
     return params
 
 
-def owned_params(job: Job, params: Counts, owners: float) -> Floats | float:
+def owned_params(job: Job, params: Counts, owners: Counts) -> Floats | float:
     """Return the number of a GPU's weights whose optimizer state it keeps.
 
     Args:

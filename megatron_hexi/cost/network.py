@@ -83,6 +83,10 @@ class LinkTable:
         busy = (load[number] / capacity).max(axis=1)
         return busy.reshape(size.shape) + self._latency(src, dst, distance)
 
+    def latency(self, src: Ints, dst: Ints) -> Floats:
+        """Return the seconds of latency of each message; for the arguments see `message_seconds`."""
+        return self._latency(src, dst, self._distance(src, dst))
+
     def set_seconds(self, src: Ints, dst: Ints, size: Floats, width: int = 1) -> float:
         """Return the seconds until all messages of one set have arrived.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,14 +40,18 @@ def period_s(stages: ArrayLike, there: ArrayLike, back: ArrayLike, micro_batches
         there: seconds that activations are in transit over each border while both stages compute, [p - 1].
         back: seconds that gradients are in transit over each border, [p - 1].
     """
-    totals, forth, return_ = (np.asarray(values, dtype=float) for values in (stages, there, back))
-    period = float(totals.max())
-    if not len(forth) or not (forth.any() or return_.any()):
+    # Plain numbers, since of few stages numpy's calls take longer than the sums.
+    totals, forth, return_ = (np.asarray(values, dtype=float).tolist() for values in (stages, there, back))
+    period: float = max(totals)
+    if not any(forth) and not any(return_):
         return period
-    period = max(period, float(forth.max()), float(return_.max()))
-    way = np.concatenate([[0.0], np.cumsum(totals)])
-    sent = np.concatenate([[0.0], np.cumsum(forth + return_)])
+    period = max(period, *forth, *return_)
+    way = [0.0, *itertools.accumulate(totals)]
+    sent = [0.0, *itertools.accumulate(map(operator.add, forth, return_))]
     for length in range(2, min(len(totals), micro_batches - 1) + 1):
-        rows = way[length:] - way[:-length] + sent[length - 1 :] - sent[: len(sent) - length + 1]
-        period = max(period, float(rows.max()) / length)
+        rows = (
+            way[first + length] - way[first] + sent[first + length - 1] - sent[first]
+            for first in range(len(totals) - length + 1)
+        )
+        period = max(period, max(rows) / length)
     return period

@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.lanes import Lane, Passing
 from megatron_hexi.cost.period import phases_of_1f1b
 from megatron_hexi.cost.phases import Phases
+from megatron_hexi.cost.plain_passes import WAYS, pass_order, plain_times
 from megatron_hexi.mesh import ROWS_ON_DEVICE, PipelineStep, StageRun, Way, pipeline_runs
 
 
@@ -80,6 +83,11 @@ class Pipeline:
     def is_1f1b(self) -> bool:
         """Whether stages run 1F1B of micro-batches that are alike, with all of their layers in one pass."""
         return self.passing is None and self.parts.shape[1] == 1 and self.weights is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each stage has one lane and no transfers of its own, so that passes wait for rows only."""
+        return self.passing is None and all(len(lanes) == 1 for lanes in self.lanes)
 
     @property
     def phases(self) -> Phases:
@@ -151,25 +159,36 @@ class PassTimes:
 
     def __init__(self, pipeline: Pipeline) -> None:
         depth, count = pipeline.parts.shape
-        self._runs = pipeline_runs(depth, pipeline.micro_batches, count, in_turn=pipeline.passing is not None)
         self._clocks = [_StageClock(pipeline, stage) for stage in range(depth)]
-        self._times: list[tuple[float, float]] = []
-        times = self._times
-        for run, inputs in self._runs:
+        if pipeline.is_plain:
+            order = pass_order(depth, pipeline.micro_batches, count)
+            work = np.array([clock.work[way][0] for clock in self._clocks for way in WAYS])
+            travel = np.array([clock.travel[way] for clock in self._clocks for way in WAYS])
+            seconds = work[order.receiver, order.chunk]
+            if pipeline.weights is not None:
+                seconds = seconds * np.array(pipeline.weights)[order.micro_batch]
+            ways = travel[order.receiver, order.micro_batch]
+            self._passes = order.passes
+            self._times = plain_times(order, seconds, ways, posts_ahead=pipeline.posts_ahead)
+            self.end_s = max(end for _, end in self._times)
+            return
+        runs = pipeline_runs(depth, pipeline.micro_batches, count, in_turn=pipeline.passing is not None)
+        times = self._times = list[tuple[float, float]]()
+        for run, inputs in runs:
             clock = self._clocks[run.stage]
             clock.enter(run)
             for step, source in zip(run.steps, inputs, strict=True):
                 times.append(clock.run(step, None if source is None else times[source][1]))
             clock.leave(run)
+        self._passes = lambda: [(run.stage, step) for run, _ in runs for step in run.steps]
         #: When the last pass and the last transfer have ended.
         self.end_s = max(clock.end_s for clock in self._clocks)
 
     def spans(self) -> list[PassSpan]:
         """Return the passes by stage and begin."""
-        passes = ((run.stage, step) for run, _ in self._runs for step in run.steps)
         found = (
             PassSpan(stage, *step, self._clocks[stage].lane_of[step.micro_batch], *times)
-            for (stage, step), times in zip(passes, self._times, strict=True)
+            for (stage, step), times in zip(self._passes(), self._times, strict=True)
         )
         return sorted(found, key=lambda span: (span.stage, span.start_s))
 
@@ -190,19 +209,19 @@ class _StageClock:
         self._weights = pipeline.weights or (1.0,) * pipeline.micro_batches
         self._passing = None if pipeline.passing is None else pipeline.passing[stage]
         none = [0.0] * pipeline.micro_batches
-        self._work: dict[Way, list[list[float]]] = {}
-        self._travel: dict[Way, list[float]] = {}
+        self.work: dict[Way, list[list[float]]] = {}
+        self.travel: dict[Way, list[float]] = {}
         self._posts_ahead: dict[Way, bool] = {}
         sources: tuple[tuple[Way, int, Floats, int], ...] = (
             ("forward", stage - 1, pipeline.there, stage - 1),
             ("backward", (stage + 1) % depth, pipeline.back, stage),
         )
         for way, other, times, border in sources:
-            self._work[way] = [
+            self.work[way] = [
                 [pipeline.pass_s(stage, lane, way, number) for number in range(count)] for lane in lanes
             ]
             # What crosses no border is never asked for.
-            self._travel[way] = times[border % borders].tolist() if borders else none
+            self.travel[way] = times[border % borders].tolist() if borders else none
             self._posts_ahead[way] = pipeline.posts_ahead and len(lanes) == len(pipeline.lanes[other]) == 1
         #: When lanes posted the receive of their next rows, by way and lane, if before they need them.
         self._posted: dict[tuple[Way, int], float] = {}
@@ -225,7 +244,7 @@ class _StageClock:
         if passing is None or sweep is None:
             return
         start, lanes = self._free, range(len(self._free))
-        self._posted = {(way, lane): start[lane] for way in self._travel for lane in lanes}
+        self._posted = {(way, lane): start[lane] for way in self.travel for lane in lanes}
         self._begun, self._copied = [[one] for one in start], [[] for _ in lanes]
         has_entry = sweep.way != "turn" and not (self._is_first and sweep.ministage == 0)
         self._rows_s = passing.rows * has_entry
@@ -244,10 +263,10 @@ class _StageClock:
         begin = free = self._free[lane]
         if ready is not None:
             asked = self._posted.pop((way, lane), free)
-            begin = max(free, max(ready, asked) + self._travel[way][step.micro_batch])
+            begin = max(free, max(ready, asked) + self.travel[way][step.micro_batch])
         if self._rows_s:
             begin = self._with_rows(way, lane, begin)
-        seconds = self._work[way][lane][step.chunk] * self._weights[step.micro_batch]
+        seconds = self.work[way][lane][step.chunk] * self._weights[step.micro_batch]
         end = self._free[lane] = begin + seconds
         if ready is not None and (self._posts_ahead[way] or self._passing is None):
             self._posted[way, lane] = begin if self._posts_ahead[way] else end

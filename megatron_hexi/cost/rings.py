@@ -10,12 +10,9 @@ neighbour, and the rest out of the node.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import product
-
 import numpy as np
 
-from megatron_hexi.cost.arrays import Ints
+from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.network import LinkTable
 
 #: Bytes that take far longer than any latency.
@@ -59,24 +56,39 @@ class Rings:
 
     def _lay(self, gpus: Ints, width: int) -> tuple[float, float]:
         """Return the seconds per byte, and the latency in seconds, of one step of a ring over some GPUs."""
-        nodes: dict[int, list[int]] = {}
-        for gpu in gpus.tolist():
-            nodes.setdefault(int(self.links.nodes[gpu]), []).append(gpu)
-        hops = np.array(list(_hops(list(nodes.values()))))
-        src, dst, part = hops[:, 0].astype(np.int64), hops[:, 1].astype(np.int64), hops[:, 2]
-        latency = self.links.message_seconds(src, dst, np.zeros(len(part)))
+        src, dst, part = _hops(gpus, self.links.nodes[gpus])
+        latency = self.links.latency(src, dst)
         seconds = self.links.message_seconds(src, dst, part * _MUCH, width=width)
         return float((seconds - latency).max()) / _MUCH, float(latency.max())
 
 
-def _hops(nodes: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, float]]:
-    """Yield sending GPU, receiving GPU and the part of all bytes that they carry, over all rings together."""
-    for number, node in enumerate(nodes):
-        count = len(node)
-        if count > 1:
-            part = (count - 1) / count if len(nodes) > 1 else 1.0
-            yield from ((gpu, node[(place + 1) % count], part) for place, gpu in enumerate(node))
-        if len(nodes) > 1:
-            following = nodes[(number + 1) % len(nodes)]
-            part = 1 / (count * len(following))
-            yield from ((*pair, part) for pair in product(node, following))
+def _hops(gpus: Ints, nodes: Ints) -> tuple[Ints, Ints, Floats]:
+    """Return sending GPU, receiving GPU and the part of all bytes that they carry, of all rings together.
+
+    Args:
+        gpus: GPUs in the order of the ring, [U]; a ring passes nodes in the order in which they first appear.
+        nodes: the node of each GPU, [U].
+    """
+    _, first, node = np.unique(nodes, return_index=True, return_inverse=True)
+    order = np.argsort(first[node], kind="stable")
+    gpus, node = gpus[order], np.cumsum(np.diff(first[node][order], prepend=-1) != 0) - 1
+    counts = np.bincount(node)
+    begin = np.cumsum(counts) - counts
+    # Inside a node each GPU sends to its neighbour.
+    beside = begin[node] + (np.arange(len(gpus)) - begin[node] + 1) % counts[node]
+    part = (counts - 1) / counts if len(counts) > 1 else np.ones(1)
+    inside = np.flatnonzero(counts[node] > 1)
+    if len(counts) == 1:
+        return gpus[inside], gpus[beside[inside]], part[node[inside]]
+    # Each GPU of a node sends to each of the following node.
+    following = (node + 1) % len(counts)
+    repeats = counts[following]
+    sender = np.repeat(np.arange(len(gpus)), repeats)
+    number = np.arange(len(sender)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    receiver = begin[following][sender] + number
+    between = 1 / (counts[node] * repeats)[sender]
+    return (
+        gpus[np.concatenate([inside, sender])],
+        gpus[np.concatenate([beside[inside], receiver])],
+        np.concatenate([part[node[inside]], between]),
+    )

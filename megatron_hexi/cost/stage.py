@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -12,45 +13,32 @@ from megatron_hexi.cost.collectives import loss_sum_seconds, pipeline_seconds
 from megatron_hexi.cost.compute import logits_times
 from megatron_hexi.cost.fp8 import computed_rows
 from megatron_hexi.cost.known_layers import KnownLayers
-from megatron_hexi.cost.layer import ExpertCycle, Layer, Pass, UnitGpus
+from megatron_hexi.cost.layer import ExpertCycle, Layer, Pass
 from megatron_hexi.cost.layer_bytes import Flights
+from megatron_hexi.cost.model_part import KindLayers
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh import Way
-from megatron_hexi.models.job import Job
 
 
 @dataclass(frozen=True, eq=False)
 class StageCost:
     """Seconds of one micro-batch in a section: units of a stage that are timed together.
 
+    All but the layers is computed when it is first read.
+
     Args:
         kinds: seconds of a layer of each kind.
-        counts: number of layers of each kind, numbers or [domains].
-        layers: number of all layers, those of multi-token prediction among them, a number or [U].
-        passes: passes of layers that the units run: forward, backward, and repeated by recomputation.
-        repeats: number of layers with which they run each pass, numbers or [U].
-        logits: seconds of each unit's output matrix and loss, [U]; 0 except on a last stage.
-        logits_sum: seconds of the collectives inside each unit that these need, [U].
         pipeline_s: exposed seconds of sends to the next stage and of its gradients back; with chunks only of
             the sends, after each chunk's forward pass.
-        replicas: seconds of a micro-batch by phase, of each domain; for a repeated stage these are replicas.
-        forward_s: seconds of one forward pass of each domain, which are part of these.
-        once: seconds of one layer of each of `passes` by phase, of each domain.
+        like: cost of the same units with other numbers of layers; ``None``: it is not known.
     """
 
+    section: Section
     kinds: tuple[Layer, ...]
-    counts: tuple[Counts, ...]
-    layers: Counts
-    passes: tuple[Pass, ...]
-    repeats: tuple[Counts, ...]
-    logits: Floats
-    logits_sum: Floats
     pipeline_s: float
-    replicas: tuple[Phases, ...]
-    forward_s: tuple[float, ...]
-    once: tuple[Mapping[Pass, Phases], ...]
+    like: StageCost | None = None
 
     @property
     def layer(self) -> Layer:
@@ -70,12 +58,128 @@ class StageCost:
             first = Flights(received, sent)
         return first
 
-    def mean(self, value: Callable[[Layer], float], domain: int = 0) -> float:
-        """Return the mean of a number over the layers of a domain."""
+    @cached_property
+    def _held(self) -> list[KindLayers]:
+        return self.section.parts.of_kinds(self.section.job.model)
+
+    @property
+    def counts(self) -> list[Counts]:
+        """Number of layers of each kind, numbers or [domains]."""
+        return [held.layers for held in self._held]
+
+    @property
+    def layers(self) -> Counts:
+        """Number of all layers, those of multi-token prediction among them, a number or [U]."""
+        section = self.section
+        return section.part.layers + section.part.predictions(section.job.model).layers
+
+    @cached_property
+    def _runs(self) -> list[tuple[Pass, Counts]]:
+        """Passes of layers that the units run, with the number of layers of each, numbers or [domains]."""
+        section, runs = self.section, list[tuple[Pass, Counts]]()
+        twice = section.parts.run_twice(section.job.model)
+        for layer, count, again in zip(self.kinds, self._held, twice, strict=True):
+            runs += [(layer.forward, count.layers), (layer.backward, count.layers)]
+            if section.job.mode != "none":
+                repeated = layer.forward if layer.attention_again is None else layer.attention_again
+                runs.append((repeated, count.again))
+            if np.any(section.parts.ministages):
+                runs.append((layer.forward, again))
+        return runs
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """Passes of layers that the units run: forward, backward, and repeated by recomputation."""
+        return tuple(work for work, _ in self._runs)
+
+    @property
+    def repeats(self) -> tuple[Counts, ...]:
+        """Number of layers with which they run each pass, numbers or [U]."""
+        unit_replica = self.section.arrays.unit_replica
+        counts = (count for _, count in self._runs)
+        return tuple(count[unit_replica] if isinstance(count, np.ndarray) else count for count in counts)
+
+    @cached_property
+    def logits(self) -> Floats:
+        """Seconds of each unit's output matrix and loss, [U]; 0 except on a last stage."""
+        if self.like is not None:
+            return self.like.logits
+        section, times = self.section, np.zeros(len(self.section.units))
+        if np.any(section.parts.is_last):
+            for speeds, units in section.placement.stage.by_kind:
+                times[units] = sum(logits_times(speeds, section.job, _rows(section)[units]))
+            times = section.part.is_last * times
+        return times
+
+    @cached_property
+    def logits_sum(self) -> Floats:
+        """Seconds of the collectives inside each unit that these need, [U]."""
+        if self.like is not None:
+            return self.like.logits_sum
+        section, stage = self.section, self.section.placement.stage
+        if not np.any(section.parts.is_last):
+            return np.zeros(len(section.units))
+        sums = loss_sum_seconds(section.job, _rows(section), stage.bandwidth, stage.latency)
+        return section.part.is_last * sums
+
+    @cached_property
+    def once(self) -> tuple[Mapping[Pass, Phases], ...]:
+        """Seconds of one layer of each of `passes` by phase, of each domain."""
+        if self.like is not None:
+            return self.like.once
+        plan, found = self.section.arrays, []
+        passes = {
+            one: None
+            for layer in self.kinds
+            for one in (layer.forward, layer.backward, layer.attention_again)
+            if one is not None
+        }
+        for domain in range(len(self.section.replicas)):
+            units = np.flatnonzero(plan.unit_replica == domain)
+            found.append({one: _pass_phases(plan, one, units) for one in passes})
+        return tuple(found)
+
+    @cached_property
+    def _domains(self) -> list[tuple[Phases, float]]:
+        """Seconds of a micro-batch by phase, and of its forward pass among them, of each domain."""
+        section, sums, found = self.section, self.logits + self.logits_sum, []
+        by_domain = [section.by_domain(count) for _, count in self._runs]
+        every = len(self._runs) // len(self.kinds)
+        for domain, once in enumerate(self.once):
+            units = np.flatnonzero(section.arrays.unit_replica == domain)
+            counts = [own[domain] for own in by_domain]
+            seconds = [once[work] for work, _ in self._runs]
+            ahead = Phases().added(seconds[::every], counts[::every])
+            sent = self.pipeline_s if section.parts.chunks > 1 else 0.0
+            slowest = units[np.argmax(sums[units])]
+            ends = Phases(logits=float(self.logits[slowest]), tensor_parallel=float(self.logits_sum[slowest]))
+            whole = Phases(pipeline=self.pipeline_s).added(seconds, counts) + ends
+            found.append((whole, ahead.total + sent))
+        return found
+
+    @property
+    def replicas(self) -> tuple[Phases, ...]:
+        """Seconds of a micro-batch by phase, of each domain; for a repeated stage these are replicas."""
+        return tuple(whole for whole, _ in self._domains)
+
+    @property
+    def forward_s(self) -> tuple[float, ...]:
+        """Seconds of one forward pass of each domain, which are part of these."""
+        return tuple(forward for _, forward in self._domains)
+
+    def mean(
+        self, value: Callable[[Layer], float], domain: int = 0, counts: Sequence[Counts] | None = None
+    ) -> float:
+        """Return the mean of a number over the layers of a domain.
+
+        Args:
+            counts: number of layers of each kind, numbers or [domains]; ``None``: those of the section.
+        """
         if len(self.kinds) == 1:
             return value(self.layer)
-        counts = [float(held[domain]) if isinstance(held, np.ndarray) else held for held in self.counts]
-        return sum(n * value(layer) for n, layer in zip(counts, self.kinds, strict=True)) / sum(counts)
+        held = self.counts if counts is None else counts
+        own = [float(count[domain]) if isinstance(count, np.ndarray) else count for count in held]
+        return sum(n * value(layer) for n, layer in zip(own, self.kinds, strict=True)) / sum(own)
 
     def layer_seconds(self, domain: int) -> list[float]:
         """Return the seconds of one layer of each kind in a domain, each of its passes counted once."""
@@ -87,7 +191,7 @@ class StageCost:
 
     def of_parts(self, section: Section) -> StageCost:
         """Return the seconds of the same section with other numbers of layers in its `parts`."""
-        return _of_layers(section, self.kinds, self.logits, self.logits_sum, self.pipeline_s, self.once)
+        return StageCost(section, self.kinds, self.pipeline_s, self.like or self)
 
 
 def stage_cost(
@@ -99,86 +203,22 @@ def stage_cost(
         following: first GPU of each unit of the next stage, [U], if sends are exposed; ``None``: there are no
             sends, or they are hidden. With chunks the first stage follows the last.
     """
-    job, stage = section.job, section.placement.stage
+    job = section.job
     kinds = tuple(known.times(section, kind, experts if kind.model.experts else None) for kind in job.kinds)
-    rows = computed_rows(job, section.arrays.tokens.astype(float), stage.in_fp8)
-    logits, sums = np.zeros(len(rows)), np.zeros(len(rows))
-    if np.any(section.parts.is_last):
-        logits = section.part.is_last * _logits(job, stage, rows)
-        sums = section.part.is_last * loss_sum_seconds(job, rows, stage.bandwidth, stage.latency)
     send = 0.0
     if following is not None:
         # Megatron's interleaved schedule waits for activations (schedules.py, `post_forward`), and leaves
         # gradients in flight; the model's last chunk sends none.
         parts = section.parts
         turns = 2 if parts.chunks == 1 else parts.chunks - int(np.any(parts.is_last))
-        send = turns * pipeline_seconds(known.links, job, rows, stage.gpus, following)
-    plan = section.arrays
-    passes = {
-        one: None
-        for layer in kinds
-        for one in (layer.forward, layer.backward, layer.attention_again)
-        if one is not None
-    }
-    once = []
-    for domain in range(len(section.replicas)):
-        units = np.flatnonzero(plan.unit_replica == domain)
-        once.append({one: _pass_phases(plan, one, units) for one in passes})
-    return _of_layers(section, kinds, logits, sums, send, tuple(once))
+        gpus = section.placement.stage.gpus
+        send = turns * pipeline_seconds(known.links, job, _rows(section), gpus, following)
+    return StageCost(section, kinds, send)
 
 
-def _of_layers(
-    section: Section,
-    kinds: tuple[Layer, ...],
-    logits: Floats,
-    sums: Floats,
-    send: float,
-    once: tuple[Mapping[Pass, Phases], ...],
-) -> StageCost:
-    """Return the seconds of one micro-batch in a section, from those of a layer of each kind.
-
-    Args:
-        logits: seconds of each unit's output matrix and loss, [U].
-        sums: seconds of the collectives inside each unit that these need, [U].
-        once: seconds of one layer's passes by phase, of each domain.
-    """
-    plan, job, parts = section.arrays, section.job, section.parts
-    passes, repeats = list[Pass](), list[Counts]()
-    held = parts.of_kinds(job.model)
-    for layer, count, again in zip(kinds, held, parts.run_twice(job.model), strict=True):
-        passes += [layer.forward, layer.backward]
-        repeats += [count.layers, count.layers]
-        if job.mode != "none":
-            passes.append(layer.forward if layer.attention_again is None else layer.attention_again)
-            repeats.append(count.again)
-        if np.any(parts.ministages):
-            passes.append(layer.forward)
-            repeats.append(again)
-    by_domain = [section.by_domain(counts) for counts in repeats]
-    replicas, forward = [], []
-    for domain in range(len(section.replicas)):
-        units, counts = np.flatnonzero(plan.unit_replica == domain), [own[domain] for own in by_domain]
-        seconds, every = [once[domain][work] for work in passes], len(passes) // len(kinds)
-        ahead = Phases().added(seconds[::every], counts[::every])
-        forward.append(ahead.total + (send if parts.chunks > 1 else 0.0))
-        slowest = units[np.argmax((logits + sums)[units])]
-        ends = Phases(logits=float(logits[slowest]), tensor_parallel=float(sums[slowest]))
-        replicas.append(Phases(pipeline=send).added(seconds, counts) + ends)
-    return StageCost(
-        kinds=kinds,
-        counts=tuple(count.layers for count in held),
-        layers=section.part.layers + section.part.predictions(job.model).layers,
-        passes=tuple(passes),
-        repeats=tuple(
-            counts[plan.unit_replica] if isinstance(counts, np.ndarray) else counts for counts in repeats
-        ),
-        logits=logits,
-        logits_sum=sums,
-        pipeline_s=send,
-        replicas=tuple(replicas),
-        forward_s=tuple(forward),
-        once=once,
-    )
+def _rows(section: Section) -> Floats:
+    """Return the rows of a micro-batch on each unit, [U]."""
+    return computed_rows(section.job, section.arrays.tokens.astype(float), section.placement.stage.in_fp8)
 
 
 def _pass_phases(plan: PlanArrays, one: Pass, units: Ints) -> Phases:
@@ -204,10 +244,3 @@ def free_network(way: Way, units: Bools, layer: Layer) -> float:
     """Return the seconds of a layer's pass on some units in which the network is free."""
     one: Pass = getattr(layer, way)
     return max(0.0, float(one.finish[units].max()) - one.wire)
-
-
-def _logits(job: Job, stage: UnitGpus, rows: Floats) -> Floats:
-    times = np.zeros(len(rows))
-    for speeds, units in stage.by_kind:
-        times[units] = sum(logits_times(speeds, job, rows[units]))
-    return times

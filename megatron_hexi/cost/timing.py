@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.experts import ExpertsOnRanks
 from megatron_hexi.cost.hosts import HostMemoryUse
-from megatron_hexi.cost.once import Once, iteration_phases
+from megatron_hexi.cost.memory import Holdings
+from megatron_hexi.cost.once import Once, iteration_phases, once_an_iteration
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.reductions import Reductions
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import StageCost
+from megatron_hexi.mesh import Mesh
+from megatron_hexi.plan import Plan
+
+if TYPE_CHECKING:
+    from megatron_hexi.cost.iteration import CostModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,34 +31,75 @@ class Timing:
     """Time and memory of a plan's iteration in arrays over units, in which a search finds the bottleneck.
 
     Lists have one entry for each section; in a plan with a repeated stage these are the pipeline stages.
+    A search of a stage's layout reads little more than its layers, so all else is computed when first read.
 
     Args:
+        model: the cost model that timed the plan.
+        mesh: the plan's ranks, if its stages differ; ``None``: they are one stage, repeated.
         sections: the sections of the plan: units that are timed together.
         stages: seconds of one micro-batch in each section.
-        pipelines: the pipeline of each replica, [replicas].
-        reductions: collectives of gradients and weights, and places of weights, gradients and state.
-        once: what each stage does once an iteration.
-        optimizer: seconds of the optimizer's step of each unit of a section, [U].
         micro_batches: number of micro-batches of each replica, [replicas].
         experts: routed experts of each section's units; ``None``: the model has none.
-        memory: bytes on one GPU of each unit, [U], by term.
-        host_memory: bytes in host memory for one GPU of each unit, [U], by term.
-        host_loads: loads of the nodes whose host memory is used.
-        spread: part by which the slowest GPU's computation takes longer than its kind's.
     """
 
+    model: CostModel
+    plan: Plan
+    mesh: Mesh | None
     sections: list[Section]
     stages: list[StageCost]
-    pipelines: tuple[Pipeline, ...]
-    reductions: Reductions
-    once: Once
-    optimizer: list[Floats]
     micro_batches: Ints
     experts: list[ExpertsOnRanks | None]
-    memory: list[dict[str, Floats]]
-    host_memory: list[dict[str, Floats]]
-    host_loads: tuple[HostMemoryUse, ...]
-    spread: float
+
+    @cached_property
+    def reductions(self) -> Reductions:
+        """Collectives of gradients and weights, and places of weights, gradients and state."""
+        return self.model.reductions(self)
+
+    @cached_property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """The pipeline of each replica, [replicas]."""
+        return self.model.pipelines(self)
+
+    @cached_property
+    def optimizer(self) -> list[Floats]:
+        """Seconds of the optimizer's step of each unit of a section, [U]."""
+        return self.model.optimizer(self)
+
+    @cached_property
+    def once(self) -> Once:
+        """What each stage does once an iteration."""
+        return once_an_iteration(self.sections, self.stages, self.reductions, self.optimizer)
+
+    @cached_property
+    def holdings(self) -> list[Holdings]:
+        """Tokens, heads, micro-batches and experts of each section's units."""
+        return [
+            Holdings.of_section(section, self.micro_batches, cost.flights, placed)
+            for section, cost, placed in zip(self.sections, self.stages, self.experts, strict=True)
+        ]
+
+    @cached_property
+    def memory(self) -> list[dict[str, Floats]]:
+        """Bytes on one GPU of each unit, [U], by term."""
+        return self.model.memory(self)
+
+    @cached_property
+    def host_memory(self) -> list[dict[str, Floats]]:
+        """Bytes in host memory for one GPU of each unit, [U], by term."""
+        return self.model.host_memory(self)
+
+    @cached_property
+    def host_loads(self) -> tuple[HostMemoryUse, ...]:
+        """Loads of the nodes whose host memory is used."""
+        return self.model.hosts.loads(
+            [section.placement.gpus for section in self.sections],
+            [np.sum(list(terms.values()), axis=0) for terms in self.host_memory],
+        )
+
+    @cached_property
+    def spread(self) -> float:
+        """Part by which the slowest GPU's computation takes longer than its kind's."""
+        return self.model.spread(self.sections)
 
     @cached_property
     def replicas(self) -> tuple[Phases, ...]:

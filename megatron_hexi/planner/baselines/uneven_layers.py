@@ -224,12 +224,12 @@ def _deal_again(candidate: Candidate, dealt: Sequence[int], layers: int) -> list
         fullest = max(full[replica, stage] for replica in range(len(candidate.plan.replicas)))
         most = assigned if fullest <= 1 and assigned == layers else max(1, int(assigned / fullest))
         seconds.append(np.where(counts <= most, counts * took / assigned, np.inf))
-    following = least_longest(seconds, layers)
+    following = least_longest(np.array(seconds), layers)
     if following is None:
         return None
     pipeline = max(candidate.timing.pipelines, key=lambda pipeline_timing: pipeline_timing.phases.total)
     ways = ((pipeline.there + pipeline.back)[:, 0] / 2).tolist()
-    return moved_layers(seconds, following, ways, int(candidate.timing.micro_batches[0]))
+    return moved_layers(np.array(seconds), following, ways, int(candidate.timing.micro_batches[0]))
 
 
 def spell_uneven(candidate: Candidate) -> str:

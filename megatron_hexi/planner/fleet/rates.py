@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
+
 import numpy as np
 
 from megatron_hexi.cost import attention_seconds, token_seconds
@@ -46,6 +49,14 @@ class Rates:
         #: Bytes of a token held, and of a head of a token attended to, on the stage that needs most.
         self.token_bytes = float(taken[:, 1].max())
         self.head_bytes = float(taken[:, 2].max()) / self.local_heads
+
+    def of(self, units: Sequence[int]) -> Rates:
+        """Return the rates of some of the units, with the memory that these have beside all others."""
+        some = copy(self)
+        some.token, some.attention, some.free = (
+            values[list(units)] for values in (self.token, self.attention, self.free)
+        )
+        return some
 
 
 def _stage_bytes(fleet: Fleet, window: int, shards: int, micro_batches: int, fp8_copies: float) -> Floats:

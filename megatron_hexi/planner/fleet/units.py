@@ -21,6 +21,9 @@ from megatron_hexi.models import Job
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES, ExpertRule
 
+#: The name of each unit's kind, and the place of its site among all sites.
+type Pattern = tuple[tuple[str, int], ...]
+
 
 @dataclass(frozen=True)
 class FleetUnit:
@@ -98,6 +101,12 @@ class Fleet:
         for number, unit in enumerate(self.units):
             sites.setdefault(unit.site, []).append(number)
         return tuple(map(tuple, sites.values()))
+
+    @property
+    def pattern(self) -> Pattern:
+        """What a layout of the units depends on: the name of each unit's kind, and the place of its site."""
+        order = {site: place for place, site in enumerate(dict.fromkeys(unit.site for unit in self.units))}
+        return tuple((self.kinds[unit.kind].name, order[unit.site]) for unit in self.units)
 
     @cached_property
     def models(self) -> dict[tuple[Device, ...], tuple[int, ...]]:

@@ -27,7 +27,7 @@ from megatron_hexi.planner.joint.packing import Packed
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pipes import Pipe, PipeStage
 from megatron_hexi.planner.joint.placing import StageGpus, StagePlace, find_gpus, number_ranks
-from megatron_hexi.planner.joint.pools import Pools
+from megatron_hexi.planner.joint.pools import Pools, StageShape
 from megatron_hexi.planner.layouts.layout import Layout, build_domain, with_experts
 from megatron_hexi.planner.layouts.trial import Candidate, Judge, Trial, order_of
 from megatron_hexi.planner.moves import Climb, layer_moves
@@ -57,7 +57,9 @@ class Assembly:
         self._found = timer.known.domains.setdefault(pools.usable_gib, {})
         #: The last trial of equal units with the same recomputation.
         self._layouts: dict[tuple[object, ...], Trial] = {}
-        #: Trials that were searched, by their work without the micro-batches in flight.
+        #: Searches of domains, by all that their results depend on.
+        self._searches: dict[tuple[object, ...], DomainSearch] = {}
+        #: Polished trials of these, by all that they depend on if memory is not short.
         self._searched: dict[tuple[object, ...], Trial] = {}
         self._polished = True
         self._units = cache(lambda width, gpus: find_units(timer.job(width), self._cluster, gpus))
@@ -151,29 +153,44 @@ class Assembly:
         kind = _alike(fleet), job.tensor_parallel, job.recompute
         devices = {id(self._cluster.ranks[unit.gpus[0][0]].device) for unit in fleet.units}
         placed = placement(fleet.experts, len(fleet.units), job.tensor_parallel, is_mixed=len(devices) > 1)
-        ends = (place.is_first, place.is_last)
-        work = (*kind, *ends, *_layers_of_kinds(part, job), placed, micro_batches, shards, self._polished)
-        name = (*work, part.ahead)
+        held = _layers_of_kinds(part, job)
+        work = (*kind, placed, micro_batches, shards, place.is_last)
+        # Without the loss, more layers of the same mix need the same layout.
+        mix = held if place.is_last else [count / part.layers for count in held]
+        searched = (*work, *held, place.is_first, part.ahead)
+        name = (*searched, self._polished)
         fleet = replace(fleet, job=job, part=part)
         if name not in self._found:
             judge = Judge(fleet, shards)
-            known, like = self._layouts.get(kind), self._searched.get(work)
-            trial = None
+            known, like = self._layouts.get(kind), self._searched.get((*work, *mix))
+            trial, room = None, 1.0
+            if searched not in self._searches:
+                self._searches[searched] = DomainSearch(judge, fleet, micro_batches)
+            search = self._searches[searched]
             if self._polished and like is not None and like.timing.fullness < _TIGHT:
-                # Fewer micro-batches in flight leave more memory, which was not short.
-                trial = judge.try_out(fleet, like.layouts, like.window)
+                # Memory was not short, and is not short here.
+                trial, room = judge.try_out(fleet, like.layouts, like.window), _TIGHT
             elif known is not None and not self._polished:
                 # With other layers the same layout is as good, as long as memory has room for it.
                 layout = replace(known.layouts[0], micro_batches=micro_batches)
                 trial = judge.try_out(fleet, [layout], known.window)
-            if trial is None or not trial.fits:
-                trial = DomainSearch(judge, fleet, micro_batches).run(self._polished)
-                trial = refine(judge, trial).trial if self._polished else trial
-                self._searched[work] = trial
+            elif not self._polished:
+                trial = self._as_timed(search, fleet, stage.shape)
+            if trial is None or trial.timing.fullness > room:
+                trial = search.run(self._polished)
+                if self._polished:
+                    trial = self._searched[*work, *mix] = refine(judge, trial).trial
             self._found[name] = trial
             self.trials += judge.trials
         self._layouts[kind] = self._found[name]
         return replace(self._found[name], fleet=fleet)
+
+    def _as_timed(self, search: DomainSearch, fleet: Fleet, shape: StageShape) -> Trial | None:
+        """Return the layout with which a stage's layer was timed, balanced; ``None``: for other units."""
+        layer = self._timer.layer(shape, True)
+        if layer is None or layer.domain is None or layer.domain[0] != fleet.pattern:
+            return None
+        return search.balanced(layer.domain[1])
 
     def _reassigned(self, pipe: Pipe, micro_batches: int, shards: int, trials: Sequence[Trial]) -> Pipe:
         """Return the pipeline with layers reassigned by the stages' timed seconds."""

@@ -103,7 +103,7 @@ def chunked(
     best: ChunkedPipe | None = None
     for chunks in _COUNTS:
         for each in {1, chunks} if tables.layers % chunks == 0 else {1}:
-            rows = [table.seconds[each - 1 :: each] for table in found]
+            rows = np.array([table.seconds[each - 1 :: each] for table in found])
             dealt = least_longest(rows, tables.layers // each)
             if dealt is None or each * min(dealt) < chunks:
                 continue

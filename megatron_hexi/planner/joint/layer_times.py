@@ -7,9 +7,10 @@ another, times the factor by which waiting slows a small stage on the same pools
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint.pools import Pools, StageShape, is_exact
 from megatron_hexi.planner.joint.stage_times import KnownStages, LayerTimes
+from megatron_hexi.planner.joint.synchronisation import Synchronisation
 from megatron_hexi.planner.layouts.layout import Grouping
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 from megatron_hexi.planner.search.balance import rebalanced
@@ -78,7 +80,11 @@ class LayerTimer:
             for width in widths
         }
         self._judges = {width: Judge(fleet) for width, fleet in self._fleets.items()}
+        self._rates = {width: Rates(fleet, WINDOW) for width, fleet in self._fleets.items()}
+        self._grouped: dict[tuple[tuple[int, ...], int, int], _Grouped] = {}
         self.layer = cache(self._layer)
+        #: What replicas add to an iteration, which all searches share.
+        self.synchronisation = Synchronisation(self)
         self._waiting = cache(self._waiting_factor)
 
     @property
@@ -133,36 +139,26 @@ class LayerTimer:
 
     def _trial(self, shape: StageShape) -> LayerTimes | None:
         """Return a layer's times by the cost model, in the best of a few groupings; ``None``: impossible."""
-        fleet = self._stage_fleet(shape)
-        if fleet is None:
+        units = self._stage_units(shape)
+        if units is None:
             return None
-        judge = self._judges[shape.width]
-        rates = Rates(fleet, WINDOW)
-        guess = FirstGuess(fleet, rates)
+        judge, fleet = self._judges[shape.width], self._fleets[shape.width].subset(units)
+        rates = self._rates[shape.width].of(units)
         groupings = _groupings(fleet, rates.local_heads)
         if not groupings:
             return None
+        guess = FirstGuess(fleet, rates)
 
-        def timed(place: int) -> Trial:
-            return judge.try_out(fleet, [guess.layout(groupings[place], 1)], WINDOW)
+        def timed(grouping: Grouping) -> Trial:
+            return judge.try_out(fleet, [guess.layout(grouping, 1)], WINDOW)
 
-        # Start from groups of a node; go to larger ones as long as that is faster, or else to smaller ones.
-        start = next(
-            (place for place, grouping in enumerate(groupings) if len(grouping) >= len(fleet.sites)), 0
-        )
-        best = timed(start)
-        for step in (-1, 1):
-            place, before = start + step, best
-            while 0 <= place < len(groupings):
-                trial = timed(place)
-                if _layer_seconds(trial) >= _layer_seconds(best):
-                    break
-                best, place = trial, place + step
-            if best is not before:
-                break
-        for size in _spread_sizes(fleet, best, rates.local_heads):
-            trial = judge.try_out(fleet, [guess.layout(spread(fleet, size), 1)], WINDOW)
-            best = min(best, trial, key=_layer_seconds)
+        # On the same kinds of GPU and about as many nodes the same grouping is best.
+        alike = tuple(shape.kinds), shape.width, len(fleet.sites).bit_length()
+        known = self._grouped.get(alike) if len(shape.kinds) > 1 else None
+        if known is not None and known.is_possible(fleet, groupings):
+            best = timed(known.of(fleet, groupings))
+        else:
+            best, self._grouped[alike] = _best_grouping(fleet, groupings, timed, rates.local_heads)
         for _ in range(_ROUNDS if len(shape.kinds) > 1 else 0):
             trial = judge.try_out(fleet, [rebalanced(rates, best)], WINDOW)
             if _layer_seconds(trial) >= _layer_seconds(best):
@@ -170,11 +166,12 @@ class LayerTimer:
             best = trial
         return self._read(shape, best)
 
-    def _stage_fleet(self, shape: StageShape) -> Fleet | None:
-        fleet = self._fleets[shape.width]
+    def _stage_units(self, shape: StageShape) -> list[int] | None:
+        """Return the numbers in the fleet of a stage's units; ``None``: the shape is impossible."""
         gpus = set(self.pools.some_gpus(shape))
-        units = [number for number, unit in enumerate(fleet.units) if gpus.issuperset(unit.gpus[0])]
-        return fleet.subset(units) if len(units) * shape.width == len(gpus) else None
+        of_fleet = enumerate(self._fleets[shape.width].units)
+        units = [number for number, unit in of_fleet if gpus.issuperset(unit.gpus[0])]
+        return units if len(units) * shape.width == len(gpus) else None
 
     def _read(self, shape: StageShape, trial: Trial) -> LayerTimes:
         (section,), (stage,) = trial.timing.sections, trial.timing.stages
@@ -184,14 +181,13 @@ class LayerTimer:
         (placed,) = trial.timing.experts
         held = Holdings.of_section(section, np.ones(1, dtype=np.int64), stage.flights, placed)
         alone = replace(section.job, model=section.job.model.without_predictions)
-        memory = [
-            part_memory(replace(alone, recompute=mode), _ONE_LAYER, held, section.window, 0.0)
-            for mode in RECOMPUTES
-        ]
+        jobs = [replace(alone, recompute=mode) for mode in RECOMPUTES]
+        memory = [part_memory(job, _ONE_LAYER, held, section.window, 0.0) for job in jobs]
         once = replace(section.job, recompute=RECOMPUTES[0])
-        loss = part_memory(once, _ONE_LAYER, held, section.window, 0.0)
+        loss = memory[0] if once == jobs[0] else part_memory(once, _ONE_LAYER, held, section.window, 0.0)
         blocks = once.model.mtp_layers * prediction_bytes(once, held.tokens)
-        stage = replace(stage, counts=tuple(kind.layers for kind in _ONE_LAYER.of_kinds(alone.model)))
+        counts = [kind.layers for kind in _ONE_LAYER.of_kinds(alone.model)]
+        mean = partial(stage.mean, counts=counts)
 
         def most(values: Floats) -> Floats:
             largest = np.zeros(len(shape.kinds))
@@ -200,11 +196,11 @@ class LayerTimer:
 
         everything = np.ones(len(pool), dtype=bool)
         return LayerTimes(
-            forward=stage.mean(lambda layer: float(layer.forward.finish.max())),
-            backward=stage.mean(lambda layer: float(layer.backward.finish.max())),
-            free_forward=stage.mean(partial(free_network, "forward", everything)),
-            free_backward=stage.mean(partial(free_network, "backward", everything)),
-            again=stage.mean(_attention_again),
+            forward=mean(lambda layer: float(layer.forward.finish.max())),
+            backward=mean(lambda layer: float(layer.backward.finish.max())),
+            free_forward=mean(partial(free_network, "forward", everything)),
+            free_backward=mean(partial(free_network, "backward", everything)),
+            again=mean(_attention_again),
             logits=float((stage.logits + stage.logits_sum).max()),
             units=np.bincount(pool).astype(float),
             tokens=most(section.arrays.tokens.astype(float)),
@@ -215,6 +211,7 @@ class LayerTimer:
             experts=most(held.experts + np.zeros(len(pool))),
             fp8_copies=most(held.fp8_copies + np.zeros(len(pool))),
             expert_copies=1 if placed is None else len(np.unique(placed.domain)),
+            domain=(trial.fleet.pattern, trial.layouts[0]),
         )
 
 
@@ -254,6 +251,58 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
         fp8_copies=np.concatenate([layer.fp8_copies for layer in layers]),
         expert_copies=min(layer.expert_copies for layer in layers),
     )
+
+
+class _Grouped(NamedTuple):
+    """A way to group a stage's units.
+
+    Args:
+        place: index among `_groupings`, less that of groups of a node; not used if groups are spread.
+        spread: number of units of a group that is spread over nodes; ``None``: groups are not spread.
+    """
+
+    place: int
+    spread: int | None
+
+    def is_possible(self, fleet: Fleet, groupings: Sequence[Grouping]) -> bool:
+        """Return whether the units of a fleet can be grouped so."""
+        if self.spread is not None:
+            return self.spread < len(fleet.units) and len(fleet.sites) > 1
+        return 0 <= _start(fleet, groupings) + self.place < len(groupings)
+
+    def of(self, fleet: Fleet, groupings: Sequence[Grouping]) -> Grouping:
+        """Return the groups of a fleet's units."""
+        if self.spread is not None:
+            return spread(fleet, self.spread)
+        return groupings[_start(fleet, groupings) + self.place]
+
+
+def _start(fleet: Fleet, groupings: Sequence[Grouping]) -> int:
+    """Return the index of groups of a node, or of the largest groups."""
+    return next((place for place, grouping in enumerate(groupings) if len(grouping) >= len(fleet.sites)), 0)
+
+
+def _best_grouping(
+    fleet: Fleet, groupings: Sequence[Grouping], timed: Callable[[Grouping], Trial], heads: int
+) -> tuple[Trial, _Grouped]:
+    """Return the fastest trial of a few groupings, and how its units are grouped."""
+    # Start from groups of a node; go to larger ones as long as that is faster, or else to smaller ones.
+    start = _start(fleet, groupings)
+    best, found = timed(groupings[start]), _Grouped(0, None)
+    for step in (-1, 1):
+        place, before = start + step, best
+        while 0 <= place < len(groupings):
+            trial = timed(groupings[place])
+            if _layer_seconds(trial) >= _layer_seconds(best):
+                break
+            best, found, place = trial, _Grouped(place - start, None), place + step
+        if best is not before:
+            break
+    for size in _spread_sizes(fleet, best, heads):
+        trial = timed(spread(fleet, size))
+        if _layer_seconds(trial) < _layer_seconds(best):
+            best, found = trial, _Grouped(0, size)
+    return best, found
 
 
 def _layer_seconds(trial: Trial) -> float:

@@ -5,13 +5,16 @@ of a stage's time, a table gives the most layers of the stage. So, block by bloc
 first, a dynamic program finds for each number of stages, and for each time of a geometric grid, the most
 layers of these stages; the first time at which that is the whole model makes a candidate. The best candidates
 then get whole layers, exactly: the least time of the slowest stage.
+
+Layers and choices are parts of one number, so that a maximum finds both, for all times and for many numbers
+of stages at once: the most layers first, and of choices that carry as many the one that was tried first.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +24,7 @@ from megatron_hexi.planner.joint.chunked_pipes import ChunkedPipe, chunked, chun
 from megatron_hexi.planner.joint.pipes import Pipe, PipeStage, least_longest, moved_layers
 from megatron_hexi.planner.joint.pools import Counts, StageShape, is_exact
 from megatron_hexi.planner.joint.stage_runs import StageRuns
-from megatron_hexi.planner.joint.stage_tables import DEEPEST, StageTables
+from megatron_hexi.planner.joint.stage_tables import DEEPEST, ROWS, StageTables
 from megatron_hexi.planner.request import Request
 
 #: Steps of the grid of times: 3 %, refined by the exact layers afterwards.
@@ -35,20 +38,54 @@ _INTERLEAVED = 4
 _CHARGED = ((2.0, 0.0), (0.0, 0.0), (0.0, 2.0), (1.0, 1.0), (0.5, 0.5))
 #: Number of layers that stands for a stage which does not fit.
 _NEVER = -(10**6)
+#: Below the layers, a number has bits of two choices: of the stages behind, and of the block's option.
+_OPTIONS, _CHOICES = 2**10, 2**15
+#: Blocks whose layers are kept; each takes some 100 KB.
+_MOST_BLOCKS = 512
 
 
-class _CarriedLayers(NamedTuple):
-    """The most layers of a pipeline's last blocks, if no stage exceeds a time of the grid, and the choices.
+class _Block(NamedTuple):
+    """The most layers of a block's stages together, if no stage exceeds a time of the grid.
 
     Args:
-        layers: the most layers, [times].
-        block: index of the option chosen for the first of these blocks, [times], or one number for all times.
-        behind: number of stages in the blocks after the first, [times], or one number for all times.
+        depths: possible numbers of its stages, in the order of their first option, [D].
+        layers: the most layers, times `_CHOICES`, plus `_OPTIONS` - 1 - the option chosen; by the number of
+            stages and by that of the stages behind, [D, 1 + `DEEPEST`, times]; of a last block [D, 1, times].
     """
 
-    layers: Floats
-    block: Ints
-    behind: Ints
+    depths: Ints
+    layers: Ints
+
+
+class _Level(NamedTuple):
+    """The most layers of a pipeline's last blocks, if no stage exceeds a time of the grid.
+
+    Args:
+        depths: possible numbers of stages, in the order in which they were found.
+        layers: the most layers by the number of stages, with the choices in the lowest bits as in `_Block`;
+            above the option, 31 - the index in `depths` of the stages behind the first block, [1 + `DEEPEST`,
+            times].
+    """
+
+    depths: list[int]
+    layers: Ints
+
+
+class _Candidate(NamedTuple):
+    """A pipeline from the tables.
+
+    Args:
+        seconds: seconds of all micro-batches.
+        levels: the layers of its last blocks, from none of them to all.
+        depth: number of its stages.
+        time: index in the grid of the slowest stage's time.
+    """
+
+    seconds: float
+    blocks: Sequence[Counts]
+    levels: Sequence[_Level]
+    depth: int
+    time: int
 
 
 class PipelineSearch:
@@ -68,7 +105,7 @@ class PipelineSearch:
         #: Bytes of activations between stages, and of their gradients.
         self._bytes = tokens * job.model.hidden_size * job.element_bytes
         self._grid = self._times()
-        self._carry = cache(self._block_layers)
+        self._block = lru_cache(_MOST_BLOCKS)(self._block_layers)
         self._carried = cache(self._stage_layers)
         self._between = cache(self._pools.seconds_between)
 
@@ -81,26 +118,50 @@ class PipelineSearch:
             width: tensor-parallel size of all stages; ``None``: stages may differ.
             chunked: whether to add some that are interleaved, after the others.
         """
-        candidates: list[tuple[float, list[StageShape]]] = []
+        candidates: list[_Candidate] = []
         for blocks in self._runs.partitions(counts):
             candidates += self._candidates(blocks, micro_batches, shards, width)
-        candidates.sort(key=lambda candidate: candidate[0])
-        pipes = [self.layered(shapes, micro_batches, shards) for _, shapes in candidates[:_FINALISTS]]
+        candidates.sort(key=lambda candidate: candidate.seconds)
+        finalists = (self._walk(candidate, width) for candidate in candidates[:_FINALISTS])
+        pipes = [self.layered(shapes, micro_batches, shards) for shapes in finalists]
         found = sorted((pipe for pipe in pipes if pipe is not None), key=lambda pipe: pipe.seconds)
         if chunked and micro_batches > 1:
-            deep = [candidate for candidate in candidates if len(candidate[1]) > 1]
-            deep.sort(key=lambda candidate: candidate[0] * chunked_part(micro_batches, len(candidate[1])))
-            cut = (self.chunked(shapes, micro_batches, shards) for _, shapes in deep[:_INTERLEAVED])
+            deep = [candidate for candidate in candidates if candidate.depth > 1]
+            deep.sort(key=lambda one: one.seconds * chunked_part(micro_batches, one.depth))
+            walks = (self._walk(candidate, width) for candidate in deep[:_INTERLEAVED])
+            cut = (self.chunked(shapes, micro_batches, shards) for shapes in walks)
             found += sorted((pipe for pipe in cut if pipe is not None), key=lambda pipe: pipe.seconds)
         return found
 
+    def prepare(self, choices: Iterable[Counts], shards: int, width: int | None) -> None:
+        """Compute the tables that `best` needs for these choices of GPUs: together takes less time."""
+        last, inner = dict[StageShape, None](), dict[StageShape, None]()
+        for counts in choices:
+            for blocks in self._runs.partitions(counts):
+                for place, block in enumerate(blocks):
+                    is_last = place == len(blocks) - 1
+                    options = self._runs.options(block, width)
+                    last |= dict.fromkeys(shape for shape, _ in options if is_last)
+                    deep = (shape for shape, depth in options if is_last < depth < DEEPEST + is_last)
+                    inner |= dict.fromkeys(deep)
+        self._tables.prepare(last, True, shards, False, deep=False)
+        self._tables.prepare(inner, False, shards, False, deep=True)
+
     def alone(self, counts: Counts, micro_batches: int, shards: int, width: int | None) -> list[Pipe]:
         """Return pipelines of one stage with each tensor-parallel size that fits; arguments as in `best`."""
+        pipes = [self.layered([shape], micro_batches, shards) for shape in self._single(counts, width)]
+        return sorted((pipe for pipe in pipes if pipe is not None), key=lambda pipe: pipe.seconds)
+
+    def prepare_alone(self, choices: Iterable[Counts], shards: int, width: int | None) -> None:
+        """Compute the tables of all that `alone` will be asked for, which is faster than one by one."""
+        shapes = itertools.chain.from_iterable(self._single(counts, width) for counts in choices)
+        self._tables.prepare(shapes, True, shards, False, deep=False)
+
+    def _single(self, counts: Counts, width: int | None) -> list[StageShape]:
+        """Return the shapes of a single stage on these GPUs."""
         if 1 not in self._depths:
             return []
-        blocks = (block for block in self._runs.options(counts, width) if block.stages == 1)
-        pipes = [self.layered([block.shape], micro_batches, shards) for block in blocks]
-        return sorted((pipe for pipe in pipes if pipe is not None), key=lambda pipe: pipe.seconds)
+        return [block.shape for block in self._runs.options(counts, width) if block.stages == 1]
 
     def layered(
         self,
@@ -142,7 +203,7 @@ class PipelineSearch:
         took: Sequence[tuple[int, float]] = (),
     ) -> Pipe | None:
         """Return the pipeline of `layered`, whose results from tables alone are kept."""
-        seconds, tables, ways, last = [], [], self._ways(shapes), len(shapes) - 1
+        tables, factors, ways, last = [], [], self._ways(shapes), len(shapes) - 1
         for place, shape in enumerate(shapes):
             under_way = min(micro_batches, last + 1 - place)
             table = self._tables.table(shape, under_way, place == 0, place == last, shards, timed)
@@ -154,8 +215,9 @@ class PipelineSearch:
                 factor = planned / table.seconds[layers - 1]
                 if not factor:  # the table says that so many layers do not fit
                     return None
-            seconds.append(table.seconds * factor)
+            factors.append(factor)
             tables.append(table)
+        seconds = np.array([table.seconds for table in tables]) * np.array(factors)[:, None]
         is_timed = timed or all(map(is_exact, shapes))
         # Neighbouring stages wait for what travels between them, there and back: a run of them takes no
         # longer than the slowest stage together with its part of that. Which parts are best depends on them.
@@ -166,7 +228,7 @@ class PipelineSearch:
         several = shards > 1 and not took
         for sender, receiver in _CHARGED if any(ways) and not several else _CHARGED[:1]:
             charged = sender * behind + receiver * before
-            dealt = least_longest([*map(np.add, seconds, charged)], self._tables.layers)
+            dealt = least_longest(seconds + charged[:, None], self._tables.layers)
             if dealt is None:
                 return None
             if took:
@@ -205,91 +267,117 @@ class PipelineSearch:
         return low * _STEP ** np.arange(np.ceil(np.log(high / low) / np.log(_STEP)) + 1)
 
     def _block_layers(
-        self,
-        counts: Counts,
-        width: int | None,
-        behind: int,
-        most: int,
-        is_first: bool,
-        is_last: bool,
-        shards: int,
-    ) -> dict[int, _CarriedLayers]:
+        self, counts: Counts, width: int | None, most: int, is_first: bool, is_last: bool, shards: int
+    ) -> _Block:
         """Return the most layers of a block's stages together, by the number of its stages."""
-        by_depth: dict[int, _CarriedLayers] = {}
-        for number, (shape, depth) in enumerate(self._runs.options(counts, width)):
-            if behind + depth > DEEPEST:
-                continue
-            layers = np.zeros(len(self._grid))
-            for place in range(depth):
-                first, last = is_first and place == depth - 1, is_last and place == 0
-                carried = self._carried(shape, min(most, behind + place + 1), first, last, shards, depth)
-                if carried is None:
-                    break
-                layers = layers + carried
-            else:
-                _keep_most(by_depth, depth, _CarriedLayers(layers, np.array(number), np.array(behind)))
-        return by_depth
+        options = self._runs.options(counts, width)
+        # The table for each number of micro-batches in flight.
+        rows = ROWS[np.minimum(np.arange(DEEPEST), most - 1)]
+        found: dict[int, Ints] = {}
+        for number, (shape, depth) in enumerate(options):
+            make = self._last_layers if is_last else self._inner_layers
+            layers = make(shape, depth, rows, is_first, shards)
+            if layers is not None:
+                layers = layers * _CHOICES + (_OPTIONS - 1 - number)
+                found[depth] = layers if depth not in found else np.maximum(found[depth], layers)
+        return _Block(np.array(list(found), dtype=np.int64), np.array(list(found.values())))
 
-    def _stage_layers(
-        self, shape: StageShape, under_way: int, is_first: bool, is_last: bool, shards: int, alike: int
-    ) -> Floats | None:
-        """Return the most layers that a stage can run within each time of the grid, [times].
+    def _last_layers(
+        self, shape: StageShape, depth: int, rows: Ints, is_first: bool, shards: int
+    ) -> Ints | None:
+        """Return the most layers of a pipeline's last stages together, which are alike, [1, times].
 
-        Sends are included. `_NEVER` stands at times within which not even one layer fits; ``None``: the stage
-        is impossible. `alike` is the number of consecutive stages of this shape, which decides how often
-        sends cross nodes; the other arguments are those of `StageTables.table`.
+        Args:
+            rows: index of the table for each number of micro-batches in flight.
+            is_first: whether they are the whole pipeline.
         """
-        table = self._tables.table(shape, under_way, is_first, is_last, shards, False)
-        if table is None:
+        last = self._carried(shape, True, shards, depth)
+        if last is None:
+            return None
+        layers = last[int(is_first and depth == 1)]
+        if depth > 1:
+            inner = self._carried(shape, False, shards, depth)
+            assert inner is not None, "the last of these stages is possible"
+            layers = (
+                layers + inner[0][rows[1 : depth - 1]].sum(axis=0) + inner[int(is_first)][rows[depth - 1]]
+            )
+        return layers
+
+    def _inner_layers(
+        self, shape: StageShape, depth: int, rows: Ints, is_first: bool, shards: int
+    ) -> Ints | None:
+        """Return the most layers of stages together, which are alike, by the number of stages behind them.
+
+        An array [1 + `DEEPEST`, times]; at least one stage is behind them. Arguments as for `_last_layers`.
+        """
+        carried = self._carried(shape, False, shards, depth)
+        if carried is None or depth == DEEPEST:
+            return None
+        inner, foremost = carried[0][rows], carried[int(is_first)][rows[depth:]]
+        layers = np.full((1 + DEEPEST, inner.shape[1]), DEEPEST * _NEVER)
+        # The layers of all stages up to the one before the foremost, less those of the stages behind.
+        up_to = np.cumsum(inner, axis=0)
+        layers[1 : 1 + DEEPEST - depth] = up_to[depth - 1 : -1] - up_to[:-depth] + foremost
+        return layers
+
+    def _stage_layers(self, shape: StageShape, is_last: bool, shards: int, alike: int) -> Ints | None:
+        """Return the most layers that a stage can run within each time of the grid, [2, F, times].
+
+        The first axes are those of `StageTables.tables`. Sends are included. `_NEVER` stands at times within
+        which not even one layer fits; ``None``: the stage is impossible. `alike` is the number of consecutive
+        stages of this shape, which decides how often sends cross nodes.
+        """
+        tables = self._tables.tables(shape, is_last, shards, False, deep=not is_last)
+        if tables is None:
             return None
         # Sends to another block's stage are taken to last as long as to one of the same block.
         crossings = self._pools.crossings(shape, alike) or [True]
         crossing = sum(crossings) / len(crossings)
         way = 0.0 if is_last else self._between(shape, shape, self._bytes, crossing)
-        carried = np.searchsorted(table.seconds, self._grid - 2 * way, side="right")
-        return np.where(carried == 0, _NEVER, carried)
+        # The first time within which a layer more fits, of all layers of all tables.
+        rows, times = tables.seconds.reshape(-1, self._tables.layers), len(self._grid)
+        first = np.searchsorted(self._grid, rows + 2 * way)
+        places = first + (1 + times) * np.arange(len(rows))[:, None]
+        more = np.bincount(places.ravel(), minlength=(1 + times) * len(rows)).reshape(len(rows), -1)
+        carried = np.cumsum(more[:, :-1], axis=1)
+        return np.where(carried == 0, _NEVER, carried).reshape(2, -1, times)
 
     def _candidates(
         self, blocks: Sequence[Counts], micro_batches: int, shards: int, width: int | None
-    ) -> Iterator[tuple[float, list[StageShape]]]:
-        """Yield the seconds and stage shapes of the fastest tabulated pipeline of each number of stages."""
-        levels = [{0: _CarriedLayers(np.zeros(len(self._grid)), np.array(0), np.array(0))}]
+    ) -> Iterator[_Candidate]:
+        """Yield the fastest tabulated pipeline of each number of stages."""
+        times = len(self._grid)
+        levels = [_Level([0], np.zeros((1, times), dtype=np.int64))]
         most = min(micro_batches, DEEPEST)
         for place in reversed(range(len(blocks))):
-            following: dict[int, _CarriedLayers] = {}
             ends = place == 0, place == len(blocks) - 1
-            for behind, carried in levels[-1].items():
-                block_layers = self._carry(blocks[place], width, behind, most, *ends, shards)
-                for depth, block in block_layers.items():
-                    together = block._replace(layers=carried.layers + block.layers)
-                    _keep_most(following, behind + depth, together)
+            block = self._block(blocks[place], width, most, *ends, shards)
+            before, following = levels[-1], _Level([], np.full((1 + DEEPEST, times), -(2**60)))
+            for number, behind in enumerate(before.depths if len(block.depths) else ()):
+                depths = block.depths[block.depths <= DEEPEST - behind]
+                carried = before.layers[behind] & -_CHOICES
+                carried = carried + (DEEPEST * 2 - 1 - number) * _OPTIONS
+                together = carried + block.layers[block.depths <= DEEPEST - behind, behind]
+                reached = depths + behind
+                following.layers[reached] = np.maximum(following.layers[reached], together)
+                following.depths.extend(d for d in reached.tolist() if d not in following.depths)
             levels.append(following)
-        for depth, carried in levels[-1].items():
-            enough = np.flatnonzero(carried.layers >= self._tables.layers)
-            if len(enough) and depth in self._depths:
-                time = int(enough[0])
+        found = levels[-1]
+        for depth in found.depths:
+            enough = found.layers[depth] >= self._tables.layers * _CHOICES
+            time = int(enough.argmax())
+            if enough[time] and depth in self._depths:
                 seconds = (micro_batches - 1 + depth) * float(self._grid[time])
-                yield seconds, self._walk(blocks, levels, depth, time, width)
+                yield _Candidate(seconds, blocks, levels, depth, time)
 
-    def _walk(
-        self,
-        blocks: Sequence[Counts],
-        levels: list[dict[int, _CarriedLayers]],
-        depth: int,
-        time: int,
-        width: int | None,
-    ) -> list[StageShape]:
+    def _walk(self, candidate: _Candidate, width: int | None) -> list[StageShape]:
+        """Return the shape of each stage of a pipeline."""
         shapes: list[StageShape] = []
-        for block, level in zip(blocks, reversed(levels), strict=False):
-            _, options, behind = level[depth]
-            shape, stages = self._runs.options(block, width)[options[time]]
+        depth = candidate.depth
+        for number, block in enumerate(candidate.blocks, start=1):
+            choices = int(candidate.levels[-number].layers[depth, candidate.time]) % _CHOICES
+            option = _OPTIONS - 1 - choices % _OPTIONS
+            shape, stages = self._runs.options(block, width)[option]
             shapes += [shape] * stages
-            depth = int(behind[time])
+            depth = candidate.levels[-number - 1].depths[DEEPEST * 2 - 1 - choices // _OPTIONS]
         return shapes
-
-
-def _keep_most(found: dict[int, _CarriedLayers], stages: int, new: _CarriedLayers) -> None:
-    """Merge `new` into the entry of a number of stages; at each time the one with more layers stays."""
-    old = found.get(stages, new)
-    better = new.layers > old.layers
-    found[stages] = _CarriedLayers(*(np.where(better, a, b) for a, b in zip(new, old, strict=True)))

@@ -78,34 +78,33 @@ class Pipe:
         return max(0, int((seconds - self.fill_s) / self.period_s * (1 + 1e-12)))
 
 
-def least_longest(seconds: Sequence[Floats], layers: int) -> list[int] | None:
+def least_longest(seconds: Floats, layers: int) -> list[int] | None:
     """Return the layers of each stage, at least one, that make the slowest as fast as possible.
 
     Exact, since more layers never take less time. Surplus layers are taken from the stages whose last layer
     adds most. ``None``: the layers do not fit on the stages.
 
     Args:
-        seconds: seconds of each stage with 1 to L layers, [L] each; inf: they do not fit.
+        seconds: seconds of each stage with 1 to L layers, [p, L]; inf: they do not fit.
     """
     if len(seconds) > layers:
         return None
-    rows = np.array(seconds)
     # Within the seconds of as many of all entries as there are layers, and of one layer on each stage.
-    longest = max(np.partition(rows, layers - 1, axis=None)[layers - 1], rows[:, 0].max())
+    longest = max(np.partition(seconds, layers - 1, axis=None)[layers - 1], seconds[:, 0].max())
     if not np.isfinite(longest):
         return None
-    dealt: list[int] = (rows <= longest).sum(axis=1).tolist()
-    while sum(dealt) > layers:
+    dealt: list[int] = (seconds <= longest).sum(axis=1).tolist()
+    for _ in range(sum(dealt) - layers):
         price = [
             times[count - 1] - times[count - 2] if count > 1 else -np.inf
             for times, count in zip(seconds, dealt, strict=True)
         ]
-        dealt[int(np.argmax(price))] -= 1
+        dealt[price.index(max(price))] -= 1
     return dealt
 
 
 def moved_layers(
-    seconds: Sequence[Floats], dealt: Sequence[int], ways: Sequence[float], micro_batches: int
+    seconds: Floats, dealt: Sequence[int], ways: Sequence[float], micro_batches: int
 ) -> list[int]:
     """Return the layers after moves of one layer between stages that shorten the pipeline's time.
 
@@ -113,7 +112,7 @@ def moved_layers(
     few micro-batches, more layers on fast stages may be worth a longer period.
 
     Args:
-        seconds: seconds of each stage with 1 to L layers, [L] each; inf: they do not fit.
+        seconds: seconds of each stage with 1 to L layers, [p, L]; inf: they do not fit.
         ways: seconds that a micro-batch travels over each border, activations and gradients added, [p - 1].
     """
 

@@ -16,7 +16,6 @@ from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pipes import Pipe
 from megatron_hexi.planner.joint.pools import Counts, Pools, pools_of
-from megatron_hexi.planner.joint.synchronisation import Synchronisation
 from megatron_hexi.planner.request import Request
 
 #: The most choices of GPUs that are tried with pipelines, and as one stage: for a single replica, for one of
@@ -85,7 +84,7 @@ class ReplicaColumns:
         #: Whether all replicas of a plan must be alike.
         self.equal = not request.rules.allow("unequal_replicas")
         self._may_interleave = request.may_interleave
-        self._sync = Synchronisation(timer)
+        self._sync = timer.synchronisation
         self._speeds = [1 / timer.seconds_alone(pool) for pool in range(len(pools.pools))]
         params = request.job.model.total_params
         # A lower bound: without copies of matrices in fp8, nor the optimizer's state, which replicas share.
@@ -113,13 +112,17 @@ class ReplicaColumns:
         # Pipelines depend little on how many share their optimizer state: those for two serve for more.
         sharing = min(shards, 2)
         few = [counts for counts in choices if not several or len(pools_of(counts)) <= _MOST_KINDS]
-        for counts in self._some(few, _WITH_PIPELINES[several]):
+        some = self._some(few, _WITH_PIPELINES[several])
+        self._search.prepare(some, sharing, width)
+        for counts in some:
             take = self._take(counts, replicas)
             pipes = self._pipelines(counts, take, sharing, width, chunked=self._may_interleave)
             cut = [pipe for pipe in pipes if isinstance(pipe, ChunkedPipe)]
             columns += self._columns(counts, pipes[: len(pipes) - len(cut)], sharing, _KEPT[several])
             columns += self._columns(counts, cut, sharing, 1)
-        for counts in self._some(choices, _WITH_ONE_STAGE[several]) if whole else ():
+        single = self._some(choices, _WITH_ONE_STAGE[several]) if whole else []
+        self._search.prepare_alone(single, shards, width)
+        for counts in single:
             pipes = self._search.alone(counts, self._take(counts, replicas), shards, width)
             columns += self._columns(counts, pipes, shards, 2)
         return columns

@@ -9,8 +9,13 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.mesh import Way
 from megatron_hexi.models import RECOMPUTES
 from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.planner.fleet.units import Pattern
 from megatron_hexi.planner.joint.pipes import Pipe
+from megatron_hexi.planner.layouts.layout import Layout
 from megatron_hexi.planner.layouts.trial import Trial
+
+#: Memory of each pool's GPUs, and recomputation, if it is fixed.
+type _Asked = tuple[tuple[float, ...], Recompute | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +36,8 @@ class LayerTimes:
         border_bytes: bytes of each border between stages.
         experts: the most routed experts on a GPU of each pool, in each layer that has experts.
         fp8_copies: bytes of fp8 copies of a weight of matrices on a GPU of each pool; 0: in bf16.
+        domain: the units of the stage that was timed (`Fleet.pattern`), and their layout; ``None``: the times
+            are an estimate.
     """
 
     forward: float
@@ -48,6 +55,7 @@ class LayerTimes:
     experts: Floats
     fp8_copies: Floats
     expert_copies: int
+    domain: tuple[Pattern, Layout] | None = None
 
     def slower(self, factor: float) -> LayerTimes:
         """Return this layer with its times multiplied by a factor."""
@@ -73,8 +81,9 @@ class Table(NamedTuple):
     """Seconds and recomputation of a stage with 1 to L layers.
 
     Args:
-        seconds: seconds of a micro-batch, forward and backward, [L]; never less for more layers; inf: no fit.
-        modes: recomputation: an index into `RECOMPUTES`, or 3 + k for k whole layers, [L].
+        seconds: seconds of a micro-batch, forward and backward, [..., L]; never less for more layers; inf: no
+            fit.
+        modes: recomputation: an index into `RECOMPUTES`, or 3 + k for k whole layers, [..., L].
     """
 
     seconds: Floats
@@ -92,17 +101,14 @@ class KnownStages:
 
     Args:
         layers: layers, by the shape of their stage and the placement of experts on it.
-        tables: tables of stages (`StageTables`), by the memory of each pool's GPUs, then by the stage.
-        pipes: pipelines made of these tables (`PipelineSearch`), by memory and fixed recomputation, then by
-            their stages.
-        domains: the best domains of stages (`Assembly`), by the same as tables.
+        tables: tables of stages (`StageTables`), by the memory of each pool's GPUs and fixed recomputation,
+            then by the stage.
+        pipes: pipelines made of these tables (`PipelineSearch`), by the same, then by their stages.
+        domains: the best domains of stages (`Assembly`), by the memory of each pool's GPUs, then by their
+            stage.
     """
 
     layers: dict[tuple[object, ...], LayerTimes | None] = field(default_factory=dict)
-    tables: dict[tuple[float, ...], dict[tuple[object, ...], list[Table] | None]] = field(
-        default_factory=dict
-    )
-    pipes: dict[tuple[tuple[float, ...], Recompute | None], dict[tuple[object, ...], Pipe | None]] = field(
-        default_factory=dict
-    )
+    tables: dict[_Asked, dict[tuple[object, ...], Table | None]] = field(default_factory=dict)
+    pipes: dict[_Asked, dict[tuple[object, ...], Pipe | None]] = field(default_factory=dict)
     domains: dict[tuple[float, ...], dict[tuple[object, ...], Trial]] = field(default_factory=dict)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.compute import device_speeds, optimizer_seconds
 from megatron_hexi.cost.memory import owned_params, part_params
 from megatron_hexi.cost.model_part import ModelPart
@@ -15,10 +17,12 @@ from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.once import exposed_seconds
 from megatron_hexi.cost.reductions import weight_collectives
 from megatron_hexi.cost.rings import Rings
-from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pipes import PipeStage
 from megatron_hexi.planner.joint.pools import StageShape
 from megatron_hexi.planner.joint.stage_times import LayerTimes
+
+if TYPE_CHECKING:  # which has one of these
+    from megatron_hexi.planner.joint.layer_times import LayerTimer
 
 
 class Synchronisation:
@@ -34,6 +38,7 @@ class Synchronisation:
         #: Precision and overlap are those of the job, whatever the tensor-parallel size.
         self._collectives = weight_collectives(timer.job(timer.widths[0]))
         self._stage = cache(self._stage_seconds)
+        self._gpus_of = cache(self._ring_gpus)
 
     def seconds(self, stages: Sequence[PipeStage], shards: int) -> float:
         """Return the exposed seconds of gradients, weights and the optimizer's step, on the slowest stage."""
@@ -80,20 +85,21 @@ class Synchronisation:
         units = shape.units * shards
         if units == 1:
             return 0.0
-        gpus = self._pools.some_gpus(shape)
-        if shards > 1:
-            gpus = self._with_others(gpus, shards)
-        return self._rings.seconds(np.array(gpus[:: shape.width]), size, shape.width, 1 / units)
+        return self._rings.seconds(self._gpus_of(shape, shards, None), size, shape.width, 1 / units)
 
     def _ring_of_ends(self, shape: StageShape, end: StageShape, shards: int, size: float) -> float:
         """Return the seconds of one ring pass over the first and last stage of all replicas."""
-        gpus = self._pools.some_gpus(shape)
-        if shape.kinds == end.kinds:
-            gpus = self._with_others(gpus, 2 * shards)
-        else:
-            gpus = gpus + self._pools.some_gpus(end)
         units = (shape.units + end.units) * shards
-        return self._rings.seconds(np.array(gpus[:: shape.width]), size, shape.width, 1 / units)
+        return self._rings.seconds(self._gpus_of(shape, shards, end), size, shape.width, 1 / units)
+
+    def _ring_gpus(self, shape: StageShape, shards: int, end: StageShape | None) -> Ints:
+        """Return the first GPU of each unit of a ring: of a stage in all replicas, and of `end`, if any."""
+        gpus = self._pools.some_gpus(shape)
+        if end is not None and shape.kinds != end.kinds:
+            gpus = gpus + self._pools.some_gpus(end)
+        elif end is not None or shards > 1:
+            gpus = self._with_others(gpus, shards if end is None else 2 * shards)
+        return np.array(gpus[:: shape.width])
 
     def _with_others(self, gpus: Sequence[int], shards: int) -> list[int]:
         """Return a stage's GPUs with some of those of other replicas that hold the same weights."""

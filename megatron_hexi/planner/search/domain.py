@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import cached_property
 
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet
+from megatron_hexi.planner.layouts.layout import Layout
 from megatron_hexi.planner.layouts.trial import Judge, Trial, order_of
 from megatron_hexi.planner.search.balance import balance
 from megatron_hexi.planner.search.descend import descend
@@ -42,26 +45,19 @@ class DomainSearch:
     def __init__(self, judge: Judge, fleet: Fleet, micro_batches: int) -> None:
         self._judge, self._fleet = judge, fleet
         self._rates = Rates(fleet, WINDOW, judge.shards, micro_batches)
-        self._tried = TriedGroupings(judge, fleet, self._rates, micro_batches)
+        self._micro_batches = micro_batches
         self._few = len(fleet.units) <= EXHAUSTIVE
         efforts = (effort for most, effort in _EFFORTS.items() if len(fleet.units) <= most)
         self._finalists, self._budget = next(efforts)
 
     def run(self, polished: bool = True) -> Trial:
-        """Return the best layout on all units.
+        """Return the best layout on all units, which are searched once, polished or not.
 
         Args:
             polished: whether small changes of it are tried; a few always are for a few units of several
                 kinds, among which heads can be balanced only roughly.
         """
-        if not self._fleet.job.model.spans_groups:
-            self._tried.attempt((tuple(range(len(self._fleet.units))),))
-        elif self._few:
-            for grouping in all_partitions(self._fleet):
-                self._tried.attempt(grouping)
-        else:
-            descend(self._tried, self._fleet, self._rates.local_heads)
-        best, *others = self._balanced_finalists()
+        best, *others = self._balanced_finalists
         is_coarse = self._few and len({unit.kind for unit in self._fleet.units}) > 1
         if best.timing.fullness > _HOPELESS or not (polished or is_coarse):
             return best
@@ -72,9 +68,23 @@ class DomainSearch:
             finalists += (one for one in others[:_RIVALS] if one.iteration_s < _NEAR * best.iteration_s)
         return min((polish(self._judge, trial, self._budget) for trial in finalists), key=order_of)
 
+    def balanced(self, layout: Layout) -> Trial:
+        """Return a layout of the units with balanced tokens and heads."""
+        layout = replace(layout, micro_batches=self._micro_batches)
+        return self._balanced(self._judge.try_out(self._fleet, [layout], WINDOW))
+
+    @cached_property
     def _balanced_finalists(self) -> list[Trial]:
-        """Return trials of the most promising groupings, balanced, the best first."""
-        balanced = [self._balanced(trial) for trial in self._tried.most_promising(self._finalists)]
+        """Trials of the most promising groupings, balanced, the best first."""
+        tried = TriedGroupings(self._judge, self._fleet, self._rates, self._micro_batches)
+        if not self._fleet.job.model.spans_groups:
+            tried.attempt((tuple(range(len(self._fleet.units))),))
+        elif self._few:
+            for grouping in all_partitions(self._fleet):
+                tried.attempt(grouping)
+        else:
+            descend(tried, self._fleet, self._rates.local_heads)
+        balanced = [self._balanced(trial) for trial in tried.most_promising(self._finalists)]
         balanced.sort(key=order_of)
         # Where memory is full, fewer keys in flight leave room for another balance.
         for trial in tuple(balanced):

@@ -46,7 +46,7 @@ def test_layers_are_dealt_as_well_as_can_be(seed):
         times[int(random.integers(0, layers + 1)) :] = np.inf
     every = [deal for deal in itertools.product(range(1, layers + 1), repeat=stages) if sum(deal) == layers]
     longest = [max(times[count - 1] for times, count in zip(seconds, deal, strict=True)) for deal in every]
-    found = least_longest(list(seconds), layers)
+    found = least_longest(seconds, layers)
     if min(longest, default=np.inf) == np.inf:
         assert found is None
         return
