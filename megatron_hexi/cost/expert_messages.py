@@ -12,7 +12,7 @@ Shape letters: R ranks, M messages, E experts of a layer, k experts of a row, h 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -134,14 +134,23 @@ class ExpertExchanges:
 
     Args:
         links: the cluster's links.
+        is_free: whether rows travel once to each of the cluster's nodes where that is faster than what the
+            plan says: for plans that do not name nodes yet.
     """
 
-    def __init__(self, links: LinkTable) -> None:
-        self._links = links
+    def __init__(self, links: LinkTable, *, is_free: bool = False) -> None:
+        self._links, self._is_free = links, is_free
         self._kept = Recent[Floats](_MOST_KEPT)
 
     def seconds(self, job: Job, ranks: ExpertRanks) -> Floats:
         """Return `exchange_seconds` of a stage."""
+        seconds = self._as_planned(job, ranks)
+        if self._is_free:
+            by_node = replace(ranks, node=self._links.nodes[ranks.gpus])
+            seconds = np.minimum(seconds, self._as_planned(job, by_node))
+        return seconds
+
+    def _as_planned(self, job: Job, ranks: ExpertRanks) -> Floats:
         arrays = ranks.domain - ranks.domain.min(), ranks.node, ranks.rows, ranks.count, ranks.whole
         key = job, self._links.likeness(ranks.gpus), *(values.tobytes() for values in arrays)
         return self._kept.of(key, partial(exchange_seconds, job, ranks, self._links))

@@ -104,10 +104,18 @@ class CostModel:
             ``None``: the units of the plan.
         part: the units' part of the model, if the plans are one stage of several; ``None``: the part that job
             and plan give them.
+        has_free_nodes: whether rows of experts travel once to each node wherever that is faster, for plans
+            that will name nodes by it (`Stage.expert_nodes`).
     """
 
     def __init__(
-        self, job: Job, cluster: Cluster, shards: int | None = None, part: ModelPart | None = None
+        self,
+        job: Job,
+        cluster: Cluster,
+        shards: int | None = None,
+        part: ModelPart | None = None,
+        *,
+        has_free_nodes: bool = False,
     ) -> None:
         self.job = job
         self.cluster = cluster
@@ -115,7 +123,7 @@ class CostModel:
         self.part = part
         self.links = LinkTable(cluster)
         self._layers, self._borders = KnownLayers(self.links), BorderTables()
-        self._exchanges = ExpertExchanges(self.links)
+        self._exchanges = ExpertExchanges(self.links, is_free=has_free_nodes)
         self.rings = Rings(self.links)
         self.hosts = Hosts(cluster)
         self._placer = Placer(job, cluster)

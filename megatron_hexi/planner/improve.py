@@ -22,6 +22,7 @@ from megatron_hexi.planner.joint import Candidate, JointSearches
 from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.moves import (
     Climb,
+    ExpertMoves,
     MemoryMoves,
     Moves,
     least_seconds,
@@ -79,7 +80,7 @@ class Improvement:
         self._cluster, self._memory, self._searches = cluster, memory, searches
         self._budget = _BUDGETS[request.effort]
         roomy = cluster.with_memory_margin(1 - memory)
-        kinds: list[Moves] = [MemoryMoves(request, roomy)]
+        kinds: list[Moves] = [ExpertMoves(roomy), MemoryMoves(request, roomy)]
         has_samples = request.context_parallel is None and "micro_batch_size" not in request.fixed
         if has_samples and request.rules.allow("unequal_stages"):
             kinds.append(sample_moves)

@@ -132,5 +132,7 @@ class Judge:
     def _model(self, replicas: int) -> CostModel:
         if replicas not in self._models:
             job = replace(self._job, data_parallel=replicas)
-            self._models[replicas] = CostModel(job, self._cluster, self.shards, self._part)
+            self._models[replicas] = CostModel(
+                job, self._cluster, self.shards, self._part, has_free_nodes=True
+            )
         return self._models[replicas]
