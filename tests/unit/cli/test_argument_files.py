@@ -132,7 +132,7 @@ def test_an_expert_parallel_size_stays_and_the_command_line_goes_before_the_file
     assert [request.expert_parallel for request, *_ in asked] == [2, 4]
 
 
-@pytest.mark.parametrize("option", ["--use-kitchen-attention", "--fp8-format hybrid"])
+@pytest.mark.parametrize("option", ["--use-kitchen-attention", "--fp4-format e2m1"])
 def test_what_training_refuses_is_refused_before_anything_is_planned(hexi, asked, option):
     Path("job.args").write_text(f"{ARGUMENTS}{option}")
     result = hexi("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
