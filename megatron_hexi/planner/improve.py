@@ -113,8 +113,7 @@ class Improvement:
         """
         starts = [plan, *best_of_each_kind(found, plan)]
         # Samples in place of tokens are worth most where all layers are on all GPUs.
-        whole = (one for one in found if all(len(replica.stages) == 1 for replica in one.plan.replicas))
-        shallow = min(whole, key=order_of, default=plan)
+        shallow = min(filter(_is_shallow, found), key=order_of, default=plan)
         starts += [shallow] if shallow not in starts else []
         starts += deep if request.may_interleave else ()
         best = self.climbed(starts, min(faster_than, plan.iteration_s)) or plan
@@ -154,7 +153,9 @@ class Improvement:
         """
         best, end = None, self._climb.trials + self._budget.timings
         for start in starts:
-            if (start.plan, start.job) in self._known or least_seconds(start.timing, math.inf) >= faster_than:
+            # Samples in place of tokens may win more than what the bound counts.
+            is_slow = not _is_shallow(start) and least_seconds(start.timing, math.inf) >= faster_than
+            if (start.plan, start.job) in self._known or is_slow:
                 continue
             self._known.add((start.plan, start.job))
             changed = self._climb.best(start, end - self._climb.trials, faster_than)
@@ -173,6 +174,11 @@ class Improvement:
     def timed_here(self, plans: Iterable[Candidate]) -> list[Candidate]:
         """Return plans for GPUs with more memory as they are on these GPUs, most of which do not fit."""
         return [self._climb.timed(plan.plan, plan.job) for plan in plans]
+
+
+def _is_shallow(candidate: Candidate) -> bool:
+    """Whether every replica of a plan is a single stage."""
+    return all(len(replica.stages) == 1 for replica in candidate.plan.replicas)
 
 
 def _of_one_width(request: Request, cluster: Cluster) -> Iterator[Request]:

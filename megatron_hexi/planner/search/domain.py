@@ -47,6 +47,8 @@ class DomainSearch:
         self._rates = Rates(fleet, WINDOW, judge.shards, micro_batches)
         self._micro_batches = micro_batches
         self._few = len(fleet.units) <= EXHAUSTIVE
+        #: Among a few units of several kinds heads can be balanced only roughly.
+        self._is_coarse = self._few and len({unit.kind for unit in fleet.units}) > 1
         efforts = (effort for most, effort in _EFFORTS.items() if len(fleet.units) <= most)
         self._finalists, self._budget = next(efforts)
 
@@ -54,15 +56,14 @@ class DomainSearch:
         """Return the best layout on all units, which are searched once, polished or not.
 
         Args:
-            polished: whether small changes of it are tried; a few always are for a few units of several
-                kinds, among which heads can be balanced only roughly.
+            polished: whether small changes of it are tried; a few always are where heads are balanced
+                roughly.
         """
         best, *others = self._balanced_finalists
-        is_coarse = self._few and len({unit.kind for unit in self._fleet.units}) > 1
-        if best.timing.fullness > _HOPELESS or not (polished or is_coarse):
+        if best.timing.fullness > _HOPELESS:
             return best
         if not polished:
-            return polish(self._judge, best, _COARSE)
+            return self._refined(best)
         finalists = [best]
         if self._few:
             finalists += (one for one in others[:_RIVALS] if one.iteration_s < _NEAR * best.iteration_s)
@@ -71,7 +72,11 @@ class DomainSearch:
     def balanced(self, layout: Layout) -> Trial:
         """Return a layout of the units with balanced tokens and heads."""
         layout = replace(layout, micro_batches=self._micro_batches)
-        return self._balanced(self._judge.try_out(self._fleet, [layout], WINDOW))
+        return self._refined(self._balanced(self._judge.try_out(self._fleet, [layout], WINDOW)))
+
+    def _refined(self, trial: Trial) -> Trial:
+        """Return the best of a balanced trial and, where heads are balanced roughly, a few changes of it."""
+        return polish(self._judge, trial, _COARSE) if self._is_coarse else trial
 
     @cached_property
     def _balanced_finalists(self) -> list[Trial]:

@@ -57,6 +57,7 @@ LEFT = {
     "planner/expert_placement.py": (1, "a search tries a rule of placement for models with experts"),
     "planner/joint/assembly.py": (1, "Megatron's flags put experts elsewhere than a plan does"),
     "planner/joint/joint_search.py": (1, "a plan for experts is searched once for each placement"),
+    "planner/moves/experts.py": (1, "rows of other models do not travel to experts"),
     "planner/request.py": (2, "sizes of expert domains, and chunks, are refused by name"),
     "report/planned.py": (2, "lines that tell a reader of experts and of further predictions"),
 }

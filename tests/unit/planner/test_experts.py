@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -267,5 +266,5 @@ def test_a_stage_s_table_counts_all_memory_that_does_not_depend_on_tokens():
     holdings = Holdings(tokens, tokens, tokens, tokens, once, Flights(tokens, tokens), experts=counts)
     terms = part_memory(job, part, holdings, 1, part_params(job, part, counts))
     always = sum_terms(terms, "always") - terms["reserve"]
-    layer = SimpleNamespace(experts=counts, fp8_copies=np.zeros(2))
-    assert static_bytes(job, part, layer, owners=4, copies=2).ravel() == pytest.approx(always)
+    found = static_bytes(job, part, counts[:, None], np.zeros((2, 1)), np.array(4), np.array(2))
+    assert found.ravel() == pytest.approx(always)
