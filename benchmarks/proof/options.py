@@ -25,10 +25,19 @@ from megatron_hexi.cluster import Curve, Node, PassCurves
 from megatron_hexi.cost import attention_seconds
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import tensor_parallel_seconds
-from megatron_hexi.cost.compute import device_speeds, optimizer_seconds, rates, row_work
+from megatron_hexi.cost.compute import (
+    Speeds,
+    device_speeds,
+    layer_factors,
+    optimizer_seconds,
+    output_products,
+    rates,
+)
 from megatron_hexi.cost.layer_bytes import Flights, logit_bytes, logits_bytes
 from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, Holdings, allocated_bytes, part_memory, part_params
 from megatron_hexi.cost.model_part import ModelPart
+from megatron_hexi.cost.moved_bytes import layer_elements, loss_bytes
+from megatron_hexi.cost.products import Elements, layer_products, row_seconds
 from megatron_hexi.models import RECOMPUTES, Job
 
 #: Modes of recomputation. A GPU's works are x of each mode, then z of each.
@@ -119,7 +128,7 @@ class UnitCandidates:
         )
         sums = tensor_parallel_seconds(job, np.ones(1), np.array([node.bandwidth]), np.zeros(1))
         # A row forward, backward and through the logits: FLOPs at the rate of matrices, and seconds besides.
-        flops, seconds = row_work(self._speeds, job)
+        flops, seconds = _row_work(self._speeds, job)
         self._row_flops, self._row_s = flops[:, None], (seconds + np.array([2, 2, 1]) * sums[0])[:, None]
         #: The job without multi-token prediction, which is counted on last stages.
         self._plain = replace(job, model=replace(job.model, mtp_layers=0))
@@ -197,6 +206,36 @@ class UnitCandidates:
         # Layers of multi-token prediction attend as all layers of their stage do.
         attention_s = attention_s * (1 + places.last * more / places.high)[:, None]
         return np.concatenate([token_s, attention_s], axis=1)
+
+
+def _row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
+    """Return lower bounds of the work of one row: in a layer forward, in a layer backward, and in the loss.
+
+    The seconds of the FLOPs, at the rate of any number of rows, plus the seconds of memory traffic, are no
+    more than the `token_times` and `logits_times` of these rows.
+
+    Returns:
+        FLOPs of matrix products, [3], and seconds of memory traffic, [3].
+    """
+    layer, (forward, backward) = layer_products(job), layer_elements(job, speeds.fp8_copies)
+    element, loss = job.element_bytes / speeds.memory, loss_bytes(job)
+    factors = layer_factors(speeds, job)
+    written = row_seconds(speeds.memory, layer, factors)
+    matrix, projection = output_products(job)
+    inner = job.model.mtp_layers * projection
+    ends = sum(row_seconds(speeds.memory, matrix, Elements.of(job)))
+    ends += sum(row_seconds(speeds.memory, inner, factors))
+    back = 2 if job.lora_rank else 4  # frozen weights have no gradients
+    return (
+        np.array([2 * layer.weights, back * layer.weights, (2 + back) * (matrix.weights + inner.weights)]),
+        np.array(
+            [
+                written[0] + forward * element,
+                written[1] + backward * element,
+                ends + sum(loss) / speeds.memory,
+            ]
+        ),
+    )
 
 
 def _rising(curve: Curve) -> Curve:

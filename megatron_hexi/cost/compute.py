@@ -22,7 +22,6 @@ from megatron_hexi.cost.products import (
     Times,
     layer_products,
     product_seconds,
-    row_seconds,
     unwritten,
 )
 from megatron_hexi.errors import ClusterError
@@ -274,7 +273,7 @@ def logits_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
     These are a product of h to V, and `loss_bytes`. Each block of multi-token prediction repeats both, and
     has a projection of 2 h to h before its layer.
     """
-    matrix, inner = _output_products(job)
+    matrix, inner = output_products(job)
     output = product_seconds(rates(speeds.output, rows), speeds.memory, rows, matrix, Elements.of(job))
     forward, backward = (
         seconds + size * rows / speeds.memory for seconds, size in zip(output, loss_bytes(job), strict=True)
@@ -287,42 +286,12 @@ def logits_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
     return Times(forward, backward)
 
 
-def _output_products(job: Job) -> tuple[Products, Products]:
+def output_products(job: Job) -> tuple[Products, Products]:
     """Return the products of the output matrix, one a loss, and of a projection of multi-token prediction."""
     hidden, blocks = job.model.hidden_size, job.model.mtp_layers
     return (
         (1 + blocks) * Products.of(hidden, vocabulary(job)),
         Products.of(2 * hidden, hidden / job.tensor_parallel),
-    )
-
-
-def row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
-    """Return lower bounds of the work of one row: in a layer forward, in a layer backward, and in the loss.
-
-    The seconds of the FLOPs, at the rate of any number of rows, plus the seconds of memory traffic, are no
-    more than the `token_times` and `logits_times` of these rows.
-
-    Returns:
-        FLOPs of matrix products, [3], and seconds of memory traffic, [3].
-    """
-    layer, (forward, backward) = layer_products(job), layer_elements(job, speeds.fp8_copies)
-    element, loss = job.element_bytes / speeds.memory, loss_bytes(job)
-    factors = layer_factors(speeds, job)
-    written = row_seconds(speeds.memory, layer, factors)
-    matrix, projection = _output_products(job)
-    inner = job.model.mtp_layers * projection
-    ends = sum(row_seconds(speeds.memory, matrix, Elements.of(job)))
-    ends += sum(row_seconds(speeds.memory, inner, factors))
-    back = 2 if job.lora_rank else 4  # frozen weights have no gradients
-    return (
-        np.array([2 * layer.weights, back * layer.weights, (2 + back) * (matrix.weights + inner.weights)]),
-        np.array(
-            [
-                written[0] + forward * element,
-                written[1] + backward * element,
-                ends + sum(loss) / speeds.memory,
-            ]
-        ),
     )
 
 

@@ -27,15 +27,12 @@ from megatron_hexi.cost.known_layers import KnownLayers
 from megatron_hexi.cost.lanes import Passing
 from megatron_hexi.cost.layer_bytes import input_bytes
 from megatron_hexi.cost.library_bytes import message_buffer_bytes, message_channels
-from megatron_hexi.cost.memory import part_host_memory, part_memory
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
-from megatron_hexi.cost.once import optimizer_times
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.placement import Placer
 from megatron_hexi.cost.ranks import Pace, RankCost, paces, rank_costs
-from megatron_hexi.cost.reductions import Reductions, repeated_reductions, uneven_reductions
 from megatron_hexi.cost.replica_pipelines import ministage_parts, replica_lanes, replica_pipelines
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section, plan_sections
@@ -177,13 +174,6 @@ class CostModel:
         ]
         return Timing(self, plan, mesh, sections, costs, micro_batches, experts)
 
-    def reductions(self, timing: Timing) -> Reductions:
-        """Return the collectives of gradients and weights, and the places of weights, gradients and state."""
-        job, sections, mesh = self.job, timing.sections, timing.mesh
-        if mesh is None:
-            return repeated_reductions(job, sections, self.rings, self.shards, timing.experts)
-        return uneven_reductions(mesh, job, sections, self.rings, self.hosts)
-
     def pipelines(self, timing: Timing) -> tuple[Pipeline, ...]:
         """Return the pipeline of each replica."""
         job, sections, micro_batches = self.job, timing.sections, timing.micro_batches
@@ -198,34 +188,6 @@ class CostModel:
             sections, ((cost.replicas, cost.forward_s) for cost in timing.stages), micro_batches
         )
         return replica_pipelines(timing.plan, lanes, borders, passing, parts, chunks=job.virtual_stages)
-
-    def optimizer(self, timing: Timing) -> list[Floats]:
-        """Return the seconds of the optimizer's step of each unit of a section, [U]."""
-        found = timing.reductions
-        return [
-            optimizer_times(section, placed, owned, present, self.hosts)
-            for section, placed, owned, present in zip(
-                timing.sections, timing.experts, found.owned, found.present, strict=True
-            )
-        ]
-
-    def memory(self, timing: Timing) -> list[dict[str, Floats]]:
-        """Return the bytes on one GPU of each unit, [U], by term, for each section."""
-        found = timing.reductions
-        holdings = zip(timing.sections, timing.holdings, found.owned, found.present, strict=True)
-        return [
-            part_memory(own.job, own.part, held, own.window, owned, present, self._message_buffers(own))
-            for own, held, owned, present in holdings
-        ]
-
-    def host_memory(self, timing: Timing) -> list[dict[str, Floats]]:
-        """Return the bytes in host memory for one GPU of each unit, [U], by term, for each section."""
-        return [
-            part_host_memory(section.job, section.part, held, present)
-            for section, held, present in zip(
-                timing.sections, timing.holdings, timing.reductions.present, strict=True
-            )
-        ]
 
     def spread(self, sections: Sequence[Section]) -> float:
         """Return the part by which the slowest GPU's computation takes longer than its kind's."""
@@ -251,7 +213,7 @@ class CostModel:
                     found[stage] = replace(found[stage], rows=max(found[stage].rows, one))
         return found
 
-    def _message_buffers(self, section: Section) -> Floats:
+    def message_buffers(self, section: Section) -> Floats:
         """Return the bytes of NCCL's message buffers of each unit of a section, [U]; 0 without CUDA."""
         first = section.placement.gpus[:, 0]
         return message_buffer_bytes(section.arrays, self._placer.nodes[first], self._channels[first])

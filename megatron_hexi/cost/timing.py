@@ -11,12 +11,12 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.experts import ExpertsOnRanks
 from megatron_hexi.cost.hosts import HostMemoryUse
-from megatron_hexi.cost.memory import Holdings
-from megatron_hexi.cost.once import Once, iteration_phases, once_an_iteration
+from megatron_hexi.cost.memory import Holdings, part_host_memory, part_memory
+from megatron_hexi.cost.once import Once, iteration_phases, once_an_iteration, optimizer_times
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.plan_arrays import PlanArrays
-from megatron_hexi.cost.reductions import Reductions
+from megatron_hexi.cost.reductions import Reductions, repeated_reductions, uneven_reductions
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import StageCost
 from megatron_hexi.mesh import Mesh
@@ -53,7 +53,10 @@ class Timing:
     @cached_property
     def reductions(self) -> Reductions:
         """Collectives of gradients and weights, and places of weights, gradients and state."""
-        return self.model.reductions(self)
+        model, sections = self.model, self.sections
+        if self.mesh is None:
+            return repeated_reductions(model.job, sections, model.rings, model.shards, self.experts)
+        return uneven_reductions(self.mesh, model.job, sections, model.rings, model.hosts)
 
     @cached_property
     def pipelines(self) -> tuple[Pipeline, ...]:
@@ -63,7 +66,8 @@ class Timing:
     @cached_property
     def optimizer(self) -> list[Floats]:
         """Seconds of the optimizer's step of each unit of a section, [U]."""
-        return self.model.optimizer(self)
+        found = zip(self.sections, self.experts, self.reductions.owned, self.reductions.present, strict=True)
+        return [optimizer_times(*one, self.model.hosts) for one in found]
 
     @cached_property
     def once(self) -> Once:
@@ -81,12 +85,18 @@ class Timing:
     @cached_property
     def memory(self) -> list[dict[str, Floats]]:
         """Bytes on one GPU of each unit, [U], by term."""
-        return self.model.memory(self)
+        found, buffers = self.reductions, self.model.message_buffers
+        holdings = zip(self.sections, self.holdings, found.owned, found.present, strict=True)
+        return [
+            part_memory(own.job, own.part, held, own.window, owned, present, buffers(own))
+            for own, held, owned, present in holdings
+        ]
 
     @cached_property
     def host_memory(self) -> list[dict[str, Floats]]:
         """Bytes in host memory for one GPU of each unit, [U], by term."""
-        return self.model.host_memory(self)
+        holdings = zip(self.sections, self.holdings, self.reductions.present, strict=True)
+        return [part_host_memory(own.job, own.part, held, present) for own, held, present in holdings]
 
     @cached_property
     def host_loads(self) -> tuple[HostMemoryUse, ...]:

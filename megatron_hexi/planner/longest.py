@@ -9,9 +9,10 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import Job
-from megatron_hexi.plan import Domain, Plan
+from megatron_hexi.plan import Domain, Plan, Stage
 from megatron_hexi.plan.layout import apportion, causal_segments, full_segments
 from megatron_hexi.planner.layouts.trial import Candidate, Progress
+from megatron_hexi.planner.moves.edit import Place, with_stages
 from megatron_hexi.planner.request import Request
 
 #: Lengths are multiples of this number of tokens.
@@ -62,16 +63,11 @@ def lengthened(plan: Plan, seq_length: int) -> Plan:
             groups.append(replace(group, segments=tuple(segments), members=tuple(members)))
         return replace(domain, groups=tuple(groups))
 
-    replicas = tuple(
-        replace(
-            replica,
-            stages=tuple(
-                replace(stage, domains=tuple(map(of_domain, stage.domains))) for stage in replica.stages
-            ),
-        )
-        for replica in plan.replicas
-    )
-    return replace(plan, workload=replace(plan.workload, seq_length=seq_length), replicas=replicas)
+    def of_stage(_place: Place, stage: Stage) -> Stage:
+        return replace(stage, domains=tuple(map(of_domain, stage.domains)))
+
+    workload = replace(plan.workload, seq_length=seq_length)
+    return replace(with_stages(plan, of_stage), workload=workload)
 
 
 def with_longest_sequence(

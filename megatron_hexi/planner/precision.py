@@ -9,8 +9,8 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.fp8 import fp8_fault, has_fp8, units_in_bf16
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import Job
-from megatron_hexi.plan import Domain, Plan, Stage
-from megatron_hexi.planner.moves.edit import written_out
+from megatron_hexi.plan import Member, Plan
+from megatron_hexi.planner.moves.edit import with_members, written_out
 from megatron_hexi.planner.request import Request
 
 
@@ -52,29 +52,11 @@ def with_precision(plan: Plan, job: Job, cluster: Cluster) -> tuple[Plan, Job]:
     if plan.is_repeated and job.pipeline_parallel > 1 and job.virtual_stages == 1:
         plan, job = written_out(plan, job)
     leads = {lead if not plan.is_repeated else lead % plan.ranks for lead in plain}
-    replicas = tuple(
-        replace(replica, stages=tuple(_stage(stage, leads) for stage in replica.stages))
-        for replica in plan.replicas
-    )
-    return replace(plan, replicas=replicas), job
 
+    def in_bf16(member: Member) -> Member:
+        return replace(member, precision="bf16") if member.lead in leads else member
 
-def _stage(stage: Stage, leads: set[int]) -> Stage:
-    return replace(stage, domains=tuple(_domain(domain, leads) for domain in stage.domains))
-
-
-def _domain(domain: Domain, leads: set[int]) -> Domain:
-    groups = (
-        replace(
-            group,
-            members=tuple(
-                replace(member, precision="bf16") if member.lead in leads else member
-                for member in group.members
-            ),
-        )
-        for group in domain.groups
-    )
-    return replace(domain, groups=tuple(groups))
+    return with_members(plan, in_bf16), job
 
 
 def one_precision(request: Request, cluster: Cluster) -> Iterator[tuple[Request, frozenset[int]]]:

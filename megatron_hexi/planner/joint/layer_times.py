@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -81,7 +80,6 @@ class LayerTimer:
         }
         self._judges = {width: Judge(fleet) for width, fleet in self._fleets.items()}
         self._rates = {width: Rates(fleet, WINDOW) for width, fleet in self._fleets.items()}
-        self._grouped: dict[tuple[tuple[int, ...], int, int], _Grouped] = {}
         self.layer = cache(self._layer)
         #: What replicas add to an iteration, which all searches share.
         self.synchronisation = Synchronisation(self)
@@ -152,13 +150,7 @@ class LayerTimer:
         def timed(grouping: Grouping) -> Trial:
             return judge.try_out(fleet, [guess.layout(grouping, 1)], WINDOW)
 
-        # On the same kinds of GPU and about as many nodes the same grouping is best.
-        alike = tuple(shape.kinds), shape.width, len(fleet.sites).bit_length()
-        known = self._grouped.get(alike) if len(shape.kinds) > 1 else None
-        if known is not None and known.is_possible(fleet, groupings):
-            best = timed(known.of(fleet, groupings))
-        else:
-            best, self._grouped[alike] = _best_grouping(fleet, groupings, timed, rates.local_heads)
+        best = _best_grouping(fleet, groupings, timed, rates.local_heads)
         for _ in range(_ROUNDS if len(shape.kinds) > 1 else 0):
             trial = judge.try_out(fleet, [rebalanced(rates, best)], WINDOW)
             if _layer_seconds(trial) >= _layer_seconds(best):
@@ -253,56 +245,24 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
     )
 
 
-class _Grouped(NamedTuple):
-    """A way to group a stage's units.
-
-    Args:
-        place: index among `_groupings`, less that of groups of a node; not used if groups are spread.
-        spread: number of units of a group that is spread over nodes; ``None``: groups are not spread.
-    """
-
-    place: int
-    spread: int | None
-
-    def is_possible(self, fleet: Fleet, groupings: Sequence[Grouping]) -> bool:
-        """Return whether the units of a fleet can be grouped so."""
-        if self.spread is not None:
-            return self.spread < len(fleet.units) and len(fleet.sites) > 1
-        return 0 <= _start(fleet, groupings) + self.place < len(groupings)
-
-    def of(self, fleet: Fleet, groupings: Sequence[Grouping]) -> Grouping:
-        """Return the groups of a fleet's units."""
-        if self.spread is not None:
-            return spread(fleet, self.spread)
-        return groupings[_start(fleet, groupings) + self.place]
-
-
-def _start(fleet: Fleet, groupings: Sequence[Grouping]) -> int:
-    """Return the index of groups of a node, or of the largest groups."""
-    return next((place for place, grouping in enumerate(groupings) if len(grouping) >= len(fleet.sites)), 0)
-
-
 def _best_grouping(
     fleet: Fleet, groupings: Sequence[Grouping], timed: Callable[[Grouping], Trial], heads: int
-) -> tuple[Trial, _Grouped]:
-    """Return the fastest trial of a few groupings, and how its units are grouped."""
+) -> Trial:
+    """Return the fastest trial of a few groupings."""
     # Start from groups of a node; go to larger ones as long as that is faster, or else to smaller ones.
-    start = _start(fleet, groupings)
-    best, found = timed(groupings[start]), _Grouped(0, None)
+    start = next((place for place, grouping in enumerate(groupings) if len(grouping) >= len(fleet.sites)), 0)
+    best = timed(groupings[start])
     for step in (-1, 1):
         place, before = start + step, best
         while 0 <= place < len(groupings):
             trial = timed(groupings[place])
             if _layer_seconds(trial) >= _layer_seconds(best):
                 break
-            best, found, place = trial, _Grouped(place - start, None), place + step
+            best, place = trial, place + step
         if best is not before:
             break
-    for size in _spread_sizes(fleet, best, heads):
-        trial = timed(spread(fleet, size))
-        if _layer_seconds(trial) < _layer_seconds(best):
-            best, found = trial, _Grouped(0, size)
-    return best, found
+    others = [timed(spread(fleet, size)) for size in _spread_sizes(fleet, best, heads)]
+    return min([best, *others], key=_layer_seconds)
 
 
 def _layer_seconds(trial: Trial) -> float:
