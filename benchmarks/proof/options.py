@@ -28,7 +28,6 @@ from megatron_hexi.cost.collectives import tensor_parallel_seconds
 from megatron_hexi.cost.compute import (
     Speeds,
     device_speeds,
-    layer_factors,
     optimizer_seconds,
     output_products,
     rates,
@@ -37,7 +36,7 @@ from megatron_hexi.cost.layer_bytes import Flights, logit_bytes, logits_bytes
 from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, Holdings, allocated_bytes, part_memory, part_params
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.moved_bytes import layer_elements, loss_bytes
-from megatron_hexi.cost.products import Elements, layer_products, row_seconds
+from megatron_hexi.cost.products import layer_products
 from megatron_hexi.models import RECOMPUTES, Job
 
 #: Modes of recomputation. A GPU's works are x of each mode, then z of each.
@@ -219,20 +218,17 @@ def _row_work(speeds: Speeds, job: Job) -> tuple[Floats, Floats]:
     """
     layer, (forward, backward) = layer_products(job), layer_elements(job, speeds.fp8_copies)
     element, loss = job.element_bytes / speeds.memory, loss_bytes(job)
-    factors = layer_factors(speeds, job)
-    written = row_seconds(speeds.memory, layer, factors)
     matrix, projection = output_products(job)
     inner = job.model.mtp_layers * projection
-    ends = sum(row_seconds(speeds.memory, matrix, Elements.of(job)))
-    ends += sum(row_seconds(speeds.memory, inner, factors))
+    ends = sum(sizes.outputs + sizes.inputs for sizes in (matrix, inner))
     back = 2 if job.lora_rank else 4  # frozen weights have no gradients
     return (
         np.array([2 * layer.weights, back * layer.weights, (2 + back) * (matrix.weights + inner.weights)]),
         np.array(
             [
-                written[0] + forward * element,
-                written[1] + backward * element,
-                ends + sum(loss) / speeds.memory,
+                (layer.outputs + forward) * element,
+                (layer.inputs + backward) * element,
+                ends * element + sum(loss) / speeds.memory,
             ]
         ),
     )

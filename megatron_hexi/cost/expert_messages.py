@@ -100,7 +100,7 @@ def expert_messages(job: Job, ranks: ExpertRanks) -> list[ExpertMessages]:
             size = row * experts.active / experts.count * rows[src] * ranks.count[dst]
             moves = (src != dst) & (size > 0)
             inside.append((src[moves], dst[moves], size[moves]))
-    steps = [_joined(inside)]
+    steps = [ExpertMessages(*map(np.concatenate, zip(*inside, strict=True)))]
     return [ExpertMessages(*map(np.array, zip(*between, strict=True))), *steps] if between else steps
 
 
@@ -123,10 +123,6 @@ def _gateways(ranks: ExpertRanks, own: Ints, here: Ints) -> Iterator[tuple[int, 
 def _none_of(held: float, total: int, active: int) -> float:
     """Return the probability that none of a row's experts is among those held: C(E - e, k) / C(E, k)."""
     return float(np.prod([max(0.0, total - held - place) / (total - place) for place in range(active)]))
-
-
-def _joined(parts: list[tuple[Ints, Ints, Floats]]) -> ExpertMessages:
-    return ExpertMessages(*(np.concatenate(values) for values in zip(*parts, strict=True)))
 
 
 class ExpertExchanges:

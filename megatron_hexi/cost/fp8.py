@@ -80,7 +80,7 @@ def computed_rows(job: Job, tokens: Floats, in_fp8: Bools | bool) -> Floats:
 
 
 def fp8_fault(device: Device, recipe: Fp8Recipe) -> str:
-    """Return why a GPU does not compute in fp8, with what would change that."""
+    """Return why a GPU does not compute in fp8, and the remedy."""
     curve = f"matmul_{recipe if recipe in ('blockwise', 'mxfp8') else 'fp8'}"
     return (
         f"no rate of {device.name} in fp8 by {recipe} scales is known; if it has them, give {curve} under "

@@ -138,15 +138,6 @@ def product_seconds(rate: Floats, memory: float, rows: Floats, sizes: Products, 
     )
 
 
-def row_seconds(memory: float, sizes: Products, elements: Elements) -> tuple[float, float]:
-    """Return the seconds, forward and backward, in which a row's results are written.
-
-    Added to the seconds of the row's FLOPs, they are a lower bound of the row's time.
-    """
-    result = elements.result / memory
-    return float(sizes.outputs * result), float(sizes.inputs * result)
-
-
 def unwritten(curve: Curve, memory: float, element: float) -> Curve:
     """Return a measured curve without the time in which its products write their results.
 

@@ -71,7 +71,7 @@ class Timing:
 
     @cached_property
     def once(self) -> Once:
-        """What each stage does once an iteration."""
+        """Seconds of what each stage does once an iteration."""
         return once_an_iteration(self.sections, self.stages, self.reductions, self.optimizer)
 
     @cached_property

@@ -95,7 +95,7 @@ class Scales:
         self._spread()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint stores."""
+        """Return the names, scales and largest values for a checkpoint."""
         return {"names": self.names, "scales": self.scales.cpu(), "histories": self.histories.cpu()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ class Scales:
                 if len(state["histories"]) == len(self.histories):
                     self.histories[:, here] = state["histories"][:, there].to(self.histories)
         for module, _, _ in self._places if self._is_fp8 else ():
-            # Else Transformer Engine would make its state in the first pass.
+            # Otherwise Transformer Engine would make its state in the first pass.
             module.fp8_meta |= {"recipe": self._recipe, "num_gemms": getattr(module, "num_gemms", 1)}
             module.init_fp8_meta_tensors(self._recipe)
         self._spread()
@@ -120,7 +120,7 @@ class Scales:
             state.amax_history.copy_(self.histories[:, places])
 
     def _states(self) -> Iterator[tuple[Any, Tensor]]:
-        """Yield what Transformer Engine keeps of each module and pass, with the places of its tensors."""
+        """Yield Transformer Engine's state of each module and pass, with the places of its tensors."""
         for module, key, places in self._places:
             if key in module.fp8_meta:
                 yield module.fp8_meta[key], places

@@ -80,7 +80,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> Held:
     width = mesh.units[args.rank].width if mesh else args.tensor_model_parallel_size
     unit = mesh.units[args.rank] if mesh else plan.members[args.rank % plan.ranks // width]
     parts = width if args.sequence_parallel else 1
-    multiple = parts if recipe is None or unit.precision else fp8_row_multiple(recipe, parts)
+    multiple = fp8_row_multiple(None if unit.precision else recipe, parts)
     if unit.precision:
         args.fp8 = None  # so Megatron builds this rank's layers as in a job in bf16
     if args.hexi_record is not None and args.rank == 0:

@@ -48,10 +48,7 @@ class Mesh:
 
     def row_multiple(self, unit: Unit) -> int:
         """Return the number that divides the rows of a unit outside attention, padding included."""
-        parts = self.row_parts(unit)
-        if self.fp8_recipe is None or unit.precision is not None:
-            return parts
-        return fp8_row_multiple(self.fp8_recipe, parts)
+        return fp8_row_multiple(None if unit.precision else self.fp8_recipe, self.row_parts(unit))
 
     def wraps_around(self, replica: int) -> bool:
         """Whether a replica's last stage sends its output to the first stage, for the next ministage."""

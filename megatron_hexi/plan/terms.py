@@ -42,19 +42,20 @@ Offload = Literal["parameters", "optimizer", "activations"]
 Order = Literal["interleaved"]
 
 
-def fp8_row_multiple(recipe: Fp8Recipe, parts: int) -> int:
-    """Return the number that divides the rows of a unit in fp8 outside attention, with padding.
+def fp8_row_multiple(recipe: Fp8Recipe | None, parts: int) -> int:
+    """Return the number that divides the rows of a unit outside attention, with padding.
 
     Transformer Engine's products sum over rows, for gradients of weights, in multiples of 16, and MXFP8
     scales blocks of 32 rows. Blockwise tensors are gathered in fp8 only where each rank has whole tiles of
     128 rows.
 
     Args:
+        recipe: the unit's recipe; ``None``: it is not in fp8.
         parts: number of the unit's ranks that share its rows: the tensor-parallel size under sequence
             parallelism, else 1.
     """
-    rows = {"mxfp8": 32, "blockwise": 16 if parts == 1 else 128}.get(recipe, 16)
-    return rows * parts
+    rows = {None: 1, "mxfp8": 32, "blockwise": 16 if parts == 1 else 128}
+    return rows.get(recipe, 16) * parts
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class JobTerms(Strict):
         pipeline_parallel: --pipeline-model-parallel-size, for a plan with a repeated stage.
         virtual_stages: --num-virtual-stages-per-pipeline-rank, for a plan with a repeated stage: chunks of
             each pipeline stage's layers, which Megatron's interleaved schedule runs in turn.
-        precision: --bf16, --fp16, or neither; `fp8`: --bf16 and --fp8-format, by whose recipe all units
-            compute that do not state `precision: bf16`.
+        precision: --bf16, --fp16, or neither; `fp8`: --bf16 and --fp8-format, for all units that do not
+            state `precision: bf16`.
         fp8_recipe: --fp8-recipe, for a job in fp8.
         recompute: --recompute-granularity; a number n: full recomputation of the first n layers.
         optimizer: --optimizer.

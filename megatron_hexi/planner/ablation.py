@@ -19,7 +19,7 @@ class FeatureAblation:
 
     Args:
         feature: a field of `PlannerRules`.
-        without_tokens_per_s: tokens/s of the best plan found without the feature; ``None``: none fits.
+        tokens_per_s_without: tokens/s of the best plan found without the feature; ``None``: none fits.
     """
 
     feature: str

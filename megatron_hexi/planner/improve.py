@@ -38,7 +38,7 @@ _ROOMIER = (2.0, 4.0)
 _STARTS = 3
 #: On up to this many GPUs, plans for GPUs with more memory are tried even if a plan fits.
 _FEW_GPUS = 128
-#: What saves memory has made plans faster by up to 10 %: a search whose plan is slower than this factor of a
+#: Saving memory has made plans faster by up to 10 %: a search whose plan is slower than this factor of a
 #: known one is not run again for GPUs with more memory.
 _OUT_OF_REACH = 1.1
 #: The most layouts that are kept besides the chosen one.
@@ -131,7 +131,7 @@ class Improvement:
     def made_to_fit(self, request: Request, faster_than: float = math.inf) -> Candidate | None:
         """Change plans for GPUs with more memory until they fit, and return the best; ``None``: none fits.
 
-        What saves memory changes which plan is fastest: with rows on the host, narrow tensor-parallel units
+        Saving memory changes which plan is fastest: with rows on the host, narrow tensor-parallel units
         may beat the wide ones that come closest to fitting without. So each size is searched by itself too.
         """
         best: Candidate | None = None

@@ -214,13 +214,10 @@ def _search(
     for memory in dict.fromkeys((1 - request.memory_margin, 1.0)):
         tried = searches.plans(request, cluster, memory, faster_than)
         deep = searches.to_interleave
-        if faster_than < math.inf:
-            best = min(tried, key=order_of, default=None)
+        best = min(tried, key=order_of, default=None)
+        if faster_than < math.inf or (best is not None and request.rules.allow("unequal_stages")):
             break
         roomy = cluster.with_memory_margin(1 - memory)
-        best = min(tried, key=order_of, default=None)
-        if best is not None and request.rules.allow("unequal_stages"):
-            break
         # The search may pass over the only layouts that fit, and where stages must be equal it has no
         # pipelines. Megatron's flags exchange no latent columns.
         plain = replace(request, job=replace(request.job, latent_exchange=False))

@@ -44,7 +44,7 @@ class Choice:
 def choose(fastest: Candidate, tried: Sequence[Candidate], cluster: Cluster, within: float) -> Choice:
     """Return the plan with the fewest means that takes at most the part `within` longer than the fastest.
 
-    Of several the fastest is taken.
+    If several have as few, the fastest of these is taken.
 
     Args:
         tried: other plans that fit.

@@ -77,9 +77,9 @@ def plan_panels(plan: Plan, rows: Sequence[UnitSummary], paint: Paint) -> list[P
         panels.append(PlanPanel(title, POSITION, plan.workload.seq_length, domains, bars))
     groups = _divided(rows, 4, lambda row: _group_name(plan, row), all_if_none=False)
     if groups:
-        bars = [Bar(row.place, [_heads(plan, row)], paint.units[row.rank], [_ranks(row)]) for row in rows]
+        bars = [Bar(row.place, [_heads(row)], paint.units[row.rank], [_ranks(row)]) for row in rows]
         title = "In attention: query heads of the groups that divide them."
-        panels.append(PlanPanel(title, "query head", max(_heads(plan, row)[1] for row in rows), groups, bars))
+        panels.append(PlanPanel(title, "query head", max(_heads(row)[1] for row in rows), groups, bars))
     if any(row.experts is not None for row in rows):
         panels.append(_expert_panel(plan, rows, paint))
     return panels
@@ -153,7 +153,7 @@ def shade(kind: int, number: int) -> Colour:
     return colormaps["tab20c"](_SHADES * (kind % _HUES) + number % (_SHADES - 1))
 
 
-def _heads(plan: Plan, row: UnitSummary) -> Range:
+def _heads(row: UnitSummary) -> Range:
     """Return a unit's heads over all tensor-parallel ranks, whose number may differ between stages."""
     ranks = 1 if row.layers is None else len(row.ranks)
     return row.heads[0] * ranks, row.heads[1] * ranks

@@ -1,12 +1,14 @@
-"""The plans that a search timed, as a table: what made each, its layout, time and memory, what dropped it."""
+"""A table of the plans that a search timed: the step that made each, its layout, time, memory and outcome."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Timing
@@ -25,21 +27,13 @@ if TYPE_CHECKING:
 #: Difference of two parts of memory that rounding explains.
 _ROUNDING = 1e-9
 _HEAD = (
-    "number",
-    "step",
-    "layout",
-    "stages",
-    "means",
-    "iteration_s",
-    "memory_gib",
-    "usable_gib",
-    "outcome",
-    "why",
+    *("number", "step", "layout", "stages", "means"),
+    *("iteration_s", "memory_gib", "usable_gib", "outcome", "why"),
 )
 
 
 class _Fullest(NamedTuple):
-    """The GPU whose memory is fullest, or the node whose host memory is, if that is fuller and overdrawn."""
+    """The GPU of a plan whose memory is fullest."""
 
     name: str
     needed_gib: float
@@ -51,9 +45,13 @@ class _Fullest(NamedTuple):
         return self.needed_gib / self.usable_gib
 
 
-@dataclass(frozen=True)
-class _TriedPlan:
-    """A plan that was timed, in so far as the table tells it."""
+class _TriedPlan(NamedTuple):
+    """The columns of a plan that was timed, and why it cannot be chosen; empty: it can.
+
+    Args:
+        host_problem: host memory that it lacks.
+        forbidden: the flag of the request that it breaks.
+    """
 
     step: str
     layout: str
@@ -64,14 +62,9 @@ class _TriedPlan:
     host_problem: str
     forbidden: str
 
-    @property
-    def name(self) -> tuple[object, ...]:
-        """The plan as far as its time and its words tell it."""
-        return self.layout, self.means, self.iteration_s
-
 
 class TriedPlans:
-    """Notes the plans that a search times, and tells what became of each.
+    """Notes the plans that a search times, and writes the outcome of each.
 
     Args:
         request: the request to the planner.
@@ -85,21 +78,15 @@ class TriedPlans:
 
     def note(self, step: str, candidate: Candidate) -> None:
         """Note a plan that a step of the search has timed."""
-        host = max(candidate.timing.host_loads, key=lambda load: load.fullness, default=None)
-        self.rows.append(
-            _TriedPlan(
-                step,
-                layout_line(candidate.plan, candidate.job),
-                _spell_stages(candidate.plan, candidate.job, self._cluster),
-                means_of(candidate.plan, self._cluster),
-                candidate.iteration_s,
-                _fullest(candidate.timing, self._cluster),
-                ""
-                if host is None or host.fullness <= 1
-                else f"host memory of node {host.name}: {host.short_gib:.1f} GiB short",
-                forbidden_by(candidate.plan, candidate.job, self._request),
-            )
-        )
+        plan, job, timing = candidate.plan, candidate.job, candidate.timing
+        host = max(timing.host_loads, key=lambda load: load.fullness, default=None)
+        host_problem = ""
+        if host is not None and host.fullness > 1:
+            host_problem = f"host memory of node {host.name}: {host.short_gib:.1f} GiB short"
+        words = layout_line(plan, job), _spell_stages(plan, job, self._cluster), means_of(plan, self._cluster)
+        fullest, forbidden = _fullest(timing, self._cluster), forbidden_by(plan, job, self._request)
+        row = _TriedPlan(step, *words, candidate.iteration_s, fullest, host_problem, forbidden)
+        self.rows.append(row)
 
     def text(self, planned: Planned | None) -> str:
         """Return the table as CSV.
@@ -156,20 +143,15 @@ def _spell_stages(plan: Plan, job: Job, cluster: Cluster) -> str:
 
 def _fullest(timing: Timing, cluster: Cluster) -> _Fullest:
     """Return the fullest GPU of a plan that may have been timed for GPUs with more memory."""
-    return max(
-        (
-            _Fullest(cluster.rank_name(gpu), needed / GIB, cluster.ranks[gpu].device.usable_gib)
-            for section, bytes_of_units in zip(timing.sections, timing.needed, strict=True)
-            for gpu, needed in zip(
-                section.placement.gpus[:, 0].tolist(), bytes_of_units.tolist(), strict=True
-            )
-        ),
-        key=lambda gpu: gpu.fullness,
-    )
+    gpus = np.concatenate([section.placement.gpus[:, 0] for section in timing.sections]).tolist()
+    needed = (np.concatenate(timing.needed) / GIB).tolist()
+    usable = [cluster.ranks[gpu].device.usable_gib for gpu in gpus]
+    most = max(range(len(gpus)), key=lambda unit: needed[unit] / usable[unit])
+    return _Fullest(cluster.rank_name(gpus[most]), needed[most], usable[most])
 
 
 def _outcome(row: _TriedPlan, planned: Planned | None, kept: float) -> tuple[str, str]:
-    """Return what became of a plan, and why."""
+    """Return the outcome of a plan, and the reason."""
     short = row.gpu.needed_gib - (1 - kept) * row.gpu.usable_gib
     if row.gpu.fullness > 1 - kept + _ROUNDING:
         free = f" of what {kept:.0%} kept free leaves" if row.gpu.fullness <= 1 else ""
@@ -180,7 +162,8 @@ def _outcome(row: _TriedPlan, planned: Planned | None, kept: float) -> tuple[str
         return "forbidden", row.forbidden
     if planned is None or planned.choice is None:
         return "not chosen", ""
-    if row.name == (layout_line(planned.plan, planned.job), planned.choice.means, planned.cost.iteration_s):
+    chosen = layout_line(planned.plan, planned.job), planned.choice.means, planned.cost.iteration_s
+    if (row.layout, row.means, row.iteration_s) == chosen:
         return "chosen", ""
     part = row.iteration_s / planned.cost.iteration_s - 1
     if part < 0:

@@ -1,6 +1,6 @@
 """Sends each row once to every node that holds some of its experts, and sums the results of the nodes.
 
-Of a top-8 token, Megatron's all-to-all sends up to eight copies to another node. Here the row travels once,
+Megatron's all-to-all sends up to eight copies of a top-8 token to another node. Here the row travels once,
 with the probabilities of all experts of that node, to one rank there (`ExpertDomain.gateway`), from which
 Megatron's dispatcher sends it on inside the node; what the node's experts return is summed there before it
 travels back. Shape letters: n rows of this rank, m rows that it takes as a gateway, h hidden size, E experts.

@@ -104,7 +104,7 @@ class Fleet:
 
     @property
     def pattern(self) -> Pattern:
-        """What a layout of the units depends on: the name of each unit's kind, and the place of its site."""
+        """The name of each unit's kind and the place of its site, on which a layout of the units depends."""
         order = {site: place for place, site in enumerate(dict.fromkeys(unit.site for unit in self.units))}
         return tuple((self.kinds[unit.kind].name, order[unit.site]) for unit in self.units)
 

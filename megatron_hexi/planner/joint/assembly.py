@@ -13,9 +13,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from megatron_hexi.cost import CostModel
-from megatron_hexi.cost.arrays import Counts
 from megatron_hexi.cost.model_part import ModelPart
-from megatron_hexi.models import Job
 from megatron_hexi.models.job import layers_again, recompute_mode
 from megatron_hexi.plan import Exchange, Plan, Replica
 from megatron_hexi.plan import Stage as PlanStage
@@ -153,7 +151,7 @@ class Assembly:
         kind = _alike(fleet), job.tensor_parallel, job.recompute
         devices = {id(self._cluster.ranks[unit.gpus[0][0]].device) for unit in fleet.units}
         placed = placement(fleet.experts, len(fleet.units), job.tensor_parallel, is_mixed=len(devices) > 1)
-        held = _layers_of_kinds(part, job)
+        held = [count for kind in part.of_kinds(job.model) for count in kind]
         work = (*kind, placed, micro_batches, shards, place.is_last)
         # Without the loss, more layers of the same mix need the same layout.
         mix = held if place.is_last else [count / part.layers for count in held]
@@ -280,11 +278,6 @@ class Assembly:
             data_parallel=len(pipes),
         )
         return Candidate(plan, job, self._model(job).timing(plan))
-
-
-def _layers_of_kinds(part: ModelPart, job: Job) -> list[Counts]:
-    """Return the numbers of layers of each kind of a part, and of those that are computed again."""
-    return [count for held in part.of_kinds(job.model) for count in held]
 
 
 def _fit_flags(pipes: Sequence[Pipe]) -> bool:

@@ -81,7 +81,7 @@ class LayerTimer:
         self._judges = {width: Judge(fleet) for width, fleet in self._fleets.items()}
         self._rates = {width: Rates(fleet, WINDOW) for width, fleet in self._fleets.items()}
         self.layer = cache(self._layer)
-        #: What replicas add to an iteration, which all searches share.
+        #: Times what replicas add to an iteration; all searches share it.
         self.synchronisation = Synchronisation(self)
         self._waiting = cache(self._waiting_factor)
 

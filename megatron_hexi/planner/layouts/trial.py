@@ -64,7 +64,7 @@ class Candidate:
         return self.excess, self.iteration_s
 
 
-#: What is told of each candidate, see `noting`.
+#: The callback of `noting` that is in force.
 _NOTE: ContextVar[Callable[[Candidate], None] | None] = ContextVar("_NOTE", default=None)
 
 
