@@ -10,7 +10,7 @@ f width of an expert, n rows that a rank's experts compute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,6 @@ from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh.experts import ExpertDomain, job_experts
 from megatron_hexi.models.job import Job
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.units import HeldExperts
 
 #: Rows of the rank whose experts are busiest, in standard deviations above the mean.
 _DEVIATIONS = 2
@@ -81,29 +80,24 @@ def place_experts(plan: Plan, job: Job, sections: Sequence[Section]) -> list[Exp
     if job.model.experts is None:
         return [None] * len(sections)
     held = job_experts(plan, job.model.experts.count)
-    stage_ranks = plan.ranks
+    ranks = [(section.ranks % plan.ranks).tolist() for section in sections]
     rows: dict[tuple[int, int], float] = {}
     numbers: list[list[tuple[int, int]]] = []
-    for section in sections:
-        domains = [held[rank % stage_ranks][0] for rank in section.ranks[:, 0].tolist()]
-        numbers.append([(section.number, domain.held[0].rank) for domain in domains])
+    for section, own in zip(sections, ranks, strict=True):
+        numbers.append([(section.number, held[unit[0]][0].held[0].rank) for unit in own])
         units = section.job.micro_batch_size * section.arrays.tokens
         for number, more in zip(numbers[-1], units.tolist(), strict=True):
             rows[number] = rows.get(number, 0.0) + more
     order = {number: place for place, number in enumerate(rows)}
     return [
         ExpertsOnRanks(
-            count=np.array(
-                [[_held(held, rank, stage_ranks).count for rank in ranks] for ranks in section.ranks.tolist()]
-            ),
-            parts=np.array([_held(held, rank, stage_ranks).parts for rank in section.ranks[:, 0].tolist()]),
+            count=np.array([[held[rank][1].count for rank in unit] for unit in own]),
+            parts=np.array([held[unit[0]][1].parts for unit in own]),
             domain=np.array([order[number] for number in of_units]),
             domain_rows=np.array([rows[number] for number in of_units]),
-            node=np.array(
-                [[_node(held, rank % stage_ranks) for rank in ranks] for ranks in section.ranks.tolist()]
-            ),
+            node=np.array([[_node(held[rank][0], rank) for rank in unit] for unit in own]),
         )
-        for section, of_units in zip(sections, numbers, strict=True)
+        for own, of_units in zip(ranks, numbers, strict=True)
     ]
 
 
@@ -233,10 +227,6 @@ def busiest_rows(job: Job, count: Ints, domain_rows: Floats) -> Floats:
     return np.minimum(mean * (1 + spread), experts.active * domain_rows)
 
 
-def _node(held: Mapping[int, tuple[ExpertDomain, HeldExperts]], rank: int) -> int:
+def _node(domain: ExpertDomain, rank: int) -> int:
     """Return the number of a rank's node in its expert domain; 0 without nodes."""
-    return next((number for number, node in enumerate(held[rank][0].nodes) if rank in node), 0)
-
-
-def _held(held: Mapping[int, tuple[ExpertDomain, HeldExperts]], rank: int, stage_ranks: int) -> HeldExperts:
-    return held[rank % stage_ranks][1]
+    return next((number for number, node in enumerate(domain.nodes) if rank in node), 0)

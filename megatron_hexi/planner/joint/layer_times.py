@@ -7,7 +7,7 @@ another, times the factor by which waiting slows a small stage on the same pools
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -80,6 +80,8 @@ class LayerTimer:
         }
         self._judges = {width: Judge(fleet) for width, fleet in self._fleets.items()}
         self._rates = {width: Rates(fleet, WINDOW) for width, fleet in self._fleets.items()}
+        #: Place of the best grouping of alike stages; ``None``: groups are spread.
+        self._grouped: dict[tuple[object, ...], int | None] = {}
         self.layer = cache(self._layer)
         #: Times what replicas add to an iteration; all searches share it.
         self.synchronisation = Synchronisation(self)
@@ -150,7 +152,13 @@ class LayerTimer:
         def timed(grouping: Grouping) -> Trial:
             return judge.try_out(fleet, [guess.layout(grouping, 1)], WINDOW)
 
-        best = _best_grouping(fleet, groupings, timed, rates.local_heads)
+        # On the same kinds of GPU and about as many nodes the same grouping is best.
+        alike = tuple(shape.kinds), shape.width, len(fleet.sites).bit_length()
+        known = self._grouped.get(alike) if len(shape.kinds) > 1 else None
+        if known in groupings:
+            best = timed(groupings[known])
+        else:
+            best, self._grouped[alike] = _best_grouping(fleet, groupings, timed, rates.local_heads)
         for _ in range(_ROUNDS if len(shape.kinds) > 1 else 0):
             trial = judge.try_out(fleet, [rebalanced(rates, best)], WINDOW)
             if _layer_seconds(trial) >= _layer_seconds(best):
@@ -246,23 +254,22 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
 
 
 def _best_grouping(
-    fleet: Fleet, groupings: Sequence[Grouping], timed: Callable[[Grouping], Trial], heads: int
-) -> Trial:
-    """Return the fastest trial of a few groupings."""
+    fleet: Fleet, groupings: Mapping[int | None, Grouping], timed: Callable[[Grouping], Trial], heads: int
+) -> tuple[Trial, int | None]:
+    """Return the fastest trial of a few groupings, and its place; ``None``: its groups are spread."""
     # Start from groups of a node; go to larger ones as long as that is faster, or else to smaller ones.
-    start = next((place for place, grouping in enumerate(groupings) if len(grouping) >= len(fleet.sites)), 0)
-    best = timed(groupings[start])
+    best, found = timed(groupings[0]), 0
     for step in (-1, 1):
-        place, before = start + step, best
-        while 0 <= place < len(groupings):
-            trial = timed(groupings[place])
+        while found + step in groupings:
+            trial = timed(groupings[found + step])
             if _layer_seconds(trial) >= _layer_seconds(best):
                 break
-            best, place = trial, place + step
-        if best is not before:
+            best, found = trial, found + step
+        if found:
             break
     others = [timed(spread(fleet, size)) for size in _spread_sizes(fleet, best, heads)]
-    return min([best, *others], key=_layer_seconds)
+    fastest = min([best, *others], key=_layer_seconds)
+    return fastest, found if fastest is best else None
 
 
 def _layer_seconds(trial: Trial) -> float:
@@ -284,11 +291,14 @@ def _spread_sizes(fleet: Fleet, best: Trial, heads: int) -> list[int]:
     return sorted(size for size in sizes if 1 < size < len(fleet.units)) if len(fleet.sites) > 1 else []
 
 
-def _groupings(fleet: Fleet, heads: int) -> list[Grouping]:
-    """Return groupings from one group of all units down to single units: nodes joined, whole, and cut."""
+def _groupings(fleet: Fleet, heads: int) -> dict[int | None, Grouping]:
+    """Return groupings from one group of all units down to single units: nodes joined, whole, and cut.
+
+    Each has its place in this order; groups of a node, or the largest groups, have place 0.
+    """
     sites, units = fleet.sites, tuple(range(len(fleet.units)))
     if not fleet.job.model.spans_groups:
-        return [(units,)] if len(units) <= heads else []
+        return {0: (units,)} if len(units) <= heads else {}
     groupings: list[Grouping] = [(units,)]
     joined = 2 ** max(0, (len(sites) - 1).bit_length() - 1)
     while joined > 1:
@@ -301,4 +311,6 @@ def _groupings(fleet: Fleet, heads: int) -> list[Grouping]:
             groupings.append(tuple(site[part::parts] for site in sites for part in range(parts)))
     groupings.append(tuple((unit,) for unit in units))
     named = dict.fromkeys(tuple(sorted(map(tuple, grouping))) for grouping in groupings)
-    return [grouping for grouping in named if max(map(len, grouping)) <= heads]
+    found = [grouping for grouping in named if max(map(len, grouping)) <= heads]
+    start = next((place for place, grouping in enumerate(found) if len(grouping) >= len(sites)), 0)
+    return {place - start: grouping for place, grouping in enumerate(found)}
