@@ -240,7 +240,7 @@ class Training(PackedDocuments):
                 )
         if "fp8_recipe" in stated and stated.get("precision", "fp8") != "fp8":
             recipe = spell_flag("fp8_recipe", stated["fp8_recipe"])
-            raise HexiError(f"{recipe}: is of jobs in fp8; give --precision fp8 too")
+            raise HexiError(f"{recipe}: applies to jobs in fp8 only; give --precision fp8 too")
         check_limits({name: stated[name] for name in LIMITS if name in stated})
         return stated
 

@@ -18,7 +18,7 @@ def refuse_without_fp8(request: Request, cluster: Cluster) -> None:
     """Refuse fp8 where no GPU has it, and with --fp8-everywhere where any GPU lacks it.
 
     Raises:
-        HexiError: there are such GPUs, or --fp8-everywhere is of a job that is not in fp8.
+        HexiError: there are such GPUs, or --fp8-everywhere is given and the job is not in fp8.
     """
     job = request.job
     if job.precision != "fp8":
@@ -38,7 +38,7 @@ def precision_note(job: Job, cluster: Cluster) -> tuple[str, ...]:
     names = {cluster.nodes[number].device.name: None for number in _lacking(job, cluster)}
     if job.precision != "fp8" or not names:
         return ()
-    return (f"{', '.join(names)}: in bf16, for want of a rate in fp8 by {job.fp8_recipe} scales",)
+    return (f"{', '.join(names)}: in bf16, as no rate in fp8 by {job.fp8_recipe} scales is known",)
 
 
 def with_precision(plan: Plan, job: Job, cluster: Cluster) -> tuple[Plan, Job]:

@@ -189,9 +189,8 @@ def choice_lines(planned: Planned) -> list[str]:
         if other is not None:
             more = [word for word in other.means if word not in choice.means]
             less = [word for word in choice.means if word not in other.means]
-            words = [f"with {' and '.join(more)}"] * bool(more) + [f"without {' and '.join(less)}"] * bool(
-                less
-            )
+            both = ("with", more), ("without", less)
+            words = [f"{word} {' and '.join(means)}" for word, means in both if means]
             part = other.candidate.iteration_s / planned.cost.iteration_s - 1
             time = f"{part:.1%} longer" if part >= 0 else f"{-part:.1%} less time"
             layout = layout_line(other.candidate.plan, other.candidate.job)

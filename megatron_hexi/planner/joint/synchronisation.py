@@ -76,20 +76,13 @@ class Synchronisation:
         for one in self._collectives:
             seconds = self._ring(shape, shards, float((params - shared) * one.element_bytes))
             if end and shared:
-                seconds += self._ring_of_ends(shape, end, shards, float(shared * one.element_bytes))
+                seconds += self._ring(shape, shards, float(shared * one.element_bytes), end)
             collectives.append((seconds, one.hides_behind))
         return shown + float(exposed_seconds(collectives, layers, self._layer(shape).cover))
 
-    def _ring(self, shape: StageShape, shards: int, size: float) -> float:
-        """Return the seconds of one ring pass over a stage's units in all replicas, on other nodes each."""
-        units = shape.units * shards
-        if units == 1:
-            return 0.0
-        return self._rings.seconds(self._gpus_of(shape, shards, None), size, shape.width, 1 / units)
-
-    def _ring_of_ends(self, shape: StageShape, end: StageShape, shards: int, size: float) -> float:
-        """Return the seconds of one ring pass over the first and last stage of all replicas."""
-        units = (shape.units + end.units) * shards
+    def _ring(self, shape: StageShape, shards: int, size: float, end: StageShape | None = None) -> float:
+        """Return the seconds of one ring pass over a stage's units in all replicas, and those of `end`."""
+        units = (shape.units + (0 if end is None else end.units)) * shards
         return self._rings.seconds(self._gpus_of(shape, shards, end), size, shape.width, 1 / units)
 
     def _ring_gpus(self, shape: StageShape, shards: int, end: StageShape | None) -> Ints:

@@ -153,7 +153,7 @@ OPTIONS = {
     "an unknown precision": ("--precision int4", "--precision int4: use bf16, fp16, fp32"),
     "scales without fp8": (
         "--precision bf16 --fp8-recipe delayed",
-        "--fp8-recipe delayed: is of jobs in fp8",
+        "--fp8-recipe delayed: applies to jobs in fp8 only",
     ),
     "fp8 everywhere without fp8": ("--fp8-everywhere", "the job is in bf16; give --precision fp8 too"),
     "unknown scales": (
