@@ -18,6 +18,7 @@ Terms:
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Annotated, Any, Final, Literal
 
@@ -132,6 +133,11 @@ class Domain(Strict):
     def members(self) -> tuple[Member, ...]:
         """All P members of the domain in rank order, the order of Megatron's context-parallel group."""
         return tuple(sorted((m for g in self.groups for m in g.members), key=lambda m: m.lead))
+
+    def with_members(self, change: Callable[[Member], Member]) -> Domain:
+        """Return the domain with every member changed."""
+        groups = (replace(group, members=tuple(map(change, group.members))) for group in self.groups)
+        return replace(self, groups=tuple(groups))
 
 
 @dataclass(frozen=True)

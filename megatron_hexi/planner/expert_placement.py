@@ -10,7 +10,7 @@ from typing import Literal
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.memory import GIB, weight_bytes
 from megatron_hexi.models import Job
-from megatron_hexi.plan import Domain, Group, Member
+from megatron_hexi.plan import Domain, Member
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.plan.model import Range
 
@@ -95,12 +95,10 @@ def spread_experts(
     for first, stop in itertools.pairwise(ends):
         held |= _shared(units[first:stop], total, weight)
 
-    def of_group(group: Group) -> Group:
-        return replace(
-            group, members=tuple(replace(member, experts=held[member.lead]) for member in group.members)
-        )
+    def holding(member: Member) -> Member:
+        return replace(member, experts=held[member.lead])
 
-    return tuple(replace(domain, groups=tuple(map(of_group, domain.groups))) for domain in domains)
+    return tuple(domain.with_members(holding) for domain in domains)
 
 
 def _shared(

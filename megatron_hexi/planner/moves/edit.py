@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from megatron_hexi.cluster import Cluster, cluster_digest
 from megatron_hexi.models import Job
-from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage
+from megatron_hexi.plan import Member, Plan, Replica, Stage
 from megatron_hexi.plan.terms import Offload, Recompute
 from megatron_hexi.plan.units import domain_rows, rank_gpus
 
@@ -65,7 +66,7 @@ def with_members(plan: Plan, change: Callable[[Member], Member]) -> Plan:
     """Return the plan with every member changed."""
 
     def in_stage(_place: Place, stage: Stage) -> Stage:
-        return replace(stage, domains=tuple(_changed(domain, change) for domain in stage.domains))
+        return replace(stage, domains=tuple(domain.with_members(change) for domain in stage.domains))
 
     return with_stages(plan, in_stage)
 
@@ -80,7 +81,7 @@ def written_out(plan: Plan, job: Job, counts: Sequence[int] | None = None) -> tu
         return plan, job
     stages: list[list[Stage]] = [[] for _ in plan.replicas]
     for row in domain_rows(plan, job.micro_batch_size, job.pipeline_parallel, job.model.layers):
-        domain = _from_rank(row.domain, row.first_rank)
+        domain = row.domain.with_members(partial(_from_rank, row.first_rank))
         stages[row.replica].append(
             Stage((domain,), layers=row.layers, recompute=job.recompute, exchange=row.exchange)
         )
@@ -89,22 +90,9 @@ def written_out(plan: Plan, job: Job, counts: Sequence[int] | None = None) -> tu
     return replace(plan, replicas=replicas), replace(job, pipeline_parallel=1, recompute="none")
 
 
-def _from_rank(domain: Domain, first: int) -> Domain:
-    """Return the domain with `first` added to all of its ranks."""
-
-    def moved(member: Member) -> Member:
-        return replace(member, ranks=tuple(rank + first for rank in member.ranks))
-
-    return _changed(domain, moved)
-
-
-def _changed(domain: Domain, change: Callable[[Member], Member]) -> Domain:
-    """Return the domain with every member changed."""
-
-    def in_group(group: Group) -> Group:
-        return replace(group, members=tuple(map(change, group.members)))
-
-    return replace(domain, groups=tuple(map(in_group, domain.groups)))
+def _from_rank(first: int, member: Member) -> Member:
+    """Return the member with `first` added to all of its ranks."""
+    return replace(member, ranks=tuple(rank + first for rank in member.ranks))
 
 
 def plan_of_whole(plan: Plan, cluster: Cluster, left_out: Collection[int]) -> Plan:
