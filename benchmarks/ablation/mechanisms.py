@@ -37,12 +37,9 @@ class Mechanism:
         return patch(f"megatron_hexi.{self.seam}", self.without)
 
 
-def _best_rates(self: Any, candidates: Any) -> Any:
-    """Bound layouts by all work at the best rates while pipelines fill and drain."""
-    job = self._job
-    passes = job.global_batch_size / job.micro_batch_size * np.array(self._chunks)
-    seconds = self._work * (1 + (job.pipeline_parallel - 1) / passes) + self._step
-    return np.repeat(seconds[:, None], len(candidates), axis=1)
+def _no_bounds(self: Any) -> Any:
+    """Bound no layout of Megatron's flags from below."""
+    return np.zeros(len(self._candidate))
 
 
 def _unpolished(_judge: Any, trial: Any, _budget: int) -> Any:
@@ -88,9 +85,9 @@ MECHANISMS = {
         lambda _self, _stages, _shards: 0.0,
     ),
     "floor": Mechanism(
-        "bounds of flag layouts that count traffic, attention and rows",
+        "lower bounds of flag layouts",
         "planner.baselines.floor.Floor.seconds",
-        _best_rates,
+        _no_bounds,
         of_compare=True,
     ),
     "known-layers": Mechanism(

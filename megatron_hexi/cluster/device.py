@@ -57,10 +57,6 @@ class Curve:
         part = math.log(size / low) / math.log(high / low)
         return self.rates[above - 1] + part * (self.rates[above] - self.rates[above - 1])
 
-    def best_up_to(self, size: float) -> float:
-        """Return the largest rate at any size up to the given size, TFLOP/s."""
-        return max([self.rate(size), *self.rates[: bisect_right(self.sizes, size)]])
-
     def time(self, flops: float, size: float) -> float:
         """Return the seconds that `flops` floating-point operations take at a size."""
         return flops / (self.rate(size) * 1e12)

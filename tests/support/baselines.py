@@ -1,12 +1,9 @@
-"""Baselines by name, their layouts, and the floors below them."""
+"""Baselines by name, and their layouts."""
 
 from dataclasses import replace
 
-from megatron_hexi.cost.network import LinkTable
-from megatron_hexi.cost.rings import Rings
 from megatron_hexi.planner import CHOSEN, Request
 from megatron_hexi.planner.baselines import find_baselines
-from megatron_hexi.planner.baselines.floor import Floor
 from megatron_hexi.planner.baselines.rules import NAMES, replica_counts
 from megatron_hexi.planner.baselines.rules import candidates as candidates_of
 from megatron_hexi.planner.fleet.units import find_units
@@ -27,11 +24,6 @@ def all_fixed(job, data_parallel=1):
 def candidates(fleet, data_parallel, names=NAMES):
     """All layouts of so many replicas; ``None``: of any number."""
     return candidates_of(fleet, replica_counts(fleet, data_parallel), names)
-
-
-def floor_of(fleet):
-    """A fleet's lower bounds."""
-    return Floor(fleet, Rings(LinkTable(fleet.cluster)))
 
 
 def by_name(request, known, **others):

@@ -15,13 +15,10 @@ from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.fit import Shortage, find_shortage
 from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, owned_params, part_params, static_memory
 from megatron_hexi.cost.model_part import ModelPart
-from megatron_hexi.cost.network import LinkTable
-from megatron_hexi.cost.rings import Rings
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import RECOMPUTES, Job
 from megatron_hexi.planner.baselines.arrange import nodes_of_one_model
 from megatron_hexi.planner.baselines.expert_parallel import best_equal, spell_equal
-from megatron_hexi.planner.baselines.floor import Floor
 from megatron_hexi.planner.baselines.race import BaselineSearch, TimedLayouts
 from megatron_hexi.planner.baselines.rules import (
     HOMOGENEOUS,
@@ -134,7 +131,7 @@ def _find_baselines(
     replicas = _fixed_replicas(request)
     fleets = _fleets(request, cluster)
     race = BaselineSearch(inf, progress)
-    race.run(_layouts_by_fleet(fleets, request, inf))
+    race.run(_entrants(fleets, request, inf))
     baselines = [_baseline(name, race.best.get(name), fleets, replicas) for name in NAMES]
     uneven, timed = best_uneven(request, cluster)
     why = why_no_uneven(request) if uneven is None else ""
@@ -156,19 +153,11 @@ def find_faster(
     if request.job.model.experts is not None:
         best, trials = best_equal(request, cluster, faster_than, progress)
         return (best if best is not None and best.iteration_s < faster_than else None), trials
-    layouts_by_fleet = _layouts_by_fleet(_fleets(request, cluster), request, faster_than)
     race = BaselineSearch(min(faster_than, float_info.max), progress)
     equal = not request.rules.allow("unequal_replicas")
     race.run(
-        (
-            floor,
-            [
-                replace(candidate, texts={_ANY: ""})
-                for candidate in entrants
-                if candidate.is_in_order or not equal
-            ],
-        )
-        for floor, entrants in layouts_by_fleet
+        [replace(each, texts={_ANY: ""}) for each in entrants if each.is_in_order or not equal]
+        for entrants in _entrants(_fleets(request, cluster), request, faster_than)
     )
     candidates_found: list[Candidate] = [best.trial for best in race.best.values()]
     if request.job.model.mtp_layers:
@@ -202,23 +191,21 @@ def _trainable(found: Candidate, cluster: Cluster) -> Candidate:
     return Candidate(plan, job, CostModel(job, cluster).timing(plan))
 
 
-def _layouts_by_fleet(
+def _entrants(
     fleets: Sequence[Fleet], request: Request, faster_than: float
-) -> Iterator[tuple[Floor, list[BaselineLayouts]]]:
-    """Yield, for each fleet and each GPU model alone, its floor and all layouts that may be faster."""
-    if not fleets:
-        return
-    replicas = _fixed_replicas(request)
-    rings = Rings(LinkTable(fleets[0].cluster))
+) -> Iterator[list[BaselineLayouts]]:
+    """Yield the layouts on each fleet that may be fast enough, on each GPU model alone, in so many chunks."""
     for fleet in fleets:
         alone = {id(part): part for part in _homogeneous_parts(fleet)}
         for part in ({id(fleet): fleet} | alone).values():
-            floor = Floor(part, rings, request.chunk_counts(part.job))
-            counts = replica_counts(part, replicas, request.context_parallel)
-            counts = [count for count in counts if floor.least_s(count) < faster_than]
+            if part.job.global_batch_size * part.job.seq_length / part.ceiling_tokens_per_s >= faster_than:
+                continue
             names = [name for name in NAMES if (id(part) in alone if name == HOMOGENEOUS else part is fleet)]
-            if counts:
-                yield floor, candidates(part, counts, names)
+            counts = replica_counts(part, _fixed_replicas(request), request.context_parallel)
+            layouts = candidates(part, counts, names)
+            for chunks in request.chunk_counts(part.job):
+                cut = replace(part, job=replace(part.job, virtual_stages=chunks)) if chunks > 1 else part
+                yield [replace(each, fleet=cut) for each in layouts]
 
 
 def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import compress
+from dataclasses import dataclass
 from math import inf
 
 from megatron_hexi.planner.baselines.floor import Floor
@@ -46,6 +45,8 @@ class BaselineSearch:
         self._progress = progress or (lambda _what, _done, _of: None)
         #: Lower bounds of layouts' seconds with more recomputation than was timed.
         self._least: dict[tuple[object, ...], float] = {}
+        #: Lower bounds of layouts' seconds in any number of chunks, from one that was timed.
+        self._busiest: dict[tuple[object, ...], float] = {}
         #: The best layouts of each baseline, which fit if any do.
         self.best: dict[str, TimedLayouts] = {}
 
@@ -54,33 +55,28 @@ class BaselineSearch:
         """Number of layouts that were timed."""
         return sum(judge.trials for judge in self._judges.values())
 
-    def run(self, layouts_by_fleet: Iterable[tuple[Floor, Sequence[BaselineLayouts]]]) -> None:
+    def run(self, entrants_by_fleet: Iterable[Sequence[BaselineLayouts]]) -> None:
         """Find the best layout of each baseline over several fleets.
 
         Args:
-            layouts_by_fleet: each fleet's floor and layouts, fleets with less recomputation first.
+            entrants_by_fleet: each fleet's layouts, fleets with less recomputation first.
         """
         entrants: list[tuple[float, bool, BaselineLayouts]] = []
-        for floor, candidates in layouts_by_fleet:
-            room = floor.may_fit([layouts.layouts for layouts in candidates])
-            if self._faster_than < inf:
-                there = room.any(axis=0)
-                candidates, room = list(compress(candidates, there)), room[:, there]
+        for candidates in entrants_by_fleet:
             if not candidates:
                 continue
-            seconds = floor.seconds([layouts.layouts for layouts in candidates]) * (1 - _ROUNDING)
-            for fleet, least, fits in zip(floor.fleets, seconds.tolist(), room.tolist(), strict=True):
-                own = (replace(layouts, fleet=fleet) for layouts in candidates)
-                entrants += (
-                    entrant
-                    for entrant in zip(least, fits, own, strict=True)
-                    if entrant[0] < inf and (entrant[1] or self._faster_than == inf)
-                )
+            floor = Floor(candidates[0].fleet, [each.layouts for each in candidates])
+            seconds = floor.seconds() * (1 - _ROUNDING)
+            entrants += (
+                entrant
+                for entrant in zip(seconds.tolist(), floor.may_fit().tolist(), candidates, strict=True)
+                if entrant[0] < inf and (entrant[1] or self._faster_than == inf)
+            )
         entrants.sort(key=lambda entrant: entrant[0])
         for done, (least, has_room, layouts) in enumerate(entrants):
             self._progress("layouts of Megatron's flags", done, len(entrants))
             key = layouts.fleet.units, layouts.layouts, layouts.fleet.job.virtual_stages
-            least = max(least, self._least.get(key, 0.0))
+            least = max(least, self._least.get(key, 0.0), self._busiest.get(key[:2], 0.0))
             # A layout that does not fit is of interest only if none does.
             nothing_fits = any(self._limit(name) == inf for name in layouts.texts)
             if self._may_win(layouts, least) and (has_room or nothing_fits):
@@ -94,6 +90,11 @@ class BaselineSearch:
             if window > 1 and not self._may_win(candidate, least_s):
                 return least_s
             trial = judge.try_out(fleet, candidate.layouts, window)
+            busiest_s = _of_busiest_stage(trial) * (1 - _ROUNDING)
+            if fleet.job.model.is_uniform:  # else each number of chunks gives a stage other layers
+                self._busiest[fleet.units, candidate.layouts] = busiest_s
+            if not self._may_win(candidate, busiest_s):
+                return max(least_s, busiest_s)  # before its passes are timed, which takes longest
             self._enter(TimedLayouts(candidate, trial))
             least_s = max(least_s, _without_exchange(trial) * (1 - _ROUNDING))
             if not trial.fits:
@@ -138,3 +139,11 @@ def _without_exchange(trial: Trial) -> float:
         for number, count in enumerate(timing.micro_batches)
     )
     return trial.iteration_s - max(shown)
+
+
+def _of_busiest_stage(trial: Trial) -> float:
+    """Return the seconds that a replica's busiest stage works, without exposed exchange."""
+    return max(
+        pipeline.micro_batches * max(phases.total - phases.exchange for phases in pipeline.stage_phases)
+        for pipeline in trial.timing.pipelines
+    )

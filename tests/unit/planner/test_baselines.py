@@ -14,8 +14,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost.network import LinkTable
-from megatron_hexi.cost.rings import Rings
 from megatron_hexi.errors import ClusterError, HexiError
 from megatron_hexi.kinds import Latent, Window
 from megatron_hexi.models import RECOMPUTES, Documents, Job, presets
@@ -27,7 +25,7 @@ from megatron_hexi.planner.baselines.rules import NAMES, UNIFORM
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.layouts.layout import build_plan
 from megatron_hexi.planner.layouts.trial import Judge
-from tests.support.baselines import all_fixed, by_name, candidates, fleet_of, floor_of, found
+from tests.support.baselines import all_fixed, by_name, candidates, fleet_of, found
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.fleets import random_case, random_layouts, random_parallel_case, reproduce
 from tests.support.plans import examples
@@ -236,15 +234,13 @@ def test_the_lower_bound_is_below_any_layout_s_time(seed, attention, dealt):
         return
     several = [random_layouts(random, fleet, None) for _ in range(3)]
     trials = [Judge(fleet).try_out(fleet, layouts, 1 + seed % 4) for layouts in several]
-    floor = floor_of(fleet)
-    (fitting,), (seconds,) = floor.may_fit(several), floor.seconds(several)
+    floor = Floor(fleet, several)
+    fitting, seconds = floor.may_fit(), floor.seconds()
     for trial, may_fit, least_s in zip(trials, fitting, seconds, strict=True):
         assert 0 < least_s <= trial.iteration_s * (1 + 1e-9), reproduce(text, job)
         assert may_fit or not trial.fits, reproduce(text, job)
-        if len({layout.micro_batches for layout in trial.layouts}) == 1:
-            assert floor.least_s(len(trial.layouts)) <= trial.iteration_s * (1 + 1e-9), reproduce(text, job)
     # Each is bounded by itself.
-    assert floor.seconds(several[1:2])[0, 0] == pytest.approx(seconds[1], rel=1e-12)
+    assert Floor(fleet, several[1:2]).seconds()[0] == pytest.approx(seconds[1], rel=1e-12)
 
 
 @given(st.integers(0, 2**20), st.sampled_from(["plain", "windows", "kinds"]))
@@ -263,19 +259,16 @@ def test_the_lower_bound_is_below_any_interleaved_layout_s_time(seed, attention)
     nodes = [(f"n{n}", random.choice(["PLAIN", "DOUBLE", "H100-SXM-80GB"]), 1) for n in range(2 * stages)]
     known = cluster(nodes, bandwidth=random.choice([0.1, 1, 10, 100]))
     fleet = find_units(job, known)
-    floor = Floor(fleet, Rings(LinkTable(known)), [1, chunks])
     layouts = random_layouts(random, fleet, 1)
     assume(sum(len(part.units) for part in layouts[0].parts) == len(fleet.units))
-    fitting, seconds = floor.may_fit([layouts]), floor.seconds([layouts])
-    for own, may_fit, least_s in zip(floor.fleets, fitting[:, 0], seconds[:, 0], strict=True):
-        trial = Judge(own).try_out(own, layouts, 1)
+    for own in (fleet, replace(fleet, job=replace(job, virtual_stages=chunks))):
+        floor, trial = Floor(own, [layouts]), Judge(own).try_out(own, layouts, 1)
         if layouts[0].micro_batches % stages:
-            assert own is fleet or least_s == math.inf
+            assert own is fleet or floor.seconds()[0] == math.inf
             continue
         assert trial.job.virtual_stages == own.job.virtual_stages
-        assert 0 < least_s <= trial.iteration_s * (1 + 1e-9)
-        assert may_fit or not trial.fits
-        assert floor.least_s(1) <= trial.iteration_s * (1 + 1e-9)
+        assert 0 < floor.seconds()[0] <= trial.iteration_s * (1 + 1e-9)
+        assert floor.may_fit()[0] or not trial.fits
 
 
 @given(NODES, JOBS)
