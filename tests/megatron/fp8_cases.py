@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_hexi.plan import Plan, Workload, proportional_plan, read_plan
+from megatron_hexi.plan.terms import Fp8Recipe
 from tests.megatron.option_cases import LATENT
 
-RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
+RECIPES: tuple[Fp8Recipe, ...] = ("tensorwise", "delayed", "blockwise", "mxfp8")
 LAYERS, EXPERTS = 4, 4
 SIZES = (
     *("--num-layers", str(LAYERS), "--hidden-size", "128", "--num-attention-heads", "8"),

@@ -56,7 +56,7 @@ def _pad(recipe: Any) -> None:
     """Pad shards in bf16 as a recipe of fp8 needs."""
     original = Mesh.row_parts
     Mesh.row_multiple = lambda self, unit: fp8_row_multiple(recipe, original(self, unit))  # type: ignore[method-assign]
-    session = groups.local_shard
+    session = vars(groups)["local_shard"]
     vars(stages_session)["local_shard"] = lambda schedule, parts, device: session(
         schedule, fp8_row_multiple(recipe, parts), device
     )

@@ -29,7 +29,8 @@ def main() -> None:
         "mxfp8": te_recipes.MXFP8BlockScaling(),
     }
     assert made.keys() == set(RECIPES)
-    padded, bare = set(), set()
+    padded: set[tuple[str, int, int]] = set()
+    bare: set[tuple[str, int, int]] = set()
     for seed in range(PLANS):
         random = Random(seed)
         workload = Workload(random.randint(1, 700), 8, 8, head_dim=4, layers=random.randint(1, 4))

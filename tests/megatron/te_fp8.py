@@ -65,7 +65,7 @@ def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, *unused: Any
         )
         describing.internal = quantizer.internal
     made = describing.storage_metadata(dtype)
-    inner = {
+    inner: dict[str, torch.Tensor | None] = {
         name.lstrip("_"): torch.zeros(size, dtype=kind)
         for name, (size, kind) in describing.inner_tensor_specs(tuple(shape)).items()
     }

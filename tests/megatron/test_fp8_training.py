@@ -89,7 +89,7 @@ def test_gradients_are_as_near_to_fp32_as_on_one_rank(name: str, recipe: str, tr
 )
 def test_losses_are_as_near_to_fp32_as_on_one_rank(name: str, recipe: str, te: EmulatedTe, tmp_path: Path):
     case, plan = CASES[name], CASES[name].plan(tmp_path)
-    words = [*job((*SIZES, *case.model)), *steps(20)]
+    words: list[str | Path] = [*job((*SIZES, *case.model)), *steps(20)]
     save = ("--save", tmp_path / "start", "--save-interval", "1", "--no-save-optim")
     te.train(
         tmp_path / "first", ranks=1, args=[*job((*SIZES, *case.model)), *steps(1), *save], plan=case.alone
@@ -162,14 +162,20 @@ def layer_of(name: str) -> int:
 def test_a_checkpoint_resumes_bit_equal(recipe: str, te: EmulatedTe, tmp_path: Path):
     """The first stage, which computes in bf16, writes its layer."""
     case = CASES["mixed-stages"]
-    plan, words = (
-        case.plan(tmp_path),
-        [*job(SIZES), *fp8(recipe), "--sequence-parallel", "--save-interval", "2"],
-    )
-    whole = [*words, "--train-iters", "4", "--save", tmp_path / "whole"]
+    plan = case.plan(tmp_path)
+    words = [*job(SIZES), *fp8(recipe), "--sequence-parallel", "--save-interval", "2"]
+    whole: list[str | Path] = [*words, "--train-iters", "4", "--save", tmp_path / "whole"]
     te.train(tmp_path / "first", ranks=plan.ranks, args=whole, plan=plan)
     (tmp_path / "whole" / "latest_checkpointed_iteration.txt").write_text("2")
-    rest = [*words, "--train-iters", "4", "--load", tmp_path / "whole", "--save", tmp_path / "rest"]
+    rest: list[str | Path] = [
+        *words,
+        "--train-iters",
+        "4",
+        "--load",
+        tmp_path / "whole",
+        "--save",
+        tmp_path / "rest",
+    ]
     te.train(tmp_path / "second", ranks=plan.ranks, args=rest, plan=plan)
     assert differences(tmp_path / "whole" / "iter_0000004", tmp_path / "rest" / "iter_0000004") == []
 
@@ -177,15 +183,35 @@ def test_a_checkpoint_resumes_bit_equal(recipe: str, te: EmulatedTe, tmp_path: P
 def test_a_checkpoint_is_of_bf16_weights_and_loads_under_any_other_choice(te: EmulatedTe, tmp_path: Path):
     case = CASES["mixed-stages"]
     plan, words = case.plan(tmp_path), [*job(SIZES), "--save-interval", "1"]
-    saved = [*words, "--sequence-parallel", *fp8("delayed"), "--train-iters", "1", "--save", tmp_path / "fp8"]
+    saved: list[str | Path] = [
+        *words,
+        "--sequence-parallel",
+        *fp8("delayed"),
+        "--train-iters",
+        "1",
+        "--save",
+        tmp_path / "fp8",
+    ]
     te.train(tmp_path / "first", ranks=plan.ranks, args=saved, plan=plan)
     weights = tensors_of(tmp_path / "fp8" / "iter_0000001")
     assert {one.dtype for key, one in weights.items() if not key.startswith("optimizer")} == {torch.bfloat16}
     words += ["--override-opt-param-scheduler", "--dist-ckpt-strictness", "assume_ok_unexpected"]
-    loaded = [*words, "--bf16", "--train-iters", "2", "--load", tmp_path / "fp8", "--save", tmp_path / "bf16"]
+    loaded: list[str | Path] = [
+        *words,
+        "--bf16",
+        "--train-iters",
+        "2",
+        "--load",
+        tmp_path / "fp8",
+        "--save",
+        tmp_path / "bf16",
+    ]
     for folder, more in (("bf16", ()), ("again", fp8("tensorwise"))):
         log = te.train(
-            tmp_path / folder, ranks=1, args=[*loaded[:-1], tmp_path / f"to-{folder}", *more], plan=case.alone
+            tmp_path / folder,
+            ranks=1,
+            args=[*loaded, "--save", tmp_path / f"to-{folder}", *more],
+            plan=case.alone,
         )
         assert log.iterations == [2]
 

@@ -15,6 +15,7 @@ from megatron_hexi.cost import CostModel
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Group, Plan, Replica, Stage, validate_plan
+from megatron_hexi.plan.terms import Recompute
 
 #: Parts of the members' mean tokens that move between two members at once.
 PARTS = (0.1, 0.01)
@@ -51,15 +52,16 @@ def neighbours(plan: Plan, cluster: Cluster) -> Iterator[Plan]:
             yield replace(plan, replicas=tuple(replicas))
     counts = [replica.micro_batches for replica in plan.replicas]
     for giver, taker in itertools.permutations(range(len(counts)), 2):
-        if None not in counts and counts[giver] > 1:
+        gives, takes = counts[giver], counts[taker]
+        if gives is not None and takes is not None and gives > 1:
             replicas = [*plan.replicas]
-            replicas[giver] = replace(replicas[giver], micro_batches=counts[giver] - 1)
-            replicas[taker] = replace(replicas[taker], micro_batches=counts[taker] + 1)
+            replicas[giver] = replace(replicas[giver], micro_batches=gives - 1)
+            replicas[taker] = replace(replicas[taker], micro_batches=takes + 1)
             yield replace(plan, replicas=tuple(replicas))
     gpus = plan.gpus or tuple(range(plan.ranks))
-    for one, other in itertools.combinations(cluster.nodes, 2):
-        if len(one.ranks) == len(other.ranks):
-            both = list(zip(one.ranks, other.ranks, strict=True))
+    for one, two in itertools.combinations(cluster.nodes, 2):
+        if len(one.ranks) == len(two.ranks):
+            both = list(zip(one.ranks, two.ranks, strict=True))
             places = dict([*both, *((there, here) for here, there in both)])
             yield replace(plan, gpus=tuple(places.get(gpu, gpu) for gpu in gpus))
 
@@ -82,7 +84,7 @@ def of_replica(replica: Replica) -> Iterator[Replica]:
 def of_stage(stage: Stage) -> Iterator[Stage]:
     """Yield stages that recompute otherwise, or with a group's tokens or heads dealt otherwise."""
     if stage.layers is not None:
-        modes = ["none", "selective", "full"]
+        modes: list[Recompute] = ["none", "selective", "full"]
         if isinstance(stage.recompute, int):
             modes += [stage.recompute - 1, stage.recompute + 1]
         yield from (replace(stage, recompute=mode) for mode in modes if mode not in (stage.recompute, 0))

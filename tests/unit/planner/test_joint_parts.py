@@ -270,6 +270,7 @@ def test_parts_of_nodes_stand_beside_neighbours_or_beside_the_same_stage_of_othe
     pools, replica = Pools.of(known, [1.0] * 2), [StageShape((2,), 1)] * 2
     for beside_alike, same in ((False, "replica"), (True, "stage")):
         placed = find_gpus(pools, [replica, replica], beside_alike=beside_alike)
+        assert placed is not None
         node_of = {place: {known.ranks[gpu].node for gpu in gpus} for place, gpus in placed.items()}
         for one, other in itertools.combinations(node_of, 2):
             assert (node_of[one] == node_of[other]) == (getattr(one, same) == getattr(other, same))

@@ -20,13 +20,13 @@ def pair_of(change, seed):
     request = case.request(0)
     match change:
         case "network":
-            rate = float(re.search(r"bandwidth_gb_s: ([0-9.]+)", case.text)[1])
+            (rate,) = map(float, re.findall(r"bandwidth_gb_s: ([0-9.]+)", case.text))
             text = re.sub(r"bandwidth_gb_s: [0-9.]+", f"bandwidth_gb_s: {1.5 * rate}", case.text)
             return request, case.cluster, read_text(text)
         case "memory":
             return request, case.cluster, case.cluster.with_memory_margin(-0.25)
         case "node":
-            count = int(re.search(r"count: (\d+)", case.text)[1])
+            count = int(re.findall(r"count: (\d+)", case.text)[0])
             text = case.text.replace(f"count: {count},", f"count: {count + 1},", 1)
             return request, case.cluster, read_text(text)
 

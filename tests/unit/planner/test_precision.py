@@ -49,6 +49,7 @@ def test_a_plan_has_bf16_where_a_gpu_lacks_fp8_and_tokens_in_steps_of_rows():
     plain = find_plan(replace(request, job=JOB.in_bf16), MIXED)
     assert planned.cost.iteration_s < plain.cost.iteration_s
     uniform = next(one for one in planned.baselines if one.name == "usp")
+    assert uniform.trial is not None
     assert uniform.trial.job.precision == "bf16"
 
 

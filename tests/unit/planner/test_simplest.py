@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,8 @@ def test_means_in_words(plan, means):
 
 def candidate(seconds, plan):
     """A plan that takes so many seconds."""
-    return Candidate(plan, JOB, SimpleNamespace(phases=SimpleNamespace(total=seconds)))
+    timing: Any = SimpleNamespace(phases=SimpleNamespace(total=seconds))
+    return Candidate(plan, JOB, timing)
 
 
 PLAIN, UNEQUAL = equal_plan(), proportional_plan(JOB.workload(), [[[2, 2, 1, 1]]])
@@ -104,13 +106,17 @@ def test_a_plan_with_as_many_means_is_no_reason_to_be_slower():
 def test_a_planned_job_is_simpler_and_at_most_that_much_slower():
     known = read_text(MIXED)
     fastest, simple = (find_plan(REQUEST, known, simpler_within=part) for part in (0.0, 0.01))
+    assert fastest.choice is not None
     assert fastest.choice.fastest is None
     ratio = simple.cost.iteration_s / fastest.cost.iteration_s
     assert 1 < ratio <= 1.01
     assert len(means_of(simple.plan, known)) < len(means_of(fastest.plan, known))
+    assert simple.choice is not None
+    assert simple.choice.fastest is not None
     named = simple.choice.fastest.candidate
     assert named.iteration_s == fastest.cost.iteration_s
     assert estimate(named.plan, named.job, known).iteration_s == pytest.approx(fastest.cost.iteration_s)
+    assert simple.plan.estimate is not None
     assert simple.plan.estimate.iteration_s == simple.cost.iteration_s
     (means, line) = choice_lines(simple)
     assert means == f"beyond Megatron's flags on all GPUs: {', '.join(means_of(simple.plan, known))}"
@@ -128,9 +134,15 @@ def test_megatrons_flags_are_timed_again_for_gpus_of_one_kind(monkeypatch, slow)
     """The search alone leaves out layouts that cannot be the fastest."""
     known = cluster([("a", "DOUBLE", 3), ("b", slow, 3)], 50)
     request, limits = Request(tiny_job(seq_length=2**16)), []
-    found = planner.find_faster
-    monkeypatch.setattr(planner, "find_faster", lambda *a, **k: limits.append(a[2]) or found(*a, **k))
+    found = vars(planner)["find_faster"]
+
+    def noted(request, cluster, faster_than, **more):
+        limits.append(faster_than)
+        return found(request, cluster, faster_than, **more)
+
+    monkeypatch.setattr(planner, "find_faster", noted)
     fastest = find_plan(request, known)
+    assert fastest.choice is not None
     assert fastest.choice.means
     searched = len(limits)
     planned = find_plan(request, known, simpler_within=0.05)

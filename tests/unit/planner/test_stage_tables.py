@@ -83,6 +83,7 @@ def test_tables_of_many_stages_are_those_of_each(data):
         seconds_of(tables, shape, count, under_way, is_first, is_last, shards)
         for count in range(1, LAYERS + 1)
     ]
+    assert found is not None
     assert found.seconds == pytest.approx(np.maximum.accumulate(wanted), rel=1e-9)
 
 
@@ -105,7 +106,7 @@ def most_layers(search, tables, shape, depth, places, micro_batches, limit):
 
 def fastest(search, tables, blocks, micro_batches):
     """The first time of the grid within which the blocks run all layers, by the number of stages."""
-    found = {}
+    found: dict[int, int] = {}
     options = [search._runs.options(block, None) for block in blocks]
     for chosen in itertools.product(*options):
         depth = sum(stages for _, stages in chosen)
@@ -141,5 +142,6 @@ def test_all_depths_at_once_find_the_fastest_pipeline_of_each(memory, micro_batc
             shapes = search._walk(one, None)
             assert len(shapes) == one.depth
             pipe = search.layered(shapes, micro_batches, 1)
+            assert pipe is not None
             ways = max([0.0, *pipe.ways])
             assert max(stage.seconds for stage in pipe.stages) <= search._grid[one.time] + 4 * ways
