@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import typer
 
@@ -92,7 +92,10 @@ def _feature(field: str, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFeatures:
-    """The features that plans may use, and how few they should; ``None``: the command line does not say."""
+    """The features that plans may use, how few they should, and the work of the search.
+
+    ``None``: the command line does not say.
+    """
 
     ministages: Annotated[
         bool | None,
@@ -128,6 +131,23 @@ class PlanFeatures:
             "--simplest",
             help="Give the plan that uses least beyond Megatron's flags of those that take at most 5 % "
             "longer than the fastest.",
+            rich_help_panel=_USABLE,
+        ),
+    ] = False
+
+    effort: Annotated[
+        Literal["low", "normal", "high"],
+        typer.Option(
+            help="Work of planning: how many changes of the best plans are timed, and for how much more "
+            "memory plans are searched and then changed to fit.",
+            rich_help_panel=_USABLE,
+        ),
+    ] = "normal"
+    fp8_everywhere: Annotated[
+        bool,
+        typer.Option(
+            "--fp8-everywhere",
+            help="Refuse GPUs without a rate in fp8, which compute in bf16 otherwise; with --precision fp8.",
             rich_help_panel=_USABLE,
         ),
     ] = False

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -78,9 +78,7 @@ _NOT_TERMS = (
     "context_parallel",
     "expert_parallel",
     "memory_margin",
-    "effort",
     *(field.name for field in dataclasses.fields(PlanFeatures)),
-    "fp8_everywhere",
 )
 
 
@@ -278,14 +276,6 @@ class NewJob(PlanFeatures, Training):
             rich_help_panel=_JOB,
         ),
     ] = 100 * MEMORY_MARGIN
-    effort: Annotated[
-        Literal["low", "normal", "high"],
-        typer.Option(
-            help="Work of planning: how many changes of the best plans are timed, and for how much more "
-            "memory plans are searched and then changed to fit.",
-            rich_help_panel=_JOB,
-        ),
-    ] = "normal"
     context_parallel: Annotated[
         int | None,
         count_option("context_parallel", f"Tensor-parallel units that share a sequence; {_CHOSEN}."),
@@ -297,14 +287,6 @@ class NewJob(PlanFeatures, Training):
             f"Expert-parallel size: ranks that together hold all experts of a layer; {_CHOSEN}.",
         ),
     ] = None
-    fp8_everywhere: Annotated[
-        bool,
-        typer.Option(
-            "--fp8-everywhere",
-            help="Refuse GPUs without a rate in fp8, which compute in bf16 otherwise; with --precision fp8.",
-            rich_help_panel=_JOB,
-        ),
-    ] = False
     data_parallel: Annotated[
         str,
         job_option(

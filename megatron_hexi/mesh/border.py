@@ -97,9 +97,8 @@ def _held(mesh: Mesh, unit: Unit, rank: int, domain: Domain) -> HeldRows:
     number = next(n for n, member in enumerate(group.members) if member.ranks == unit.ranks)
     positions = shard_segments(group, number)
     parts, multiple = mesh.row_parts(unit), mesh.row_multiple(unit)
-    rows = (
-        max(1, -(-group.members[number].tokens // multiple)) * multiple // parts
-    )  # as `LocalShard` pads them
+    # As `LocalShard` pads them.
+    rows = max(1, -(-group.members[number].tokens // multiple)) * multiple // parts
     if parts > 1:
         first = unit.ranks.index(rank) * rows
         positions = slice_segments(positions, first, first + rows)

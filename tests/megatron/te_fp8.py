@@ -11,6 +11,8 @@ Shape letters: M rows (tokens, or outputs of a weight), K columns.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +36,7 @@ def install(extension: Any) -> None:
 
     quantization._FP8_SUPPORT = quantization._MXFP8_SUPPORT = (True, "")
     quantization._FP8_BLOCK_SCALING_SUPPORT = (True, "")
-    dist._coalescing_manager = _one_by_one  # gloo does not coalesce
+    dist._coalescing_manager = functools.partial(_manager_of_caller, dist._coalescing_manager)
     distributed._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     distributed._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     extension.quantize, extension.split_quantize = quantize, split_quantize
@@ -47,9 +49,18 @@ def install(extension: Any) -> None:
     extension.fused_multi_row_padding = extension.fused_multi_row_unpadding = copy_rows
 
 
+def _manager_of_caller(original: Any, *settings: Any, **more: Any) -> Any:
+    """torch's `_coalescing_manager`; for Transformer Engine, whose all-gathers gloo cannot coalesce, none.
+
+    Megatron's collectives in it are asynchronous, and wait by what torch's own yields.
+    """
+    caller = sys._getframe(1).f_globals["__name__"]
+    return _one_by_one() if caller.startswith("transformer_engine.") else original(*settings, **more)
+
+
 @contextlib.contextmanager
-def _one_by_one(*settings: Any, **more: Any) -> Iterator[Any]:
-    """torch's `_coalescing_manager`, whose collectives are done one after another within it."""
+def _one_by_one() -> Iterator[Any]:
+    """Let collectives that are not asynchronous be done one after another."""
     yield SimpleNamespace(wait=lambda: None)
 
 

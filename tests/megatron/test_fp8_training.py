@@ -109,7 +109,7 @@ def test_losses_are_as_near_to_fp32_as_on_one_rank(name: str, recipe: str, te: E
 
 
 def test_the_first_and_last_layers_of_the_model_are_in_bf16(te: EmulatedTe, tmp_path: Path):
-    """Of four layers the first and the last two, where a stage begins with the second layer."""
+    """Layers 1, 3 and 4 of four stay in bf16, in stages that are cut behind layer 1."""
     words = (*fp8("tensorwise"), "--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "2")
     found = products(te, tmp_path, CASES["units"], *words)
     assert {layer_of(name) for one in found for name in one} == {0, 1, 2, 3}

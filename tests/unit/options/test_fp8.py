@@ -1,4 +1,4 @@
-"""What a plan asks of a job in fp8, and a job in fp8 of a plan."""
+"""A job in fp8 and its plan are checked against each other: recipes, units in bf16, rows."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_precision_belongs_to_a_job_in_fp8(given: dict[str, Any], says: str | 
 def test_units_in_fp8_alone_have_rows_in_multiples(
     recipe: Fp8Recipe | None, sequence_parallel: bool, multiples: tuple[int, int], rows: tuple[int, int]
 ):
-    """Of 100 tokens, by hand; rows are those of a rank."""
+    """The rows of a rank for 100 tokens, by hand."""
     mesh = Mesh(MIXED, 1, sequence_parallel, recipe)
     assert tuple(mesh.row_multiple(mesh.units[rank]) for rank in (1, 2)) == multiples
     assert tuple(held_rows(mesh, rank).rows for rank in (1, 2)) == rows

@@ -1,4 +1,4 @@
-"""Of plans that take about as long, the one with the fewest means is chosen, beside the fastest."""
+"""Among plans that take about as long, the simplest is chosen and the fastest named beside it."""
 
 from dataclasses import replace
 from types import SimpleNamespace
