@@ -50,6 +50,11 @@ def pretrain_from_command_line() -> None:
     _MEGATRON.train(build_datasets, forward_step, embedding_ranks)
 
 
+def read_options() -> None:
+    """Read the help of Megatron's options from its sources, which takes half a second of a core once."""
+    parse_args(ignore_unknown_args=True)
+
+
 def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[Any, Any]:
     """Run the model on the next microbatch.
 

@@ -69,7 +69,8 @@ def test_two_stages_go_on_by_a_plan_of_other_stages(forks, tmp_path):
     plan = staged(TWO_STAGES)
     ranks = {"duo": 2, "n1": 1}
     args = words(tmp_path, plan, {"duo": 1.0, "n1": 1.0}, 40, 100, ranks, FOUR_LAYERS, 1.5094)
-    with ElasticJob(tmp_path, "1:2", args, ranks, ("--copy-interval", "1")) as job:
+    launcher = ("--copy-interval", "1", "--script", str(REPOSITORY / "tests/megatron/late_imports.py"))
+    with ElasticJob(tmp_path, "1:2", args, ranks, launcher) as job:
         job.start(*ranks)
         job.wait(lambda: job.safe_copy() > 5)
         job.kill("n1")
@@ -79,6 +80,7 @@ def test_two_stages_go_on_by_a_plan_of_other_stages(forks, tmp_path):
         assert "2 ranks on duo; without n1-0" in second
         assert re.search(r"goes on from iteration \d+ in memory", second)
         assert job.told("replicas of 1 stages on 2 ranks"), job.said("duo")[-4000:]
+        assert not re.findall("late import: .*", job.said())
         check_losses(job, forks, tmp_path, plan, 40, FOUR_LAYERS)
 
 

@@ -13,6 +13,8 @@ import sys
 
 #: Variable with the command line's words, by which the fork server chooses the platform.
 WORDS_VARIABLE = "HEXI_ELASTIC_WORDS"
+#: Modules that PyTorch's optimizers and Megatron import only when a rank has begun.
+_IMPORTED_LATE = ("torch._dynamo", "megatron.core.tokenizers.text.models")
 #: The module that ranks run without ``--script``.
 ENTRY = "megatron_hexi.pretrain_gpt"
 
@@ -68,9 +70,13 @@ def _preload() -> None:
         # A GPU's platform is one GPU's, so each rank installs its own. A CPU's must precede Megatron.
         if requested_platform(sys.argv[1:]) == "cpu" or not torch.cuda.is_available():
             import megatron_hexi.adaptor
-        import megatron_hexi.megatron.gpt  # noqa: F401
+        import megatron_hexi.patch_list  # noqa: F401
+        from megatron_hexi.megatron.gpt import read_options
 
-        importlib.import_module("torch._dynamo")  # what torch's optimizers import
+        for name in _IMPORTED_LATE:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        read_options()
 
 
 # The fork server alone has these words in its environment and no rank.
