@@ -103,7 +103,15 @@ def quantize(tensor: Tensor, quantizer: Any, out: Any = None, noop: Tensor | Non
         noop: unused: a flag by which CUDA graphs skip the cast.
     """
     values = tensor.detach()
-    out = empty(quantizer, values.shape, values.dtype) if out is None else out
+    new = empty(quantizer, values.shape, values.dtype)
+    if out is None:
+        out = new
+    else:  # copies that the quantizer does not make are dropped (quantizer.cpp, `convert_and_update_tensor`)
+        for name in ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"):
+            if hasattr(out, name):
+                setattr(out, name, getattr(new, name))
+        if hasattr(out, "_transpose"):
+            out._transpose, out._transpose_invalid = None, True
     matrix = values.flatten(0, -2).float() if values.dim() > 1 else values.float()[None]
     kind = type(quantizer).__name__
     if kind == "MXFP8Quantizer":

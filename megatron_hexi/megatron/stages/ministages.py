@@ -194,7 +194,6 @@ def forward_backward_by_ministages(
 
     def step(slices: StageSlices, number: int, micro_batch: int, rows: Tensor | None) -> Tensor:
         nonlocal tokens
-        is_first = schedules.check_first_val_step(first_val_step, forward_only, micro_batch == 0)
         output, counted = schedules.forward_step(
             forward_step_func,
             batches,
@@ -205,7 +204,6 @@ def forward_backward_by_ministages(
             config,
             cp_group_size=groups[1].size(),
             collect_non_loss_data=collect_non_loss_data,
-            is_first_microbatch=is_first,
             current_microbatch=micro_batch,
             is_last_stage=slices.gives_loss(number),
         )
@@ -213,6 +211,9 @@ def forward_backward_by_ministages(
         # The last stage's wrapper returns fp32, which is right for losses only.
         return output if slices.gives_loss(number) else output.to(config.pipeline_dtype)
 
+    # Before the model is made one ministage: it remembers the modules that it finds when first asked.
+    if schedules.check_first_val_step(first_val_step, forward_only, True):
+        model.set_is_first_microbatch()
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     assert session.stages is not None
