@@ -22,16 +22,17 @@ def ceiling_tokens_per_s(job: Job, devices: Sequence[Device], causal: bool = Tru
 
     If GPU d alone takes t_d seconds for an iteration's token work (or attention), all GPUs together take
     1 / sum(1 / t_d) for it, and attention follows token work. Since 1 / sum(1 / (a_d + b_d)) is never below
-    the sum of both, this also bounds plans that give a GPU more of the work at which it is faster.
+    the sum of both, this also bounds plans that give a GPU more of the work at which it is faster. GPUs of a
+    job in fp8 may compute in bf16.
     """
     counts: dict[int, tuple[Device, int]] = {}
     for device in devices:
         counts[id(device)] = device, counts.get(id(device), (device, 0))[1] + 1
     token = attention = 0.0
     for device, count in counts.values():
-        speeds = device_speeds(device, job)
-        token += count / token_seconds(speeds, job)
-        seconds = attention_seconds(speeds, job, causal)
+        choices = (job, job.in_bf16) if job.precision == "fp8" else (job,)
+        token += count / min(token_seconds(device_speeds(device, one), one) for one in choices)
+        seconds = attention_seconds(device_speeds(device, job), job, causal)
         attention += count / seconds if seconds else math.inf  # a pattern may have an MLP in each layer
     return 1 / (1 / token + 1 / attention)
 
@@ -50,7 +51,8 @@ def token_seconds(speeds: Speeds, job: Job, with_experts: bool = True) -> float:
         forward, backward = float(layer.forward[0]), float(layer.backward[0])
         if with_experts:
             active = sum(part.active * part.expert_matrices(kind.model) for part in kind.model.routed)
-            routed = 2 * _ROWS * active / job.tensor_parallel / float(best.matmul.rates[0] * 1e12)
+            rate = float(best.of_layers(kind).matmul.rates[0] * 1e12)
+            routed = 2 * _ROWS * active / job.tensor_parallel / rate
             forward, backward = forward + routed, backward + (1 if job.lora_rank else 2) * routed
         again = forward if job.mode == "full" else 0.0
         layers += count * (forward + backward + again)

@@ -7,14 +7,14 @@ key, V that of its value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_hexi.cluster import Curve, Device, PassCurves
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.documents import packed_in
-from megatron_hexi.cost.fp8 import copies
+from megatron_hexi.cost.fp8 import cast_bytes, copies
 from megatron_hexi.cost.moved_bytes import HBM_SHARE, layer_elements, loss_bytes, step_bytes, vocabulary
 from megatron_hexi.cost.products import (
     Elements,
@@ -63,6 +63,12 @@ class Speeds:
     def in_fp8(self) -> bool:
         """Whether the layers' matrices are multiplied in fp8."""
         return self.fp8_copies > 0
+
+    def of_layers(self, job: Job) -> Speeds:
+        """Return the rates for layers of one kind, which may stay in bf16 in a job in fp8."""
+        if job.precision == "fp8" or not self.in_fp8:
+            return self
+        return replace(self, matmul=self.output, fp8_copies=0.0)
 
 
 def device_speeds(device: Device, job: Job) -> Speeds:
@@ -125,6 +131,7 @@ def layer_factors(speeds: Speeds, job: Job) -> Elements:
 
 def token_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
     """Return the seconds of one layer outside attention, for `rows` = B x T rows: products and memory."""
+    speeds = speeds.of_layers(job)
     products = product_seconds(
         rates(speeds.matmul, rows), speeds.memory, rows, layer_products(job), layer_factors(speeds, job)
     )
@@ -178,7 +185,7 @@ def expansion_times(speeds: Speeds, job: Job, keys: Floats, merged: bool = False
         merged: whether gradients of several blocks are added up first, as in a step of the exchange: bytes of
             an element of B (D + V) S, zeroed 4, added 8 + e, cast 4 + e.
     """
-    rows = job.micro_batch_size * keys
+    speeds, rows = speeds.of_layers(job), job.micro_batch_size * keys
     matrix = job.model.attention.expansion(job.model)
     product = product_seconds(
         rates(speeds.matmul, rows),
@@ -295,14 +302,18 @@ def output_products(job: Job) -> tuple[Products, Products]:
     )
 
 
-def optimizer_seconds[N: (float, Floats)](speeds: Speeds, job: Job, params: N, shard: N) -> N:
+def optimizer_seconds[N: (float, Floats)](
+    speeds: Speeds, job: Job, params: N, shard: N, copied: N | float = 0.0
+) -> N:
     """Return the seconds of a training step on gradients and weights (`step_bytes`), bound by memory.
 
     Args:
         shard: number of weights whose optimizer state it holds.
+        copied: number of weights of which copies in fp8 are made, if the GPU computes in fp8.
     """
-    each, of_shard = step_bytes(job, speeds.fp8_copies)
-    return (each * params + of_shard * shard) / speeds.memory
+    each, of_shard = step_bytes(job)
+    copy = cast_bytes(job.fp8_recipe, speeds.fp8_copies) if speeds.in_fp8 else 0
+    return (each * params + of_shard * shard + job.trained_share * copy * copied) / speeds.memory
 
 
 def _logs(sizes: Floats) -> Floats:

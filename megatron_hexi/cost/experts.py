@@ -11,7 +11,7 @@ f width of an expert, n rows that a rank's experts compute.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh.experts import ExpertDomain, job_experts
 from megatron_hexi.models.job import Job
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.terms import Precision
 
 #: Rows of the rank whose experts are busiest, in standard deviations above the mean.
 _DEVIATIONS = 2
@@ -103,30 +104,42 @@ def place_experts(plan: Plan, job: Job, sections: Sequence[Section]) -> list[Exp
 
 def expert_cycles(
     sections: Sequence[Section], experts: Sequence[ExpertsOnRanks | None], exchanges: ExpertExchanges
-) -> list[ExpertCycle | None]:
-    """Return the experts' seconds of one layer for each section; ``None``: the model has no experts."""
+) -> list[tuple[ExpertCycle | None, ...]]:
+    """Return the seconds of the experts in a layer of each kind, for each section.
+
+    ``None`` for kinds without experts.
+    """
     placed = [held for held in experts if held is not None]
+    kinds = sections[0].job.kinds
     if not placed:
-        return [None] * len(sections)
-    compute = [np.array(expert_times(section, held)) for section, held in zip(sections, placed, strict=True)]
-    slowest = _by_domain(placed, compute)
+        return [(None,) * len(kinds)] * len(sections)
     # There and back, in both directions.
     seconds = [np.stack([2 * way, 2 * way]) for way in _section_seconds(sections, placed, exchanges)]
     exchange = _by_domain(placed, seconds)
-    return [
-        ExpertCycle(own, moves, longest - own)
-        for own, moves, longest in zip(compute, exchange, slowest, strict=True)
-    ]
+    found: list[Sequence[ExpertCycle | None]] = []
+    for kind in kinds:
+        compute = [
+            np.array(expert_times(own, held, kind.precision))
+            for own, held in zip(sections, placed, strict=True)
+            if kind.model.routed
+        ]
+        cycles = zip(compute, exchange, _by_domain(placed, compute), strict=True) if compute else ()
+        found.append([ExpertCycle(own, moves, longest - own) for own, moves, longest in cycles])
+    nothing = [None] * len(sections)
+    return list(zip(*(cycles or nothing for cycles in found), strict=True))
 
 
-def expert_times(section: Section, held: ExpertsOnRanks) -> Times:
+def expert_times(section: Section, held: ExpertsOnRanks, precision: Precision) -> Times:
     """Return the seconds of each unit's experts in one layer, forward and backward, [U].
 
     Products of n rows at the rate of n / e, with e experts' weights (products.py); and in both directions
     rows that are permuted, the activation, and in fp8 casts of both products' inputs and of their outputs'
     gradients, which nothing before them makes. Or, where that is longer, the host's calls (calls.py).
+
+    Args:
+        precision: the layer's; layers of a job in fp8 may stay in bf16.
     """
-    job, stage = section.job, section.placement.stage
+    job, stage = replace(section.job, precision=precision), section.placement.stage
     times = np.zeros((2, len(held.parts)))
     for speeds, units in stage.by_kind:
         times[:, units] = routed_times(
@@ -143,7 +156,7 @@ def routed_times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Float
         parts: number of slices of each expert, [U].
         rows: number of rows that the experts of each GPU compute, [U].
     """
-    model, (experts,) = job.model, job.model.routed
+    speeds, model, (experts,) = speeds.of_layers(job), job.model, job.model.routed
     matrices, width = experts.expert_matrices(model) / parts, experts.ffn_hidden_size / parts
     columns = (1 + model.gated) * width
     products = product_seconds(

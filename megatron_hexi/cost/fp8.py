@@ -63,11 +63,6 @@ def cast_bytes(recipe: Fp8Recipe, kept: float, after_norm: bool = False) -> floa
     return 2 + kept + 2 * (recipe == "tensorwise" and not after_norm)
 
 
-def row_step(job: Job) -> int:
-    """Return the number that divides the rows of a unit in fp8; 1: the job is not in fp8."""
-    return fp8_row_multiple(job.fp8_recipe, job.row_parts) if job.precision == "fp8" else 1
-
-
 def computed_rows(job: Job, tokens: Floats, in_fp8: Bools | bool) -> Floats:
     """Return the rows of a micro-batch that units compute outside attention, with padding, B x T [U].
 
@@ -75,7 +70,7 @@ def computed_rows(job: Job, tokens: Floats, in_fp8: Bools | bool) -> Floats:
         tokens: number of tokens of each unit's shard, [U].
         in_fp8: whether each unit computes in fp8.
     """
-    step = row_step(job)
+    step = fp8_row_multiple(job.fp8_recipe, job.row_parts)
     return job.micro_batch_size * np.where(in_fp8, np.ceil(tokens / step) * step, tokens)
 
 

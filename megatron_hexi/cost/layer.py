@@ -182,7 +182,7 @@ def layer_times(
     if experts is None:
         experts = ExpertCycle(*np.zeros((3, *token.shape)))
     sums = len(job.model.parts) * tensor_parallel_seconds(
-        job, rows, stage.bandwidth, stage.latency, stage.in_fp8
+        job, rows, stage.bandwidth, stage.latency, np.logical_and(stage.in_fp8, job.precision == "fp8")
     )
     inward, outward = all_to_alls(mixing, links, stage.gpus, job.tensor_parallel)
     share, in_halves = mixing.first_share, mixing.in_halves

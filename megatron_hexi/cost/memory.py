@@ -198,19 +198,26 @@ def static_memory(
         fp8_copies: bytes of fp8 copies of a weight of the layers' matrices; 0: in bf16.
         experts: number of routed experts that it holds of each layer with experts.
     """
-    copied: Counts = 0
-    if np.any(fp8_copies):
-        tp, kinds = job.tensor_parallel, zip(job.model.kinds, part.of_kinds(job.model), strict=True)
-        copied = sum(
-            held.layers * (kind.matrix_params(tp) + experts * kind.expert_params()) for kind, held in kinds
-        )
-        copied = copied + part.predictions(job.model).layers * job.model.projection_params(tp)
+    copied = fp8_params(job, part, experts) if np.any(fp8_copies) else 0
     each = weight_bytes(job)
     return {
         "weights": np.asarray(weights * each.weight + copied * fp8_copies),
         "gradients": np.asarray(gradients * each.gradient),
         "optimizer": np.asarray(state * each.state),
     }
+
+
+def fp8_params(job: Job, part: ModelPart, experts: Floats | float = 0) -> Counts:
+    """Return the number of weights of a part's matrices that are multiplied in fp8 where a GPU has it."""
+    if job.precision != "fp8":
+        return 0
+    tp, kinds = job.tensor_parallel, zip(job.kinds, part.of_kinds(job.model), strict=True)
+    layers = sum(
+        held.layers * (kind.model.matrix_params(tp) + experts * kind.model.expert_params())
+        for kind, held in kinds
+        if kind.precision == "fp8"
+    )
+    return layers + part.predictions(job.model).layers * job.model.projection_params(tp)
 
 
 def part_memory(

@@ -127,18 +127,14 @@ def gradient_bytes(job: Job) -> float:
     return 2 * GRADIENT_BYTES[job.precision] + 2 * job.element_bytes * ("gradients" in job.unfused)
 
 
-def step_bytes(job: Job, fp8_copies: float = 0.0) -> tuple[float, float]:
+def step_bytes(job: Job) -> tuple[float, float]:
     """Return the bytes of a training step for each weight on a GPU, and for each of the optimizer's shard.
 
     Of adapters, their part of each weight's.
     Of a gradient of g bytes: cleared g, scaled by tokens or replicas 2 g and searched for NaN g
     (param_and_grad_buffer.py). The shard: `shard_step_bytes`.
-
-    Args:
-        fp8_copies: bytes of a weight's copies in fp8, which are made of it; 0: there are none.
     """
-    gradient = GRADIENT_BYTES[job.precision]
-    each = 4 * gradient + (cast_bytes(job.fp8_recipe, fp8_copies) if fp8_copies else 0)
+    each = 4 * GRADIENT_BYTES[job.precision]
     return job.trained_share * each, shard_step_bytes(job, job.unfused)
 
 

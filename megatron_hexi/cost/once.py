@@ -11,7 +11,7 @@ from megatron_hexi.cost.arrays import Bools, Floats
 from megatron_hexi.cost.compute import optimizer_seconds
 from megatron_hexi.cost.experts import ExpertsOnRanks
 from megatron_hexi.cost.hosts import Hosts
-from megatron_hexi.cost.memory import part_params
+from megatron_hexi.cost.memory import fp8_params, part_params
 from megatron_hexi.cost.model_part import Present
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.reductions import Reductions
@@ -113,10 +113,11 @@ def optimizer_times(
     if present is not None and present.host_state.any():
         owned = present.state
         on_host = hosts.step_seconds(job, stage.gpus, present.host_state, present.host_masters)
-    held = part_params(job, section.part, 0 if experts is None else experts.whole) + times
-    own = owned + times
+    whole = 0 if experts is None else experts.whole
+    held, own = part_params(job, section.part, whole) + times, owned + times
+    copied = fp8_params(job, section.part, whole) + times
     for speeds, units in stage.by_kind:
-        times[units] = optimizer_seconds(speeds, job, held[units], own[units])
+        times[units] = optimizer_seconds(speeds, job, held[units], own[units], copied[units])
     return times + on_host
 
 

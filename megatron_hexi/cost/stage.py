@@ -195,16 +195,17 @@ class StageCost:
 
 
 def stage_cost(
-    section: Section, known: KnownLayers, following: Ints | None, experts: ExpertCycle | None = None
+    section: Section, known: KnownLayers, following: Ints | None, experts: Sequence[ExpertCycle | None]
 ) -> StageCost:
     """Return the seconds of one micro-batch in a section.
 
     Args:
+        experts: seconds of the routed experts of a layer of each kind; ``None``: it has none.
         following: first GPU of each unit of the next stage, [U], if sends are exposed; ``None``: there are no
             sends, or they are hidden. With chunks the first stage follows the last.
     """
     job = section.job
-    kinds = tuple(known.times(section, kind, experts if kind.model.experts else None) for kind in job.kinds)
+    kinds = tuple(known.times(section, *one) for one in zip(job.kinds, experts, strict=True))
     send = 0.0
     if following is not None:
         # Megatron's interleaved schedule waits for activations (schedules.py, `post_forward`), and leaves

@@ -104,7 +104,7 @@ def _seconds(section: Section, placed: ExpertsOnRanks | None) -> tuple[Floats, F
         layers += run
         if placed is not None and kind.model.routed:
             own = job.micro_batch_size * section.arrays.tokens
-            experts = expert_times(section, placed)
+            experts = expert_times(section, placed, kind.precision)
             seconds = (run + whole * again) * experts.forward + run * experts.backward
             row += np.where(placed.domain_rows <= own, seconds / np.maximum(1, own), 0.0)
     # a L^2 / 2 + b L, with b not below 0

@@ -47,10 +47,14 @@ _LISTED = ("experts", "window", "state")
 
 
 class LayerKind(NamedTuple):
-    """A kind of layer: its letter in a pattern, empty without one, and the fields of `_BUILT` that it has."""
+    """A kind of layer: its letter in a pattern, empty without one, and the fields of `_BUILT` that it has.
+
+    Layers that stay in bf16 where others are in fp8 are of another kind.
+    """
 
     letter: str
     has: frozenset[str]
+    in_bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,9 @@ class Decoder:
         pattern: a letter for each layer of a hybrid, whose layers each have one part only, as in Megatron's
             --hybrid-layer-pattern: M or G for heads with a state, C a short
             convolution, * attention, - a dense MLP, E experts.
+        ends_in_bf16: numbers of the first and of the last layers that stay in bf16 in a job in fp8
+            (--num-layers-at-start-in-bf16, --num-layers-at-end-in-bf16); blocks of multi-token prediction
+            count as the last layer.
 
     Raises:
         HexiError: a size that is no whole number above 0, heads that KV heads do not divide, or kinds
@@ -124,6 +131,7 @@ class Decoder:
     state: State | None = None
     pattern: str = ""
     short_conv: ShortConv | None = None
+    ends_in_bf16: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         for field in _SIZES:
@@ -142,6 +150,7 @@ class Decoder:
             )
         for field, build in _BUILT.items():
             object.__setattr__(self, field, build(getattr(self, field)))
+        object.__setattr__(self, "ends_in_bf16", tuple(self.ends_in_bf16))  # a list where it was JSON
         for field in _LISTED:
             of_layers = getattr(self, field)
             given = len(of_layers.layers) if of_layers is not None else 0
@@ -233,6 +242,13 @@ class Decoder:
     @cached_property
     def _kind_of_layers(self) -> list[LayerKind]:
         """The kind of each layer."""
+        first, last = self.ends_in_bf16
+        ends = {*range(first), *range(self.layers - last, self.layers)}
+        kinds = enumerate(self._kinds_by_part())
+        return [kind._replace(in_bf16=layer in ends) for layer, kind in kinds]
+
+    def _kinds_by_part(self) -> list[LayerKind]:
+        """Return the kind of each layer as far as it is one of parts."""
         if self.pattern:
             of_letter: dict[str, frozenset[str]] = {
                 **dict.fromkeys((ATTENTION, DENSE), frozenset()),
@@ -259,12 +275,18 @@ class Decoder:
             field: None if part is None else replace(part, layers=()) for field, part in parts.items()
         }
         alone["short_conv"] = self.short_conv if "short_conv" in kind.has else None
+        alone["ends_in_bf16"] = (layers * kind.in_bf16, 0)
         return replace(self, layers=layers, pattern=kind.letter * layers, mtp_layers=0, **alone)
 
     @cached_property
     def without_predictions(self) -> Self:
         """The model without blocks of multi-token prediction."""
         return replace(self, mtp_layers=0) if self.mtp_layers else self
+
+    @property
+    def stays_in_bf16(self) -> bool:
+        """Whether the layers, which are of one kind, stay in bf16 in a job in fp8."""
+        return self._kind_of_layers[0].in_bf16
 
     @property
     def shares_embedding(self) -> bool:
@@ -292,11 +314,6 @@ class Decoder:
     def attention(self) -> SoftmaxAttention:
         """The attention of the model, in proportion to whose heads plans cut all layers."""
         return self.latent or _ATTENTION
-
-    @property
-    def has_attention(self) -> bool:
-        """Whether the layers, which are of one kind, have attention."""
-        return self.mixer.attends
 
     @cached_property
     def span(self) -> Window:

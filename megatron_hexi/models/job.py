@@ -168,10 +168,17 @@ class Job:
 
         These models have no multi-token prediction, whose layers are of the kind of the model's last layer.
         """
-        if self.model.kinds[0] is self.model:
+        if self.model.kinds[0] is self.model and not self.model.stays_in_bf16:
             return (self,)
         return tuple(
-            replace(self, model=kind, pipeline_parallel=1, virtual_stages=1) for kind in self.model.kinds
+            replace(
+                self,
+                model=kind,
+                pipeline_parallel=1,
+                virtual_stages=1,
+                precision="bf16" if self.precision == "fp8" and kind.stays_in_bf16 else self.precision,
+            )
+            for kind in self.model.kinds
         )
 
     @cached_property

@@ -153,6 +153,11 @@ def model_features(args: Namespace, source: str) -> dict[str, Any]:
         "qk_norm": bool(args.qk_layernorm and not args.qk_l2_norm and not args.multi_latent_attention),
         "output_gate": bool(args.attention_output_gate),
         "sinks": args.softmax_type == "learnable",
+        "ends_in_bf16": (
+            (args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)
+            if args.fp8 and args.first_last_layers_bf16
+            else (0, 0)
+        ),
         **layer_features(args, source),
     }
 

@@ -45,6 +45,8 @@ def kind_names(model: Model) -> tuple[str, ...]:
     # In a hybrid a layer is one part, which is its name; else parts are named in which layers may differ.
     columns = zip(*(kind.titles for kind in model.kinds), strict=True)
     named = [titles for titles, usual in zip(columns, _USUAL, strict=True) if set(titles) != {usual}]
+    precisions = tuple("bf16" if kind.stays_in_bf16 else "fp8" for kind in model.kinds)
+    named += [precisions] if "bf16" in precisions else []
     return tuple(" and ".join(filter(None, words)) for words in zip(*named, strict=True))
 
 

@@ -14,11 +14,12 @@ from functools import cached_property
 
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost import ceiling_tokens_per_s
-from megatron_hexi.cost.fp8 import has_fp8, row_step
+from megatron_hexi.cost.fp8 import has_fp8
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.models import Job
 from megatron_hexi.plan.flags import spell_flag
+from megatron_hexi.plan.terms import fp8_row_multiple
 from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES, ExpertRule
 
 #: The name of each unit's kind, and the place of its site among all sites.
@@ -80,8 +81,9 @@ class Fleet:
     def row_step(self) -> int:
         """Number of tokens in whose multiples units get theirs, so that no row is padded."""
         devices = (device for kind in self.kinds for device in kind.devices)
-        in_fp8 = any(has_fp8(device, self.job.fp8_recipe) for device in devices)
-        return row_step(self.job) if in_fp8 else 1
+        job = self.job
+        in_fp8 = job.precision == "fp8" and any(has_fp8(device, job.fp8_recipe) for device in devices)
+        return fp8_row_multiple(job.fp8_recipe, job.row_parts) if in_fp8 else 1
 
     def expert_weight(self, gpu: int) -> float:
         """Return the weight of one of the cluster's GPUs, to which its number of experts is proportional."""

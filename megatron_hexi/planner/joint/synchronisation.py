@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.compute import device_speeds, optimizer_seconds
-from megatron_hexi.cost.memory import owned_params, part_params
+from megatron_hexi.cost.memory import fp8_params, owned_params, part_params
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.once import exposed_seconds
@@ -71,7 +71,8 @@ class Synchronisation:
         shared = job.model.vocab_params(shape.width) if end and job.model.shares_embedding else 0
         owned = float(owned_params(job, params, shape.units * shards))
         speeds = (device_speeds(self._pools.pools[kind].device, job) for kind in shape.kinds)
-        shown = max(optimizer_seconds(each, job, params, owned) for each in speeds)
+        copied = float(np.asarray(fp8_params(job, part)))
+        shown = max(optimizer_seconds(each, job, params, owned, copied) for each in speeds)
         collectives = []
         for one in self._collectives:
             seconds = self._ring(shape, shards, float((params - shared) * one.element_bytes))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_hexi.cluster import device
+from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.collectives import tensor_parallel_seconds
 from megatron_hexi.cost.compute import device_speeds, optimizer_seconds
 from megatron_hexi.cost.fp8 import computed_rows, copies
@@ -14,7 +15,8 @@ from megatron_hexi.cost.memory import Holdings, part_memory, part_params, static
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.moved_bytes import layer_elements
 from megatron_hexi.models import Job, presets
-from tests.support.costs import tiny_job
+from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage
+from tests.support.costs import cluster, tiny_job
 
 H100, B200, A100 = (device(name) for name in ("H100-SXM-80GB", "B200-180GB", "A100-SXM-80GB"))
 
@@ -78,8 +80,8 @@ def test_casts_by_hand():
 @pytest.mark.parametrize(("recipe", "each"), [("delayed", 4), ("tensorwise", 6), ("blockwise", 4.0625)])
 def test_each_iteration_makes_the_weights_copies(recipe, each):
     usual, job = device_speeds(H100, tiny_job()), fp8_job(recipe)
-    more = optimizer_seconds(device_speeds(H100, job), job, 1000, 0.0)
-    more -= optimizer_seconds(usual, tiny_job(), 1000, 0.0)
+    more = optimizer_seconds(device_speeds(H100, job), job, 2000, 0.0, 1000)
+    more -= optimizer_seconds(usual, tiny_job(), 2000, 0.0)
     assert more == pytest.approx(1000 * each / usual.memory)
 
 
@@ -140,3 +142,40 @@ def test_a_unit_without_fp8_keeps_what_bf16_keeps():
         pair = [float(np.ravel(terms[term])[0]) for terms in (alone, plain)]
         assert (np.zeros(2) + values).tolist() == pytest.approx(pair), term
     assert np.ravel(alone["activations"])[0] < np.ravel(plain["activations"])[0]
+
+
+def halves(job):
+    """A plan of one domain of two members, each with half of everything."""
+    heads, experts = job.model.heads // 2, (job.model.expert_count or 0) // 2
+    members = tuple(
+        Member(
+            (rank,),
+            job.seq_length // 2,
+            (rank * heads, (rank + 1) * heads),
+            experts=((rank * experts, (rank + 1) * experts),) if experts else None,
+        )
+        for rank in (0, 1)
+    )
+    stage = Stage((Domain((Group(((0, job.seq_length),), members),)),), layers=(0, job.model.layers))
+    workload = replace(job.workload(), experts=job.model.expert_count)
+    return Plan(workload, (Replica((stage,), 2),), Exchange())
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b"])
+def test_layers_at_both_ends_in_bf16_take_the_time_and_memory_of_bf16(name):
+    machines = cluster([("h", "H100-SXM-80GB", 2)], bandwidth=100)
+
+    def cost(ends, precision="fp8"):
+        model = replace(presets()[name], layers=4, ends_in_bf16=ends)
+        job = Job(model, 4096, global_batch_size=2, precision=precision, fp8_recipe="tensorwise")
+        timing = CostModel(job, machines).timing(halves(job))
+        return timing.phases.total, float(timing.needed[0][0])
+
+    low, plain = cost((0, 0)), cost((0, 0), "bf16")
+    # The time of an iteration is linear in the layers of each kind.
+    of_layer = (plain[0] - low[0]) / 4
+    for ends, layers in (((1, 0), 1), ((0, 1), 1), ((1, 2), 3), ((4, 0), 4), ((3, 3), 4)):
+        seconds, needed = cost(ends)
+        assert seconds == pytest.approx(low[0] + layers * of_layer, rel=1e-6), ends
+        assert (needed == plain[1]) == (layers == 4)
+    assert cost((1, 0), "bf16") == pytest.approx(plain)

@@ -38,7 +38,7 @@ def test_conditionals_on_kinds_with_a_state_are_in_their_package():
 
 
 #: What says of a model which kinds of parts its layers have, and what such a model is called.
-QUESTIONS = {"attends", "experts", "has_attention", "latent", "mtp_layers", "pattern", "short_conv", "state"}
+QUESTIONS = {"attends", "experts", "latent", "mtp_layers", "pattern", "short_conv", "state"}
 QUESTIONS |= {"window"}
 MODELS = {"kind", "last", "mixer", "model", "shapes"}
 #: Conditionals on kinds that are left, by file, each with the reason; rivals in planner/baselines aside.
@@ -47,7 +47,6 @@ LEFT = {
     "convert/config.py": (2, "windows and further predictions are refused, each with a remedy"),
     "cost/experts.py": (1, "a plan places experts in domains, which other models do not have"),
     "cost/held_weights.py": (1, "the last stage embeds tokens for further predictions"),
-    "cost/stage.py": (1, "seconds of an expert domain are those of several sections"),
     "elastic/planning/survivors.py": (
         2,
         "balancing losses are means over a micro-batch; experts lie in stages",
@@ -121,5 +120,5 @@ def test_conditionals_on_parts_of_layers_are_in_their_package_but_for_those_name
 
 
 def test_a_question_for_a_kind_is_seen():
-    code = "def f(model):\n  latent = model.latent\n  if latent is None or model.has_attention:\n    pass"
+    code = "def f(model):\n  latent = model.latent\n  if latent is None or model.attends:\n    pass"
     assert len(_questions(ast.parse(code))) == 2
