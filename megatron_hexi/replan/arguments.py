@@ -40,8 +40,6 @@ def check_replanning(args: Namespace, plan: Plan) -> None:
             f"{what}: {args.hexi_plan} has no second unit to which tokens, heads or samples could move; "
             f"leave {_FLAG} out"
         )
-    if getattr(args, "fp8", None):
-        raise HexiError(f"{what}: the planner cannot time --fp8-format; leave out one of the two")
     layer_features(args, what)  # refuses layers whose weights are not counted
     if getattr(args, "cuda_graph_impl", "none") not in ("none", None):
         raise HexiError(f"{what}: --cuda-graph-impl fixes the rows of a rank; leave out one of the two")

@@ -1,6 +1,7 @@
 """Our entry point, whose ranks write what Transformer Engine computed in fp8, and with which scales.
 
-``--fault NAME`` plants a fault; ``--pad RECIPE`` pads shards in bf16 as a recipe of fp8 needs.
+``--fault NAME`` plants a fault; ``--pad RECIPE`` pads shards in bf16 as a recipe of fp8 needs;
+``--swap FILE`` swaps to the plans of a file (`swapping`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from megatron_hexi.megatron import batch, fp8_scales, groups, plan_arguments
 from megatron_hexi.megatron.stages import stages_session
 from megatron_hexi.mesh import Mesh, mesh
 from megatron_hexi.plan.terms import fp8_row_multiple
+from tests.megatron import swapping
 
 
 def _maxima_of_one_rank() -> None:
@@ -64,7 +66,8 @@ def _pad(recipe: Any) -> None:
 
 def main() -> None:
     """Train, and write ``fp8-RANK.pt``: whether each product of this rank was in fp8, and its scales."""
-    for option, change in (("--fault", lambda name: FAULTS[name]()), ("--pad", _pad)):
+    options = (("--fault", lambda name: FAULTS[name]()), ("--pad", _pad), ("--swap", swapping.install))
+    for option, change in options:
         if option in sys.argv:
             place = sys.argv.index(option)
             change(sys.argv[place + 1])

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 
-def main() -> None:
-    """Train."""
-    plans = itertools.cycle(json.loads(Path(sys.argv.pop(1)).read_text()))
-    from megatron_hexi import pretrain_gpt
+def install(path: str) -> None:
+    """Put a planner that answers with the plans of a file in place of ours."""
+    plans = itertools.cycle(json.loads(Path(path).read_text()))
     from megatron_hexi.replan.training import replanning
 
     class Scripted:
@@ -42,6 +41,13 @@ def main() -> None:
             return answer
 
     setattr(replanning, "PlannerConnection", Scripted)  # noqa: B010  (the planner's process is not part of the room)
+
+
+def main() -> None:
+    """Train."""
+    from megatron_hexi import pretrain_gpt
+
+    install(sys.argv.pop(1))
     pretrain_gpt.main()
 
 

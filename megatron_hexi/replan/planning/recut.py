@@ -28,6 +28,7 @@ from megatron_hexi.planner.search.polish import polish
 
 def recut(plan: Plan, job: Job, cluster: Cluster, shares: bool = False) -> Plan:
     """Return the plan with the best tokens, heads, segments and samples found for its groups on a cluster."""
+    cluster = _as_stated(plan, job, cluster)
     model = CostModel(job, cluster)
 
     def order(candidate: Plan) -> tuple[float, float]:
@@ -38,6 +39,17 @@ def recut(plan: Plan, job: Job, cluster: Cluster, shares: bool = False) -> Plan:
     for changed in _dealt_again(best, job, model, shares):
         best = min(best, _cut(changed, job, cluster), key=order)
     return best
+
+
+def _as_stated(plan: Plan, job: Job, cluster: Cluster) -> Cluster:
+    """Return the cluster without fp8 on the GPUs of units that compute in bf16."""
+    gpus, ranks = rank_gpus(plan, len(cluster.ranks)), list(cluster.ranks)
+    plain: dict[int, Device] = {}
+    for unit in unit_rows(plan, job.micro_batch_size, job.pipeline_parallel):
+        for gpu in (gpus[rank] for rank in unit.ranks if unit.precision == "bf16"):
+            device = ranks[gpu].device
+            ranks[gpu] = replace(ranks[gpu], device=plain.setdefault(id(device), device.without_fp8))
+    return replace(cluster, ranks=tuple(ranks)) if plain else cluster
 
 
 def _dealt_again(plan: Plan, job: Job, model: CostModel, shares: bool) -> Iterator[Plan]:

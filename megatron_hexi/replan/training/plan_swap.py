@@ -77,7 +77,8 @@ def _grouping_of(stage: Stage) -> tuple[Any, ...]:
             domain.samples is not None,
             domain.micro_batches,
             frozenset(
-                frozenset((m.ranks, m.state, m.experts) for m in group.members) for group in domain.groups
+                frozenset((m.ranks, m.state, m.experts, m.precision) for m in group.members)
+                for group in domain.groups
             ),
         )
         for domain in stage.domains

@@ -47,8 +47,9 @@ class PlannerConnection:
             self._answers.put(json.loads(line))
 
 
-def model_document(args: Namespace) -> dict[str, Any]:
+def model_document(args: Namespace, session: Session) -> dict[str, Any]:
     """Return the arguments of `megatron_hexi.models.Model` for this job."""
+    args = Namespace(**vars(args) | {"fp8": session.given.fp8_format})  # the arguments are this rank's
     return {
         "name": "the job's",
         "layers": args.num_layers,
@@ -64,7 +65,7 @@ def model_document(args: Namespace) -> dict[str, Any]:
 
 def job_document(args: Namespace, session: Session) -> dict[str, Any]:
     """Return the arguments of `megatron_hexi.cost.Job` for this job, without its model."""
-    plan, stages = session.given.plan, session.stages
+    plan, stages, recipe = session.given.plan, session.stages, session.given.fp8_recipe
     recompute: str | int = args.recompute_granularity or "none"
     if recompute == "full" and args.recompute_method == "block":
         recompute = args.recompute_num_layers
@@ -79,7 +80,8 @@ def job_document(args: Namespace, session: Session) -> dict[str, Any]:
         "virtual_stages": args.virtual_pipeline_model_parallel_size or 1,
         "data_parallel": len(plan.replicas),
         "recompute": recompute,
-        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        "precision": "fp8" if recipe else "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        **({"fp8_recipe": recipe} if recipe else {}),
         "distributed_optimizer": args.use_distributed_optimizer,
         "overlap_gradients": args.overlap_grad_reduce,
         "sequence_parallel": args.sequence_parallel if stages is None else stages.mesh.sequence_parallel,

@@ -273,7 +273,7 @@ class Replanner:
             "interval": self._interval,
             "packed": is_packed(args),
             "shares": may_move_shares(args, _session()),
-            "model": model_document(args),
+            "model": model_document(args, _session()),
             "job": job_document(args, _session()),
         }
 

@@ -57,6 +57,7 @@ def test_what_can_be_replanned_passes():
     check_replanning(arguments(multi_latent_attention=True, qk_layernorm=True), TWO)
     check_replanning(arguments(num_experts=4, mtp_num_layers=1), STAGES)
     check_replanning(arguments(hybrid_layer_pattern="*-"), TWO)
+    check_replanning(arguments(fp8="hybrid"), TWO)
     check_replanning(arguments(hexi_replan_interval=None, hexi_cluster=None), TWO)
 
 
@@ -81,7 +82,6 @@ def test_what_can_be_replanned_passes():
             TWO,
             "--hybrid-layer-pattern has layers M and G",
         ),
-        ({"fp8": "hybrid"}, TWO, "--fp8-format"),
         ({"cuda_graph_impl": "local"}, TWO, "--cuda-graph-impl"),
     ],
 )
