@@ -147,7 +147,8 @@ class PlanFeatures:
         bool,
         typer.Option(
             "--fp8-everywhere",
-            help="Refuse GPUs without a rate in fp8, which compute in bf16 otherwise; with --precision fp8.",
+            help="Compute in fp8 on all GPUs, also where bf16 is faster, and refuse those without it; with "
+            "--precision fp8.",
             rich_help_panel=_USABLE,
         ),
     ] = False

@@ -244,6 +244,12 @@ class Device:
         return self._in_fp8.get(f"matmul_{recipe}", self.matmul_fp8)
 
     @property
+    def without_fp8(self) -> Device:
+        """This GPU without its rates in fp8."""
+        nothing: dict[str, Any] = dict.fromkeys(FP8_CURVES)
+        return replace(self, **nothing)
+
+    @property
     def _in_fp8(self) -> dict[str, Curve | None]:
         return {name: getattr(self, name) for name in FP8_CURVES}
 

@@ -15,7 +15,7 @@ receiving node; the link out of (into) a node has the bandwidth of the node's fa
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_hexi.cluster.device import Device, Host
@@ -234,13 +234,17 @@ class Cluster:
         """
         if margin == 0:
             return self
+        return self.with_devices(lambda one: replace(one, usable_gib=one.usable_gib * (1 - margin)))
+
+    def with_devices(self, change: Callable[[Device], Device]) -> Cluster:
+        """Return this cluster with each model of GPU changed."""
         # One object a device: devices are told apart by identity.
         devices = [*(node.device for node in self.nodes), *(rank.device for rank in self.ranks)]
-        less = {id(one): replace(one, usable_gib=one.usable_gib * (1 - margin)) for one in devices}
+        changed = {id(one): change(one) for one in {id(one): one for one in devices}.values()}
         return replace(
             self,
-            nodes=tuple(replace(node, device=less[id(node.device)]) for node in self.nodes),
-            ranks=tuple(replace(rank, device=less[id(rank.device)]) for rank in self.ranks),
+            nodes=tuple(replace(node, device=changed[id(node.device)]) for node in self.nodes),
+            ranks=tuple(replace(rank, device=changed[id(rank.device)]) for rank in self.ranks),
         )
 
     def with_nodes(self, name: str, count: int) -> Cluster:

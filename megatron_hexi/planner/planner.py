@@ -26,7 +26,13 @@ from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
 from megatron_hexi.planner.layouts.trial import Progress, noting, order_of
 from megatron_hexi.planner.longest import with_longest_sequence
 from megatron_hexi.planner.notes import gpus_of, left_out, margin_note, spell_savings, why_saved
-from megatron_hexi.planner.precision import precision_note, refuse_without_fp8, with_precision
+from megatron_hexi.planner.precision import (
+    as_quick_in_bf16,
+    precision_notes,
+    refuse_without_fp8,
+    with_precision,
+    without_fp8,
+)
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.simplest import SIMPLEST, choose
@@ -77,8 +83,8 @@ def find_plan(
         raise nothing_fits(request, cluster, partial(_first_trained, searches), proven=True)
     asked = request
     with noting(None if tried is None else lambda candidate: tried(phase, candidate)):
-        result, request = _search_experts(request, cluster, searches, tell)
-        equal, timed = _equal_layouts(asked, cluster, result, simpler_within, tell)
+        result, request, machines, fp8_s = _search_precisions(request, cluster, searches, tell)
+        equal, timed = _equal_layouts(asked, machines, result, simpler_within, tell)
     if result.best is None:
         raise nothing_fits(asked, cluster, partial(_first_trained, searches), proven=False)
     choice = choose(result.best, [*result.tried, *equal], cluster, simpler_within)
@@ -91,12 +97,12 @@ def find_plan(
         trials += timed
     tell("lower bound", 0, 1)
     bound = lower_bound(asked, cluster, best.iteration_s)
-    planned = _planned(best, cluster, bound, baselines, trials, begun)
+    planned = _planned(best, cluster, machines, bound, baselines, trials, begun)
     notes = (
         *why_saved(best.plan, best.iteration_s, result.unsaved_s),
         *margin_note(planned.cost, request.memory_margin),
         *left_out(best, cluster, [*result.tried, result.best]),
-        *precision_note(request.job, cluster),
+        *precision_notes(asked.job, cluster, machines, fp8_s / best.iteration_s - 1),
     )
     slower = [plan for plan in result.tried if plan.iteration_s >= best.iteration_s]
     rivals = best_of_each_kind(slower, best)
@@ -165,16 +171,41 @@ def _equal_layouts(
     return ([] if best is None else [best]), trials
 
 
-def _search_experts(
+def _search_precisions(
     request: Request, cluster: Cluster, searches: JointSearches, tell: Progress
+) -> tuple[_SearchResult, Request, Cluster, float]:
+    """Search with fp8 on all GPUs that have it, and in bf16 on those that are about as quick so.
+
+    Returns:
+        The faster result, the request with its placement of experts, the cluster without rates in fp8 of GPUs
+        that are not to use it, and the seconds of an iteration with fp8 on all that have it.
+    """
+    result, choice = _search_experts(request, cluster, searches, tell)
+    fp8_s = math.inf if result.best is None else result.best.iteration_s
+    models = as_quick_in_bf16(request, cluster, result.best)
+    if models:
+        machines = without_fp8(cluster, models)
+        plain, placed = _search_experts(request, machines, searches, tell, fp8_s)
+        trials = result.trials + plain.trials
+        if plain.best is not None and plain.best.iteration_s < fp8_s:
+            result, choice, cluster = plain, placed, machines
+        result = replace(result, trials=trials)
+    return result, choice, cluster, fp8_s
+
+
+def _search_experts(
+    request: Request, cluster: Cluster, searches: JointSearches, tell: Progress, fastest_s: float = math.inf
 ) -> tuple[_SearchResult, Request]:
     """Search with each placement of experts; return the best result, and the request with its placement.
 
     For models with latent attention search again, with that placement and the exchange of latent columns in
     place of keys and values.
+
+    Args:
+        fastest_s: seconds of an iteration of a plan that is known; slower ones are left out.
     """
     best: tuple[_SearchResult, Request] | None = None
-    trials, fastest_s = 0, math.inf
+    trials = 0
     improvements = cache(partial(Improvement, request, cluster, searches=searches))
     for rule in expert_rules(
         request.job, cluster, request.expert_parallel, request.rules.allow("unequal_experts")
@@ -184,7 +215,7 @@ def _search_experts(
         trials += result.trials
         if best is None or (result.best is not None and result.best.iteration_s < fastest_s):
             best = result, choice
-            fastest_s = math.inf if result.best is None else result.best.iteration_s
+            fastest_s = fastest_s if result.best is None else min(fastest_s, result.best.iteration_s)
     assert best is not None, "there is a rule for every model"
     for sends_latent in request.job.model.attention.exchanges[1:]:
         choice = replace(best[1], job=replace(request.job, latent_exchange=sends_latent))
@@ -335,12 +366,13 @@ def _check_expert_domains(request: Request, cluster: Cluster) -> None:
 def _planned(
     best: Candidate,
     cluster: Cluster,
+    machines: Cluster,
     bound: Bound,
     baselines: tuple[Baseline, ...],
     trials: int,
     begun: float,
 ) -> Planned:
-    plan, job = with_precision(best.plan, best.job, cluster)
+    plan, job = with_precision(best.plan, best.job, machines)
     cost = CostModel(job, cluster).estimate(plan)
     planned = Planned(plan, job, cost, bound, baselines, trials, 0.0)
     against = {item.name: item.tokens_per_s for item in baselines if item.tokens_per_s is not None}

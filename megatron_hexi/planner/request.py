@@ -38,7 +38,7 @@ class Request:
             than one, stages cannot be unequal; ``None``: chosen, as are interleaved ministages.
         expert_parallel: ranks of an expert domain, in every stage; ``None``: chosen.
         experts: how experts are placed on the ranks of a stage, if the model has experts.
-        fp8_everywhere: whether a job in fp8 refuses GPUs that would compute in bf16.
+        fp8_everywhere: whether a job in fp8 refuses GPUs without it, and uses it where bf16 is faster, too.
         effort: how many changes of the best plans are timed.
 
     Raises:

@@ -12,7 +12,9 @@ from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, S
 from megatron_hexi.plan.layout import causal_segments
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.layouts.layout import A2AGroup, Layout
+from megatron_hexi.planner.moves.edit import with_members
 from megatron_hexi.planner.precision import with_precision
+from megatron_hexi.replan.planning.recut import recut
 from tests.support.costs import cluster
 
 H100, A100, B200 = "H100-SXM-80GB", "A100-SXM-80GB", "B200-180GB"
@@ -80,6 +82,50 @@ def test_units_of_a_repeated_stage_get_stages_of_their_own_precision():
     assert [stage.layers for stage in stages] == [(0, 1), (1, 2)]
     precisions = [{m.precision for g in stage.domains[0].groups for m in g.members} for stage in stages]
     assert precisions == [{None}, {"bf16"}]
+
+
+def test_a_plan_that_is_cut_again_keeps_the_precision_of_its_units():
+    equal, shares = of_groups(JOB, *4 * (2048,)), []
+    for plain in ((2, 3), (0, 1, 2, 3)):
+        plan = with_members(equal, lambda one: replace(one, precision="bf16") if one.lead in plain else one)  # noqa: B023
+        members = {member.lead: member for member in recut(plan, JOB, MIXED).members}
+        assert {lead for lead, member in members.items() if member.precision} == set(plain)
+        shares.append(members[0].tokens + members[1].tokens)
+    # H100s in bf16 take fewer tokens than in fp8.
+    assert 8192 // 2 < shares[1] < shares[0]
+
+
+SMALL = replace(presets()["qwen3-30b-a3b"], layers=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "plain"),
+    [
+        (SMALL, [("h", H100, 2)], (H100,)),
+        (SMALL, [("h", H100, 1), ("b", B200, 1)], (H100, B200)),
+        (MODEL, [("h", H100, 2)], ()),
+    ],
+)
+def test_gpus_compute_in_bf16_where_a_plan_is_faster_so(model, nodes, plain):
+    job, machines = replace(JOB, model=model, global_batch_size=4, seq_length=4096), cluster(nodes)
+    request = Request(job)
+    chosen = find_plan(request, machines)
+    forced = find_plan(replace(request, fp8_everywhere=True), machines)
+    members = [member.precision for member in chosen.plan.members]
+    assert members == ["bf16" if plain else None] * len(members)
+    assert [member.precision for member in forced.plan.members] == [None] * len(forced.plan.members)
+    why = [note for note in chosen.notes if "in bf16, as with fp8 by tensorwise scales" in note]
+    longer = f"a plan takes {forced.cost.iteration_s / chosen.cost.iteration_s - 1:.1%} longer"
+    assert [note.partition(":")[0] for note in why] == ([", ".join(plain)] if plain else [])
+    assert all(longer in note for note in why)
+    # A job in fp8 all the same, which scripts with Megatron's flags for it train.
+    assert chosen.job.precision == "fp8"
+    usual = find_plan(replace(request, job=job.in_bf16), machines)
+    if plain:
+        assert chosen.cost.iteration_s == usual.cost.iteration_s < forced.cost.iteration_s
+    else:
+        assert chosen.cost.iteration_s == forced.cost.iteration_s < usual.cost.iteration_s
+    assert chosen.bound.iteration_s <= usual.bound.iteration_s
 
 
 @pytest.mark.parametrize(
