@@ -54,6 +54,7 @@ class Trial:
         plan: Plan | None = None,
         routes: str = FOLLOW,
         entry: str = ENTRY,
+        stages: int = 1,
     ) -> Gradients:
         """Train, and return the gradient of each weight by name.
 
@@ -63,6 +64,7 @@ class Trial:
             plan: the plan; ``None``: one rank.
             routes: what becomes of the routes of a model with experts (`given_routes`).
             entry: the entry point of a model without experts.
+            stages: pipeline stages of a plan that repeats one.
         """
         plan, folder = plan or self._alone, self._folder / name
         args: list[str | Path] = [
@@ -73,7 +75,8 @@ class Trial:
         args += ["--load", self._folder / "start", "--finetune", "--save", folder / "saved"]
         if "--num-experts" in self._model:
             entry, args = "tests.megatron.given_routes", [routes, self._folder / "routes.pt", *args]
-        self._forks.train(folder, ranks=plan.ranks if plan else 1, args=args, plan=plan, entry=entry)
+        ranks = stages * plan.ranks if plan else 1
+        self._forks.train(folder, ranks=ranks, args=args, plan=plan, entry=entry)
         saved = tensors_of(folder / "saved" / "iter_0000001")
         return {key.removeprefix(_MOMENTUM): one.double() for key, one in saved.items() if _MOMENTUM in key}
 
