@@ -98,6 +98,7 @@ def own_loop(te: EmulatedTe, folder: Path, plan: Plan, precision: str, stages: i
     return te.launch(folder, ranks=stages * plan.ranks, args=args, entry="tests.megatron.fp8_own_loop")
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own(te: EmulatedTe, tmp_path: Path):
     alone, plan = proportional_plan(OWN, [[[1]]]), Plan(OWN, (Replica((OWN_STAGE,)),))
     found: dict[str, Gradients] = {}
