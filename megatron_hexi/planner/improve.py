@@ -7,7 +7,7 @@ for GPUs with more of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Final, NamedTuple
@@ -100,7 +100,6 @@ class Improvement:
         request: Request,
         plan: Candidate,
         found: list[Candidate],
-        deep: Sequence[Candidate] = (),
         faster_than: float = math.inf,
     ) -> Candidate:
         """Return the fastest plan that moves lead to from a plan and from the best others.
@@ -108,14 +107,12 @@ class Improvement:
         Args:
             request: the job, with its placement of experts.
             found: plans that fit.
-            deep: plans that the search made to be interleaved.
             faster_than: seconds of an iteration of a plan that is known to fit.
         """
         starts = [plan, *best_of_each_kind(found, plan)]
         # Samples in place of tokens are worth most where all layers are on all GPUs.
         shallow = min(filter(_is_shallow, found), key=order_of, default=plan)
         starts += [shallow] if shallow not in starts else []
-        starts += deep if request.may_interleave else ()
         best = self.climbed(starts, min(faster_than, plan.iteration_s)) or plan
         is_short_of_memory = plan.job.recompute != "none" or recomputes(plan.plan)
         is_near = plan.iteration_s < _OUT_OF_REACH * faster_than

@@ -244,7 +244,6 @@ def _search(
     trials = 0
     for memory in dict.fromkeys((1 - request.memory_margin, 1.0)):
         tried = searches.plans(request, cluster, memory, faster_than)
-        deep = searches.to_interleave
         best = min(tried, key=order_of, default=None)
         if faster_than < math.inf:
             break
@@ -271,7 +270,7 @@ def _search(
     if best is None:
         best = improvement.made_to_fit(request)
     else:
-        best = improvement.best(request, best, tried, deep, faster_than)
+        best = improvement.best(request, best, tried, faster_than)
     if best is not None and best not in tried and not spell_savings(best.plan):
         # Found for GPUs with more memory, it fits these as it is: more replicas share its optimizer's state.
         tried.append(best)

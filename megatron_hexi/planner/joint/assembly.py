@@ -83,11 +83,7 @@ class Assembly:
         for number, (column, count) in enumerate(zip(packed.columns, packed.micro_batches, strict=True)):
             depth = len(column.pipe.stages)
             trials = [best[1][StagePlace(number, stage, depth)] for stage in range(depth)]
-            # 1F1B, which is timed here, says nothing about layers in chunks.
-            if column.is_chunked:
-                again.append(column.pipe)
-            else:
-                again.append(self._reassigned(column.pipe, count, column.shards, trials))
+            again.append(self._reassigned(column.pipe, count, column.shards, trials))
         if again != pipes:
             other = self._assemble(again, packed.micro_batches, placed)
             if other[0].order < best[0].order:

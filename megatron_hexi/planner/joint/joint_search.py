@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_hexi.planner.joint.assembly import Assembly
@@ -30,8 +30,6 @@ _FAR = 1.5
 _FINALISTS, _RIVALS = 12, (4, 2)
 #: The most plans that are polished, if they take less than this factor of the best's time.
 _POLISHED, _TIED = 2, 1.01
-#: The most plans to interleave that are built, if they take less than this factor of the best's time.
-_CHUNKED, _TIED_CHUNKED = 3, 1.03
 #: A plan with experts is polished if it takes less than this factor of the time of a plan known before.
 _OUT_OF_REACH = 1.01
 
@@ -49,8 +47,6 @@ class JointSearch:
         self._pools = timer.pools.with_memory(memory)
         self._pipelines = PipelineSearch(request, StageTables(request, timer, self._pools))
         self._assembly = Assembly(request, timer, self._pipelines, self._pools)
-        #: Plans that the search made to be interleaved; they may not fit as they are.
-        self.to_interleave: list[Candidate] = []
 
     @property
     def trials(self) -> int:
@@ -74,7 +70,7 @@ class JointSearch:
         unique: dict[tuple[object, ...], Packed] = {}
         for packed in sorted(sets, key=lambda packed: (len(packed.columns) > 1, packed.seconds)):
             unique.setdefault(_name(packed), packed)
-        finalists = [packed for packed in unique.values() if not _is_chunked(packed)][:_FINALISTS]
+        finalists = [*unique.values()][:_FINALISTS]
         tried: list[tuple[Candidate, Packed]] = []
         for number, packed in enumerate(finalists):
             progress("plans of the joint search", number, len(finalists) + 1)
@@ -92,12 +88,6 @@ class JointSearch:
                 polished = self._assembly.run(packed, polished=True, faster_than=faster_than)
                 if polished is not None:
                     yield polished
-        chunked = sorted(filter(_is_chunked, unique.values()), key=lambda packed: packed.seconds)
-        for packed in chunked[:_CHUNKED]:
-            if packed.seconds < min(faster_than, _TIED_CHUNKED * chunked[0].seconds):
-                candidate = self._assembly.run(packed, polished=False, faster_than=faster_than)
-                if candidate is not None:
-                    self.to_interleave.append(candidate)
 
     def _repeated(self, progress: Progress, faster_than: float) -> list[Packed]:
         """Return sets of replicas that fill one of several equal parts of the fleet, repeated for each part.
@@ -139,13 +129,11 @@ class JointSearch:
         if fewest:
             del classes[1:]
         sets: list[Packed] = []
-        chunked: list[tuple[range, list[Column]]] = []
         for number, replicas in enumerate(classes):
             progress("replicas of the joint search", number, len(classes))
             shards = _class_of(replicas[0] * copies)
             for width in [None] if replicas[0] == 1 else self._timer.widths:
-                found = part.find(_class_of(replicas[0]), shards, width)
-                columns = [column for column in found if not column.is_chunked]
+                columns = part.find(_class_of(replicas[0]), shards, width)
                 # Packed with others, these have too few links: only copies of one fill the fleet as expected.
                 parts = [column for column in columns if part.leaves_parts(column)]
                 columns = [column for column in columns if column not in parts]
@@ -154,7 +142,6 @@ class JointSearch:
                     parts, part.micro_batches, part.pools.totals, replicas, most_s=most_s, equal=True
                 )
                 sets += [] if copied is None else [copied]
-                chunked.append((replicas, [column for column in found if column.is_chunked]))
                 if width is None and len(self._timer.widths) > 1:
                     sets += self._of_one_width(part, shards, _FAR * _least(faster_than, sets))
                 whole = [column for column in columns if len(column.pipe.stages) == 1]
@@ -162,13 +149,12 @@ class JointSearch:
                     sets += _best(part, some, replicas, _FAR * _least(faster_than, sets))
                 for some in _alike(columns) if replicas[0] > 1 else ():
                     sets += itertools.islice(_best(part, some, replicas, _least(faster_than, sets)), 1)
-        return sets if fewest else sets + _chunked(part, chunked, _least(faster_than, sets))
+        return sets
 
     def _of_one_width(self, part: ReplicaColumns, shards: int, most_s: float) -> Iterator[Packed]:
         """Yield the best single replica of each tensor-parallel size, the same in all stages."""
         for width in self._timer.widths:
             columns = part.find(1, shards, width, whole=False)
-            columns = [column for column in columns if not column.is_chunked]
             yield from itertools.islice(_best(part, columns, range(1, 2), most_s), 1)
 
     def _replicas(self, part: ReplicaColumns, shards: int) -> range:
@@ -233,28 +219,11 @@ def _packed(
     return pack(known, part.micro_batches, part.pools.totals, replicas, least, most, equal=part.equal)
 
 
-def _chunked(
-    part: ReplicaColumns, columns_of: Iterable[tuple[range, list[Column]]], most_s: float
-) -> list[Packed]:
-    """Return sets of interleaved replicas with the same layers, the best for each range of their number."""
-    sets: list[Packed] = []
-    for replicas, columns in columns_of:
-        for alike in _alike(columns):
-            limit_s = min(most_s, _TIED_CHUNKED * _least(math.inf, sets))
-            sets += itertools.islice(_best(part, alike, replicas, limit_s), 1)
-    return sets
-
-
-def _is_chunked(packed: Packed) -> bool:
-    """Whether replicas are interleaved."""
-    return packed.columns[0].is_chunked
-
-
 def _class_of(replicas: int) -> int:
     return max(shards for shards in _CLASSES if shards <= replicas)
 
 
 def _name(packed: Packed) -> tuple[object, ...]:
     """Return a key that is equal for replicas of the same stages."""
-    stages = ((column.is_chunked, *(stage[:3] for stage in column.pipe.stages)) for column in packed.columns)
+    stages = (tuple(stage[:3] for stage in column.pipe.stages) for column in packed.columns)
     return (*zip(stages, packed.micro_batches, strict=True),)

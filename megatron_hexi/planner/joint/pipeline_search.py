@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.planner.joint.chunked_pipes import ChunkedPipe, chunked, chunked_part
 from megatron_hexi.planner.joint.pipes import Pipe, PipeStage, least_longest, moved_layers
 from megatron_hexi.planner.joint.pools import Counts, StageShape, is_exact
 from megatron_hexi.planner.joint.stage_runs import StageRuns
@@ -31,8 +30,6 @@ from megatron_hexi.planner.request import Request
 _STEP = 1.03
 #: The most candidates that get whole layers.
 _FINALISTS = 10
-#: The most candidates that are interleaved.
-_INTERLEAVED = 4
 #: Factors of a border's seconds that are added to its sender's and to its receiver's time when layers are
 #: assigned; the best of these is taken.
 _CHARGED = ((2.0, 0.0), (0.0, 0.0), (0.0, 2.0), (1.0, 1.0), (0.5, 0.5))
@@ -109,14 +106,11 @@ class PipelineSearch:
         self._carried = cache(self._stage_layers)
         self._between = cache(self._pools.seconds_between)
 
-    def best(
-        self, counts: Counts, micro_batches: int, shards: int, width: int | None, *, chunked: bool = False
-    ) -> list[Pipe]:
+    def best(self, counts: Counts, micro_batches: int, shards: int, width: int | None) -> list[Pipe]:
         """Return pipelines on these GPUs, the fastest first; empty if the model does not fit.
 
         Args:
             width: tensor-parallel size of all stages; ``None``: stages may differ.
-            chunked: whether to add some that are interleaved, after the others.
         """
         candidates: list[_Candidate] = []
         for blocks in self._runs.partitions(counts):
@@ -124,14 +118,7 @@ class PipelineSearch:
         candidates.sort(key=lambda candidate: candidate.seconds)
         finalists = (self._walk(candidate, width) for candidate in candidates[:_FINALISTS])
         pipes = [self.layered(shapes, micro_batches, shards) for shapes in finalists]
-        found = sorted((pipe for pipe in pipes if pipe is not None), key=lambda pipe: pipe.seconds)
-        if chunked and micro_batches > 1:
-            deep = [candidate for candidate in candidates if candidate.depth > 1]
-            deep.sort(key=lambda one: one.seconds * chunked_part(micro_batches, one.depth))
-            walks = (self._walk(candidate, width) for candidate in deep[:_INTERLEAVED])
-            cut = (self.chunked(shapes, micro_batches, shards) for shapes in walks)
-            found += sorted((pipe for pipe in cut if pipe is not None), key=lambda pipe: pipe.seconds)
-        return found
+        return sorted((pipe for pipe in pipes if pipe is not None), key=lambda pipe: pipe.seconds)
 
     def prepare(self, choices: Iterable[Counts], shards: int, width: int | None) -> None:
         """Compute the tables that `best` needs for these choices of GPUs: together takes less time."""
@@ -186,13 +173,6 @@ class PipelineSearch:
         if name not in known:
             known[name] = self._layered(shapes, micro_batches, shards, timed)
         return known[name]
-
-    def chunked(
-        self, shapes: Sequence[StageShape], micro_batches: int, shards: int, *, timed: bool = False
-    ) -> ChunkedPipe | None:
-        """Return the interleaved pipeline of these stages, if it fits; arguments as in `layered`."""
-        ways = self._ways(shapes)
-        return chunked(self._tables, shapes, ways, micro_batches, shards, timed=timed)
 
     def _layered(
         self,

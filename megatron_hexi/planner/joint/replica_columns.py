@@ -11,7 +11,6 @@ from operator import truediv
 
 from megatron_hexi.cost.memory import GIB, static_memory
 from megatron_hexi.cost.model_part import ModelPart
-from megatron_hexi.planner.joint.chunked_pipes import ChunkedPipe
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pipes import Pipe
@@ -62,11 +61,6 @@ class Column:
         """Return the seconds of an iteration with this many micro-batches."""
         return self.pipe.seconds_of(micro_batches) + self.sync_s
 
-    @property
-    def is_chunked(self) -> bool:
-        """Whether its pipeline is interleaved."""
-        return isinstance(self.pipe, ChunkedPipe)
-
 
 class ReplicaColumns:
     """Candidate replicas for one micro-batch size.
@@ -83,7 +77,6 @@ class ReplicaColumns:
         self.pools, self.micro_batches = pools, micro_batches
         #: Whether all replicas of a plan must be alike.
         self.equal = not request.rules.allow("unequal_replicas")
-        self._may_interleave = request.may_interleave
         self._sync = timer.synchronisation
         self._speeds = [1 / timer.seconds_alone(pool) for pool in range(len(pools.pools))]
         params = request.job.model.total_params
@@ -116,10 +109,8 @@ class ReplicaColumns:
         self._search.prepare(some, sharing, width)
         for counts in some:
             take = self._take(counts, replicas)
-            pipes = self._pipelines(counts, take, sharing, width, chunked=self._may_interleave)
-            cut = [pipe for pipe in pipes if isinstance(pipe, ChunkedPipe)]
-            columns += self._columns(counts, pipes[: len(pipes) - len(cut)], sharing, _KEPT[several])
-            columns += self._columns(counts, cut, sharing, 1)
+            pipes = self._pipelines(counts, take, sharing, width)
+            columns += self._columns(counts, pipes, sharing, _KEPT[several])
         single = self._some(choices, _WITH_ONE_STAGE[several]) if whole else []
         self._search.prepare_alone(single, shards, width)
         for counts in single:
@@ -145,8 +136,7 @@ class ReplicaColumns:
 
     def timed(self, column: Column) -> Column | None:
         """Return the column with every stage timed; ``None`` if memory does not suffice."""
-        layered = self._search.chunked if column.is_chunked else self._search.layered
-        pipe = layered(column.pipe.shapes, column.pipe.micro_batches, column.shards, timed=True)
+        pipe = self._search.layered(column.pipe.shapes, column.pipe.micro_batches, column.shards, timed=True)
         if pipe is None:
             return None
         return replace(column, pipe=pipe, sync_s=self._sync.seconds(pipe.stages, column.shards))

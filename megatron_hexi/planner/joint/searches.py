@@ -33,8 +33,6 @@ class JointSearches:
         self._timers: dict[tuple[int, Job, tuple[int, ...], ExpertRule], LayerTimer] = {}
         self._known: dict[tuple[int, Job, tuple[int, ...]], KnownStages] = {}
         self._assembled = 0
-        #: Plans that the last search made to be interleaved; they may not fit as they are.
-        self.to_interleave: list[Candidate] = []
 
     @property
     def trials(self) -> int:
@@ -59,7 +57,6 @@ class JointSearches:
     def _fitting(
         self, request: Request, cluster: Cluster, memory: float, faster_than: float, *, fewest: bool
     ) -> Iterator[Candidate]:
-        self.to_interleave = []
         for size in request.micro_batch_sizes():
             search = JointSearch(request, self._timer(request, cluster, size), memory)
             for candidate in search.run(self._progress, faster_than, fewest=fewest):
@@ -67,7 +64,6 @@ class JointSearches:
                     faster_than = min(faster_than, candidate.iteration_s)
                     yield candidate
             self._assembled += search.trials
-            self.to_interleave += search.to_interleave
 
     def _timer(self, request: Request, cluster: Cluster, micro_batch_size: int) -> LayerTimer:
         widths = tuple(request.widths(max(len(node.ranks) for node in cluster.nodes)))
