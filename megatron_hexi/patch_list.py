@@ -13,9 +13,8 @@ from megatron_hexi.megatron.batch import BATCH_PATCHES
 from megatron_hexi.megatron.checkpoint_files import CHECKPOINT_FILE_PATCHES
 from megatron_hexi.megatron.checkpoints import CHECKPOINT_PATCHES
 from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
-from megatron_hexi.megatron.datasets import COMPILE_HELPERS, EMPTY_PARTS, HELPERS_PATH
+from megatron_hexi.megatron.datasets import DATASET_PATCHES
 from megatron_hexi.megatron.delta_net import DELTA_NET_PATCHES
-from megatron_hexi.megatron.document_datasets import DOCUMENT_DATASET_PATCHES
 from megatron_hexi.megatron.documents_ahead import DOCUMENTS_AHEAD_PATCHES
 from megatron_hexi.megatron.expert_loads import EXPERT_LOAD_PATCHES
 from megatron_hexi.megatron.fp8_scales import FP8_PATCHES
@@ -27,7 +26,6 @@ from megatron_hexi.megatron.mamba import MAMBA_PATCHES
 from megatron_hexi.megatron.metrics import METRICS_PATCHES
 from megatron_hexi.megatron.multi_token import MULTI_TOKEN_PATCHES
 from megatron_hexi.megatron.optimizer import OPTIMIZER_PATCHES
-from megatron_hexi.megatron.optimizer_buckets import BUCKET_PATCHES
 from megatron_hexi.megatron.optional_output import WRITER_PATCHES
 from megatron_hexi.megatron.pipeline import PIPELINE_PATCHES
 from megatron_hexi.megatron.progress import PROGRESS_PATCHES
@@ -56,9 +54,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *platform.megatron_patches,
         *argument_patches(platform),
         *local_layer_patches(platform),
-        HELPERS_PATH,
-        COMPILE_HELPERS,
-        EMPTY_PARTS,
+        *DATASET_PATCHES,
         *WRITER_PATCHES,
         *METRICS_PATCHES,
         *STEP_TIME_PATCHES,
@@ -68,7 +64,6 @@ def all_patches(platform: Platform) -> list[Patch]:
         *FENCE_PATCHES,
         *PROGRESS_PATCHES,
         *OPTIMIZER_PATCHES,
-        *BUCKET_PATCHES,
         *LOSS_SCALE_PATCHES,
         *CHECKPOINT_PATCHES,
         *CHECKPOINT_FILE_PATCHES,
@@ -76,7 +71,6 @@ def all_patches(platform: Platform) -> list[Patch]:
         SAVED_TENSORS,
         *group_patches(platform.device),
         *SAMPLER_PATCHES,
-        *DOCUMENT_DATASET_PATCHES,
         *DOCUMENTS_AHEAD_PATCHES,
         *BATCH_PATCHES,
         *ROTARY_PATCHES,

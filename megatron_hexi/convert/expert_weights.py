@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import partial
 
-from megatron_hexi.convert.layers import CheckpointLayer, dense_mlp
-from megatron_hexi.convert.parts import Weight
+from megatron_hexi.convert.parts import CheckpointLayer, Weight, dense_mlp
 from megatron_hexi.kinds import Experts
 
 #: Names of an expert's gate, up and down matrices.

@@ -16,8 +16,7 @@ from functools import singledispatch
 
 from megatron_hexi.convert.config import ConvertedModel
 from megatron_hexi.convert.expert_weights import expert_weights
-from megatron_hexi.convert.layers import CheckpointLayer, dense_mlp
-from megatron_hexi.convert.parts import Weight
+from megatron_hexi.convert.parts import CheckpointLayer, Weight, dense_mlp
 from megatron_hexi.kinds import Experts, Latent
 from megatron_hexi.kinds.attention import SoftmaxAttention
 from megatron_hexi.kinds.part import LayerPart

@@ -1,4 +1,4 @@
-"""Megatron's data sets: their compiled helpers, and parts of a split that hold no document.
+"""Megatron's data sets: their compiled helpers, parts of a split that hold no document, and inner stages.
 
 The wheel ships compiled helpers without a Makefile, a checkout a Makefile without compiled helpers (and make
 needs pybind11 and a compiler). Megatron runs make in both cases and exits where that fails.
@@ -55,12 +55,35 @@ def _refuse_empty_parts(original: Callable[[Any, int], int], self: Any, num_toke
     return original(self, num_tokens_per_epoch)
 
 
-HELPERS_PATH = Patch(
-    target="megatron.core.datasets:__path__",
-    why="a checkout whose dataset helpers were not compiled takes those of the installed wheel",
-    build=_with_helpers_elsewhere,
+@patched(
+    "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__",
+    why="every pipeline stage reads where documents end, whatever the script builds data sets on",
 )
+def _on_every_stage(
+    original: Callable[..., None],
+    self: Any,
+    cls: Any,
+    sizes: Any,
+    is_built_on_rank: Callable[[], bool],
+    config: Any,
+) -> None:
+    from megatron.core import mpu
 
-COMPILE_HELPERS = _compile_if_missing
+    session = active_session()
+    if session is not None and session.given.terms.has_documents:
+        # The first tensor-parallel rank reads for the others.
+        original(self, cls, sizes, lambda: mpu.get_tensor_model_parallel_rank() == 0, config)
+    else:
+        original(self, cls, sizes, is_built_on_rank, config)
 
-EMPTY_PARTS = _refuse_empty_parts
+
+DATASET_PATCHES = (
+    Patch(
+        target="megatron.core.datasets:__path__",
+        why="a checkout whose dataset helpers were not compiled takes those of the installed wheel",
+        build=_with_helpers_elsewhere,
+    ),
+    _compile_if_missing,
+    _refuse_empty_parts,
+    _on_every_stage,
+)

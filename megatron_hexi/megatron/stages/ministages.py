@@ -20,8 +20,7 @@ from torch import Tensor
 
 from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.interleaving import InterleavedIteration
-from megatron_hexi.megatron.stages.ministage_iteration import MinistageIteration
-from megatron_hexi.megatron.stages.replayed_batches import ReplayedBatches
+from megatron_hexi.megatron.stages.ministage_iteration import MinistageIteration, ReplayedBatches
 from megatron_hexi.megatron.stages.slices import StageSlices
 from megatron_hexi.mesh import ministage_passes
 from megatron_hexi.runtime.row_channel import RowStore, Where

@@ -5,8 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megatron_hexi.models.hugging_face.decoders import DECODER, NO_BIAS, NO_BIASES, ROTARY, SILU
-from megatron_hexi.models.hugging_face.fields import NEEDED, ModelType, Only
+from megatron_hexi.models.hugging_face.fields import (
+    DECODER,
+    NEEDED,
+    NO_BIAS,
+    NO_BIASES,
+    ROTARY,
+    SILU,
+    ModelType,
+    Only,
+)
 
 #: Fields of both types of LFM2, whose layers have a short convolution or attention before an MLP.
 _LFM2 = {

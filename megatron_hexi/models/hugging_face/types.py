@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_hexi.models.hugging_face.decoders import DECODER, NO_BIAS, NO_BIASES, SILU
-from megatron_hexi.models.hugging_face.fields import NEEDED, ModelType, Only, Wrapper
+from megatron_hexi.models.hugging_face.fields import (
+    DECODER,
+    NEEDED,
+    NO_BIAS,
+    NO_BIASES,
+    SILU,
+    ModelType,
+    Only,
+    Wrapper,
+)
 from megatron_hexi.models.hugging_face.hybrids import HYBRIDS
 
 _WINDOWS: Mapping[str, Any] = {

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.lab.simulator.engine import Engine
-from megatron_hexi.lab.simulator.fair import fair_rates
+from megatron_hexi.lab.simulator.fair_network import fair_rates
 from megatron_hexi.lab.simulator.routes import Routes, RouteTable
 from megatron_hexi.lab.simulator.unit_program import (
     FINISH,
