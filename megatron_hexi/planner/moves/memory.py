@@ -65,7 +65,7 @@ class MemoryMoves:
 
     def __call__(self, base: Candidate) -> Iterator[Move]:
         """Yield the plan with offload, with ministages in turn or interleaved, with other shares of state."""
-        if not self._request.rules.allow("unequal_stages") or base.job.pipeline_parallel > 1:
+        if not self._request.rules.allow("unequal_stages"):
             return
         if base.plan.has_ministages:
             return
