@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -26,8 +29,10 @@ STORE_VARIABLE, JOB_VARIABLE, ROUND_VARIABLE = "HEXI_STORE", "HEXI_JOB", "HEXI_R
 NODE_VARIABLE, LOST_AFTER_VARIABLE = "HEXI_NODE", "HEXI_LOST_AFTER"
 #: Variable with the job's time less this node's clock that is never set, in seconds.
 CLOCK_VARIABLE = "HEXI_CLOCK"
-#: Keys of a round: its ranks train, one of them has failed, and how many nodes wait to be taken in.
-TRAINING, BROKEN, WANTED = "training", "broken", "wanted"
+#: Keys of a round: its ranks train, and how many nodes wait to be taken in.
+TRAINING, WANTED = "training", "wanted"
+#: Exit code of ranks that are to be started again, with other nodes.
+START_AGAIN = 75
 #: The word behind a spare's line in HOSTS.nodes of hexi place.
 SPARE = "spare"
 #: Keys of the job: the number of spares that have come, and the beginning of each one's key.
@@ -93,28 +98,82 @@ def _store(timeout: timedelta) -> dist.Store:
     return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-#: Key of the job: the present round and its number of nodes.
-_PRESENT = "present"
+#: Keys of the job: the present round, and how often it has changed.
+_PRESENT, _CHANGES = "present", "changes"
 
 
-def find_present(job: dist.Store) -> str:
-    """Return the present round as the store of the whole job has it; empty: none has begun."""
-    return job.get(_PRESENT).decode() if job.check([_PRESENT]) else ""
-
-
-def read_present(present: str) -> tuple[str, int]:
-    """Return name and number of nodes of a round that `find_present` has returned."""
-    name, nodes = json.loads(present)
-    return name, nodes
-
-
-def begin_present(job: dist.Store, name: str, nodes: int, after: str) -> None:
-    """Make a round the present one, unless another has begun meanwhile.
+@dataclass(frozen=True)
+class PresentRound:
+    """The present round of a job, and the agents that wait for the next one; agents have names.
 
     Args:
-        after: what `find_present` returned before the nodes of this round met.
+        round: name of the round; empty: none has begun.
+        nodes: agents of the round, in the order of their ranks.
+        here: agents that have come for the next round, in this order.
+        is_broken: a rank of the round has ended, or a node of it.
+        is_closed: the job has ended.
     """
-    job.compare_set(_PRESENT, after, json.dumps([name, nodes]))
+
+    round: str = ""
+    nodes: tuple[str, ...] = ()
+    here: tuple[str, ...] = ()
+    is_broken: bool = False
+    is_closed: bool = False
+
+
+def read_present(job: dist.Store) -> PresentRound:
+    """Return the present round as the store of the whole job has it."""
+    return _present_of(job.get(_PRESENT)) if job.check([_PRESENT]) else PresentRound()
+
+
+def count_changes(job: dist.Store) -> int:
+    """Return how often the present round has changed: much less to read than the round."""
+    return int(job.add(_CHANGES, 0))
+
+
+def change_present(job: dist.Store, change: Callable[[PresentRound], PresentRound]) -> None:
+    """Replace the present round by what `change` returns, which is called again if others were faster."""
+    begin = json.dumps(asdict(PresentRound()))
+    before = job.compare_set(_PRESENT, "", begin)
+    while (after := json.dumps(asdict(change(_present_of(before)))).encode()) != before:
+        now = job.compare_set(_PRESENT, before.decode(), after.decode())
+        if now == after:
+            job.add(_CHANGES, 1)
+            return
+        before = now
+
+
+def _present_of(text: bytes) -> PresentRound:
+    fields = json.loads(text)
+    return PresentRound(**fields | {name: tuple(fields[name]) for name in ("nodes", "here")})
+
+
+#: Keys of a round: words on the ranks that have ended, and on a rank with a number.
+_ENDED, _WHO = "ended", "who"
+
+
+def set_name(round_: dist.Store, started: int, rank: int) -> None:
+    """Record the number that a rank has in the plan, by the one that it was started with."""
+    who = f"rank {rank} on host {socket.gethostname()} (process {os.getpid()})"
+    round_.set(f"{_WHO}/{started}", who)
+
+
+def tell_ended(round_: dist.Store, started: Iterable[int], how: str) -> None:
+    """Tell the ranks of a round that some, by the numbers that they were started with, have ended."""
+    keys = [key for number in started if round_.check([key := f"{_WHO}/{number}"])]
+    who = [round_.get(key).decode() for key in keys] or ["a rank that was starting"]
+    round_.set(_ENDED, json.dumps([f"{words}, which {how}" for words in who]))
+
+
+def find_ended(round_: dist.Store) -> list[str]:
+    """Return words on each rank that has ended, as far as agents have told."""
+    return json.loads(round_.get(_ENDED)) if round_.check([_ENDED]) else []
+
+
+ROUND_IS_OVER = (
+    "this round is over: while this node was cut off or stopped, the others went on without it; nothing more "
+    "of it is written"
+)
 
 
 class Fence:
@@ -129,9 +188,4 @@ class Fence:
         Raises:
             RuntimeError: the store does not answer.
         """
-        if read_present(self._job.get(_PRESENT).decode())[0] == self._name:
-            return None
-        return (
-            "this round is over: while this node was cut off or stopped, the others went on without it; "
-            "nothing more of it is written"
-        )
+        return None if read_present(self._job).round == self._name else ROUND_IS_OVER

@@ -23,7 +23,7 @@ from datetime import datetime
 
 import torch.distributed as dist
 
-from megatron_hexi.elastic.store import store_gate
+from megatron_hexi.elastic.store import find_ended, in_round, round_store, store_gate
 from megatron_hexi.spelling import first_few
 
 #: Seconds between two heartbeats, and the number of ranks that one store can serve at this rate, with 2,000
@@ -69,12 +69,18 @@ class Heartbeats:
 
     Args:
         store: a clone of the job's store, since it is used from another thread.
+        round_store: the store of an elastic round, in which agents say which ranks have ended.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        round_store: dist.Store | None = None,
     ) -> None:
-        self._store = store
+        self._store, self._round = store, round_store
         self.rank = rank
         self._clock = clock
         self.host = socket.gethostname()
@@ -89,6 +95,8 @@ class Heartbeats:
         self.heard = 0
         #: Silent ranks, by number.
         self.silent: dict[int, Silence] = {}
+        #: Words on the ranks whose end their agents have told.
+        self.ended: list[str] = []
 
     def begin(self) -> None:
         """Register this rank in the store, with its first heartbeat."""
@@ -114,6 +122,8 @@ class Heartbeats:
             self.heard = int(heard)
         entries = [Silence(**entry) for text in lists if text for entry in json.loads(text)]
         self.silent = {entry.rank: entry for entry in entries if entry.rank != self.rank}
+        if self._round is not None:
+            self.ended = find_ended(self._round)
 
     def post(self, fault: Fault) -> None:
         """Post a fault for all ranks, unless the store has one already."""
@@ -152,16 +162,18 @@ FAILED = 1
 _SEARCH_BEATS = 8
 #: Number of heartbeats without an answer after which the store counts as lost.
 _STORE_BEATS = 5
-#: Seconds between two looks during the search for a rank that failed earlier.
+#: Heartbeats between two looks during the search for a rank that failed earlier.
+_LOOKS = 0.2
+#: Seconds between two looks at whether all ranks have read a fault.
 _LOOK_S = 0.1
-#: Largest number of silent ranks that a message names.
 
 
 class Liveness:
     """The thread that sends one rank's heartbeats and learns the state of the other ranks."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self._heartbeats = Heartbeats(store.clone(), rank, world_size)
+        round_ = round_store() if in_round() else None
+        self._heartbeats = Heartbeats(store.clone(), rank, world_size, round_store=round_)
         self._world_size = world_size
         self._store_silent_s = _STORE_BEATS * self._heartbeats.beat_s
         self._outbox: queue.SimpleQueue[Fault | None] = queue.SimpleQueue()
@@ -194,10 +206,24 @@ class Liveness:
         return self._heartbeats.silent
 
     @property
+    def ended(self) -> list[str]:
+        """Words on the ranks whose end their agents have told."""
+        return self._heartbeats.ended
+
+    def look(self) -> None:
+        """Read the state of the other ranks at once, in the thread of heartbeats."""
+        self._outbox.put(None)
+
+    @property
     def fault(self) -> Fault | None:
         """The fault that another rank posted, or else a fault for the known loss of ranks or of the store."""
         if self.told is not None:
             return self.told
+        if self.ended:
+            message = (
+                f"lost {first_few(self.ended, comma='; ')}. Look at the end of its log, and at dmesg there"
+            )
+            return Fault(self._heartbeats.rank, message, FAILED)
         silent = list(self.silent.values())
         if silent:
             places = first_few([f"rank {entry.rank} on {entry.place}" for entry in silent], comma="; ")
@@ -214,7 +240,8 @@ class Liveness:
         """Wait up to `search_s` seconds for a fault, and return it; ``None`` if there is none."""
         deadline = time.monotonic() + self.search_s
         while (fault := self.fault) is None and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+            self.look()
+            time.sleep(self._heartbeats.beat_s * _LOOKS)
         return fault
 
     def own_fault(self, message: str, code: int) -> Fault:
@@ -224,6 +251,8 @@ class Liveness:
 
     def tell(self, fault: Fault) -> None:
         """Post a fault, unless there is one already, and return when all ranks have read it."""
+        if self.ended:  # agents have told the ranks already
+            return
         self._outbox.put(fault)
         # The store may end with this rank, so it stays until they have.
         deadline = time.monotonic() + self.search_s

@@ -8,7 +8,7 @@ process, since the main thread may be stuck in a collective.
 * A rank whose peer is gone fails in a collective, at once or at the job's time-out. Before it ends it prints
   which ranks have no heartbeat, and where and since when it waited.
 * A launcher that saw a rank die ends the others by SIGTERM, often before their collectives fail. These ranks
-  print the same message, and end.
+  print the same message, and end. The agents of `megatron_hexi.elastic` also say which rank has died.
 * NCCL's own watchdog ends a process without notice. A long silence is therefore printed before, as a warning.
 """
 
@@ -105,6 +105,8 @@ class Watch:
             if self._last_words.locked():
                 continue
             self._note_wait()
+            if self._others.ended and (known := self._others.fault) is not None:
+                self._end(known, known.code)
             posted, now = self._others.told, time.monotonic()
             if posted is not None:
                 self._told_at = self._told_at or now
@@ -247,7 +249,10 @@ class Watch:
 
     def _receive_signal(self) -> None:
         """Wait for the time of the next check, or for a signal."""
-        ready, _, _ = select.select([self._signals], [], [], _LOOK_S)
+        if self._terminated_at is not None:
+            self._others.look()
+        look_s = _LOOK_S if self._terminated_at is None else _LOOK_S / 5
+        ready, _, _ = select.select([self._signals], [], [], look_s)
         if ready and signal.SIGTERM in self._signals.recv(64) and self._owns_sigterm():
             self._terminated_at = self._terminated_at or time.monotonic()
 

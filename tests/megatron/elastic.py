@@ -105,9 +105,15 @@ class ElasticJob:
 
     def rank(self, name: str) -> psutil.Process:
         """The process of a node's first rank: a child of the fork server."""
+        process = self.rank_or_none(name)
+        assert process is not None
+        return process
+
+    def rank_or_none(self, name: str) -> psutil.Process | None:
+        """The same; ``None`` between two rounds."""
         agent = psutil.Process(self.agents[name].pid)
         servers = [child for child in agent.children() if "forkserver" in " ".join(child.cmdline())]
-        return next(child for server in servers for child in server.children())
+        return next((child for server in servers for child in server.children()), None)
 
     def kill(self, name: str) -> None:
         """End a node with all that runs there, as the loss of its power does."""

@@ -1,9 +1,9 @@
 """The agent of one node: PyTorch's elastic agent, with the changes that a re-planned job needs.
 
-PyTorch's agent finds the nodes that are present, numbers their ranks, starts these and, when one has ended or
-a node has come, starts all of them again. Ours differs in four ways: ranks are forked from a process that has
-imported Megatron; wrong input (exit code 2) ends the job; a node that comes is taken in after a checkpoint,
-not at once; and each round of the ranks has a name of its own in the job's store.
+PyTorch's agent numbers the ranks of the nodes that are present, starts them and, when one has ended or a node
+has come, starts all of them again. Ours differs in five ways: nodes meet by a rendezvous of ours; ranks are
+forked from a process that has imported Megatron; wrong input (exit code 2) ends the job; a node that comes is
+taken in after a checkpoint, not at once; and a rank that has ended is told to all others at once.
 """
 
 from __future__ import annotations
@@ -30,43 +30,36 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
 from megatron_hexi.elastic import say
 from megatron_hexi.elastic.channel import SECRET_VARIABLE
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE, COPIES_VARIABLE, COPY_INTERVAL_VARIABLE
 from megatron_hexi.elastic.entrance import is_here
-from megatron_hexi.elastic.launcher.job_store import keep_store, open_door
+from megatron_hexi.elastic.launcher.job_store import keep_store, open_door, open_line
 from megatron_hexi.elastic.launcher.keeper import Keeper
-from megatron_hexi.elastic.launcher.life import MISSED, SIGN_S, LifeSigns, RoundLife, wait_as_spare
+from megatron_hexi.elastic.launcher.life import Life, LifeSigns, wait_as_spare
 from megatron_hexi.elastic.launcher.ranks import WORDS_VARIABLE, run_rank
-from megatron_hexi.elastic.launcher.rendezvous import ClocklessBackend, PatientRendezvous
+from megatron_hexi.elastic.launcher.rendezvous import Rendezvous
 from megatron_hexi.elastic.store import (
-    BROKEN,
     CLOCK_VARIABLE,
     GATE_VARIABLE,
     JOB_VARIABLE,
     LOST_AFTER_VARIABLE,
     NODE_VARIABLE,
     ROUND_VARIABLE,
+    START_AGAIN,
     STORE_VARIABLE,
-    Fence,
     add_spare,
-    begin_present,
-    find_present,
 )
 
-#: Seconds for which more nodes are waited for once the fewest that suffice have come; others join later.
-_LAST_CALL_S = 1
 #: Seconds for which all nodes are waited for at the beginning of the job.
 _FIRST_CALL_S = 60
-#: Signs of life that a node may miss before ranks that start beside it are started again. A busy machine
-#: misses some; ranks would wait for each other for minutes.
-_SURELY_MISSED = 12
+#: Seconds between two looks at the ranks.
+_LOOK_S = 0.05
 #: Seconds until ranks that do not end by SIGTERM are killed: the watch takes that long to report a lost rank.
 _SHUTDOWN_S = 6
 
@@ -105,7 +98,7 @@ class AgentSettings:
 
 
 class NodeAgent(LocalElasticAgent):
-    """PyTorch's agent; names each round of ranks in the store, and does not restart after a user's mistake.
+    """PyTorch's agent; says at once that a rank has ended, and does not restart after a user's mistake.
 
     Args:
         store_port: port of this node's loopback at which the store is reached.
@@ -116,12 +109,9 @@ class NodeAgent(LocalElasticAgent):
     def __init__(
         self,
         launch: AgentSettings,
-        rendezvous: PatientRendezvous,
-        store: dist.Store,
-        job: dist.Store,
+        rendezvous: Rendezvous,
         store_port: int,
         clock: float,
-        life: LifeSigns,
         keeper: Keeper | None,
     ) -> None:
         spec = WorkerSpec(
@@ -130,32 +120,18 @@ class NodeAgent(LocalElasticAgent):
             rdzv_handler=rendezvous,
             entrypoint=run_rank,
             max_restarts=launch.max_losses,
-            monitor_interval=0.1,
+            monitor_interval=_LOOK_S,
         )
         std = Std.ALL if launch.log_dir else Std.NONE
         logs = DefaultLogsSpecs(log_dir=launch.log_dir, redirects=std, tee=std)
         super().__init__(spec, logs, start_method=launch.start_method)
-        self._launch, self._meeting, self._whole_store, self._job = launch, rendezvous, store, job
-        self._store_port, self._clock, self._life, self._keeper = store_port, clock, life, keeper
-        self._before = ""
-
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._before = find_present(self._job)
-        super()._rendezvous(worker_group)
+        self._launch, self._meeting = launch, rendezvous
+        self._store_port, self._clock, self._keeper = store_port, clock, keeper
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         group = cast(Any, worker_group)  # torch declares its fields as none
-        store, launch = group.store, self._launch
-        if group.group_rank == 0:
-            name = uuid.uuid4().hex
-            begin_present(self._job, name, group.group_world_size, self._before)
-            store.set("name", name)
-        name = store.get("name").decode()
-        self._meeting.round = dist.PrefixStore(name, self._whole_store)
-        self._meeting.life = RoundLife(self._meeting.round, group.group_world_size, _SURELY_MISSED)
-        self._meeting.fence = Fence(self._job, name)
-        self._meeting.is_full = group.group_world_size == launch.most
-        self._life.begin_round(name, group.group_rank)
+        launch, name = self._launch, self._meeting.name
+        self._meeting.begin_ranks(group.group_rank, [worker.global_rank for worker in group.workers])
         variables = {
             STORE_VARIABLE: f"127.0.0.1:{self._store_port}",
             GATE_VARIABLE: f"{launch.host}:{launch.port}",
@@ -184,12 +160,20 @@ class NodeAgent(LocalElasticAgent):
         return processes
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        group, context = cast(Any, worker_group), cast(Any, self._pcontext)
+        codes = {
+            worker.global_rank: process.exitcode
+            for worker, process in zip(group.workers, context._pc.processes, strict=True)
+        }
+        # Before torch, which takes its time to end the other ranks of the node. Those that end by themselves
+        # do so everywhere.
+        if ended := [rank for rank, code in codes.items() if code not in (None, 0, 2, START_AGAIN)]:
+            code = codes[ended[0]] or 0
+            by_signal = f"was ended by {signal.Signals(-code).name}" if code < 0 else ""
+            self._meeting.tell_ended(ended, by_signal or f"has ended with code {code}")
         result = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.FAILED:
-            if self._meeting.round is not None:  # the agent of a rank that is stopped learns it so
-                self._meeting.round.set(BROKEN, "")
-            if exit_code(result) == 2:
-                self._remaining_restarts = 0
+        if result.state == WorkerState.FAILED and exit_code(result) == 2:
+            self._remaining_restarts = 0
         return result
 
 
@@ -212,8 +196,6 @@ def run_agent(launch: AgentSettings) -> int:
     """Run this node's ranks, round after round, and return the exit code."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # PyTorch 2.14 shares an agent's store over all rounds, but tells its address to those of the first alone.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[WORDS_VARIABLE] = json.dumps(launch.words)
     os.environ["HEXI_AGENT"] = str(os.getpid())
     multiprocessing.set_forkserver_preload(["megatron_hexi.elastic.launcher.ranks"])
@@ -222,40 +204,40 @@ def run_agent(launch: AgentSettings) -> int:
 
         forkserver.ensure_running()  # imports while nodes meet
     try:
-        store, store_port, clock = _reach_store(launch)
+        store, store_port, clock, keeps_store = _reach_store(launch)
     except (OSError, dist.DistError):
         return _end(f"no store at {launch.host}:{launch.port}; is a node or --keep-store running there?", 1)
     try:
-        backend = C10dRendezvousBackend(store, launch.job)
-        handler: PatientRendezvous = PatientRendezvous.from_backend(
-            launch.job,
-            store,
-            ClocklessBackend(backend, launch.job, launch.secret, _LAST_CALL_S),
-            launch.least,
-            launch.most,
-            launch.address,
-            RendezvousTimeout(
-                join=timedelta(seconds=launch.wait_s), last_call=timedelta(seconds=_LAST_CALL_S)
-            ),
-            keep_alive_interval=SIGN_S,
-            keep_alive_max_attempt=MISSED,
-        )
+        job = dist.PrefixStore(f"hexi.{launch.job}", store)
         with contextlib.ExitStack() as stack:
+            signs = stack.enter_context(LifeSigns(store_port))
+
+            def new_name() -> str:
+                """Return a name for this agent, which is alive while a connection to the gate lasts."""
+                signs.agent = uuid.uuid4().hex
+                if not keeps_store:  # which would end with this process
+                    try:
+                        line = open_line((launch.host, launch.port), launch.secret, signs.agent)
+                    except OSError as problem:
+                        raise RendezvousConnectionError(str(problem)) from problem
+                    stack.enter_context(line)
+                return signs.agent
+
+            terms = launch.least, launch.most, launch.wait_s
+            handler = Rendezvous(new_name, launch.address, store, job, *terms)
             keeper = None
             if launch.copy_interval is not None:
                 folder, at = Path(launch.copy_folder), ("127.0.0.1", store_port)
                 prefix, address = f"hexi.{launch.job}", launch.address
                 keeper = Keeper(folder, at, prefix, address, launch.secret, launch.bind)
                 stack.enter_context(keeper)
-            job = dist.PrefixStore(f"hexi.{launch.job}", store)
             if launch.spare:
                 add_spare(job, launch.node, launch.ranks)
-                wait_as_spare(store, job, launch.most, handler.is_closed, _FIRST_CALL_S + launch.wait_s)
+                wait_as_spare(Life(store), job, launch.most, _FIRST_CALL_S + launch.wait_s)
             else:
                 _wait_for_all(launch, job)
-            life = stack.enter_context(LifeSigns(store_port))
-            agent = NodeAgent(launch, handler, store, job, store_port, clock, life, keeper)
-            result: RunResult | None = agent.run()
+            result: RunResult = NodeAgent(launch, handler, store_port, clock, keeper).run()
+            handler.set_closed()
     except SignalException:  # this node is to end, the others go on
         return 143
     except RendezvousClosedError:
@@ -268,9 +250,6 @@ def run_agent(launch: AgentSettings) -> int:
         reason = str(problem.__cause__ or problem).partition("\n")[0][:200]
         place = f"{launch.host}:{launch.port}"
         return _end(f"the store at {place} is gone, or this node is cut off from it ({reason})", 1)
-    if result is None:  # PyTorch lets nodes beyond the most that take part wait, and ends so with the job
-        return _end("the job has ended", 0)
-    handler.shutdown()
     code = exit_code(result)
     if code == 0 and launch.ended is not None:
         try:
@@ -282,10 +261,10 @@ def run_agent(launch: AgentSettings) -> int:
     return code
 
 
-def _reach_store(launch: AgentSettings) -> tuple[dist.TCPStore, int, float]:
+def _reach_store(launch: AgentSettings) -> tuple[dist.TCPStore, int, float, bool]:
     """Return a client of the job's store, its port at this node's loopback, and the clock of `job_time`.
 
-    The first node on the host of the rendezvous keeps the store.
+    The first node on the host of the rendezvous keeps the store; whether this one does is returned, too.
 
     Raises:
         OSError, dist.DistError: there is no store.
@@ -293,10 +272,10 @@ def _reach_store(launch: AgentSettings) -> tuple[dist.TCPStore, int, float]:
     with contextlib.suppress(OSError):  # a process of this host keeps it already: the port is taken
         if is_here(launch.host):
             store = keep_store(launch.host, launch.port, launch.secret, launch.bind)
-            return store, store.port, time.time() - time.monotonic()
+            return store, store.port, time.time() - time.monotonic(), True
     port, clock = open_door(launch.host, launch.port, launch.secret)
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=60))
-    return store, port, clock
+    return store, port, clock, False
 
 
 def _wait_for_all(launch: AgentSettings, job: dist.Store) -> None:

@@ -6,10 +6,11 @@ passes on its own and its ranks' connections to the gate:
 
     rank --loopback--> door --network, encrypted, secret proved--> gate --loopback--> store
 
-The gate begins each connection with the time by its clock, which nodes compare with their own.
+The gate begins each connection with the time by its clock, which nodes compare with their own. The answer is
+a name: the store's, or an agent's. The connection with an agent's name carries nothing else; it ends when the
+agent does, which the gate records in the store.
 
-Whoever may run programs on a node can reach the loopback there. Of all values in the store one is unpickled,
-by PyTorch's rendezvous: that one is signed (`rendezvous.ClocklessBackend`).
+Whoever may run programs on a node can reach the loopback there. Nothing in the store is unpickled.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import contextlib
 import errno
 import resource
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -37,12 +39,16 @@ from megatron_hexi.elastic.channel import (
     tls_context,
 )
 from megatron_hexi.elastic.entrance import BACKLOG, Entrance, listen
+from megatron_hexi.elastic.launcher.life import mark_gone
 from megatron_hexi.errors import HexiError
 
 _LOOPBACK = "127.0.0.1"
 #: The gate's time, in seconds since the epoch, and how far a node's clock may be from it.
 _TIME = struct.Struct("!d")
 _MOST_APART_S = 1.0
+#: Bytes of a name, and that of the store.
+NAME_BYTES = 16
+_STORE_NAME = bytes(NAME_BYTES)
 #: Seconds without any answer of the other host after which a connection between gate and door ends: the agent
 #: of a node that is cut off must not wait for ever, nor miss what a busy network or host delays.
 _CUT_S = 60
@@ -73,25 +79,46 @@ def keep_store(host: str, port: int, secret: bytes, bind: str | None = None) -> 
         ) from None
     _raise_limit()
     inner = socket.create_server((_LOOPBACK, 0))
-    inner_port = int(inner.getsockname()[1])
     store = dist.TCPStore(
         _LOOPBACK,
-        inner_port,
+        int(inner.getsockname()[1]),
         is_master=True,
         wait_for_workers=False,
         timeout=_STORE,
         master_listen_fd=inner.detach(),
     )
-    entrance = Entrance(f"the store at {host}:{port}")
+    entrance, signs = Entrance(f"the store at {host}:{port}"), store.clone()
 
     async def enter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with entrance.one(str(writer.get_extra_info("peername")[0]), writer.transport.abort):
             await accept_stream(reader, writer, secret)
         writer.write(_TIME.pack(time.time()))
-        await _join(reader, writer, *await asyncio.open_connection(_LOOPBACK, inner_port))
+        if (name := await reader.readexactly(NAME_BYTES)) == _STORE_NAME:
+            # By its own port: so the thread of the gate keeps the store as long as the process lasts.
+            await _join(reader, writer, *await asyncio.open_connection(_LOOPBACK, store.port))
+            return
+        with contextlib.suppress(*_CLOSED):
+            await reader.read(1)
+        with contextlib.suppress(RuntimeError):  # the store has ended
+            await asyncio.to_thread(mark_gone, signs, name.hex())
 
     _serve(enter, listening)
     return store
+
+
+def open_line(gate: tuple[str, int], secret: bytes, agent: str) -> ssl.SSLSocket:
+    """Return a connection to the store's gate whose end is taken for the end of an agent.
+
+    Args:
+        agent: name of the agent, in hexadecimal digits.
+
+    Raises:
+        OSError: there is no such gate.
+    """
+    line = connect(gate, secret, PROOF_S)
+    line.recv(_TIME.size)
+    line.sendall(bytes.fromhex(agent))
+    return line
 
 
 def open_door(host: str, port: int, secret: bytes) -> tuple[int, float]:
@@ -131,6 +158,7 @@ def open_door(host: str, port: int, secret: bytes) -> tuple[int, float]:
         gate_reader, gate_writer = await _enter_gate((host, port), secret)
         _bound_silence(gate_writer)
         await gate_reader.readexactly(_TIME.size)
+        gate_writer.write(_STORE_NAME)
         await _join(reader, writer, gate_reader, gate_writer)
 
     _serve(pass_on, listening)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_hexi.elastic import say
 from megatron_hexi.elastic.copies import CopyBoard, drop_older
 from megatron_hexi.elastic.copy_files import copy_folder, copy_path, list_files, pull, serve_files
-from megatron_hexi.elastic.launcher.life import RoundThread
+from megatron_hexi.elastic.launcher.life import StoreThread
 
 _PREFIX = "hexi-copies-"
 _LOOK_S = 0.2
@@ -24,7 +24,7 @@ _LOOK_S = 0.2
 _FAILURES = 5
 
 
-class Keeper(RoundThread):
+class Keeper(StoreThread):
     """Keeps copies of the training's state for a node's agent, and serves them; a context manager.
 
     Args:
@@ -47,15 +47,24 @@ class Keeper(RoundThread):
         self.folder, self._lock = _locked_folder(parent)
         self.url = f"{address}:{serve_files(self.folder, secret, address, bind)}"
         self._job, self._secret = job, secret
+        self._round: tuple[str, int] | None = None
         self._done: tuple[str, int] | None = None
         self._failures: Counter[tuple[str, str]] = Counter()
 
     def __exit__(self, *raised: object) -> None:
+        self._round = None
         super().__exit__(*raised)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _attend(self, store: dist.Store, name: str, number: int) -> None:
+    def begin_round(self, name: str, number: int) -> None:
+        """Begin a round, in which this node has a number, and whose ranks are about to start."""
+        self._round = name, number
+
+    def _attend(self, store: dist.Store) -> None:
         """Take care of the newest copy; say once in a round why that fails again and again."""
+        if self._round is None:
+            return
+        name, number = self._round
         try:
             self._take_care(dist.PrefixStore(self._job, store), name, number)
         except OSError as problem:

@@ -9,12 +9,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from megatron_hexi.elastic import say
-from megatron_hexi.elastic.store import ROUND_VARIABLE, Fence, in_round, whole_store
+from megatron_hexi.elastic.store import ROUND_VARIABLE, START_AGAIN, Fence, in_round, whole_store
 from megatron_hexi.patching import patched
 from megatron_hexi.runtime import stop_watch
-
-#: Exit code of ranks that are to be started again, with other nodes.
-_START_AGAIN = 75
 
 
 def end_to_start_again(reason: str) -> NoReturn:
@@ -24,7 +21,7 @@ def end_to_start_again(reason: str) -> NoReturn:
     stop_watch()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(_START_AGAIN)
+    os._exit(START_AGAIN)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_hexi.elastic import say
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE
-from megatron_hexi.elastic.store import NODE_VARIABLE, in_round, round_store, whole_store
+from megatron_hexi.elastic.store import NODE_VARIABLE, in_round, round_store, set_name, whole_store
 from megatron_hexi.elastic.training.copying import TRACKER, fetch_copy, find_copy
 from megatron_hexi.elastic.training.fencing import ask_fence
 from megatron_hexi.elastic.training.goodput import begin_round, round_words, set_round
@@ -147,6 +147,7 @@ def _take_number(args: Namespace, store: dist.Store, ranks: list[int], started: 
         raise SystemExit(0)
     args.rank, args.world_size = ranks.index(started), len(ranks)
     os.environ |= {"RANK": str(args.rank), "WORLD_SIZE": str(args.world_size)}
+    set_name(store, started, args.rank)
     if args.world_size > 1:
         start_watch(meeting(store), args.rank, args.world_size)
 

@@ -230,19 +230,11 @@ class Advisor:
 
 def answer(advice: Advice) -> dict[str, Any]:
     """Return an advice as a document."""
-    plan = advice.plan
-    return {
-        "iteration": advice.iteration,
-        "speeds": advice.speeds,
-        "changed": advice.changed,
-        "present_s": advice.present_s,
-        "best_s": advice.best_s,
+    return vars(advice) | {
         "gain": advice.gain,
-        "reason": advice.reason,
-        "plan": None if plan is None else dump_plan(plan),
-        "digest": None if plan is None else plan_digest(plan),
-        "restart": None if advice.restart is None else _spell_layers(advice.restart),
-        "restart_s": advice.restart_s,
+        "plan": advice.plan and dump_plan(advice.plan),
+        "digest": advice.plan and plan_digest(advice.plan),
+        "restart": advice.restart and _spell_layers(advice.restart),
     }
 
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hmac
-import os
-import pickle
 import socket
 import struct
 import threading
 import time
 from datetime import timedelta
 from random import Random
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousStateError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from megatron_hexi.elastic import channel
 from megatron_hexi.elastic.channel import (
@@ -34,7 +27,6 @@ from megatron_hexi.elastic.channel import (
 )
 from megatron_hexi.elastic.copy_files import copy_folder, copy_path, list_files, pull, serve_files
 from megatron_hexi.elastic.launcher.job_store import keep_store, open_door
-from megatron_hexi.elastic.launcher.rendezvous import ClocklessBackend
 from megatron_hexi.errors import HexiError
 from megatron_hexi.lab.testbed.job import free_port
 
@@ -256,72 +248,6 @@ def test_copies_are_fetched_from_holders_of_the_secret_only(job, tmp_path):
     assert not list(tmp_path.iterdir())
     pull([url], path, "weights", job.files["weights"], tmp_path, SECRET)
     assert (tmp_path / "weights").read_bytes() == b"weights"
-
-
-class Harm:
-    """An object that runs a command where it is unpickled."""
-
-    def __init__(self, path):
-        self._path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self._path),)
-
-
-def rendezvous(store: dist.Store, secret: bytes, job: str) -> Any:
-    """The state of PyTorch's rendezvous, as an agent keeps it."""
-    return ClocklessBackend(C10dRendezvousBackend(store, job), job, secret, 1.0)
-
-
-def state(name: str) -> bytes:
-    return pickle.dumps(SimpleNamespace(name=name, last_heartbeats={}, deadline=None))
-
-
-def name_in(found: Any) -> str:
-    return str(pickle.loads(found[0]).name)
-
-
-def test_the_state_of_the_rendezvous_is_unpickled_from_holders_of_the_secret_only(job, tmp_path):
-    """Also where somebody else on the store's node writes to its loopback."""
-    store = job.store
-    backend = rendezvous(store, SECRET, "signed")
-    assert backend.get_state() is None
-    found = backend.set_state(state("first"))
-    assert (name_in(found), found[2]) == ("first", True)
-    late = backend.set_state(state("late"))
-    assert (name_in(late), late[2]) == ("first", False)
-    other = rendezvous(store, SECRET, "signed")
-    found = other.set_state(state("second"), found[1])
-    assert (name_in(found), found[2]) == ("second", True)
-    assert (name_in(backend.get_state()), backend.get_state()[1]) == ("second", found[1])
-    with pytest.raises(RendezvousStateError, match="somebody without the job's secret wrote"):
-        rendezvous(store, OTHER, "signed").get_state()
-    key = "torch.rendezvous.signed"
-    good = base64.b64decode(store.get(key))
-    harm = pickle.dumps(Harm(tmp_path / "harm"))
-    for bad in (
-        harm,
-        bytes(32) + harm,
-        good[:32] + harm,
-        b"",
-        good[:-1],
-        good[1:],
-        good + b"x",
-        b"\xff" + good,
-    ):
-        store.set(key, base64.b64encode(bad).decode())
-        for read in (backend.get_state, lambda: backend.set_state(state("third"), b"token")):
-            with pytest.raises(RendezvousStateError, match="somebody without the job's secret wrote"):
-                read()
-    store.set(key, "no base64 at all")
-    with pytest.raises(RendezvousStateError):
-        backend.get_state()
-    # The value of another job is none of this one.
-    rendezvous(store, SECRET, "another").set_state(state("another"))
-    store.set(key, store.get("torch.rendezvous.another").decode())
-    with pytest.raises(RendezvousStateError):
-        backend.get_state()
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_proof_that_comes_byte_by_byte_is_not_waited_for(monkeypatch):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
 from megatron_hexi.elastic.launcher import life
-from megatron_hexi.elastic.launcher.life import wait_as_spare
-from megatron_hexi.elastic.store import add_spare, begin_present, find_present, find_spares
+from megatron_hexi.elastic.launcher.life import Life, give_sign, wait_as_spare
+from megatron_hexi.elastic.store import PresentRound, add_spare, change_present, find_spares
 
 MOST = 3
 
@@ -27,14 +28,20 @@ class Waiting:
     """A job of nodes and of spares, which wait in threads."""
 
     def __init__(self) -> None:
-        self.store, self.ended, self.came, self.alive = dist.HashStore(), False, 0, set[str]()
+        self.store, self.came, self.alive = dist.HashStore(), 0, set[str]()
         self.job = dist.PrefixStore("job", self.store)
         threading.Thread(target=self._show_life, daemon=True).start()
 
     def begin(self, name: str, nodes: int) -> None:
         """Begin a round."""
-        begin_present(self.job, name, nodes, find_present(self.job))
-        self.alive = {f"{name}/life/{number}" for number in range(nodes)}
+        self.alive = {f"{name}-{number}" for number in range(nodes)}
+        for agent in self.alive:
+            give_sign(self.store, agent)
+        change_present(self.job, lambda _: PresentRound(name, tuple(self.alive)))
+
+    def end(self) -> None:
+        """End the job."""
+        change_present(self.job, lambda present: replace(present, is_closed=True))
 
     def lose(self, count: int) -> None:
         """Lose nodes of the round."""
@@ -43,7 +50,7 @@ class Waiting:
 
     def wait(self) -> None:
         """Wait as a spare."""
-        wait_as_spare(self.store, self.job, MOST, lambda: self.ended, 0.3)
+        wait_as_spare(Life(self.store), self.job, MOST, 0.3)
         self.came += 1
 
     def start(self, count: int = 1) -> None:
@@ -53,13 +60,13 @@ class Waiting:
 
     def _show_life(self) -> None:
         while True:
-            for key in sorted(self.alive):
-                self.store.add(key, 1)
+            for agent in sorted(self.alive):
+                give_sign(self.store, agent)
             time.sleep(0.02)
 
 
 def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -112,7 +119,7 @@ def test_it_ends_with_the_job_and_where_none_begins():
     with pytest.raises(RendezvousTimeoutError):
         waiting.wait()
     waiting.begin("first", MOST)
-    waiting.ended = True
+    waiting.end()
     with pytest.raises(RendezvousClosedError):
         waiting.wait()
 

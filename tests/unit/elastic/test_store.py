@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -14,34 +16,47 @@ from megatron_hexi.elastic.store import (
     ROUND_VARIABLE,
     STORE_VARIABLE,
     Fence,
-    begin_present,
-    find_present,
+    PresentRound,
+    change_present,
+    count_changes,
     read_present,
 )
 from megatron_hexi.elastic.training import fencing
 from megatron_hexi.elastic.training.fencing import FENCE_PATCHES
 
 
+def begin(job: dist.Store, name: str) -> None:
+    change_present(job, lambda _: PresentRound(name, ("a", "b")))
+
+
 def test_a_round_is_closed_by_the_next():
     job = dist.HashStore()
-    assert find_present(job) == ""
-    begin_present(job, "first", 2, "")
+    assert read_present(job) == PresentRound()
+    begin(job, "first")
     first = Fence(job, "first")
     assert first.why_closed() is None
-    begin_present(job, "second", 1, find_present(job))
-    assert read_present(find_present(job)) == ("second", 1)
+    begin(job, "second")
+    assert read_present(job) == PresentRound("second", ("a", "b"))
     assert "this round is over" in (first.why_closed() or "")
     assert Fence(job, "second").why_closed() is None
 
 
-def test_a_leader_that_was_stopped_before_it_began_its_round_does_not_replace_a_later_one():
+def test_changes_of_many_agents_are_all_made():
     job = dist.HashStore()
-    begin_present(job, "first", 2, "")
-    seen = find_present(job)
-    begin_present(job, "second", 1, seen)
-    begin_present(job, "late", 1, seen)
-    assert read_present(find_present(job)) == ("second", 1)
-    assert Fence(job, "late").why_closed()
+
+    def come(number: int) -> None:
+        for _ in range(20):
+            change_present(job, lambda present: replace(present, here=(*present.here, str(number))))
+
+    agents = [threading.Thread(target=come, args=(number,)) for number in range(5)]
+    for agent in agents:
+        agent.start()
+    for agent in agents:
+        agent.join()
+    assert sorted(read_present(job).here) == sorted(str(number) for number in range(5) for _ in range(20))
+    assert count_changes(job) == 100
+    change_present(job, lambda present: present)
+    assert count_changes(job) == 100
 
 
 @pytest.mark.parametrize("patch", FENCE_PATCHES, ids=lambda patch: patch.target)
@@ -49,7 +64,7 @@ def test_a_rank_of_a_round_that_is_over_writes_nothing_and_says_why(monkeypatch,
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = dist.PrefixStore("hexi.job", store)
     written: list[str] = []
-    begin_present(job, "own", 2, "")
+    begin(job, "own")
     for name, value in (
         (STORE_VARIABLE, f"127.0.0.1:{store.port}"),
         (JOB_VARIABLE, "job"),
@@ -61,7 +76,7 @@ def test_a_rank_of_a_round_that_is_over_writes_nothing_and_says_why(monkeypatch,
     monkeypatch.setattr(fencing, "_fence", functools.cache(fencing._fence.__wrapped__))
     write = patch.build(lambda what, _: written.append(what))
     write("while present", "folder")
-    begin_present(job, "later", 1, find_present(job))
+    begin(job, "later")
     with pytest.raises(SystemExit) as ended:
         write("afterwards", "folder")
     assert (ended.value.code, written) == (75, ["while present"])

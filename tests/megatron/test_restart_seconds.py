@@ -1,0 +1,83 @@
+"""Where the seconds go from the loss of a rank, or of a node, to the end of the next iteration."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.elastic import ElasticJob
+from tests.megatron.launch import REPOSITORY
+from tests.megatron.test_elastic import more_lines, words
+from tests.megatron.test_uneven_training import one_domain
+
+THREE = one_domain((43, (0, 2)), (42, (2, 4)), (42, (4, 6)))
+NODES = dict.fromkeys(("n0", "n1", "n2"), 1.0)
+KILLS = 5
+#: The ends of the steps, each by the first line of a log that shows it.
+STEPS = {
+    "others end": "lost rank",
+    "ranks start": "",
+    "planned": r"elastic: round \d+:",
+    "loaded": "begins with sample",
+    "next iteration": "has finished",
+}
+
+
+def steps_after(job: ElasticJob, survivor: str, kill: float) -> dict[str, float]:
+    """The seconds from a kill to the end of each step; the loss has just happened."""
+    seen = {step: len(job.told(words)) for step, words in STEPS.items() if words}
+    ends: dict[str, float] = {}
+    before = job.rank(survivor).pid
+    while len(ends) < len(STEPS):
+        assert time.time() - kill < 240, job.said()[-4000:]
+        now = time.time() - kill
+        for step, pattern in STEPS.items():
+            if step in ends:
+                continue
+            if pattern:
+                if len(job.told(pattern)) > seen[step]:
+                    ends[step] = now
+            else:
+                started = job.rank_or_none(survivor)
+                if started is not None and started.pid != before:
+                    ends[step] = started.create_time() - kill
+        time.sleep(0.02)
+    return ends
+
+
+def copied_after(job: ElasticJob, iteration: int) -> bool:
+    return job.safe_copy() > iteration
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["rank", "node"])
+def test_seconds_of_each_step_of_a_restart(tmp_path: Path, kind: str) -> None:
+    args = words(tmp_path, THREE, NODES, 100_000, 1000)
+    launcher = ("--copy-interval", "2", "--script", str(REPOSITORY / "tests/megatron/paced.py"))
+    rows: list[dict[str, float]] = []
+    with ElasticJob(tmp_path, "1:3", args, launcher=launcher) as job:
+        job.start(*NODES)
+        for _ in range(KILLS):
+            job.wait(partial(copied_after, job, job.safe_copy() + 4))
+            time.sleep(3)  # plans for each loss are ready
+            kill = time.time()
+            if kind == "rank":
+                os.kill(job.rank("n1").pid, signal.SIGKILL)
+            else:
+                job.kill("n1")
+            rows.append(steps_after(job, "n0", kill))
+            print(*(f"{step} {s:.2f}" for step, s in rows[-1].items()), f"load {os.getloadavg()[0]:.1f}")
+            job.wait(partial(more_lines, job, job.lines() + 2))
+            if kind == "node":
+                job.start("n1")
+                job.wait(lambda: "3 ranks" in job.rounds()[-1])
+    for step in STEPS:
+        seconds = [row[step] for row in rows]
+        print(f"{kind}: {step}: median {statistics.median(seconds):.1f} s, worst {max(seconds):.1f} s")
