@@ -37,7 +37,7 @@ class Mechanism:
         return patch(f"megatron_hexi.{self.seam}", self.without)
 
 
-def _no_bounds(self: Any) -> Any:
+def _no_bounds(self: Any, _job: Any) -> Any:
     """Bound no layout of Megatron's flags from below."""
     return np.zeros(len(self._candidate))
 
@@ -86,7 +86,7 @@ MECHANISMS = {
     ),
     "floor": Mechanism(
         "lower bounds of flag layouts",
-        "planner.baselines.floor.Floor.seconds",
+        "planner.baselines.flags.Floor.seconds",
         _no_bounds,
         of_compare=True,
     ),

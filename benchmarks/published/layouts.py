@@ -23,8 +23,9 @@ from megatron_hexi.plan import (
     proportional_plan,
     validate_plan,
 )
-from megatron_hexi.planner.baselines.expert_flags import ExpertFlags
-from megatron_hexi.planner.baselines.expert_parallel import equal_plan as expert_plan
+from megatron_hexi.planner.baselines.flags import FlagLayout
+from megatron_hexi.planner.baselines.rules import consecutive
+from megatron_hexi.planner.fleet.units import stages_in_turn
 
 K = 1024
 #: GPUs of Sailor's plans by their letters.
@@ -36,17 +37,17 @@ _PROFILED = "opt-350m"
 def job(row: Row) -> Job:
     """The job, as far as it is a job of Megatron's."""
     own = is_profiled(row)  # DeepSpeed's, which hides nothing, and cuts what it sends over a unit
-    flags = _expert_flags(row)
+    # Ranks that hold experts together take a sample each of one micro-batch of the plan.
+    merged = max(1, row.expert // (row.tensor * row.parallel))
     return Job(
         model=model(row.model),
         seq_length=int(row.context * K),
-        # Ranks that hold experts together take a sample each of one micro-batch of the plan.
-        micro_batch_size=row.micro * flags.merged,
+        micro_batch_size=row.micro * merged,
         global_batch_size=row.batch,
         tensor_parallel=row.tensor,
         pipeline_parallel=1 if row.layers or row.expert else row.pipeline,
         virtual_stages=1 if row.layers or row.expert else row.chunks,
-        data_parallel=len(_kinds(row)[0]) if own else row.data // flags.merged,
+        data_parallel=len(_kinds(row)[0]) if own else row.data // merged,
         recompute="none" if row.layers or row.expert else row.recompute,
         precision="fp32" if own else row.precision,
         fp8_recipe=row.recipe,
@@ -61,12 +62,14 @@ def job(row: Row) -> Job:
 def training_plan(row: Row, job: Job) -> Plan:
     """The plan of a row of training on GPUs of one kind."""
     if row.expert:
-        return expert_plan(_expert_flags(row), replace(job, recompute=row.recompute), row.ranks)
+        flags = replace(
+            job, pipeline_parallel=row.pipeline, micro_batch_size=row.micro, recompute=row.recompute
+        )
+        units = [tuple(range(first, first + row.tensor)) for first in range(0, row.ranks, row.tensor)]
+        fleet = stages_in_turn(flags, equal_cluster(row), units)
+        layout = FlagLayout(fleet, consecutive(fleet, row.data, 1), expert=row.expert)
+        return layout.plan(flags, window=1)[0]
     return mixed_plan(row, job) if row.layers else equal_plan(row, job)
-
-
-def _expert_flags(row: Row) -> ExpertFlags:
-    return ExpertFlags(row.tensor, row.pipeline, row.parallel, row.expert, group=1)
 
 
 def equal_cluster(row: Row) -> Cluster:

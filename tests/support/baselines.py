@@ -4,9 +4,10 @@ from dataclasses import replace
 
 from megatron_hexi.planner import CHOSEN, Request
 from megatron_hexi.planner.baselines import find_baselines
-from megatron_hexi.planner.baselines.rules import NAMES, replica_counts
+from megatron_hexi.planner.baselines.flags import FlagLayout
+from megatron_hexi.planner.baselines.rules import NAMES, consecutive, replica_counts
 from megatron_hexi.planner.baselines.rules import candidates as candidates_of
-from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.fleet.units import find_units, stages_in_turn
 from tests.support.costs import cluster, tiny_job
 
 
@@ -51,3 +52,11 @@ def groups(fleet, name):
         for one in candidates(fleet, 1)
         if name in one.texts
     }
+
+
+def expert_layout(job, known, width, depth, context, expert, group):
+    """The layout of these parallel sizes on all GPUs, stage after stage."""
+    flags = replace(job, tensor_parallel=width, pipeline_parallel=depth)
+    units = [tuple(range(first, first + width)) for first in range(0, len(known.ranks), width)]
+    fleet = stages_in_turn(flags, known, units)
+    return FlagLayout(fleet, consecutive(fleet, len(fleet.units) // context, group), expert=expert)

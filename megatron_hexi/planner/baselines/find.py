@@ -3,49 +3,50 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from sys import float_info
-
-import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.fit import Shortage, find_shortage
-from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, owned_params, part_params, static_memory
-from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import RECOMPUTES, Job
-from megatron_hexi.planner.baselines.arrange import nodes_of_one_model
-from megatron_hexi.planner.baselines.expert_parallel import best_equal, spell_equal
-from megatron_hexi.planner.baselines.race import BaselineSearch, TimedLayouts
+from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.planner.baselines.flags import FlagLayout, Floor
+from megatron_hexi.planner.baselines.race import (
+    Entrant,
+    Race,
+    Timed,
+    best_uneven,
+    spell_uneven,
+    why_no_uneven,
+)
 from megatron_hexi.planner.baselines.rules import (
+    ANY,
+    EXPERTS,
     HOMOGENEOUS,
     NAMES,
     UNIFORM,
-    BaselineLayouts,
     candidates,
+    expert_sizes,
+    nodes_of_one_model,
     replica_counts,
     why_none,
 )
-from megatron_hexi.planner.baselines.uneven_layers import best_uneven, spell_uneven, why_no_uneven
 from megatron_hexi.planner.features import is_allowed
-from megatron_hexi.planner.fleet.units import Fleet, find_units
+from megatron_hexi.planner.fleet.units import Fleet, find_units, stages_in_turn
 from megatron_hexi.planner.joint import Candidate
-from megatron_hexi.planner.layouts.trial import Progress, Trial, order_of
-from megatron_hexi.planner.moves.edit import plan_of_whole, written_out
+from megatron_hexi.planner.layouts.trial import Progress, order_of
+from megatron_hexi.planner.moves.edit import plan_of_whole
 from megatron_hexi.planner.precision import one_precision
 from megatron_hexi.planner.request import Request
 
 #: Megatron's pipelines whose stages have different numbers of layers.
 UNEVEN = "uneven-layers"
-#: Megatron's flags with expert parallelism, for models with experts.
-EQUAL_EXPERTS = "expert-parallel"
-#: Name under which all equal layouts are compared, whichever baseline may use them.
-_ANY = "any"
 #: Numbers of stages of pipelines with equal stages.
 _DEPTHS = [1, 2, 4, 8, 16]
+#: Fleets with the baselines that may use them.
+Fleets = Sequence[tuple[Fleet, Sequence[str]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,24 +118,15 @@ def _find_baselines(
     request: Request, cluster: Cluster, progress: Progress | None
 ) -> tuple[tuple[Baseline, ...], int]:
     """Return the baselines of a request in which all GPUs compute in one precision."""
+    race, fleets = Race(cluster, inf, progress), list(_fleets(request, cluster))
+    entrants = list(_entrants(fleets, request, inf))
+    race.run(entrants)
+    race.add_fullest(entrants)
     if request.job.model.experts is not None:
-        everything = tuple(range(len(cluster.nodes)))
-        found = {
-            name: best_equal(request, cluster, progress=progress, parts=parts)
-            for name, parts in {
-                EQUAL_EXPERTS: [everything],
-                HOMOGENEOUS: nodes_of_one_model(cluster),
-            }.items()
-        }
-        equal = tuple(_equal_experts(name, best, cluster) for name, (best, _) in found.items())
-        return equal, sum(timed for _, timed in found.values())
-    replicas = _fixed_replicas(request)
-    fleets = _fleets(request, cluster)
-    race = BaselineSearch(inf, progress)
-    race.run(_entrants(fleets, request, inf))
-    baselines = [_baseline(name, race.best.get(name), fleets, replicas) for name in NAMES]
+        return tuple(_baseline(name, race, fleets, request) for name in (EXPERTS, HOMOGENEOUS)), race.trials
     uneven, timed = best_uneven(request, cluster)
     why = why_no_uneven(request) if uneven is None else ""
+    baselines = [_baseline(name, race, fleets, request) for name in NAMES]
     baselines.append(Baseline(UNEVEN, uneven, why, "" if uneven is None else spell_uneven(uneven), False))
     return tuple(baselines), race.trials + timed
 
@@ -150,163 +142,165 @@ def find_faster(
         faster_than: seconds of an iteration that the layout must beat; infinite: any that fits.
         progress: callback, receives (phase, done, total).
     """
-    if request.job.model.experts is not None:
-        best, trials = best_equal(request, cluster, faster_than, progress)
-        return (best if best is not None and best.iteration_s < faster_than else None), trials
-    race = BaselineSearch(min(faster_than, float_info.max), progress)
-    equal = not request.rules.allow("unequal_replicas")
-    race.run(
-        [replace(each, texts={_ANY: ""}) for each in entrants if each.is_in_order or not equal]
-        for entrants in _entrants(_fleets(request, cluster), request, faster_than)
-    )
-    candidates_found: list[Candidate] = [best.trial for best in race.best.values()]
-    if request.job.model.mtp_layers:
-        candidates_found = [_trainable(candidate, cluster) for candidate in candidates_found]
-    fastest = min((candidate.iteration_s for candidate in candidates_found if candidate.fits), default=inf)
-    uneven, timed = best_uneven(request, cluster, min(faster_than, fastest))
-    candidates_found += [] if uneven is None else [uneven]
-    allowed = (
-        candidate for candidate in candidates_found if is_allowed(candidate.plan, candidate.job, request)
-    )
+    race, equal = Race(cluster, faster_than, progress), not request.rules.allow("unequal_replicas")
+    fleets = ((fleet, (ANY,)) for fleet, _ in _fleets(request, cluster))
+    entrants = _entrants(fleets, request, faster_than)
+    race.run(one for one in entrants if not equal or one.layout.is_in_order)
+    found = [timed.candidate for timed in race.best.values()]
+    fastest = min((candidate.iteration_s for candidate in found if candidate.fits), default=inf)
+    timed = 0
+    if request.job.model.experts is None:
+        uneven, timed = best_uneven(request, cluster, min(faster_than, fastest))
+        found += [] if uneven is None else [uneven]
+    allowed = (candidate for candidate in found if is_allowed(candidate.plan, candidate.job, request))
     faster = (candidate for candidate in allowed if candidate.fits and candidate.iteration_s < faster_than)
     return min(faster, key=order_of, default=None), race.trials + timed
 
 
-def _equal_experts(name: str, best: Candidate | None, cluster: Cluster) -> Baseline:
-    why = "" if best is not None else "no equal layout of Megatron's flags fits in memory"
-    return Baseline(
-        name, best, why, "" if best is None else spell_equal(best, cluster), name == EQUAL_EXPERTS
-    )
+def _entrants(
+    fleets: Iterable[tuple[Fleet, Sequence[str]]], request: Request, faster_than: float
+) -> Iterator[Entrant]:
+    """Yield the layouts on each fleet that may be fast enough, in so many chunks, with each recomputation."""
+    fixed = _fixed_replicas(request)
+    modes: Sequence[Recompute] = [request.job.recompute] if "recompute" in request.fixed else RECOMPUTES
+    for fleet, names in fleets:
+        job = fleet.job
+        if job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s >= faster_than:
+            continue
+        layouts = candidates(fleet, replica_counts(fleet, fixed, request.context_parallel), names)
+        if job.model.experts is not None:
+            most = replace(job, recompute=modes[-1])
+            layouts = [sized for layout in layouts for sized in _with_experts(layout, most, request)]
+        if not layouts:
+            continue
+        floor = Floor(layouts)
+        all_chunks = request.chunk_counts(job) if job.model.experts is None else [1]
+        for mode, chunks in itertools.product(modes, all_chunks):
+            asked = replace(job, recompute=mode, virtual_stages=chunks)
+            bounds = floor.seconds(asked).tolist(), floor.fullness(asked).tolist()
+            for least_s, fullness, layout in zip(*bounds, layouts, strict=True):
+                yield Entrant(least_s, fullness, layout, asked)
+
+
+def _with_experts(layout: FlagLayout, job: Job, request: Request) -> list[FlagLayout]:
+    """Return a layout with each expert-parallel size to try.
+
+    The two smallest sizes that may fit, the largest inside a node, and the largest: sizes between these send
+    more messages over the same links.
+
+    Args:
+        job: the fleet's job with the recomputation that saves most memory.
+    """
+    sizes = [size for size in expert_sizes(layout) if request.expert_parallel in (None, size)]
+    if not sizes:
+        return []
+    cluster = layout.fleet.cluster
+    nodes = {cluster.ranks[gpu].node for unit in layout.fleet.units for part in unit.gpus for gpu in part}
+    smallest = min(len(cluster.nodes[node].ranks) for node in nodes)
+    sized = [replace(layout, expert=size) for size in sizes]
+    fullness = Floor(sized).fullness(job).tolist()
+    fitting = [each for each, full in zip(sized, fullness, strict=True) if full <= 1]
+    of_node = [each for each in fitting if each.expert <= smallest]
+    return list(dict.fromkeys([*fitting[:2], *of_node[-1:], *(fitting or sized)[-1:]]))
+
+
+def _fleets(request: Request, cluster: Cluster) -> Iterator[tuple[Fleet, Sequence[str]]]:
+    """Yield the fleets of each tensor- and pipeline-parallel size, with the baselines that may use them.
+
+    All GPUs, and those of one model alone. None if no size divides the layers equally among the stages.
+
+    Raises:
+        HexiError: the cluster has no units of any size.
+    """
+    job, experts = request.job, request.job.model.experts is not None
+    sizes = [len(node.ranks) for node in cluster.nodes]
+    depths = [job.pipeline_parallel] if "pipeline_parallel" in request.fixed else _DEPTHS
+    problem: HexiError | None = None
+    has_units = False
+    for width, depth in itertools.product(request.widths(min(sizes) if experts else max(sizes)), depths):
+        try:
+            flags = replace(
+                request.with_width(width),
+                pipeline_parallel=depth,
+                micro_batch_size=request.micro_batch_sizes()[0],
+            )
+            found = list((_staged_fleets if experts else _stacked_fleets)(flags, cluster))
+        except HexiError as refused:
+            problem = problem or refused
+            continue
+        has_units = True
+        if flags.has_equal_stages and request.chunk_counts(flags):
+            yield from found
+    if problem is not None and not has_units:
+        raise problem
+
+
+def _stacked_fleets(job: Job, cluster: Cluster) -> Iterator[tuple[Fleet, Sequence[str]]]:
+    """Yield all units, whose stages are alike, and those on nodes with GPUs of one model."""
+    fleet = find_units(job, cluster)
+    nodes_of = [{cluster.ranks[stage[0]].node for stage in unit.gpus} for unit in fleet.units]
+    everywhere: Sequence[str] = NAMES[:-1]
+    for nodes in map(set, nodes_of_one_model(cluster)):
+        units = [unit for unit, own in enumerate(nodes_of) if own <= nodes]
+        if len(units) == len(fleet.units):
+            everywhere = NAMES
+        elif units:
+            yield fleet.subset(units), (HOMOGENEOUS,)
+    yield fleet, everywhere
+
+
+def _staged_fleets(job: Job, cluster: Cluster) -> Iterator[tuple[Fleet, Sequence[str]]]:
+    """Yield all units, stage after stage in the order of nodes, and those on nodes with GPUs of one model."""
+    width = job.tensor_parallel
+    alone = nodes_of_one_model(cluster)
+    everything = tuple(range(len(cluster.nodes)))
+    for nodes in dict.fromkeys([everything, *alone]):
+        gpus = [cluster.nodes[node].ranks for node in nodes]
+        units = [own[first : first + width] for own in gpus for first in range(0, len(own), width)]
+        if len(units) % job.pipeline_parallel or any(len(own) % width for own in gpus):
+            continue
+        names = [EXPERTS] * (nodes == everything) + [HOMOGENEOUS] * (nodes in alone)
+        yield stages_in_turn(job, cluster, list(map(tuple, units))), names
 
 
 def _fixed_replicas(request: Request) -> int | None:
     return request.job.data_parallel if "data_parallel" in request.fixed else None
 
 
-def _trainable(found: Candidate, cluster: Cluster) -> Candidate:
-    """Return a layout with `layers` in each of several stages, as training multi-token prediction needs."""
-    if found.job.pipeline_parallel == 1:
-        return found
-    plan, job = written_out(found.plan, found.job)
-    return Candidate(plan, job, CostModel(job, cluster).timing(plan))
-
-
-def _entrants(
-    fleets: Sequence[Fleet], request: Request, faster_than: float
-) -> Iterator[list[BaselineLayouts]]:
-    """Yield the layouts on each fleet that may be fast enough, on each GPU model alone, in so many chunks."""
-    for fleet in fleets:
-        alone = {id(part): part for part in _homogeneous_parts(fleet)}
-        for part in ({id(fleet): fleet} | alone).values():
-            if part.job.global_batch_size * part.job.seq_length / part.ceiling_tokens_per_s >= faster_than:
-                continue
-            names = [name for name in NAMES if (id(part) in alone if name == HOMOGENEOUS else part is fleet)]
-            counts = replica_counts(part, _fixed_replicas(request), request.context_parallel)
-            layouts = candidates(part, counts, names)
-            for chunks in request.chunk_counts(part.job):
-                cut = replace(part, job=replace(part.job, virtual_stages=chunks)) if chunks > 1 else part
-                yield [replace(each, fleet=cut) for each in layouts]
-
-
-def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
-    """Return a fleet for each choice of flags that may fit; if none may, for the one that needs least memory.
-
-    Empty if no choice divides the layers equally among the pipeline's stages.
-
-    Raises:
-        HexiError: the cluster has no units for any choice of flags.
-    """
-    job, fixed = request.job, request.fixed
-    widest = max(len(node.ranks) for node in cluster.nodes)
-    depths = [job.pipeline_parallel] if "pipeline_parallel" in fixed else _DEPTHS
-    again = [job.recompute] if "recompute" in fixed else list(RECOMPUTES)
-    problem: HexiError | None = None
-    has_units = False
-    fleets: list[tuple[float, Fleet]] = []
-    for width, depth, recompute in itertools.product(request.widths(widest), depths, again):
-        try:
-            flags = replace(
-                request.with_width(width),
-                pipeline_parallel=depth,
-                recompute=recompute,
-                micro_batch_size=request.micro_batch_sizes()[0],
-            )
-            fleet = find_units(flags, cluster)
-        except HexiError as refused:
-            problem = problem or refused
-            continue
-        has_units = True
-        if flags.has_equal_stages and request.chunk_counts(flags):
-            fleets.append((_least_bytes(fleet), fleet))
-    if not fleets:
-        if problem is not None and not has_units:
-            raise problem
-        return []
-    most = max(node.device.usable_gib for node in cluster.nodes) * GIB
-    fitting = [fleet for needed, fleet in fleets if needed <= most]
-    return fitting or [min(fleets, key=lambda entry: entry[0])[1]]
-
-
-def _least_bytes(fleet: Fleet) -> float:
-    """Return the bytes that a GPU of the smallest stage needs at least, without activations."""
-    job = fleet.job
-    params = float(np.min(part_params(job, ModelPart.of_job(job, np.arange(job.pipeline_parallel)))))
-    owned = owned_params(job, params, len(fleet.units))
-    return float(
-        sum(static_memory(job, ModelPart.of_job(job, 0), params, params, owned).values()) + RESERVE_BYTES
-    )
-
-
-def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:
-    """Return a fleet for each set of nodes with GPUs of one model that has units of its own."""
-    nodes_of = [
-        {fleet.cluster.ranks[stage[0]].node for stage in fleet_unit.gpus} for fleet_unit in fleet.units
-    ]
-    parts = [
-        [unit for unit, own in enumerate(nodes_of) if own <= nodes]
-        for nodes in map(set, nodes_of_one_model(fleet.cluster))
-    ]
-    return [fleet if len(units) == len(fleet.units) else fleet.subset(units) for units in parts if units]
-
-
-def _baseline(
-    name: str, best: TimedLayouts | None, fleets: list[Fleet], data_parallel: int | None
-) -> Baseline:
-    uniform = name in UNIFORM
+def _baseline(name: str, race: Race, fleets: Fleets, request: Request) -> Baseline:
+    uniform, best = name in UNIFORM, race.best.get(name)
     if best is None:
-        return Baseline(name, None, _no_layout(name, fleets, data_parallel), "", uniform)
-    trial = best.trial
-    text = _spell_layout(name, best.candidate, trial.window)
-    if trial.fits:
-        return Baseline(name, trial, "", text, uniform)
-    return Baseline(name, None, f"short of memory: {_spell_shortage(trial)}", text, uniform)
+        return Baseline(name, None, _no_layout(name, fleets, request), "", uniform)
+    candidate = best.candidate
+    text = _spell_layout(name, best)
+    if candidate.fits:
+        return Baseline(name, candidate, "", text, uniform)
+    return Baseline(name, None, f"short of memory: {_spell_shortage(best)}", text, uniform)
 
 
-def _no_layout(name: str, fleets: Sequence[Fleet], data_parallel: int | None) -> str:
+def _no_layout(name: str, fleets: Fleets, request: Request) -> str:
     """Return the reason why a baseline has no layout with the first choice of Megatron's flags."""
-    if not fleets:
-        return "the layers cannot be shared equally by so many pipeline stages, or chunks of these"
-    fleet = fleets[0]
-    alone = _homogeneous_parts(fleet)
-    if name != HOMOGENEOUS:
-        return why_none(fleet, data_parallel, name)
-    if not alone:
+    if request.job.model.experts is not None:
+        return "no equal layout of Megatron's flags has the sizes that are fixed"
+    replicas = _fixed_replicas(request)
+    own = [fleet for fleet, names in fleets if name in names]
+    if fleets and not own:
         return "every unit has GPUs of several models"
-    return "; ".join(f"{_spell_gpus(part)}: {why_none(part, data_parallel, name)}" for part in alone)
+    if not own:
+        return "the layers cannot be shared equally by so many pipeline stages, or chunks of these"
+    if name != HOMOGENEOUS:
+        return why_none(own[0], replicas, name)
+    first = [fleet for fleet in own if fleet.job == own[0].job]
+    return "; ".join(f"{_spell_gpus(fleet)}: {why_none(fleet, replicas, name)}" for fleet in first)
 
 
-def _spell_layout(name: str, candidate: BaselineLayouts, window: int) -> str:
-    several = max(len(layout.parts) for layout in candidate.layouts) > 1
-    text = candidate.texts[name] + (f", window {window}" if several else "")
-    text = f"{_spell_flags(candidate.fleet.job)}: {text}"
-    return f"{_spell_gpus(candidate.fleet)} alone: {text}" if name == HOMOGENEOUS else text
-
-
-def _spell_flags(job: Job) -> str:
-    """Return a job's parallel sizes and recomputation as text."""
-    chunks = "" if job.virtual_stages == 1 else f", {job.virtual_stages} chunks a stage"
-    recompute = "" if job.recompute == "none" else f", recompute {job.recompute}"
-    return f"TP {job.tensor_parallel}, PP {job.pipeline_parallel}{chunks}{recompute}"
+def _spell_layout(name: str, best: Timed) -> str:
+    layout, job = best.entrant.layout, best.entrant.job
+    text = layout.spell(job)
+    if job.model.experts is None:
+        several = max(len(own.parts) for own in layout.layouts) > 1
+        text = f"{text}: {layout.texts[name]}" + (f", window {best.window}" if several else "")
+    return f"{_spell_gpus(layout.fleet)} alone: {text}" if name == HOMOGENEOUS else text
 
 
 def _spell_gpus(fleet: Fleet) -> str:
@@ -315,9 +309,10 @@ def _spell_gpus(fleet: Fleet) -> str:
     return f"{gpus} {fleet.kinds[fleet.units[0].kind].name}"
 
 
-def _spell_shortage(trial: Trial) -> str:
+def _spell_shortage(best: Timed) -> str:
     """Return text about the fullest GPU: its rank, the memory it needs and has, and the largest term."""
-    short = find_shortage(CostModel(trial.job, trial.fleet.cluster).estimate(trial.plan))
+    candidate = best.candidate
+    short = find_shortage(candidate.timing.model.estimate(candidate.plan))
     assert isinstance(short, Shortage), "what does not fit is short of a GPU's memory: none is offloaded"
     return (
         f"rank {short.rank} ({short.name}, {short.device}) needs {short.needed_gib:.1f} GiB and has "

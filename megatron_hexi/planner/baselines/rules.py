@@ -1,65 +1,44 @@
 """The layouts that each baseline's rules allow, or why there is none.
 
-ring          groups of one, tokens equal
-ulysses       one group; its size divides the query heads; KV heads replicated where there are fewer
-usp           every ring x ulysses of the replica's size, groups of consecutive ranks or strided
-te-a2a+p2p    as Transformer Engine: groups inside a machine, or everything one group; their size divides
-              query and KV heads; the length divides by 2 x ranks
-proportion    usp's groups of consecutive ranks, or one group a machine; tokens in proportion to speed; heads
-              equal, or in proportion too
-homogeneous   usp, which includes the three before it, on the GPUs of one model alone: all of them, or those
-              in nodes of one size
+ring             groups of one, tokens equal
+ulysses          one group; its size divides the query heads; KV heads replicated where there are fewer
+usp              every ring x ulysses of the replica's size, groups of consecutive ranks or strided
+te-a2a+p2p       as Transformer Engine: groups inside a machine, or everything one group; their size divides
+                 query and KV heads; the length divides by 2 x ranks
+proportion       usp's groups of consecutive ranks, or one group a machine; tokens in proportion to speed;
+                 heads equal, or in proportion too
+homogeneous      usp (with experts: expert-parallel) on the GPUs of one model alone: all of them, or those in
+                 nodes of one size
+expert-parallel  of models with experts: groups of one, or the largest with equal KV heads; experts whole
 
 Replicas are equal rectangles. A length that the ranks do not divide is apportioned: one token more for some.
+Baselines assign consecutive ranks. A machine's GPUs stay together, in Megatron's order, but users choose the
+order of machines (in a host file). So a baseline without experts is tried with several orders, and the order
+in the cluster file does not matter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cache, partial
 
+from megatron_hexi.cluster import Cluster
 from megatron_hexi.plan.layout import apportion
-from megatron_hexi.planner.baselines.arrange import (
-    Order,
-    ReplicaUnits,
-    divisors,
-    equal_replicas,
-    groups,
-    orders,
-)
+from megatron_hexi.planner.baselines.flags import FlagLayout
 from megatron_hexi.planner.fleet.units import Fleet
-from megatron_hexi.planner.layouts.layout import A2AGroup, Layout, units_by_rank
+from megatron_hexi.planner.layouts.layout import A2AGroup, Layout
 
 RING, ULYSSES, USP, TE = "ring", "ulysses", "usp", "te-a2a+p2p"
-PROPORTION, HOMOGENEOUS = "proportion", "homogeneous"
+PROPORTION, HOMOGENEOUS, EXPERTS = "proportion", "homogeneous", "expert-parallel"
+#: Name under which all layouts are compared, whichever baseline may use them.
+ANY = "any"
 NAMES = (RING, ULYSSES, USP, TE, PROPORTION, HOMOGENEOUS)
-UNIFORM = (RING, ULYSSES, USP, TE)
+UNIFORM = (RING, ULYSSES, USP, TE, EXPERTS)
 
-
-@dataclass(frozen=True, eq=False)
-class BaselineLayouts:
-    """Layouts of all replicas, and the baselines that may use them.
-
-    Args:
-        fleet: the fleet whose units the layouts number.
-        layouts: the layout of each replica.
-        texts: description of the layouts for people, for each baseline that may use them.
-    """
-
-    fleet: Fleet
-    layouts: tuple[Layout, ...]
-    texts: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def is_in_order(self) -> bool:
-        """Whether replicas have consecutive ranks in order, as Megatron assigns them."""
-        number = {unit: place for place, unit in enumerate(units_by_rank(self.fleet, self.layouts))}
-        ranks = [
-            sorted(number[unit] for part in layout.parts for unit in part.units) for layout in self.layouts
-        ]
-        dealt = [rank for replica_ranks in ranks for rank in replica_ranks]
-        return dealt == sorted(dealt)
+#: Units in the order of their ranks.
+Order = tuple[int, ...]
+#: The units of each replica, each in the order of their ranks.
+ReplicaUnits = tuple[Order, ...]
 
 
 def replica_counts(fleet: Fleet, data_parallel: int | None, context_parallel: int | None = None) -> list[int]:
@@ -70,10 +49,10 @@ def replica_counts(fleet: Fleet, data_parallel: int | None, context_parallel: in
     return [count for count in counts if context_parallel in (None, units // count)]
 
 
-def candidates(fleet: Fleet, counts: Iterable[int], names: Sequence[str] = NAMES) -> list[BaselineLayouts]:
+def candidates(fleet: Fleet, counts: Iterable[int], names: Sequence[str] = NAMES) -> list[FlagLayout]:
     """Return all layouts of these baselines with these numbers of replicas, each once."""
-    by_layouts: dict[tuple[Layout, ...], BaselineLayouts] = {}
-    ways = orders(fleet)
+    by_layouts: dict[tuple[Layout, ...], FlagLayout] = {}
+    ways = orders(fleet) if fleet.job.model.experts is None else {"": tuple(range(len(fleet.units)))}
     for count in counts:
         seen: set[ReplicaUnits] = set()
         for name, order in ways.items():
@@ -82,10 +61,32 @@ def candidates(fleet: Fleet, counts: Iterable[int], names: Sequence[str] = NAMES
                     continue
                 seen.add(deal)
                 for layouts, text, users in _layouts(fleet, deal, names):
-                    baseline_layouts = by_layouts.setdefault(layouts, BaselineLayouts(fleet, layouts))
+                    candidate = by_layouts.setdefault(layouts, FlagLayout(fleet, layouts))
                     for user in users:
-                        baseline_layouts.texts.setdefault(user, _describe(fleet, deal, text, name))
+                        candidate.texts.setdefault(user, _describe(fleet, deal, text, name))
     return list(by_layouts.values())
+
+
+def expert_sizes(layout: FlagLayout) -> list[int]:
+    """Return expert-parallel sizes to try: numbers of ranks of whole units, in one or several replicas.
+
+    A size below a unit's number of ranks would make the unit hold copies of experts, which saves nothing.
+    """
+    job, count = layout.fleet.job, layout.fleet.job.model.expert_count or 0
+    # With documents a micro-batch is one sequence, so that no two replicas form an expert domain.
+    joined = len(layout.layouts) if job.documents is None else 1
+    sizes = [job.tensor_parallel * units for units in divisors(layout.context)]
+    sizes += [job.tensor_parallel * layout.context * several for several in divisors(joined)[1:]]
+    return [size for size in sizes if count % size == 0]
+
+
+def consecutive(fleet: Fleet, count: int, degree: int) -> tuple[Layout, ...]:
+    """Return equal layouts of `count` replicas of consecutive units, in groups of `degree` of these."""
+    deal = _runs(range(len(fleet.units)), count)
+    tokens, heads = _tokens(fleet, deal, [1.0] * len(fleet.units)), fleet.job.workload().local_heads
+    return _assemble(
+        fleet, [groups(units, degree, False) for units in deal], tokens, partial(_equal_heads, heads)
+    )
 
 
 def why_none(fleet: Fleet, data_parallel: int | None, name: str) -> str:
@@ -111,30 +112,35 @@ def _layouts(
 ) -> Iterator[tuple[tuple[Layout, ...], str, list[str]]]:
     """Yield layouts of equal replicas, each with its description and the baselines that may use it."""
     workload = fleet.job.workload()
-    size = len(deal[0])
+    size, experts = len(deal[0]), fleet.job.model.experts is not None
     degrees = [degree for degree in divisors(size) if workload.local_heads % degree == 0]
     state = fleet.job.model.state
     if state is not None:  # one group, as Megatron's scans need it: it divides their heads, too
         local = state.heads // fleet.job.tensor_parallel
         degrees = [degree for degree in degrees if degree == size and local % degree == 0]
+    elif experts:
+        degrees = sorted({1, max(degree for degree in degrees if workload.local_kv_heads % degree == 0)})
     tokens = _tokens(fleet, deal, [1.0] * len(fleet.units))
     for degree in degrees:
-        heads = (workload.local_heads // degree,) * degree
-        for strided in (False, True) if 1 < degree < size else (False,):
+        for strided in (False, True) if 1 < degree < size and not experts else (False,):
             cut = [groups(replica, degree, strided) for replica in deal]
             allowed = {
                 RING: degree == 1,
                 ULYSSES: degree == size,
                 USP: True,
-                TE: not strided and _te_allows(fleet, cut, size),
+                TE: TE in names and not strided and _te_allows(fleet, cut, size),
                 HOMOGENEOUS: True,
+                EXPERTS: True,
+                ANY: True,
             }
             users = [name for name in names if allowed.get(name)]
             if users:
-                layouts = _assemble(fleet, cut, tokens, partial(_same, heads))
+                layouts = _assemble(fleet, cut, tokens, partial(_equal_heads, workload.local_heads))
                 yield layouts, _shape(cut[0], strided, workload.seq_length % size), users
-    if PROPORTION in names:
-        yield from _proportional(fleet, deal, degrees)
+    users = [name for name in names if name in (PROPORTION, ANY)]
+    if users and not experts:
+        for layouts, text in _proportional(fleet, deal, degrees):
+            yield layouts, text, users
 
 
 def _te_allows(fleet: Fleet, cut: Sequence[Sequence[Order]], size: int) -> bool:
@@ -149,7 +155,7 @@ def _te_allows(fleet: Fleet, cut: Sequence[Sequence[Order]], size: int) -> bool:
 
 def _proportional(
     fleet: Fleet, deal: ReplicaUnits, degrees: Sequence[int]
-) -> Iterator[tuple[tuple[Layout, ...], str, list[str]]]:
+) -> Iterator[tuple[tuple[Layout, ...], str]]:
     total = fleet.job.workload().local_heads
     speed = [fleet.kinds[unit.kind].tokens_per_s for unit in fleet.units]
     tokens = _tokens(fleet, deal, speed)
@@ -165,9 +171,9 @@ def _proportional(
     for cut, name in cuts:
         text = name or _shape(cut[0], False, 0)
         equal = _assemble(fleet, cut, tokens, lambda units: shares((1.0,) * len(units)))
-        yield equal, f"{text}, heads equal", [PROPORTION]
+        yield equal, f"{text}, heads equal"
         likewise = _assemble(fleet, cut, tokens, lambda units: shares(tuple(speed[unit] for unit in units)))
-        yield likewise, f"{text}, heads in proportion", [PROPORTION]
+        yield likewise, f"{text}, heads in proportion"
 
 
 def _tokens(fleet: Fleet, deal: ReplicaUnits, weights: Sequence[float]) -> list[int]:
@@ -181,10 +187,8 @@ def _tokens(fleet: Fleet, deal: ReplicaUnits, weights: Sequence[float]) -> list[
     return tokens
 
 
-def _same(heads: tuple[int, ...], units: tuple[int, ...]) -> tuple[int, ...]:
-    """Return `heads` unchanged, for a rule by which heads do not depend on the units."""
-    assert len(heads) == len(units)
-    return heads
+def _equal_heads(heads: int, units: tuple[int, ...]) -> tuple[int, ...]:
+    return (heads // len(units),) * len(units)
 
 
 def _by_site(fleet: Fleet, replica: Order) -> list[Order]:
@@ -238,3 +242,82 @@ def _micro_batches(fleet: Fleet) -> int:
 def _ranks(fleet: Fleet) -> str:
     gpus = fleet.job.tensor_parallel * fleet.job.pipeline_parallel
     return "ranks" if gpus == 1 else f"units of {gpus} GPUs"
+
+
+def orders(fleet: Fleet) -> dict[str, Order]:
+    """Return orders of all units, machine by machine, by a printable name.
+
+    The first order has fast machines first, and an empty name.
+    """
+    sites = [sorted(site, key=lambda unit: fleet.units[unit].gpus) for site in fleet.sites]
+    paths = _paths(fleet, sites)
+    domains = sorted(range(len(sites)), key=lambda site: (*paths[site], site))
+    model_of = {unit: number for number, units in enumerate(fleet.models.values()) for unit in units}
+    alike = [(model_of[site[0]], len(site)) for site in sites]
+    name_of: dict[Order, str] = {}
+    for name, ways in (("", range(len(sites))), ("domain by domain", domains)):
+        name_of.setdefault(_join(sites, ways), name)
+        backwards = ways[::-1]
+        if [alike[site] for site in ways] != [alike[site] for site in backwards]:
+            name_of.setdefault(_join(sites, backwards), f"{name}, slow first" if name else "slow first")
+    return {name: order for order, name in name_of.items()}
+
+
+def equal_replicas(fleet: Fleet, count: int, order: Order) -> Iterator[ReplicaUnits]:
+    """Yield the units divided into `count` equal replicas.
+
+    Units are divided in the given order and, if those of every GPU model divide evenly, also with the same
+    mix of models in each replica.
+    """
+    yield _runs(order, count)
+    owned = fleet.models.values()
+    if count > 1 and len(owned) > 1 and not any(len(units) % count for units in owned):
+        place = {unit: number for number, unit in enumerate(order)}
+        shares = [_runs(sorted(units, key=lambda unit: place[unit]), count) for units in owned]
+        mixed = [[unit for share in shares for unit in share[replica]] for replica in range(count)]
+        yield tuple(tuple(sorted(units, key=lambda unit: place[unit])) for units in mixed)
+
+
+def nodes_of_one_model(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Return sets of nodes with GPUs of one model: all such nodes, and those of each size if sizes differ.
+
+    Users leave out a node with fewer GPUs if it would limit the tensor-parallel size of the other nodes.
+    """
+    sets: dict[tuple[int, ...], list[int]] = {}
+    for number, node in enumerate(cluster.nodes):
+        for key in ((id(node.device),), (id(node.device), len(node.ranks))):
+            sets.setdefault(key, []).append(number)
+    return list(dict.fromkeys(map(tuple, sets.values())))
+
+
+def groups(units: Order, degree: int, strided: bool) -> list[Order]:
+    """Return groups of `degree` units: consecutive or, if `strided`, at equal distances in the order."""
+    if strided:
+        return [units[first :: len(units) // degree] for first in range(len(units) // degree)]
+    return [units[first : first + degree] for first in range(0, len(units), degree)]
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _paths(fleet: Fleet, sites: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return each site's part of every level, outermost level first; a part is named by its first site."""
+    paths: list[list[int]] = [[] for _ in sites]
+    firsts = [fleet.units[site[0]].gpus[0][0] for site in sites]
+    for partition in reversed(fleet.cluster.fast_domains()[1:]):
+        part_of = {gpu: number for number, part in enumerate(partition.parts) for gpu in part}
+        leader: dict[int, int] = {}
+        for site, gpu in enumerate(firsts):
+            paths[site].append(leader.setdefault(part_of[gpu], site))
+    return [tuple(path) for path in paths]
+
+
+def _join(sites: Sequence[Sequence[int]], order: Sequence[int]) -> Order:
+    return tuple(unit for site in order for unit in sites[site])
+
+
+def _runs(units: Sequence[int], count: int) -> ReplicaUnits:
+    size = len(units) // count
+    return tuple(tuple(units[first * size : (first + 1) * size]) for first in range(count))

@@ -141,6 +141,10 @@ class Fleet:
         return ceiling_tokens_per_s(self.job, devices)
 
 
+#: GPUs of a unit on each stage.
+_Stack = tuple[tuple[int, ...], ...]
+
+
 def find_units(job: Job, cluster: Cluster, gpus: Collection[int] | None = None) -> Fleet:
     """Return all units that the cluster, or a subset of its GPUs, has for a job.
 
@@ -162,6 +166,20 @@ def find_units(job: Job, cluster: Cluster, gpus: Collection[int] | None = None) 
             f"{width}: on the nodes of cluster {cluster.name} that makes {there} groups of GPUs, too few for "
             f"{depth}; give smaller sizes"
         )
+    return _fleet_of(job, cluster, stacks)
+
+
+def stages_in_turn(job: Job, cluster: Cluster, units: Sequence[tuple[int, ...]]) -> Fleet:
+    """Return a fleet whose first stage has the first of these tensor-parallel units, and so on.
+
+    Raises:
+        ClusterError: a GPU cannot do the job.
+    """
+    each = len(units) // job.pipeline_parallel
+    return _fleet_of(job, cluster, list(zip(*_runs(units, each), strict=True)))
+
+
+def _fleet_of(job: Job, cluster: Cluster, stacks: Sequence[_Stack]) -> Fleet:
     stack_of = {_device_key(cluster, stack): stack for stack in stacks}
     kinds = {key: _kind(job, cluster, stack) for key, stack in stack_of.items()}
     order = sorted(
@@ -169,9 +187,6 @@ def find_units(job: Job, cluster: Cluster, gpus: Collection[int] | None = None) 
     )
     units = _in_canonical_order(cluster, stacks, order)
     return Fleet(cluster, job, tuple(kinds[key] for key in order), units)
-
-
-_Stack = tuple[tuple[int, ...], ...]
 
 
 def _runs[T](things: Sequence[T], size: int) -> list[tuple[T, ...]]:

@@ -110,11 +110,9 @@ class Judge:
 
     Args:
         shards: number of units that share the optimizer's state; ``None``: all units of the layouts.
-        in_steps: whether units get tokens in the steps of `Fleet.row_step`.
     """
 
-    def __init__(self, fleet: Fleet, shards: int | None = None, *, in_steps: bool = True) -> None:
-        self._in_steps = in_steps
+    def __init__(self, fleet: Fleet, shards: int | None = None) -> None:
         self._job, self._cluster, self._part = fleet.job, fleet.cluster, fleet.part
         self.shards = shards
         self._models: dict[int, CostModel] = {}
@@ -123,8 +121,7 @@ class Judge:
     def try_out(self, fleet: Fleet, layouts: Sequence[Layout], window: int) -> Trial:
         """Return the timed plan of one layout per replica; `window` is the exchange's prefetch depth."""
         self.trials += 1
-        if self._in_steps:
-            layouts = [layout.in_steps(fleet.row_step) for layout in layouts]
+        layouts = [layout.in_steps(fleet.row_step) for layout in layouts]
         plan = build_plan(fleet, layouts, window)
         model = self._model(len(layouts))
         return Trial(plan, model.job, model.timing(plan), fleet, tuple(layouts), window)

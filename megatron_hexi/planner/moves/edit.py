@@ -87,7 +87,9 @@ def written_out(plan: Plan, job: Job, counts: Sequence[int] | None = None) -> tu
         )
     taken = [replica.micro_batches for replica in plan.replicas] if counts is None else counts
     replicas = tuple(Replica(tuple(own), count) for own, count in zip(stages, taken, strict=True))
-    return replace(plan, replicas=replicas), replace(job, pipeline_parallel=1, virtual_stages=1, recompute="none")
+    return replace(plan, replicas=replicas), replace(
+        job, pipeline_parallel=1, virtual_stages=1, recompute="none"
+    )
 
 
 def _from_rank(first: int, member: Member) -> Member:

@@ -25,7 +25,7 @@ from megatron_hexi.models import Job
 from megatron_hexi.plan import proportional_plan
 from megatron_hexi.plan.heads import kv_range
 from megatron_hexi.plan.layout import apportion
-from megatron_hexi.planner.baselines.floor import Floor
+from megatron_hexi.planner.baselines.flags import FlagLayout, Floor
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.layouts.layout import A2AGroup, Layout
 from megatron_hexi.planner.layouts.trial import Judge
@@ -207,9 +207,9 @@ def test_no_plan_is_faster_than_bounds_say(model, weights, mode, micro_batches):
     assume(all(heads))
     tokens = apportion(job.seq_length, weights)
     layouts = (Layout((A2AGroup((0, 1), tuple(tokens), tuple(heads)),), micro_batches),)
-    trial, floor = Judge(fleet).try_out(fleet, layouts, 1), Floor(fleet, [layouts])
-    assert 0 < floor.seconds()[0] <= trial.iteration_s * (1 + 1e-9)
-    assert floor.may_fit()[0] or not trial.fits
+    trial, floor = Judge(fleet).try_out(fleet, layouts, 1), Floor([FlagLayout(fleet, layouts)])
+    assert 0 < floor.seconds(fleet.job)[0] <= trial.iteration_s * (1 + 1e-9)
+    assert floor.fullness(fleet.job)[0] <= trial.timing.fullness * (1 + 1e-9)
     ceiling = ceiling_tokens_per_s(job, [rank.device for rank in known.ranks])
     assert micro_batches * job.seq_length / ceiling <= trial.iteration_s * (1 + 1e-9)
 

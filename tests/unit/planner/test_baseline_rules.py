@@ -77,7 +77,7 @@ def test_40_heads_over_152_ranks():
 def test_a_length_that_does_not_divide_is_apportioned_and_said():
     fleet = fleet_of([("a", "PLAIN", 3)], tiny_job(seq_length=4097))
     ring = found(fleet)["ring"]
-    assert [part.tokens for part in ring.trial.layouts[0].parts] == [(1366,), (1366,), (1365,)]
+    assert [member.tokens for member in ring.trial.plan.members] == [1366, 1366, 1365]
     assert ring.layout.startswith("TP 1, PP 1: 3 groups of one, 2 ranks with one token more")
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import ClassVar
 
 import pytest
 from hypothesis import assume, given
@@ -19,29 +18,18 @@ from megatron_hexi.kinds import Latent, Window
 from megatron_hexi.models import RECOMPUTES, Documents, Job, presets
 from megatron_hexi.plan import validate_plan
 from megatron_hexi.planner import Request
-from megatron_hexi.planner.baselines import find_baselines, find_faster, race
-from megatron_hexi.planner.baselines.floor import Floor
+from megatron_hexi.planner.baselines import find_baselines, find_faster
+from megatron_hexi.planner.baselines.flags import FlagLayout, Floor
 from megatron_hexi.planner.baselines.rules import NAMES, UNIFORM
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.layouts.layout import build_plan
-from megatron_hexi.planner.layouts.trial import Judge
+from megatron_hexi.planner.layouts.trial import Judge, noting
 from tests.support.baselines import all_fixed, by_name, candidates, fleet_of, found
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.fleets import random_case, random_layouts, random_parallel_case, reproduce
 from tests.support.plans import examples
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "clusters"
-
-
-class CountingJudge(Judge):
-    """Remembers what it timed."""
-
-    timed: ClassVar[Counter] = Counter()
-
-    def try_out(self, fleet, layouts, window):
-        trial = super().try_out(fleet, layouts, window)
-        self.timed[trial.plan] += 1
-        return trial
 
 
 def everything_timed(fleet, data_parallel):
@@ -108,7 +96,7 @@ def test_flags_that_are_not_fixed_are_the_best_of_all(fixed, memory):
             continue
         best, _ = min(fitting, key=lambda pair: pair[0].iteration_s)
         assert one.trial.iteration_s == pytest.approx(best.iteration_s, rel=1e-8)
-        chosen = one.trial.fleet.job
+        chosen = one.trial.job
         assert all(getattr(chosen, name) == getattr(job, name) for name in fixed)
         assert f"TP {chosen.tensor_parallel}, PP {chosen.pipeline_parallel}" in one.layout
         assert (f", recompute {chosen.recompute}:" in one.layout) == (chosen.recompute != "none")
@@ -134,12 +122,11 @@ def test_where_nothing_fits_the_shortage_is_named():
         assert one.layout
 
 
-def test_each_plan_is_timed_once(monkeypatch):
-    monkeypatch.setattr(race, "Judge", CountingJudge)
-    monkeypatch.setattr(CountingJudge, "timed", Counter())
+def test_each_plan_is_timed_once():
     fleet = fleet_of([("a", "DOUBLE", 4), ("b", "PLAIN", 4)], tiny_job(global_batch_size=4), bandwidth=1)
-    _, trials = find_baselines(all_fixed(fleet.job), fleet.cluster)
-    timed = CountingJudge.timed
+    timed: Counter = Counter()
+    with noting(lambda candidate: timed.update([candidate.plan])):
+        _, trials = find_baselines(all_fixed(fleet.job), fleet.cluster)
     assert set(timed.values()) == {1}
     assert len(timed) == trials
     assert {plan.exchange.window for plan in timed} == {1, 2, 4}
@@ -234,13 +221,14 @@ def test_the_lower_bound_is_below_any_layout_s_time(seed, attention, dealt):
         return
     several = [random_layouts(random, fleet, None) for _ in range(3)]
     trials = [Judge(fleet).try_out(fleet, layouts, 1 + seed % 4) for layouts in several]
-    floor = Floor(fleet, several)
-    fitting, seconds = floor.may_fit(), floor.seconds()
-    for trial, may_fit, least_s in zip(trials, fitting, seconds, strict=True):
+    layouts = [FlagLayout(fleet, each) for each in several]
+    floor = Floor(layouts)
+    fullness, seconds = floor.fullness(job), floor.seconds(job)
+    for trial, fullest, least_s in zip(trials, fullness, seconds, strict=True):
         assert 0 < least_s <= trial.iteration_s * (1 + 1e-9), reproduce(text, job)
-        assert may_fit or not trial.fits, reproduce(text, job)
+        assert 0 < fullest <= trial.timing.fullness * (1 + 1e-9), reproduce(text, job)
     # Each is bounded by itself.
-    assert Floor(fleet, several[1:2]).seconds()[0] == pytest.approx(seconds[1], rel=1e-12)
+    assert Floor(layouts[1:2]).seconds(job)[0] == pytest.approx(seconds[1], rel=1e-12)
 
 
 @given(st.integers(0, 2**20), st.sampled_from(["plain", "windows", "kinds"]))
@@ -261,14 +249,16 @@ def test_the_lower_bound_is_below_any_interleaved_layout_s_time(seed, attention)
     fleet = find_units(job, known)
     layouts = random_layouts(random, fleet, 1)
     assume(sum(len(part.units) for part in layouts[0].parts) == len(fleet.units))
-    for own in (fleet, replace(fleet, job=replace(job, virtual_stages=chunks))):
-        floor, trial = Floor(own, [layouts]), Judge(own).try_out(own, layouts, 1)
+    floor = Floor([FlagLayout(fleet, layouts)])
+    for own in (job, replace(job, virtual_stages=chunks)):
+        (least_s,), (fullest,) = floor.seconds(own), floor.fullness(own)
         if layouts[0].micro_batches % stages:
-            assert own is fleet or floor.seconds()[0] == math.inf
+            assert own is job or least_s == math.inf
             continue
-        assert trial.job.virtual_stages == own.job.virtual_stages
-        assert 0 < floor.seconds()[0] <= trial.iteration_s * (1 + 1e-9)
-        assert floor.may_fit()[0] or not trial.fits
+        trial = Judge(replace(fleet, job=own)).try_out(replace(fleet, job=own), layouts, 1)
+        assert trial.job.virtual_stages == own.virtual_stages
+        assert 0 < least_s <= trial.iteration_s * (1 + 1e-9)
+        assert 0 < fullest <= trial.timing.fullness * (1 + 1e-9)
 
 
 @given(NODES, JOBS)

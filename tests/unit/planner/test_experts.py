@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -21,13 +22,14 @@ from megatron_hexi.models import Model, job_of_plan
 from megatron_hexi.plan import Domain, Group, Member, validate_plan
 from megatron_hexi.plan.units import expert_domains, rank_gpus
 from megatron_hexi.planner import find_plan
-from megatron_hexi.planner.baselines.expert_flags import EqualFloor, ExpertFlags
-from megatron_hexi.planner.baselines.expert_parallel import best_equal, equal_plan, spell_equal
+from megatron_hexi.planner.baselines import find_baselines, find_faster
+from megatron_hexi.planner.baselines.flags import Floor
 from megatron_hexi.planner.expert_placement import ExpertRule, expert_rules, placement, spread_experts
 from megatron_hexi.planner.features import USES, means_of
 from megatron_hexi.planner.joint.stage_tables import static_bytes
 from megatron_hexi.planner.request import Request
 from megatron_hexi.report.planned import expert_lines
+from tests.support.baselines import expert_layout
 from tests.support.costs import cluster, tiny_job
 from tests.support.plans import examples
 
@@ -112,7 +114,7 @@ def test_equal_experts_can_be_asked_for(planned):
 
 def test_faster_gpus_hold_more_experts():
     """On links that take no time one expert domain of all GPUs is best, with experts by their speed."""
-    plan = equal_plan(ExpertFlags(1, 1, 4, 4, 1), dataclasses.replace(JOB, recompute="none"), 4)
+    plan, _ = expert_layout(JOB, MIXED, 1, 1, 4, 4, 1).plan(JOB, 1)
     (stage,) = plan.replicas[0].stages
     (domain,) = spread_experts(stage.domains, TOTAL, None, lambda rank: 2.0 if rank < 2 else 1.0)
     counts = [stop - start for m in domain.members for start, stop in m.experts or ()]
@@ -133,16 +135,17 @@ def test_faster_gpus_hold_more_experts():
 @pytest.mark.parametrize(
     ("flags", "replicas", "domains", "expert_ranks"),
     [
-        (ExpertFlags(1, 1, 2, 2, 1), 4, 1, 2),
-        (ExpertFlags(1, 1, 2, 4, 2), 2, 2, 4),  # two replicas of Megatron's are one of ours
-        (ExpertFlags(2, 1, 2, 8, 2), 1, 2, 8),
-        (ExpertFlags(2, 1, 1, 2, 1), 4, 1, 2),
+        ((1, 1, 2, 2, 1), 4, 1, 2),
+        ((1, 1, 2, 4, 2), 2, 2, 4),  # two replicas of Megatron's are one of ours
+        ((2, 1, 2, 8, 2), 1, 2, 8),
+        ((2, 1, 1, 2, 1), 4, 1, 2),
     ],
 )
 def test_equal_layouts_are_megatrons(flags, replicas, domains, expert_ranks):
-    job = dataclasses.replace(JOB, tensor_parallel=flags.tensor, micro_batch_size=flags.merged)
-    plan = equal_plan(flags, job, 8)
+    layout = expert_layout(JOB, cluster([("fast", "DOUBLE", 8)]), *flags)
+    plan, job = layout.plan(layout.fleet.job, 1)
     validate_plan(plan)
+    assert job.micro_batch_size == domains
     assert len(plan.replicas) == replicas
     assert all(len(stage.domains) == domains for stage in plan.stages)
     assert plan.members[-1].ranks[-1] == 7
@@ -154,39 +157,41 @@ def test_equal_layouts_are_megatrons(flags, replicas, domains, expert_ranks):
 
 def test_what_is_fixed_stays_in_equal_layouts():
     request = Request(dataclasses.replace(JOB, tensor_parallel=2), fixed=frozenset({"tensor_parallel"}))
-    best, trials = best_equal(request, MIXED)
+    best, trials = find_faster(request, MIXED, math.inf)
     assert best is not None
     assert trials > 0
     assert all(len(member.ranks) == 2 for member in best.plan.members)
-    assert spell_equal(best, MIXED).startswith("TP 2, PP 1, ")
+    equal, _ = find_baselines(request, MIXED)[0]
+    assert equal.layout.startswith("TP 2, PP 1, ")
 
 
 def test_equal_layouts_are_tried_on_the_gpus_of_each_model_alone():
     """Slow GPUs that hold fast ones up by more than their share of the work are left out."""
     uneven = cluster([("fast", "DOUBLE", 4), ("slow", "PLAIN", 2)], 50)
-    best, _ = best_equal(Request(JOB), uneven)
+    best, _ = find_faster(Request(JOB), uneven, math.inf)
     assert best is not None
     assert best.plan.gpus == (0, 1, 2, 3)
-    assert spell_equal(best, uneven).startswith("4 DOUBLE alone: TP ")
-    alone, _ = best_equal(Request(JOB), uneven.without({1}))
+    _, homogeneous = find_baselines(Request(JOB), uneven)[0]
+    assert homogeneous.layout.startswith("4 DOUBLE alone: TP ")
+    alone, _ = find_faster(Request(JOB), uneven.without({1}), math.inf)
     assert alone is not None
     assert alone.iteration_s == pytest.approx(best.iteration_s)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("sizes", [(1, 1, 4, 4, 1), (2, 1, 2, 4, 2), (1, 1, 1, 2, 1), (1, 3, 2, 2, 2)])
-@pytest.mark.parametrize("nodes", [[("fast", "DOUBLE", 6)], [("fast", "DOUBLE", 3), ("slow", "PLAIN", 3)]])
-def test_the_floor_of_an_equal_layout_is_below_its_time(recompute, sizes, nodes):
+@pytest.mark.parametrize("kinds", [("DOUBLE",), ("DOUBLE", "PLAIN")])
+def test_the_floor_of_an_equal_layout_is_below_its_time(recompute, sizes, kinds):
     """And its least memory is below what it needs: no layout that fits is passed over."""
-    flags, on = ExpertFlags(*sizes), cluster(nodes, 5)
-    gpus = flags.tensor * flags.pipeline * flags.context * max(1, flags.merged)
-    on = on if gpus == 6 else cluster([(name, kind, gpus // len(nodes)) for name, kind, _ in nodes], 5)
-    floor = EqualFloor(Request(JOB), on)
-    job = dataclasses.replace(JOB, tensor_parallel=flags.tensor, micro_batch_size=flags.merged)
-    plan = equal_plan(flags, dataclasses.replace(job, recompute=recompute), gpus)
-    timing = CostModel(dataclasses.replace(job, recompute="none"), on).timing(plan)
-    assert 0.3 * timing.phases.total < floor.seconds(flags, recompute) <= timing.phases.total
-    assert floor.may_fit(flags, recompute) or not timing.fits
+    width, depth, context, expert, _ = sizes
+    each = depth * max(width * context, expert) // len(kinds)
+    on = cluster([(kind, kind, each) for kind in kinds], 5)
+    layout = expert_layout(JOB, on, *sizes)
+    asked = dataclasses.replace(layout.fleet.job, recompute=recompute)
+    plan, job = layout.plan(asked, 1)
+    timing, floor = CostModel(job, on).timing(plan), Floor([layout])
+    assert 0.3 * timing.phases.total < floor.seconds(asked)[0] <= timing.phases.total
+    assert 0.5 * timing.fullness < floor.fullness(asked)[0] <= timing.fullness
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])

@@ -8,7 +8,7 @@ from megatron_hexi.cost import CostModel
 from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan import validate_plan
 from megatron_hexi.planner import Request, find_plan
-from megatron_hexi.planner.baselines.uneven_layers import best_uneven, spell_uneven
+from megatron_hexi.planner.baselines.race import best_uneven, spell_uneven
 from tests.support.fleets import read_text
 
 MIXED = """\
