@@ -17,7 +17,7 @@ from benchmarks.published.orders import orders
 from benchmarks.published.page import write_page
 from benchmarks.published.picture import draw
 from benchmarks.published.predict import Comparison, compare
-from benchmarks.published.summary import errors
+from benchmarks.published.summary import by_sort, errors
 from benchmarks.published.tables import tables
 from benchmarks.published.variants import VARIANTS, changed, time_errors
 
@@ -52,7 +52,9 @@ def _print(results: Mapping[str, Sequence[Comparison]]) -> None:
             print(f"  {row.row:44} {numbers} {row.unit:15} {row.error:+7.1%}")
     for what in ("time", "memory"):
         found = errors([row for rows in results.values() for row in rows if row.what == what])
-        print(f"{what}: {found.rows} rows, median {found.median:.1%}, worst {found.worst:.1%}")
+        print(f"{what}, {found}")
+    for sort, found in by_sort([row for rows in results.values() for row in rows]):
+        print(f"{sort}, {found}")
     for order in (order for rows in results.values() for order in orders(rows)):
         found_order = f"rank correlation {order.correlation:+.2f}, the choice costs {order.regret:.1%}"
         print(f"{order.table}, {order.job}: {found_order}")

@@ -55,6 +55,7 @@ def job(row: Row) -> Job:
         overlap_gradients=row.overlap_gradients and not own,
         sequence_parallel=row.sequence_parallel,
         kernel=row.kernel,
+        expert_imbalance=row.imbalance,
         unfused=row.unfused,
     )
 
@@ -68,8 +69,26 @@ def training_plan(row: Row, job: Job) -> Plan:
         units = [tuple(range(first, first + row.tensor)) for first in range(0, row.ranks, row.tensor)]
         fleet = stages_in_turn(flags, equal_cluster(row), units)
         layout = FlagLayout(fleet, consecutive(fleet, row.data, 1), expert=row.expert)
-        return layout.plan(flags, window=1)[0]
+        plan = layout.plan(flags, window=1)[0]
+        return _by_node(plan, site(row.cluster).gpus) if row.by_node else plan
     return mixed_plan(row, job) if row.layers else equal_plan(row, job)
+
+
+def _by_node(plan: Plan, gpus: int) -> Plan:
+    """The same plan with tokens that travel once to each node of so many GPUs."""
+
+    def named(stage: Stage) -> Stage:
+        nodes: dict[int, list[int]] = {}
+        for rank in sorted(rank for member in stage.members for rank in member.ranks):
+            nodes.setdefault(rank // gpus, []).append(rank)
+        return replace(stage, expert_nodes=tuple(map(tuple, nodes.values())))
+
+    return replace(
+        plan,
+        replicas=tuple(
+            replace(replica, stages=tuple(map(named, replica.stages))) for replica in plan.replicas
+        ),
+    )
 
 
 def equal_cluster(row: Row) -> Cluster:

@@ -10,7 +10,7 @@ from textwrap import fill
 from benchmarks.published.orders import orders
 from benchmarks.published.picture import draw
 from benchmarks.published.predict import Comparison, misfit
-from benchmarks.published.summary import errors
+from benchmarks.published.summary import by_sort, errors
 from benchmarks.published.tables import left_out, tables
 from benchmarks.published.variants import VARIANTS, changed, time_errors
 from megatron_hexi.text_file import write_text_atomically
@@ -65,22 +65,20 @@ def _wrapped(text: str) -> str:
 def _bounds(results: Mapping[str, Sequence[Comparison]]) -> Iterator[str]:
     for what in ("time", "memory"):
         every = [row for rows in results.values() for row in rows if row.what == what]
-        yield f"- {what}, {_spread(every)}"
+        yield f"- {what}, {errors(every)}"
         for group in dict.fromkeys(table.group for table in tables()):
             names = {table.name for table in tables() if table.group == group}
             own = [row for row in every if row.table in names]
             if own and what == "time":
-                yield f"  - {group}, {_spread(own)}"
+                yield f"  - {group}, {errors(own)}"
+        if what == "time":
+            yield "- training by sort:"
+            yield from (f"  - {sort}, {found}" for sort, found in by_sort(every))
     regrets = [order.regret for rows in results.values() for order in orders(rows)]
     yield (
         f"- the model's choice of layout, {len(regrets)} jobs: takes {median(regrets):.1%} longer than the "
         f"fastest published in the median, {max(regrets):.1%} at worst"
     )
-
-
-def _spread(rows: Sequence[Comparison]) -> str:
-    found = errors(rows)
-    return f"{found.rows} rows: median {found.median:.1%}, worst {found.worst:.1%}"
 
 
 def _orders(results: Mapping[str, Sequence[Comparison]]) -> Iterator[str]:
@@ -101,8 +99,8 @@ def _left_out() -> Iterator[str]:
 
 def _overview(results: Mapping[str, Sequence[Comparison]]) -> Iterator[str]:
     """A line for each table and unit, with its worst row."""
-    yield "| table | rows | median error | worst | published | predicted | in row |"
-    yield "|---|---:|---:|---:|---:|---:|---|"
+    yield "| table | year | rows | median error | worst | published | predicted | in row |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---|"
     for table in tables():
         for unit in dict.fromkeys(row.unit for row in results[table.name]):
             rows = [row for row in results[table.name] if row.unit == unit]
@@ -110,7 +108,7 @@ def _overview(results: Mapping[str, Sequence[Comparison]]) -> Iterator[str]:
             sizes = f"{len(rows)} | {found.median:.1%} | {worst.error:+.1%}"
             figures = " | ".join(_number(value) for value in (worst.published, worst.predicted))
             name = f"{table.name}, {unit.removesuffix(' a GPU')}"
-            yield f"| {name} | {sizes} | {figures} | {worst.row} |"
+            yield f"| {name} | {table.year} | {sizes} | {figures} | {worst.row} |"
 
 
 def _variants() -> Iterator[str]:

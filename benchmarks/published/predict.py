@@ -5,6 +5,8 @@ What others do otherwise than Megatron with a plan is carried over here, each by
 - an interleaved schedule of v chunks a stage with experts fills and drains in one v-th (Narayanan et al.,
   arXiv 2104.04473, section 2.2): the bubble counts 1 / v. Without experts it is Megatron's, which jobs state;
 - sums inside units that hide behind matrix products (`hidden_sums`) count nothing;
+- all-to-alls to experts hide behind another micro-batch's work (1F1B overlap) by 0.3655, as Megatron Bridge
+  measured with Qwen3-30B (skills/nemo-mbridge-perf-moe-optimization-workflow/SKILL.md): `hidden_experts`;
 - InternEvo's ranks send their parts of the weights one after the other, in broadcasts of their own
   (hybrid_zero_optim.py, `broadcast_params`): each has the latencies of a ring in NCCL's own tables, by LL128
   1.9 us a GPU and 4 us a node (https://github.com/NVIDIA/nccl/blob/01afd20/src/graph/tuning.cc), and all are
@@ -85,6 +87,8 @@ class Comparison:
         published: by the source, converted.
         predicted: by the cost model.
         job: what was trained on what, whatever the layout.
+        sort: kind of the training: dense, or where its experts are; empty: a part of one.
+        year: of the software.
     """
 
     table: str
@@ -94,6 +98,8 @@ class Comparison:
     published: float
     predicted: float
     job: str = ""
+    sort: str = ""
+    year: int = 0
 
     @property
     def error(self) -> float:
@@ -123,13 +129,27 @@ def _comparison(table: Table, row: Row, unit: str, published: float, predicted: 
     name = row.model.partition("-of-")[0]  # with another number of layers, where stages are not equal
     batch = row.way or f"{row.batch} x {row.context}K"
     trained = f"{name}, {row.ranks} {row.cluster} GPUs, {batch}, {job(row).precision}"
-    return Comparison(table.name, table.label.format(row=row), what, unit, published, predicted, trained)
+    if row.release:
+        trained += f", release {row.release}"
+    label = table.label.format(row=row)
+    return Comparison(
+        table.name, label, what, unit, published, predicted, trained, _sort(table, row), table.year
+    )
+
+
+def _sort(table: Table, row: Row) -> str:
+    if table.kind != "training":
+        return ""
+    if not row.expert:
+        return "dense"
+    return "experts across nodes" if row.expert > site(row.cluster).gpus else "experts inside a node"
 
 
 def _training(table: Table, row: Row) -> Iterator[Comparison]:
     wanted, timing = _timed(row)
     phases = timing.phases
     hidden = phases.tensor_parallel if row.hidden_sums else 0.0
+    hidden += row.hidden_experts * phases.all_to_all
     seconds = phases.total - hidden - phases.bubble * (1 - wanted.virtual_stages / row.chunks)
     if row.broadcast:
         seconds += _broadcasts(row, timing)

@@ -36,6 +36,11 @@ class Row:
         data: replicas.
         parallel: context-parallel size.
         expert: expert-parallel size; 0: the model has no experts.
+        by_node: whether a token travels once to each node with some of its experts (DeepEP, HybridEP).
+        imbalance: as `Job.expert_imbalance`; 0: routing was forced to be equal.
+        hidden_experts: part of the all-to-alls to experts that hide behind another micro-batch.
+        release: of the software, where a table has several.
+        note: what tells rows of one layout apart.
         batch: sequences of an iteration.
         micro: sequences of a micro-batch.
         precision: as `Job`'s.
@@ -73,6 +78,11 @@ class Row:
     data: int = 1
     parallel: int = 1
     expert: int = 0
+    by_node: bool = False
+    imbalance: float = Job.expert_imbalance
+    hidden_experts: float = 0.0
+    release: str = ""
+    note: str = ""
     batch: int = 1
     micro: int = 1
     precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
@@ -119,6 +129,7 @@ class Table:
         name: for people, and for the page.
         label: of a row, with its fields in braces.
         title: likewise.
+        year: of the software.
         kind: what is predicted.
         source: where they were published.
         assumed: of what the source leaves open.
@@ -130,6 +141,7 @@ class Table:
     name: str
     label: str
     title: str
+    year: int
     kind: Literal["training", "attention", "stages", "layers"]
     source: str
     assumed: str
@@ -260,6 +272,7 @@ def _rows(fields: dict[str, Any], gpus: list[int]) -> Iterator[Row]:
     """One; or one for each number of GPUs."""
     for name in {"layers", "unfused"} & fields.keys():
         fields[name] = tuple(fields[name])
+    fields["release"] = str(fields.get("release", ""))
     if gpus == [0]:
         yield Row(**fields)
         return

@@ -31,12 +31,15 @@ _ROUTED = Calls(70, 55)
 #: Of the products of one expert in Transformer Engine's grouped layer, two forward and four backward, each a
 #: launch from C++; and in fp8 of casts, and of scales laid out for each factor.
 _EXPERT, _EXPERT_FP8 = Calls(2, 4), Calls(8, 14)
+#: Of adding one expert's bias: two calls from Python, which are six launches, and four launches backward.
+_BIAS = Calls(6, 4)
 #: Of a call from Python, what a launch from C++ takes: 5 of 15 us.
 _LAUNCH = 1 / 3
 
 
-def expert_calls(count: Ints, *, in_fp8: bool) -> Calls:
+def expert_calls(count: Ints, *, in_fp8: bool, biased: bool = False) -> Calls:
     """Return the kernel launches of each pass of routed experts, for units that hold `count` experts, [U]."""
     each = _EXPERT_FP8 if in_fp8 else _EXPERT
+    forward, backward = (own + more * biased for own, more in zip(each, _BIAS, strict=True))
     launches: Floats = _LAUNCH * np.asarray(count, dtype=float)
-    return Calls(_ROUTED.forward + launches * each.forward, _ROUTED.backward + launches * each.backward)
+    return Calls(_ROUTED.forward + launches * forward, _ROUTED.backward + launches * backward)

@@ -21,7 +21,7 @@ from megatron_hexi.cost.compute import Speeds, layer_factors, rates
 from megatron_hexi.cost.expert_messages import ExpertExchanges, ExpertRanks
 from megatron_hexi.cost.fp8 import cast_bytes
 from megatron_hexi.cost.layer import ExpertCycle
-from megatron_hexi.cost.moved_bytes import CAST_PACE, activation_elements
+from megatron_hexi.cost.moved_bytes import CAST_PACE, routed_activation, routed_elements
 from megatron_hexi.cost.products import Products, Times, product_seconds
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh.experts import ExpertDomain, job_experts
@@ -32,11 +32,10 @@ from megatron_hexi.plan.terms import Precision
 #: Rows of the rank whose experts are busiest, in standard deviations above the mean.
 _DEVIATIONS = 2
 #: Part of a single product's rate, at the rows of an expert, that torch's grouped products reach on an H100:
-#: 0.83 to 0.98, mean 0.89, of nine sizes (docs/results/one-gpu.md).
+#: 0.83 to 0.98, mean 0.89, of nine sizes (docs/results/one-gpu.md). Transformer Engine's reached 628 and 554
+#: TFLOP/s with 8 experts of 4,096 rows and 16 of 2,048, 2048 x 768, where this says 573
+#: (https://github.com/NVIDIA/TransformerEngine/pull/2045).
 GROUPED_SHARE = 0.89
-#: Elements that a routed row reads and writes outside the products, in units of h: gathered by destination,
-#: sorted by expert, and both undone (equally forward and backward).
-_PERMUTED = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,15 +166,17 @@ def routed_times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Float
         layer_factors(speeds, job),
     )
     element = rows * job.element_bytes / speeds.memory
-    moved = _PERMUTED * job.model.hidden_size * element
-    activation, host = activation_elements(job), speeds.call_s * (rows > 0)
-    forward = products.forward + moved + activation.forward * width * element
-    backward = products.backward + moved + activation.backward * width * element
+    moved, activation = routed_elements(job, in_fp8=speeds.in_fp8), routed_activation(job)
+    host = speeds.call_s * (rows > 0)
+    forward, backward = (
+        seconds + (model.hidden_size * of_row + width * of_column) * element
+        for seconds, of_row, of_column in zip(products, moved, activation, strict=True)
+    )
     if speeds.in_fp8:
         cast = CAST_PACE * cast_bytes(job.fp8_recipe, speeds.fp8_copies) * rows / speeds.memory
         forward = forward + cast * (model.hidden_size + width)
         backward = backward + cast * (model.hidden_size + columns)
-    calls = expert_calls(count, in_fp8=speeds.in_fp8)
+    calls = expert_calls(count, in_fp8=speeds.in_fp8, biased=model.biases)
     return Times(np.maximum(forward, host * calls.forward), np.maximum(backward, host * calls.backward))
 
 

@@ -97,6 +97,32 @@ def activation_elements(job: Job) -> Ways:
     return _apart(job, "activation", _GATED, _GATED_UNFUSED) if job.model.gated else _ACTIVATION
 
 
+def routed_activation(job: Job) -> Ways:
+    """Return those of an expert's activation, which weighs by probabilities (fused_bias_swiglu.py).
+
+    The gradients of probabilities are a sum over columns, which reads the inputs and the gradient again.
+    """
+    forward, backward = activation_elements(job)
+    return Ways(forward, backward + 2 + job.model.gated)
+
+
+def routed_elements(job: Job, *, in_fp8: bool = False) -> Ways:
+    """Return the elements that a row of one of k experts reads and writes outside products, times h.
+
+    Megatron's alltoall dispatcher (moe_utils.py) gathers rows from tokens, sorts them by expert, sorts the
+    results back and adds them up in tokens. In one kernel gathering and adding up touch each token once,
+    1 + 1 / k; a sort 2. Apart, index_select gathers with 2, and scatter_add_ clears the tokens 1 / k, reads a
+    row and its sum and writes the sum 3; backward the other way round.
+    fp8: rows of each expert are copied to padded ones 2, and results back 2, both ways.
+    Biases of second matrices (experts.py, `_apply_bias`): times probabilities 1, added 3, put together 2;
+    backward gradients put together 2, those of biases and of probabilities 3 each.
+    """
+    (experts,) = job.model.routed
+    each = 9 + 1 / experts.active if "permutation" in job.unfused else 6 + 2 / experts.active
+    padded, biased = 4 * in_fp8, job.model.biases
+    return Ways(each + padded + 6 * biased, each + padded + 8 * biased)
+
+
 def loss_bytes(job: Job) -> Ways:
     """Return the bytes of the cross entropy of a row, as Megatron's vocab_parallel_cross_entropy.
 

@@ -22,7 +22,7 @@ from megatron_hexi.plan.terms import Fp8Recipe, Precision, Recompute, join_kerne
 RecomputeMode = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 #: Operations of which Megatron knows one kernel and several.
-Fusible = Literal["norms", "rotary", "activation", "loss", "gradients", "optimizer"]
+Fusible = Literal["norms", "rotary", "activation", "permutation", "loss", "gradients", "optimizer"]
 FUSIBLES: tuple[Fusible, ...] = get_args(Fusible)
 #: Precisions in which the runtime trains.
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -78,9 +78,10 @@ class Job:
         documents: documents of which sequences are packed, each of which attends within itself; ``None``:
             each sequence is one document.
         unfused: operations that are several kernels each in place of one: norms of torch, rotary embedding
-            (--no-rope-fusion), activation with its gate (--no-bias-swiglu-fusion), loss (without
-            --cross-entropy-loss-fusion), addition of gradients (--no-gradient-accumulation-fusion), torch's
-            optimizer. Norms and optimizer are of Transformer Engine, or of apex where that is there.
+            (--no-rope-fusion), activation with its gate (--no-bias-swiglu-fusion), permutation of the rows of
+            experts (without --moe-permute-fusion), loss (without --cross-entropy-loss-fusion), addition of
+            gradients (--no-gradient-accumulation-fusion), torch's optimizer. Norms and optimizer are of
+            Transformer Engine, or of apex where that is there.
         lora_rank: rank of the adapters (LoRA, DoRA) beside each matrix of the layers, which alone are
             trained; 0: all weights are.
 
@@ -106,7 +107,7 @@ class Job:
     latent_exchange: bool = False
     expert_imbalance: float = EXPERT_IMBALANCE
     documents: Documents | None = None
-    unfused: tuple[Fusible, ...] = ("loss",)
+    unfused: tuple[Fusible, ...] = ("permutation", "loss")
     lora_rank: int = 0
     fp8_recipe: Fp8Recipe = "delayed"
 

@@ -34,7 +34,7 @@ _MEGATRON_DEFAULTS = {
 _KERNELS = frozenset(
     (
         *("--transformer-impl", "--no-rope-fusion", "--no-bias-swiglu-fusion", "--disable-jit-fuser"),
-        *("--cross-entropy-loss-fusion", "--no-gradient-accumulation-fusion"),
+        *("--moe-permute-fusion", "--cross-entropy-loss-fusion", "--no-gradient-accumulation-fusion"),
     )
 )
 #: Sizes of vocabularies: of tokenizers that have one only, and of others where nothing says it.
@@ -236,7 +236,10 @@ def _unfused(args: Namespace) -> tuple[Fusible, ...]:
     apart: dict[Fusible, bool] = {
         "norms": lacks,
         "rotary": not args.apply_rope_fusion,
-        "activation": args.swiglu and (args.disable_jit_fuser or not args.bias_swiglu_fusion),
+        # A value to clamp at is applied before the fused kernel.
+        "activation": args.activation_func_clamp_value is not None
+        or (args.swiglu and (args.disable_jit_fuser or not args.bias_swiglu_fusion)),
+        "permutation": not args.moe_permute_fusion,
         "loss": not args.cross_entropy_loss_fusion,
         "gradients": not args.gradient_accumulation_fusion,
         "optimizer": lacks,
