@@ -21,6 +21,7 @@ from megatron_hexi.cluster import MEMORY_MARGIN, PlannerRules
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import (
     FP8_RECIPES,
+    MODULES,
     PRECISIONS,
     RECOMPUTES,
     Job,
@@ -164,7 +165,12 @@ class Training(PackedDocuments):
         int | None, count_option("virtual_stages", "Chunks per stage, in interleaved 1F1B")
     ] = None
     recompute: Annotated[
-        str | None, job_option("recompute", f"What to recompute: {', '.join(RECOMPUTES)}", metavar="WHAT")
+        str | None,
+        job_option(
+            "recompute",
+            f"What to recompute: {', '.join(RECOMPUTES)}, or some of {', '.join(MODULES)}, with commas",
+            metavar="WHAT",
+        ),
     ] = None
     precision: Annotated[
         str | None,

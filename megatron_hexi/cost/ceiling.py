@@ -75,7 +75,7 @@ def attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
         max(max(getattr(passes, way).rates) for passes in (speeds.causal, speeds.full)) * 1e12
         for way in ("forward", "backward")
     )
-    passes = 1 if job.mode == "none" else 2
+    passes = 1 + (job.mode == "full" or "core_attn" in job.modules)
     return flops * (passes / forward + ATTENTION_BACKWARD / backward) + scans
 
 

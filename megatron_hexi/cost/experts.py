@@ -122,10 +122,22 @@ def expert_cycles(
             for own, held in zip(sections, placed, strict=True)
             if kind.model.routed
         ]
-        cycles = zip(compute, exchange, _by_domain(placed, compute), strict=True) if compute else ()
-        found.append([ExpertCycle(own, moves, longest - own) for own, moves, longest in cycles])
+        again = [activation_seconds(own, held) for own, held in zip(sections, placed, strict=True)]
+        slowest = _by_domain(placed, compute) if compute else []
+        cycles = zip(compute, exchange, slowest, again, strict=True) if compute else ()
+        found.append([ExpertCycle(own, moves, longest - own, act) for own, moves, longest, act in cycles])
     nothing = [None] * len(sections)
     return list(zip(*(cycles or nothing for cycles in found), strict=True))
+
+
+def activation_seconds(section: Section, held: ExpertsOnRanks) -> Floats:
+    """Return the seconds of the activation of each unit's experts in one layer, forward, [U]."""
+    job, (experts,) = section.job, section.job.model.routed
+    size = routed_activation(job).forward * job.element_bytes * experts.ffn_hidden_size
+    seconds = held.rows(job) * size / held.parts
+    for speeds, units in section.placement.stage.by_kind:
+        seconds[units] /= speeds.memory
+    return seconds
 
 
 def expert_times(section: Section, held: ExpertsOnRanks, precision: Precision) -> Times:

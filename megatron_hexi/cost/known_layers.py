@@ -43,7 +43,7 @@ class KnownLayers:
             return make()
         arrays = [plan.tokens, plan.starts, plan.stops, stage.kinds, stage.bandwidth, stage.latency]
         if experts is not None:
-            arrays += [experts.compute, experts.exchange, experts.wait]
+            arrays += [experts.compute, experts.exchange, experts.wait, experts.activation]
         key = (
             kind,
             section.window,

@@ -15,9 +15,8 @@ MLP alone is token work, at whose end members meet too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -40,6 +39,7 @@ from megatron_hexi.cost.mixing import Mixing, mixing_of
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.overlap import EntryTimes, ExchangePart, pass_ends
 from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.cost.recomputed import PassWork, work_again
 from megatron_hexi.models.job import Job
 
 
@@ -94,13 +94,16 @@ class Pass:
 class Layer:
     """Seconds of a layer's passes, and the keys that its exchange has in flight.
 
-    `attention_again` is recomputed core attention; ``None`` without selective recomputation.
+    Args:
+        again: pass of the modules that are computed again (`Job.modules`); ``None``: there are none.
+        experts: seconds of the routed experts in it.
     """
 
     forward: Pass
     backward: Pass
-    attention_again: Pass | None
+    again: Pass | None
     flights: Flights
+    experts: ExpertCycle
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,11 +114,13 @@ class ExpertCycle:
         compute: work on the unit's experts.
         exchange: both all-to-alls, until the last rank of the expert domain has its rows.
         wait: wait for the rank of the expert domain that computes longest.
+        activation: seconds of the activation forward, [U].
     """
 
     compute: Floats
     exchange: Floats
     wait: Floats
+    activation: Floats
 
     @property
     def total(self) -> Floats:
@@ -180,10 +185,12 @@ def layer_times(
     mixing = mixing_of(plan, job)
     token, own = unit_times(mixing, rows, job, stage)
     if experts is None:
-        experts = ExpertCycle(*np.zeros((3, *token.shape)))
-    sums = len(job.model.parts) * tensor_parallel_seconds(
+        nothing = np.zeros(token.shape)
+        experts = ExpertCycle(nothing, nothing, nothing, np.zeros(len(rows)))
+    part_sums = tensor_parallel_seconds(
         job, rows, stage.bandwidth, stage.latency, np.logical_and(stage.in_fp8, job.precision == "fp8")
     )
+    sums = len(job.model.parts) * part_sums
     inward, outward = all_to_alls(mixing, links, stage.gpus, job.tensor_parallel)
     share, in_halves = mixing.first_share, mixing.in_halves
     first = own * share
@@ -212,37 +219,55 @@ def layer_times(
         wire += (halves.shown + halves.hidden).max(axis=1)
     wire += experts.exchange.max(axis=1)
 
-    def assemble(way: int, whole: bool = True) -> Pass:
-        start, (out, out_first) = begin[way] if whole else enter[way], leaving[:, way]
+    def assemble(way: int, work: PassWork, start: Floats) -> Pass:
+        out, out_first = leaving[:, way]
         entry = EntryTimes(start - late[way], late[way], first[way], own[way] - first[way])
         ends = pass_ends(way > 0, steps, entry, window, 1 + in_halves, last_rest)
         end, first_end = by_group(plan, np.stack(ends))
         leave = np.maximum(first_end + out_first - end, 0.0) + out
-        nothing = np.zeros(len(rows))
         return Pass(
-            token=token[way] if whole else nothing,
-            tensor_parallel=sums if whole else nothing,
+            **work._asdict(),
             all_to_all_in=enter[way],
             begin=start,
             attention=attention[way],
             end=ends.whole,
             all_to_all_out=leave,
             finish=end + leave,
-            experts=experts.compute[way] if whole else nothing,
-            expert_exchange=experts.exchange[way] if whole else nothing,
-            expert_wait=experts.wait[way] if whole else nothing,
             wire=float(wire[way]),
         )
 
     again = None
-    if job.mode == "selective":  # core attention, which other layers lack
-        again = assemble(0, whole=False) if mixing.is_attention else _no_pass(len(rows))
-    return Layer(assemble(0), assemble(1), again, Flights(received, sent))
+    if job.modules:
+        repeated = work_again(job, stage, rows, part_sums, experts)
+        ready = by_group(plan, sum(repeated, np.zeros(len(rows))))
+        if "core_attn" in job.modules and mixing.is_attention:
+            again = assemble(0, repeated, ready + enter[0])
+        else:
+            again = _without_attention(repeated, ready)
+    forward, backward = (
+        assemble(
+            way,
+            PassWork(token[way], sums, experts.compute[way], experts.exchange[way], experts.wait[way]),
+            begin[way],
+        )
+        for way in range(2)
+    )
+    return Layer(forward, backward, again, Flights(received, sent), experts)
 
 
-def _no_pass(units: int) -> Pass:
-    nothing: dict[str, Any] = {field.name: np.zeros(units) for field in fields(Pass)}
-    return Pass(**(nothing | {"wire": 0.0}))
+def _without_attention(work: PassWork, ready: Floats) -> Pass:
+    """Return a pass without attention, which a group ends at `ready`, [U]."""
+    nothing = np.zeros(len(ready))
+    return Pass(
+        **work._asdict(),
+        all_to_all_in=nothing,
+        begin=ready,
+        attention=nothing,
+        end=ready,
+        all_to_all_out=nothing,
+        finish=ready,
+        wire=float(work.expert_exchange.max()),
+    )
 
 
 def _parts(chunk: Chunk, work: Floats, there: Floats, home: Floats) -> Iterator[list[ExchangePart]]:

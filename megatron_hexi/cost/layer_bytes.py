@@ -7,10 +7,11 @@ k KV heads likewise, D size of a head's query and key, V of its value, e bytes a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.arrays import Bools, Floats
 from megatron_hexi.models.job import Job
 
 #: Micro-batches whose rows a rank holds at a border between stages beside its activations: on either side the
@@ -73,6 +74,63 @@ def routed_working_bytes(job: Job) -> float:
     return job.element_bytes * columns
 
 
+class Freed(NamedTuple):
+    """Bytes that modules which are computed again (`Job.modules`) do not keep, outside attention.
+
+    Args:
+        mixer: bytes of a token before the mixer.
+        feed_forward: bytes of a token before the MLP or the experts, and inside those that see every token.
+        routed: bytes of a row of the routed experts.
+    """
+
+    mixer: float = 0.0
+    feed_forward: float = 0.0
+    routed: float = 0.0
+
+
+def separate_norms(job: Job) -> tuple[bool, bool]:
+    """Return whether the norms before mixer and feed-forward part are modules of their own.
+
+    Only those can be computed again by themselves. Transformer Engine's layers have them before latent
+    attention and before experts (megatron/core/models/gpt/gpt_layer_specs.py), and fuse others with a matrix.
+    """
+    is_local = "norms" in job.unfused
+    return job.model.mixer.norm_apart[is_local], job.model.feed_forward.norm_apart[is_local]
+
+
+def freed_bytes(job: Job) -> Freed:
+    """Return the bytes that one layer does not keep because modules are computed again.
+
+    ``layernorm``: output of a norm h, where the norm is a module. ``mlp``, ``shared_experts`` and ``moe``:
+    first output and activation, and of an MLP whose norm is fused with its first matrix the norm's output, as
+    the input of the MLP is then the norm's. ``moe``: all that is kept of a routed row; ``moe_act``: its
+    activation.
+    """
+    model, modules, factor = job.model, job.modules, _factor_bytes(job)
+    if not modules:
+        return Freed()
+    norm = factor * model.hidden_size / job.row_parts
+    of_mixer, of_feed_forward = separate_norms(job)
+    inside = 0.0
+    if feed_forward_again(job):
+        how = model, job.tensor_parallel, job.row_parts, job.latent_exchange
+        columns = model.feed_forward.row_columns(*how)
+        inside = job.element_bytes * columns.kept + factor * columns.inputs + norm * (not of_feed_forward)
+    routed = routed_row_bytes(job) if "moe" in modules else 0.0
+    if "moe_act" in modules and not routed:
+        routed = factor * sum(experts.ffn_hidden_size for experts in model.routed)
+    norm *= "layernorm" in modules
+    return Freed(norm * of_mixer, norm * of_feed_forward + inside, routed)
+
+
+def feed_forward_again(job: Job) -> bool:
+    """Whether the MLP of a layer, or its experts that see every token, are computed again."""
+    modules, model = job.modules, job.model
+    if model.routed:
+        return not modules.isdisjoint(("moe", "shared_experts"))
+    return "mlp" in modules and model.feed_forward in model.parts
+
+
 def token_qkv_bytes(job: Job) -> float:
     """Return the bytes of a token's query, key and value on one GPU; sent latent columns are one KV head."""
     model, tp = job.model, job.tensor_parallel
@@ -87,12 +145,17 @@ def kept_weights(job: Job) -> list[float]:
     """
     if len(job.kinds) == 1 or job.mode == "full":
         return [1] * len(job.kinds)
-    return [
-        token_activation_bytes(kind)
-        + kind.model.mixer.attends * token_qkv_bytes(kind)
-        + sum(experts.active for experts in kind.model.routed) * routed_row_bytes(kind)
-        for kind in job.kinds
-    ]
+    found = []
+    for kind in job.kinds:
+        freed, active = freed_bytes(kind), sum(experts.active for experts in kind.model.routed)
+        found.append(
+            token_activation_bytes(kind)
+            - freed.mixer
+            - freed.feed_forward
+            + kind.model.mixer.attends * token_qkv_bytes(kind)
+            + active * (routed_row_bytes(kind) - freed.routed)
+        )
+    return found
 
 
 def attention_bytes(
@@ -110,12 +173,18 @@ def attention_bytes(
     projection keeps a copy of its own.
     """
     query, value = job.model.head_dim, job.model.value_dim
-    is_alone = (tokens == group_tokens) & (heads == job.model.heads // job.tensor_parallel)
+    is_alone = is_alone_in_group(job, tokens, group_tokens, heads)
     is_shared = query == value and not (job.precision == "fp8" and job.fp8_recipe == "delayed")
     output = np.where(is_alone, 0 if is_shared else job.model.kernel_dim, value)
     kept = heads * (query + output) + kv * job.exchanged_columns
     sequence = job.micro_batch_size * group_tokens
     return sequence * (kept * job.element_bytes + 4 * heads)
+
+
+def is_alone_in_group(job: Job, tokens: Floats | float, group_tokens: Floats, heads: Floats) -> Bools:
+    """Return whether units have all tokens and heads of their groups, [U]."""
+    alone: Bools = (tokens == group_tokens) & (heads == job.model.heads // job.tensor_parallel)
+    return alone
 
 
 def working_set_bytes(

@@ -12,6 +12,7 @@ from megatron_hexi.cost.arrays import Counts, Floats, Ints
 from megatron_hexi.cost.layer_bytes import (
     Flights,
     border_bytes,
+    freed_bytes,
     input_bytes,
     kept_weights,
     logit_bytes,
@@ -23,7 +24,7 @@ from megatron_hexi.cost.layer_bytes import (
 )
 from megatron_hexi.cost.library_bytes import workspace_bytes
 from megatron_hexi.cost.memory_terms import HostMemoryTerms, Memory
-from megatron_hexi.cost.mixer_bytes import mixer_bytes
+from megatron_hexi.cost.mixer_bytes import mixer_bytes, mlp_gradient_bytes
 from megatron_hexi.cost.model_part import ModelPart, Present
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.mesh import ROWS_ON_DEVICE
@@ -58,11 +59,8 @@ def weight_bytes(job: Job) -> WeightBytes:
     """Return the bytes that a job keeps for each of the model's weights."""
     trained, precision = job.trained_share, job.precision
     beside = trained if job.lora_rank else 0.0
-    return WeightBytes(
-        (1 + beside) * job.element_bytes,
-        trained * GRADIENT_BYTES[precision],
-        trained * OPTIMIZER_BYTES[precision],
-    )
+    state = OPTIMIZER_BYTES[precision] if job.state_bytes is None else job.state_bytes
+    return WeightBytes((1 + beside) * job.element_bytes, trained * GRADIENT_BYTES[precision], trained * state)
 
 
 #: Bytes that torch's allocator and cuBLAS (32 MiB a handle and stream on Hopper) keep, without CUDA's share,
@@ -232,8 +230,8 @@ def part_memory(
     """Return the peak bytes on one GPU of each unit, [U], by the names of `Memory`'s terms.
 
     Full recomputation keeps each layer's input (h e a token), and all activations of one layer, unless later
-    layers are not computed again, whose activations are free by then. Selective recomputation keeps query,
-    key and value in the tokens' layout, and one layer's activations of core attention. 1F1B keeps the
+    layers are not computed again, whose activations are free by then. Modules that are computed again keep
+    their inputs, and need one layer's activations of the module (`freed_bytes`). 1F1B keeps the
     activations of as many micro-batches as it runs forward before the backward pass; a ministage keeps those
     of one micro-batch, and the rows of all micro-batches that entered each ministage.
 
@@ -334,9 +332,21 @@ def _layer_memory(job: Job, held: Holdings, window: int) -> _LayerMemory:
     if job.mode == "full":
         again = input_bytes(job, held.tokens), np.zeros(np.shape(mixed.kept))
         return _LayerMemory(outside, mixed.kept, *again, mixed.working)
-    if job.mode == "selective":
-        return _LayerMemory(outside, mixed.kept, outside, mixed.kept_again, mixed.working_again)
-    return _LayerMemory(outside, mixed.kept, outside, mixed.kept, mixed.working)
+    if not job.modules:
+        return _LayerMemory(outside, mixed.kept, outside, mixed.kept, mixed.working)
+    freed = freed_bytes(job)
+    behind, routed = rows * freed.feed_forward, held.routed_rows * freed.routed
+    left = outside - rows * freed.mixer - behind - routed
+    # What is computed again is there while its gradients are.
+    inside = behind + rows * mlp_gradient_bytes(job)
+    experts = routed + held.routed_rows * routed_working_bytes(job)
+    if "moe" in job.modules:  # all of it at once
+        inside, experts = inside + routed, experts + behind
+    else:  # what routed rows kept is free by then
+        inside = inside - held.routed_rows * (routed_row_bytes(job) - freed.routed)
+    working = np.maximum(mixed.working_again + rows * freed.mixer, np.where(routed > 0, experts, 0.0))
+    working = np.maximum(working, np.where(behind > 0, inside, 0.0))
+    return _LayerMemory(outside, mixed.kept, left, mixed.kept_again, working)
 
 
 def token_bytes(

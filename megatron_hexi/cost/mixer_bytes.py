@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.layer_bytes import attention_bytes, token_qkv_bytes, working_set_bytes
+from megatron_hexi.cost.layer_bytes import (
+    attention_bytes,
+    is_alone_in_group,
+    token_qkv_bytes,
+    working_set_bytes,
+)
 from megatron_hexi.kinds import ShortConv, State
 from megatron_hexi.kinds.attention import SoftmaxAttention
 from megatron_hexi.kinds.part import LayerPart
@@ -28,7 +33,7 @@ class MixerBytes(NamedTuple):
     Args:
         kept: bytes that are kept for the backward pass.
         working: bytes that the layer needs at its peak, in the backward pass.
-        kept_again: bytes that are kept for the backward pass if core attention is recomputed.
+        kept_again: bytes that are kept where the job's modules are computed again.
         working_again: bytes that the layer needs at its peak in that case.
     """
 
@@ -47,7 +52,7 @@ def mixer_bytes(mixer: LayerPart, job: Job, held: Holdings, window: int) -> Mixe
         window: prefetch depth of the exchange, in steps.
     """
     del mixer, window
-    return _uncut(job, held, np.zeros(np.shape(held.heads)), _mlp_bytes(job, held))
+    return _uncut(job, held, np.zeros(np.shape(held.heads)), held.tokens * mlp_gradient_bytes(job))
 
 
 @mixer_bytes.register(ShortConv)
@@ -73,20 +78,26 @@ def _(mixer: State, job: Job, held: Holdings, window: int) -> MixerBytes:
     states = 8 * own * mixer.key_dim * mixer.head_dim / mixer.chunk
     scan = held.group_tokens * (element * (3 * columns + 2 * own * mixer.head_dim) + states)
     moved = 2 * held.tokens * mixer.columns / job.tensor_parallel * element
-    return _uncut(job, held, kept, np.maximum(_mlp_bytes(job, held), moved + scan))
+    return _uncut(job, held, kept, np.maximum(held.tokens * mlp_gradient_bytes(job), moved + scan))
 
 
 @mixer_bytes.register(SoftmaxAttention)
 def _(mixer: SoftmaxAttention, job: Job, held: Holdings, window: int) -> MixerBytes:
-    """Return the bytes of attention, the only mixer that selective recomputation computes again."""
+    """Return the bytes of attention, the only mixer of which modules are computed again.
+
+    ``core_attn`` keeps query, key and value as they come, in place of those in the heads' layout and of the
+    output; ``mla_up_proj`` does not keep those that come, which a unit alone in its group has in no other
+    layout.
+    """
     del mixer
-    kept = attention_bytes(job, held.tokens, held.group_tokens, held.heads, held.kv)
-    working = working_set_bytes(
-        job, held.tokens, held.group_tokens, held.heads, held.kv, held.flights, window
-    )
-    return MixerBytes(
-        kept, working, job.micro_batch_size * held.tokens * token_qkv_bytes(job), working + kept
-    )
+    sizes = held.tokens, held.group_tokens, held.heads
+    kept = attention_bytes(job, *sizes, held.kv)
+    working = working_set_bytes(job, *sizes, held.kv, held.flights, window)
+    inputs = job.micro_batch_size * held.tokens * token_qkv_bytes(job)
+    attends_again, made_again = "core_attn" in job.modules, "mla_up_proj" in job.modules
+    freed = np.where(made_again & (attends_again | is_alone_in_group(job, *sizes)), inputs, 0.0)
+    left = (inputs if attends_again else kept) - freed
+    return MixerBytes(kept, working, left, working + attends_again * kept + freed)
 
 
 def _uncut(job: Job, held: Holdings, kept: Floats, inside: Floats) -> MixerBytes:
@@ -99,8 +110,9 @@ def _uncut(job: Job, held: Holdings, kept: Floats, inside: Floats) -> MixerBytes
     return MixerBytes(kept, working, kept, working)
 
 
-def _mlp_bytes(job: Job, held: Holdings) -> Floats:
-    return held.tokens * (2 + job.model.gated) * job.columns.activated * job.element_bytes
+def mlp_gradient_bytes(job: Job) -> float:
+    """Return the bytes of a token's gradients of an MLP's first output and of its activation."""
+    return (2 + job.model.gated) * job.columns.activated * job.element_bytes
 
 
 def _own_heads(job: Job, state: State, heads: Floats) -> tuple[Floats, Floats]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from megatron_hexi.cost.fp8 import CAST_SHARE, cast_bytes
 from megatron_hexi.cost.memory import GRADIENT_BYTES
+from megatron_hexi.kinds.part import Columns
 from megatron_hexi.models.job import Fusible, Job
 
 #: Part of a memory's nominal bandwidth that streaming kernels reach. An estimate: BabelStream's triad reaches
@@ -68,20 +69,7 @@ def layer_elements(job: Job, fp8_copies: float = 0.0) -> Ways:
     model, columns = job.model, job.columns
     hidden = len(model.parts) * model.hidden_size / job.row_parts
     normed = (1 + model.post_norms) * hidden + columns.normed
-    norm = _apart(job, "norms", _NORM, _NORM_UNFUSED)
-    rotary = _apart(job, "rotary", _ROTARY, _ROTARY_UNFUSED)
-    activation = activation_elements(job)
-    copied = columns.copied, columns.copied_back
-    forward, backward = (
-        norm[way] * normed
-        + 3 * hidden
-        + activation[way] * columns.activated
-        + rotary[way] * columns.turned
-        + _ROTARY_UNFUSED[way] * columns.turned_apart
-        + copied[way]
-        + _GATED[way] * columns.gated
-        for way in range(2)
-    )
+    forward, backward = (3 * hidden + one for one in _elements(job, columns, normed))
     if fp8_copies:
         pace, recipe = CAST_PACE / job.element_bytes, job.fp8_recipe
         cast = pace * cast_bytes(recipe, fp8_copies)
@@ -89,6 +77,36 @@ def layer_elements(job: Job, fp8_copies: float = 0.0) -> Ways:
         backward += cast * (columns.outputs + hidden)
         if recipe not in ("delayed", "mxfp8"):
             forward += pace * cast_bytes(recipe, fp8_copies, after_norm=True) * hidden
+    return Ways(forward, backward)
+
+
+def forward_elements(job: Job, columns: Columns, normed: float, fp8_copies: float) -> float:
+    """Return the elements that the forward pass of a part of a layer reads and writes outside matrices.
+
+    Args:
+        columns: columns of a row in the part.
+        normed: columns of norms of the hidden state.
+        fp8_copies: see `layer_elements`.
+    """
+    cast = CAST_PACE / job.element_bytes * cast_bytes(job.fp8_recipe, fp8_copies) if fp8_copies else 0.0
+    return _elements(job, columns, normed).forward + cast * columns.inputs
+
+
+def _elements(job: Job, columns: Columns, normed: float) -> Ways:
+    """Return the elements of `columns` of a row, and of `normed` ones of the hidden state, without casts."""
+    norm = _apart(job, "norms", _NORM, _NORM_UNFUSED)
+    rotary = _apart(job, "rotary", _ROTARY, _ROTARY_UNFUSED)
+    activation = activation_elements(job)
+    copied = columns.copied, columns.copied_back
+    forward, backward = (
+        norm[way] * normed
+        + activation[way] * columns.activated
+        + rotary[way] * columns.turned
+        + _ROTARY_UNFUSED[way] * columns.turned_apart
+        + copied[way]
+        + _GATED[way] * columns.gated
+        for way in range(2)
+    )
     return Ways(forward, backward)
 
 

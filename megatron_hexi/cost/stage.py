@@ -81,7 +81,7 @@ class StageCost:
         for layer, count, again in zip(self.kinds, self._held, twice, strict=True):
             runs += [(layer.forward, count.layers), (layer.backward, count.layers)]
             if section.job.mode != "none":
-                repeated = layer.forward if layer.attention_again is None else layer.attention_again
+                repeated = layer.forward if layer.again is None else layer.again
                 runs.append((repeated, count.again))
             if np.any(section.parts.ministages):
                 runs.append((layer.forward, again))
@@ -131,7 +131,7 @@ class StageCost:
         passes = {
             one: None
             for layer in self.kinds
-            for one in (layer.forward, layer.backward, layer.attention_again)
+            for one in (layer.forward, layer.backward, layer.again)
             if one is not None
         }
         for domain in range(len(self.section.replicas)):

@@ -83,6 +83,7 @@ def _seconds(section: Section, placed: ExpertsOnRanks | None) -> tuple[Floats, F
     lengths = np.array([long, max(1.0, long * _SHORT)])
     row, blocks, layers = np.zeros(count), np.zeros((2, count)), np.zeros(count)
     whole = job.mode == "full"
+    attends_again = whole or "core_attn" in job.modules
     kinds = [
         (kind, np.broadcast_to(held.layers, count), np.broadcast_to(held.again, count))
         for kind, held in zip(job.kinds, part.of_kinds(job.model), strict=True)
@@ -97,7 +98,8 @@ def _seconds(section: Section, placed: ExpertsOnRanks | None) -> tuple[Floats, F
             block = own_block_times(speeds, kind, lengths, causal=True)
             heads = kind.model.mixer.attends * job.workload().local_heads
             blocks[:, units] += heads * (
-                np.outer(block.forward, (run + again)[units]) + np.outer(block.backward, run[units])
+                np.outer(block.forward, (run + attends_again * again)[units])
+                + np.outer(block.backward, run[units])
             )
     row /= rows
     for kind, run, again in kinds:

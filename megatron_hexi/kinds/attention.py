@@ -20,6 +20,7 @@ class SoftmaxAttention(LayerPart):
 
     title = "full attention"
     attends = True
+    norm_apart = (False, True)
     #: Whether latent columns travel in place of keys and values, in each of the exchanges that there are.
     exchanges: ClassVar[tuple[bool, ...]] = (False,)
 

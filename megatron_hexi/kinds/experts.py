@@ -36,6 +36,8 @@ class Experts(Mlp):
         HexiError: a size that is no whole number above 0, or more active experts than there are.
     """
 
+    norm_apart = (True, True)
+
     count: int
     active: int
     ffn_hidden_size: int

@@ -32,6 +32,7 @@ class Latent(SoftmaxAttention):
     """
 
     exchanges = (False, True)
+    norm_apart = (True, True)
 
     kv_rank: int
     rotary_dim: int
@@ -131,6 +132,10 @@ class Latent(SoftmaxAttention):
             WeightMatrix(self.query_rank or hidden, heads * model.head_dim),
             WeightMatrix(self.kv_rank, heads * self.expansion(model).outputs, expands=True),
         )
+
+    def matrices_up(self, model: Decoder, width: int) -> tuple[WeightMatrix, ...]:
+        """Return the matrices to queries, and to keys and values."""
+        return self.matrices(model, width)[2:]
 
     def vectors(self, model: Decoder, width: int) -> int:
         """Return the number of weights beside the matrices; latent columns have norms of their own."""

@@ -14,6 +14,7 @@ class Mlp(LayerPart):
     """An MLP that every token goes through."""
 
     title = "dense MLP"
+    norm_apart = (False, True)
 
     def width_inside(self, model: Decoder) -> int:
         """Return the width inside the MLP that every token goes through."""

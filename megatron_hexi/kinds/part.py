@@ -85,9 +85,17 @@ class LayerPart:
     attends: ClassVar[bool] = False
     #: Whether several groups of ranks may divide a sequence.
     spans_groups: ClassVar[bool] = True
+    #: Whether its norm is a module of its own, which can be computed again: with Transformer Engine, and with
+    #: Megatron's own layers.
+    norm_apart: ClassVar[tuple[bool, bool]] = (False, False)
 
     def matrices(self, model: Decoder, width: int) -> tuple[WeightMatrix, ...]:
         """Return the matrices on one of `width` tensor-parallel ranks, without those of routed experts."""
+        del model, width
+        return ()
+
+    def matrices_up(self, model: Decoder, width: int) -> tuple[WeightMatrix, ...]:
+        """Return those of the matrices that make queries, keys and values of latent columns."""
         del model, width
         return ()
 

@@ -1,6 +1,7 @@
-"""On a CPU, layers that Megatron specifies with Transformer Engine only are specified in PyTorch.
+"""On a CPU, what Megatron does with Transformer Engine only is done in PyTorch.
 
-They are those of hybrid models, and the delta nets of a GPT.
+It specifies the layers of hybrid models and the delta nets of a GPT so, and recomputes modules in contexts
+of that library.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import Tensor
 
 from megatron_hexi.patching import Patch, patched
 from megatron_hexi.platform import Platform
@@ -64,7 +66,32 @@ def _with_local_norms(
     original(self, config, replace(submodules, attention_layer=layer), *args, **kwargs)
 
 
+@patched(
+    "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
+    why="takes False for fp8, whose contexts are Transformer Engine's",
+    parameters=("self", "fp8"),
+)
+def _in_other_types(original: Callable[..., None], self: Any, fp8: Any = False) -> None:
+    original(self, fp8 or None)
+
+
+def _shared_by_copies(original: Callable[[], Any]) -> Callable[[], Callable[..., None]]:
+    def share_storage(output: Tensor, made_again: Tensor) -> None:
+        storage = made_again.untyped_storage()
+        output.untyped_storage().resize_(storage.size())
+        output.untyped_storage().copy_(storage)
+
+    return lambda: share_storage
+
+
 _PATCHES = (
+    _in_other_types,
+    Patch(
+        target="megatron.core.tensor_parallel.random:_get_share_storage",
+        only=">=0.19",
+        why="fills a released tensor without a C++ compiler",
+        build=_shared_by_copies,
+    ),
     Patch(
         target="megatron.core.models.hybrid.hybrid_layer_specs:hybrid_stack_spec",
         only=">=0.19",

@@ -2,7 +2,15 @@
 
 from megatron_hexi.models.document_lengths import read_documents
 from megatron_hexi.models.documents import Documents
-from megatron_hexi.models.job import FP8_RECIPES, PRECISIONS, RECOMPUTES, Job, job_of_plan, job_terms
+from megatron_hexi.models.job import (
+    FP8_RECIPES,
+    MODULES,
+    PRECISIONS,
+    RECOMPUTES,
+    Job,
+    job_of_plan,
+    job_terms,
+)
 from megatron_hexi.models.megatron_arguments import ArgumentTerms, model_flags
 from megatron_hexi.models.model import Model
 from megatron_hexi.models.planned_kinds import refuse_imbalance
@@ -24,6 +32,7 @@ from megatron_hexi.models.recipes import Recipe, recipes
 __all__ = [
     "BRIDGE_ALONE",
     "FP8_RECIPES",
+    "MODULES",
     "PRECISIONS",
     "RECOMPUTES",
     "ArgumentTerms",

@@ -103,7 +103,7 @@ _LEFT: Final = {
         cp_comm_type distribute_saved_activations fine_grained_activation_offloading moe_deepep_num_sms
         moe_flex_dispatcher_backend moe_hybridep_num_sms moe_shared_expert_overlap moe_token_dispatcher_type
         num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
-        num_microbatches_with_partial_activation_checkpoints pipeline_model_parallel_layout recompute_modules
+        num_microbatches_with_partial_activation_checkpoints pipeline_model_parallel_layout
         virtual_pipeline_model_parallel_size
     """,
     "CUDA graphs, which a plan's layers do not use": """

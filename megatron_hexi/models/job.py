@@ -16,11 +16,15 @@ from megatron_hexi.options.job_terms import stage_terms
 from megatron_hexi.plan import JobTerms, Plan, Workload
 from megatron_hexi.plan.check_ministages import interleaving_fault
 from megatron_hexi.plan.flags import spell_flag
-from megatron_hexi.plan.terms import Fp8Recipe, Precision, Recompute, join_kernels, split_kernels
+from megatron_hexi.plan.terms import Fp8Recipe, Module, Precision, Recompute, join_kernels, split_kernels
 
+#: Amount of a layer that the backward pass computes again, where no modules are named.
+Amount = Literal["none", "selective", "full"]
 #: Part of a layer that the backward pass computes again.
-RecomputeMode = Literal["none", "selective", "full"]
-RECOMPUTES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
+RecomputeMode = Amount | tuple[Module, ...]
+RECOMPUTES: tuple[Amount, ...] = get_args(Amount)
+#: Modules that may be computed again by themselves.
+MODULES: tuple[Module, ...] = get_args(Module)
 #: Operations of which Megatron knows one kernel and several.
 Fusible = Literal["norms", "rotary", "activation", "permutation", "loss", "gradients", "optimizer"]
 FUSIBLES: tuple[Fusible, ...] = get_args(Fusible)
@@ -60,7 +64,7 @@ class Job:
         data_parallel: number of replicas.
         recompute: work that the backward pass computes again: --recompute-granularity. ``selective`` is core
             attention; ``full`` is every layer, with its all-to-alls and its exchange; a number is ``full``
-            for that many layers.
+            for that many layers; a tuple is --recompute-modules in every layer.
         precision: precision of weights and activations; ``fp8``: products of the layers' matrices in fp8 on
             GPUs that have it, all else in bf16, as with Megatron's --fp8-format.
         fp8_recipe: how values are scaled before they are cast to fp8: --fp8-recipe; only with precision fp8.
@@ -84,6 +88,8 @@ class Job:
             Transformer Engine, or of apex where that is there.
         lora_rank: rank of the adapters (LoRA, DoRA) beside each matrix of the layers, which alone are
             trained; 0: all weights are.
+        state_bytes: bytes of optimizer state of a weight, with the optimizer's own copy of it, where
+            --use-precision-aware-optimizer gives them types; ``None``: as the precision has.
 
     Raises:
         HexiError: sizes that Megatron cannot divide, values that it does not know, or a model with layers
@@ -110,6 +116,7 @@ class Job:
     unfused: tuple[Fusible, ...] = ("permutation", "loss")
     lora_rank: int = 0
     fp8_recipe: Fp8Recipe = "delayed"
+    state_bytes: int | None = None
 
     def __post_init__(self) -> None:
         refuse_unplanned(self.model)
@@ -122,8 +129,7 @@ class Job:
                 _refuse(field, value, "write a whole number above 0")
         if type(self.lora_rank) is not int or self.lora_rank < 0:
             _refuse("lora_rank", self.lora_rank, "write a whole number, or 0 to train all weights")
-        if self.recompute not in RECOMPUTES and not (type(self.recompute) is int and self.recompute > 0):
-            _refuse("recompute", self.recompute, f"use {', '.join(RECOMPUTES)}")
+        self._check_recomputation()
         for operation in self.unfused:
             if operation not in FUSIBLES:
                 _refuse("unfused", operation, f"use {', '.join(FUSIBLES)}")
@@ -138,6 +144,20 @@ class Job:
         self._check_division()
         if self.documents is not None:
             refuse_unpacked(self.model, self.micro_batch_size, dealt=self.documents.dealt)
+
+    def _check_recomputation(self) -> None:
+        """Check what is recomputed; a list, where it was JSON, and text with commas become a tuple."""
+        given: Any = self.recompute
+        if given in RECOMPUTES or (type(given) is int and given > 0):
+            return
+        modules = tuple(given.split(",")) if isinstance(given, str) else given
+        known = isinstance(modules, list | tuple) and modules and set(modules) <= set(MODULES)
+        if not known:
+            some = ", ".join(MODULES)
+            _refuse("recompute", given, f"use {', '.join(RECOMPUTES)}, or some of {some}, with commas")
+        if "mla_up_proj" in modules and True not in self.model.attention.exchanges:
+            _refuse("recompute", "mla_up_proj", f"leave it out: {self.model.name} has no latent attention")
+        object.__setattr__(self, "recompute", tuple(modules))
 
     def _check_division(self) -> None:
         model, tp, pp = self.model, self.tensor_parallel, self.pipeline_parallel
@@ -226,6 +246,12 @@ class Job:
         """The part of a layer that the backward pass computes again."""
         return recompute_mode(self.recompute)
 
+    @cached_property
+    def modules(self) -> frozenset[Module]:
+        """The modules of each layer that are computed again by themselves; none where whole layers are."""
+        mode = ("core_attn",) if self.mode == "selective" else self.mode
+        return frozenset(mode) if isinstance(mode, tuple) else frozenset()
+
     @property
     def row_parts(self) -> int:
         """Number of tensor-parallel ranks that share the rows of norms and residuals."""
@@ -264,6 +290,13 @@ class Job:
 def recompute_mode(recompute: Recompute) -> RecomputeMode:
     """Return the part of a layer that the backward pass computes again; a number of layers means ``full``."""
     return "full" if isinstance(recompute, int) else recompute
+
+
+def spell_recompute(recompute: Recompute) -> str:
+    """Return recomputation as text."""
+    if isinstance(recompute, int):
+        return f"{recompute} layer{'' if recompute == 1 else 's'}"
+    return recompute if isinstance(recompute, str) else ", ".join(recompute)
 
 
 def layers_again(layers: int, recompute: Recompute, chunks: int = 1) -> int:

@@ -12,7 +12,7 @@ from megatron_hexi.errors import HexiError, NoFlagError, raise_all
 from megatron_hexi.kinds.decoder import VOCAB_MULTIPLE
 from megatron_hexi.models.job import Fusible, Job
 from megatron_hexi.models.model import Model
-from megatron_hexi.options.job_terms import CHUNK_FLAGS, has_running_mean
+from megatron_hexi.options.job_terms import CHUNK_FLAGS, has_running_mean, stated_recompute
 from megatron_hexi.options.kinds import PlanKind, Refused, is_packed, masks_documents
 from megatron_hexi.options.layer_features import model_features, query_size, resolve
 from megatron_hexi.options.parser import Parsed, parse_and_judge
@@ -30,13 +30,25 @@ _MEGATRON_DEFAULTS = {
     "overlap_gradients": False,
     "sequence_parallel": False,
 }
-#: Free flags that choose kernels which the cost model tells apart (`_unfused`).
+#: Free flags that choose what the cost model tells apart: kernels (`_unfused`) and types (`_state_bytes`).
 _KERNELS = frozenset(
     (
         *("--transformer-impl", "--no-rope-fusion", "--no-bias-swiglu-fusion", "--disable-jit-fuser"),
         *("--moe-permute-fusion", "--cross-entropy-loss-fusion", "--no-gradient-accumulation-fusion"),
+        *("--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"),
     )
 )
+#: Bytes of the types of optimizer state, by the words of the command line and by torch's.
+_TYPE_BYTES = {
+    "fp32": 4,
+    "float32": 4,
+    "fp16": 2,
+    "float16": 2,
+    "bf16": 2,
+    "bfloat16": 2,
+    "fp8": 1,
+    "uint8": 1,
+}
 #: Sizes of vocabularies: of tokenizers that have one only, and of others where nothing says it.
 _TOKENIZERS = {None: 50257, "GPT2BPETokenizer": 50257}
 _VOCABULARY = 131072
@@ -197,7 +209,7 @@ def terms_from_arguments(
         "pipeline_parallel": (
             args.pipeline_model_parallel_size if FLAGS["pipeline_parallel"] in given else None
         ),
-        "recompute": args.recompute_granularity,
+        "recompute": stated_recompute(args),
         "precision": "fp8" if args.fp8 else "bf16" if args.bf16 else "fp16" if args.fp16 else None,
         "fp8_recipe": args.fp8_recipe if args.fp8 else None,
         "distributed_optimizer": args.use_distributed_optimizer or None,
@@ -208,6 +220,7 @@ def terms_from_arguments(
         "data_parallel": 1 if args.num_experts and has_running_mean(args) else None,
     }
     unfused = _unfused(args)
+    terms["state_bytes"] = _state_bytes(args)
     terms["unfused"] = None if unfused == Job.unfused else unfused
     stated = {name: value for name, value in terms.items() if value is not None}
     defaults = _MEGATRON_DEFAULTS.keys() - stated if args.seq_length is not None else ()
@@ -224,6 +237,15 @@ def terms_from_arguments(
     return ArgumentTerms(
         stated, free, restricting, size, experts, " ".join(chunks), frozenset(defaults), is_packed(args)
     )
+
+
+def _state_bytes(args: Namespace) -> int | None:
+    """Return the bytes of a weight's optimizer state by its types; ``None``: the precision says them."""
+    if not getattr(args, "use_precision_aware_optimizer", False):
+        return None
+    names = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    types = [str(getattr(args, name)).removeprefix("torch.") for name in names]
+    return None if set(types) <= {"fp32", "float32"} else sum(map(_TYPE_BYTES.__getitem__, types))
 
 
 def _unfused(args: Namespace) -> tuple[Fusible, ...]:

@@ -14,6 +14,7 @@ from megatron_hexi.options.kinds import items_of, row_of
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.check_ministages import interleaving_fault
 from megatron_hexi.plan.flags import FLAGS
+from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.plan.units import held_experts
 
 #: Options of parallel sizes that each stage of a plan states for itself.
@@ -34,7 +35,10 @@ STAGE_FLAGS: Final = (
     "--expert-model-parallel-size",
     "--expert-tensor-parallel-size",
 )
-RECOMPUTE_FLAGS: Final = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
+RECOMPUTE_FLAGS: Final = (
+    *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
+    "--recompute-modules",
+)
 #: Flags with a number of chunks of a stage's layers, or of layers of a chunk.
 CHUNK_FLAGS: Final = (FLAGS["virtual_stages"], "--num-layers-per-virtual-pipeline-stage")
 #: Megatron's other flags that cut a stage's layers into chunks: it takes only one of the three.
@@ -43,7 +47,7 @@ _OTHER_CHUNKS: Final = (CHUNK_FLAGS[1], "--pipeline-model-parallel-layout")
 _TERMS: Final = {
     "precision": ("--bf16", "--fp16", "--fp8-format"),
     "overlap_gradients": (FLAGS["overlap_gradients"], "--overlap-param-gather"),
-    "recompute": (*RECOMPUTE_FLAGS, "--recompute-activations", "--recompute-modules"),
+    "recompute": (*RECOMPUTE_FLAGS, "--recompute-activations"),
     # The planner's own number of stages: Megatron's other flags for stages need not fit it.
     "pipeline_parallel": (FLAGS["pipeline_parallel"], *STAGE_FLAGS),
     "virtual_stages": (FLAGS["virtual_stages"], *_OTHER_CHUNKS),
@@ -84,7 +88,8 @@ class _Setting:
     @property
     def spelt(self) -> str:
         """The argument and its value as command-line text."""
-        return self.flag if self.value is True else f"{self.flag} {self.value}"
+        words = self.value if isinstance(self.value, list) else [self.value]
+        return self.flag if self.value is True else f"{self.flag} {' '.join(map(str, words))}"
 
 
 def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
@@ -130,14 +135,28 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
     return changed
 
 
-def recompute_settings(recompute: str | int) -> dict[str, Any]:
-    """Return Megatron's recomputation arguments, by name, for a plan's value of `recompute`."""
-    granularity, method, layers = {
-        "none": (None, None, None),
-        "selective": ("selective", None, None),
-        "full": ("full", "uniform", 1),
-    }.get(str(recompute), ("full", "block", recompute))
-    return dict(zip(RECOMPUTE_FLAGS, (granularity, method, layers), strict=True))
+def recompute_settings(recompute: Recompute) -> dict[str, Any]:
+    """Return Megatron's recomputation arguments, by flag, for a plan's value of `recompute`."""
+    values: tuple[Any, ...]
+    if isinstance(recompute, tuple):
+        values = "selective", None, None, list(recompute)
+    elif isinstance(recompute, int):
+        values = "full", "block", recompute, None
+    else:
+        values = {
+            "none": (None, None, None, None),
+            "selective": ("selective", None, None, None),
+            "full": ("full", "uniform", 1, None),
+        }[recompute]
+    return dict(zip(RECOMPUTE_FLAGS, values, strict=True))
+
+
+def stated_recompute(args: Namespace) -> Recompute | None:
+    """Return what a job recomputes by its arguments, other than the number of layers; ``None``: nothing."""
+    modules = tuple(name for name in args.recompute_modules or () if name != "gdn_norm_out")
+    if args.recompute_granularity == "selective" and modules not in ((), ("core_attn",)):
+        return modules
+    return args.recompute_granularity
 
 
 def _settings(plan: Plan) -> Iterator[_Setting]:
@@ -160,7 +179,9 @@ def _settings(plan: Plan) -> Iterator[_Setting]:
         yield _Setting("job.overlap_gradients", True, "--overlap-param-gather", True)
     if job.recompute is not None:
         for flag, value in recompute_settings(job.recompute).items():
-            yield _Setting("job.recompute", job.recompute, flag, value)
+            # Megatron's default is core attention, and without effect but for selective recomputation.
+            allowed = (["core_attn"],) if flag == "--recompute-modules" and value is None else ()
+            yield _Setting("job.recompute", job.recompute, flag, value, allowed)
 
 
 def stage_terms(plan: Plan) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Collection
 from typing import NamedTuple
 
 from megatron_hexi.errors import PlanError
@@ -65,6 +66,7 @@ def hold_job(args: Namespace, given: set[str], plan: Plan) -> Held:
         check_stages(args, given, plan)
     changed = [*stated, *_set_decided_arguments(args, given, plan)]
     check_workload(args, plan)
+    _check_recomputation(args, plan)
     if plan.is_repeated:
         check_ranks(args, plan)
     return Held(changed, replaced)
@@ -219,10 +221,6 @@ def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, s
         ),
         (is_assumed("<0.19"), "latent columns travel with megatron-core 0.19 only; leave it out"),
         (
-            "mla_up_proj" in (args.recompute_modules or ()),
-            "keys and values are made again anyway; leave mla_up_proj out of --recompute-modules",
-        ),
-        (
             getattr(args, "mla_down_proj_fusion", False),
             "queries and latent columns come of two products; leave out --mla-down-proj-fusion",
         ),
@@ -235,6 +233,39 @@ def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, s
         (f"{place}kv_rank", latent.kv_rank, "--kv-lora-rank", args.kv_lora_rank),
         (f"{place}rotary_dim", latent.rotary_dim, "--qk-pos-emb-head-dim", args.qk_pos_emb_head_dim),
     ]
+
+
+def _check_recomputation(args: Namespace, plan: Plan) -> None:
+    """Refuse modules that the job cannot compute again, of the job or of a stage of the plan."""
+    own = args.recompute_modules if args.recompute_granularity == "selective" else None
+    stated: list[tuple[str, Collection[str]]] = [("--recompute-modules", own or ())]
+    for number, replica in enumerate(plan.replicas):
+        for place, stage in enumerate(replica.stages):
+            if isinstance(stage.recompute, tuple):
+                where = f"{args.hexi_plan}: replicas[{number}].stages[{place}].recompute"
+                stated.append((where, stage.recompute))
+    delayed = args.fp8 and args.fp8_recipe == "delayed"
+    endless = "an MLP's biases, which it returns, lead the backward pass into itself; "
+    reasons = {
+        "mlp": ((args.add_bias_linear, f"{endless}give --disable-bias-linear, or "),),
+        "moe_act": (
+            (not args.moe_grouped_gemm, "only grouped products do so: give --moe-grouped-gemm, or "),
+            (delayed, "--fp8-recipe delayed scales by values that are cast once; "),
+        ),
+        "layernorm": ((delayed, "--fp8-recipe delayed scales by values that are cast once; "),),
+        "mla_up_proj": (
+            (not args.multi_latent_attention, "the job has no --multi-latent-attention; "),
+            (
+                plan.workload.latent_exchange is not None,
+                "latent columns travel, and keys and values are made again anyway; ",
+            ),
+        ),
+    }
+    for where, modules in stated:
+        for module in modules:
+            for refused, why in reasons.get(module, ()):
+                if refused:
+                    raise PlanError(f"{where}: {module}: {why}leave {module} out")
 
 
 def check_ranks(args: Namespace, plan: Plan) -> None:

@@ -95,6 +95,13 @@ STOPS = {
         f"no {needed}": f"leave {module} out of the list, or give {needed}"
         for module, needed in (("moe_act", "--moe-grouped-gemm"), ("mla_up_proj", "--multi-latent-attention"))
     },
+    **{
+        f"--recompute-modules {module}, --recompute-granularity selective or --recompute-activations, "
+        "--fp8-format, --fp8-recipe delayed": (
+            f"leave {module} out of the list, or give --fp8-recipe tensorwise, blockwise or mxfp8"
+        )
+        for module in ("moe_act", "layernorm")
+    },
     "--distribute-saved-activations, --recompute-granularity not full": "give --recompute-granularity full",
     "--distribute-saved-activations, --sequence-parallel": "leave one of them out",
     "--cross-entropy-fusion-impl te, --cross-entropy-loss-fusion": "give native",

@@ -142,12 +142,12 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
     "Stages that differ": (
         Supported(
             "layers, tensor-parallel size, domain, samples and state of a stage's own",
-            "tests/megatron/test_stages_jobs.py::test_stages_recompute_each_in_its_own_way",
+            "tests/megatron/test_stages_jobs.py::test_stages_recompute_each_in_its_own_way[layers]",
             "--sequence-parallel holds for units of several ranks",
         ),
         Supported(
             "--recompute-granularity full|selective",
-            _JOBS + "test_stages_recompute_each_in_its_own_way",
+            _JOBS + "test_stages_recompute_each_in_its_own_way[layers]",
             "or as each stage of the plan says",
         ),
         Supported(

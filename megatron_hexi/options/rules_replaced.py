@@ -136,17 +136,6 @@ OPTIONS: dict[str, tuple[Replaced, ...]] = {
             "gdn_norm_out",
         ),
     ),
-    "What the planner replaces": (
-        Replaced(
-            "--recompute-modules",
-            {"recompute_modules": None},
-            "core attention or whole layers are recomputed: of parts of a layer the memory model covers "
-            "core_attn only",
-            lambda args: args.recompute_modules not in (None, ["core_attn"]),
-            "any but core_attn",
-            beside="planned",
-        ),
-    ),
     "What stages that differ replace": (
         Replaced(
             "--optimizer-cpu-offload",

@@ -18,6 +18,8 @@ from megatron_hexi.options.kinds import (
 
 _ONE_NUMBER_OF_HEADS = "a plan has one number of heads for all layers"
 
+_MODULES = "tests/megatron/test_recomputed_modules.py::test_each_gradient"
+
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
     "Batches": (
         shown("--global-batch-size", "accumulation-replicas"),
@@ -41,7 +43,28 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         shown("--recompute-granularity full", "recompute-full-groups"),
         shown("--recompute-method block", "recompute-block-groups"),
         shown("--recompute-granularity selective", "recompute-selective-groups"),
-        shown("--recompute-modules core_attn|mlp|moe", "recompute-modules-groups"),
+        Supported(
+            "--recompute-modules core_attn|layernorm|moe|shared_experts",
+            f"{_MODULES}_is_that_without[core_attn layernorm moe shared_experts]",
+        ),
+        Supported(
+            "--recompute-modules mla_up_proj|mlp",
+            f"{_MODULES}_is_that_without[mla_up_proj core_attn layernorm mlp]",
+        ),
+        Supported(
+            "--recompute-modules moe_act", f"{_MODULES}_of_transformer_engine_is_that_without[moe_act]"
+        ),
+        Refused(
+            "--recompute-modules",
+            lambda args: (
+                args.recompute_granularity == "selective"
+                and "mlp" in (args.recompute_modules or ())
+                and args.add_bias_linear
+            ),
+            "Megatron's MLP returns its bias, which leads the backward pass of a recomputed one into itself",
+            "leave mlp out, or give --disable-bias-linear",
+            "with mlp and without --disable-bias-linear",
+        ),
         shown("--distribute-saved-activations", "saved-activations-groups"),
         shown("--mlp-chunks-for-training", "chunked-layers-groups"),
         Refused(

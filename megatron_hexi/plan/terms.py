@@ -30,8 +30,12 @@ Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-#: Activations that the backward pass recomputes: none, core attention, every layer, or the first n layers.
-Recompute = Literal["none", "selective", "full"] | Layers
+#: Parts of a layer that may be recomputed by themselves, by Megatron's names (--recompute-modules).
+Module = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
+Modules = Annotated[tuple[Module, ...], Field(min_length=1)]
+#: Activations that the backward pass recomputes: none, core attention, every layer, the first n layers, or
+#: some modules of every layer.
+Recompute = Literal["none", "selective", "full"] | Layers | Modules
 #: `fp8`: products of matrices in fp8, all else in bf16.
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 #: How values are scaled before they are cast to fp8, by Megatron's names.
@@ -71,7 +75,8 @@ class JobTerms(Strict):
         precision: --bf16, --fp16, or neither; `fp8`: --bf16 and --fp8-format, for all units that do not
             state `precision: bf16`.
         fp8_recipe: --fp8-recipe, for a job in fp8.
-        recompute: --recompute-granularity; a number n: full recomputation of the first n layers.
+        recompute: --recompute-granularity; a number n: full recomputation of the first n layers; a list:
+            --recompute-modules. `selective` is `[core_attn]`.
         optimizer: --optimizer.
         distributed_optimizer: --use-distributed-optimizer.
         overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.

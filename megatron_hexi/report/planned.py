@@ -13,11 +13,12 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import assumed_kernels, ceiling_tokens_per_s, estimate, planned_kernels
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.models import Job, Model
+from megatron_hexi.models.job import spell_recompute
 from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.plan.terms import join_kernels
 from megatron_hexi.plan.units import domain_rows, expert_domains, rank_gpus
 from megatron_hexi.report.estimate import phases_line, spell_throughput
-from megatron_hexi.report.share_lines import find_shares, shares_table, spell_recompute
+from megatron_hexi.report.share_lines import find_shares, shares_table
 from megatron_hexi.report.tables import Report, kind_names
 from megatron_hexi.spelling import spell_seconds
 

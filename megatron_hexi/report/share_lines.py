@@ -12,7 +12,7 @@ from rich.text import Text
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost import IterationCost, RankCost
 from megatron_hexi.models import Job
-from megatron_hexi.models.job import layers_again, recompute_mode
+from megatron_hexi.models.job import layers_again, recompute_mode, spell_recompute
 from megatron_hexi.plan import Group, Member, Plan, Replica, Stage
 from megatron_hexi.plan.terms import Offload, Order, Recompute
 from megatron_hexi.plan.units import domain_rows
@@ -217,13 +217,6 @@ def shares_table(shares: Sequence[ShareLine], job: Job) -> Table:
     return table
 
 
-def spell_recompute(recompute: Recompute) -> str:
-    """Return recomputation as text."""
-    if isinstance(recompute, int):
-        return f"{recompute} layer{'' if recompute == 1 else 's'}"
-    return recompute
-
-
 def spell_recomputed(plan: Plan, job: Job) -> str:
     """Return the recomputed layers of a plan as text: ``none``, ``full``, or ``full: 33 of 80 layers``.
 
@@ -238,7 +231,7 @@ def spell_recomputed(plan: Plan, job: Job) -> str:
         recompute = job.recompute if row.recompute is None else row.recompute
         again = layers_again(row.layers[1] - row.layers[0], recompute, job.virtual_stages)
         if again:
-            mode = recompute_mode(recompute)
+            mode = spell_recompute(recompute_mode(recompute))
             counts[mode] = counts.get(mode, 0) + again
     layers = job.model.layers * len(plan.replicas)
     if list(counts.values()) == [layers]:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from megatron_hexi.cluster import Curve, Device
 from megatron_hexi.models import Model
+from megatron_hexi.models.job import spell_recompute
 from megatron_hexi.plan import Estimate, JobTerms, Plan, Provenance, Traffic, Workload
 from megatron_hexi.report.unit_summary import UnitSummary
 from megatron_hexi.spelling import spell_bytes, spell_range, spell_runs
@@ -113,7 +114,7 @@ def units_table(plan: Plan, rows: Sequence[UnitSummary]) -> Table:
             "layers": ", ".join(map(spell_range, row.layer_ranges)),
             "ministages": "" if row.ministages is None else _spell_ministages(row),
             "offload": ", ".join(row.offload or ()),
-            "recompute": "" if row.recompute is None else str(row.recompute),
+            "recompute": "" if row.recompute is None else spell_recompute(row.recompute),
             "rank": spell_range((row.ranks[0], row.ranks[-1] + 1)),
             "samples": "all" if row.samples is None else str(row.samples),
             "micro-batches": "all" if row.micro_batches is None else str(row.micro_batches),

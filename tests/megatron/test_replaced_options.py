@@ -44,7 +44,6 @@ WORDS = {
     "--cuda-graph-impl": ("--cuda-graph-impl local --cuda-graph-modules attn", ""),
     "--cpu-offloading-num-layers": ("--cpu-offloading-num-layers 1", ""),
     "--recompute-modules": ("--recompute-modules core_attn gdn_norm_out", "--recompute-modules core_attn"),
-    "--recompute-modules-planned": ("--recompute-modules mlp core_attn", ""),
     "--optimizer-cpu-offload-stages": ("--optimizer-cpu-offload --use-precision-aware-optimizer", ""),
     "--microbatch-group-size-per-virtual-pipeline-stage-stages": (
         "--microbatch-group-size-per-virtual-pipeline-stage 4",

@@ -95,10 +95,27 @@ def with_batch(plan: Plan, micro_batches: int) -> Plan:
     return dataclasses.replace(plan, replicas=(dataclasses.replace(replica, micro_batches=micro_batches),))
 
 
-def test_stages_recompute_each_in_its_own_way(forks, references, tmp_path):
-    weights, reference = references(FOUR_LAYERS, iterations=4)
-    plan = recomputing(stage_layout("units", tmp_path), 1, "selective", "full")
-    words = [*MODEL, *FOUR_LAYERS, *ITERATIONS, *SEQUENCE, "--load", weights, "--finetune"]
+@pytest.mark.parametrize(
+    "ways",
+    [
+        (("layernorm", "mlp"), ("mlp",), ("core_attn", "layernorm")),
+        pytest.param((1, "selective", "full"), marks=pytest.mark.slow),
+    ],
+    ids=["modules", "layers"],
+)
+def test_stages_recompute_each_in_its_own_way(ways, forks, references, tmp_path):
+    weights, reference = references((*FOUR_LAYERS, "--disable-bias-linear"), iterations=4)
+    plan = recomputing(stage_layout("units", tmp_path), *ways)
+    words = [
+        *MODEL,
+        *FOUR_LAYERS,
+        "--disable-bias-linear",
+        *ITERATIONS,
+        *SEQUENCE,
+        "--load",
+        weights,
+        "--finetune",
+    ]
     log = forks.train(tmp_path, ranks=5, args=words, plan=plan)
     assert largest_difference(log, reference) < 1e-5
 

@@ -139,9 +139,10 @@ def comparison(forks: Trainer, folder: Path, alone_under_plan: bool = False) -> 
         ranks: int = 2,
         is_stage: bool | None = True,
         fault: str | None = None,
+        more: tuple[str, ...] = (),
     ) -> tuple[dict[str, Weight], set[tuple[str, str]]]:
         one, own = alone(model), folder / f"{len(list(folder.iterdir()))}"
-        words = [*words_of(model), *(("--sequence-parallel",) if is_sequence else ())]
+        words = [*words_of(model), *more, *(("--sequence-parallel",) if is_sequence else ())]
         words += [] if is_stage else ["--tensor-model-parallel-size", str(ranks)]
         words += [] if fault is None else ["--planted", fault]
         words += model.reference if is_stage is None else []  # without a plan

@@ -139,9 +139,9 @@ def _times(section: Section, replay: SectionReplay) -> tuple[Floats, Floats]:
 
 def _work(layer: Layer, lap: LayerPass, name: str) -> Floats:
     """Return seconds of a unit's work of some kind in a layer pass, without logits, [U]."""
-    values: Floats = getattr(layer.backward if lap.way == "backward" else layer.forward, name)
-    absent = lap.way == "logits" or (name != "attention" and not lap.whole)
-    return np.zeros(len(values)) if absent else values
+    again = layer.again if lap.way == "again" else None
+    values: Floats = getattr(again or (layer.backward if lap.way == "backward" else layer.forward), name)
+    return np.zeros(len(values)) if lap.way == "logits" else values
 
 
 def _replica_phases(

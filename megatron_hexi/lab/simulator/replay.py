@@ -24,7 +24,7 @@ from megatron_hexi.lab.simulator.unit_program import (
     build_program,
 )
 from megatron_hexi.lab.simulator.work import expert_traffic, layer_work
-from megatron_hexi.models.job import RecomputeMode
+from megatron_hexi.models import Job
 
 #: Least number of layers that are replayed forward and backward: all units begin the first together, the
 #: other two show the steady state.
@@ -168,16 +168,19 @@ def replay_layers(
         for count in section.by_domain(section.parts.of_kinds(section.job.model)[kind].layers)
         if count
     ]
-    mode = sections[0].job.mode
+    job = sections[0].job
     if layers is None:
-        messages = sum(work.layer.messages(mode != "none") for work in works)
-        messages += sum(2 * len(sent.messages.src) * (2 + (mode == "full")) for sent in traffic)
+        attends_again, routes_again = (
+            job.mode == "full" or name in job.modules for name in ("core_attn", "moe")
+        )
+        messages = sum(work.layer.messages(attends_again) for work in works)
+        messages += sum(2 * len(sent.messages.src) * (2 + routes_again) for sent in traffic)
         layers = min(*counts, max(LEAST_LAYERS, MOST_MESSAGES // max(1, messages)))
     # The loss follows the model's last layer.
-    has_logits = kind == sections[0].job.model.kind_of_layers[-1] and any(
+    has_logits = kind == job.model.kind_of_layers[-1] and any(
         np.any(section.parts.is_last) for section in sections
     )
-    laps = layer_passes(layers, max(counts), mode, has_logits)
+    laps = layer_passes(layers, max(counts), job, has_logits)
     routes = Routes(cluster)
     program = build_program(works, laps, routes, traffic)
     table = routes.table()
@@ -189,7 +192,7 @@ def replay_layers(
     ]
 
 
-def layer_passes(layers: int, most: int, mode: RecomputeMode, has_logits: bool) -> list[LayerPass]:
+def layer_passes(layers: int, most: int, job: Job, has_logits: bool) -> list[LayerPass]:
     """Return the passes to replay: layers forward, the logits if there are any, and layers backward.
 
     Backward passes recompute as the job says.
@@ -201,8 +204,11 @@ def layer_passes(layers: int, most: int, mode: RecomputeMode, has_logits: bool) 
     if has_logits:
         laps.append(LayerPass("logits", layers - 1))
     for layer in reversed(range(most - layers, most)):
-        if mode != "none":
-            laps.append(LayerPass("again", layer, whole=mode == "full"))
+        if job.mode == "full":
+            laps.append(LayerPass("again", layer))
+        elif job.modules:
+            attends, routes = "core_attn" in job.modules, "moe" in job.modules
+            laps.append(LayerPass("again", layer, whole=False, attends=attends, routes=routes))
         laps.append(LayerPass("backward", layer))
     return laps
 

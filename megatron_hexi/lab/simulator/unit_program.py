@@ -32,12 +32,16 @@ class LayerPass(NamedTuple):
 
     Args:
         layer: number of the layer; of the last layer for logits.
-        whole: whether token work is part of it; recomputed core attention has none.
+        whole: whether it is all of the layer's work; else it is modules that are computed again.
+        attends: whether core attention is part of it.
+        routes: whether rows travel to experts and back.
     """
 
     way: Way
     layer: int
     whole: bool = True
+    attends: bool = True
+    routes: bool = True
 
 
 @dataclass(eq=False, slots=True)
@@ -173,7 +177,7 @@ class _Builder:
         """Add a layer pass, or the logits."""
         there: list[_Batches] = []
         back: list[_Batches] = []
-        if lap.whole and lap.way != "logits":
+        if lap.routes and lap.way != "logits":
             there = [self._expert_batches(number, TO_EXPERTS, sent) for sent in self._traffic]
             back = [
                 self._expert_batches(number, FROM_EXPERTS, sent.reversed) for sent in reversed(self._traffic)
@@ -197,22 +201,23 @@ class _Builder:
         from_experts: Sequence[_Batches],
     ) -> None:
         work, way = section.layer, int(lap.way == "backward")
-        mixes = lap.whole or work.attends
+        mixes = lap.whole or (lap.attends and work.attends)
+        token, sums, experts = work.token[way], work.sums, work.experts[way]
+        if not lap.whole:
+            token, sums, experts = work.again.token, work.again.tensor_parallel, work.again.experts
         sets = {
             batch: self._attention_batches(number, batch, sent, section, first)
             for batch, sent in (work.sent[way].items() if mixes else ())
         }
         for unit, program in enumerate(self.units[first : first + len(section.gpus)]):
-            if lap.whole:
-                program += _if_any(Compute("token", "token work", float(work.token[way][unit])))
-                program += _if_any(Sum(float(work.sums[unit])))
+            program += _if_any(Compute("token", "token work", float(token[unit])))
+            program += _if_any(Sum(float(sums[unit])))
             program.append(Mark(number, ROUTE))
-            if lap.whole:
-                for batches in to_experts:
-                    program += _post_and_wait(batches.get(first + unit))
-                program += _if_any(Compute("experts", "experts", float(work.experts[way][unit])))
-                for batches in from_experts:
-                    program += _post_and_wait(batches.get(first + unit))
+            for batches in to_experts:
+                program += _post_and_wait(batches.get(first + unit))
+            program += _if_any(Compute("experts", "experts", float(experts[unit])))
+            for batches in from_experts:
+                program += _post_and_wait(batches.get(first + unit))
             program.append(Mark(number, READY))
             if mixes:
                 program += self._attention(section, first, unit, number, way, sets)

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.expert_messages import expert_messages
 from megatron_hexi.cost.experts import ExpertsOnRanks, expert_ranks
-from megatron_hexi.cost.layer import Layer, UnitGpus, chunk_times, message_bytes, unit_times
+from megatron_hexi.cost.layer import Layer, Pass, UnitGpus, chunk_times, message_bytes, unit_times
 from megatron_hexi.cost.mixing import Mixing, mixing_of
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.products import Times
@@ -86,7 +86,8 @@ class LayerWork:
         turn: number of the part of the last step in which the first half of the heads ends.
         early: fraction of that part's work that belongs to the first half.
         halves: number of all-to-alls in which query heads travel each way.
-        attends: whether the layer has core attention, all that selective recomputation computes again.
+        attends: whether the layer has core attention.
+        again: pass of the modules that are computed again, of the forward pass where there are none.
     """
 
     token: Times
@@ -100,6 +101,7 @@ class LayerWork:
     early: Floats
     halves: int
     attends: bool
+    again: Pass
     sent: tuple[dict[Batch, Messages], dict[Batch, Messages]]
 
     def messages(self, again: bool) -> int:
@@ -141,6 +143,7 @@ def layer_work(plan: PlanArrays, job: Job, stage: UnitGpus, layer: Layer) -> Lay
         early=(first - before) / np.maximum(part_heads, 1),
         halves=1 + mixing.in_halves,
         attends=mixing.is_attention,
+        again=layer.again or layer.forward,
         sent=(there_in | keys | there_out, back_in | keys | home | back_out),
     )
 

@@ -30,6 +30,7 @@ from megatron_hexi.cost.memory import GIB, Holdings, owned_params, part_memory, 
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.models import Job
+from megatron_hexi.models.job import spell_recompute
 from megatron_hexi.plan import JobTerms, Plan, Replica, Stage
 from megatron_hexi.planner.expert_placement import spread_experts
 from megatron_hexi.planner.fleet.units import Fleet
@@ -125,7 +126,7 @@ class FlagLayout:
             text += f", CP {self.context}, EP {self.expert}"
         if job.virtual_stages > 1:
             text += f", {job.virtual_stages} chunks a stage"
-        return text if job.recompute == "none" else f"{text}, recompute {job.recompute}"
+        return text if job.recompute == "none" else f"{text}, recompute {spell_recompute(job.recompute)}"
 
 
 class Floor:

@@ -17,13 +17,17 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
+from megatron_hexi.cost.fp8 import computed_rows
 from megatron_hexi.cost.layer import Layer
 from megatron_hexi.cost.layer_bytes import border_bytes, prediction_bytes
 from megatron_hexi.cost.memory import Holdings, allocated_bytes, part_memory
 from megatron_hexi.cost.memory_terms import sum_terms
 from megatron_hexi.cost.model_part import ModelPart
+from megatron_hexi.cost.recomputed import work_again
+from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import free_network
 from megatron_hexi.models import RECOMPUTES, Job
+from megatron_hexi.models.job import RecomputeMode
 from megatron_hexi.planner.expert_placement import ExpertRule, placement
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units
@@ -57,6 +61,7 @@ class LayerTimer:
         widths: tensor-parallel sizes that are tried.
         experts: how experts are placed on the ranks of a stage, if the model has experts.
         known: what timers for other placements of experts have found; ``None``: there are none.
+        modes: what stages may compute again in each layer, from nothing to whole layers.
     """
 
     def __init__(
@@ -66,8 +71,9 @@ class LayerTimer:
         widths: Sequence[int],
         experts: ExpertRule,
         known: KnownStages | None = None,
+        modes: tuple[RecomputeMode, ...] = RECOMPUTES,
     ) -> None:
-        self.experts, self.known = experts, known or KnownStages()
+        self.experts, self.offered, self.known = experts, modes, known or KnownStages()
         self.cluster, self.widths, self.micro_batch_size = cluster, widths, job.micro_batch_size
         speeds = {id(node.device): ceiling_tokens_per_s(job, [node.device]) for node in cluster.nodes}
         self.pools = Pools.of(cluster, [speeds[id(node.device)] for node in cluster.nodes])
@@ -181,13 +187,17 @@ class LayerTimer:
         (placed,) = trial.timing.experts
         held = Holdings.of_section(section, np.ones(1, dtype=np.int64), stage.flights, placed)
         alone = replace(section.job, model=section.job.model.without_predictions)
-        jobs = [replace(alone, recompute=mode) for mode in RECOMPUTES]
+        jobs = [replace(alone, recompute=mode) for mode in self.offered]
         memory = [part_memory(job, _ONE_LAYER, held, section.window, 0.0) for job in jobs]
-        once = replace(section.job, recompute=RECOMPUTES[0])
+        once = replace(section.job, recompute="none")
         loss = memory[0] if once == jobs[0] else part_memory(once, _ONE_LAYER, held, section.window, 0.0)
         blocks = once.model.mtp_layers * prediction_bytes(once, held.tokens)
         counts = [kind.layers for kind in _ONE_LAYER.of_kinds(alone.model)]
         mean = partial(stage.mean, counts=counts)
+        kinds = {id(layer): kind for layer, kind in zip(stage.kinds, section.job.kinds, strict=True)}
+
+        def added(mode: RecomputeMode) -> float:
+            return mean(lambda layer: _added(layer, replace(kinds[id(layer)], recompute=mode), section))
 
         def most(values: Floats) -> Floats:
             largest = np.zeros(len(shape.kinds))
@@ -200,7 +210,7 @@ class LayerTimer:
             backward=mean(lambda layer: float(layer.backward.finish.max())),
             free_forward=mean(partial(free_network, "forward", everything)),
             free_backward=mean(partial(free_network, "backward", everything)),
-            again=mean(_attention_again),
+            added=np.array([added(mode) for mode in self.offered]),
             logits=float((stage.logits + stage.logits_sum).max()),
             units=np.bincount(pool).astype(float),
             tokens=most(section.arrays.tokens.astype(float)),
@@ -226,7 +236,7 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
     share = speeds / speeds.sum()
 
     def together(seconds: Sequence[float]) -> float:
-        return float(1 / sum(1 / each for each in seconds))
+        return float(1 / sum(1 / each for each in seconds)) if min(seconds) else 0.0
 
     def joined(name: str) -> Floats:
         return np.concatenate(
@@ -239,7 +249,7 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
         # Of the pool whose messages leave least of its time; each pool has its share of the tokens.
         free_forward=float(min(share * [layer.free_forward for layer in layers])),
         free_backward=float(min(share * [layer.free_backward for layer in layers])),
-        again=together([layer.again for layer in layers]),
+        added=np.array([together(added) for added in zip(*(layer.added for layer in layers), strict=True)]),
         logits=together([layer.logits for layer in layers]),
         units=np.concatenate([layer.units for layer in layers]),
         tokens=joined("tokens"),
@@ -278,9 +288,17 @@ def _layer_seconds(trial: Trial) -> float:
     )
 
 
-def _attention_again(layer: Layer) -> float:
-    assert layer.attention_again is not None, "core attention is timed again"
-    return float(layer.attention_again.finish.max())
+def _added(layer: Layer, job: Job, section: Section) -> float:
+    """Return the seconds that recomputation by the job, of layers of one kind, adds to a layer."""
+    if job.mode == "full":
+        return float(layer.forward.finish.max())
+    if not job.modules:
+        return 0.0
+    assert layer.again is not None, "core attention is timed again"
+    stage, part_sums = section.placement.stage, layer.forward.tensor_parallel / len(job.model.parts)
+    rows = computed_rows(job, section.arrays.tokens.astype(float), stage.in_fp8)
+    work = sum(work_again(job, stage, rows, part_sums, layer.experts), np.zeros(len(rows)))
+    return float(work.max()) + ("core_attn" in job.modules) * float(layer.again.finish.max())
 
 
 def _spread_sizes(fleet: Fleet, best: Trial, heads: int) -> list[int]:

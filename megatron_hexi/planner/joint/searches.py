@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.models import Job
+from megatron_hexi.models import RECOMPUTES, Job
+from megatron_hexi.models.job import RecomputeMode
 from megatron_hexi.planner.expert_placement import ExpertRule
 from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.joint.joint_search import JointSearch
@@ -81,5 +82,8 @@ class JointSearches:
         key = *alike, request.experts
         if key not in self._timers:
             known = self._known.setdefault(alike, KnownStages())
-            self._timers[key] = LayerTimer(job, cluster, widths, request.experts, known)
+            modes: tuple[RecomputeMode, ...] = RECOMPUTES
+            if "recompute" in request.fixed:
+                modes = tuple(dict.fromkeys(("none", request.job.mode, "full")))
+            self._timers[key] = LayerTimer(job, cluster, widths, request.experts, known, modes)
         return self._timers[key]

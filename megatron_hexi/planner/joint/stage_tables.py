@@ -20,7 +20,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Counts, Floats, Ints
 from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, owned_params, part_params, static_memory
 from megatron_hexi.cost.model_part import KindLayers, ModelPart
-from megatron_hexi.models import RECOMPUTES, Job
+from megatron_hexi.models import Job
 from megatron_hexi.models.job import layers_again, recompute_mode
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pools import Pools, StageShape, is_exact
@@ -69,7 +69,7 @@ class StageTables:
         if tables is None:
             return None
         place = int(is_first), ROWS[under_way - 1]
-        return Table(tables.seconds[place], tables.modes[place])
+        return Table(tables.seconds[place], tables.modes[place], tables.offered)
 
     def tables(
         self, shape: StageShape, is_last: bool, shards: int, timed: bool, *, deep: bool
@@ -136,7 +136,7 @@ class StageTables:
         copies = layer.expert_copies * shards
         room = room - static_bytes(job, part, layer.experts, layer.fp8_copies, units * shards, copies)
         best = np.full((len(stages), len(first), self.layers), np.inf)
-        modes = np.zeros(best.shape, dtype=np.int64)
+        modes, offered = np.zeros(best.shape, dtype=np.int64), self.timer.offered
         # Layers of multi-token prediction stand for layers of the mean.
         predictions = is_last * job.model.mtp_layers
         for mode, again in self._choices(layer, room, count + predictions, under_way):
@@ -146,12 +146,15 @@ class StageTables:
             kept = on_kinds.kept(layer.kept[0], layer.kept[mode])
             taken = under_way * kept + layer.working[mode]
             seconds = held.seconds(layer.seconds, layer.added[mode]) + is_last * layer.logits
+            if np.all(best <= seconds):
+                continue  # whatever room there is
             seconds = seconds * _stretch(layer.weight, room, taken)
-            partly = np.where((again < count) & (again > 0), len(RECOMPUTES) + again, mode)
+            partly = np.where((again < count) & (again > 0), len(offered) + again, mode)
             better = seconds < best
             best, modes = np.where(better, seconds, best), np.where(better, partly, modes)
         shape = len(stages), 2, -1, self.layers
-        yield from map(Table, np.maximum.accumulate(best, axis=-1).reshape(shape), modes.reshape(shape))
+        longest = np.maximum.accumulate(best, axis=-1).reshape(shape)
+        yield from (Table(*own, offered) for own in zip(longest, modes.reshape(shape), strict=True))
 
     def _choices(
         self, layer: _Layers, room: Floats, count: Ints, under_way: Ints
@@ -164,17 +167,18 @@ class StageTables:
         layers = np.arange(1, self.layers + 1)
         if self._fixed is not None:
             again = [layers_again(number, self._fixed) for number in layers.tolist()]
-            yield RECOMPUTES.index(recompute_mode(self._fixed)), np.array(again)
+            yield self.timer.offered.index(recompute_mode(self._fixed)), np.array(again)
             return
+        full = len(self.timer.offered) - 1
         yield 0, 0 * layers
-        yield 1, layers
-        yield 2, layers
+        for mode in range(1, full + 1):
+            yield mode, layers
         # As many whole layers as free the memory that is missing; the layer at work then is one of them.
-        freed = under_way * np.maximum(layer.kept[0] - layer.kept[2], 1e-9)
+        freed = under_way * np.maximum(layer.kept[0] - layer.kept[full], 1e-9)
         kept = count * under_way * layer.kept[0]
-        missing = kept + layer.working[2] - room
+        missing = kept + layer.working[full] - room
         needed = np.ceil(np.maximum(missing, 0.0) / freed).max(axis=2)
-        yield 2, np.clip(needed, 1, count).astype(np.int64)
+        yield full, np.clip(needed, 1, count).astype(np.int64)
 
 
 @cache

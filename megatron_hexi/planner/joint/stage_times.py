@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.mesh import Way
-from megatron_hexi.models import RECOMPUTES
+from megatron_hexi.models.job import RecomputeMode
 from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.fleet.units import Pattern
 from megatron_hexi.planner.joint.pipes import Pipe
@@ -27,7 +27,7 @@ class LayerTimes:
         backward: seconds of the backward pass.
         free_forward: seconds of the forward pass in which the network is free.
         free_backward: seconds of the backward pass in which the network is free.
-        again: seconds that recomputing core attention takes.
+        added: seconds that recomputation adds, by mode of recomputation (`LayerTimer.offered`).
         logits: seconds of the loss in both passes, with those of multi-token prediction.
         tokens: the most tokens of a unit of each pool.
         kept: bytes kept for a layer and micro-batch in flight, by mode of recomputation, [modes, pools].
@@ -44,7 +44,7 @@ class LayerTimes:
     backward: float
     free_forward: float
     free_backward: float
-    again: float
+    added: Floats
     logits: float
     units: Floats
     tokens: Floats
@@ -59,7 +59,7 @@ class LayerTimes:
 
     def slower(self, factor: float) -> LayerTimes:
         """Return this layer with its times multiplied by a factor."""
-        times = ("forward", "backward", "free_forward", "free_backward", "again")
+        times = ("forward", "backward", "free_forward", "free_backward", "added")
         return replace(self, **{name: getattr(self, name) * factor for name in times})
 
     @property
@@ -71,11 +71,6 @@ class LayerTimes:
         """Return the seconds of a layer's pass that hide communication of gradients or weights."""
         return self.free_forward if way == "forward" else self.free_backward
 
-    @property
-    def added(self) -> tuple[float, ...]:
-        """Seconds that recomputation adds to a layer, by `RECOMPUTES`."""
-        return 0.0, self.again, self.forward
-
 
 class Table(NamedTuple):
     """Seconds and recomputation of a stage with 1 to L layers.
@@ -83,16 +78,18 @@ class Table(NamedTuple):
     Args:
         seconds: seconds of a micro-batch, forward and backward, [..., L]; never less for more layers; inf: no
             fit.
-        modes: recomputation: an index into `RECOMPUTES`, or 3 + k for k whole layers, [..., L].
+        modes: recomputation: an index into `offered`, or its length + k for k whole layers, [..., L].
+        offered: what a stage may compute again in each layer.
     """
 
     seconds: Floats
     modes: Ints
+    offered: tuple[RecomputeMode, ...]
 
     def recompute(self, layers: int) -> Recompute:
         """Return the recomputation of a stage with this many layers."""
         mode = int(self.modes[layers - 1])
-        return RECOMPUTES[mode] if mode < len(RECOMPUTES) else mode - len(RECOMPUTES)
+        return self.offered[mode] if mode < len(self.offered) else mode - len(self.offered)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def recompute_moves(base: Candidate) -> Iterator[Move]:
     for place, stage in stages_of(plan):
         again = 0 if stage.recompute is None else layers_again(sum(stage.ministage_sizes), stage.recompute)
         for step in _FEWER if again else ():
-            if stage.recompute == "selective":
+            if stage.recompute == "selective" or isinstance(stage.recompute, tuple):
                 fewer.setdefault(step, {})[place] = replace(stage, recompute="none")
             elif again >= step:
                 mode: Recompute = again - step if again > step else "none"

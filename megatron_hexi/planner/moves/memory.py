@@ -16,8 +16,9 @@ import numpy as np
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Timing
 from megatron_hexi.models import RECOMPUTES, Job
+from megatron_hexi.models.job import RecomputeMode
 from megatron_hexi.plan import Member, Plan, Replica
-from megatron_hexi.plan.terms import Order
+from megatron_hexi.plan.terms import Order, Recompute
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner.layouts.trial import Candidate
 from megatron_hexi.planner.moves.climb import Family, Move
@@ -34,15 +35,6 @@ _WORTH_IT: Final = 0.02
 #: Factors by which plans of other counts differ at most: in turn without recomputation, and interleaved.
 _FAR_IN_TURN: Final = 1.07
 _FAR_INTERLEAVED: Final = 1.06
-
-#: Options of a stage that runs whole, and of one in ministages without and with host memory.
-_WHOLE: Final = tuple(MemoryOption(mode, ("optimizer",)) for mode in RECOMPUTES)
-_ON_DEVICE: Final = tuple(MemoryOption(mode) for mode in RECOMPUTES)
-_OFFLOADED: Final = (
-    MemoryOption("none", ("optimizer",)),
-    MemoryOption("none", ("parameters", "optimizer")),
-    *(MemoryOption(mode, ("parameters", "optimizer", "activations")) for mode in RECOMPUTES),
-)
 
 
 class _Whole(NamedTuple):
@@ -62,6 +54,8 @@ class MemoryMoves:
 
     def __init__(self, request: Request, cluster: Cluster) -> None:
         self._request, self._cluster = request, cluster
+        fixed = "recompute" in request.fixed
+        self._modes: Sequence[RecomputeMode] = (request.job.mode,) if fixed else RECOMPUTES
 
     def __call__(self, base: Candidate) -> Iterator[Move]:
         """Yield the plan with offload, with ministages in turn or interleaved, with other shares of state."""
@@ -93,8 +87,9 @@ class MemoryMoves:
                 for place, stage in places.items()
                 if full[place] > 1 or stage.recompute not in (None, "none")
             ]
+            whole = tuple(MemoryOption(mode, ("optimizer",)) for mode in self._modes)
             yield from self._move(
-                base.job, base.plan, least_seconds(base.timing), [dict.fromkeys(short, _WHOLE)]
+                base.job, base.plan, least_seconds(base.timing), [dict.fromkeys(short, whole)]
             )
         if not self._request.rules.allow("ministages"):
             return
@@ -102,7 +97,8 @@ class MemoryMoves:
         family = Family("ministages", far=_FAR_IN_TURN)
         for count in sorted({count for count in (*_IN_TURN, least) if 1 < count <= least}):
             plan = replace(base.plan, replicas=tuple(_cut(own, count, None) for own in base.plan.replicas))
-            ladders = [dict.fromkeys(places, some) for some in (_ON_DEVICE, _OFFLOADED)[: 1 + on_host]]
+            options = tuple(map(MemoryOption, self._modes)), _offloaded(self._modes)
+            ladders = [dict.fromkeys(places, some) for some in options[: 1 + on_host]]
             yield from self._move(
                 base.job, plan, least_seconds(base.timing, count, in_turn=True), ladders, family
             )
@@ -135,7 +131,7 @@ class MemoryMoves:
         """
         family = Family("interleaved", far=_FAR_INTERLEAVED, grows=True)
         for count in _INTERLEAVED:
-            replicas, ladder = [], dict[Place, Sequence[MemoryOption]]()
+            replicas, steps = [], dict[Place, Sequence[MemoryOption]]()
             for number, replica in enumerate(base.plan.replicas):
                 own = min(count, *(sum(stage.ministage_sizes) for stage in replica.stages))
                 if len(replica.stages) == 1 or base.timing.micro_batches[number] == 1 or own == 1:
@@ -143,14 +139,29 @@ class MemoryMoves:
                     continue
                 replicas.append(_cut(replica, own, "interleaved"))
                 for s, stage in enumerate(replica.stages):
-                    mode = "selective" if isinstance(stage.recompute, int) else stage.recompute or "none"
-                    modes = RECOMPUTES[RECOMPUTES.index(mode) :]
-                    if "recompute" in self._request.fixed:
-                        modes = modes[:1]
-                    ladder[number, s] = [MemoryOption(one, stage.offload or ()) for one in modes]
-            if ladder:
+                    modes = self._from(stage.recompute)
+                    steps[number, s] = [MemoryOption(one, stage.offload or ()) for one in modes]
+            if steps:
                 plan, least = replace(base.plan, replicas=tuple(replicas)), least_seconds(base.timing, count)
-                yield Move((0.0, least), plan, base.job, [ladder], family)
+                yield Move((0.0, least), plan, base.job, [steps], family)
+
+    def _from(self, recompute: Recompute | None) -> Sequence[RecomputeMode]:
+        """Return what a stage that recomputes so may recompute in ministages: as much, or more."""
+        mode = recompute or "none"
+        if "recompute" in self._request.fixed:
+            return ("selective" if isinstance(mode, int) else mode,)
+        if isinstance(mode, int):
+            return self._modes[1:]
+        return self._modes[self._modes.index(mode) :] if mode in self._modes else (mode, *self._modes[1:])
+
+
+def _offloaded(modes: Sequence[RecomputeMode]) -> tuple[MemoryOption, ...]:
+    """Return the options of a stage in ministages with host memory, the cheapest first."""
+    return (
+        MemoryOption("none", ("optimizer",)),
+        MemoryOption("none", ("parameters", "optimizer")),
+        *(MemoryOption(mode, ("parameters", "optimizer", "activations")) for mode in modes),
+    )
 
 
 def _cut(replica: Replica, count: int, order: Order | None) -> Replica:

@@ -11,6 +11,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_hexi.megatron.session import Session
+from megatron_hexi.options.job_terms import stated_recompute
 from megatron_hexi.options.layer_features import model_features, query_size
 
 
@@ -66,7 +67,7 @@ def model_document(args: Namespace, session: Session) -> dict[str, Any]:
 def job_document(args: Namespace, session: Session) -> dict[str, Any]:
     """Return the arguments of `megatron_hexi.cost.Job` for this job, without its model."""
     plan, stages, recipe = session.given.plan, session.stages, session.given.fp8_recipe
-    recompute: str | int = args.recompute_granularity or "none"
+    recompute = stated_recompute(args) or "none"
     if recompute == "full" and args.recompute_method == "block":
         recompute = args.recompute_num_layers
     if stages is not None and stages.view.place.recompute is not None:  # the arguments are this rank's

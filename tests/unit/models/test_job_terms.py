@@ -69,6 +69,16 @@ def test_what_a_model_leaves_out_stays_open(tmp_path):
     [
         ("--recompute-activations", "recompute", "selective"),
         ("--recompute-granularity=selective", "recompute", "selective"),
+        (
+            "--recompute-granularity selective --recompute-modules moe layernorm",
+            "recompute",
+            ("moe", "layernorm"),
+        ),
+        (
+            "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-sq-dtype bf16",
+            "state_bytes",
+            4 + 4 + 2,
+        ),
         ("--fp16", "precision", "fp16"),
         ("--overlap-grad-reduce", "overlap_gradients", True),
         ("--overlap-grad-reduce --use-distributed-optimizer", "overlap_gradients", False),

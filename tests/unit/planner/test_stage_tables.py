@@ -58,10 +58,11 @@ def seconds_of(tables, shape, count, under_way, is_first, is_last, shards):
     held = held + is_last * layer.logits_bytes + (2 - is_first - is_last) * layer.border_bytes
     room = np.array([tables.pools.usable_gib[kind] for kind in shape.kinds]) * GIB - held
     weights = layer.units * layer.tokens / (layer.units @ layer.tokens)
-    missing = count * under_way * layer.kept[0] + layer.working[2] - room
-    some = np.ceil(np.maximum(missing, 0) / (under_way * (layer.kept[0] - layer.kept[2]))).max()
+    missing = count * under_way * layer.kept[0] + layer.working[-1] - room
+    some = np.ceil(np.maximum(missing, 0) / (under_way * (layer.kept[0] - layer.kept[-1]))).max()
     best = np.inf
-    for mode, again in ((0, 0), (1, count), (2, count), (2, int(np.clip(some, 1, count)))):
+    whole = [(mode, count) for mode in range(1, len(tables.timer.offered))]
+    for mode, again in ((0, 0), *whole, (-1, int(np.clip(some, 1, count)))):
         kept = again * layer.kept[mode] + (count - again) * layer.kept[0]
         caps = np.maximum(room, 0) / (under_way * kept + layer.working[mode])
         took = count * layer.seconds + again * layer.added[mode] + is_last * layer.logits

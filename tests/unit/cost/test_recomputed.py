@@ -1,0 +1,54 @@
+"""Bytes and seconds of modules that are computed again, by closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_hexi.cost import estimate
+from megatron_hexi.cost.compute import device_speeds, rates
+from megatron_hexi.cost.layer_bytes import Freed, freed_bytes, routed_row_bytes
+from megatron_hexi.cost.memory import weight_bytes
+from megatron_hexi.models import Job, presets
+from megatron_hexi.plan import proportional_plan
+from tests.support.costs import TINY, cluster, tiny_job
+
+EXPERTS = Job(presets()["qwen3-30b-a3b"], 4096)
+
+
+def test_an_mlp_keeps_its_input_alone():
+    job = tiny_job(recompute=("mlp",))
+    fused, apart = (freed_bytes(replace(job, unfused=unfused)) for unfused in ((), ("norms",)))
+    assert fused == Freed(0, 2 * (512 + 2 * 2048), 0)  # the norm's output too: the input is the norm's
+    assert apart == Freed(0, 2 * 2 * 2048, 0)
+    assert freed_bytes(replace(job, recompute=("layernorm",), unfused=("norms",))) == Freed(1024, 1024, 0)
+    assert freed_bytes(replace(job, recompute=("layernorm",))) == Freed(0, 0, 0)
+
+
+def test_experts_keep_their_rows_or_all_but_activations():
+    freed = {
+        name: freed_bytes(replace(EXPERTS, recompute=(name,))) for name in ("moe", "moe_act", "layernorm")
+    }
+    assert freed["moe"].routed == routed_row_bytes(EXPERTS)
+    assert freed["moe_act"] == Freed(0, 0, 2 * 768)
+    assert freed["layernorm"] == Freed(0, 2 * 2048, 0)
+    assert freed["moe"].feed_forward == 0
+
+
+def test_seconds_of_an_mlp_are_those_of_its_products_and_bytes():
+    known, plan = cluster([("a", "PLAIN", 1)]), proportional_plan(tiny_job().workload(), [[[1.0]]])
+    plain, again = (estimate(plan, tiny_job(recompute=mode), known).phases for mode in ("none", ("mlp",)))
+    speeds = device_speeds(known.nodes[0].device, tiny_job())
+    (rate,) = rates(speeds.matmul, np.array([4096.0]))
+    products = 2 * 2 * 4096 * 512 * 2048 / rate
+    # Both results are written; a norm and an activation read and write each column.
+    moved = 2 * 4096 * (2048 + 512 + 2 * 512 + 2 * 2048) / speeds.memory
+    assert again.token - plain.token == pytest.approx(TINY.layers * (products + moved))
+    assert again.attention == plain.attention
+
+
+def test_types_of_the_optimizer_s_state_are_its_bytes():
+    assert weight_bytes(tiny_job()).state == 12
+    assert weight_bytes(tiny_job(state_bytes=8)).state == 8
