@@ -39,6 +39,7 @@ def arguments(**given_ones):
             "global_batch_size": 16,
             "micro_batch_size": 1,
             "recompute_granularity": None,
+            "recompute_modules": None,
             "hidden_size": 4096,
             "world_size": 16,
             "sft": False,
@@ -90,6 +91,7 @@ def arguments_of(job):
         pipeline_model_parallel_size=job.stages,
         global_batch_size=max(job.micro_batches) * len(job.plan.replicas),
         recompute_granularity=None if job.recompute == "no" else "full",
+        recompute_modules=None,
     )
 
 
