@@ -138,8 +138,8 @@ class PlanFeatures:
     effort: Annotated[
         Literal["low", "normal", "high"],
         typer.Option(
-            help="Work of planning: how many changes of the best plans are timed, and for how much more "
-            "memory plans are searched and then changed to fit.",
+            help="Work of planning: how many changes of the best plans and layouts of Megatron's flags are "
+            "timed, and for how much more memory plans are searched and then changed to fit.",
             rich_help_panel=_USABLE,
         ),
     ] = "normal"

@@ -66,7 +66,7 @@ def hold_job(args: Namespace, given: set[str], plan: Plan) -> Held:
         check_stages(args, given, plan)
     changed = [*stated, *_set_decided_arguments(args, given, plan)]
     check_workload(args, plan)
-    _check_recomputation(args, plan)
+    check_recomputation(args, plan)
     if plan.is_repeated:
         check_ranks(args, plan)
     return Held(changed, replaced)
@@ -235,7 +235,7 @@ def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, s
     ]
 
 
-def _check_recomputation(args: Namespace, plan: Plan) -> None:
+def check_recomputation(args: Namespace, plan: Plan) -> None:
     """Refuse modules that the job cannot compute again, of the job or of a stage of the plan."""
     own = args.recompute_modules if args.recompute_granularity == "selective" else None
     stated: list[tuple[str, Collection[str]]] = [("--recompute-modules", own or ())]

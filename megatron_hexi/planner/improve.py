@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel
@@ -45,23 +45,8 @@ _OUT_OF_REACH = 1.1
 _MOST_RIVALS = 4
 
 
-class _Budget(NamedTuple):
-    """The work of the climbs from the plans of one search.
-
-    Args:
-        timings: the most plans that are timed.
-        roomier: multiples of the GPUs' memory to plan for where memory is short.
-    """
-
-    timings: int
-    roomier: tuple[float, ...]
-
-
-_BUDGETS: Final[dict[Effort, _Budget]] = {
-    "low": _Budget(40, ()),
-    "normal": _Budget(400, (2.0,)),
-    "high": _Budget(4000, (2.0, 4.0)),
-}
+#: Multiples of the GPUs' memory to plan for where memory is short, beside a plan that fits.
+_BESIDE: Final[dict[Effort, tuple[float, ...]]] = {"low": (), "normal": (2.0,), "high": (2.0, 4.0)}
 
 #: Properties that layouts of one kind share: replicas, pipeline depths, tensor-parallel sizes, GPUs in use.
 type _Kind = tuple[int, tuple[int, ...], tuple[int, ...], int]
@@ -78,7 +63,7 @@ class Improvement:
 
     def __init__(self, request: Request, cluster: Cluster, memory: float, searches: JointSearches) -> None:
         self._cluster, self._memory, self._searches = cluster, memory, searches
-        self._budget = _BUDGETS[request.effort]
+        self._timings, self._beside = request.most_timings, _BESIDE[request.effort]
         roomy = cluster.with_memory_margin(1 - memory)
         kinds: list[Moves] = [ExpertMoves(roomy), MemoryMoves(request, roomy)]
         has_samples = request.context_parallel is None and "micro_batch_size" not in request.fixed
@@ -120,7 +105,7 @@ class Improvement:
             # As many replicas: where memory is short, more only hold more weights.
             job = replace(request.job, data_parallel=len(plan.plan.replicas))
             alike = replace(request, job=job, fixed=request.fixed | {"data_parallel"})
-            for times in self._budget.roomier:
+            for times in self._beside:
                 limit = min(faster_than, best.iteration_s)
                 best = self.climbed(self._roomier(times, alike, limit), limit) or best
         return best
@@ -148,7 +133,7 @@ class Improvement:
 
         ``None``: none takes less than `faster_than` seconds.
         """
-        best, end = None, self._climb.trials + self._budget.timings
+        best, end = None, self._climb.trials + self._timings
         for start in starts:
             # Samples in place of tokens may win more than what the bound counts.
             is_slow = not _is_shallow(start) and least_seconds(start.timing, math.inf) >= faster_than

@@ -167,7 +167,7 @@ def _equal_layouts(
     plain = replace(request, job=replace(request.job, latent_exchange=False))
     roomy = cluster.with_memory_margin(1 - result.memory)
     most_s = (1 + max(within, SIMPLEST)) * result.best.iteration_s
-    best, trials = find_faster(plain, roomy, most_s, progress=tell)
+    best, trials = find_faster(plain, roomy, most_s, most=request.most_timings, progress=tell)
     return ([] if best is None else [best]), trials
 
 
@@ -252,9 +252,8 @@ def _search(
         # and on two of forty random fleets Megatron's flags were faster, by 0.001 and 1.7 %. They exchange no
         # latent columns.
         plain = replace(request, job=replace(request.job, latent_exchange=False))
-        faster, timed = find_faster(
-            plain, roomy, math.inf if best is None else best.iteration_s, progress=tell
-        )
+        least_s, most = (math.inf, math.inf) if best is None else (best.iteration_s, request.most_timings)
+        faster, timed = find_faster(plain, roomy, least_s, most=most, progress=tell)
         trials += timed
         if faster is not None:
             best = faster

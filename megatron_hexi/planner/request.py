@@ -16,6 +16,7 @@ from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES, ExpertRule
 CHOSEN: Final = ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "recompute")
 #: How much work planning may take.
 Effort = Literal["low", "normal", "high"]
+_TIMINGS: Final[dict[Effort, int]] = {"low": 40, "normal": 400, "high": 4000}
 
 #: Sizes of tensor-parallel units that are tried.
 _WIDTHS = (1, 2, 4, 8)
@@ -39,7 +40,7 @@ class Request:
         expert_parallel: ranks of an expert domain, in every stage; ``None``: chosen.
         experts: how experts are placed on the ranks of a stage, if the model has experts.
         fp8_everywhere: whether a job in fp8 refuses GPUs without it, and uses it where bf16 is faster, too.
-        effort: how many changes of the best plans are timed.
+        effort: how much work the changes of the best plans, and Megatron's layouts beside them, may take.
 
     Raises:
         HexiError: a name in `fixed` is not in `CHOSEN`, or a size is below 1 or not planned for this model.
@@ -90,6 +91,11 @@ class Request:
         if self.rules.unequal_stages:
             allowed = spell_flag("unequal_stages", True)
             raise HexiError(f"{spelt} and {allowed}: only equal stages have chunks; leave one of them out")
+
+    @property
+    def most_timings(self) -> int:
+        """The most changes of the plans of one search that are timed, and the most of Megatron's layouts."""
+        return _TIMINGS[self.effort]
 
     @property
     def may_interleave(self) -> bool:

@@ -63,6 +63,7 @@ OPTION_WORDS = CONTRADICTIONS | {
     "--position-embedding-type": "--position-embedding-type mrope",
     "--rampup-batch-size<0.18": "--rampup-batch-size 2 2 12",
     "--rampup-batch-size>=0.18": "--rampup-batch-size 2 2 12",
+    "--recompute-modules": "--recompute-granularity selective --recompute-modules mlp",
     "--rope-scaling-factor": "--use-rope-scaling --rope-scaling-factor 32",
     "--sft<0.19": "--sft --micro-batch-size 1 --eval-iters 0",
     "--sft-unequal": "--sft --no-rope-fusion --micro-batch-size 1 --eval-iters 0",

@@ -132,7 +132,12 @@ def _find_baselines(
 
 
 def find_faster(
-    request: Request, cluster: Cluster, faster_than: float, *, progress: Progress | None = None
+    request: Request,
+    cluster: Cluster,
+    faster_than: float,
+    *,
+    most: float = inf,
+    progress: Progress | None = None,
 ) -> tuple[Candidate | None, int]:
     """Return the fastest layout that Megatron's flags can express, and how many layouts were timed.
 
@@ -140,9 +145,10 @@ def find_faster(
 
     Args:
         faster_than: seconds of an iteration that the layout must beat; infinite: any that fits.
+        most: the most equal layouts that are timed, those with the least bounds.
         progress: callback, receives (phase, done, total).
     """
-    race, equal = Race(cluster, faster_than, progress), not request.rules.allow("unequal_replicas")
+    race, equal = Race(cluster, faster_than, progress, most), not request.rules.allow("unequal_replicas")
     fleets = ((fleet, (ANY,)) for fleet, _ in _fleets(request, cluster))
     entrants = _entrants(fleets, request, faster_than)
     race.run(one for one in entrants if not equal or one.layout.is_in_order)

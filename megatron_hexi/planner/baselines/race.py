@@ -80,9 +80,13 @@ class Race:
     Args:
         faster_than: seconds of an iteration that layouts must beat; infinite: no limit.
         progress: callback, receives (phase, done, total).
+        most: the most layouts that are timed, those with the least bounds.
     """
 
-    def __init__(self, cluster: Cluster, faster_than: float, progress: Progress | None) -> None:
+    def __init__(
+        self, cluster: Cluster, faster_than: float, progress: Progress | None, most: float = inf
+    ) -> None:
+        self._most = most
         self._model = cache(partial(CostModel, cluster=cluster))
         self._progress = progress or (lambda _what, _done, _of: None)
         #: Lower bounds of layouts' seconds with more recomputation than was timed, by number of chunks.
@@ -100,6 +104,8 @@ class Race:
         entrants = sorted((one for one in entrants if one.least_s < inf), key=lambda one: one.least_s)
         for done, entrant in enumerate(entrants):
             self._progress("layouts of Megatron's flags", done, len(entrants))
+            if self.trials >= self._most:
+                break
             if entrant.fullness > 1 or not self._may_win(entrant, entrant.least_s):
                 continue
             key = entrant.layout, entrant.job.virtual_stages

@@ -29,7 +29,6 @@ ARGS = {
     "num_layers": 2,
     "num_experts": None,
     "tensor_model_parallel_size": 1,
-    "recompute_modules": None,
 }
 
 
@@ -60,7 +59,6 @@ def test_columns_of_other_attention_are_refused(changes, message, tmp_path):
     [
         ({"multi_latent_attention": False, "kv_channels": 16}, "the job's attention does not have"),
         ({"kv_lora_rank": 16}, r"latent_exchange\.kv_rank is 32, but the job has --kv-lora-rank 16"),
-        ({"recompute_modules": ["mla_up_proj"]}, "leave mla_up_proj out of --recompute-modules"),
         ({"mla_down_proj_fusion": True}, "leave out --mla-down-proj-fusion"),
         ({"hybrid_layer_pattern": "*-*-"}, "without --hybrid-layer-pattern"),
     ],
