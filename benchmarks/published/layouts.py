@@ -75,7 +75,7 @@ def training_plan(row: Row, job: Job) -> Plan:
 
 
 def _by_node(plan: Plan, gpus: int) -> Plan:
-    """The same plan with tokens that travel once to each node of so many GPUs."""
+    """Return the plan with tokens that travel once to each node of so many GPUs."""
 
     def named(stage: Stage) -> Stage:
         nodes: dict[int, list[int]] = {}

@@ -14,7 +14,7 @@ _TODAY = 2024
 
 
 class Errors(NamedTuple):
-    """Of some rows: how many; median, 90th percentile and worst without signs, and the mean with them."""
+    """Number of rows, and their errors: median, 90th percentile and worst without signs, mean with signs."""
 
     rows: int
     median: float

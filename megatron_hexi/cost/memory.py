@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +22,7 @@ from megatron_hexi.cost.layer_bytes import (
     token_activation_bytes,
 )
 from megatron_hexi.cost.library_bytes import workspace_bytes
-from megatron_hexi.cost.memory_terms import HostMemoryTerms, Memory
+from megatron_hexi.cost.memory_terms import HostMemoryTerms
 from megatron_hexi.cost.mixer_bytes import mixer_bytes, mlp_gradient_bytes
 from megatron_hexi.cost.model_part import ModelPart, Present
 from megatron_hexi.cost.plan_arrays import PlanArrays
@@ -393,13 +392,3 @@ def part_host_memory(job: Job, part: ModelPart, held: Holdings, present: Present
         "optimizer": present.host_state * each.state + masters,
         "activations": part.rows_on_host * part.entered(held.micro_batches) * input_bytes(job, held.tokens),
     }
-
-
-def unit_memory(terms: Mapping[str, Floats], unit: int) -> Memory:
-    """Return one unit's bytes on a GPU by term, from the arrays of `part_memory`."""
-    return Memory(**{name: float(values[unit]) for name, values in terms.items()})
-
-
-def unit_host_memory(terms: Mapping[str, Floats], unit: int) -> HostMemoryTerms:
-    """Return one unit's bytes in host memory by term, from the arrays of `part_host_memory`."""
-    return HostMemoryTerms(**{name: float(values[unit]) for name, values in terms.items()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -17,6 +17,11 @@ Lasts = Literal["always", "kept", "layer", "loss"]
 @dataclass(frozen=True)
 class _MemoryTerms:
     """Bytes of memory by term."""
+
+    @classmethod
+    def of_unit(cls, terms: Mapping[str, Floats], unit: int) -> Self:
+        """Return one unit's bytes from those of all units by term, [U]."""
+        return cls(**{name: float(values[unit]) for name, values in terms.items()})
 
     @property
     def total(self) -> float:

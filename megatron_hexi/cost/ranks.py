@@ -11,7 +11,7 @@ import numpy as np
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.layer import Pass
-from megatron_hexi.cost.memory import GIB, unit_host_memory, unit_memory
+from megatron_hexi.cost.memory import GIB
 from megatron_hexi.cost.memory_terms import HostMemoryTerms, Memory
 from megatron_hexi.cost.once import replica_waits
 from megatron_hexi.cost.plan_arrays import PlanArrays
@@ -121,9 +121,9 @@ def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
                     **parts,
                     # Rounding must not make a rank that never waits wait less than nothing.
                     idle_s=max(0.0, timing.phases.total - sum(parts.values())),
-                    memory=unit_memory(memory, number),
+                    memory=Memory.of_unit(memory, number),
                     usable_gib=cluster.ranks[place.gpu].device.usable_gib,
-                    host_memory=unit_host_memory(host_memory, number),
+                    host_memory=HostMemoryTerms.of_unit(host_memory, number),
                 )
             )
     return tuple(sorted(ranks, key=lambda rank: rank.rank))

@@ -10,7 +10,7 @@ seconds over all layouts, computed without the search.
 `planner` puts them together; `advice` proposes changes of a request that no plan fits.
 """
 
-from megatron_hexi.planner.ablation import FeatureAblation, ablate_features
+from megatron_hexi.planner.ablation import FeatureAblation, WeakKind, ablate_features, weak_kinds
 from megatron_hexi.planner.baselines import Baseline
 from megatron_hexi.planner.bound import Bound
 from megatron_hexi.planner.longest import longest_in_layout
@@ -18,7 +18,6 @@ from megatron_hexi.planner.moves.edit import plan_of_whole
 from megatron_hexi.planner.planner import check_depth, find_plan, longest_request
 from megatron_hexi.planner.request import CHOSEN, Request
 from megatron_hexi.planner.result import Planned
-from megatron_hexi.planner.weak_kinds import WeakKind, weak_kinds
 
 __all__ = [
     "CHOSEN",

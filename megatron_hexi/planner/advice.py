@@ -15,9 +15,8 @@ from typing import Any
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.plan.flags import spell_flag
-from megatron_hexi.planner.bound import memory_fits
+from megatron_hexi.planner.bound import MissingMemory, memory_fits, missing_memory
 from megatron_hexi.planner.joint import Candidate
-from megatron_hexi.planner.missing_memory import MissingMemory, missing_memory
 from megatron_hexi.planner.request import Request
 
 #: Limit of planning work: the most GPUs that other requests are planned for, all together, where each request

@@ -110,7 +110,7 @@ class ElasticJob:
         return process
 
     def rank_or_none(self, name: str) -> psutil.Process | None:
-        """The same; ``None`` between two rounds."""
+        """The process of a node's first rank; ``None`` between two rounds."""
         agent = psutil.Process(self.agents[name].pid)
         servers = [child for child in agent.children() if "forkserver" in " ".join(child.cmdline())]
         return next((child for server in servers for child in server.children()), None)

@@ -1,4 +1,4 @@
-"""Where the seconds go from the loss of a rank, or of a node, to the end of the next iteration."""
+"""Seconds of each step from the loss of a rank, or of a node, to the end of the next iteration."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_errors_by_hand():
 
 
 def test_classes_by_hand():
-    """Of ten dense rows the ninth is the 90th percentile; parts of a training are of no class."""
+    """The ninth of ten dense rows is the 90th percentile; parts of a training belong to no class."""
     rows = [
         Comparison("t", "r", "time", "s", 10.0, 10.0 + number, sort=sort, year=2020 + number)
         for sort in ("dense", "experts across nodes", "")

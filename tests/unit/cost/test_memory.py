@@ -29,7 +29,6 @@ from megatron_hexi.cost.memory import (
     stage_params,
     static_memory,
     token_bytes,
-    unit_memory,
 )
 from megatron_hexi.cost.memory_terms import TAGS, Memory, sum_terms
 from megatron_hexi.cost.model_part import ModelPart
@@ -50,7 +49,7 @@ def alone(**changes):
     """Memory of a single GPU that does everything."""
     job = tiny_job(**changes)
     plan = one_replica(job.workload(), Group(((0, 4096),), (Member((0,), 4096, (0, 4)),)))
-    return unit_memory(whole(job, Holdings.of(plan_arrays(plan), np.array(1), NONE), 1), 0)
+    return Memory.of_unit(whole(job, Holdings.of(plan_arrays(plan), np.array(1), NONE), 1), 0)
 
 
 def whole(job, held, shards):

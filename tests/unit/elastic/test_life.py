@@ -1,4 +1,4 @@
-"""Who is alive is told by changes and by connections, not by clocks: those of nodes may differ and be set."""
+"""Signs of life: agents are lost by missing changes and closed connections, whatever clocks of nodes say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How agents meet for a round, and when they start their ranks again."""
+"""Agents meet for a round, and start their ranks again when they should."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from megatron_hexi.cost.memory import GIB, RESERVE_BYTES
 from megatron_hexi.models import Job, read_model
 from megatron_hexi.planner import Request
 from megatron_hexi.planner.advice import nothing_fits
-from megatron_hexi.planner.missing_memory import missing_memory
+from megatron_hexi.planner.bound import missing_memory
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import read_text
 

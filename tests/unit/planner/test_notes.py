@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from megatron_hexi.cost import CostModel
 from megatron_hexi.models import Job, read_model
 from megatron_hexi.planner import Request, find_plan
+from megatron_hexi.planner.ablation import weak_kinds
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.notes import left_out
-from megatron_hexi.planner.weak_kinds import weak_kinds
 from megatron_hexi.report.comparison import weak_report
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import read_text
