@@ -23,7 +23,9 @@ which NCCL's buffers are not.
 - ``fsdp-pipeline``: with a pipeline weights stay whole in bf16 and gradients are added up whole in fp32, as
   Megatron's do; the logits as above.
 - ``nemo``: NeMo's Adam keeps of fp32 weights the 16 bits by which they differ from those in bf16
-  (megatron_base_model.py, `store_param_remainders`): 2 bytes a weight of the shard less.
+  (megatron_base_model.py, `store_param_remainders`): 2 bytes a weight of the shard less. Its scripts for this
+  model sum gradients in bf16 (grad_sync_dtype, https://github.com/NVIDIA/NeMo-Framework-Launcher/blob/
+  26e42fa91d9e608897ce485b4911c263a4b57008/examples/training/llama/h100/llama2_7b_fp8.sh).
 - ``bridge``: recipes of Megatron Bridge's benchmarks keep matrices in fp8 alone (`fp8_param_gather` of
   mixed_precision.py) and sum gradients in bf16 (perf_recipes/_common.py, `grad_reduce_in_fp32`).
 - ``deepspeed``: 8 bytes a weight more than Megatron's 16 (copies, a buffer for sums), 4.76 GB of fused
@@ -215,7 +217,7 @@ def _needed_bytes(row: Row, wanted: Job, timing: Timing, stage: int) -> float:
     """Bytes of a stage of Megatron's, with what NVIDIA's recipes keep otherwise."""
     terms = dict(timing.memory[stage])
     if row.memory == "nemo":
-        terms["optimizer"] = terms["optimizer"] * 10 / 12
+        terms |= {"optimizer": terms["optimizer"] * 10 / 12, "gradients": terms["gradients"] / 2}
     elif row.memory == "bridge":
         whole = 2.0 * stage_params(wanted, stage)
         copied = (terms["weights"] - whole) / timing.sections[stage].placement.stage.fp8_copies

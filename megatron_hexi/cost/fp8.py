@@ -21,8 +21,9 @@ from megatron_hexi.plan.units import rank_gpus, unit_rows
 
 #: Recipes with one scale a tensor.
 _PER_TENSOR: Final = ("tensorwise", "delayed")
-#: Bytes of scales of an element's copy: fp32 for 128 elements, one byte for 32.
-_SCALES: Final = {
+#: Bytes of scales of an activation's copy, an element: fp32 for 128, one byte for 32. Weights have blocks of
+#: 128 x 128 by ``blockwise``, whose scales are next to nothing.
+SCALE_BYTES: Final = {
     "tensorwise": 0,
     "delayed": 0,
     "blockwise": 4 / 128,
@@ -47,7 +48,7 @@ def copies(device: Device, recipe: Fp8Recipe) -> float:
     if not has_fp8(device, recipe):
         return 0.0
     is_one = recipe in _PER_TENSOR and (10, 0) <= device.capability < (12, 0)
-    return (1 if is_one else 2) * (1 + _SCALES[recipe])
+    return (1 if is_one else 2) * (1 + SCALE_BYTES[recipe] * (recipe != "blockwise"))
 
 
 def cast_bytes(recipe: Fp8Recipe, kept: float, after_norm: bool = False) -> float:
@@ -57,10 +58,10 @@ def cast_bytes(recipe: Fp8Recipe, kept: float, after_norm: bool = False) -> floa
     as it writes (csrc/extensions/normalization.cpp). Other recipes find theirs as they cast.
 
     Args:
-        kept: bytes of an element's copies (`copies`).
+        kept: bytes of a weight's copies (`copies`), of which an activation has as many.
         after_norm: whether a norm's kernel wrote the element.
     """
-    return 2 + kept + 2 * (recipe == "tensorwise" and not after_norm)
+    return 2 + int(kept) * (1 + SCALE_BYTES[recipe]) + 2 * (recipe == "tensorwise" and not after_norm)
 
 
 def computed_rows(job: Job, tokens: Floats, in_fp8: Bools | bool) -> Floats:

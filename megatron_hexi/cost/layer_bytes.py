@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Bools, Floats
+from megatron_hexi.cost.fp8 import SCALE_BYTES
+from megatron_hexi.kinds.part import LayerPart
 from megatron_hexi.models.job import Job
 
 #: Micro-batches whose rows a rank holds at a border between stages beside its activations: on either side the
@@ -33,8 +35,8 @@ def token_activation_bytes(job: Job) -> float:
     Inputs of both norms 2 h, their outputs 2 h, the projection's input H D, the MLP's first output f
     (gated 2 f) and its activation f; e bytes an element, flash attention, no dropout. For a GPT in 16 bits
     that is 26 h: the 34 h of Korthikanti et al. (arXiv 2205.05198, section 4.1) less dropout masks 2 h, and
-    less query, key and value 6 h, which are counted inside attention here. fp8 keeps in one byte what goes
-    into matrices: all but the norms' inputs and the MLP's first output; and but for ``delayed`` the
+    less query, key and value 6 h, which are counted inside attention here. fp8 keeps in one byte, and scales,
+    what goes into matrices: all but the norms' inputs and the MLP's first output; and but for ``delayed`` the
     projection's input, of which Megatron lets Transformer Engine keep what attention has put out.
 
     Layers of one part keep half of the norms'. What other parts keep is in their `row_columns`; norms behind
@@ -43,21 +45,36 @@ def token_activation_bytes(job: Job) -> float:
     model, columns = job.model, job.columns
     hidden = len(model.parts) * model.hidden_size / job.row_parts
     whole = (1 + model.post_norms) * hidden + columns.normed + columns.kept
-    inputs = hidden + columns.inputs + columns.compressed
+    inputs = columns.inputs + columns.compressed
     if job.precision == "fp8" and job.fp8_recipe != "delayed":
         projected = model.mixer.attends * model.heads * model.value_dim / job.tensor_parallel
         whole, inputs = whole + projected, inputs - projected
-    return job.element_bytes * whole + _factor_bytes(job) * inputs
+    normed = sum(sum(_normed_bytes(job, part)) for part in model.parts)
+    return job.element_bytes * whole + _factor_bytes(job) * inputs + normed
 
 
-def _factor_bytes(job: Job) -> int:
-    return 1 if job.precision == "fp8" else job.element_bytes
+def _normed_bytes(job: Job, part: LayerPart) -> tuple[float, float]:
+    """Return the bytes kept of a token's norm before a part: as the input of the part, and inside the part.
+
+    What a norm that is a module puts out is kept once for all that read it, a norm's that is fused with a
+    matrix inside the part. In fp8 each linear layer of Transformer Engine keeps a copy of its own, and only a
+    router the input itself (`LayerPart.normed_copies`).
+    """
+    hidden, is_apart = job.model.hidden_size / job.row_parts, part.norm_apart["norms" in job.unfused]
+    if job.precision != "fp8":
+        return job.element_bytes * hidden * is_apart, job.element_bytes * hidden * (not is_apart)
+    inputs, copies = part.normed_copies
+    return job.element_bytes * hidden * inputs, _factor_bytes(job) * hidden * copies
+
+
+def _factor_bytes(job: Job) -> float:
+    return 1 + SCALE_BYTES[job.fp8_recipe] if job.precision == "fp8" else job.element_bytes
 
 
 def routed_row_bytes(job: Job) -> float:
     """Return the bytes that one layer keeps of a row of its routed experts; 0 without experts.
 
-    fp8 keeps the inputs of both products in one byte.
+    fp8 keeps the inputs of both products in one byte, and scales.
     """
     kept = sum(experts.kept_columns(job.model) for experts in job.model.routed)
     inputs = sum(job.model.hidden_size + experts.ffn_hidden_size for experts in job.model.routed)
@@ -103,24 +120,27 @@ def freed_bytes(job: Job) -> Freed:
 
     ``layernorm``: output of a norm h, where the norm is a module. ``mlp``, ``shared_experts`` and ``moe``:
     first output and activation, and of an MLP whose norm is fused with its first matrix the norm's output, as
-    the input of the MLP is then the norm's. ``moe``: all that is kept of a routed row; ``moe_act``: its
-    activation.
+    the input of the MLP is then the norm's; of experts that see every token fp8's copy of it. ``moe``: all
+    that is kept of a routed row; ``moe_act``: its activation.
     """
     model, modules, factor = job.model, job.modules, _factor_bytes(job)
     if not modules:
         return Freed()
-    norm = factor * model.hidden_size / job.row_parts
-    of_mixer, of_feed_forward = separate_norms(job)
+    normed = [_normed_bytes(job, part) for part in (model.mixer, model.feed_forward)]
+    norms = [
+        sum(kept) if is_apart and "layernorm" in modules else 0.0
+        for kept, is_apart in zip(normed, separate_norms(job), strict=True)
+    ]
     inside = 0.0
     if feed_forward_again(job):
         how = model, job.tensor_parallel, job.row_parts, job.latent_exchange
         columns = model.feed_forward.row_columns(*how)
-        inside = job.element_bytes * columns.kept + factor * columns.inputs + norm * (not of_feed_forward)
+        inside = job.element_bytes * columns.kept + factor * columns.inputs
+        norms[1] = norms[1] or normed[1][1]
     routed = routed_row_bytes(job) if "moe" in modules else 0.0
     if "moe_act" in modules and not routed:
         routed = factor * sum(experts.ffn_hidden_size for experts in model.routed)
-    norm *= "layernorm" in modules
-    return Freed(norm * of_mixer, norm * of_feed_forward + inside, routed)
+    return Freed(norms[0], norms[1] + inside, routed)
 
 
 def feed_forward_again(job: Job) -> bool:

@@ -46,6 +46,11 @@ class Experts(Mlp):
     shared_gate: bool = False
     layers: tuple[bool, ...] = ()
 
+    @property
+    def normed_copies(self) -> tuple[int, int]:
+        """A copy in 16 bits for the router, and one cast for experts that see every token."""
+        return 1, int(self.shared_ffn_hidden_size > 0)
+
     def __post_init__(self) -> None:
         check_sizes("experts", self, {"shared_ffn_hidden_size": 0})
         freeze_layers("experts", self)

@@ -39,6 +39,11 @@ class Latent(SoftmaxAttention):
     value_dim: int
     query_rank: int | None = None
 
+    @property
+    def normed_copies(self) -> tuple[int, int]:
+        """Copies cast for two modules: the matrices to queries, and to keys and values."""
+        return 0, 2
+
     def __post_init__(self) -> None:
         check_sizes("latent", self)
 

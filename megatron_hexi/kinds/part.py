@@ -89,6 +89,11 @@ class LayerPart:
     #: Megatron's own layers.
     norm_apart: ClassVar[tuple[bool, bool]] = (False, False)
 
+    @property
+    def normed_copies(self) -> tuple[int, int]:
+        """Numbers of copies kept of its norm's output where matrices are in fp8: in 16 bits, and cast."""
+        return 0, 1
+
     def matrices(self, model: Decoder, width: int) -> tuple[WeightMatrix, ...]:
         """Return the matrices on one of `width` tensor-parallel ranks, without those of routed experts."""
         del model, width

@@ -10,7 +10,7 @@ from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.collectives import tensor_parallel_seconds
 from megatron_hexi.cost.compute import device_speeds, optimizer_seconds
 from megatron_hexi.cost.fp8 import computed_rows, copies
-from megatron_hexi.cost.layer_bytes import Flights, routed_row_bytes, token_activation_bytes
+from megatron_hexi.cost.layer_bytes import Flights, freed_bytes, routed_row_bytes, token_activation_bytes
 from megatron_hexi.cost.memory import Holdings, part_memory, part_params, static_memory
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.moved_bytes import layer_elements
@@ -37,7 +37,7 @@ def holdings(copies):
     [
         ("tensorwise", (1402.6, 3432.5), (2, 1)),
         ("delayed", (1402.6, 3432.5), (2, 1)),
-        ("blockwise", (1386, 2886), (2 * (1 + 4 / 128), 2 * (1 + 4 / 128))),
+        ("blockwise", (1386, 2886), (2, 2)),  # scales of 128 x 128 weights
         ("mxfp8", (None, 2886), (0, 2 * (1 + 1 / 32))),
     ],
 )
@@ -65,7 +65,7 @@ def test_casts_by_hand():
         ("delayed", 2, 4, 0),  # read 2, written 1 and 1
         ("tensorwise", 2, 6, 4),  # read twice, once behind a norm
         ("tensorwise", 1, 5, 3),
-        ("blockwise", 2.0625, 4.0625, 4.0625),
+        ("blockwise", 2, 4.0625, 4.0625),
         ("mxfp8", 2.0625, 4.0625, 0),
     ):
         found = layer_elements(fp8_job(recipe), kept)
@@ -111,11 +111,35 @@ def test_kept_activations_by_hand():
     # the projection's input in 8 by delayed scales, else attention's output in 16.
     assert token_activation_bytes(fp8_job("delayed")) == 2 * (2 * 512 + 2048) + 2 * 512 + 2048 + 512
     assert token_activation_bytes(fp8_job("tensorwise")) == 2 * (2 * 512 + 2048 + 512) + 2 * 512 + 2048
+    blocks = 2 * (2 * 512 + 2048 + 512) + (1 + 4 / 128) * (2 * 512 + 2048)
+    assert token_activation_bytes(fp8_job("blockwise")) == blocks
     qwen = Job(presets()["qwen3-30b-a3b"], 4096, precision="fp8")
     # h 2048 in, 2 x 768 out, 768 in.
     kind = next(kind for kind in qwen.kinds if kind.model.routed)
     assert routed_row_bytes(kind) == 2048 + 2 * 2 * 768 + 768
     assert routed_row_bytes(kind.in_bf16) == 2 * (2048 + 3 * 768)
+
+
+def test_each_reader_of_a_norm_keeps_its_own_copy_in_fp8():
+    # Latent attention has two matrices behind its norm; a router keeps 16 bits, a shared expert a cast copy.
+    def bytes_of(name, recompute="none"):
+        job = Job(presets()[name], 4096, precision="fp8", fp8_recipe="tensorwise", recompute=recompute)
+        return next(kind for kind in job.kinds if kind.model.routed)
+
+    def normed(kind):
+        columns = kind.model.feed_forward.row_columns(kind.model, 1, 1, False)
+        mixer = kind.model.mixer.row_columns(kind.model, 1, 1, False)
+        inside = 2 * (mixer.normed + mixer.kept + mixer.inputs + columns.kept) + columns.inputs
+        return token_activation_bytes(kind) - inside - mixer.compressed - 2 * 2 * kind.model.hidden_size
+
+    deepseek, qwen = bytes_of("deepseek-v3"), bytes_of("qwen3-30b-a3b")
+    assert normed(deepseek) == (2 + 2 + 1) * 7168
+    assert normed(qwen) == (1 + 2) * 2048
+    again = bytes_of("deepseek-v3", ("layernorm", "shared_experts"))
+    shared = freed_bytes(bytes_of("deepseek-v3", ("shared_experts",)))
+    assert freed_bytes(again).mixer == 2 * 7168
+    assert shared.feed_forward == 7168 + 2 * 2 * 2048 + 2048
+    assert freed_bytes(again).feed_forward == shared.feed_forward + 2 * 7168
 
 
 def test_weights_have_copies_in_fp8_on_the_gpus_that_use_them():
